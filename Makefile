@@ -1,0 +1,36 @@
+# Every target makes its own environment; a second call finds it ready.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: install test check bench quickstart clean help
+
+help:
+	@echo "make install     the environment in $(VENV), the package in it, the C++ extension if there is a compiler"
+	@echo "make quickstart  the whole way on this machine: text → tokens → training → Hugging Face → a sample and a report"
+	@echo "make test        the tests            make check  formatting, lint, types"
+	@echo "make bench       the CPU benchmarks   PYTHON=python3.12 chooses the interpreter"
+
+install: $(VENV)/installed
+
+$(VENV)/installed: setup.py pyproject.toml $(wildcard csrc/*)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/install.sh
+	@touch $@
+
+quickstart: install
+	$(BIN)/blackmamba quickstart $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest -n $${TEST_PROCESSES:-2} --dist loadgroup $(ARGS)
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info
