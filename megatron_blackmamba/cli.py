@@ -1,0 +1,330 @@
+"""The front door: `blackmamba <verb>`. Every verb imports what it needs when it runs, so that --help is instant."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from data_tools import commands as data_commands
+from megatron_blackmamba.interchange import commands as interchange_commands
+from megatron_blackmamba.interchange.commands import Precision
+
+app = typer.Typer(
+    name="blackmamba",
+    help="Pretrain, plan, export and run BlackMamba models (Mamba + mixture of experts) on megatron-core.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+CONFIG_HELP = "Config files or shipped names, later ones win; then a.b=c overrides."
+Configs = Annotated[list[str], typer.Argument(metavar="CONFIG... [a.b=c ...]", help=CONFIG_HELP)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def compose(arguments: list[str]):
+    """Files and overrides, as given on the command line, to a RunConfig."""
+    from megatron_blackmamba.config import load
+
+    overrides = [a for a in arguments if "=" in a and not Path(a).exists()]
+    return load([a for a in arguments if a not in overrides], overrides)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from megatron_blackmamba import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def config(
+    configs: Annotated[list[str] | None, typer.Argument(metavar="CONFIG... [a.b=c ...]", help=CONFIG_HELP)] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema instead, for editors.")] = False,
+) -> None:
+    """Print the composed run, or the JSON Schema of run files.
+
+    [dim]blackmamba config blackmamba_1.5b parallel.tensor=2[/dim]
+
+    [dim]blackmamba config --schema > run.schema.json[/dim]
+    """
+    import json
+
+    from megatron_blackmamba.config import RunConfig, to_yaml
+
+    if schema:
+        print(json.dumps(RunConfig.model_json_schema(), indent=2))
+    else:
+        print(to_yaml(compose(configs or [])), end="")
+
+
+@app.command()
+def train(
+    configs: Configs,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", min=1, help="Start so many processes here.", show_default="join torchrun's or srun's"),
+    ] = None,
+) -> None:
+    """Train, or go on training: a run resumes by itself from its newest checkpoint.
+
+    Ctrl-C, SIGTERM and SIGUSR1 finish the step, save and end with exit code 75: start it again to go on.
+
+    [dim]blackmamba train tiny --nproc 2 parallel.expert=2[/dim]
+
+    [dim]srun blackmamba train blackmamba_1.5b data.mixture=mixture.yaml[/dim]
+    """
+    run = compose(configs)
+    if nproc is None:
+        from megatron_blackmamba.training.loop import train as train_here
+
+        raise typer.Exit(train_here(run))
+    from megatron_blackmamba.runtime import layout
+    from megatron_blackmamba.training.launcher import launch_training
+
+    layout.check(run, nproc)
+    raise typer.Exit(launch_training(run, configs, nproc))
+
+
+@app.command()
+def plan(
+    configs: Configs,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Lay it over this many nodes.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    gpu: Annotated[str, typer.Option(help="h100, h200, a100, or a YAML file that describes one.")] = "h100",
+    mfu: Annotated[str | None, typer.Option(help="Part of the GPU's peak in use, or a run that measured it.")] = None,
+    suggest: Annotated[bool, typer.Option("--suggest", help="Rank the layouts that fit these nodes.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only whether it works and fits: exit code 0 or 2.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Tell what a run will need: parameters, FLOPs, epochs; with --nodes memory, traffic and time. Needs no GPU.
+
+    [dim]blackmamba plan blackmamba_1.5b --nodes 7[/dim]
+
+    [dim]blackmamba plan blackmamba_2.8b --nodes 8 --gpu h200 --suggest[/dim]
+    """
+    import json
+
+    from rich.console import Console
+
+    from megatron_blackmamba.plan import estimate, gpus, measured, table
+    from megatron_blackmamba.runtime.layout import LayoutError
+
+    used = None if mfu is None else measured.mfu(mfu)
+    made = estimate.make_plan(compose(configs), nodes, gpus_per_node, gpus.find(gpu), used, suggest)
+    if as_json:
+        print(json.dumps(estimate.as_json(made), indent=2))
+    elif not check:
+        table.show(made, Console())
+    if made.placed and (made.placed.refused or check):
+        trouble = table.refusal(made.placed)
+        if trouble:
+            raise LayoutError(trouble)
+
+
+@app.command()
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Where runs will live: its disk is measured.")] = Path("runs"),
+    quick: Annotated[bool, typer.Option("--quick", help="A node's preflight: what a run needs, in seconds.")] = False,
+    gpus: Annotated[int | None, typer.Option(help="How many there must be.", show_default="what there is")] = None,
+    as_json: Json = False,
+) -> None:
+    """Look at this machine: what a run would use, what is missing and how to get it. Exit code 1 if a run would fail.
+
+    [dim]blackmamba doctor[/dim]
+
+    [dim]blackmamba doctor --quick --gpus 8 --folder /scratch/runs[/dim]
+    """
+    from megatron_blackmamba.launch.doctor import examine, show
+
+    examination = examine(folder, quick=quick, gpus=gpus)
+    show(examination, as_json=as_json)
+    raise typer.Exit(1 if examination.problems else 0)
+
+
+@app.command()
+def launch(
+    configs: Configs,
+    nodes: Annotated[int, typer.Option(help="How many nodes.")],
+    gpus_per_node: Annotated[int, typer.Option(help="One process each; 0 trains on CPUs.")] = 8,
+    gpu: Annotated[str, typer.Option(help="h100, h200, a100 or a file: the memory that the run must fit.")] = "h100",
+    processes_per_node: Annotated[int | None, typer.Option(help="Only with --gpus-per-node 0.")] = None,
+    cpus_per_process: Annotated[int, typer.Option(help="Cores for each process.")] = 8,
+    time: Annotated[str, typer.Option(help="The job's limit as Slurm writes it: 90, 4:00:00, 2-12.")] = "24:00:00",
+    warn: Annotated[
+        int | None,
+        typer.Option(help="Seconds before the limit to save.", show_default="a quarter of the time, at most 600"),
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="The partition to submit to.")] = None,
+    account: Annotated[str | None, typer.Option(help="The account that pays.")] = None,
+    container: Annotated[str | None, typer.Option(help="An image: .sif for apptainer, else for pyxis.")] = None,
+    chain: Annotated[int, typer.Option(help="Jobs in a row, each continuing the last; 1 requeues itself instead.")] = 1,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="One more option of sbatch, as --qos=high; repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job; write and submit nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Submit the training to Slurm: a copy of code and config, a checked plan, a job that continues by itself.
+
+    [dim]blackmamba launch blackmamba_1.5b data.mixture=mixture.yaml --nodes 7 --partition gpu --dry-run[/dim]
+
+    [dim]blackmamba launch my_run.yaml --nodes 2 --time 4:00:00 --chain 3[/dim]
+    """
+    import json
+
+    from megatron_blackmamba.launch.job import JobRequest
+    from megatron_blackmamba.launch.submit import announce, interpreter, prepare, submit
+
+    request = JobRequest(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=gpu,
+        processes_per_node=processes_per_node,
+        cpus_per_process=cpus_per_process,
+        time=time,
+        warn_seconds=warn,
+        partition=partition,
+        account=account,
+        container=container,
+        python=interpreter(container),
+        chain=chain,
+        options=tuple(sbatch or ()),
+    )
+    run = compose(configs)
+    done = prepare(run, request) if dry_run else submit(run, request)
+    if as_json:
+        print(json.dumps(done.to_json(), indent=2))
+    elif dry_run:
+        print(done.script, end="")
+    else:
+        print(announce(done))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's folder, finished or still training.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write the page.", show_default="RUN/report.html")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also write the main charts as PNGs into this folder.")] = None,
+) -> None:
+    """One self-contained page of a run: loss, mixture, experts, speed, interruptions, configuration.
+
+    [dim]blackmamba report runs/tiny[/dim]
+
+    [dim]blackmamba report runs/blackmamba_1.5b --out 1.5b.html --png pictures[/dim]
+    """
+    from megatron_blackmamba.report import write_report
+
+    print(write_report(run, out=out, pictures=png))
+
+
+@app.command()
+def quickstart(
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long to train; longer is better.")] = 3.0,
+    folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/quickstart"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of going on.")] = False,
+) -> None:
+    """The whole way on one machine: its own text, tokens, a mixture, training, Hugging Face, a sample, a report.
+
+    Every stage says what it did and the command for it. Ctrl-C at any time; the same command goes on from there.
+
+    [dim]blackmamba quickstart[/dim]
+
+    [dim]blackmamba quickstart --minutes 20 --fresh[/dim]
+    """
+    from megatron_blackmamba.quickstart import quickstart as run_quickstart
+
+    run_quickstart(folder, minutes, fresh)
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        Path, typer.Argument(help="A run or checkpoint of ours, a Hugging Face export, or the released files.")
+    ],
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Repeat for a batch; - reads standard input.")],
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="At most so many; the end of a document ends it too.")
+    ] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it is written.")] = True,
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, where the model comes without.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt with any kind of BlackMamba; memory does not grow with the length.
+
+    [dim]blackmamba generate runs/tiny --prompt "Once upon a time" --max-new-tokens 60[/dim]
+
+    [dim]blackmamba generate exports/blackmamba_1.5b -p "The proof" -p "The recipe" --temperature 0 --json[/dim]
+    """
+    import json
+    import sys
+
+    from megatron_blackmamba.inference import Sampling, load
+    from megatron_blackmamba.interchange.commands import torch_dtype
+
+    sampling = Sampling(temperature, top_p, seed)
+    prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
+    writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer)
+    if stream and not as_json and len(prompts) == 1:
+        pieces = writer.stream(prompts[0], max_new_tokens=max_new_tokens, sampling=sampling)
+        print(prompts[0], end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        return
+    texts = writer.generate_batch(prompts, max_new_tokens=max_new_tokens, sampling=sampling)
+    if as_json:
+        print(json.dumps([{"prompt": p, "text": t} for p, t in zip(prompts, texts, strict=True)], ensure_ascii=False))
+    else:
+        print("\n\n".join(p + t for p, t in zip(prompts, texts, strict=True)))
+
+
+app.add_typer(data_commands.app, name="data")
+app.add_typer(interchange_commands.export_app, name="export")
+app.add_typer(interchange_commands.import_app, name="import")
+
+
+def main() -> None:
+    """Run the command line; what the user did wrong ends with one message and exit code 2, not a traceback."""
+    import os
+    import sys
+    import time
+
+    try:
+        app()
+    except ValueError as error:
+        if not type(error).__module__.startswith(("megatron_blackmamba", "data_tools")):
+            raise
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+        if rank not in (None, "0"):
+            time.sleep(3)  # ranks refuse alike: the first one says why, and its launcher ends the others
+        print(f"blackmamba: {error}", file=sys.stderr, flush=True)
+        if rank is not None:
+            os._exit(2)  # others may wait for this one: nothing is tidied up with them
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""From files and overrides to a RunConfig, with errors that name the key, the file and the nearest valid key.
+
+A file may `include:` others by relative path; what comes later wins: included files, then the file itself, then the
+next file, then `a.b=c` overrides.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_blackmamba.config.base import Section
+from megatron_blackmamba.config.run import RunConfig
+
+OVERRIDE = "the command line"
+PATH_KEYS = {"data.mixture"}
+
+
+class ConfigError(ValueError):
+    """A run that cannot be described; the message says where and what to do."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, but 3e11 is a number and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def config_folder() -> Path:
+    """The shipped configs: package data once installed, the repository's folder in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def shipped(kind: str = "run") -> list[str]:
+    """Names of the shipped configs of one kind."""
+    return sorted(path.stem for path in (config_folder() / kind).glob("*.yaml"))
+
+
+def find(name: str | Path) -> Path:
+    """The file behind a path or a shipped name (`blackmamba_1.5b`, `model/tiny`, `configs/run/tiny.yaml`)."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    folder = config_folder()
+    tail = str(name).removeprefix("configs/").removesuffix(".yaml")
+    candidates = [folder / f"{tail}.yaml", *(folder / kind / f"{tail}.yaml" for kind in ("run", "model", "data"))]
+    found = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if found is None:
+        near = difflib.get_close_matches(Path(tail).name, shipped(), n=1, cutoff=0.3)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"no config file {str(name)!r}{hint} Shipped runs: {', '.join(shipped())}.")
+    return found
+
+
+def load(files: str | Path | Sequence[str | Path], overrides: Iterable[str] = ()) -> RunConfig:
+    """Compose a run from files (later ones win) and `a.b=c` overrides."""
+    names = [files] if isinstance(files, (str, Path)) else list(files)
+    if not names:
+        raise ConfigError(f"name a config file or a shipped run: {', '.join(shipped())}")
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name in names:
+        _merge_file(find(name), merged, origin, ())
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"an override reads a.b=value; {override!r} does not")
+        _merge(_nested(key.split("."), _parse(value)), merged, origin, OVERRIDE, "")
+    _refuse_unknown_keys(merged, RunConfig, origin, "")
+    try:
+        return RunConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origin)) from None
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The composed run as YAML that `load` reads back to the same run."""
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...]) -> None:
+    path = path.resolve()
+    if path in above:
+        raise ConfigError("configs include each other in a circle: " + " → ".join(str(p) for p in (*above, path)))
+    content = read_yaml(path)
+    includes = content.pop("include", [])
+    for include in [includes] if isinstance(includes, str) else includes:
+        target = path.parent / include
+        if not target.is_file():
+            raise ConfigError(f"{path}: include: {include}: no such file ({target})")
+        _merge_file(target, merged, origin, (*above, path))
+    for key in PATH_KEYS:
+        _resolve(content, key, path.parent)
+    _merge(content, merged, origin, str(path), "")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """One YAML file with a mapping at its top; `include:` is left to the caller."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a config is a mapping of sections, not a {type(content).__name__}")
+    return content
+
+
+def _parse(value: str) -> Any:
+    """The value of an override: YAML, or where it is none (a pattern like *-*-) the text itself."""
+    try:
+        return yaml.load(value, _Loader)
+    except yaml.YAMLError:
+        return value
+
+
+def _nested(keys: list[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _resolve(content: dict, key: str, folder: Path) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        content = content.get(section) or {}
+        if not isinstance(content, dict):
+            return
+    value = content.get(last)
+    if isinstance(value, str) and (folder / value).exists():
+        content[last] = str((folder / value).resolve())
+
+
+def _merge(new: dict, into: dict, origin: dict, source: str, prefix: str) -> None:
+    for key, value in new.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            if not isinstance(into.get(key), dict):
+                into[key] = {}
+            _merge(value, into[key], origin, source, f"{path}.")
+        else:
+            into[key] = value
+        origin[path] = source
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    kinds = [annotation, *get_args(annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _key_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        yield path
+        inner = _section_of(field.annotation)
+        if inner is not None:
+            yield from _key_paths(inner, f"{path}.")
+
+
+def _refuse_unknown_keys(content: dict, section: type[Section], origin: dict, prefix: str) -> None:
+    fields = {field.alias or name: field for name, field in section.model_fields.items()}
+    for key, value in content.items():
+        path = f"{prefix}{key}"
+        if key not in fields:
+            raise ConfigError(f"{_where(path, origin)}: unknown key {path!r}; {_nearest(path, fields, prefix)}")
+        inner = _section_of(fields[key].annotation)
+        if inner is not None and isinstance(value, dict):
+            _refuse_unknown_keys(value, inner, origin, f"{path}.")
+
+
+def _nearest(path: str, fields: dict, prefix: str) -> str:
+    last = path.rpartition(".")[2]
+    initials = [name for name in fields if last == "".join(word[0] for word in name.split("_"))]
+    here = initials or difflib.get_close_matches(last, fields, n=1, cutoff=0.6)
+    if here:
+        return f"did you mean {prefix + here[0]!r}?"
+    everywhere = list(_key_paths(RunConfig))
+    same_name = [known for known in everywhere if known.rpartition(".")[2] == last]
+    near = same_name or difflib.get_close_matches(path, everywhere, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"{prefix.rstrip('.') or 'a run'} has: {', '.join(fields)}"
+
+
+def _where(path: str, origin: dict) -> str:
+    while path and path not in origin:
+        path = path.rpartition(".")[0]
+    return origin.get(path, "the run")
+
+
+def _explain(error: ValidationError, origin: dict) -> str:
+    lines = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "missing":
+            lines.append(f"{_where(path, origin)}: {path}: a value is missing")
+        elif problem["type"] == "value_error":
+            lines.append(f"{_where(path, origin)}: {message}")
+        else:
+            lines.append(f"{_where(path, origin)}: {path}={problem['input']!r}: {message[0].lower() + message[1:]}")
+    return "\n".join(lines)

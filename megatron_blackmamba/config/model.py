@@ -1,0 +1,124 @@
+"""What the network is: the `model:` section of a run file."""
+
+import math
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megatron_blackmamba.config.base import Section
+
+Activation = Literal["silu", "gelu"]
+
+
+class RouterConfig(Section):
+    """How a token finds its expert."""
+
+    kind: Literal["sinkhorn", "softmax"] = "sinkhorn"
+    """sinkhorn: balanced top-1 choice, sigmoid(logit) scales the output (the paper).
+    softmax: top-k with an auxiliary loss, for ablations."""
+    iterations: int = Field(1, ge=1)
+    """Sinkhorn iterations in training. The paper's start makes one enough at the logit scales of training."""
+    temperature: float = Field(2.0, gt=0)
+    start: Literal["balanced", "uniform"] = "balanced"
+    """balanced: the paper's start, each expert normalised over the tokens first. uniform: the textbook start."""
+    scope: Literal["rank", "tensor", "data"] = "tensor"
+    """Whose tokens are balanced together: each rank's own, those of its tensor-parallel group, or those of the whole
+    data-parallel group."""
+    aux_loss: float = Field(0.01, ge=0)
+    """Weight of the load-balancing loss of the softmax router; sinkhorn needs none."""
+
+
+class AttentionConfig(Section):
+    """Attention layers (`*`), as in the paper's transformer baselines."""
+
+    heads: int = Field(16, gt=0)
+    kv_heads: int | None = None
+    """None: as many as heads."""
+    rotary_base: int = 10000
+
+
+class InitConfig(Section):
+    """Initial weights; they depend on the seed and a parameter's global name, never on the layout."""
+
+    std: float = Field(0.02, gt=0)
+    scale_outputs_by_depth: bool = True
+    """Divide the std of projections that write to the residual stream by sqrt(2 * layers)."""
+    dt_min: float = Field(0.001, gt=0)
+    dt_max: float = Field(0.1, gt=0)
+    dt_floor: float = Field(1e-4, gt=0)
+
+
+class ModelConfig(Section):
+    """One stack of layers; `pattern` has a letter a layer: M Mamba, E experts, * attention, - dense MLP."""
+
+    pattern: str
+    vocab_size: int = Field(gt=0)
+    """Rows of the embedding: the tokenizer's vocabulary, padded."""
+    hidden_size: int = Field(gt=0)
+    state_size: int = Field(16, gt=0, le=64)
+    conv_kernel: int = Field(4, ge=2, le=8)
+    expand: int = Field(2, gt=0)
+    dt_rank: int | None = Field(None, gt=0)
+    """None: ceil(hidden_size / 16)."""
+    experts: int = Field(8, ge=1)
+    top_k: int = Field(1, ge=1)
+    expert_hidden_size: int | None = Field(None, gt=0)
+    """Inner width of one expert; needed when the pattern has E."""
+    mlp_hidden_size: int | None = Field(None, gt=0)
+    """Inner width of a dense MLP; needed when the pattern has -."""
+    activation: Activation = "silu"
+    """The gate of experts and MLPs. The paper says SwiGLU (silu); the released inference code gates with erf-GELU."""
+    norm_eps: float = Field(1e-5, gt=0)
+    tie_embeddings: bool = True
+    eod_reset: int | None = Field(None, ge=0)
+    """Id of the end-of-document token after which state and convolution restart.
+    None, as in the paper: states run across documents."""
+    linear: Literal["local", "te"] = "local"
+    """Linear layers: megatron-core's own, or Transformer Engine's under the same names (unmeasured)."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    scan: Literal["auto", "reference", "chunked", "cpu", "triton", "mamba_ssm"] = "auto"
+    router: RouterConfig = RouterConfig()
+    attention: AttentionConfig = AttentionConfig()
+    init: InitConfig = InitConfig()
+
+    @field_validator("pattern")
+    @classmethod
+    def _letters(cls, pattern: str) -> str:
+        wrong = sorted(set(pattern) - set("ME*-"))
+        if wrong or not pattern:
+            raise ValueError(
+                f"a pattern is made of M (Mamba), E (experts), * (attention), - (MLP); found {wrong or 'nothing'}"
+            )
+        return pattern
+
+    @model_validator(mode="after")
+    def _widths(self) -> "ModelConfig":
+        if "E" in self.pattern and self.expert_hidden_size is None:
+            raise ValueError("the pattern has E layers: set model.expert_hidden_size")
+        if "-" in self.pattern and self.mlp_hidden_size is None:
+            raise ValueError("the pattern has - layers: set model.mlp_hidden_size")
+        if self.top_k > self.experts:
+            raise ValueError(f"model.top_k={self.top_k} is more than model.experts={self.experts}")
+        if self.router.kind == "sinkhorn" and self.top_k != 1:
+            raise ValueError(
+                f"the sinkhorn router chooses one expert; model.top_k={self.top_k} needs model.router.kind=softmax"
+            )
+        if "*" in self.pattern and self.hidden_size % self.attention.heads:
+            raise ValueError(
+                f"model.hidden_size={self.hidden_size} is not divisible by model.attention.heads={self.attention.heads}"
+            )
+        if self.eod_reset is not None and self.eod_reset >= self.vocab_size:
+            raise ValueError(f"model.eod_reset={self.eod_reset} is outside the vocabulary of {self.vocab_size}")
+        return self
+
+    @property
+    def layers(self) -> int:
+        return len(self.pattern)
+
+    @property
+    def inner_size(self) -> int:
+        return self.expand * self.hidden_size
+
+    @property
+    def dt_rank_or_default(self) -> int:
+        return self.dt_rank or math.ceil(self.hidden_size / 16)

@@ -1,0 +1,218 @@
+"""A whole run: every section beside `model:`, and the combinations that make no sense."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megatron_blackmamba.config.base import Section
+from megatron_blackmamba.config.model import ModelConfig
+
+
+class ParallelConfig(Section):
+    """How the model is laid over processes; what is left of the world is data-parallel."""
+
+    tensor: int = Field(1, ge=1)
+    """Tensor parallelism; above 1, sequence parallelism is on."""
+    pipeline: int = Field(1, ge=1)
+    expert: int = Field(1, ge=1)
+    """Experts are spread over this many ranks; it does not shrink the data-parallel size."""
+    expert_tensor: int = Field(1, ge=1)
+    """Tensor parallelism inside an expert."""
+
+
+class SyntheticConfig(Section):
+    """A seeded, learnable source: no files needed."""
+
+    sources: int = Field(3, ge=1)
+    order: int = Field(2, ge=1)
+
+
+class DataConfig(Section):
+    kind: Literal["synthetic", "mixture"] = "synthetic"
+    mixture: str | None = None
+    """The mixture file, when kind is mixture; relative to the file that names it."""
+    sequence_length: int = Field(2048, gt=0)
+    seed: int = 1234
+    workers: int = Field(2, ge=0)
+    """Threads that read ahead."""
+    synthetic: SyntheticConfig = SyntheticConfig()
+
+    @model_validator(mode="after")
+    def _mixture_named(self) -> "DataConfig":
+        if self.kind == "mixture" and not self.mixture:
+            raise ValueError("data.kind is mixture: name the file in data.mixture")
+        return self
+
+
+class OptimizerConfig(Section):
+    """Adam with decoupled weight decay, on megatron-core's distributed optimizer."""
+
+    learning_rate: float = Field(2e-4, gt=0)
+    min_learning_rate: float = Field(2e-5, ge=0)
+    warmup_fraction: float = Field(0.01, ge=0, lt=1)
+    """Part of the run over which the learning rate rises linearly from 0."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 switches clipping off."""
+    distributed: bool = True
+    """Shard the optimizer state over the data-parallel group."""
+
+    @model_validator(mode="after")
+    def _minimum(self) -> "OptimizerConfig":
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"optimizer.min_learning_rate={self.min_learning_rate} is above"
+                f" optimizer.learning_rate={self.learning_rate}"
+            )
+        return self
+
+
+class GuardConfig(Section):
+    """What happens when a step goes wrong."""
+
+    max_bad_steps: int = Field(5, ge=1)
+    """Stop after this many steps in a row with a loss or gradient that is not finite."""
+    spike: Literal["off", "warn", "skip", "rewind"] = "warn"
+    spike_deviations: float = Field(8.0, gt=0)
+    """A spike: a loss this many median absolute deviations above the running median."""
+    spike_window: int = Field(128, ge=8)
+    """Steps whose losses the median is taken of."""
+    rewind_batches: int = Field(1, ge=1)
+    """Batches a rewind passes over: the one that spiked, and those before it up to the checkpoint."""
+    hang_seconds: float = Field(600.0, gt=0)
+    """A step that takes longer than this: every rank prints its stack and the job fails."""
+
+
+class TrainingConfig(Section):
+    tokens: int = Field(gt=0)
+    """Tokens of the whole run; steps are derived."""
+    global_batch: int = Field(gt=0)
+    """Sequences a step, over all ranks."""
+    micro_batch: int = Field(1, gt=0)
+    """Sequences a rank processes at once; the rest of its share is accumulated."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    seed: int = 1234
+    recompute: Literal["none", "experts", "layers"] = "none"
+    """What is computed again in the backward pass instead of being kept: nothing, the experts, whole layers."""
+    overlap: bool = True
+    """Reduce gradients and gather parameters while computing."""
+    deterministic: bool = False
+    """Bit-identical steps on GPUs too, at some cost; on CPUs they always are."""
+    evaluate_every: int = Field(0, ge=0)
+    """Steps between validations; 0 for none."""
+    evaluate_batches: int = Field(8, ge=1)
+    """Global batches a source in one validation."""
+    router_every: int = Field(10, ge=1)
+    """Steps between reports of the experts' shares."""
+    stop_after_steps: int | None = Field(None, ge=1)
+    """End early at this step (schedules still follow `tokens`)."""
+    profile: tuple[int, int] | None = None
+    """First and last step to trace."""
+    guard: GuardConfig = GuardConfig()
+
+    @field_validator("profile")
+    @classmethod
+    def _in_order(cls, profile: tuple[int, int] | None) -> tuple[int, int] | None:
+        if profile and not 1 <= profile[0] <= profile[1]:
+            raise ValueError(f"training.profile={list(profile)} is no first and last step")
+        return profile
+
+
+class CheckpointConfig(Section):
+    every: int = Field(1000, ge=0)
+    """Steps between checkpoints; 0: only at the end and when asked to stop."""
+    keep_last: int = Field(3, ge=1)
+    keep_every: int = Field(10000, ge=0)
+    """Checkpoints at multiples of this step are kept for ever; 0: none."""
+    asynchronous: bool = True
+    """Write while training goes on."""
+    retry_every: int = Field(10, ge=1)
+    """Steps until a save that failed, on a full disk for example, is tried again."""
+    if_damaged: Literal["older", "stop"] = "older"
+    """When the newest checkpoint cannot be trusted: take the one before, or stop and say so."""
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True
+    wandb: Literal["off", "online", "offline"] = "off"
+    wandb_project: str = "blackmamba"
+
+
+class StartConfig(Section):
+    """Where the weights come from."""
+
+    from_: str | None = Field(None, alias="from")
+    """A checkpoint whose weights start this run, with a fresh optimizer and schedule."""
+    allow: list[str] = Field([])
+    """Keys that may differ from what a resumed run's checkpoint was made with, such as optimizer.learning_rate."""
+
+
+class RunConfig(Section):
+    """Everything that defines a run. `blackmamba config FILE` prints it composed."""
+
+    name: str = "run"
+    folder: str = "runs"
+    """The run lives in FOLDER/NAME."""
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    init: StartConfig = StartConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _a_folder_name(cls, name: str) -> str:
+        if not name or "/" in name or name.startswith("."):
+            raise ValueError(f"a run's name is the name of its folder; {name!r} cannot be one")
+        return name
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "RunConfig":
+        parallel, model, training = self.parallel, self.model, self.training
+        if parallel.expert > 1 and "E" not in model.pattern:
+            raise ValueError(f"parallel.expert={parallel.expert}, but the pattern {model.pattern!r} has no E layer")
+        if model.experts % parallel.expert:
+            raise ValueError(
+                f"model.experts={model.experts} cannot be spread evenly over parallel.expert={parallel.expert}"
+            )
+        if training.global_batch % training.micro_batch:
+            raise ValueError(
+                f"training.global_batch={training.global_batch} is not a multiple of"
+                f" training.micro_batch={training.micro_batch}"
+            )
+        if training.precision == "bf16" and not self.optimizer.distributed:
+            raise ValueError(
+                "optimizer.distributed=false needs training.precision=fp32: megatron-core's plain optimizer cannot save"
+                " bf16 weights beside the fp32 ones of a Mamba layer. The distributed one works on one process too."
+            )
+        if self.data.sequence_length % parallel.tensor:
+            raise ValueError(
+                f"data.sequence_length={self.data.sequence_length} is not divisible by"
+                f" parallel.tensor={parallel.tensor} (sequence parallelism splits it)"
+            )
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.training.global_batch * self.data.sequence_length
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run: `tokens` rounded up to whole batches."""
+        return -(-self.training.tokens // self.tokens_per_step)
+
+    @property
+    def warmup_steps(self) -> int:
+        return round(self.optimizer.warmup_fraction * self.steps)
+
+    @property
+    def last_step(self) -> int:
+        """Where this job ends: the run's end, or training.stop_after_steps."""
+        return min(self.steps, self.training.stop_after_steps or self.steps)

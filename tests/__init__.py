@@ -1,0 +1,1 @@
+"""Tests mirror the tree; `tests.reference` is shared by all of them."""

@@ -1,0 +1,153 @@
+"""Files, includes and overrides to a run; errors that name the key, the file and the nearest valid key."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_blackmamba.config import ConfigError, find, load, shipped, to_yaml
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return written
+
+
+def refusal(*arguments):
+    with pytest.raises(ConfigError) as refused:
+        load(*arguments)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_run_loads_and_reads_back_the_same(name, tmp_path):
+    run = load(name)
+    (tmp_path / "again.yaml").write_text(to_yaml(run))
+    assert load(tmp_path / "again.yaml") == run
+
+
+def test_the_papers_runs_have_its_steps_and_batches():
+    small, large = load("blackmamba_1.5b"), load("blackmamba_2.8b")
+    assert (small.steps, large.steps) == (145_322, 138_717)
+    assert (small.tokens_per_step, large.tokens_per_step) == (2_064_384, 2_162_688)
+
+
+def test_later_files_win_over_included_ones_and_overrides_over_all(write):
+    write("base.yaml", "training: {tokens: 1000, global_batch: 4}\nname: base")
+    write("deeper/child.yaml", "include: ../base.yaml\nname: child\ntraining: {seed: 5}")
+    top = write("top.yaml", f"include: [{find('model/tiny')}, deeper/child.yaml]\ntraining: {{seed: 6}}")
+    run = load(top)
+    assert (run.name, run.training.tokens, run.training.seed) == ("child", 1000, 6)
+    other = write("other.yaml", "training: {seed: 7}")
+    assert load([top, other]).training.seed == 7
+    assert load([top, other], ["training.seed=8"]).training.seed == 8
+
+
+def test_a_path_in_a_file_is_relative_to_that_file(write):
+    mixture = write("data/mix.yaml", "sources: []")
+    run = write("runs/run.yaml", f"include: {find('tiny')}\ndata: {{kind: mixture, mixture: ../data/mix.yaml}}")
+    assert load(run).data.mixture == str(mixture)
+
+
+@pytest.mark.parametrize(
+    "override, hint",
+    [
+        ("model.expert=4", "did you mean 'model.experts'?"),
+        ("optimizer.lr=1", "did you mean 'optimizer.learning_rate'?"),
+        ("micro_batch=4", "did you mean 'training.micro_batch'?"),
+        ("parallel.exprt=2", "did you mean 'parallel.expert'?"),
+        ("model.router.iteration=2", "did you mean 'model.router.iterations'?"),
+        ("zzz=1", "a run has: name"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(override, hint):
+    message = refusal("tiny", [override])
+    assert override.split("=")[0] in message
+    assert hint in message
+    assert "command line" in message
+
+
+def test_errors_name_the_file_that_holds_the_key(write):
+    bad = write("bad.yaml", f"include: {find('tiny')}\ntraining: {{micro_bach: 4}}")
+    assert str(bad) in refusal(bad)
+    wrong = write("wrong.yaml", f"include: {find('tiny')}\ntraining: {{micro_batch: many}}")
+    assert str(wrong) in refusal(wrong)
+    assert "training.micro_batch='many'" in refusal(wrong)
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["training.micro_batch=5"], "training.global_batch=16 is not a multiple of training.micro_batch=5"),
+        (["parallel.expert=3"], "parallel.expert=3"),
+        (["model.pattern=MM", "parallel.expert=2"], "has no E layer"),
+        (["model.pattern=MX"], "found ['X']"),
+        (["model.top_k=2"], "model.router.kind=softmax"),
+        (["model.eod_reset=512"], "outside the vocabulary of 512"),
+        (["data.kind=mixture"], "data.mixture"),
+        (["optimizer.min_learning_rate=1"], "is above optimizer.learning_rate"),
+        (["data.sequence_length=127", "parallel.tensor=2"], "sequence parallelism splits it"),
+        (["name=a/b"], "'a/b'"),
+        (["training.tokens=-1"], "training.tokens=-1"),
+        (["model.pattern=M-"], "model.mlp_hidden_size"),
+    ],
+)
+def test_impossible_combinations_are_refused_with_their_numbers(overrides, says):
+    assert says in refusal("tiny", overrides)
+
+
+def test_patterns_need_no_quotes_on_the_command_line():
+    run = load("tiny", ["model.pattern=*-*-", "model.mlp_hidden_size=128"])
+    assert run.model.pattern == "*-*-"
+
+
+@pytest.mark.parametrize("text", ["a: [", "a: 1\na: 2", "- 1", "\x00"])
+def test_a_file_that_is_no_config_is_named(write, text):
+    assert str(write("broken.yaml", text)) in refusal(write("broken.yaml", text))
+
+
+def test_a_circle_of_includes_is_shown(write):
+    write("a.yaml", "include: b.yaml")
+    circle = write("b.yaml", "include: a.yaml")
+    assert "circle" in refusal(circle)
+
+
+def test_an_unknown_name_lists_what_there_is():
+    message = refusal("blackmamba_1.6b")
+    assert "did you mean 'blackmamba_1.5b'?" in message
+    assert "tiny" in message
+
+
+@given(st.integers(1, 10**15))
+def test_large_numbers_may_be_written_any_way(tokens):
+    for text in (str(tokens), f"{tokens:_}", f"{tokens:e}".replace("+", "") if tokens % 10**9 == 0 else str(tokens)):
+        assert load("tiny", [f"training.tokens={text}"]).training.tokens == tokens
+
+
+def test_scientific_notation_is_a_number():
+    assert load("tiny", ["training.tokens=3e11", "optimizer.learning_rate=1e-2"]).training.tokens == 300_000_000_000
+
+
+def test_a_config_error_on_the_command_line_is_one_message_and_exit_code_2():
+    command = [sys.executable, "-m", "megatron_blackmamba", "config", "tiny", "model.expert=4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "did you mean 'model.experts'?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_composed_config_printed_is_yaml_and_the_schema_knows_every_section():
+    command = [sys.executable, "-m", "megatron_blackmamba", "config"]
+    printed = subprocess.run([*command, "tiny"], capture_output=True, text=True, check=True).stdout
+    assert yaml.safe_load(printed)["model"]["pattern"] == "MEME"
+    schema = yaml.safe_load(subprocess.run([*command, "--schema"], capture_output=True, text=True, check=True).stdout)
+    assert {"model", "parallel", "data", "training"} <= schema["properties"].keys()
