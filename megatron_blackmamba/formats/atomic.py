@@ -1,0 +1,60 @@
+"""Files that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a temporary neighbour of `path` for writing; it takes its name only if the block ends without an error."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    with atomic_file(path) as file:
+        file.write(content)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def publish(temporary: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Give a finished temporary file, on the same file system, its final name."""
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, path)
+    sync_folder(Path(path).parent)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Make renames inside `folder` survive a power cut, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems refuse fsync on a folder
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

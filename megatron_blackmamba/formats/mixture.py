@@ -1,0 +1,228 @@
+"""The mixture file: named sources of token shards, how much each weighs, and when the weights change.
+
+A source is drawn with probability ∝ tokens × weight, as in the paper's table. Numbers are kept as exact fractions, so
+that the order of samples they imply is the same on every machine.
+"""
+
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+
+from megatron_blackmamba.config.base import Section
+from megatron_blackmamba.config.load import ConfigError, read_yaml
+from megatron_blackmamba.formats.schedule import Schedule
+from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard, shard_prefix
+
+
+class MixtureError(ValueError):
+    """A mixture that cannot be used; the message says which file, which source, and what to do."""
+
+
+def _whole(value: object) -> object:
+    """300e9 and 2.2e9 are whole numbers too."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Count = Annotated[int, BeforeValidator(_whole)]
+Paths = Annotated[list[str], BeforeValidator(_list)]
+
+
+class Source(Section):
+    """One corpus."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    shards: Paths = Field([])
+    """Folders, globs or single shards; relative to `root`."""
+    validation: Paths = Field([])
+    """Shards held out of training, given like `shards`; they may be among those."""
+    tokens: Count | None = Field(None, gt=0)
+    """Measured tokens, for the probability; without it, what the shards hold."""
+    weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+    max_epochs: float | None = Field(None, gt=0)
+    """A plan that reads the source more often than this is refused."""
+
+
+class Phase(Section):
+    """From some sample on, other weights."""
+
+    from_sample: Count | None = Field(None, gt=0)
+    from_tokens: Count | None = Field(None, gt=0)
+    """Rounded up to whole samples."""
+    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+    """By source; one that is not named keeps the weight it had."""
+
+    @model_validator(mode="after")
+    def _one_start(self) -> "Phase":
+        if (self.from_sample is None) == (self.from_tokens is None):
+            raise ValueError("a phase starts at from_sample or at from_tokens: give one of them")
+        return self
+
+    def start(self, sequence_length: int) -> int:
+        """Its first sample."""
+        if self.from_sample is not None:
+            return self.from_sample
+        return -(-(self.from_tokens or 0) // sequence_length)
+
+
+class Mixture(Section):
+    """What the trainer reads, and how much of each."""
+
+    root: str = "."
+    """Where relative paths begin, itself relative to the mixture file; $VARIABLES are filled in."""
+    sources: list[Source] = Field(min_length=1)
+    phases: list[Phase] = Field([])
+    _folder: Path = PrivateAttr(Path("."))
+
+    @model_validator(mode="after")
+    def _names(self) -> "Mixture":
+        twice = next((name for i, name in enumerate(self.names) if name in self.names[:i]), None)
+        if twice:
+            raise ValueError(f"source {twice!r} is given twice")
+        for number, phase in enumerate(self.phases, 1):
+            unknown = next((name for name in phase.weights if name not in self.names), None)
+            if unknown:
+                raise ValueError(f"phase {number} weighs {unknown!r}; the sources are {', '.join(self.names)}")
+        for number, weights in enumerate(self.weights()):
+            if not any(weights):
+                raise ValueError(f"phase {number}: every source weighs 0" if number else "every source weighs 0")
+        return self
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Mixture":
+        """Read and check the file; the shards it names are looked for later."""
+        path = Path(path)
+        try:
+            mixture = cls.model_validate(read_yaml(path))
+        except ConfigError as error:
+            raise MixtureError(str(error)) from None
+        except ValidationError as error:
+            raise MixtureError("\n".join(f"{path}: {_explain(problem)}" for problem in error.errors())) from None
+        mixture._folder = path.resolve().parent
+        return mixture
+
+    @property
+    def names(self) -> list[str]:
+        return [source.name for source in self.sources]
+
+    def weights(self) -> list[list[Fraction]]:
+        """Of each source, in each phase; the first phase is that of `sources`."""
+        phases = [{source.name: source.weight for source in self.sources}]
+        for phase in self.phases:
+            phases.append({**phases[-1], **phase.weights})
+        return [[Fraction(str(weights[name])) for name in self.names] for weights in phases]
+
+    def starts(self, sequence_length: int) -> list[int]:
+        """The first sample of each phase."""
+        starts = [0, *(phase.start(sequence_length) for phase in self.phases)]
+        for number, (before, after) in enumerate(pairwise(starts), 1):
+            if after <= before:
+                raise MixtureError(f"phase {number} starts at sample {after}, not after the one before ({before})")
+        return starts
+
+    def schedule(self, tokens: Sequence[int], sequence_length: int, tie_break: Sequence[str] | None = None) -> Schedule:
+        """Which source serves which sample. tokens: of each source, for those whose file entry has none."""
+        stated = [source.tokens or measured for source, measured in zip(self.sources, tokens, strict=True)]
+        products = [[n * w for n, w in zip(stated, phase, strict=True)] for phase in self.weights()]
+        return Schedule(products, self.starts(sequence_length), tie_break)
+
+    def open_shards(self, source: Source) -> tuple[list[Shard], list[Shard]]:
+        """The source's training and validation shards, each in the order of their content, not of their names."""
+        training, held_out = self._split(source)
+        if not training:
+            raise MixtureError(
+                f"source {source.name!r}: no shards to train on"
+                + (" beside those held out for validation" if held_out else "; name them under `shards`")
+            )
+        shards, validation = [
+            sorted((Shard.open(prefix) for prefix in prefixes), key=lambda shard: shard.manifest.bin_sha256)
+            for prefixes in (training, held_out)
+        ]
+        return shards, validation
+
+    def prefixes(self) -> list[Path]:
+        """All shards of all sources, unopened."""
+        return [prefix for source in self.sources for part in self._split(source) for prefix in part]
+
+    def _split(self, source: Source) -> tuple[list[Path], list[Path]]:
+        held_out = self._prefixes(source, "validation", source.validation)
+        return [p for p in self._prefixes(source, "shards", source.shards) if p not in set(held_out)], held_out
+
+    def _prefixes(self, source: Source, key: str, patterns: list[str]) -> list[Path]:
+        found: dict[Path, None] = {}
+        for pattern in patterns:
+            full = os.path.normpath(
+                os.path.join(self._folder, _fill_in(self.root, "root"), _fill_in(pattern, source.name))
+            )
+            matches = _matches(full)
+            if not matches:
+                raise MixtureError(f"source {source.name!r}: {key}: {pattern!r} names no shard (looked for {full})")
+            found.update(dict.fromkeys(matches))
+        return list(found)
+
+
+def content_fingerprint(shards: Sequence[Shard]) -> str:
+    """Of a source: its shards' tokens, whatever the files are called and wherever they lie."""
+    digest = hashlib.blake2b(digest_size=16)
+    for shard in shards:
+        digest.update(f"{shard.manifest.bin_sha256} {shard.manifest.tokens} {shard.manifest.dtype}\n".encode())
+    return digest.hexdigest()
+
+
+def check_together(opened: Mapping[str, tuple[list[Shard], list[Shard]]], vocab_size: int | None = None) -> None:
+    """Refuse shards of two tokenizers, of a vocabulary the model lacks, or with the same tokens twice."""
+    seen: dict[str, Path] = {}
+    first: Shard | None = None
+    for name, (training, held_out) in opened.items():
+        for shard in (*training, *held_out):
+            manifest, first = shard.manifest, first or shard
+            if vocab_size is not None and manifest.vocab_size > vocab_size:
+                raise MixtureError(
+                    f"source {name!r}: {shard.prefix} was tokenized with a vocabulary of {manifest.vocab_size}, "
+                    f"the model has {vocab_size}: set model.vocab_size to at least that"
+                )
+            if manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
+                raise MixtureError(
+                    f"source {name!r}: {shard.prefix} was made with another tokenizer ({manifest.tokenizer}) "
+                    f"than {first.prefix} ({first.manifest.tokenizer}): tokenize one of them again"
+                )
+            if manifest.bin_sha256 in seen:
+                raise MixtureError(
+                    f"source {name!r}: {shard.prefix} holds the same tokens as {seen[manifest.bin_sha256]}, "
+                    "which would be read twice an epoch: remove one; to see a source more often, raise its weight"
+                )
+            seen[manifest.bin_sha256] = shard.prefix
+
+
+def _matches(pattern: str) -> list[Path]:
+    """Shards with any of their files there: what is incomplete Shard.open refuses, a glob must not pass over it."""
+    prefix = os.path.join(pattern, "**", "*") if os.path.isdir(pattern) else str(shard_prefix(pattern))
+    files = [glob.glob(prefix + suffix, recursive=True) for suffix in (MANIFEST_SUFFIX, ".bin", ".idx")]
+    return sorted({shard_prefix(path) for path in chain.from_iterable(files)})
+
+
+def _fill_in(text: str, where: str) -> str:
+    filled = os.path.expanduser(os.path.expandvars(text))
+    missing = re.search(r"\$(\w+|\{\w+\})", filled)
+    if missing:
+        raise MixtureError(f"{where}: {text!r}: the environment variable {missing[1].strip('{}')} is not set")
+    return filled
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where}: {message} (given: {problem['input']!r})" if where else message

@@ -1,0 +1,88 @@
+"""A run on disk: where everything of a run lies, in one place for those who write it and those who read it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run; nothing is created by asking for a path."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", Path(self.root))
+
+    @property
+    def config(self) -> Path:
+        """The composed config, exactly as run."""
+        return self.root / "config.yaml"
+
+    @property
+    def data_plan(self) -> Path:
+        """Seed, fingerprints and phases of the data."""
+        return self.root / "data_plan.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer the data was made with."""
+        return self.root / "tokenizer.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def latest(self) -> Path:
+        """Names the newest complete checkpoint."""
+        return self.checkpoints / "latest"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:08d}"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log.txt"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """Traces, when asked for."""
+        return self.root / "profile"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def requeue(self) -> Path:
+        """There when training stopped on request after saving: start it again. Launchers change exit codes."""
+        return self.root / "requeue"
+
+    @property
+    def done(self) -> Path:
+        """There when the last step has been taken and saved."""
+        return self.root / "done"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the job that trains here."""
+        return self.root / "lock"
+
+    @property
+    def launches(self) -> Path:
+        """One numbered folder a launch: the code, the config and the job as they were submitted."""
+        return self.root / "launch"
+
+    @property
+    def logs(self) -> Path:
+        """What each rank of each job printed."""
+        return self.root / "logs"

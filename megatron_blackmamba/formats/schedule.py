@@ -1,0 +1,149 @@
+"""Which source serves sample k of a mixture, and how many it has served before: by arithmetic, not from a table.
+
+Sources are the leaves of a Huffman tree over their probabilities. At each node with n samples so far, the left branch
+has had round(n * share): sample n goes left exactly when that number grows. Errors of at most 1/2 a node, damped by
+every share on the way down, add up to less than 1.68 samples at any prefix, for any number of sources and any
+probabilities (in a Huffman tree node weights grow at least like the Fibonacci numbers on the way up, and half the sum
+of their reciprocals is 1.68). Nothing is stored, so the order has no length: a longer run begins like a shorter one.
+"""
+
+import bisect
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+
+_BITS = 40  # of a share; a share is off by less than 2^-41, a millionth of a sample in a million samples
+_HALF_BITS = _BITS // 2
+MAX_SAMPLES = 2**43  # more would overflow 64 bits; at 2,048 tokens a sample, 18 quadrillion tokens
+
+
+@dataclass(frozen=True)
+class _Node:
+    left: "_Node | int"
+    right: "_Node | int"
+    share: int
+    """Part of the samples that go left, in 2^-40."""
+
+    def to_left(self, samples):
+        """How many of the first `samples` go left: round(samples * share), exact in 64 bits."""
+        high = (samples >> _HALF_BITS) * self.share
+        low = (samples & (2**_HALF_BITS - 1)) * self.share + 2 ** (_BITS - 1)
+        return (high + (low >> _HALF_BITS)) >> _HALF_BITS
+
+
+class Blend:
+    """The order in which sources of fixed weights take turns."""
+
+    def __init__(self, weights: Sequence[Fraction | int], tie_break: Sequence[str] | None = None) -> None:
+        """tie_break: names that order sources of equal weight; without them their position does."""
+        if any(weight < 0 for weight in weights) or not any(weights):
+            raise ValueError(f"weights must not be negative, and not all zero: {[str(w) for w in weights]}")
+        self.sources = len(weights)
+        total = Fraction(sum(weights))
+        self.probabilities = [Fraction(weight) / total for weight in weights]
+        names = tie_break or [f"{i:06}" for i in range(self.sources)]
+        heap: list[tuple[Fraction, str, _Node | int]] = [
+            (p, name, i) for i, (p, name) in enumerate(zip(self.probabilities, names, strict=True)) if p > 0
+        ]
+        heapq.heapify(heap)
+        while len(heap) > 1:
+            small_p, small_name, small = heapq.heappop(heap)
+            large_p, large_name, large = heapq.heappop(heap)
+            share = round(2**_BITS * large_p / (small_p + large_p))
+            node = _Node(left=large, right=small, share=share)
+            heapq.heappush(heap, (small_p + large_p, min(small_name, large_name), node))
+        self._root = heap[0][2]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """The source of a sample, and how many samples that source has given before."""
+        node = self._root
+        while isinstance(node, _Node):
+            left = node.to_left(sample)
+            if node.to_left(sample + 1) > left:
+                node, sample = node.left, left
+            else:
+                node, sample = node.right, sample - left
+        return node, sample
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` each source gives."""
+        result = [0] * self.sources
+        stack = [(self._root, samples)]
+        while stack:
+            node, n = stack.pop()
+            if isinstance(node, _Node):
+                left = node.to_left(n)
+                stack += [(node.left, left), (node.right, n - left)]
+            else:
+                result[node] = n
+        return result
+
+    def locate_many(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`locate` for an array of samples: sources and indices within them."""
+        source, within = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
+        stack = [(self._root, np.arange(len(samples)), np.asarray(samples).astype(np.uint64))]
+        while stack:
+            node, places, n = stack.pop()
+            if isinstance(node, _Node):
+                left = node.to_left(n)
+                goes_left = node.to_left(n + np.uint64(1)) > left
+                stack.append((node.left, places[goes_left], left[goes_left]))
+                stack.append((node.right, places[~goes_left], (n - left)[~goes_left]))
+            else:
+                source[places], within[places] = node, n.astype(np.int64)
+        return source, within
+
+
+class Schedule:
+    """A blend for each phase. Sources go on where the phase before left them: nothing is repeated or skipped."""
+
+    def __init__(
+        self,
+        weights: Sequence[Sequence[Fraction | int]],
+        starts: Sequence[int] = (0,),
+        tie_break: Sequence[str] | None = None,
+    ) -> None:
+        """weights: of each source, in each phase. starts: the first sample of each phase; the first is 0."""
+        if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+            raise ValueError(f"phases must start at 0 and then ever later, not at {list(starts)}")
+        self.starts = list(starts)
+        self.blends = [Blend(phase, tie_break) for phase in weights]
+        self.sources = self.blends[0].sources
+        self._before = [[0] * self.sources]  # samples of each source before each phase
+        for blend, (start, end) in zip(self.blends, pairwise(starts), strict=False):
+            self._before.append([a + b for a, b in zip(self._before[-1], blend.counts(end - start), strict=True)])
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """The source of a sample, and how many samples that source has given before, over all phases."""
+        sample = int(sample)
+        if not 0 <= sample < MAX_SAMPLES:
+            raise IndexError(f"sample {sample}: must be between 0 and {MAX_SAMPLES}")
+        phase = bisect.bisect_right(self.starts, sample) - 1
+        source, within = self.blends[phase].locate(sample - self.starts[phase])
+        return source, within + self._before[phase][source]
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` each source gives."""
+        phase = max(0, bisect.bisect_left(self.starts, samples) - 1)
+        inside = self.blends[phase].counts(samples - self.starts[phase])
+        return [a + b for a, b in zip(self._before[phase], inside, strict=True)]
+
+    def locate_range(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sources of samples first … end-1, and their indices within the sources."""
+        parts = [self._in_phase(phase, a, b) for phase, a, b in self._phases_between(first, end)]
+        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+
+    def _in_phase(self, phase: int, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        start = self.starts[phase]
+        source, within = self.blends[phase].locate_many(np.arange(first - start, end - start))
+        return source, within + np.asarray(self._before[phase])[source]
+
+    def _phases_between(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        for phase, start in enumerate(self.starts):
+            stop = self.starts[phase + 1] if phase + 1 < len(self.starts) else MAX_SAMPLES
+            if max(first, start) < min(end, stop):
+                yield phase, max(first, start), min(end, stop)

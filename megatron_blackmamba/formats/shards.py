@@ -1,0 +1,300 @@
+"""Token shards on disk: Megatron's `.bin` and `.idx`, and beside them a manifest that says where every token came from.
+
+`.bin` is the token ids of all documents, back to back. `.idx` is 34 bytes of header, then int32 length and int64 byte
+offset of every sequence, then the int64 number of the first sequence of every document and, last, the number of
+sequences. Here every document is one sequence, as Megatron's own preprocessing writes them.
+"""
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_blackmamba.formats import atomic
+
+FORMAT_VERSION = 1
+MANIFEST_SUFFIX = ".manifest.json"
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPE_OF_CODE = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+_CODE_OF_DTYPE = {name: code for code, name in _DTYPE_OF_CODE.items()}
+
+
+class ShardError(ValueError):
+    """A shard that is missing, damaged, or not what its manifest says."""
+
+
+class SourceFile(BaseModel):
+    """One raw file that went into a shard, and how many of its records did."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    sha256: str
+    bytes: int
+    modified_ns: int = Field(
+        default=0, description="time stamp of the file when it was read; spares a re-read, no more"
+    )
+    records: int = Field(description="documents taken and rejected together")
+    documents: int
+
+
+class Reject(BaseModel):
+    """One record that was skipped because the caller allowed it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    source: str
+    record: int = Field(description="line or row, counted from 1")
+    reason: str
+
+
+class ShardManifest(BaseModel):
+    """What a shard is: enough to prove the files are the ones that were made, and to make them again."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format_version: int = FORMAT_VERSION
+    documents: int
+    tokens: int = Field(description="token ids in the .bin, one EOD per document included")
+    dtype: str
+    bin_sha256: str
+    idx_sha256: str
+    eod_id: int
+    tokenizer: str = Field(description="file name or Hugging Face name")
+    tokenizer_sha256: str
+    vocab_size: int
+    sources: list[SourceFile]
+    rejected: dict[str, int] = Field(default_factory=dict, description="how many records were skipped, by reason")
+    rejects: list[Reject] = Field(default_factory=list, description="the first of them, one by one")
+    text_bytes: int = Field(default=0, description="UTF-8 bytes of the documents")
+    rechecked: int = Field(
+        default=0, description="documents encoded a second time by the reference tokenizer: all equal"
+    )
+    shard: int = Field(default=1, description="number of this shard in its folder, from 1")
+    shuffled: bool = False
+    seed: int = 0
+    options: dict[str, Any] = Field(default_factory=dict, description="settings that decide the content")
+    versions: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def bin_bytes(self) -> int:
+        return self.tokens * np.dtype(self.dtype).itemsize
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "ShardManifest":
+        path = Path(path)
+        try:
+            manifest = cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            raise ShardError(f"{path}: no such manifest. {_no_manifest_advice(path)}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise ShardError(f"{path}: not a shard manifest: {where}: {first['msg']}") from None
+        if manifest.format_version != FORMAT_VERSION:
+            raise ShardError(
+                f"{path}: manifest format {manifest.format_version}, this version reads {FORMAT_VERSION}: "
+                "tokenize again, or use the version of blackmamba that wrote it"
+            )
+        return manifest
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        atomic.write_text(path, self.model_dump_json(indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Idx:
+    """A memory-mapped index. Sequence i is `sequence_lengths[i]` tokens from byte `pointers[i]` of the .bin;
+    document d is the sequences `document_indices[d]` up to `document_indices[d + 1]`."""
+
+    dtype: np.dtype
+    sequence_lengths: np.ndarray
+    pointers: np.ndarray
+    document_indices: np.ndarray
+
+    @property
+    def documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the .bin must hold."""
+        if not len(self.sequence_lengths):
+            return 0
+        return int(self.pointers[-1]) // self.dtype.itemsize + int(self.sequence_lengths[-1])
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest type Megatron uses for a vocabulary of this size."""
+    return np.dtype("uint16" if vocab_size < 65500 else "int32")
+
+
+def idx_bytes(sequences: int, documents: int) -> int:
+    """Size of an .idx file."""
+    return _HEADER.size + sequences * (4 + 8) + (documents + 1) * 8
+
+
+def read_idx(path: str | os.PathLike[str]) -> Idx:
+    """Map an .idx file, after checking that its header and its size agree."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            header = file.read(_HEADER.size)
+    except FileNotFoundError:
+        raise ShardError(f"{path}: no such index") from None
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise ShardError(f"{path}: not a Megatron index (it must begin with {_MAGIC!r})")
+    _, version, code, sequences, document_entries = _HEADER.unpack(header)
+    if version != 1 or code not in _DTYPE_OF_CODE:
+        raise ShardError(f"{path}: index version {version}, type code {code}: only version 1, codes 1 to 8 are known")
+    expected = idx_bytes(sequences, document_entries - 1)
+    if document_entries < 1 or size not in (expected, expected + sequences):  # + sequences: one mode byte each
+        raise ShardError(
+            f"{path}: {size} bytes, but its header announces {sequences} sequences and {document_entries - 1} "
+            f"documents, which take {expected}: the file is damaged or incomplete"
+        )
+    raw = np.memmap(path, mode="r", dtype=np.uint8)
+    lengths_end = _HEADER.size + 4 * sequences
+    pointers_end = lengths_end + 8 * sequences
+    return Idx(
+        dtype=np.dtype(_DTYPE_OF_CODE[code]),
+        sequence_lengths=raw[_HEADER.size : lengths_end].view(np.int32),
+        pointers=raw[lengths_end:pointers_end].view(np.int64),
+        document_indices=raw[pointers_end : pointers_end + 8 * document_entries].view(np.int64),
+    )
+
+
+def write_idx(file: BinaryIO, dtype: np.dtype, document_lengths: np.ndarray) -> str:
+    """Write the index of documents of one sequence each, lying back to back in the .bin; return its sha256."""
+    lengths = np.ascontiguousarray(document_lengths, dtype=np.int32)
+    if len(lengths) and int(lengths.min()) < 1:
+        raise ValueError("a document without a token has no place in an index")
+    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+    pointers = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(lengths) else ends
+    digest = hashlib.sha256()
+    header = _HEADER.pack(_MAGIC, 1, _CODE_OF_DTYPE[dtype.name], len(lengths), len(lengths) + 1)
+    for part in (header, lengths.data, pointers.data, np.arange(len(lengths) + 1, dtype=np.int64).data):
+        file.write(part)
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def check_idx(idx: Idx, *, bin_bytes: int, name: str = "index") -> None:
+    """Raise ShardError unless the sequences cover the .bin exactly and the documents cover the sequences."""
+    lengths, pointers, indices = idx.sequence_lengths, idx.pointers, idx.document_indices
+    if len(lengths) and int(lengths.min()) < 1:
+        raise ShardError(f"{name}: sequence {int(lengths.argmin())} has length {int(lengths.min())}")
+    ends = np.cumsum(lengths, dtype=np.int64) * idx.dtype.itemsize
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(lengths)]
+    wrong = np.flatnonzero(pointers != starts)
+    if len(wrong):
+        at = int(wrong[0])
+        raise ShardError(
+            f"{name}: sequence {at} begins at byte {pointers[at]}, the lengths before it end at {starts[at]}"
+        )
+    covered = int(ends[-1]) if len(ends) else 0
+    if covered != bin_bytes:
+        raise ShardError(f"{name}: describes {covered} bytes of tokens, the .bin has {bin_bytes}")
+    if indices[0] != 0 or indices[-1] != len(lengths) or (len(indices) > 1 and int(np.diff(indices).min()) < 0):
+        raise ShardError(f"{name}: its documents do not cover its {len(lengths)} sequences in order")
+
+
+def shard_prefix(path: str | os.PathLike[str]) -> Path:
+    """`pile/shard_00001` from any of its files, or from itself."""
+    path = Path(path)
+    for suffix in (MANIFEST_SUFFIX, ".bin", ".idx"):
+        if path.name.endswith(suffix):
+            return path.with_name(path.name[: -len(suffix)])
+    return path
+
+
+def beside(prefix: Path, suffix: str) -> Path:
+    """`shard_00001` + `.bin`; unlike with_suffix it leaves dots in the name alone."""
+    return prefix.with_name(prefix.name + suffix)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard on disk. Opening reads the manifest and the head of the index; everything large is memory-mapped."""
+
+    prefix: Path
+    manifest: ShardManifest
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "Shard":
+        """Open by prefix or by any of the three files; .bin and .idx must be there with the size they should have."""
+        prefix = shard_prefix(path)
+        shard = cls(prefix, ShardManifest.read(beside(prefix, MANIFEST_SUFFIX)))
+        size = shard.manifest.bin_bytes
+        if not shard.bin_path.exists():
+            raise ShardError(f"{shard.bin_path}: missing, though {shard.manifest_path.name} describes it")
+        if shard.bin_path.stat().st_size != size:
+            raise ShardError(
+                f"{shard.bin_path}: {shard.bin_path.stat().st_size} bytes, its manifest says {size}: "
+                "the file is cut or was replaced; `blackmamba data tokenize` makes it again"
+            )
+        if shard.idx.documents != shard.manifest.documents:
+            raise ShardError(
+                f"{shard.idx_path}: {shard.idx.documents} documents, its manifest says {shard.manifest.documents}: "
+                "the files do not belong together"
+            )
+        return shard
+
+    @property
+    def bin_path(self) -> Path:
+        return beside(self.prefix, ".bin")
+
+    @property
+    def idx_path(self) -> Path:
+        return beside(self.prefix, ".idx")
+
+    @property
+    def manifest_path(self) -> Path:
+        return beside(self.prefix, MANIFEST_SUFFIX)
+
+    @cached_property
+    def idx(self) -> Idx:
+        return read_idx(self.idx_path)
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """All token ids, memory-mapped, read-only."""
+        return np.memmap(self.bin_path, dtype=self.manifest.dtype, mode="r")
+
+    def document(self, number: int) -> np.ndarray:
+        """Token ids of one document, its EOD included."""
+        first, last = self.idx.document_indices[number : number + 2]
+        start = int(self.idx.pointers[first]) // self.idx.dtype.itemsize
+        return self.token_ids[start : start + int(self.idx.sequence_lengths[first:last].sum())]
+
+
+def find_shards(*paths: str | os.PathLike[str]) -> list[Shard]:
+    """The shards named by prefixes, files and folders (searched to any depth), in order of name."""
+    prefixes: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            prefixes.append(shard_prefix(path))
+            continue
+        found = sorted(path.rglob(f"*{MANIFEST_SUFFIX}"))
+        if not found:
+            raise ShardError(f"{path}: no shard in this folder. {_no_manifest_advice(path / 'any')}")
+        prefixes.extend(map(shard_prefix, found))
+    return [Shard.open(prefix) for prefix in prefixes]
+
+
+def _no_manifest_advice(manifest_path: Path) -> str:
+    if any(manifest_path.parent.glob("*.bin")):
+        return (
+            "A .bin without its manifest is unfinished, or was made by another tool: "
+            "finish it with `blackmamba data tokenize`, or describe it with `blackmamba data adopt`"
+        )
+    return "Make shards with `blackmamba data tokenize INPUT... OUT_DIR --tokenizer FILE`"

@@ -1,0 +1,150 @@
+from fractions import Fraction
+
+import pytest
+
+from megatron_blackmamba.config import find
+from megatron_blackmamba.formats.mixture import Mixture, MixtureError, content_fingerprint
+from megatron_blackmamba.formats.shards import ShardError
+from tests.data.corpus import write_shard
+
+PAPER = {
+    "pile": 0.324588,
+    "slimpajama": 0.389505,
+    "starcoder": 0.101434,
+    "pes2o": 0.135245,
+    "proofpile": 0.043278,
+    "pg19": 0.005951,
+}
+
+
+def read(tmp_path, text):
+    path = tmp_path / "mixture.yaml"
+    path.write_text(text)
+    return Mixture.read(path)
+
+
+def names(shards):
+    return sorted(shard.prefix.name for shard in shards)
+
+
+def test_probability_is_proportional_to_tokens_times_weight_exactly(tmp_path):
+    mixture = read(tmp_path, "sources: [{name: a, tokens: 2.2e9, weight: 1.2}, {name: b, tokens: 1_000_000_000}]")
+    assert mixture.schedule([0, 0], 2048).blends[0].probabilities == [Fraction(66, 91), Fraction(25, 91)]
+
+
+def test_the_shipped_mixture_is_the_papers():
+    mixture = Mixture.read(find("paper_mix"))
+    probabilities = mixture.schedule([0] * 6, 2048).blends[0].probabilities
+    assert {name: round(float(p), 6) for name, p in zip(mixture.names, probabilities, strict=True)} == PAPER
+
+
+def test_without_stated_tokens_those_in_the_shards_count(tmp_path):
+    mixture = read(tmp_path, "sources: [{name: a, tokens: 100}, {name: b}]")
+    assert mixture.schedule([7, 300], 16).blends[0].probabilities == [Fraction(1, 4), Fraction(3, 4)]
+
+
+def test_a_phase_changes_the_weights_it_names_and_keeps_the_others(tmp_path):
+    mixture = read(
+        tmp_path,
+        "sources: [{name: a, weight: 2}, {name: b}, {name: c}]\n"
+        "phases: [{from_sample: 10, weights: {a: 0}}, {from_tokens: 161, weights: {b: 5}}]",
+    )
+    assert mixture.weights() == [[2, 1, 1], [0, 1, 1], [0, 5, 1]]
+    assert mixture.starts(16) == [0, 10, 11]
+    with pytest.raises(MixtureError, match="phase 2 starts at sample 6, not after"):
+        mixture.starts(32)
+
+
+def test_shards_are_found_by_folder_glob_prefix_or_file(tmp_path):
+    for number, name in enumerate(["x/s1", "x/deep/s2", "x/s.3.v2"]):
+        write_shard(tmp_path / name, 1000 * number, 50)
+    for shards, expected in {
+        "x": ["s.3.v2", "s1", "s2"],
+        "x/*": ["s.3.v2", "s1"],
+        "x/s*.idx": ["s.3.v2", "s1"],
+        "x/**/s2.bin": ["s2"],
+        "x/s.3.v2": ["s.3.v2"],
+        "[x/s1, x/s1.bin, x/deep]": ["s1", "s2"],
+    }.items():
+        mixture = read(tmp_path, f"sources: [{{name: a, shards: {shards}}}]")
+        assert names(mixture.open_shards(mixture.sources[0])[0]) == expected
+
+
+def test_root_variables_and_home_are_filled_in(tmp_path, monkeypatch):
+    write_shard(tmp_path / "tokens/a/s1", 0, 50)
+    monkeypatch.setenv("TOKENS", str(tmp_path / "tokens"))
+    text = "root: ${TOKENS}\nsources: [{name: a, shards: a}]"
+    mixture = read(tmp_path, text)
+    assert names(mixture.open_shards(mixture.sources[0])[0]) == ["s1"]
+    monkeypatch.delenv("TOKENS")
+    with pytest.raises(MixtureError, match="environment variable TOKENS is not set"):
+        mixture.open_shards(mixture.sources[0])
+
+
+def test_held_out_shards_are_taken_from_the_training_shards(tmp_path):
+    for number in range(3):
+        write_shard(tmp_path / f"x/s{number}", 1000 * number, 50)
+    mixture = read(tmp_path, "sources: [{name: a, shards: x, validation: 'x/s[12]'}]")
+    training, held_out = mixture.open_shards(mixture.sources[0])
+    assert (names(training), names(held_out)) == (["s0"], ["s1", "s2"])
+    mixture = read(tmp_path, "sources: [{name: a, shards: x, validation: x}]")
+    with pytest.raises(MixtureError, match="'a': no shards to train on beside those held out"):
+        mixture.open_shards(mixture.sources[0])
+
+
+def test_a_shard_with_a_file_missing_is_an_error_not_less_data(tmp_path):
+    write_shard(tmp_path / "x/s1", 0, 50)
+    write_shard(tmp_path / "x/s2", 1000, 50)
+    mixture = read(tmp_path, "sources: [{name: a, shards: x}]")
+    for suffix in (".manifest.json", ".idx", ".bin"):
+        file = tmp_path / f"x/s2{suffix}"
+        content = file.read_bytes()
+        file.unlink()
+        with pytest.raises(ShardError, match="s2"):
+            mixture.open_shards(mixture.sources[0])
+        file.write_bytes(content)
+
+
+def test_the_fingerprint_is_of_the_content_not_of_names(tmp_path):
+    prints = []
+    for folder, order in (("x", ["s1", "s2"]), ("y", ["z", "a"])):
+        for number, name in enumerate(order):
+            write_shard(tmp_path / folder / name, 1000 * number, 50)
+        mixture = read(tmp_path, f"sources: [{{name: a, shards: {folder}}}]")
+        prints.append(content_fingerprint(mixture.open_shards(mixture.sources[0])[0]))
+    assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("sources: []", "sources: List should have at least 1 item"),
+        ("sources: [{name: a, wieght: 2}]", r"sources.0.wieght: Extra inputs"),
+        ("sources: [{name: a}, {name: a}]", "'a' is given twice"),
+        ("sources: [{name: a, weight: -1}]", "sources.0.weight: .* greater than or equal to 0"),
+        ("sources: [{name: a, weight: .nan}]", "sources.0.weight: .* finite"),
+        ("sources: [{name: a, tokens: 2.5}]", r"sources.0.tokens"),
+        ("sources: [{name: a, weight: 0}]", "every source weighs 0"),
+        ("sources: [{name: 'a b'}]", "sources.0.name"),
+        ("sources: [{name: a}]\nphases: [{weights: {a: 1}}]", "from_sample or at from_tokens"),
+        ("sources: [{name: a}]\nphases: [{from_sample: 3, weights: {b: 1}}]", "phase 1 weighs 'b'; the sources are a"),
+        ("sources: [{name: a}]\nphases: [{from_sample: 3, weights: {a: 0}}]", "phase 1: every source weighs 0"),
+        ("sources: [{name: a", "not valid YAML"),
+        ("- a", "not a list"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused_by_name_and_place(tmp_path, text, message):
+    with pytest.raises(MixtureError, match=message) as error:
+        read(tmp_path, text)
+    assert "mixture.yaml" in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(MixtureError, match=r"nowhere\.yaml"):
+        Mixture.read(tmp_path / "nowhere.yaml")
+
+
+def test_a_path_without_shards_is_an_error_that_says_where_it_looked(tmp_path):
+    mixture = read(tmp_path, "sources: [{name: a, shards: nothing/*}]")
+    with pytest.raises(MixtureError, match=f"'a': shards: 'nothing/\\*' names no shard .looked for {tmp_path}"):
+        mixture.open_shards(mixture.sources[0])

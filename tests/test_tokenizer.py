@@ -1,0 +1,196 @@
+import json
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_blackmamba.tokenizer import TokenizerError, load_tokenizer
+
+SHARED_TOKENIZER = Path(__file__).resolve().parents[1] / ".." / "shared" / "tokenizer" / "20B_tokenizer.json"
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+tricky_text = st.lists(
+    st.sampled_from(
+        ["<|endoftext|>", "<|padding|>", "<s>", "  ", "\n", "e\u0301", "é", "'ll", "def", "<|", "|>", "\u200d"]
+    )
+).map("".join)
+
+
+def trained(special=("<|endoftext|>",), size=400):
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(textwrap.__file__).read_text()], trainer)
+    return tokenizer
+
+
+def saved(folder, tokenizer, change=lambda data: None):
+    data = json.loads(tokenizer.to_str())
+    change(data)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("tokenizer"), trained())
+
+
+@pytest.fixture(scope="module", params=["fastokens", "tokenizers"])
+def tokenizer(request, file):
+    if request.param == "fastokens":
+        pytest.importorskip("fastokens")
+    return load_tokenizer(file, backend=request.param)
+
+
+def test_file_and_folder_are_the_same_tokenizer(file):
+    assert load_tokenizer(file).sha256 == load_tokenizer(file.parent).sha256
+    assert load_tokenizer(file).eod_token == "<|endoftext|>"
+    assert load_tokenizer(file).vocab_size == 400
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(any_text | tricky_text, max_size=5), st.booleans())
+def test_a_batch_is_what_the_reference_gives_text_by_text(tokenizer, texts, special_text):
+    ids, lengths = tokenizer.encode_batch(texts, special_text=special_text)
+    one_by_one = [tokenizer.encode(text, special_text=special_text) for text in texts]
+    assert ids.dtype == np.uint32 and ids.tolist() == [i for ids_of_one in one_by_one for i in ids_of_one]
+    assert lengths.tolist() == [len(ids_of_one) for ids_of_one in one_by_one]
+
+
+@settings(deadline=None, max_examples=200)
+@given(any_text | tricky_text)
+def test_text_comes_back_unchanged_and_never_holds_an_eod(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eod_id not in ids
+
+
+def test_a_flag_makes_special_tokens_of_their_text(tokenizer):
+    assert tokenizer.encode("a<|endoftext|>", special_text=True)[-1] == tokenizer.eod_id
+    assert tokenizer.encode_batch(["a<|endoftext|>"], special_text=True)[0][-1] == tokenizer.eod_id
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path, file):
+    def cut_to_four(data):
+        data["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+        data["padding"] = {
+            "strategy": {"Fixed": 8},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<|endoftext|>",
+        }
+
+    path = saved(tmp_path, trained(), cut_to_four)
+    text = "a text of more than four tokens"
+    for backend in ("auto", "tokenizers"):
+        cutting = load_tokenizer(path, backend=backend)
+        assert cutting.decode(cutting.encode(text)) == text
+        assert cutting.decode(cutting.encode_batch([text])[0]) == text
+
+
+def test_an_eod_that_is_not_marked_special_still_cannot_be_spelled_by_text(tmp_path):
+    def not_special(data):
+        data["added_tokens"][0]["special"] = False
+
+    path = saved(tmp_path, trained(), not_special)
+    for backend in ("auto", "tokenizers"):
+        tokenizer = load_tokenizer(path, backend=backend)
+        assert tokenizer.eod_id not in tokenizer.encode_batch(["a<|endoftext|>b"])[0]
+
+
+def test_the_fingerprint_is_that_of_the_file_and_saving_keeps_it(tmp_path, file):
+    tokenizer = load_tokenizer(file)
+    tokenizer.save(tmp_path / "copy.json")
+    assert (tmp_path / "copy.json").read_bytes() == file.read_bytes()
+    assert load_tokenizer(tmp_path / "copy.json").sha256 == tokenizer.sha256
+
+
+def test_the_end_of_document_is_found_named_or_asked_for(tmp_path):
+    path = saved(tmp_path, trained(special=("<stop>", "<pad>")))
+    with pytest.raises(TokenizerError, match=r"--eod.*<stop>, <pad>"):
+        load_tokenizer(path)
+    assert load_tokenizer(path, eod="<stop>").eod_id == 0
+    assert load_tokenizer(path, eod=1).eod_token == "<pad>"
+    with pytest.raises(TokenizerError, match="'<end>'"):
+        load_tokenizer(path, eod="<end>")
+    with pytest.raises(TokenizerError, match="no token has the id 999999"):
+        load_tokenizer(path, eod="999999")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
+    assert load_tokenizer(path).eod_token == "<stop>"
+
+
+def test_a_tokenizer_that_gives_other_ids_each_time_is_refused(tmp_path):
+    def drop(data):
+        data["model"]["dropout"] = 0.1
+
+    with pytest.raises(TokenizerError, match="dropout"):
+        load_tokenizer(saved(tmp_path, trained(), drop))
+
+
+def test_fastokens_steps_aside_where_it_is_not_exact(file, monkeypatch):
+    fastokens = pytest.importorskip("fastokens")
+    exact = fastokens.Tokenizer
+
+    class OffByOne:
+        def __init__(self, json):
+            self.exact = exact.from_json_str(json)
+
+        @classmethod
+        def from_json_str(cls, json):
+            return cls(json)
+
+        def encode_batch_flat(self, *arguments):
+            ids, offsets = self.exact.encode_batch_flat(*arguments)
+            return (np.frombuffer(ids, np.uint32) ^ 1).tobytes(), offsets
+
+    monkeypatch.setattr(fastokens, "Tokenizer", OffByOne)
+    tokenizer = load_tokenizer(file)
+    assert tokenizer.batch_backend == "tokenizers"
+    assert tokenizer.encode_batch(["some text"])[0].tolist() == tokenizer.encode("some text")
+    with pytest.raises(TokenizerError, match="differently"):
+        load_tokenizer(file, backend="fastokens").encode_batch(["some text"])
+
+
+def test_what_is_not_a_tokenizer_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "broken.json").write_text("{")
+    for name, message in (
+        (tmp_path / "vocab.json", "no `model`"),
+        (tmp_path / "broken.json", "not a tokenizer.json"),
+        (tmp_path / "absent.json", "no such tokenizer file"),
+        (tmp_path, r"the folder holds broken\.json, vocab\.json"),
+    ):
+        with pytest.raises(TokenizerError, match=message):
+            load_tokenizer(name)
+
+
+@pytest.fixture(scope="module")
+def neox():
+    if not SHARED_TOKENIZER.exists():
+        pytest.skip("needs the GPT-NeoX-20B tokenizer")
+    pytest.importorskip("fastokens")
+    return load_tokenizer(SHARED_TOKENIZER)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(any_text | tricky_text, min_size=1, max_size=8), st.booleans())
+def test_fastokens_is_exact_on_gpt_neox(neox, texts, special_text):
+    assert neox.batch_backend == "fastokens"
+    ids, _ = neox.encode_batch(texts, special_text=special_text)
+    assert ids.tolist() == [i for text in texts for i in neox.encode(text, special_text=special_text)]
