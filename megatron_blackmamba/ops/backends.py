@@ -1,0 +1,42 @@
+"""Which implementation of an op runs: the best one that this machine has and that can do the call at hand.
+
+A backend is a module beside the op, named as the backend, with
+    unavailable() -> str | None        why this machine cannot use it at all
+    unsupported(*call) -> str | None   why it cannot do this call
+and the function that does the work, named as its package (or `scan`, `convolve`, ...: the op says which).
+"""
+
+import importlib
+from functools import cache
+from types import ModuleType
+
+
+def choose(package: str, names: tuple[str, ...], wanted: str, *call: object) -> ModuleType:
+    """Return the module of the backend `wanted`, or for "auto" of the first in `names` that can do the call."""
+    if wanted != "auto" and wanted not in names:
+        raise ValueError(f"backend is one of auto, {', '.join(names)}; not {wanted!r}")
+    reasons = {}
+    for name in names if wanted == "auto" else (wanted,):
+        reasons[name] = why_not(package, name) or _load(package, name).unsupported(*call)
+        if reasons[name] is None:
+            return _load(package, name)
+    op = package.rpartition(".")[2]
+    raise ValueError(f"{op} cannot run here: " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
+
+
+def available(package: str, names: tuple[str, ...]) -> dict[str, str | None]:
+    """Name -> None where this machine can use the backend, else the reason why not."""
+    return {name: why_not(package, name) for name in names}
+
+
+@cache
+def why_not(package: str, name: str) -> str | None:
+    try:
+        return _load(package, name).unavailable()
+    except ImportError as error:
+        return str(error)
+
+
+@cache
+def _load(package: str, name: str) -> ModuleType:
+    return importlib.import_module(f"{package}.{name}")

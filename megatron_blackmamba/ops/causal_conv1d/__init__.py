@@ -1,0 +1,91 @@
+"""Causal depthwise convolution over time: each channel sees its own last K inputs.
+
+    y[t] = activation(bias + sum over j of weight[K - 1 - j] * x[t - j]),   j = 0 .. K - 1
+
+The inputs before the first token come from `initial_window`, the last K - 1 of the part before, or are zero. At a reset
+(the first token of a new document) the inputs before it count as zero.
+
+Shapes: B batch, L length, I inner channels, K taps, W = K - 1 the window.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.causal_conv1d.step import causal_conv1d_step
+
+__all__ = ["available_backends", "causal_conv1d", "causal_conv1d_step"]
+
+BACKENDS = ("triton", "cpu", "reference")  # best first, each where it applies
+
+
+def causal_conv1d(
+    x_BLI: Tensor,
+    weight_IK: Tensor,
+    bias_I: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    initial_window: Tensor | None = None,
+    reset_BL: Tensor | None = None,
+    return_final_window: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return y_BLI in x's dtype, or (y_BLI, final_window_BWI): what a next call needs to go on where this one ends.
+
+    activation: "silu" or None. backend: "auto" or a name of `available_backends()`.
+    """
+    _check(x_BLI, weight_IK, bias_I, activation, initial_window, reset_BL)
+    chosen = backends.choose(__name__, BACKENDS, backend, x_BLI, weight_IK, initial_window, reset_BL)
+    y_BLI = chosen.convolve(x_BLI, weight_IK, bias_I, activation, initial_window, reset_BL)
+    if not return_final_window:
+        return y_BLI
+    return y_BLI, final_window(x_BLI, weight_IK.shape[1], initial_window, reset_BL)
+
+
+def available_backends() -> dict[str, str | None]:
+    """Name -> None where this machine can use it, else the reason why not."""
+    return backends.available(__name__, BACKENDS)
+
+
+def final_window(
+    x_BLI: Tensor, taps: int, initial_window: Tensor | None = None, reset_BL: Tensor | None = None
+) -> Tensor:
+    """Return the last K - 1 inputs, `[B, W, I]`, with those of documents that have ended at zero."""
+    B, L, I = x_BLI.shape
+    W = taps - 1
+    recent_BLI = x_BLI[:, max(0, L - W) :]
+    if L < W:
+        before = x_BLI.new_zeros(B, W, I) if initial_window is None else initial_window.to(x_BLI.dtype)
+        recent_BLI = torch.cat((before[:, L:], recent_BLI), dim=1)
+    if reset_BL is None:
+        return recent_BLI.clone()
+    ahead = L - torch.arange(L - W, L, device=x_BLI.device)  # 1 at the last token
+    last_reset_BL = torch.where(reset_BL, torch.arange(L, device=x_BLI.device), -W)
+    document_start_B = last_reset_BL.amax(dim=1) if L else x_BLI.new_full((B,), -W)
+    return recent_BLI * ((L - ahead) >= document_start_B[:, None])[:, :, None]
+
+
+def _check(
+    x_BLI: Tensor,
+    weight_IK: Tensor,
+    bias_I: Tensor | None,
+    activation: str | None,
+    initial_window: Tensor | None,
+    reset_BL: Tensor | None,
+) -> None:
+    B, L, I = x_BLI.shape
+    expected = {
+        "weight": (weight_IK, (I, weight_IK.shape[-1])),
+        "bias": (bias_I, (I,)),
+        "initial_window": (initial_window, (B, weight_IK.shape[-1] - 1, I)),
+        "reset": (reset_BL, (B, L)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"causal_conv1d: {name} has shape {tuple(tensor.shape)}, expected {shape} (x is {(B, L, I)})"
+            )
+    if activation not in ("silu", None):
+        raise ValueError(f'causal_conv1d: activation is "silu" or None, not {activation!r}')
+    if reset_BL is not None and reset_BL.dtype != torch.bool:
+        raise ValueError(f"causal_conv1d: reset is a bool tensor, not {reset_BL.dtype}")

@@ -1,0 +1,26 @@
+"""One token of the causal depthwise convolution, for decoding: the window moves on in place.
+
+Shapes: B batch, I inner channels, K taps, W = K - 1 the window.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.no_grad()
+def causal_conv1d_step(
+    window_BWI: Tensor,
+    x_BI: Tensor,
+    weight_IK: Tensor,
+    bias_I: Tensor | None = None,
+    activation: str | None = "silu",
+) -> Tensor:
+    """Put `x_BI` at the end of `window_BWI`, its oldest input dropped, in place, and return y_BI in x's dtype."""
+    compute = torch.promote_types(x_BI.dtype, torch.float32)
+    inputs_BKI = torch.cat((window_BWI, x_BI[:, None].to(window_BWI.dtype)), dim=1)
+    y = (inputs_BKI.to(compute) * weight_IK.t().to(compute)).sum(dim=1)
+    if bias_I is not None:
+        y = y + bias_I
+    window_BWI.copy_(inputs_BKI[:, 1:])
+    return (F.silu(y) if activation == "silu" else y).to(x_BI.dtype)

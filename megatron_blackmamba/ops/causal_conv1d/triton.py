@@ -1,0 +1,238 @@
+"""The causal convolution in Triton, with bias, SiLU and resets in the same pass, forward and backward.
+
+Every input is read once: a program walks over time with the last K - 1 inputs of its channels in registers. The
+backward walks the other way, recomputing what SiLU was given. Weight and bias gradients leave each tile of time as a
+partial sum and are summed in a fixed order, so results repeat bit by bit.
+
+Shapes: B batch, L length, I inner channels, K taps, W = K - 1 the window, P tiles of time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens
+from megatron_blackmamba.ops.triton_support import interpreted, unavailable
+
+__all__ = ["convolve", "unavailable", "unsupported"]
+
+BLOCK, WARPS, STEPS, TILE = 128, 1, 4, 128
+
+
+def unsupported(x_BLI: Tensor, weight_IK: Tensor, initial_window: Tensor | None, reset_BL: Tensor | None) -> str | None:
+    if not x_BLI.is_cuda and not interpreted():
+        return "the tensors are not on a CUDA device"
+    if x_BLI.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"computes in float32, the input is {x_BLI.dtype}"
+    if not 2 <= weight_IK.shape[1] <= STEPS + 1:
+        return f"2 to {STEPS + 1} taps, not {weight_IK.shape[1]}"
+    if initial_window is not None and initial_window.requires_grad:
+        return "gives no gradient to the initial window"
+    return "the input is empty" if x_BLI.numel() == 0 else None
+
+
+def convolve(
+    x_BLI: Tensor,
+    weight_IK: Tensor,
+    bias_I: Tensor | None,
+    activation: str | None,
+    initial_window: Tensor | None,
+    reset_BL: Tensor | None,
+) -> Tensor:
+    return _Convolution.apply(x_BLI, weight_IK, bias_I, activation == "silu", initial_window, reset_BL)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, silu: bool, window, reset):
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        reset = None if reset is None else reset.contiguous().view(torch.uint8)
+        window = None if window is None else window.to(x.dtype).contiguous()
+        y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+        ctx.save_for_backward(x, weight, bias, window, reset)
+        ctx.silu = silu
+        B, L, I = x.shape
+        with torch.cuda.device_of(x):
+            convolve_forward[(triton.cdiv(I, BLOCK), B, triton.cdiv(L, TILE))](
+                *_inputs(x, weight, bias, window, reset), y, L, I, x.stride(0), x.stride(1),
+                EVEN=I % BLOCK == 0 and L % STEPS == 0, **_switches(weight, bias, window, reset, silu),
+            )  # fmt: skip
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias, window, reset = ctx.saved_tensors
+        B, L, I = x.shape
+        K = weight.shape[1]
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dx = torch.empty(B, L, I, device=x.device, dtype=x.dtype)
+        tiles = triton.cdiv(L, TILE)
+        sums_BPTI = torch.empty(B, tiles, K + 1, I, device=x.device)
+        convolve_backward[(triton.cdiv(I, BLOCK), B, tiles)](
+            *_inputs(x, weight, bias, window, reset), dy, dx, sums_BPTI,
+            L, I, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1),
+            **_switches(weight, bias, window, reset, ctx.silu),
+        )  # fmt: skip
+        sums_TI = sums_BPTI.sum((0, 1))
+        dweight = sums_TI[:K].flip(0).t().to(weight.dtype)
+        return dx, dweight, None if bias is None else sums_TI[K].to(bias.dtype), None, None, None
+
+
+def _inputs(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, reset: Tensor | None) -> tuple:
+    weight_KI = weight.t().float().contiguous()
+    return x, weight_KI, *(x if absent is None else absent for absent in (bias, window, reset))
+
+
+def _switches(weight: Tensor, bias: Tensor | None, window: Tensor | None, reset: Tensor | None, silu: bool) -> dict:
+    return {
+        "K": weight.shape[1], "SILU": silu, "HAS_BIAS": bias is not None, "HAS_WINDOW": window is not None,
+        "HAS_RESET": reset is not None, "BLOCK_I": BLOCK, "STEPS": STEPS, "TILE": TILE, "num_warps": WARPS,
+    }  # fmt: skip
+
+
+@triton.jit
+def _load_input(x, window, row, L, x_l, I, i, inside, K: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """The input of one token: before the sequence the window's or zero, after it zero."""
+    value_I = tl.load(x + row * x_l + i, mask=inside & (row >= 0) & (row < L), other=0.0)
+    if HAS_WINDOW:
+        value_I += tl.load(window + (row + K - 1) * I + i, mask=inside & (row < 0), other=0.0)
+    return value_I.to(tl.float32)
+
+
+@triton.jit
+def _load_weights(weight_KI, I, i, inside, K: tl.constexpr):
+    """One entry a tap, the token's own first."""
+    weights = ()
+    for back in tl.static_range(K):
+        weights = weights + (tl.load(weight_KI + (K - 1 - back) * I + i, mask=inside, other=0.0),)
+    return weights
+
+
+@triton.jit
+def _is_reset(reset, row, L, HAS_RESET: tl.constexpr):
+    if HAS_RESET:
+        return tl.load(reset + row, mask=(row >= 0) & (row < L), other=0) != 0
+    return False
+
+
+@triton.jit
+def _advance(past, x_I, restarts, K: tl.constexpr, HAS_RESET: tl.constexpr):
+    """The window of a token, itself first, from that of the one before it."""
+    window = (x_I,)
+    for back in tl.static_range(K - 1):
+        window = window + (tl.where(restarts, 0.0, past[back]) if HAS_RESET else past[back],)
+    return window
+
+
+@triton.jit(do_not_specialize=["L"])
+def convolve_forward(
+    x, weight_KI, bias, window, reset, y, L, I, x_b, x_l,
+    K: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RESET: tl.constexpr,
+    BLOCK_I: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    inside = i < I
+    weights = _load_weights(weight_KI, I, i, inside, K)
+    bias_I = tl.load(bias + i, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros((BLOCK_I,), tl.float32)
+    x += b * x_b
+    y += b * L * I
+    window += b * (K - 1) * I
+    reset += b * L
+    first = tl.program_id(2).to(tl.int64) * TILE
+    last = tl.minimum(first + TILE, L)
+
+    past = ()
+    for _ in tl.static_range(K):
+        past = past + (tl.zeros((BLOCK_I,), tl.float32),)
+    for back in tl.static_range(K - 1, 0, -1):
+        x_I = _load_input(x, window, first - back, L, x_l, I, i, inside, K, HAS_WINDOW)
+        past = _advance(past, x_I, _is_reset(reset, first - back, L, HAS_RESET), K, HAS_RESET)
+    for t in range(first, last, STEPS):
+        xs = load_tokens(x, x_l, t, last, i, inside, STEPS, EVEN)
+        ys = ()
+        for k in tl.static_range(STEPS):
+            past = _advance(past, xs[k].to(tl.float32), _is_reset(reset, t + k, L, HAS_RESET), K, HAS_RESET)
+            y_I = bias_I
+            for back in tl.static_range(K):
+                y_I += weights[back] * past[back]
+            ys = ys + (y_I * sigmoid(y_I) if SILU else y_I,)
+        store_tokens(y, I, ys, t, last, i, inside, STEPS, EVEN)
+
+
+@triton.jit(do_not_specialize=["L"])
+def convolve_backward(
+    x, weight_KI, bias, window, reset, dy, dx, sums_BPTI, L, I, x_b, x_l, dy_b, dy_l,
+    K: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RESET: tl.constexpr,
+    BLOCK_I: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Walk from STEPS tokens past the tile, whose outputs its last inputs still reach, back to its start."""
+    b = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    inside = i < I
+    weights = _load_weights(weight_KI, I, i, inside, K)
+    bias_I = tl.load(bias + i, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros((BLOCK_I,), tl.float32)
+    x += b * x_b
+    dy += b * dy_b
+    dx += b * L * I
+    window += b * (K - 1) * I
+    reset += b * L
+    first = tl.program_id(2).to(tl.int64) * TILE
+
+    xs = ()  # of the tokens t - (K - 1) .. t + STEPS - 1
+    sums = ()  # of each tap, then of the bias
+    later = ()  # gradients of what the K - 1 tokens after t gave to SiLU, the nearest first
+    for back in tl.static_range(K - 1):
+        xs = xs + (_load_input(x, window, first + TILE + STEPS - K + 1 + back, L, x_l, I, i, inside, K, HAS_WINDOW),)
+        later = later + (tl.zeros((BLOCK_I,), tl.float32),)
+    for _ in tl.static_range(K + 1):
+        sums = sums + (tl.zeros((BLOCK_I,), tl.float32),)
+    for back in range(0, TILE + STEPS, STEPS):
+        t = first + TILE - back
+        carried = xs
+        xs = ()
+        dys = ()
+        for k in tl.static_range(STEPS):
+            xs = xs + (_load_input(x, window, t - K + 1 + k, L, x_l, I, i, inside, K, HAS_WINDOW),)
+            dys = dys + (tl.load(dy + (t + k) * dy_l + i, mask=inside & (t + k < L), other=0.0).to(tl.float32),)
+        for k in tl.static_range(K - 1):
+            xs = xs + (carried[k],)
+        for k in tl.static_range(STEPS - 1, -1, -1):
+            past = (xs[k + K - 1],)
+            restarts = False
+            for reach in tl.static_range(K - 1):
+                restarts = restarts | _is_reset(reset, t + k - reach, L, HAS_RESET)
+                x_I = xs[k + K - 2 - reach]
+                past = past + (tl.where(restarts, 0.0, x_I) if HAS_RESET else x_I,)
+            g_I = dys[k]
+            if SILU:
+                given_I = bias_I
+                for reach in tl.static_range(K):
+                    given_I += weights[reach] * past[reach]
+                gate_I = sigmoid(given_I)
+                g_I *= gate_I * (1.0 + given_I * (1.0 - gate_I))
+            dx_I = weights[0] * g_I
+            for reach in tl.static_range(K - 1):
+                dx_I += weights[reach + 1] * later[reach]
+            own = (back > 0) & (t + k < L)
+            tl.store(dx + (t + k) * I + i, dx_I.to(dx.dtype.element_ty), mask=inside & own)
+
+            later = _advance(later, g_I, False, K - 1, False)
+            if HAS_RESET:  # nothing before this token reaches it or the ones after it
+                cut = ()
+                for reach in tl.static_range(K - 1):
+                    cut = cut + (tl.where(_is_reset(reset, t + k, L, HAS_RESET), 0.0, later[reach]),)
+                later = cut
+            own_g_I = tl.where(own, g_I, 0.0)
+            added = ()
+            for reach in tl.static_range(K):
+                added = added + (sums[reach] + own_g_I * past[reach],)
+            sums = added + (sums[K] + own_g_I,)
+        xs_next = ()
+        for k in tl.static_range(K - 1):
+            xs_next = xs_next + (xs[k],)
+        xs = xs_next
+    sums_BPTI += (b * tl.num_programs(2) + tl.program_id(2)) * (K + 1) * I
+    for tap in tl.static_range(K + 1):
+        tl.store(sums_BPTI + tap * I + i, sums[tap], mask=inside)

@@ -1,0 +1,82 @@
+"""Feed-forward experts on tokens sorted by expert: one grouped matrix product for all of them.
+
+Each expert computes fc2(activation(gate) * up) with [gate | up] = fc1(x), no bias. Weights are stacked as Megatron and
+the released checkpoint hold them per expert: fc1 `[E, 2F, D]`, gate rows first; fc2 `[E, D, F]`.
+
+Shapes: T tokens, D model, E experts, F expert hidden, G = 2F gate and up, O out.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BACKENDS = ("grouped_mm", "loop")  # best first, each where it applies
+# SwiGLU, and GeGLU with the exact (erf) GELU.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+ROW_ALIGNMENT = 16  # bytes, which grouped_mm asks of every row
+
+
+def grouped_experts(
+    x_TD: Tensor,
+    tokens_per_expert_E: Tensor,
+    fc1_EGD: Tensor,
+    fc2_EDF: Tensor,
+    *,
+    activation: str = "silu",
+    backend: str = "auto",
+) -> Tensor:
+    """Return `[T, D]`: the output of each token's expert. Experts without tokens, and T = 0, are fine."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"grouped_experts: activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    gate_TF, up_TF = grouped_linear(x_TD, tokens_per_expert_E, fc1_EGD, backend=backend).chunk(2, dim=-1)
+    return grouped_linear(ACTIVATIONS[activation](gate_TF) * up_TF, tokens_per_expert_E, fc2_EDF, backend=backend)
+
+
+def grouped_linear(x_TD: Tensor, tokens_per_expert_E: Tensor, weight_EOD: Tensor, *, backend: str = "auto") -> Tensor:
+    """Return `[T, O]`: the first tokens times the first weight, transposed, and so on."""
+    tokens, experts = x_TD.shape[0], weight_EOD.shape[0]
+    if tokens_per_expert_E.shape != (experts,):
+        raise ValueError(
+            f"grouped_linear: {experts} weights, tokens_per_expert of shape {tuple(tokens_per_expert_E.shape)}"
+        )
+    if tokens_per_expert_E.device.type == "cpu" and tokens_per_expert_E.sum() != tokens:
+        raise ValueError(
+            f"grouped_linear: tokens_per_expert {tokens_per_expert_E.tolist()} does not add up to {tokens}"
+        )
+    why_not = _why_not_grouped_mm(x_TD, weight_EOD)
+    if backend == "loop" or (backend == "auto" and why_not) or tokens == 0:  # whose backward grouped_mm lacks
+        parts = x_TD.split(tokens_per_expert_E.tolist())
+        return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_EOD.unbind(), strict=True)])
+    if backend not in ("auto", "grouped_mm"):
+        raise ValueError(f"backend is one of auto, {', '.join(BACKENDS)}; not {backend!r}")
+    if why_not:
+        raise ValueError(f"grouped_mm cannot run here: {why_not}")
+    ends_E = tokens_per_expert_E.to(x_TD.device).cumsum(0, dtype=torch.int32)
+    y_TO = _grouped_mm()(x_TD.contiguous(), weight_EOD.contiguous().mT, offs=ends_E)
+    if y_TO.requires_grad:
+        y_TO.register_hook(torch.Tensor.contiguous)  # its backward refuses an expanded gradient
+    return y_TO
+
+
+def available_backends() -> dict[str, str | None]:
+    """Name -> None where this machine can use it, else the reason why not."""
+    return {"grouped_mm": None if _grouped_mm() else f"torch {torch.__version__} lacks grouped_mm", "loop": None}
+
+
+def _why_not_grouped_mm(x_TD: Tensor, weight_EOD: Tensor) -> str | None:
+    if reason := available_backends()["grouped_mm"]:
+        return reason
+    if x_TD.dtype not in (torch.bfloat16, torch.float32) or (x_TD.is_cuda and x_TD.dtype != torch.bfloat16):
+        return f"{x_TD.dtype} on {x_TD.device.type}"
+    for size in weight_EOD.shape[1:]:
+        if size * x_TD.element_size() % ROW_ALIGNMENT:
+            return f"rows of {size} {x_TD.dtype} are not a multiple of {ROW_ALIGNMENT} bytes"
+    return None
+
+
+@cache
+def _grouped_mm():
+    return getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)

@@ -1,0 +1,89 @@
+"""Finds the compiled C++ kernels (csrc/) and the version of them that this machine's processor runs best.
+
+BLACKMAMBA_ISA=avx512|avx2|plain takes another version, for tests and comparisons.
+"""
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LIBRARY = Path(__file__).parent / "libblackmamba.so"
+ISAS = ("plain", "avx2", "avx512")  # each machine that runs one runs those before it
+
+
+def unavailable() -> str | None:
+    """Why the C++ kernels cannot be used here, or None."""
+    if not LIBRARY.exists():
+        return "the C++ kernels are not built: install a C++ compiler, then `pip install --force-reinstall --no-deps .`"
+    try:
+        _load()
+    except OSError as error:
+        return f"the C++ kernels do not load: {error}"
+    return None
+
+
+@cache
+def _load() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(LIBRARY))
+    library.blackmamba_best_isa.restype = ctypes.c_char_p
+    return library
+
+
+def runnable_isas() -> tuple[str, ...]:
+    """The instruction sets this machine runs, the best one last."""
+    best = _load().blackmamba_best_isa().decode()
+    return ISAS[: ISAS.index(best) + 1]
+
+
+def isa() -> str:
+    """The instruction set in use."""
+    runnable = runnable_isas()
+    wanted = os.environ.get("BLACKMAMBA_ISA", runnable[-1])
+    if wanted not in runnable:
+        raise ValueError(f"BLACKMAMBA_ISA={wanted}: this machine runs {', '.join(runnable)}")
+    return wanted
+
+
+class Arguments(ctypes.Structure):
+    """A C structure that takes tensors: their addresses, and their strides where it has a `_strides` field for them."""
+
+    def __init__(self, **values: object) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []  # alive for as long as C may look at them
+        self.set(**values)
+
+    def set(self, **values: object) -> None:
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                self.tensors.append(value)
+                if hasattr(self, f"{name}_strides"):
+                    getattr(self, f"{name}_strides")[:] = value.stride()[:2]
+                value = value.data_ptr()
+            setattr(self, name, value)
+
+
+class Probe(ctypes.Structure):
+    """struct Probe of csrc/probe.cpp: how many exponentials to compute."""
+
+    _fields_ = (("exponentials", ctypes.c_int64), ("result", ctypes.c_float))
+
+
+def call(name: str, arguments: ctypes.Structure, isa: str) -> None:
+    getattr(_load(), f"{name}_{isa}")(ctypes.byref(arguments))
+
+
+def with_channels_contiguous(x: Tensor) -> Tensor:
+    """`x` itself where neighbouring channels are neighbours in memory, else a copy: other strides do not matter."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def empty_like_rows(x_BLI: Tensor) -> Tensor:
+    """An uninitialised tensor of x's shape and order of dimensions in memory, without gaps."""
+    B, L, I = x_BLI.shape
+    if x_BLI.stride(0) < x_BLI.stride(1):
+        return torch.empty(L, B, I, dtype=x_BLI.dtype).transpose(0, 1)
+    return torch.empty(B, L, I, dtype=x_BLI.dtype)

@@ -1,0 +1,55 @@
+"""A few vectors times a large matrix, for decoding: as fast as memory delivers the matrix.
+
+Shapes: B vectors, I in, O out.
+"""
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_blackmamba.ops import library
+
+MAX_VECTORS = {torch.float32: 8, torch.bfloat16: 1}  # above, a matrix product does better
+BYTES_PER_THREAD = 2 << 20  # less work than this does not pay for starting a thread
+
+
+@torch.no_grad()
+def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None = None) -> Tensor:
+    """Return y_BO = x_BI @ weight_OI.T without gradient, summed in fp32; what C++ cannot do goes to `F.linear`.
+
+    threads: at most so many, by default as many as torch uses.
+    """
+    if why_not_cpp(weight_OI, x_BI):
+        return F.linear(x_BI.to(weight_OI.dtype), weight_OI).to(x_BI.dtype)
+    (O, I), B = weight_OI.shape, x_BI.shape[0]
+    y_BO = torch.empty(B, O, dtype=torch.float32)
+    arguments = _Arguments(B=B, O=O, I=I, is_bf16=weight_OI.dtype == torch.bfloat16)
+    arguments.set(weight=weight_OI, weight_stride=weight_OI.stride(0), x=x_BI.float().contiguous(), y=y_BO)
+    most = torch.get_num_threads() if threads is None else threads
+    arguments.set(threads=min(most, 1 + weight_OI.numel() * weight_OI.itemsize // BYTES_PER_THREAD))
+    library.call("matvec", arguments, library.isa())
+    return y_BO.to(x_BI.dtype)
+
+
+def why_not_cpp(weight_OI: Tensor, x_BI: Tensor) -> str | None:
+    if reason := library.unavailable():
+        return reason
+    if weight_OI.device.type != "cpu" or weight_OI.dtype not in MAX_VECTORS:
+        return f"{weight_OI.dtype} on {weight_OI.device.type}"
+    if weight_OI.stride(1) != 1 or x_BI.dim() != 2 or x_BI.shape[0] > MAX_VECTORS[weight_OI.dtype]:
+        return f"weight strides {weight_OI.stride()}, vectors {tuple(x_BI.shape)}"
+    return None
+
+
+class _Arguments(library.Arguments):
+    """struct Matvec of csrc/matvec.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("B", "O", "I", "is_bf16", "threads")),
+        ("weight", ctypes.c_void_p),
+        ("weight_stride", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+    )

@@ -1,0 +1,258 @@
+"""The selective scan in Triton: fp32 state in registers, bf16 in and out, no atomics, no compiler but Triton's own.
+
+Saved for the backward pass are the inputs and the state every `chunk` tokens; everything else is recomputed.
+
+Shapes: B batch, L length, I inner channels, N state, S segments, G checkpoints, K blocks of channels.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_blackmamba.ops.selective_scan import triton_backward, triton_forward
+from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan, plan_for
+from megatron_blackmamba.ops.triton_support import interpreted, unavailable
+
+__all__ = ["scan", "unavailable", "unsupported"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CARRY_BLOCK = 256
+WARP = 32
+
+
+def unsupported(u_BLI: Tensor, A_IN: Tensor, initial_state_BIN: Tensor | None, reset_BL: Tensor | None) -> str | None:
+    if not u_BLI.is_cuda and not interpreted():
+        return "the tensors are not on a CUDA device"
+    if u_BLI.dtype not in DTYPES:
+        return f"computes in float32, the input is {u_BLI.dtype}"
+    N = A_IN.shape[1]
+    if N not in (4, 8, 16, 32, 64):
+        return f"the state size is 4, 8, 16, 32 or 64, not {N}"
+    return "the input is empty" if u_BLI.numel() == 0 else None
+
+
+def scan(
+    u_BLI: Tensor,
+    delta_BLI: Tensor,
+    A_IN: Tensor,
+    B_BLN: Tensor,
+    C_BLN: Tensor,
+    D_I: Tensor | None,
+    z_BLI: Tensor | None,
+    delta_bias_I: Tensor | None,
+    delta_softplus: bool,
+    initial_state_BIN: Tensor | None,
+    reset_BL: Tensor | None,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    plan = plan or plan_for(u_BLI, A_IN.shape[1])
+    optional = (D_I, z_BLI, delta_bias_I, initial_state_BIN, reset_BL)
+    return _Scan.apply(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, *optional, delta_softplus, plan)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, u, delta, A, B, C, D, z, bias, initial, reset, softplus: bool, plan: Plan):
+        problem = _Problem.of(u, delta, A, B, C, D, z, bias, reset, softplus)
+        start_BNI = None if initial is None else initial.float().transpose(1, 2).contiguous()
+        save = any(ctx.needs_input_grad)
+        with torch.cuda.device_of(u):
+            y, checkpoints, final_BNI = _run_forward(problem, start_BNI, plan, save)
+        ctx.save_for_backward(u, delta, A, B, C, D, z, bias, reset, checkpoints)
+        ctx.softplus, ctx.plan = softplus, plan
+        return y, final_BNI.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, dy, dfinal):
+        u, delta, A, B, C, D, z, bias, reset, checkpoints = ctx.saved_tensors
+        problem = _Problem.of(u, delta, A, B, C, D, z, bias, reset, ctx.softplus)
+        dend_BNI = dfinal.float().transpose(1, 2).contiguous()
+        grads = _run_backward(problem, _unit_stride(dy), dend_BNI, checkpoints, ctx.plan)
+        du, ddelta, dA, dB, dC, dD, dz, dbias, dstart_BNI = grads
+        return (
+            du,
+            ddelta,
+            dA.to(A.dtype),
+            dB.to(B.dtype),
+            dC.to(C.dtype),
+            None if D is None else dD.to(D.dtype),
+            dz,
+            None if bias is None else dbias.to(bias.dtype),
+            dstart_BNI.transpose(1, 2) if ctx.needs_input_grad[8] else None,
+            None,
+            None,
+            None,
+        )
+
+
+@dataclass
+class _Problem:
+    """The inputs as the kernels want them, and the arguments every launch shares."""
+
+    u: Tensor
+    delta: Tensor
+    z: Tensor | None
+    A_NI: Tensor
+    BC: Tensor  # [B, L, 2N] fp32: what all channels share is read often, so it is made easy to read
+    D: Tensor | None
+    bias: Tensor | None
+    reset: Tensor | None
+    softplus: bool
+
+    @staticmethod
+    def of(u, delta, A, B, C, D, z, bias, reset, softplus) -> "_Problem":
+        return _Problem(
+            u=_unit_stride(u),
+            delta=_unit_stride(delta),
+            z=None if z is None else _unit_stride(z),
+            A_NI=A.float().t().contiguous(),
+            BC=torch.cat((B, C), dim=-1).float(),
+            D=None if D is None else D.float(),
+            bias=None if bias is None else bias.float(),
+            reset=None if reset is None else reset.contiguous().view(torch.uint8),
+            softplus=softplus,
+        )
+
+    def part(self, first: int, last: int) -> "_Problem":
+        """Sequences first .. last - 1 of the batch."""
+
+        def cut(x: Tensor | None) -> Any:
+            return None if x is None else x[first:last]
+
+        return replace(
+            self, u=cut(self.u), delta=cut(self.delta), z=cut(self.z), BC=cut(self.BC), reset=cut(self.reset)
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        B, L, I = self.u.shape
+        return B, L, I, self.A_NI.shape[0]
+
+    def switches(self, block: int, steps: int, *names: str) -> dict[str, Any]:
+        _, L, I, _ = self.sizes
+        every = {
+            "HAS_Z": self.z is not None,
+            "HAS_D": self.D is not None,
+            "HAS_BIAS": self.bias is not None,
+            "HAS_RESET": self.reset is not None,
+            "SOFTPLUS": self.softplus,
+            "EVEN": I % block == 0 and L % steps == 0,
+        }
+        return {name: value for name, value in every.items() if not names or name in names}
+
+    def or_u(self, tensor: Tensor | None) -> Tensor:
+        """A pointer for an absent input, never read."""
+        return self.u if tensor is None else tensor
+
+
+def _run_forward(p: _Problem, start_BNI: Tensor | None, plan: Plan, save: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    B, L, I, N = p.sizes
+    fp32 = {"device": p.u.device, "dtype": torch.float32}
+    blocks, segments = triton.cdiv(I, plan.block), plan.segments(L)
+    if segments > 1:
+        batch_strides, token_strides = _strides(u=p.u, delta=p.delta)
+        ends_BSNI = torch.empty(B, segments, N, I, **fp32)
+        decays_BSNI = torch.empty_like(ends_BSNI)
+        triton_forward.segment_ends[(blocks, B, segments)](
+            p.u, p.delta, p.A_NI, p.BC, p.or_u(p.bias), p.or_u(p.reset), ends_BSNI, decays_BSNI,
+            L, *batch_strides, plan.segment, **token_strides,
+            I=I, N=N, BLOCK_I=plan.block, STEPS=plan.steps, num_warps=plan.block // WARP,
+            **p.switches(plan.block, plan.steps, "EVEN", "SOFTPLUS", "HAS_BIAS", "HAS_RESET"),
+        )  # fmt: skip
+        _carry(ends_BSNI, decays_BSNI, start_BNI, reverse=False)
+        starts_BSNI = ends_BSNI
+    else:
+        starts_BSNI = start_BNI
+    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z))
+    y = torch.empty(B, L, I, device=p.u.device, dtype=p.u.dtype)
+    checkpoints = torch.empty(B, triton.cdiv(L, plan.chunk), N, I, **fp32) if save else None
+    final_BNI = torch.empty(B, N, I, **fp32)
+    triton_forward.forward[(blocks, B, segments)](
+        p.u, p.delta, p.or_u(p.z), p.A_NI, p.BC, p.or_u(p.D), p.or_u(p.bias), p.or_u(p.reset), p.or_u(starts_BSNI),
+        y, p.or_u(checkpoints), final_BNI, L, *batch_strides, plan.segment if segments > 1 else L, **token_strides,
+        I=I, N=N, BLOCK_I=plan.block, CHUNK=plan.chunk, STEPS=plan.steps, num_warps=plan.block // WARP,
+        HAS_START=starts_BSNI is not None, SAVE=save, **p.switches(plan.block, plan.steps),
+    )  # fmt: skip
+    return y, checkpoints, final_BNI
+
+
+def _run_backward(
+    p: _Problem, dy: Tensor, dend_BNI: Tensor, checkpoints: Tensor, plan: Plan
+) -> tuple[Tensor | None, ...]:
+    B, L, I, N = p.sizes
+    like = {"device": p.u.device}
+    du = torch.empty(B, L, I, dtype=p.u.dtype, **like)
+    ddelta = torch.empty(B, L, I, dtype=p.delta.dtype, **like)
+    dz = None if p.z is None else torch.empty(B, L, I, dtype=p.z.dtype, **like)
+    dBC = torch.empty(B, L, 2 * N, dtype=torch.float32, **like)
+    dstart_BNI = torch.empty(B, N, I, dtype=torch.float32, **like)
+    sums = []
+    for first in range(0, B, plan.group):
+        last = min(first + plan.group, B)
+        cut = slice(first, last)
+        sums.append(
+            _backward_of_part(
+                p.part(first, last), dy[cut], dend_BNI[cut], checkpoints[cut],
+                du[cut], ddelta[cut], None if dz is None else dz[cut], dBC[cut], dstart_BNI[cut], plan,
+            )
+        )  # fmt: skip
+    dA_NI, dD_I, dbias_I = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+    dB, dC = dBC.split(N, dim=-1)
+    return du, ddelta, dA_NI.t(), dB, dC, dD_I, dz, dbias_I, dstart_BNI
+
+
+def _backward_of_part(
+    p: _Problem, dy, dend_BNI, checkpoints, du, ddelta, dz, dBC, dstart_BNI, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill the gradients of some sequences; return their sums of dA, dD and the bias."""
+    B, L, I, N = p.sizes
+    fp32 = {"device": p.u.device, "dtype": torch.float32}
+    chunks, steps = triton.cdiv(L, plan.chunk), plan.backward_steps
+    parts_BGNI = torch.empty(B, chunks, N, I, **fp32)
+    decays_BGNI = torch.empty_like(parts_BGNI)
+    states_BTNI = torch.empty(B, triton.cdiv(L, steps), N, I, **fp32)
+    dD_BGI = torch.empty(B, chunks, I, **fp32)
+    inputs = (p.u, p.delta, p.or_u(p.z), dy, p.A_NI, p.BC, p.or_u(p.D), p.or_u(p.bias), p.or_u(p.reset))
+    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy)
+    triton_backward.chunk_parts[(triton.cdiv(I, plan.block), B, chunks)](
+        *inputs, checkpoints, parts_BGNI, decays_BGNI, states_BTNI, p.or_u(dz), dD_BGI,
+        L, *batch_strides, **token_strides,
+        I=I, N=N, BLOCK_I=plan.block, CHUNK=plan.chunk, STEPS=steps, num_warps=plan.block // WARP,
+        **p.switches(plan.block, steps),
+    )  # fmt: skip
+    dstart_BNI.copy_(_carry(parts_BGNI, decays_BGNI, dend_BNI, reverse=True))
+
+    blocks = triton.cdiv(I, plan.backward_block)
+    dBC_KBLM = torch.empty(blocks, B, L, 2 * N, **fp32)
+    dA_BGNI = decays_BGNI  # its values are spent
+    dbias_BGI = torch.empty_like(dD_BGI)
+    triton_backward.backward[(blocks, B, chunks)](
+        *inputs, parts_BGNI, states_BTNI, du, ddelta, dA_BGNI, dBC_KBLM, dbias_BGI,
+        L, *batch_strides, **token_strides,
+        I=I, N=N, BLOCK_I=plan.backward_block, CHUNK=plan.chunk, STEPS=steps, num_warps=plan.backward_block // WARP,
+        **p.switches(plan.backward_block, steps),
+    )  # fmt: skip
+    torch.sum(dBC_KBLM, dim=0, out=dBC)
+    return dA_BGNI.sum((0, 1)), dD_BGI.sum((0, 1)), dbias_BGI.sum((0, 1))
+
+
+def _carry(parts_BSNI: Tensor, decays_BSNI: Tensor, start_BNI: Tensor | None, *, reverse: bool) -> Tensor:
+    B, S, N, I = parts_BSNI.shape
+    end_BNI = parts_BSNI.new_empty(B, N, I)
+    triton_forward.carry[(triton.cdiv(N * I, CARRY_BLOCK), B)](
+        parts_BSNI, decays_BSNI, end_BNI if start_BNI is None else start_BNI, end_BNI, S, N * I,
+        BLOCK=CARRY_BLOCK, REVERSE=reverse, HAS_START=start_BNI is not None, num_warps=4,
+    )  # fmt: skip
+    return end_BNI
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(**tensors: Tensor) -> tuple[list[int], dict[str, int]]:
+    """From sequence to sequence, as arguments; from token to token, as constants: they become parts of instructions."""
+    return [x.stride(0) for x in tensors.values()], {f"{name.upper()}_L": x.stride(1) for name, x in tensors.items()}

@@ -1,0 +1,161 @@
+"""Triton kernels of the selective scan, forward: one pass, or segments of the sequence side by side.
+
+One pass fills the GPU when there are channels enough. Where there are not, `segment_ends` computes what each segment
+adds to the state and how much of it it forgets, `carry` chains these into each segment's true start (the only
+sequential part, and tiny), and `forward` runs all segments at once.
+
+A thread owns whole channels: the sum over the state is in its registers, and B and C, which all channels share, are
+read once a warp instead of once a channel.
+
+Shapes: B batch, L length, S segments, I channels, N state, G checkpoints. States lie as [.., N, I].
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_blackmamba.ops.selective_scan.triton_step import decay, reset_exponent, state_at, time_step
+from megatron_blackmamba.ops.triton_math import LOG2E, load_channels, load_tokens, sigmoid, store_tokens
+
+SIZES = ["L", "u_b", "delta_b", "z_b", "segment"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward(
+    u, delta, z, A_NI, BC, D, bias, reset, starts_BSNI, y, checkpoints_BGNI, final_BNI,
+    L, u_b, delta_b, z_b, segment,
+    I: tl.constexpr, U_L: tl.constexpr, DELTA_L: tl.constexpr, Z_L: tl.constexpr,
+    N: tl.constexpr, BLOCK_I: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESET: tl.constexpr,
+    HAS_START: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """y of one segment and a block of channels; SAVE keeps the state every CHUNK tokens."""
+    b, s = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    inside = i < I
+    n = tl.arange(0, N)
+    rate_NI = tl.load(state_at(A_NI, n, i, I, True), mask=inside[None, :], other=0.0) * LOG2E
+    D_I = load_channels(D, i, inside, HAS_D, BLOCK_I)
+    bias_I = load_channels(bias, i, inside, HAS_BIAS, BLOCK_I)
+    h_NI = tl.zeros((N, BLOCK_I), tl.float32)
+    if HAS_START:
+        starts_BSNI += (b * tl.num_programs(2) + s) * N * I
+        h_NI = tl.load(state_at(starts_BSNI, n, i, I, True), mask=inside[None, :], other=0.0)
+
+    u += b * u_b
+    delta += b * delta_b
+    z += b * z_b
+    BC += b * L * (2 * N)
+    y += b * L * I
+    reset += b * L
+    checkpoints_BGNI += b * tl.cdiv(L, CHUNK) * N * I
+    first = s * segment
+    last = tl.minimum(first + segment, L)
+    next_u = load_tokens(u, U_L, first, last, i, inside, STEPS, EVEN)
+    next_delta = load_tokens(delta, DELTA_L, first, last, i, inside, STEPS, EVEN)
+    next_z = load_tokens(z, Z_L, first, last, i, inside, STEPS, EVEN)
+    for chunk in range(first, last, CHUNK):
+        if SAVE:
+            checkpoint_NI = state_at(checkpoints_BGNI + chunk // CHUNK * N * I, n, i, I, True)
+            tl.store(checkpoint_NI, h_NI, mask=inside[None, :])
+        for t in range(chunk, tl.minimum(chunk + CHUNK, last), STEPS):
+            us, deltas, zs = next_u, next_delta, next_z
+            next_u = load_tokens(u, U_L, t + STEPS, last, i, inside, STEPS, EVEN)
+            next_delta = load_tokens(delta, DELTA_L, t + STEPS, last, i, inside, STEPS, EVEN)
+            if HAS_Z:
+                next_z = load_tokens(z, Z_L, t + STEPS, last, i, inside, STEPS, EVEN)
+            ys = ()
+            for k in tl.static_range(STEPS):
+                row = t + k if EVEN else tl.minimum(t + k, last - 1)
+                B_N = tl.load(BC + row * (2 * N) + n)
+                C_N = tl.load(BC + row * (2 * N) + N + n)
+                u_I = us[k].to(tl.float32)
+                delta_I = time_step(deltas[k], bias_I, t + k, last, SOFTPLUS, EVEN)
+                h_NI = (
+                    decay(delta_I, rate_NI, reset, t + k, last, HAS_RESET, EVEN) * h_NI
+                    + (delta_I * u_I)[None, :] * B_N[:, None]
+                )
+                y_I = tl.sum(h_NI * C_N[:, None], 0)
+                if HAS_D:
+                    y_I += D_I * u_I
+                if HAS_Z:
+                    z_I = zs[k].to(tl.float32)
+                    y_I *= z_I * sigmoid(z_I)
+                ys = ys + (y_I,)
+            store_tokens(y, I, ys, t, last, i, inside, STEPS, EVEN)
+    if last == L:
+        tl.store(state_at(final_BNI + b * N * I, n, i, I, True), h_NI, mask=inside[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES)
+def segment_ends(
+    u, delta, A_NI, BC, bias, reset, ends_BSNI, decays_BSNI,
+    L, u_b, delta_b, segment,
+    I: tl.constexpr, U_L: tl.constexpr, DELTA_L: tl.constexpr,
+    N: tl.constexpr, BLOCK_I: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESET: tl.constexpr,
+):  # fmt: skip
+    """The state a segment ends with when it starts from zero, and the share of its start that is left at its end."""
+    b, s = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    inside = i < I
+    n = tl.arange(0, N)
+    rate_NI = tl.load(state_at(A_NI, n, i, I, True), mask=inside[None, :], other=0.0) * LOG2E
+    bias_I = load_channels(bias, i, inside, HAS_BIAS, BLOCK_I)
+    h_NI = tl.zeros((N, BLOCK_I), tl.float32)
+    duration_I = tl.zeros((BLOCK_I,), tl.float32)
+    forgotten = 0.0
+
+    u += b * u_b
+    delta += b * delta_b
+    BC += b * L * (2 * N)
+    reset += b * L
+    first = s * segment
+    last = tl.minimum(first + segment, L)
+    next_u = load_tokens(u, U_L, first, last, i, inside, STEPS, EVEN)
+    next_delta = load_tokens(delta, DELTA_L, first, last, i, inside, STEPS, EVEN)
+    for t in range(first, last, STEPS):
+        us, deltas = next_u, next_delta
+        next_u = load_tokens(u, U_L, t + STEPS, last, i, inside, STEPS, EVEN)
+        next_delta = load_tokens(delta, DELTA_L, t + STEPS, last, i, inside, STEPS, EVEN)
+        for k in tl.static_range(STEPS):
+            row = t + k if EVEN else tl.minimum(t + k, last - 1)
+            B_N = tl.load(BC + row * (2 * N) + n)
+            delta_I = time_step(deltas[k], bias_I, t + k, last, SOFTPLUS, EVEN)
+            duration_I += delta_I
+            if HAS_RESET:
+                forgotten = tl.minimum(forgotten, reset_exponent(reset, t + k, last, EVEN))
+            input_I = delta_I * us[k].to(tl.float32)
+            h_NI = decay(delta_I, rate_NI, reset, t + k, last, HAS_RESET, EVEN) * h_NI + input_I[None, :] * B_N[:, None]
+    segment_BS = (b * tl.num_programs(2) + s) * N * I
+    tl.store(state_at(ends_BSNI + segment_BS, n, i, I, True), h_NI, mask=inside[None, :])
+    decay_NI = tl.exp2(duration_I[None, :] * rate_NI + forgotten)
+    tl.store(state_at(decays_BSNI + segment_BS, n, i, I, True), decay_NI, mask=inside[None, :])
+
+
+@triton.jit(do_not_specialize=["S", "states"])
+def carry(
+    parts_BSX,
+    decays_BSX,
+    start_BX,
+    end_BX,
+    S,
+    states,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+    HAS_START: tl.constexpr,
+):
+    """Replace what each segment adds by what it starts with: start[s + 1] = part[s] + decay[s] start[s]. X = N * I."""
+    x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(1).to(tl.int64)
+    inside = x < states
+    carried_X = tl.zeros((BLOCK,), tl.float32)
+    if HAS_START:
+        carried_X = tl.load(start_BX + b * states + x, mask=inside, other=0.0)
+    for step in range(S):
+        s = S - 1 - step if REVERSE else step
+        at = (b * S + s) * states + x
+        part_X = tl.load(parts_BSX + at, mask=inside, other=0.0)
+        decay_X = tl.load(decays_BSX + at, mask=inside, other=0.0)
+        tl.store(parts_BSX + at, carried_X, mask=inside)
+        carried_X = part_X + decay_X * carried_X
+    tl.store(end_BX + b * states + x, carried_X, mask=inside)

@@ -1,0 +1,57 @@
+"""The step of the recurrence, as the selective-scan kernels take it.
+
+Shapes: I a block of channels, N state.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_blackmamba.ops.triton_math import softplus
+
+RESET = tl.constexpr(-1e30)  # added to an exponent: the decay becomes exactly zero, at no cost a state
+
+
+@triton.jit
+def load_row(rows, t, last, n, width: tl.constexpr, EVEN: tl.constexpr):
+    """B or C of one token, which all channels share; past the last token, of that one."""
+    return tl.load(rows + (t if EVEN else tl.minimum(t, last - 1)) * width + n)
+
+
+@triton.jit
+def time_step(raw, bias, t, last, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr):
+    """delta of one token, zero past the last one: a token of no duration changes no state."""
+    delta = raw.to(tl.float32) + bias
+    if SOFTPLUS:
+        delta = softplus(delta)
+    return delta if EVEN else tl.where(t < last, delta, 0.0)
+
+
+@triton.jit
+def reset_exponent(reset, t, last, EVEN: tl.constexpr):
+    """What a reset before token t adds to the exponent of the decay; past the last token there are none."""
+    if EVEN:
+        is_reset = tl.load(reset + t)
+    else:
+        is_reset = tl.load(reset + t, mask=t < last, other=0)
+    return tl.where(is_reset != 0, RESET, 0.0)
+
+
+@triton.jit
+def decay(delta_I, rate_NI, reset, t, last, HAS_RESET: tl.constexpr, EVEN: tl.constexpr):
+    """exp(delta * A) with A in units of log 2, zero where the state restarts."""
+    exponent_NI = delta_I[None, :] * rate_NI
+    if HAS_RESET:
+        exponent_NI += reset_exponent(reset, t, last, EVEN)
+    return tl.exp2(exponent_NI)
+
+
+@triton.jit
+def state_at(start, n, i, I: tl.constexpr, WHOLE_CHANNELS: tl.constexpr):
+    """Pointers to the states of a block of channels.
+
+    From their alignment Triton decides to load four channels at once and to spread the states of a channel over four
+    threads. WHOLE_CHANNELS hides the alignment: a thread then owns its channels, and sums over the states stay in its
+    registers.
+    """
+    pointers_NI = (start + i)[None, :] + (n * I)[:, None]
+    return tl.multiple_of(pointers_NI, [4, 4]) if WHOLE_CHANNELS else pointers_NI

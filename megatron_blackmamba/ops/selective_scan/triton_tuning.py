@@ -1,0 +1,154 @@
+"""How the Triton selective scan cuts a problem into programs: a rule, or a measurement kept for the next run.
+
+The rule needs no GPU time and is the default, so that two runs on equal machines round alike. BLACKMAMBA_TRITON_TUNE=1
+measures the candidates once a shape and keeps the fastest in BLACKMAMBA_CACHE (default ~/.cache/megatron_blackmamba).
+
+Shapes: B batch, L length, I inner channels, N state.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+WARPS_A_PROCESSOR = 8  # of the backward kernel: what its registers leave room for
+WAVES = 4  # programs of one backward launch, in fillings of the GPU: enough to even out their ends
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Channels of a program (one warp a 32 of them), tokens of a step, of a checkpoint, of a segment."""
+
+    block: int = 32
+    steps: int = 4
+    segment: int = 0  # tokens that run as one sequence; 0: all
+    chunk: int = 64  # tokens between the states that the forward pass saves
+    backward_block: int = 32
+    backward_steps: int = 4
+    group: int = 1  # sequences whose states are recomputed at once
+
+    def __post_init__(self) -> None:
+        if self.chunk % self.steps or self.chunk % self.backward_steps or self.segment % self.chunk:
+            raise ValueError(f"steps divide chunks and chunks divide segments, not so in {self}")
+
+    def segments(self, L: int) -> int:
+        return triton.cdiv(L, self.segment) if self.segment else 1
+
+
+def plan_for(u_BLI: Tensor, N: int) -> Plan:
+    """The plan for inputs like u: measured before, or measured now if asked to, or by the rule."""
+    B, L, I = u_BLI.shape
+    if not u_BLI.is_cuda:
+        return rule(B, L, I)
+    return _plan_on(u_BLI.device, B, L, I, N, u_BLI.dtype)
+
+
+@cache
+def _plan_on(device: torch.device, B: int, L: int, I: int, N: int, dtype: torch.dtype) -> Plan:
+    properties = torch.cuda.get_device_properties(device)
+    key = (properties.name, triton.__version__, B, L, I, N, str(dtype))
+    if plan := recall(key):
+        return plan
+    plan = rule(B, L, I, properties.multi_processor_count, properties.major)
+    if os.environ.get("BLACKMAMBA_TRITON_TUNE") == "1":
+        plan = fastest(candidates(plan, B, L), _training_step(device, B, L, I, N, dtype))
+        remember(key, plan)
+    return plan
+
+
+def rule(B: int, L: int, I: int, processors: int = 132, major: int = 9) -> Plan:
+    """One pass where the channels fill the GPU; else segments, each a second pass over the exponentials.
+
+    Before Hopper the compiler finds registers for two recomputed states of the backward pass, not for four.
+    """
+    plan = Plan(backward_steps=4 if major >= 9 else 2)
+    warps, schedulers = B * triton.cdiv(I, plan.block), 4 * processors
+    segment = 0
+    if warps < schedulers:
+        segments = min(triton.cdiv(8 * schedulers, warps), triton.cdiv(L, plan.chunk))
+        segment = triton.cdiv(L, segments * plan.chunk) * plan.chunk
+    programs = triton.cdiv(I, plan.backward_block) * triton.cdiv(L, plan.chunk)
+    group = triton.cdiv(WAVES * WARPS_A_PROCESSOR * processors, programs)
+    return replace(plan, segment=0 if segment >= L else segment, group=min(group, B))
+
+
+def candidates(plan: Plan, B: int, L: int) -> Iterator[Plan]:
+    """The rule's plan first, then its neighbours."""
+    yield plan
+    for chunk in (32, 64, 128):
+        for steps in (2, 4, 8):
+            for segments in (1, 2, 4, 8, 16, 32):
+                segment = 0 if segments == 1 else triton.cdiv(L, segments * chunk) * chunk
+                if segment < L:
+                    yield replace(plan, chunk=chunk, steps=steps, segment=segment)
+    for group in {1, 2, 4, B}:
+        yield replace(plan, group=min(group, B))
+
+
+def fastest(plans: Iterator[Plan], milliseconds: Callable[[Plan], float]) -> Plan:
+    return min(plans, key=milliseconds)
+
+
+def _training_step(device: torch.device, B: int, L: int, I: int, N: int, dtype: torch.dtype) -> Callable[[Plan], float]:
+    from megatron_blackmamba.ops.selective_scan.triton import scan
+
+    def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype).requires_grad_()
+
+    u, delta, z = (inputs(B, L, I, dtype=dtype) for _ in range(3))
+    B_BLN, C_BLN = (inputs(B, L, N, dtype=dtype) for _ in range(2))
+    A, D, bias = inputs(I, N), inputs(I), inputs(I)
+    A.data.abs_().neg_()
+
+    def milliseconds(plan: Plan) -> float:
+        times = []
+        for _ in range(REPEATS + 1):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            with torch.enable_grad():
+                y, _ = scan(u, delta, A, B_BLN, C_BLN, D, z, bias, True, None, None, plan=plan)
+                torch.autograd.grad(y, (u, delta, A, B_BLN, C_BLN, D, z, bias), torch.ones_like(y))
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return statistics.median(times[1:])  # the first one compiles
+
+    return milliseconds
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("BLACKMAMBA_CACHE") or Path.home() / ".cache/megatron_blackmamba") / "triton_plans"
+
+
+def recall(key: tuple) -> Plan | None:
+    """The plan measured for this key, if any; a file that cannot be read is as good as none."""
+    try:
+        entry = json.loads(_file_of(key).read_text())
+        return Plan(**entry["plan"]) if entry["key"] == list(key) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def remember(key: tuple, plan: Plan) -> None:
+    """One file a shape, renamed into place: ranks that tune at the same time do not tear each other's."""
+    file = _file_of(key)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as draft:
+        json.dump({"key": list(key), "plan": asdict(plan)}, draft)
+        draft.flush()
+        os.fsync(draft.fileno())
+    os.replace(draft.name, file)
+
+
+def _file_of(key: tuple) -> Path:
+    return cache_folder() / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24] + ".json")

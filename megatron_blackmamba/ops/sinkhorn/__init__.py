@@ -1,0 +1,53 @@
+"""Sinkhorn routing: which expert each token goes to, so that all experts get about the same number of tokens.
+
+The router asks for the plan pi that follows the logits and gives every token weight 1 and every expert T / E
+(paper, appendix "Sinkhorn MoE Routing Modifications"). It has the form pi = exp(X) * column_E * row_T, and the choice
+of a token, argmax over E, does not depend on row_T: only column_E has to be found.
+
+Shapes: T tokens, E experts.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.sinkhorn.study import Study, study
+
+__all__ = ["Study", "available_backends", "load_imbalance", "sinkhorn_choice", "study"]
+
+BACKENDS = ("triton", "reference")  # best first, each where it applies
+
+
+@torch.no_grad()
+def sinkhorn_choice(
+    logits_TE: Tensor,
+    *,
+    iterations: int = 1,
+    temperature: float = 2.0,
+    start: str = "balanced",
+    group: dist.ProcessGroup | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Return the expert of each token, `[T]`, int64. The number of iterations is fixed: nothing waits for the device.
+
+    start: "balanced" normalises each expert over the tokens first, which makes one iteration enough at the logit scales
+    of training; "uniform" is the textbook start.
+    group: ranks whose tokens are balanced together. They exchange E numbers an iteration, and the result is that of one
+    rank holding all the tokens.
+    """
+    if start not in ("balanced", "uniform"):
+        raise ValueError(f'start is "balanced" or "uniform", not {start!r}')
+    chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
+    return chosen.choice(logits_TE, iterations, temperature, start, group)
+
+
+def load_imbalance(choice_T: Tensor, experts: int) -> Tensor:
+    """Tokens of the busiest expert over the mean: 1.0 is perfect balance, `experts` is collapse."""
+    tokens_E = torch.bincount(choice_T, minlength=experts)
+    return tokens_E.max() / tokens_E.float().mean()
+
+
+def available_backends() -> dict[str, str | None]:
+    """Name -> None where this machine can use it, else the reason why not."""
+    return backends.available(__name__, BACKENDS)

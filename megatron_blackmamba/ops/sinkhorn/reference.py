@@ -1,0 +1,70 @@
+"""Sinkhorn routing in PyTorch, on any device and over any process group.
+
+Shapes: T tokens, E experts. Experts come first: T is long and contiguous, E is 8.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# An iteration changes the ratio of two experts' factors by at most T * E. After this many, the factors move into the
+# exponents, long before they could overflow.
+ITERATIONS_PER_REBASE = 4
+SMALLEST_EXPONENT = -80.0  # nothing below can matter before the next rebase, and denormal numbers are slow
+
+
+def unavailable() -> str | None:
+    return None
+
+
+def unsupported(logits_TE: Tensor, group: dist.ProcessGroup | None) -> str | None:
+    return None
+
+
+def choice(
+    logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None
+) -> Tensor:
+    X_ET = logits_TE.t().to(torch.promote_types(logits_TE.dtype, torch.float32)).contiguous() * temperature
+    if start == "uniform" and iterations > 0:
+        # Its first iteration is: normalise the tokens, then the experts. The rest goes on as from the balanced start.
+        X_ET = torch.log_softmax(X_ET, dim=0)
+        iterations -= 1
+        start = "balanced"
+    if start == "balanced":
+        X_ET -= _logsumexp_over_tokens(X_ET, group)[:, None]
+    while iterations > ITERATIONS_PER_REBASE:
+        X_ET += _column_factors(_kernel(X_ET), ITERATIONS_PER_REBASE, group).log()[:, None]
+        iterations -= ITERATIONS_PER_REBASE
+    K_ET = _kernel(X_ET)
+    K_ET *= _column_factors(K_ET, iterations, group)[:, None]
+    return K_ET.max(dim=0).indices  # argmax over a leading dimension is 4x slower on CPUs
+
+
+def _kernel(X_ET: Tensor) -> Tensor:
+    """exp(X) with each token's largest entry at 1: nothing overflows and no token sums to zero, whatever the logits."""
+    return (X_ET - X_ET.amax(dim=0)).clamp_(min=SMALLEST_EXPONENT).exp_()
+
+
+def _column_factors(K_ET: Tensor, iterations: int, group: dist.ProcessGroup | None) -> Tensor:
+    column_E = torch.ones_like(K_ET[:, 0])
+    for _ in range(iterations):
+        row_T = 1.0 / (column_E @ K_ET)
+        column_E = 1.0 / _sum_over_group(K_ET @ row_T, group)
+        column_E /= column_E.amax()  # only ratios matter; left alone, it shrinks by T / E each time until it is zero
+    return column_E
+
+
+def _logsumexp_over_tokens(X_ET: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    largest_E = X_ET.amax(dim=1)
+    if group is not None:
+        dist.all_reduce(largest_E, op=dist.ReduceOp.MAX, group=group)
+    return (
+        largest_E
+        + _sum_over_group((X_ET - largest_E[:, None]).clamp_(min=SMALLEST_EXPONENT).exp_().sum(dim=1), group).log()
+    )
+
+
+def _sum_over_group(x_E: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(x_E, group=group)
+    return x_E

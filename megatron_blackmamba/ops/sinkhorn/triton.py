@@ -1,0 +1,155 @@
+"""Sinkhorn routing in Triton: from logits to choices in two launches and one an iteration, and no word to the host.
+
+Each launch ends where a sum over all tokens is needed: programs leave their partial sums, and every program of the next
+launch adds them up in the same order. (A barrier inside one launch would hang wherever not all programs fit at once.)
+With a process group the partial sums are added here and exchanged, E numbers a time, before the next launch reads them.
+
+All of it stays in logarithms (of base 2, which GPUs prefer): X = temperature * logits + offset of the expert. An update
+of the experts subtracts from each offset the log of its column's sum of exp(X); before it, an iteration divides each
+token's row by its own sum. So no logit is too large, and no column can vanish.
+
+Shapes: T tokens, E experts, P programs.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_blackmamba.ops.triton_math import LOG2E
+from megatron_blackmamba.ops.triton_support import interpreted, unavailable
+
+__all__ = ["choice", "unavailable", "unsupported"]
+
+BLOCK_T, PROGRAMS = 128, 128
+LOWEST = tl.constexpr(-1e38)
+
+
+def unsupported(logits_TE: Tensor, group: dist.ProcessGroup | None) -> str | None:
+    if not logits_TE.is_cuda and not interpreted():
+        return "the tensors are not on a CUDA device"
+    if logits_TE.dtype == torch.float64:
+        return "computes in float32, the input is float64"
+    if logits_TE.shape[0] == 0:
+        return "there are no tokens"
+    return None if logits_TE.shape[1] <= 256 else f"up to 256 experts, not {logits_TE.shape[1]}"
+
+
+def choice(
+    logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None
+) -> Tensor:
+    with torch.cuda.device_of(logits_TE):
+        return _choose_experts(logits_TE.contiguous(), iterations, temperature, start == "balanced", group)
+
+
+def _choose_experts(
+    logits_TE: Tensor, iterations: int, temperature: float, balanced: bool, group: dist.ProcessGroup | None
+) -> Tensor:
+    T, E = logits_TE.shape
+    programs = min(PROGRAMS, triton.cdiv(T, BLOCK_T))
+    shape = {"E": E, "BLOCK_E": triton.next_power_of_2(E), "BLOCK_T": BLOCK_T, "BLOCK_P": PROGRAMS, "num_warps": 4}
+
+    columns = _Columns.at_zero(logits_TE)
+    for normalise in [False] * balanced + [True] * iterations:
+        left = _Columns(*(torch.empty(rows, E, device=logits_TE.device) for rows in (1, programs, programs)))
+        _sum_columns[(programs,)](
+            logits_TE, *columns.arguments, *left.tensors, T, temperature, NORMALISE=normalise, **shape
+        )
+        columns = left.exchanged(group)
+    choice_T = torch.empty(T, device=logits_TE.device, dtype=torch.int64)
+    _choose[(triton.cdiv(T, BLOCK_T),)](logits_TE, *columns.arguments, choice_T, T, temperature, **shape)
+    return choice_T
+
+
+@dataclass
+class _Columns:
+    """What one launch leaves to the next: the offsets it used, and parts of the sums that change them."""
+
+    offset_1E: Tensor
+    largest_PE: Tensor
+    sums_PE: Tensor  # of exp2(X - largest)
+    parts: int = 0
+
+    @staticmethod
+    def at_zero(logits_TE: Tensor) -> "_Columns":
+        nothing = torch.zeros(1, logits_TE.shape[1], device=logits_TE.device)
+        return _Columns(nothing, nothing, nothing, parts=0)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.offset_1E, self.largest_PE, self.sums_PE
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        return *self.tensors, self.parts
+
+    def exchanged(self, group: dist.ProcessGroup | None) -> "_Columns":
+        if group is None:
+            return replace(self, parts=self.sums_PE.shape[0])
+        largest_1E = self.largest_PE.amax(0, keepdim=True)
+        dist.all_reduce(largest_1E, op=dist.ReduceOp.MAX, group=group)
+        sums_1E = (self.sums_PE * torch.exp2(self.largest_PE - largest_1E)).sum(0, keepdim=True)
+        dist.all_reduce(sums_1E, group=group)
+        return _Columns(self.offset_1E, largest_1E, sums_1E, parts=1)
+
+
+@triton.jit
+def _updated_offset(offset_1E, largest_PE, sums_PE, parts, e, E: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The offsets after the update whose sums the launch before left; without parts, as they were."""
+    p = tl.arange(0, BLOCK_P)
+    inside = (p[:, None] < parts) & (e[None, :] < E)
+    part_PE = tl.load(largest_PE + p[:, None] * E + e[None, :], mask=inside, other=LOWEST)
+    largest_E = tl.max(part_PE, 0)
+    sums_PE = tl.load(sums_PE + p[:, None] * E + e[None, :], mask=inside, other=0.0)
+    sum_E = tl.sum(sums_PE * tl.exp2(part_PE - largest_E[None, :]), 0)
+    offset_E = tl.load(offset_1E + e, mask=e < E, other=0.0)
+    return tl.where((parts > 0) & (e < E), offset_E - largest_E - tl.log2(tl.maximum(sum_E, 1e-37)), offset_E)
+
+
+@triton.jit
+def _load_tile(logits_TE, offset_E, t, T, e, temperature, E: tl.constexpr):
+    """X of some tokens, LOWEST for the experts that are not there."""
+    inside = (t[:, None] < T) & (e[None, :] < E)
+    logits = tl.load(logits_TE + t[:, None].to(tl.int64) * E + e[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.where(e[None, :] < E, logits * (temperature * LOG2E) + offset_E[None, :], LOWEST)
+
+
+@triton.jit(do_not_specialize=["T", "parts"])
+def _sum_columns(
+    logits_TE, offset_1E, largest_PE, sums_PE, parts, next_offset_1E, next_largest_PE, next_sums_PE, T, temperature,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """Leave each expert's sum of exp2(X) over this program's tokens, as a largest X and a sum relative to it."""
+    e = tl.arange(0, BLOCK_E)
+    offset_E = _updated_offset(offset_1E, largest_PE, sums_PE, parts, e, E, BLOCK_P)
+    largest_E = tl.full((BLOCK_E,), LOWEST, tl.float32)
+    sum_E = tl.zeros((BLOCK_E,), tl.float32)
+    for first in range(tl.program_id(0) * BLOCK_T, T, tl.num_programs(0) * BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        X_TE = _load_tile(logits_TE, offset_E, t, T, e, temperature, E)
+        if NORMALISE:
+            X_TE -= tl.max(X_TE, 1)[:, None]
+            X_TE -= tl.log2(tl.sum(tl.exp2(X_TE), 1))[:, None]
+        X_TE = tl.where(t[:, None] < T, X_TE, LOWEST)
+        grown_E = tl.maximum(largest_E, tl.max(X_TE, 0))
+        added_TE = tl.where(t[:, None] < T, tl.exp2(X_TE - grown_E[None, :]), 0.0)
+        sum_E = sum_E * tl.exp2(largest_E - grown_E) + tl.sum(added_TE, 0)
+        largest_E = grown_E
+    tl.store(next_offset_1E + e, offset_E, mask=(e < E) & (tl.program_id(0) == 0))
+    tl.store(next_largest_PE + tl.program_id(0) * E + e, largest_E, mask=e < E)
+    tl.store(next_sums_PE + tl.program_id(0) * E + e, sum_E, mask=e < E)
+
+
+@triton.jit(do_not_specialize=["T", "parts"])
+def _choose(
+    logits_TE, offset_1E, largest_PE, sums_PE, parts, choice_T, T, temperature,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK_E)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offset_E = _updated_offset(offset_1E, largest_PE, sums_PE, parts, e, E, BLOCK_P)
+    X_TE = _load_tile(logits_TE, offset_E, t, T, e, temperature, E)
+    tl.store(choice_T + t, tl.argmax(X_TE, 1).to(tl.int64), mask=t < T)

@@ -1,0 +1,19 @@
+"""Whether the Triton backends can run here."""
+
+import os
+
+import torch
+import triton
+
+OLDEST = (3, 6)  # comes with torch 2.11; before, not all that the kernels use was there
+
+
+def interpreted() -> bool:
+    """Triton's interpreter runs kernels without a GPU, on tensors in main memory: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unavailable() -> str | None:
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
+        return f"needs Triton {'.'.join(map(str, OLDEST))} or newer, here is {triton.__version__}"
+    return None if torch.cuda.is_available() or interpreted() else "needs a CUDA device"

@@ -1,0 +1,118 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_blackmamba.ops.experts import available_backends, grouped_experts, grouped_linear
+from tests.ops.implementations import PROPERTY, assert_close
+
+BACKENDS = [
+    pytest.param(name, marks=pytest.mark.skipif(bool(reason), reason=str(reason)))
+    for name, reason in available_backends().items()
+]
+
+
+def expert_inputs(tokens_per_expert, D=16, hidden=24, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    E, T = len(tokens_per_expert), sum(tokens_per_expert)
+    shapes = {"x": (T, D), "fc1": (E, 2 * hidden, D), "fc2": (E, D, hidden)}
+    tensors = {name: torch.randn(shape, generator=g) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    return tensors, torch.tensor(tokens_per_expert)
+
+
+def by_hand(x, fc1, fc2, tokens_per_expert, activation):
+    """One token at a time, with the definition spelt out."""
+    owner = [e for e, count in enumerate(tokens_per_expert.tolist()) for _ in range(count)]
+    hidden, outputs = fc2.shape[2], [x[:0]]
+    for token, e in zip(x, owner, strict=True):
+        gate, up = fc1[e, :hidden] @ token, fc1[e, hidden:] @ token
+        act = gate * torch.sigmoid(gate) if activation == "silu" else gate * 0.5 * (1 + torch.erf(gate / 2**0.5))
+        outputs.append((fc2[e] @ (act * up))[None])
+    return torch.cat(outputs)
+
+
+def values_and_gradients(tensors, counts, function, dtype):
+    leaves = {name: tensor.to(dtype).detach().clone().requires_grad_() for name, tensor in tensors.items()}
+    y = function(leaves, counts)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    y.backward(weight)
+    zero = lambda leaf: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return {"y": y.detach()} | {f"gradient of {name}": zero(leaf) for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@PROPERTY
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.sampled_from([8, 16, 40]), st.integers(0, 2**20))
+def test_agrees_with_float64_in_values_and_all_gradients(backend, activation, counts, hidden, seed):
+    tensors, tokens_per_expert = expert_inputs(counts, hidden=hidden, seed=seed)
+    run = lambda t, n: grouped_experts(t["x"], n, t["fc1"], t["fc2"], activation=activation, backend=backend)
+    exact = lambda t, n: by_hand(t["x"], t["fc1"], t["fc2"], n, activation)
+    expected = values_and_gradients(tensors, tokens_per_expert, exact, torch.float64)
+    if sum(counts):
+        assert_close(values_and_gradients(tensors, tokens_per_expert, run, torch.float32), expected, tolerance=1e-5)
+        rounded = {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+        expected = values_and_gradients(rounded, tokens_per_expert, exact, torch.float64)
+        assert_close(values_and_gradients(rounded, tokens_per_expert, run, torch.bfloat16), expected, tolerance=3e-2)
+    else:
+        assert values_and_gradients(tensors, tokens_per_expert, run, torch.float32)["y"].shape == (0, 16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_expert_without_tokens_has_a_zero_gradient(backend):
+    tensors, counts = expert_inputs([3, 0, 5, 0])
+    leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    grouped_experts(leaves["x"], counts, leaves["fc1"], leaves["fc2"], backend=backend).square().sum().backward()
+    for name in ("fc1", "fc2"):
+        used = leaves[name].grad.flatten(1).any(dim=1)
+        assert used.tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens_at_all_still_reach_the_weights_gradients(backend):
+    """A rank may get none: its optimizer and its all-reduce want a gradient all the same."""
+    tensors, counts = expert_inputs([0, 0])
+    leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    y = grouped_experts(leaves["x"], counts, leaves["fc1"], leaves["fc2"], backend=backend)
+    y.sum().backward()
+    assert y.shape == (0, 16)
+    for name in ("fc1", "fc2"):
+        assert leaves[name].grad is not None and not leaves[name].grad.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_expanded_gradient_is_taken(backend):
+    tensors, counts = expert_inputs([2, 3])
+    leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    grouped_experts(leaves["x"], counts, leaves["fc1"], leaves["fc2"], backend=backend).sum().backward()
+    assert leaves["x"].grad.any()
+
+
+def test_rows_that_grouped_mm_cannot_take_go_through_the_loop():
+    tensors, counts = expert_inputs([4, 1], D=15, hidden=9)
+    y = grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"])
+    torch.testing.assert_close(y, by_hand(**tensors, tokens_per_expert=counts, activation="silu"))
+    with pytest.raises(ValueError, match=r"rows of|lacks grouped_mm"):
+        grouped_linear(tensors["x"], counts, tensors["fc1"], backend="grouped_mm")
+
+
+def test_gate_and_up_are_not_symmetric():
+    tensors, counts = expert_inputs([4, 4])
+    swapped = torch.cat(tensors["fc1"].chunk(2, dim=1)[::-1], dim=1)
+    right = grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"])
+    assert not torch.allclose(right, grouped_experts(tensors["x"], counts, swapped, tensors["fc2"]))
+    gate, up = F.linear(tensors["x"][:1], tensors["fc1"][0]).chunk(2, dim=1)
+    torch.testing.assert_close(right[:1], F.linear(F.silu(gate) * up, tensors["fc2"][0]))
+
+
+def test_wrong_calls_are_refused_by_name():
+    tensors, counts = expert_inputs([4, 4])
+    with pytest.raises(ValueError, match="activation is one of silu, gelu, not 'relu'"):
+        grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"], activation="relu")
+    with pytest.raises(ValueError, match=r"\[4, 5\] does not add up to 8"):
+        grouped_experts(tensors["x"], torch.tensor([4, 5]), tensors["fc1"], tensors["fc2"])
+    with pytest.raises(ValueError, match="2 weights, tokens_per_expert of shape"):
+        grouped_experts(tensors["x"], torch.tensor([4, 4, 0]), tensors["fc1"], tensors["fc2"])
+    with pytest.raises(ValueError, match="backend is one of auto"):
+        grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"], backend="fast")

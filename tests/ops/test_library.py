@@ -1,0 +1,54 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_blackmamba.ops import library
+from tests.ops.implementations import CPP, ISAS
+
+
+@pytest.mark.skipif(not ISAS, reason="the C++ kernels are not built")
+def test_the_best_instruction_set_is_used_unless_another_is_asked_for(monkeypatch):
+    monkeypatch.delenv("BLACKMAMBA_ISA", raising=False)
+    assert library.isa() == library.runnable_isas()[-1]
+    monkeypatch.setenv("BLACKMAMBA_ISA", "plain")
+    assert library.isa() == "plain"
+    monkeypatch.setenv("BLACKMAMBA_ISA", "mmx")
+    with pytest.raises(ValueError, match="BLACKMAMBA_ISA=mmx: this machine runs plain"):
+        library.isa()
+
+
+def test_without_the_library_everything_still_runs(tmp_path):
+    """As after an installation without a C++ compiler."""
+    script = f"""
+import pathlib, torch
+from megatron_blackmamba.ops import library
+library.LIBRARY = pathlib.Path({str(tmp_path / "missing.so")!r})
+from megatron_blackmamba.ops import causal_conv1d, selective_scan
+from megatron_blackmamba.ops.matvec import matvec
+assert "not built" in selective_scan.available_backends()["cpu"]
+assert "not built" in causal_conv1d.available_backends()["cpu"]
+u, BC = torch.randn(1, 5, 4), torch.randn(1, 5, 2)
+y = selective_scan.selective_scan(u, u, -torch.ones(4, 2), BC, BC)
+y = causal_conv1d.causal_conv1d(y, torch.randn(4, 4))
+print(matvec(torch.randn(3, 4), y[0]).shape)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0 and "torch.Size([5, 3])" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", CPP)
+def test_a_kernel_runs_after_a_fork(name, monkeypatch):
+    """Data loaders fork: threads that a kernel had started before must not be waited for after."""
+    monkeypatch.setenv("BLACKMAMBA_ISA", name.partition("-")[2])
+    from megatron_blackmamba.ops.matvec import matvec
+
+    weight, x = torch.ones(1000, 2100), torch.ones(1, 2100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert matvec(weight, x)[0, 0] == 2100
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if matvec(weight, x)[0, 999] == 2100 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

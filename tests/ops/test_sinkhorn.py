@@ -1,0 +1,136 @@
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_blackmamba.ops.sinkhorn import available_backends, load_imbalance, sinkhorn_choice, study
+from tests.ops.implementations import PROPERTY
+
+
+def trained_router_logits(tokens=4096, experts=8, std=1.0, seed=0):
+    """Logits as a trained router gives them: some experts are liked by everyone, as strongly as tokens differ."""
+    g = torch.Generator().manual_seed(seed)
+    liked_E = torch.randn(experts, generator=g)
+    return std * (torch.randn(tokens, experts, generator=g) + liked_E)
+
+
+def exact_choice(logits_TE, iterations, temperature=2.0, start="balanced"):
+    """The definition, in the log domain and float64: slow, and right for any logits."""
+    X = logits_TE.double() * temperature
+    column = -torch.logsumexp(X, 0) if start == "balanced" else torch.zeros_like(X[0])
+    for _ in range(iterations):
+        row = -torch.logsumexp(X + column, 1, keepdim=True)
+        column = -torch.logsumexp(X + row, 0)
+    return (X + column).argmax(1)
+
+
+@pytest.mark.parametrize("start", ["balanced", "uniform"])
+@pytest.mark.parametrize("std", [0.1, 1.0, 4.0, 1e2, 1e4])
+@pytest.mark.parametrize("iterations", [0, 1, 3, 9, 64])
+def test_agrees_with_the_definition_at_any_logit_scale(std, iterations, start):
+    logits = trained_router_logits(std=std)
+    choice = sinkhorn_choice(logits, iterations=iterations, start=start)
+    agreement = (choice == exact_choice(logits, iterations, start=start)).float().mean()
+    assert agreement > 0.999  # float32 may break a tie the other way
+
+
+@pytest.mark.parametrize("iterations", [1, 5, 64])
+def test_logits_of_two_values_far_apart_are_chosen_as_in_float64(iterations):
+    likes = torch.rand(4096, 8, generator=torch.Generator().manual_seed(1)) < torch.linspace(0.05, 0.9, 8)
+    logits = likes * 2e4 - 1e4
+    choice = sinkhorn_choice(logits, iterations=iterations)
+    assert (choice == exact_choice(logits, iterations)).float().mean() > 0.999
+    assert likes[likes.any(1), choice[likes.any(1)]].all()  # no token goes to an expert 2e4 below its best
+
+
+@pytest.mark.parametrize(
+    ("std", "iterations", "limit"),
+    [(0.68, 1, 1.05), (1.0, 1, 1.05), (2.0, 1, 1.3), (4.0, 64, 1.05), (16.0, 64, 1.1)],
+)
+def test_load_is_balanced_where_plain_argmax_is_not(std, iterations, limit):
+    logits = trained_router_logits(tokens=16384, std=std)
+    assert load_imbalance(logits.argmax(1), 8) > 1.5
+    assert load_imbalance(sinkhorn_choice(logits, iterations=iterations), 8) <= limit
+
+
+def test_more_iterations_balance_harder_logits():
+    logits = trained_router_logits(tokens=16384, std=4.0)
+    loads = [load_imbalance(sinkhorn_choice(logits, iterations=n), 8) for n in (0, 1, 4, 16, 64)]
+    assert loads == sorted(loads, reverse=True)
+
+
+@PROPERTY
+@given(st.integers(1, 500), st.integers(1, 16), st.sampled_from([0.0, 1.0, 1e4]), st.integers(0, 2**31))
+def test_renaming_the_experts_renames_the_choices(tokens, experts, std, seed):
+    logits = trained_router_logits(tokens, experts, std, seed)
+    renamed = torch.randperm(experts, generator=torch.Generator().manual_seed(seed))
+    choice = sinkhorn_choice(logits[:, renamed])
+    assert choice.shape == (tokens,) and choice.min() >= 0 and choice.max() < experts
+    if std > 0 and tokens > 63:  # at 0 every expert ties with every other
+        assert (renamed[choice] == sinkhorn_choice(logits)).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_logits_of_any_precision_are_treated_in_fp32_at_least(dtype):
+    logits = trained_router_logits().to(dtype)
+    choice = sinkhorn_choice(logits, iterations=3)
+    assert (choice == exact_choice(logits, 3)).float().mean() > 0.998
+
+
+def test_the_logits_are_left_alone_and_need_no_gradient():
+    logits = trained_router_logits(tokens=64, experts=4).requires_grad_()
+    before = logits.detach().clone()
+    choice = sinkhorn_choice(logits.double(), temperature=1.0)
+    assert not choice.requires_grad and torch.equal(logits, before)
+
+
+def _choose_half(rank, store_file, results):
+    dist.init_process_group("gloo", store=dist.FileStore(store_file, 2), rank=rank, world_size=2)
+    for (iterations, start), expected in results.items():
+        half = trained_router_logits(tokens=1024).chunk(2)[rank]
+        choice = sinkhorn_choice(half, iterations=iterations, start=start, group=dist.group.WORLD)
+        assert torch.equal(choice, expected.chunk(2)[rank]), (iterations, start)
+    dist.destroy_process_group()
+
+
+def test_two_ranks_sharing_the_tokens_choose_as_one_rank_holding_all(tmp_path):
+    logits = trained_router_logits(tokens=1024)
+    cases = [(1, "balanced"), (2, "uniform"), (9, "balanced")]
+    expected = {case: sinkhorn_choice(logits, iterations=case[0], start=case[1]) for case in cases}
+    alone = sinkhorn_choice(logits.chunk(2)[0])
+    assert not torch.equal(alone, expected[cases[0]].chunk(2)[0])  # else the exchange would prove nothing
+    mp.spawn(_choose_half, args=(str(tmp_path / "store"), expected), nprocs=2)
+
+
+def test_the_papers_reduction_of_iterations_is_its_stopping_rule():
+    """From 10-20 iterations to 1 under the absolute rule; by the plan itself the start saves a few."""
+    logits = trained_router_logits(tokens=16384)
+    steps = {
+        (rule, start): study(logits, rule=rule, start=start).iterations
+        for rule in ("absolute", "marginals")
+        for start in ("uniform", "balanced")
+    }
+    assert 10 <= steps["absolute", "uniform"] <= 20
+    assert steps["absolute", "balanced"] == 1
+    assert 1 <= steps["marginals", "uniform"] - steps["marginals", "balanced"] <= 4
+    assert study(logits, rule="absolute").marginal_error > 1e-2  # it stopped before the plan was balanced
+
+
+def test_a_study_ends_balanced_or_says_that_it_did_not():
+    done = study(trained_router_logits(std=2.0))
+    assert done.converged and done.marginal_error <= 1e-3 and done.load_imbalance < 1.1
+    cut = study(trained_router_logits(std=4.0), max_iterations=3)
+    assert not cut.converged and cut.iterations == 3 and cut.marginal_error > 1e-3
+    assert torch.equal(cut.choice_T, exact_choice(trained_router_logits(std=4.0), 3))
+
+
+def test_wrong_calls_are_refused_by_name():
+    with pytest.raises(ValueError, match="warm"):
+        sinkhorn_choice(torch.zeros(2, 2), start="warm")
+    with pytest.raises(ValueError, match="fast"):
+        sinkhorn_choice(torch.zeros(2, 2), backend="fast")
+    with pytest.raises(ValueError, match="exact"):
+        study(torch.zeros(2, 2), rule="exact")
+    assert available_backends()["reference"] is None

@@ -1,0 +1,30 @@
+"""What the Triton backends say they cannot do, so that another backend does it."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron_blackmamba.ops.selective_scan import triton as scan
+
+
+@pytest.fixture(autouse=True)
+def pretend_interpreted(monkeypatch):
+    monkeypatch.setattr(scan, "interpreted", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "state", "dtype", "reason"),
+    [
+        ((1, 8, 4), 16, torch.bfloat16, None),
+        ((8, 2048, 2304), 16, torch.bfloat16, None),
+        ((1, 8, 4), 16, torch.float64, "float64"),
+        ((1, 8, 4), 10, torch.float32, "not 10"),
+        ((1, 0, 4), 16, torch.float32, "empty"),
+        ((1, 1_000_000, 2304), 16, torch.bfloat16, None),
+    ],
+)
+def test_the_scan_names_what_is_not_for_it(shape, state, dtype, reason):
+    u, A = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(shape[-1], state, device="meta")
+    answer = scan.unsupported(u, A, None, None)
+    assert answer is None if reason is None else reason in answer

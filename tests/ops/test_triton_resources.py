@@ -1,0 +1,61 @@
+"""Every Triton kernel compiles for the GPUs we support, without one, and keeps its state in registers."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks.triton_resources import OPERATIONS, kernels_of, table
+
+pytestmark = pytest.mark.xdist_group("triton")
+KERNELS = {
+    "selective_scan": {"forward", "chunk_parts", "carry", "backward"},
+    "causal_conv1d": {"convolve_forward", "convolve_backward"},
+    "sinkhorn": {"_sum_columns", "_choose"},
+}
+
+
+@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
+def kernels(request):
+    return {name: kernels_of(launch, request.param) for name, launch in OPERATIONS.items()}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_kernel_spills_at_the_paper_s_shape(kernels, operation):
+    print("\n" + table(kernels[operation]))
+    assert {kernel.name for kernel in kernels[operation]} == KERNELS[operation]
+    for kernel in kernels[operation]:
+        assert kernel.spilled_bytes == 0, f"{kernel.name} spills {kernel.spilled_bytes} bytes on sm_{kernel.arch}"
+        assert kernel.shared_bytes <= 1024
+
+
+def by_name(kernels):
+    return {kernel.name: kernel for kernel in kernels["selective_scan"]}
+
+
+def test_the_forward_scan_is_bound_by_its_exponentials(kernels):
+    """A scheduler issues one instruction a cycle and an exponential takes the unit eight."""
+    forward = by_name(kernels)["forward"]
+    assert forward.loop.instructions <= 8 * forward.loop.count("MUFU")
+    states = forward.constants["STEPS"] * forward.constants["N"]
+    assert forward.loop.count("MUFU") == states + 4 * forward.constants["STEPS"]  # softplus and gate take two each
+    assert forward.loop.count("SHFL", "LDS", "STS", "BAR") == 0  # a thread owns its channels
+
+
+def test_the_backward_scan_leaves_registers_to_eight_warps_and_adds_nothing_atomically(kernels):
+    for kernel in by_name(kernels).values():
+        assert kernel.loop.count("RED", "ATOM") == 0
+    backward = by_name(kernels)["backward"]
+    assert backward.registers * 32 * 8 <= 65536
+    states = backward.constants["STEPS"] * backward.constants["N"]
+    assert backward.loop.instructions <= 26 * states
+    assert backward.loop.count("SHFL") <= 2.5 * states
+
+
+def test_resets_cost_the_forward_scan_a_few_instructions_a_token_and_none_a_state(kernels):
+    arch = by_name(kernels)["forward"].arch
+    plain = by_name(kernels)["forward"]
+    resetting = {kernel.name: kernel for kernel in kernels_of(OPERATIONS["selective_scan"], arch, reset=True)}[
+        "forward"
+    ]
+    assert resetting.loop.count("LDL", "STL") == 0
+    assert resetting.loop.instructions - plain.loop.instructions <= 10 * plain.constants["STEPS"]

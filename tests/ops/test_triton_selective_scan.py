@@ -1,0 +1,162 @@
+"""The Triton scan, interpreted, against the definition in float64: values and every gradient."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron_blackmamba.ops.selective_scan import reference
+from tests.ops.interpreted import interpreter
+
+pytestmark = pytest.mark.xdist_group("triton")
+EVERYTHING = frozenset({"gate", "skip", "bias", "softplus", "start", "reset"})
+PLAN = {"steps": 4, "chunk": 8, "backward_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with interpreter() as run:
+        yield run
+
+
+def problem(batch, length, inner, state, features=EVERYTHING, dtype=torch.float32, seed=0):
+    """Inputs as a Mamba layer gives them, with time steps between 0.01 and 1 and some long memories."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    decay = -torch.arange(1, state + 1) * torch.exp(0.3 * normal(inner, state))
+    decay[0] = -1e-3
+    delta = normal(batch, length, inner, dtype=dtype)
+    return {
+        "u": normal(batch, length, inner, dtype=dtype),
+        "delta": delta if "softplus" in features else 0.1 * delta.abs(),
+        "A": decay,
+        "B": normal(batch, length, state, dtype=dtype),
+        "C": normal(batch, length, state, dtype=dtype),
+        "D": normal(inner) if "skip" in features else None,
+        "z": normal(batch, length, inner, dtype=dtype) if "gate" in features else None,
+        "bias": normal(inner) - 2 if "bias" in features else None,
+        "softplus": "softplus" in features,
+        "start": normal(batch, inner, state) if "start" in features else None,
+        "reset": torch.rand(batch, length, generator=g) < 0.2 if "reset" in features else None,
+    }
+
+
+def results(scan, inputs, plan=None, dtype=None):
+    """y, the final state and the gradient of every input, for fixed random gradients of both outputs."""
+    given = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value = value.to(dtype or value.dtype).detach().clone().requires_grad_()
+        given[name] = value
+    y, end = scan(*given.values(), **({} if plan is None else {"plan": plan}))
+    g = torch.Generator().manual_seed(1)
+    dy, dend = (torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype) for x in (y, end))
+    torch.autograd.backward((y, end), (dy, dend))
+    grads = {f"d{name}": x.grad for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    return {"y": y.detach(), "end": end.detach(), **grads}
+
+
+def triton_results(inputs, plan):
+    from megatron_blackmamba.ops.selective_scan.triton import scan
+    from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
+
+    return results(scan, inputs, Plan(**plan))
+
+
+def assert_close(actual, exact, tolerance):
+    assert actual.keys() == exact.keys()
+    for name in exact:
+        scale = exact[name].abs().max().clamp_min(1e-6)
+        error = ((actual[name].double() - exact[name]).abs().max() / scale).item()
+        assert error < tolerance, f"{name} is off by {error:.1e} of its largest entry"
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        EVERYTHING,
+        EVERYTHING - {"gate"},
+        EVERYTHING - {"skip", "start"},
+        EVERYTHING - {"bias", "reset"},
+        EVERYTHING - {"softplus", "bias"},
+        frozenset(),
+    ],
+    ids=lambda features: "+".join(sorted(features)) or "nothing",
+)
+def test_every_feature_agrees_with_the_definition_in_value_and_gradient(interpreted, features):
+    inputs = problem(2, 9, 5, 16, features)
+    exact = results(reference.scan, inputs, dtype=torch.float64)
+    assert_close(interpreted(triton_results, inputs, PLAN), exact, 2e-6)
+
+
+@pytest.mark.parametrize("length", [1, 8, 13])
+@pytest.mark.parametrize("inner", [32, 37])
+def test_whole_and_ragged_blocks_of_time_and_channels_agree(interpreted, length, inner):
+    inputs = problem(1, length, inner, 4)
+    exact = results(reference.scan, inputs, dtype=torch.float64)
+    assert_close(interpreted(triton_results, inputs, PLAN), exact, 2e-6)
+
+
+@pytest.mark.parametrize("features", [EVERYTHING, EVERYTHING - {"start", "reset"}], ids=["reset", "no-reset"])
+def test_segments_side_by_side_give_what_one_pass_gives(interpreted, features):
+    inputs = problem(1, 19, 6, 8, features)
+    exact = results(reference.scan, inputs, dtype=torch.float64)
+    assert_close(interpreted(triton_results, inputs, PLAN | {"segment": 8}), exact, 2e-6)
+
+
+def test_bfloat16_comes_in_and_goes_out_while_the_state_stays_float32(interpreted):
+    inputs = problem(1, 16, 32, 16, dtype=torch.bfloat16)
+    actual = interpreted(triton_results, inputs, PLAN)
+    assert actual["y"].dtype == actual["du"].dtype == actual["dz"].dtype == torch.bfloat16
+    assert_close(actual, results(reference.scan, inputs, dtype=torch.float64), 8e-3)
+    assert actual["end"].dtype == torch.float32
+    assert_close({"end": actual["end"]}, {"end": reference_end(inputs)}, 2e-6)
+
+
+def reference_end(inputs):
+    return results(reference.scan, inputs, dtype=torch.float64)["end"]
+
+
+def test_the_batch_is_walked_back_in_groups_with_equal_bits(interpreted):
+    inputs = problem(3, 5, 4, 4)
+    together = interpreted(triton_results, inputs, PLAN | {"group": 3})
+    apart = interpreted(triton_results, inputs, PLAN | {"group": 2})
+    for name in ("y", "du", "ddelta", "dz", "dB", "dC", "dstart"):
+        assert torch.equal(together[name], apart[name]), name
+    assert_close(apart, {name: value.double() for name, value in together.items()}, 1e-6)
+
+
+def test_a_gate_that_is_a_view_of_a_wider_tensor_is_read_in_place(interpreted):
+    inputs = problem(1, 8, 32, 4)
+    wide = torch.cat((torch.zeros_like(inputs["z"]), inputs["z"]), dim=-1)
+    exact = results(reference.scan, inputs, dtype=torch.float64)
+    assert_close(interpreted(strided_results, inputs, wide, PLAN), {"y": exact["y"], "end": exact["end"]}, 2e-6)
+
+
+def strided_results(inputs, wide, plan):
+    from megatron_blackmamba.ops.selective_scan.triton import scan
+    from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
+
+    _, z = wide.chunk(2, dim=-1)
+    y, end = scan(*{**inputs, "z": z}.values(), plan=Plan(**plan))
+    return {"y": y, "end": end}
+
+
+def test_extreme_time_steps_neither_overflow_nor_vanish(interpreted):
+    inputs = problem(1, 8, 4, 4, EVERYTHING - {"reset"})
+    inputs["delta"][0, :, 0], inputs["delta"][0, :, 1], inputs["delta"][0, :, 2] = 60.0, -60.0, -16.0
+    exact = results(reference.scan, inputs, dtype=torch.float64)
+    actual = interpreted(triton_results, inputs, PLAN)
+    assert_close(actual, exact, 2e-6)
+    tiny = exact["ddelta"][0, :, 2]  # of a time step of 1e-8: relative accuracy is asked here too
+    assert ((actual["ddelta"][0, :, 2].double() - tiny).abs() < 1e-4 * tiny.abs().max()).all()
+
+
+def test_a_plan_that_does_not_fit_together_is_refused():
+    from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
+
+    with pytest.raises(ValueError, match="divide"):
+        Plan(chunk=10, steps=4)

@@ -1,0 +1,102 @@
+"""The Triton router, interpreted, against the definition in float64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron_blackmamba.ops.sinkhorn import load_imbalance
+from tests.ops.interpreted import interpreter
+
+pytestmark = pytest.mark.xdist_group("triton")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with interpreter() as run:
+        yield run
+
+
+def trained_router_logits(tokens, experts, std, seed=0):
+    """Logits as a trained router gives them: some experts are liked by everyone."""
+    g = torch.Generator().manual_seed(seed)
+    return std * (torch.randn(tokens, experts, generator=g) + torch.randn(experts, generator=g))
+
+
+def exact_choice(logits, iterations, start="balanced"):
+    """The definition, in the log domain and float64: slow, and right for any logits."""
+    X = 2.0 * logits.double()
+    column = -torch.logsumexp(X, 0) if start == "balanced" else torch.zeros_like(X[0])
+    for _ in range(iterations):
+        row = -torch.logsumexp(X + column, 1, keepdim=True)
+        column = -torch.logsumexp(X + row, 0)
+    return (X + column).argmax(1)
+
+
+def triton_choice(logits, iterations, start="balanced", programs=4):
+    from megatron_blackmamba.ops.sinkhorn import triton
+
+    triton.PROGRAMS = programs  # few, so that each has several blocks of tokens
+    return triton.choice(logits, iterations, 2.0, start, None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "std", "iterations", "start"),
+    [
+        (1000, 8, 1.0, 1, "balanced"),
+        (1000, 8, 4.0, 3, "balanced"),
+        (700, 8, 2.0, 2, "uniform"),
+        (300, 5, 1e4, 2, "balanced"),
+        (130, 1, 1.0, 1, "balanced"),
+        (1, 8, 1.0, 0, "uniform"),
+        (400, 8, 1.0, 0, "balanced"),
+        (200, 40, 1.0, 2, "balanced"),
+        (500, 8, 90.0, 8, "balanced"),
+        (500, 8, 90.0, 8, "uniform"),
+    ],
+)
+def test_chooses_as_the_definition_does(interpreted, tokens, experts, std, iterations, start):
+    logits = trained_router_logits(tokens, experts, std)
+    exact = exact_choice(logits, iterations, start)
+    choice = interpreted(triton_choice, logits, iterations, start)
+    assert choice.dtype == torch.int64
+    assert (choice == exact).float().mean() > 0.995  # float32 may break a tie the other way
+
+
+def test_balances_what_argmax_would_overload_also_at_many_iterations(interpreted):
+    logits = trained_router_logits(2048, 8, 2.0)
+    assert load_imbalance(logits.argmax(1), 8) > 1.5
+    assert load_imbalance(interpreted(triton_choice, logits, 20), 8) < 1.1
+
+
+def test_two_valued_logits_stay_finite_and_agree(interpreted):
+    g = torch.Generator().manual_seed(0)
+    logits = torch.where(torch.rand(256, 8, generator=g) < 0.5, 1e4, -1e4)
+    exact = exact_choice(logits, 2)
+    assert (interpreted(triton_choice, logits, 2) == exact).float().mean() > 0.99
+
+
+def test_tokens_on_two_ranks_are_balanced_as_on_one(interpreted, tmp_path):
+    logits = trained_router_logits(512, 8, 1.0)
+    together = interpreted(triton_choice, logits, 2)
+    with interpreter() as other:
+        halves = [
+            run.start(choice_on_rank, rank, str(tmp_path / "store"), logits.chunk(2)[rank].clone())
+            for rank, run in enumerate((interpreted, other))
+        ]
+        shared = torch.cat([half.result() for half in halves])
+    alone = interpreted(triton_choice, logits.chunk(2)[0].clone(), 2)
+    assert (shared == together).float().mean() > 0.995
+    assert (alone == together.chunk(2)[0]).float().mean() < 0.98  # else the exchange would prove nothing
+
+
+def choice_on_rank(rank, store_file, logits):
+    import torch.distributed as dist
+
+    from megatron_blackmamba.ops.sinkhorn import triton
+
+    dist.init_process_group("gloo", store=dist.FileStore(store_file, 2), rank=rank, world_size=2)
+    try:
+        return triton.choice(logits, 2, 2.0, "balanced", dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,65 @@
+import json
+
+import pytest
+
+pytest.importorskip("triton")
+
+from megatron_blackmamba.ops.selective_scan.triton_tuning import (
+    Plan,
+    cache_folder,
+    candidates,
+    fastest,
+    recall,
+    remember,
+    rule,
+)
+
+KEY = ("a GPU", "3.6.0", 8, 2048, 2304, 16, "torch.bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("BLACKMAMBA_CACHE", str(tmp_path))
+
+
+def test_the_paper_s_batch_fills_a_gpu_in_one_pass_and_one_sequence_does_not():
+    assert rule(18, 2048, 2304).segments(2048) == 1
+    alone = rule(1, 2048, 2304)
+    assert 8 <= alone.segments(2048) <= 32
+    assert alone.segment * alone.segments(2048) >= 2048
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 64])
+@pytest.mark.parametrize("length", [1, 63, 64, 2048, 100_000])
+def test_the_rule_and_all_candidates_are_plans_that_work(batch, length):
+    plan = rule(batch, length, 2304)
+    for candidate in candidates(plan, batch, length):  # a Plan refuses what does not fit together
+        assert 1 <= candidate.group <= batch
+        assert candidate.segment == 0 or candidate.segment < length
+
+
+def test_the_fastest_candidate_is_kept_for_the_next_run():
+    best = fastest(candidates(rule(8, 2048, 2304), 8, 2048), lambda plan: abs(plan.chunk - 128) + abs(plan.steps - 8))
+    assert (best.chunk, best.steps) == (128, 8)
+    assert recall(KEY) is None
+    remember(KEY, best)
+    assert recall(KEY) == best
+    assert recall((*KEY[:-1], "torch.float32")) is None
+    assert [file.suffix for file in cache_folder().iterdir()] == [".json"]  # no draft stays behind
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"key": [], "plan": {}}', '{"key": 1}', '{"plan": {"chunk": 3}}'])
+def test_a_damaged_memory_is_no_memory(damage):
+    remember(KEY, Plan())
+    (file,) = cache_folder().iterdir()
+    file.write_text(damage)
+    assert recall(KEY) is None
+
+
+def test_a_plan_of_an_older_version_is_no_memory():
+    remember(KEY, Plan())
+    (file,) = cache_folder().iterdir()
+    entry = json.loads(file.read_text())
+    entry["plan"]["colour"] = "blue"
+    file.write_text(json.dumps(entry))
+    assert recall(KEY) is None

@@ -1,0 +1,110 @@
+"""Tiny checkpoints in the released form, every parameter moved off the value that a fresh model would start with."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What a fresh model has where it is not random: a weight left there could be forgotten without a test noticing.
+_CENTRE = {"norm.weight": 1.0, "final_layernorm.weight": 1.0, "mixer.D": 1.0, "dt_proj.bias": -2.0}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A released checkpoint in memory: its config.json, and its state dict by the released names."""
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+
+    def with_config(self, **changes: Any) -> "Tiny":
+        return replace(self, config={**self.config, **changes})
+
+    def with_weights(self, **changes: Tensor) -> "Tiny":
+        return replace(self, weights={**self.weights, **changes})
+
+
+def tiny(
+    activation: str = "silu",
+    *,
+    layers: str = "r4r4",
+    hidden: int = 32,
+    ffn: int = 48,
+    state: int = 8,
+    vocab: int = 64,
+    eod_reset: int | None = None,
+    seed: int = 0,
+) -> Tiny:
+    """`layers` has a character a layer, as the released config does: r for Mamba, a digit for that many experts."""
+    config = {
+        "num_layers": len(layers),
+        "hidden_size": hidden,
+        "state_size": state,
+        "conv_dimension": 4,
+        "vocab_size": vocab,
+        "expansion_factor": 2,
+        "mamba_moe_layers": list(layers),
+        "ffn_hidden_size": ffn,
+        "bias": False,
+        "add_bias_linear": False,
+        "swiglu": True,
+        "max_sequence_length": 2048,
+        "activation": activation,
+        "eod_reset": eod_reset,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: _random(name, shape, generator) for name, shape in released_shapes(config).items()}
+    return Tiny(config, weights)
+
+
+def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    D, N, K = config["hidden_size"], config["state_size"], config["conv_dimension"]
+    inner, rank, F = config["expansion_factor"] * D, math.ceil(D / 16), config["ffn_hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (config["vocab_size"], D)}
+    for i, kind in enumerate(config["mamba_moe_layers"]):
+        layer = {"norm.weight": (D,)}
+        if kind == "r":
+            layer |= {
+                "mixer.in_proj.weight": (2 * inner, D),
+                "mixer.conv1d.weight": (inner, 1, K),
+                "mixer.conv1d.bias": (inner,),
+                "mixer.x_proj.weight": (rank + 2 * N, inner),
+                "mixer.dt_proj.weight": (inner, rank),
+                "mixer.dt_proj.bias": (inner,),
+                "mixer.A_log": (inner, N),
+                "mixer.D": (inner,),
+                "mixer.out_proj.weight": (D, inner),
+            }
+        else:
+            layer |= {"mixer.router.weight": (int(kind), D), "mixer.router.bias": (int(kind),)}
+            for e in range(int(kind)):
+                layer[f"mixer.local_experts.{e}.linear_fc1.weight"] = (2 * F, D)
+                layer[f"mixer.local_experts.{e}.linear_fc2.weight"] = (D, F)
+        shapes |= {f"decoder.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes | {"decoder.final_layernorm.weight": (D,), "decoder.final_layernorm.bias": (D,)}
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("A_log"):
+        return torch.log(torch.arange(1, shape[1] + 1.0)) + 0.3 * noise
+    if len(shape) == 1:
+        centre = next((value for end, value in _CENTRE.items() if name.endswith(end)), 0.0)
+        return centre + 0.3 * noise
+    if "embedding" in name:
+        return noise
+    fan_in = shape[-1]
+    return noise * (1.5 if "router" in name else 1.0) / math.sqrt(fan_in)
+
+
+def write_released(folder: Path, model: Tiny) -> Path:
+    """The two files of a released checkpoint, as its authors write them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ours_alone = ("activation", "eod_reset")
+    config = {key: value for key, value in model.config.items() if key not in ours_alone}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save({"model": dict(model.weights)}, folder / "pytorch_model.bin")
+    return folder

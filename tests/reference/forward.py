@@ -1,0 +1,116 @@
+"""The released BlackMamba forward pass, one token at a time in float64, from its description alone.
+
+NumPy and plain loops on purpose: it shares no line and no library with what it judges. Names, and the order of rows in
+fused matrices, are those of the released checkpoint: in_proj [x | z], x_proj [dt | B | C], linear_fc1 [gate | up].
+
+Shapes: S sequence, V vocabulary, D model, I inner, N state, K taps.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+NORM_EPS = 1e-5
+
+
+@dataclass
+class Trace:
+    """What the model said, and which expert each token took on the way."""
+
+    logits_SV: np.ndarray
+    routes: dict[int, list[int]] = field(default_factory=dict)
+    margins: list[float] = field(default_factory=list)
+    """For each routing decision, how far the best logit was above the next."""
+
+
+@dataclass
+class _State:
+    window_KI: np.ndarray
+    ssm_IN: np.ndarray
+
+
+def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Sequence[int]) -> Trace:
+    """Logits after each token. `config` is a released config.json, with `activation` and `eod_reset` beside it."""
+    w = {name: np.asarray(tensor, dtype=np.float64) for name, tensor in weights.items()}
+    layers = config["mamba_moe_layers"]
+    embedding_VD = w["embedding.word_embeddings.weight"]
+    trace = Trace(np.zeros((len(tokens), len(embedding_VD))), {i: [] for i, kind in enumerate(layers) if kind != "r"})
+    states: dict[int, _State] = {}
+    for t, token in enumerate(tokens):
+        if t > 0 and config.get("eod_reset") is not None and tokens[t - 1] == config["eod_reset"]:
+            states.clear()
+        residual_D = embedding_VD[token].copy()
+        for i, kind in enumerate(layers):
+            layer = f"decoder.layers.{i}."
+            mixer = {name[len(layer) + 6 :]: value for name, value in w.items() if name.startswith(layer + "mixer.")}
+            x_D = _rms_norm(residual_D, w[layer + "norm.weight"])
+            if kind == "r":
+                residual_D += _mamba(mixer, states.setdefault(i, _new_state(mixer)), x_D)
+            else:
+                residual_D += _experts(mixer, int(kind), config["activation"], x_D, trace, i)
+        final_D = _layer_norm(residual_D, w["decoder.final_layernorm.weight"], w["decoder.final_layernorm.bias"])
+        trace.logits_SV[t] = embedding_VD @ final_D
+    return trace
+
+
+def _new_state(m: dict[str, np.ndarray]) -> _State:
+    inner, _, taps = m["conv1d.weight"].shape
+    return _State(np.zeros((taps, inner)), np.zeros(m["A_log"].shape))
+
+
+def _mamba(m: dict[str, np.ndarray], state: _State, u_D: np.ndarray) -> np.ndarray:
+    inner, states = m["A_log"].shape
+    projected = m["in_proj.weight"] @ u_D
+    x_I, z_I = projected[:inner], projected[inner:]
+
+    state.window_KI = np.vstack([state.window_KI[1:], x_I])
+    x_I = m["conv1d.bias"].copy()
+    for k in range(len(state.window_KI)):  # the last tap is the newest input
+        x_I += m["conv1d.weight"][:, 0, k] * state.window_KI[k]
+    x_I = _silu(x_I)
+
+    dt_B_C = m["x_proj.weight"] @ x_I
+    rank = len(dt_B_C) - 2 * states
+    dt_R, B_N, C_N = dt_B_C[:rank], dt_B_C[rank : rank + states], dt_B_C[rank + states :]
+    delta_I = np.logaddexp(0.0, m["dt_proj.weight"] @ dt_R + m["dt_proj.bias"])
+
+    y_I = np.empty(inner)
+    for i in range(inner):
+        decay_N = np.exp(-np.exp(m["A_log"][i]) * delta_I[i])
+        state.ssm_IN[i] = decay_N * state.ssm_IN[i] + delta_I[i] * B_N * x_I[i]
+        y_I[i] = state.ssm_IN[i] @ C_N + m["D"][i] * x_I[i]
+    return m["out_proj.weight"] @ (y_I * _silu(z_I))
+
+
+def _experts(
+    m: dict[str, np.ndarray], experts: int, activation: str, x_D: np.ndarray, trace: Trace, layer: int
+) -> np.ndarray:
+    logits = m["router.weight"] @ x_D + m["router.bias"]
+    assert len(logits) == experts
+    chosen = int(np.argmax(logits))
+    trace.routes[layer].append(chosen)
+    trace.margins.append(float(logits[chosen] - np.delete(logits, chosen).max()))
+    fc1 = m[f"local_experts.{chosen}.linear_fc1.weight"]
+    gate, up = fc1[: len(fc1) // 2] @ x_D, fc1[len(fc1) // 2 :] @ x_D
+    gated = {"silu": _silu, "gelu": _gelu}[activation](gate) * up
+    return (m[f"local_experts.{chosen}.linear_fc2.weight"] @ gated) / (1.0 + math.exp(-logits[chosen]))
+
+
+def _rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt(np.mean(x**2) + NORM_EPS) * weight
+
+
+def _layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    centred = x - x.mean()
+    return centred / np.sqrt(np.mean(centred**2) + NORM_EPS) * weight + bias
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1.0 + np.exp(-x))
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    return np.array([0.5 * v * (1.0 + math.erf(v / math.sqrt(2.0))) for v in x])

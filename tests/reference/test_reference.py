@@ -1,0 +1,47 @@
+"""The yardstick itself: it must be sensitive to all that it is meant to notice."""
+
+import numpy as np
+import pytest
+
+from tests.reference import Tiny, forward, tiny
+
+TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, 64, size=24)]
+
+
+def logits(model: Tiny) -> np.ndarray:
+    return forward(model.weights, model.config, TOKENS).logits_SV
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_every_parameter_reaches_the_logits(activation):
+    model = tiny(activation)
+    expected = logits(model)
+    for name, weight in model.weights.items():
+        moved = logits(model.with_weights(**{name: weight * 1.05 + 0.01}))
+        assert np.abs(moved - expected).max() > 1e-4, name
+
+
+def test_routing_uses_every_expert_and_is_never_close_to_a_tie():
+    model = tiny()
+    trace = forward(model.weights, model.config, TOKENS)
+    assert all(set(routes) == {0, 1, 2, 3} for routes in trace.routes.values())
+    assert min(trace.margins) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.mixer.in_proj.weight", "decoder.layers.1.mixer.local_experts.0.linear_fc1.weight"]
+)
+def test_swapped_halves_of_a_fused_matrix_change_the_logits(name):
+    model = tiny()
+    swapped = model.weights[name].roll(model.weights[name].shape[0] // 2, 0)
+    assert np.abs(logits(model.with_weights(**{name: swapped})) - logits(model)).max() > 0.05
+
+
+def test_a_reset_makes_the_second_document_forget_the_first():
+    model = tiny(eod_reset=0)
+    tokens = [5, 9, 17, 0, 33, 8, 2]
+    alone = forward(model.weights, model.config, tokens[4:]).logits_SV
+    packed = forward(model.weights, model.config, tokens).logits_SV
+    np.testing.assert_array_equal(packed[4:], alone)
+    running_on = forward(model.weights, {**model.config, "eod_reset": None}, tokens).logits_SV
+    assert np.abs(running_on[4:] - alone).max() > 0.05
