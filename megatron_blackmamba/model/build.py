@@ -1,0 +1,23 @@
+"""From a run's config and a place in the world to this rank's part of the model."""
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.model.config import to_megatron
+from megatron_blackmamba.model.initialise import initialise
+from megatron_blackmamba.model.language_model import LanguageModel
+from megatron_blackmamba.model.sharding import mark_linears
+from megatron_blackmamba.model.specs import stack_spec
+from megatron_blackmamba.runtime import device
+from megatron_blackmamba.runtime.seeding import seed_process
+from megatron_blackmamba.runtime.world import World
+
+
+def build(config: RunConfig, world: World) -> LanguageModel:
+    """This rank's part of the model, on this process's device; without values where the device is `meta`."""
+    seed_process(config.training.seed)
+    model = LanguageModel(
+        to_megatron(config), stack_spec(config.model), config.data.sequence_length, pg_collection=world.groups
+    )
+    mark_linears(model)
+    if device.device().type != "meta":
+        initialise(model, config.model, config.training.seed)
+    return model

@@ -1,0 +1,89 @@
+"""Our configuration in megatron-core's words."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_blackmamba.config import ModelConfig, RunConfig
+
+GATES = {"silu": F.silu, "gelu": F.gelu}
+PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class MegatronConfig(TransformerConfig):
+    """megatron-core's config, carrying the `model:` section for the modules it does not know."""
+
+    blackmamba: ModelConfig | None = None
+    recompute: str = "none"
+
+    @property
+    def described(self) -> ModelConfig:
+        assert self.blackmamba is not None
+        return self.blackmamba
+
+
+def to_megatron(config: RunConfig) -> MegatronConfig:
+    """Every setting that megatron-core's modules, schedules and optimizer read."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")  # of its own default
+        return _to_megatron(config)
+
+
+def _to_megatron(config: RunConfig) -> MegatronConfig:
+    model, parallel = config.model, config.parallel
+    dtype = PRECISIONS[config.training.precision]
+    softmax = model.router.kind == "softmax"
+    has_experts = "E" in model.pattern
+    return MegatronConfig(
+        blackmamba=model,
+        recompute=config.training.recompute,
+        num_layers=model.layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.attention.heads if "*" in model.pattern else parallel.tensor,
+        num_query_groups=model.attention.kv_heads,
+        ffn_hidden_size=model.mlp_hidden_size or model.expert_hidden_size or model.inner_size,
+        kv_channels=model.hidden_size // model.attention.heads if "*" in model.pattern else None,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=GATES[model.activation],
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,  # initialise.py fills every parameter by its name
+        params_dtype=dtype,
+        pipeline_dtype=torch.float32,  # what stages exchange is the residual stream
+        fp32_residual_connection=True,
+        bf16=dtype is torch.bfloat16,
+        # The experts
+        num_moe_experts=model.experts if has_experts else None,
+        moe_ffn_hidden_size=model.expert_hidden_size if has_experts else None,
+        moe_router_topk=model.top_k,
+        moe_router_load_balancing_type="aux_loss" if softmax else "none",
+        moe_aux_loss_coeff=model.router.aux_loss if softmax else 0.0,
+        moe_router_pre_softmax=softmax or model.top_k == 1,
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type=model.dispatcher,
+        moe_grouped_gemm=False,
+        # The layout
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert if has_experts else 1,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.tensor > 1,
+        batch_p2p_comm=torch.cuda.is_available(),
+        deterministic_mode=config.training.deterministic,
+        # Fusions that need Apex or Transformer Engine
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        moe_permute_fusion=False,
+        cross_entropy_loss_fusion=False,
+    )

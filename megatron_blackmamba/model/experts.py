@@ -1,0 +1,69 @@
+"""The experts of one rank, as two stacked weights, behind megatron-core's token dispatchers.
+
+Expert parallelism splits the first axis; expert tensor parallelism splits the hidden units of each expert, gate and up
+alike, so fc1 keeps the two apart on an axis of its own: [E, 2, F, D], gate first.
+
+Shapes: T tokens sent to this rank's experts, sorted by expert; D model; E experts of this rank; F hidden units of this
+rank.
+"""
+
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.sharding import empty
+from megatron_blackmamba.ops.experts import grouped_experts
+
+
+class GroupedExperts(MegatronModule):
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: MegatronConfig,
+        submodules: object = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ):
+        super().__init__(config)
+        self.groups = pg_collection
+        self.activation = config.described.activation
+        hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.fc1 = self._parameter(num_local_experts, 2, hidden, config.hidden_size)
+        self.fc2 = self._parameter(num_local_experts, config.hidden_size, hidden)
+
+    def _parameter(self, *shape: int) -> nn.Parameter:
+        parameter: Any = empty(*shape, dtype=self.config.params_dtype)
+        # Experts are reduced over the ranks that hold the same experts, at every layout: with `allreduce` set when
+        # expert parallelism is off, megatron-core lets replicas on tensor-parallel ranks drift apart.
+        parameter.allreduce = False
+        parameter.tensor_model_parallel = True  # each shard counts once in the gradient norm
+        return parameter
+
+    def forward(self, x_TD: Tensor, tokens_per_expert_E: Tensor, weights_T: Tensor) -> tuple[Tensor, None]:
+        y_TD = grouped_experts(x_TD, tokens_per_expert_E, self.fc1.flatten(1, 2), self.fc2, activation=self.activation)
+        return (y_TD * weights_T[:, None]).to(x_TD.dtype), None
+
+    def backward_dw(self) -> None:
+        """Nothing is delayed: weight gradients come with the backward pass."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        expert_axis = (0, self.groups.ep.rank(), self.groups.ep.size())
+        tensor_rank, tensor_size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
+        replica = (0, 0, self.groups.expt_dp.rank())
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                parameter,
+                *sharded_offsets,
+                expert_axis,
+                (2, tensor_rank, tensor_size),
+                replica_id=replica,
+                prepend_axis_num=len(sharded_offsets),
+            )
+            for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2))
+        }

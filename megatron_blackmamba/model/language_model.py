@@ -1,0 +1,108 @@
+"""The language model: embedding, stack, tied head, and the loss of each token.
+
+Shapes: S sequence, B batch, D model, V vocabulary of this rank, L layers, E experts.
+"""
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor
+
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.stack import LayerInputs
+
+
+class LanguageModel(LanguageModule):
+    """One pipeline stage of it; with one stage, all of it."""
+
+    def __init__(
+        self, config: MegatronConfig, spec: ModuleSpec, sequence_length: int, pg_collection: ProcessGroupCollection
+    ):
+        super().__init__(config=config, pg_collection=pg_collection)
+        model = config.described
+        stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process, self.post_process = stage == 0, stage == stages - 1
+        self.share_embeddings_and_output_weights = model.tie_embeddings
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=model.vocab_size,
+                max_sequence_length=sequence_length,
+                position_embedding_type="none",
+                tp_group=pg_collection.tp,
+            )
+        self.rotary = _rotary(config, pg_collection) if "*" in model.pattern else None
+        self.decoder = build_module(
+            spec,
+            config=config,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=pg_collection,
+        )
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                model.hidden_size,
+                model.vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_bias_add=False,
+                gather_output=False,
+                skip_weight_param_allocation=self.pre_process and model.tie_embeddings,
+                tp_group=pg_collection.tp,
+            )
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
+
+    def set_input_tensor(self, received: Tensor | list[Tensor]) -> None:
+        """What the pipeline stage before sent; the schedules call this."""
+        self.decoder.set_input_tensor(received[0] if isinstance(received, list) else received)
+
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        """The residual stream before the last stage; on it, the loss of each token `[B, S]`, or logits `[B, S, V]`."""
+        residual_SBD = self.embedding(tokens_BS, position_ids=None) if self.pre_process else None
+        x_SBD = self.decoder(residual_SBD, self._layer_inputs(tokens_BS))
+        if not self.post_process:
+            return x_SBD
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits_SBV, _ = self.output_layer(x_SBD, weight=weight)
+        if labels_BS is None:
+            return logits_SBV.transpose(0, 1)
+        return self.compute_language_model_loss(labels_BS, logits_SBV)
+
+    def take_expert_tokens(self) -> Tensor:
+        """Tokens of this rank that each expert of each layer of the whole model got since the last call, `[L, E]`."""
+        model = self.config.described
+        device = next(self.parameters()).device
+        tokens_LE = torch.zeros(model.layers, model.experts, dtype=torch.int64, device=device)
+        for name, block in self.decoder.layers.named_children():
+            router = getattr(block.mixer, "router", None)
+            if router is not None:
+                tokens_LE[int(name)] = router.tokens_E
+                router.tokens_E.zero_()
+        return tokens_LE
+
+    def _layer_inputs(self, tokens_BS: Tensor) -> LayerInputs:
+        eod = self.config.described.eod_reset
+        reset_BS = None
+        if eod is not None:
+            reset_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
+            reset_BS[:, 1:] = tokens_BS[:, :-1] == eod
+        rotary = None if self.rotary is None else self.rotary(tokens_BS.shape[1])
+        return LayerInputs(reset_BS, rotary)
+
+
+def _rotary(config: MegatronConfig, groups: ProcessGroupCollection) -> RotaryEmbedding:
+    return RotaryEmbedding(
+        kv_channels=config.kv_channels,
+        rotary_percent=1.0,
+        rotary_base=config.described.attention.rotary_base,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        cp_group=groups.cp,
+    )

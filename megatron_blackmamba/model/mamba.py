@@ -1,0 +1,150 @@
+"""The Mamba-1 mixer on megatron-core's parallel linears.
+
+Each tensor-parallel rank owns a slice of the inner channels from in_proj to out_proj. Only x_proj mixes channels: its
+output (dt, B, C) is summed over the ranks, and because every rank then uses all of it for its own channels, so are the
+gradients that come back to it.
+
+in_proj's rows are [x | z]; each rank holds a slice of both halves, and the checkpoint stores them as one [x | z] matrix
+(a plain row split would hand one rank only x).
+
+Shapes: S sequence, B batch, D model, I inner channels of this rank, N state, R rank of dt, K convolution width.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor, nn
+
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.sharding import empty, sharded, without_decay
+from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+from megatron_blackmamba.ops.selective_scan import selective_scan
+
+
+@dataclass
+class MambaMixerSubmodules:
+    in_proj: ModuleSpec | type
+    x_proj: ModuleSpec | type
+    out_proj: ModuleSpec | type
+
+
+class Channels(nn.Module):
+    """The parameters of one operation on this rank's channels: a weight and a bias, split along the first axis."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter):
+        super().__init__()
+        self.weight = sharded(weight, 0)
+        self.bias = without_decay(sharded(bias, 0))
+
+
+class MambaMixer(MegatronModule):
+    def __init__(
+        self,
+        config: MegatronConfig,
+        submodules: MambaMixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        model = config.described
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        self.state_size = model.state_size
+        self.dt_rank = model.dt_rank_or_default
+        self.backend = model.scan
+        inner, local = model.inner_size, model.inner_size // self.tp_group.size()
+
+        linear = {
+            "config": config,
+            "bias": False,
+            "skip_bias_add": False,
+            "is_expert": False,
+            "tp_group": self.tp_group,
+        }
+        self.in_proj = build_module(
+            submodules.in_proj,
+            model.hidden_size,
+            2 * inner,
+            init_method=config.init_method,
+            gather_output=False,
+            **linear,
+        )
+        self.conv1d = Channels(
+            empty(local, 1, model.conv_kernel, dtype=config.params_dtype), empty(local, dtype=config.params_dtype)
+        )
+        self.x_proj = build_module(
+            submodules.x_proj,
+            inner,
+            self.dt_rank + 2 * model.state_size,
+            init_method=config.init_method,
+            input_is_parallel=True,
+            **linear,
+        )
+        # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
+        self.x_proj.sequence_parallel = False
+        self.dt_proj = Channels(
+            empty(local, self.dt_rank, dtype=config.params_dtype), empty(local, dtype=torch.float32)
+        )
+        self.A_log = without_decay(sharded(empty(local, model.state_size, dtype=torch.float32), 0))
+        self.D = without_decay(sharded(empty(local, dtype=torch.float32), 0))
+        self.out_proj = build_module(
+            submodules.out_proj,
+            inner,
+            model.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            **linear,
+        )
+
+    def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
+        xz_SBI, _ = self.in_proj(hidden_SBD)
+        x_BSI: Any
+        x_BSI, z_BSI = (half.transpose(0, 1).contiguous() for half in xz_SBI.chunk(2, dim=-1))
+        x_BSI = causal_conv1d(x_BSI, self.conv1d.weight.squeeze(1), self.conv1d.bias, reset_BL=reset_BS)
+
+        dtBC_BS, _ = self.x_proj(x_BSI)
+        dtBC_BS = copy_to_tensor_model_parallel_region(dtBC_BS, group=self.tp_group)
+        dt_BSR, B_BSN, C_BSN = dtBC_BS.split([self.dt_rank, self.state_size, self.state_size], dim=-1)
+
+        y_BSI: Any = selective_scan(
+            x_BSI,
+            F.linear(dt_BSR, self.dt_proj.weight),
+            -torch.exp(self.A_log),
+            B_BSN,
+            C_BSN,
+            self.D,
+            z_BLI=z_BSI,
+            delta_bias_I=self.dt_proj.bias,
+            reset_BL=reset_BS,
+            backend=self.backend,
+        )
+        out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
+        return out_SBD
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        own = {"A_log": self.A_log, "D": self.D}
+        own |= {f"conv1d.{name}": parameter for name, parameter in self.conv1d.named_parameters()}
+        own |= {f"dt_proj.{name}": parameter for name, parameter in self.dt_proj.named_parameters()}
+        state = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        for name in ("in_proj", "x_proj", "out_proj"):
+            state |= sharded_state_dict_default(
+                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        in_proj = f"{prefix}in_proj.weight"
+        state[in_proj] = apply_swiglu_sharded_factory(state[in_proj], sharded_offsets)
+        return state

@@ -1,0 +1,37 @@
+"""Norms over the fp32 residual stream; they return what the layer behind them computes in.
+
+megatron-core's WrappedTorchNorm refuses sequence parallelism, where all it takes is a mark on the parameters.
+"""
+
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_blackmamba.model.sharding import empty, replicated, without_decay
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.dtype = config.params_dtype
+        self.weight = without_decay(replicated(empty(hidden_size, dtype=self.dtype), config.sequence_parallel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(self.dtype)
+
+
+class LayerNorm(nn.Module):
+    """With bias: the final norm, as in the released checkpoints."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.dtype = config.params_dtype
+        self.weight = without_decay(replicated(empty(hidden_size, dtype=self.dtype), config.sequence_parallel))
+        self.bias = without_decay(replicated(empty(hidden_size, dtype=self.dtype), config.sequence_parallel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps)
+        return normed.to(self.dtype)

@@ -1,0 +1,92 @@
+"""Routers: which expert each token goes to, and by how much its output counts.
+
+Both count the tokens each expert gets, so that the trainer can report them without asking the device anything.
+
+Shapes: S sequence, B batch, D model, T = S * B tokens of this rank, E experts.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import Router, TopKRouter
+from torch import Tensor
+
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.sharding import empty, replicated, without_decay
+from megatron_blackmamba.ops.sinkhorn import sinkhorn_choice
+from megatron_blackmamba.runtime import device
+
+
+class _Counted(Router):
+    """What our two routers share: a bias, which megatron-core ties to the bias of every linear, and the counts."""
+
+    def _complete(self, config: MegatronConfig) -> None:
+        self.bias = without_decay(
+            replicated(empty(config.num_moe_experts, dtype=config.params_dtype), config.sequence_parallel)
+        )
+        # With recomputation a forward runs twice, the first time without gradients; count that one.
+        self.runs_twice = config.recompute != "none"
+        self.register_buffer(
+            "tokens_E",
+            torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device.device()),
+            persistent=False,
+        )
+
+    def gating(self, hidden_SBD: Tensor) -> Tensor:
+        """Logits in fp32: rounded to bf16, near-equal experts would swap."""
+        return F.linear(hidden_SBD.float(), self.weight.float(), self.bias.float())
+
+    def count(self, routing_TE: Tensor) -> None:
+        if not (self.runs_twice and torch.is_grad_enabled()):
+            self.tokens_E += routing_TE.sum(dim=0)
+
+
+class SinkhornRouter(_Counted):
+    """The paper's: in training a balanced top-1 choice by Sinkhorn, else the largest logit; sigmoid(logit) scales."""
+
+    def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
+        super().__init__(config, pg_collection)
+        self._complete(config)
+        self.described = config.described.router
+        self.group = _balanced_over(self.described.scope, pg_collection)
+
+    def routing(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (weights_TE, chosen_TE): zero and False but for the chosen expert of each token."""
+        if self.training:
+            choice_T = sinkhorn_choice(
+                logits_TE.detach(),
+                iterations=self.described.iterations,
+                temperature=self.described.temperature,
+                start=self.described.start,
+                group=self.group,
+            )
+        else:
+            choice_T = logits_TE.detach().max(dim=-1).indices
+        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, choice_T[:, None], True)
+        return torch.sigmoid(logits_TE) * chosen_TE, chosen_TE
+
+    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits_TE = self.gating(hidden_SBD).flatten(0, 1)
+        weights_TE, chosen_TE = self.routing(logits_TE)
+        self.count(chosen_TE)
+        return weights_TE, chosen_TE
+
+
+class SoftmaxRouter(_Counted, TopKRouter):
+    """Softmax top-k with an auxiliary load-balancing loss, for ablations: megatron-core's."""
+
+    def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
+        super().__init__(config, pg_collection)
+        self._complete(config)
+
+    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        weights_TE, chosen_TE = super().forward(hidden_SBD, padding_mask)
+        self.count(chosen_TE)
+        return weights_TE, chosen_TE
+
+
+def _balanced_over(scope: str, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
+    """The ranks whose tokens Sinkhorn balances together; None when it is this rank alone."""
+    group = {"rank": None, "tensor": groups.tp, "data": groups.tp_dp_cp}[scope]
+    return group if group is not None and group.size() > 1 else None

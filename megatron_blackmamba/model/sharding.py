@@ -1,0 +1,56 @@
+"""Marks on parameters that megatron-core reads, and ours.
+
+A parameter is sharded over the tensor-parallel group along one axis, or replicated in it. Replicated ones whose inputs
+are split along the sequence need their gradients summed over the group: `sequence_parallel`.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from torch import nn
+
+from megatron_blackmamba.runtime import device
+
+NO_DECAY = "no_weight_decay"
+
+
+def sharded(parameter: nn.Parameter, axis: int) -> nn.Parameter:
+    """Split over the tensor-parallel group along `axis`."""
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
+    return parameter
+
+
+def replicated(parameter: Any, sequence_parallel: bool) -> nn.Parameter:
+    """The same on every rank of the tensor-parallel group."""
+    parameter.sequence_parallel = sequence_parallel
+    return parameter
+
+
+def without_decay(parameter: nn.Parameter) -> nn.Parameter:
+    """Left alone by weight decay."""
+    setattr(parameter, NO_DECAY, True)
+    return parameter
+
+
+def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter without values yet, on the device of this process (or on the meta device, when planning)."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device.device()))
+
+
+def mark_linears(model: nn.Module) -> None:
+    """Mark the weights of megatron-core's own layers as sharded.
+
+    0.16 does so itself only where it initialises them; unmarked, all but one rank's shards would be missing from the
+    gradient norm.
+    """
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
+            weight = module.weight
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                sharded(weight, 1 if isinstance(module, RowParallelLinear) else 0)

@@ -1,0 +1,159 @@
+"""The stack: pre-norm blocks on a residual stream that is fp32 from the embedding to the last norm.
+
+A letter of the pattern is a block: x + mix(norm(x)). Blocks are named by their place in the whole model, so a parameter
+has the same name whatever pipeline stage holds it.
+
+Shapes: S sequence (of this rank), B batch, D model.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import sharded_state_dict_default
+from torch import Tensor, nn
+
+from megatron_blackmamba.model.config import MegatronConfig
+
+
+@dataclass
+class LayerInputs:
+    """What some mixers need besides the hidden states."""
+
+    reset_BS: Tensor | None = None
+    rotary: Tensor | None = None
+
+
+@dataclass
+class BlockSubmodules:
+    norm: ModuleSpec | type
+    mixer: ModuleSpec | type
+
+
+class Block(MegatronModule):
+    """One residual layer; subclasses say how their mixer is called."""
+
+    recomputed: tuple[str, ...] = ("layers",)
+
+    def __init__(
+        self,
+        config: MegatronConfig,
+        submodules: BlockSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        self.recompute = config.recompute in self.recomputed
+        self.norm = build_module(submodules.norm, config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.mixer = build_module(
+            submodules.mixer, config=config, layer_number=layer_number, pg_collection=pg_collection
+        )
+
+    def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        raise TypeError(f"{type(self).__name__} does not say how its mixer is called")
+
+    def forward(self, residual_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        def mixed(residual: Tensor) -> Tensor:
+            return self.mix(self.norm(residual), inputs)
+
+        if self.recompute and self.training and torch.is_grad_enabled():
+            return residual_SBD + tensor_parallel.checkpoint(mixed, False, residual_SBD)
+        return residual_SBD + mixed(residual_SBD)
+
+
+class MambaBlock(Block):
+    def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        return self.mixer(hidden_SBD, inputs.reset_BS)
+
+
+class ExpertsBlock(Block):
+    recomputed = ("layers", "experts")
+
+    def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        return self.mixer(hidden_SBD)[0]
+
+
+class AttentionBlock(Block):
+    def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        return self.mixer(hidden_SBD, attention_mask=None, rotary_pos_emb=inputs.rotary)[0]
+
+
+class MLPBlock(Block):
+    def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        return self.mixer(hidden_SBD)[0]
+
+
+@dataclass
+class StackSubmodules:
+    """A spec for each letter, and the last norm."""
+
+    mamba: ModuleSpec
+    experts: ModuleSpec
+    attention: ModuleSpec
+    mlp: ModuleSpec
+    final_norm: ModuleSpec | type
+
+    def of(self, letter: str) -> ModuleSpec:
+        return {"M": self.mamba, "E": self.experts, "*": self.attention, "-": self.mlp}[letter]
+
+
+class Stack(MegatronModule):
+    def __init__(
+        self,
+        config: MegatronConfig,
+        submodules: StackSubmodules,
+        pre_process: bool,
+        post_process: bool,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        self.tp_group = pg_collection.tp
+        self.pre_process = pre_process
+        self.received_SBD: Tensor | None = None
+        pattern = config.described.pattern
+        here = layers_of_stage(len(pattern), pg_collection.pp.rank(), pg_collection.pp.size())
+        self.layers = nn.ModuleList()  # megatron-core's schedules iterate over it
+        for i in here:
+            block = build_module(
+                submodules.of(pattern[i]), config=config, layer_number=i + 1, pg_collection=pg_collection
+            )
+            self.layers.add_module(str(i), block)  # named by the place in the whole model, not in this stage
+        self.final_layernorm = (
+            build_module(submodules.final_norm, config, config.hidden_size, eps=config.layernorm_epsilon)
+            if post_process
+            else None
+        )
+
+    def set_input_tensor(self, received_SBD: Tensor) -> None:
+        """The residual stream from the pipeline stage before; the schedules call this."""
+        self.received_SBD = received_SBD
+
+    def forward(self, residual_SBD: Tensor | None, inputs: LayerInputs) -> Tensor:
+        x = residual_SBD if self.pre_process else self.received_SBD
+        assert x is not None, "the stage before sent nothing"
+        for block in self.layers:
+            x = block(x, inputs)
+        return x if self.final_layernorm is None else self.final_layernorm(x)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        modules: dict[str, nn.Module] = {f"layers.{name}.": block for name, block in self.layers.named_children()}
+        if self.final_layernorm is not None:
+            modules["final_layernorm."] = self.final_layernorm
+        state: dict = {}
+        for name, module in modules.items():
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        return state
+
+
+def layers_of_stage(layers: int, stage: int, stages: int) -> range:
+    """The layers of one pipeline stage: as equal as they go, the first stages one more."""
+    each, more = divmod(layers, stages)
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))

@@ -1,0 +1,49 @@
+"""The one place that decides where tensors live: a GPU if there is one, else the CPU, or `meta` for a plan."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+_placed: list[torch.device] = []
+
+
+def has_cuda() -> bool:
+    """Whether this process can compute on a GPU."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """Where this process builds its model and computes."""
+    if _placed:
+        return _placed[-1]
+    if has_cuda():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def claim(local_rank: int) -> torch.device:
+    """Take the GPU that belongs to this process on its machine; on a machine without GPUs, the CPU."""
+    if has_cuda():
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise RuntimeError(
+                f"process {local_rank} of this machine finds only {count} GPU(s)"
+                f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}):"
+                " start as many processes a machine as it has GPUs"
+            )
+        torch.cuda.set_device(local_rank)
+    return device()
+
+
+@contextmanager
+def placed_on(where: torch.device) -> Iterator[None]:
+    """Within, `device()` is `where`, and megatron-core builds everything there, whether or not it names a device."""
+    _placed.append(where)
+    try:
+        with where, mock.patch.object(torch.cuda, "current_device", lambda: where):
+            yield
+    finally:
+        _placed.pop()

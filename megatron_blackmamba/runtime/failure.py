@@ -1,0 +1,54 @@
+"""When one rank fails, all end, and the traceback one reads first is the one that explains it."""
+
+import os
+import re
+import sys
+import time
+import traceback
+from types import TracebackType
+
+LOST_CONTACT = re.compile(
+    r"gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out waiting|store->get|socket", re.IGNORECASE
+)
+LET_THE_CAUSE_SPEAK = 5.0
+"""Seconds that a rank which merely lost its peers waits, so that the failing rank's message stands on top."""
+
+
+def report_as(rank: int, size: int) -> None:
+    """From now on an uncaught exception names this rank and ends the process at once, without waiting for its peers."""
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        err = (
+            sys.__stderr__ or sys.stderr
+        )  # torch's own hook calls this one with sys.stderr swapped for a buffer, lost when we exit
+        try:
+            if size > 1 and _is_consequence(error):
+                time.sleep(LET_THE_CAUSE_SPEAK)
+                print(f"rank {rank} of {size} ends: it lost another rank ({_first_line(error)})", file=err)
+            else:
+                text = "".join(traceback.format_exception(kind, error, trace))
+                who = f"rank {rank} of {size} failed:\n" if size > 1 else ""
+                print(f"{who}{text}", end="", file=err)
+            sys.stdout.flush()
+            err.flush()
+        finally:
+            os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = end
+
+
+def report_as_alone() -> None:
+    """Give uncaught exceptions back to Python."""
+    sys.excepthook = sys.__excepthook__
+
+
+def _is_consequence(error: BaseException) -> bool:
+    import torch.distributed as dist
+
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(LOST_CONTACT.search(str(error)))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

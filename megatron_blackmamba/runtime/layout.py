@@ -1,0 +1,197 @@
+"""Which layouts can work, found by arithmetic alone: neither torch nor process groups are needed to be told no."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from megatron_blackmamba.config import ParallelConfig, RunConfig
+
+LARGEST_TENSOR = 16
+"""Beyond one machine's GPUs tensor parallelism is too slow to be suggested."""
+
+
+class LayoutError(ValueError):
+    """A layout that cannot work, or would train something else; the message names the numbers and one that works."""
+
+
+def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Ranks that see different sequences; expert parallelism does not shrink it."""
+    return world_size // (parallel.tensor * parallel.pipeline)
+
+
+def micro_batches(config: RunConfig, world_size: int) -> int:
+    """Micro-batches that each data-parallel rank accumulates in one step."""
+    data = data_parallel_size(config.parallel, world_size)
+    return config.training.global_batch // (data * config.training.micro_batch)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to lay one run over processes, with the micro-batch that fits it."""
+
+    parallel: ParallelConfig
+    micro_batch: int
+
+    def overrides(self, config: RunConfig) -> str:
+        """What to write on the command line to change `config` to this."""
+        before = config.parallel.model_dump()
+        changed = [f"parallel.{a}={size}" for a, size in self.parallel.model_dump().items() if before[a] != size]
+        if self.micro_batch != config.training.micro_batch:
+            changed.append(f"training.micro_batch={self.micro_batch}")
+        return " ".join(changed)
+
+
+def check(config: RunConfig, world_size: int) -> None:
+    """Refuse a layout that cannot work or would be silently wrong, and name the nearest ones that work."""
+    wrong = problems(config, world_size)
+    if wrong:
+        raise LayoutError("\n".join([*wrong, advice(config, world_size)]))
+
+
+def check_world(parallel: ParallelConfig, world_size: int) -> None:
+    """The part of `check` that needs no model: can this many processes be laid out so at all?"""
+    wrong = _world_problems(parallel, world_size)
+    if wrong:
+        raise LayoutError("\n".join(wrong))
+
+
+def problems(config: RunConfig, world_size: int) -> list[str]:
+    """Every reason why the config's layout is refused on this many processes; none: it works."""
+    wrong = _layout_problems(config, config.parallel, world_size)
+    if world_size % (config.parallel.tensor * config.parallel.pipeline) == 0:
+        wrong += _batch_problems(config, world_size)
+    return wrong
+
+
+def working_layouts(config: RunConfig, world_size: int) -> Iterator[Layout]:
+    """Every layout of this many processes that passes the checks, its micro-batch no larger than the config's."""
+    experts = config.model.experts if "E" in config.model.pattern else 1
+    batch, micro = config.training.global_batch, config.training.micro_batch
+    for tensor in [size for size in _divisors(world_size) if size <= LARGEST_TENSOR]:
+        for pipeline in _divisors(world_size // tensor):
+            data = world_size // (tensor * pipeline)
+            if batch % data:
+                continue
+            fitting = max(size for size in _divisors(batch // data) if size <= micro)
+            for expert in _divisors(experts):
+                for expert_tensor in _divisors(tensor) if experts > 1 else [1]:
+                    parallel = ParallelConfig(
+                        tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor
+                    )
+                    if not _layout_problems(config, parallel, world_size):
+                        yield Layout(parallel, fitting)
+
+
+def nearest(config: RunConfig, world_size: int, count: int = 1) -> list[Layout]:
+    """The working layouts that change least, one for each tensor × pipeline; of equals, the least parallel first."""
+    wanted, micro = config.parallel, config.training.micro_batch
+
+    def distance(layout: Layout) -> tuple[float, int, int]:
+        axes = [(getattr(layout.parallel, axis), getattr(wanted, axis)) for axis in type(wanted).model_fields]
+        changed = sum(abs(math.log2(new / old)) for new, old in axes)
+        changed += 0.25 * math.log2(micro / layout.micro_batch)
+        return changed, layout.parallel.tensor * layout.parallel.pipeline, layout.parallel.pipeline
+
+    found: dict[tuple[int, int], Layout] = {}
+    for layout in sorted(working_layouts(config, world_size), key=distance):
+        found.setdefault((layout.parallel.tensor, layout.parallel.pipeline), layout)
+    return list(found.values())[:count]
+
+
+def fitting_sizes(config: RunConfig, sizes: Iterable[int]) -> list[int]:
+    """Of these world sizes, those on which the config works as it is."""
+    return [size for size in sizes if not problems(config, size)]
+
+
+def advice(config: RunConfig, world_size: int) -> str:
+    """What to change: the layout at this size, or the size with this layout."""
+    layouts = nearest(config, world_size, count=3)
+    sizes = fitting_sizes(config, range(1, 2 * world_size + 1))
+    said = []
+    if layouts:
+        said.append(f"On {world_size} processes: " + "; or ".join(layout.overrides(config) for layout in layouts) + ".")
+    if sizes:
+        around = sorted(sorted(sizes, key=lambda size: abs(size - world_size))[:4])
+        said.append(f"As it is, on {_listed(around)} processes.")
+    if not said:
+        said.append("Nothing near it does: change training.global_batch.")
+    return "What works: " + " ".join(said)
+
+
+def _world_problems(parallel: ParallelConfig, world_size: int) -> list[str]:
+    wrong = []
+    dense = parallel.tensor * parallel.pipeline
+    if world_size % dense:
+        wrong.append(
+            f"{world_size} processes cannot be divided by parallel.tensor={parallel.tensor}"
+            f" × parallel.pipeline={parallel.pipeline} = {dense}."
+        )
+    experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
+    if experts != parallel.pipeline and world_size % experts:
+        wrong.append(
+            f"{world_size} processes cannot be divided by parallel.expert={parallel.expert} ×"
+            f" parallel.expert_tensor={parallel.expert_tensor} × parallel.pipeline={parallel.pipeline} = {experts}."
+        )
+    return wrong
+
+
+def _layout_problems(config: RunConfig, parallel: ParallelConfig, world_size: int) -> list[str]:
+    return [*_world_problems(parallel, world_size), *_model_problems(config, parallel)]
+
+
+def _model_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
+    model = config.model
+    has_experts, has_mlp, has_attention = (letter in model.pattern for letter in "E-*")
+    heads, kv_heads = model.attention.heads, model.attention.kv_heads or model.attention.heads
+    divisions = [
+        (True, "model.vocab_size", model.vocab_size, "tensor"),
+        ("M" in model.pattern, "the inner width (model.expand × model.hidden_size)", model.inner_size, "tensor"),
+        (has_mlp, "model.mlp_hidden_size", model.mlp_hidden_size, "tensor"),
+        (has_attention, "model.attention.heads", heads, "tensor"),
+        (has_attention, "model.attention.kv_heads", kv_heads, "tensor"),
+        (has_experts, "model.expert_hidden_size", model.expert_hidden_size, "expert_tensor"),
+        (has_experts, "model.experts", model.experts, "expert"),
+        (True, "data.sequence_length", config.data.sequence_length, "tensor"),
+    ]
+    wrong = [
+        f"{what}={size} cannot be divided by parallel.{axis}={getattr(parallel, axis)}."
+        for applies, what, size, axis in divisions
+        if applies and size is not None and size % getattr(parallel, axis)
+    ]
+    if model.layers < parallel.pipeline:
+        wrong.append(f"{model.layers} layers cannot fill parallel.pipeline={parallel.pipeline} stages.")
+    if not has_experts and (parallel.expert, parallel.expert_tensor) != (1, 1):
+        wrong.append(
+            f"parallel.expert={parallel.expert} and parallel.expert_tensor={parallel.expert_tensor} need experts,"
+            f" and the pattern {model.pattern!r} has no E layer."
+        )
+    return wrong
+
+
+def _batch_problems(config: RunConfig, world_size: int) -> list[str]:
+    parallel = config.parallel
+    batch, micro = config.training.global_batch, config.training.micro_batch
+    data = data_parallel_size(parallel, world_size)
+    if batch % data:
+        near = sorted({data * max(1, batch // data), data * -(-batch // data)})
+        return [
+            f"training.global_batch={batch} sequences cannot be divided by {data} data-parallel ranks"
+            f" ({world_size} processes / parallel.tensor={parallel.tensor} / parallel.pipeline={parallel.pipeline});"
+            f" {_listed(near)} could."
+        ]
+    if batch // data % micro:
+        fitting = _divisors(batch // data)
+        return [
+            f"training.micro_batch={micro} does not divide the {batch // data} sequences of each data-parallel rank"
+            f" (training.global_batch={batch} / {data}); {_listed(fitting)} would."
+        ]
+    return []
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,182 @@
+"""A process's place among the others: it joins the group that torchrun or Slurm started, stands alone, or pretends."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_blackmamba.config import ParallelConfig
+from megatron_blackmamba.runtime import device, failure, layout, patches
+
+LOCAL_ADDRESSES = {"localhost", "127.0.0.1", "::1"}
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is; `groups` is what megatron-core's builders take as pg_collection."""
+
+    rank: int
+    size: int
+    local_rank: int
+    parallel: ParallelConfig
+    groups: Any
+    tensor_rank: int
+    pipeline_rank: int
+    expert_rank: int
+    expert_tensor_rank: int
+    data_rank: int
+    data_size: int
+    expert_data_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """The one that prints and writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.parallel.pipeline - 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a launcher says about this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+
+
+def find_place(environment: dict[str, str] | None = None) -> Place:
+    """Read torchrun's or srun's environment; neither: a process alone."""
+    env = os.environ if environment is None else environment
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        return Place(rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size)), "torchrun")
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a batch script itself has a SLURM_PROCID, but no step
+        size = int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
+        nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")))
+        return Place(int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), -(-size // nodes), "srun")
+    return Place(0, 1, 0, 1, "alone")
+
+
+def start(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=30)) -> World:
+    """Join the others, take a device, and lay megatron-core's process groups."""
+    patches.install()
+    place = find_place()
+    layout.check_world(parallel, place.size)
+    if dist.is_initialized():
+        raise RuntimeError("this process has already joined a world; call world.shutdown() first")
+    device.claim(place.local_rank)
+    _join(place, timeout)
+    failure.report_as(place.rank, place.size)  # after joining: torch puts a hook of its own before ours
+    try:
+        return _lay_groups(parallel, place)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+
+
+def shutdown() -> None:
+    """Leave together: forget the groups and close the connections. Harmless when nothing was started."""
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() != "fake":
+        dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    failure.report_as_alone()
+
+
+@contextmanager
+def fake(parallel: ParallelConfig, world_size: int, rank: int = 0, where: str = "meta") -> Iterator[World]:
+    """Be any rank of a world of any size, without network: collectives do nothing, parameters take no memory."""
+    import torch.testing._internal.distributed.fake_pg as fake_pg  # registers the backend
+
+    patches.install()
+    if dist.is_initialized():
+        raise RuntimeError("a fake world cannot be made inside a real one: plan in a process of its own")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"a world of {world_size} has no rank {rank}")
+    layout.check_world(parallel, world_size)
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with device.placed_on(torch.device(where)):
+            yield _lay_groups(parallel, Place(rank, world_size, 0, world_size, "fake"))
+    finally:
+        shutdown()
+
+
+def _join(place: Place, timeout: timedelta) -> None:
+    backend = "nccl" if device.has_cuda() else "gloo"
+    if place.launcher == "alone":
+        _loopback_only()
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if place.launcher == "srun":
+        os.environ.setdefault("MASTER_ADDR", _first_node())
+        os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
+    if os.environ.get("MASTER_ADDR") in LOCAL_ADDRESSES:
+        _loopback_only()
+    dist.init_process_group(backend, init_method="env://", rank=place.rank, world_size=place.size, timeout=timeout)
+
+
+def _loopback_only() -> None:
+    """Spare gloo the look-up of the machine's name, which a laptop off its network cannot resolve."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _first_node() -> str:
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    if os.environ.get("SLURM_NNODES", "1") == "1":
+        return "127.0.0.1"
+    try:
+        found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        return found.stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        raise RuntimeError(
+            f"cannot find the first node of {nodes!r} ({error}): set MASTER_ADDR to the host of rank 0 before srun"
+        ) from error
+
+
+def _lay_groups(parallel: ParallelConfig, place: Place) -> World:
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        create_gloo_process_groups=False,
+    )
+    return World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        parallel=parallel,
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        expert_data_size=parallel_state.get_expert_data_parallel_world_size(),
+    )

@@ -1,0 +1,185 @@
+"""Trains the same small run under many layouts, each on real gloo ranks, and writes down what every one saw.
+
+`python -m tests.distributed.layouts_probe FOLDER`: torch and megatron-core are loaded once, the ranks are forks.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_blackmamba import data, model
+from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.model.initialise import shards
+from megatron_blackmamba.runtime import world
+from megatron_blackmamba.training.optimizer import make_trainable
+from megatron_blackmamba.training.schedule import Schedule
+from megatron_blackmamba.training.step import Batch, Step
+from tests.runtime.ranks import fork_ranks
+
+SMALL = ["data.sequence_length=32", "training.global_batch=8", "training.micro_batch=2", "training.tokens=51200"]
+TRANSFORMER = [
+    "model.pattern=*-*-",
+    "model.mlp_hidden_size=128",
+    "model.attention.heads=4",
+    "model.attention.kv_heads=2",
+]
+TRANSFORMER_MOE = ["model.pattern=*E*E", "model.attention.heads=4"]
+DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
+BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
+STEPS = 50
+
+RUNS: dict[str, tuple[int, list[str]]] = {
+    "solo": (1, []),
+    "dp2": (2, []),
+    "ep2": (2, ["parallel.expert=2"]),
+    "pp2": (2, ["parallel.pipeline=2"]),
+    "tp2": (2, ["parallel.tensor=2"]),
+    "etp2": (2, ["parallel.tensor=2", "parallel.expert_tensor=2"]),
+    "tp2_ep2": (4, ["parallel.tensor=2", "parallel.expert=2"]),
+    "tp2_pp2": (4, ["parallel.tensor=2", "parallel.expert_tensor=2", "parallel.pipeline=2"]),
+    "allgather": (2, ["parallel.expert=2", "model.dispatcher=allgather"]),
+    "recompute": (2, ["parallel.expert=2", "training.recompute=layers"]),
+    "bf16_solo": (1, BF16),
+    "bf16_ep2": (2, [*BF16, "parallel.expert=2"]),
+    "bf16_tp2": (2, [*BF16, "parallel.tensor=2"]),
+    "transformer_solo": (1, TRANSFORMER),
+    "transformer_tp2": (2, [*TRANSFORMER, "parallel.tensor=2"]),
+    "transformer_moe_solo": (1, TRANSFORMER_MOE),
+    "transformer_moe_ep2": (2, [*TRANSFORMER_MOE, "parallel.expert=2"]),
+}
+
+
+class Choices:
+    """The expert of every token of the first step, by layer and sample."""
+
+    def __init__(self, language_model: model.LanguageModel, tensor_rank: int):
+        self.tensor_rank = tensor_rank
+        self.samples: list[list[int]] = []
+        self.seen: list[tuple[str, int, list[list[int]]]] = []
+        self.calls: dict[str, int] = {}
+        self.hooks = [
+            block.mixer.router.register_forward_hook(
+                lambda router, _inputs, output, name=name: self.keep(name, router, output[1])
+            )
+            for name, block in language_model.decoder.layers.named_children()
+            if hasattr(block.mixer, "router")
+        ]
+
+    def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.samples.append(batch["sample_ids"].tolist())
+            yield batch
+
+    def keep(self, layer: str, router: torch.nn.Module, chosen_TE: torch.Tensor) -> None:
+        if router.runs_twice and torch.is_grad_enabled():
+            return
+        call = self.calls[layer] = self.calls.get(layer, -1) + 1
+        samples = len(self.samples[0])
+        chosen_BS = chosen_TE.int().argmax(dim=1).view(-1, samples).t()
+        self.seen.append((layer, call, chosen_BS.tolist()))
+
+    def done(self) -> dict[tuple[str, int, int], list[int]]:
+        for hook in self.hooks:
+            hook.remove()
+        return {
+            (layer, sample, self.tensor_rank): row
+            for layer, call, rows in self.seen
+            for sample, row in zip(self.samples[call], rows, strict=True)
+        }
+
+
+def describe(run: RunConfig) -> dict:
+    place = world.start(run.parallel)
+    language_model = model.build(run, place)
+    initial = _digests(language_model)
+    trainable = make_trainable(run, language_model, place)
+    plan = data.build(run.data, vocab_size=run.model.vocab_size, total_samples=run.steps * run.training.global_batch)
+    step = Step(run, place, trainable, len(plan.source_names))
+    schedule = Schedule(run, trainable.optimizer)
+    batches = data.BatchStream(
+        plan.train,
+        global_batch=run.training.global_batch,
+        micro_batch=run.training.micro_batch,
+        dp_rank=place.data_rank,
+        dp_size=place.data_size,
+        workers=0,
+    )
+    choices = Choices(language_model, place.tensor_rank)
+    losses, norms, expert_tokens = [], [], []
+    for number in range(STEPS):
+        schedule.set(number * run.training.global_batch)
+        found = step.gradients(choices.watch(batches) if number == 0 else batches)
+        if number == 0:
+            chosen = choices.done()
+        losses.append(found.loss)
+        expert_tokens.append(found.expert_tokens)
+        norms.append(step.update().grad_norm)
+    trainable.settle()
+    seen = _gather({"initial": initial, "final": _digests(language_model), "choices": chosen})
+    decay = [group["wd_mult"] for group in trainable.optimizer.param_groups]
+    world.shutdown()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "expert_tokens": expert_tokens,
+        "choices": _join_choices([rank["choices"] for rank in seen]),
+        "initial": [rank["initial"] for rank in seen],
+        "final": [rank["final"] for rank in seen],
+        "wd_mult": decay,
+    }
+
+
+def _digests(language_model: model.LanguageModel) -> dict[tuple, str]:
+    """A fingerprint of every shard this rank holds, by name, place and shape."""
+    return {
+        (s.key, tuple(s.global_offset), tuple(s.local_shape)): hashlib.sha256(
+            s.data.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for s in shards(language_model.sharded_state_dict())
+    }
+
+
+def _join_choices(ranks: list[dict[tuple[str, int, int], list[int]]]) -> dict[tuple[str, int], list[int]]:
+    """Whole sequences: tensor-parallel ranks hold consecutive parts of each."""
+    parts: dict[tuple[str, int], dict[int, list[int]]] = {}
+    for rank in ranks:
+        for (layer, sample, tensor_rank), row in rank.items():
+            parts.setdefault((layer, sample), {})[tensor_rank] = row
+    return {key: [expert for _, row in sorted(rows.items()) for expert in row] for key, rows in parts.items()}
+
+
+def _gather(value: object) -> list:
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    errors = {}
+    for name in names or RUNS:
+        ranks, overrides = RUNS[name]
+        run = load("tiny", [*SMALL, *DECAY, *overrides])
+
+        def body(run: RunConfig = run, name: str = name) -> bool:
+            seen = describe(run)
+            if int(os.environ.get("RANK", 0)) == 0:
+                (folder / f"{name}.pickle").write_bytes(pickle.dumps(seen))
+            return True
+
+        answers = fork_ranks(ranks, body, seconds=300, alone=ranks == 1)
+        problems = [answer.get("trace") or answer.get("error") for answer in answers if "error" in answer]
+        if problems:
+            errors[name] = problems[0]
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,67 @@
+"""One run carried from layout to layout by its checkpoints, and the same run left alone.
+
+`python -m tests.distributed.resharding_probe FOLDER PRECISION`
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.training.loop import train
+from tests.runtime.ranks import fork_ranks
+
+STEPS_EACH = 4
+LEGS: list[tuple[int, list[str]]] = [
+    (2, ["parallel.expert=2"]),
+    (2, ["parallel.tensor=2"]),
+    (2, ["parallel.pipeline=2"]),
+    (1, []),
+    (2, ["parallel.tensor=2", "parallel.expert=2"]),
+    (2, []),
+    (2, ["parallel.expert=2"]),
+]
+TOTAL = STEPS_EACH * len(LEGS)
+
+
+def run(folder: Path, name: str, precision: str, ranks: int, until: int, overrides: list[str]) -> str | None:
+    settings = [
+        f"folder={folder}",
+        f"name={name}",
+        f"training.precision={precision}",
+        "data.sequence_length=32",
+        "training.global_batch=8",
+        "training.micro_batch=2",
+        f"training.tokens={32 * 8 * TOTAL}",
+        f"training.stop_after_steps={until}",
+        "training.evaluate_every=0",
+        "checkpoint.every=0",
+        "logging.tensorboard=false",
+        "optimizer.weight_decay=0.1",
+    ]
+    config = load("tiny", [*settings, *overrides])
+    answers = fork_ranks(ranks, lambda: int(train(config)), seconds=120, alone=ranks == 1)
+    return next((a.get("trace") or a["error"] for a in answers if "error" in a), None)
+
+
+def main(folder: Path, precision: str) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    errors = [run(folder, "alone", precision, 1, TOTAL, [])]
+    for number, (ranks, overrides) in enumerate(LEGS, start=1):
+        errors.append(run(folder, "carried", precision, ranks, number * STEPS_EACH, overrides))
+        if errors[-1]:
+            break
+    losses = {
+        name: [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("alone", "carried")
+    }
+    print()
+    print(json.dumps({"errors": [error for error in errors if error], **losses}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

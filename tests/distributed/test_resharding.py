@@ -1,0 +1,18 @@
+"""Checkpoints do not care which layout wrote them: weights, optimizer and position go on under any other."""
+
+import pytest
+
+from tests.distributed.resharding_probe import LEGS, TOTAL
+from tests.runtime.ranks import run_script
+
+pytestmark = pytest.mark.xdist_group("resharding")
+
+
+@pytest.mark.parametrize("precision, closeness", [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_a_run_carried_through_every_layout_follows_the_run_left_alone(tmp_path, precision, closeness):
+    seen = run_script("tests.distributed.resharding_probe", str(tmp_path), precision, timeout=400)
+    assert seen["errors"] == []
+    assert len(LEGS) > 5
+    assert len(seen["carried"]) == len(seen["alone"]) == TOTAL
+    assert seen["alone"][-1] < seen["alone"][0] - 0.5
+    assert max(abs(a - b) for a, b in zip(seen["carried"], seen["alone"], strict=True)) < closeness

@@ -1,0 +1,99 @@
+"""Our modules against the forward pass written from the released format's description, in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.reference.checkpoint import tiny
+from tests.reference.forward import forward
+
+TOKENS = [5, 0, 17, 33, 0, 2, 8, 60, 41, 0, 7]
+
+
+def load_released(model, weights):
+    """Put released weights into a model, by nothing but the two formats' descriptions."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                layer, which = name.split(".experts.")
+                for expert in range(len(parameter)):
+                    released = weights[f"{layer}.local_experts.{expert}.linear_{which}.weight"]
+                    parameter[expert].copy_(released.view(parameter[expert].shape))
+            else:
+                parameter.copy_(weights[name])
+    return model.eval()
+
+
+def as_overrides(config):
+    pattern = "".join("M" if kind == "r" else "E" for kind in config["mamba_moe_layers"])
+    eod = config["eod_reset"]
+    return [
+        f"model.pattern={pattern}",
+        f"model.vocab_size={config['vocab_size']}",
+        f"model.hidden_size={config['hidden_size']}",
+        f"model.expert_hidden_size={config['ffn_hidden_size']}",
+        f"model.state_size={config['state_size']}",
+        "model.experts=4",
+        f"model.activation={config['activation']}",
+        f"model.eod_reset={'null' if eod is None else eod}",
+    ]
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor([tokens]))[0].double().numpy()
+
+
+def furthest(a, b):
+    return np.abs(a - b).max()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("eod_reset", [None, 0])
+def test_agrees_with_the_reference(build, activation, eod_reset):
+    released = tiny(activation, eod_reset=eod_reset)
+    model = load_released(build(*as_overrides(released.config)), released.weights)
+    expected = forward(released.weights, released.config, TOKENS)
+    assert furthest(logits(model, TOKENS), expected.logits_SV) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_every_scan_gives_the_same_model(build, backend):
+    released = tiny(eod_reset=0)
+    model = load_released(build(*as_overrides(released.config), f"model.scan={backend}"), released.weights)
+    assert furthest(logits(model, TOKENS), forward(released.weights, released.config, TOKENS).logits_SV) < 1e-5
+
+
+def test_a_dropped_reset_would_show(build):
+    released = tiny(eod_reset=0)
+    model = load_released(build(*as_overrides(released.config)), released.weights)
+    without = forward(released.weights, {**released.config, "eod_reset": None}, TOKENS)
+    assert furthest(logits(model, TOKENS), without.logits_SV) > 1e-2
+    first_document = TOKENS[: TOKENS.index(0) + 1]
+    assert furthest(logits(model, first_document), without.logits_SV[: len(first_document)]) < 1e-5
+
+
+def test_swapping_the_halves_of_in_proj_would_show(build):
+    released = tiny()
+    name = "decoder.layers.0.mixer.in_proj.weight"
+    x, z = released.weights[name].chunk(2)
+    swapped = released.with_weights(**{name: torch.cat([z, x])})
+    model = load_released(build(*as_overrides(released.config)), swapped.weights)
+    assert furthest(logits(model, TOKENS), forward(released.weights, released.config, TOKENS).logits_SV) > 1e-2
+
+
+def test_the_future_does_not_reach_the_past(build):
+    released = tiny()
+    model = load_released(build(*as_overrides(released.config)), released.weights)
+    changed = [*TOKENS[:6], 1, 1, 1, 1, 1]
+    assert furthest(logits(model, TOKENS)[:6], logits(model, changed)[:6]) < 1e-5
+    assert furthest(logits(model, TOKENS)[6:], logits(model, changed)[6:]) > 1e-2
+
+
+def test_the_loss_is_the_cross_entropy_of_the_next_token(build):
+    model = build().eval()
+    tokens = torch.randint(0, 512, (3, 20), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, 1)
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="none")
+        assert torch.allclose(model(tokens, labels), expected.view(3, 20), atol=1e-5)

@@ -1,0 +1,65 @@
+"""What the model consists of: exact counts, precisions, and what weight decay leaves alone."""
+
+import pytest
+import torch
+
+from megatron_blackmamba import model
+from megatron_blackmamba.config import ParallelConfig, load
+from megatron_blackmamba.model.sharding import NO_DECAY
+from megatron_blackmamba.runtime import world
+
+ALWAYS_FP32 = ("A_log", ".D", "dt_proj.bias")
+
+
+@pytest.mark.parametrize("name, total", [("blackmamba_1.5b", 1_458_462_072), ("blackmamba_2.8b", 2_783_213_584)])
+def test_the_papers_models_have_exactly_their_parameters(name, total):
+    config = load(name, ["parallel.expert=1"])
+    with world.fake(ParallelConfig(), world_size=1) as place:
+        built = model.build(config, place)
+        assert sum(parameter.numel() for parameter in built.parameters()) == total
+
+
+@pytest.mark.parametrize("name", ["transformer_340m", "mamba_343m"])
+def test_the_dense_baselines_have_the_forward_parameters_of_the_small_model(name):
+    config = load(["blackmamba_1.5b", f"model/{name}"], ["parallel.expert=1"])
+    with world.fake(ParallelConfig(), world_size=1) as place:
+        total = sum(parameter.numel() for parameter in model.build(config, place).parameters())
+    assert abs(total - 343.69e6) < 0.01 * 343.69e6
+
+
+def test_in_bf16_what_the_recurrence_is_sensitive_to_stays_fp32(build):
+    for name, parameter in build("training.precision=bf16").named_parameters():
+        expected = torch.float32 if name.endswith(ALWAYS_FP32) else torch.bfloat16
+        assert parameter.dtype == expected, name
+
+
+def test_weight_decay_spares_vectors_and_A_log(build):
+    for name, parameter in build().named_parameters():
+        spared = getattr(parameter, NO_DECAY, False)
+        assert spared == (parameter.dim() == 1 or name.endswith("A_log")), name
+
+
+def test_the_residual_stream_is_fp32_between_all_layers(build):
+    built = build("training.precision=bf16")
+    streams, normed = [], []
+    for block in built.decoder.layers:
+        block.register_forward_hook(lambda _module, inputs, output: streams.extend([inputs[0].dtype, output.dtype]))
+        block.norm.register_forward_hook(lambda _module, _inputs, output: normed.append(output.dtype))
+    built(torch.randint(0, 512, (1, 16)))
+    assert set(streams) == {torch.float32}
+    assert set(normed) == {torch.bfloat16}
+
+
+def test_the_seed_decides_the_weights_and_nothing_else_does(build):
+    first, again, other = build(), build(), build("training.seed=7")
+    for (name, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        drawn = not name.endswith(("norm.weight", "norm.bias", "router.bias", "A_log", ".D"))
+        assert torch.equal(a, c) != drawn, name
+
+
+def test_initial_step_sizes_lie_between_the_configured_bounds(build):
+    for name, parameter in build().named_parameters():
+        if name.endswith("dt_proj.bias"):
+            dt = torch.nn.functional.softplus(parameter)
+            assert 0.00099 < dt.min() < 0.003 < 0.03 < dt.max() < 0.101

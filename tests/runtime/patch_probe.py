@@ -1,0 +1,168 @@
+"""Leaves out one patch after another and tells what a few steps of the tiny model then run into.
+
+A process that has loaded torch and megatron-core, unpatched, forks one rank or two for each patch.
+"""
+
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.runtime import patches
+from tests.runtime.ranks import fork_ranks
+
+SMALL = ["data.sequence_length=16", "training.micro_batch=2", "training.global_batch=8"]
+
+
+def train(overrides: list[str]) -> dict:
+    """Two steps, a save of the optimizer's state, and a fresh optimizer that takes it up."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_blackmamba import model
+    from megatron_blackmamba.runtime import layout, world
+
+    config = load("tiny", [*SMALL, *overrides])
+    us = world.start(config.parallel)
+    torch.set_num_threads(1)
+    net = model.build(config, us)
+    megatron_config = net.config
+    ddp = DistributedDataParallel(
+        megatron_config, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True), net
+    )
+    make_optimizer = partial(
+        get_megatron_optimizer,
+        OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, clip_grad=1.0),
+        [ddp],
+        use_gloo_process_groups=False,
+    )
+    optimizer = make_optimizer()
+    megatron_config.finalize_model_grads_func = finalize_model_grads
+    tokens = torch.arange(2 * 17).reshape(2, 17) % config.model.vocab_size
+
+    def forward(data: object, stage: torch.nn.Module):
+        return stage(tokens[:, :-1], labels_BS=tokens[:, 1:]), lambda losses: (losses.mean(), {"loss": losses.mean()})
+
+    losses = []
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        shown = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=None,
+            model=[ddp],
+            num_microbatches=layout.micro_batches(config, us.size),
+            seq_length=16,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        optimizer.step()
+        losses += [float(part["loss"]) for part in shown[:1]]
+    _resume(net, optimizer, make_optimizer())
+    world.shutdown()
+    return {"losses": losses}
+
+
+def _resume(net: torch.nn.Module, trained: object, fresh: object) -> None:
+    how = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    fresh.sharded_state_dict(net.sharded_state_dict(metadata=how), is_loading=True, metadata=how)
+    fresh.load_state_dict(trained.state_dict())
+
+
+def route_as_megatron_does() -> dict:
+    """The gate of megatron-core's own router."""
+    from megatron.core.transformer.moe import moe_utils
+
+    weight, x = torch.ones(4, 8), torch.ones(3, 8)
+    out = moe_utils.RouterGatingLinearFunction.apply(x, weight, None, torch.float32)
+    return {"shape": list(out.shape)}
+
+
+def gate_as_megatron_does() -> dict:
+    """One of the small functions that megatron-core wants compiled."""
+    from megatron.core.fusions.fused_bias_swiglu import swiglu
+
+    return {"gated": float(swiglu(torch.ones(1, 2)))}
+
+
+def save() -> dict:
+    """A checkpoint of the tiny model."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_blackmamba import model
+    from megatron_blackmamba.runtime import world
+
+    config = load("tiny", SMALL)
+    net = model.build(config, world.start(config.parallel))
+    with tempfile.TemporaryDirectory() as folder:
+        dist_checkpointing.save(net.sharded_state_dict(), folder)
+        return {"files": len(list(Path(folder).iterdir()))}
+
+
+def attempt(skip: frozenset[str], scenario: tuple[int, Callable[[], dict]]) -> list[dict]:
+    """One scenario with some patches left out, in ranks of its own."""
+    count, run = scenario
+
+    def body() -> dict:
+        patches.install(skip)
+        return run()
+
+    return fork_ranks(count, body)
+
+
+ONE = (1, partial(train, []))
+TWO_STAGES = (2, partial(train, ["parallel.pipeline=2"]))
+SPREAD_EXPERTS = (2, partial(train, ["parallel.expert=2"]))
+SCENARIOS = {
+    "jit": (1, gate_as_megatron_does),
+    "current-device": ONE,
+    "synchronize": (1, save),
+    "streams": SPREAD_EXPERTS,
+    "device-literals": ONE,
+    "tensor-cuda": TWO_STAGES,
+    "tensor-type": ONE,
+    "rng": ONE,
+    "split-sizes": SPREAD_EXPERTS,
+    "router-gemm": (1, route_as_megatron_does),
+    "adam": ONE,
+}
+
+
+COMPLETE = ("jit", "synchronize", "streams", "tensor-cuda", "router-gemm", "adam")
+
+
+def refuse_to_compile() -> None:
+    """Let an attempt to compile end with a message, not minutes later."""
+
+    def compiled(function: Callable | None = None, **options: object) -> Callable:
+        if function is None:
+            return partial(compiled, **options)
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("torch.compile was asked to compile")
+
+        refuse._torchdynamo_orig_callable = function
+        return refuse
+
+    torch.compile = compiled
+
+
+def main() -> None:
+    refuse_to_compile()
+    for module in ("optimizer", "distributed", "transformer.moe.moe_layer", "pipeline_parallel", "dist_checkpointing"):
+        importlib.import_module(f"megatron.core.{module}")
+    needed = [patch.name for patch in patches.PATCHES if patch.needed()]
+    complete = {name: attempt(frozenset(), SCENARIOS[name]) for name in COMPLETE}
+    left_out = {name: attempt(frozenset({name}), SCENARIOS[name]) for name in needed}
+    print(json.dumps({"needed": needed, "complete": complete, "without": left_out}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Real ranks for tests: one process loads torch and megatron-core once and forks as many ranks as asked, with gloo."""
+
+import contextlib
+import faulthandler
+import json
+import multiprocessing.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without a launcher's traces in it."""
+    traces = ("SLURM_", "TORCHELASTIC_")
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    clean = {k: v for k, v in os.environ.items() if k not in names and not k.startswith(traces)}
+    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | more
+
+
+def run_script(module: str, *arguments: str, timeout: float = 240) -> dict:
+    """Run a module of the tests in a clean process; its last line of output is its answer as JSON."""
+    command = [sys.executable, "-m", module, *arguments]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # a stray child may hold them open
+        process = subprocess.Popen(
+            command, env=environment(), cwd=ROOT, stdout=out, stderr=err, text=True, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        out.seek(0)
+        err.seek(0)
+        assert code == 0, f"{' '.join(command)} failed:\n{err.read()[-6000:]}"
+        return json.loads(out.read().splitlines()[-1])
+
+
+def fork_ranks(count: int, body: Callable[[], object], seconds: int = 60, alone: bool = False) -> list[dict]:
+    """Run `body` in `count` forked ranks, as torchrun would start them (or alone); each one's answer or its error."""
+    port, children = free_port(), []
+    for rank in range(count):
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read_end)
+            _be_rank({} if alone else _as_torchrun(rank, count, port), body, write_end, seconds)
+        os.close(write_end)
+        children.append((child, read_end))
+    answers = []
+    for child, read_end in children:
+        _, status = os.waitpid(child, 0)
+        os.set_blocking(read_end, False)  # a helper process of the rank may still hold the other end
+        with os.fdopen(read_end) as stream:
+            said = stream.read()
+        answers.append(json.loads(said) if said else {"error": f"rank died with status {status}"})
+    return answers
+
+
+def _as_torchrun(rank: int, count: int, port: int) -> dict[str, str]:
+    ranks = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+    return {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _be_rank(launcher: dict[str, str], body: Callable[[], object], write_end: int, seconds: int) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    os.environ.update(launcher)
+    try:
+        answer = {"answer": body()}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"[:3000], "trace": traceback.format_exc()[-3000:]}
+    os.write(write_end, json.dumps(answer).encode())  # less than a pipe holds
+    multiprocessing.util._exit_function()
+    os._exit(0)

@@ -1,0 +1,70 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_blackmamba.runtime.adam import Adam
+
+
+def train(optimizer_class, steps=5, seed=0, **options):
+    g = torch.Generator().manual_seed(seed)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in [(3, 5), (7,), (1,)]]
+    optimizer = optimizer_class([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}], **options)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g)
+        optimizer.step()
+    return params, optimizer
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lr=st.floats(1e-5, 1e-1),
+    decay=st.sampled_from([0.0, 0.1]),
+    beta2=st.sampled_from([0.95, 0.999]),
+    decoupled=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_steps_like_torchs_adam(lr, decay, beta2, decoupled, seed):
+    options = {"lr": lr, "weight_decay": decay, "betas": (0.9, beta2), "eps": 1e-8}
+    ours, _ = train(Adam, seed=seed, adam_w_mode=decoupled, **options)
+    theirs, _ = train(torch.optim.AdamW if decoupled else torch.optim.Adam, seed=seed, **options)
+    for mine, yours in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, yours, atol=2e-6, rtol=1e-5)
+
+
+def test_the_step_lies_in_the_group_and_only_moments_with_the_parameters():
+    params, optimizer = train(Adam, steps=4, lr=1e-3)
+    assert [group["step"] for group in optimizer.param_groups] == [4, 4]
+    assert all(set(optimizer.state[p]) == {"exp_avg", "exp_avg_sq"} for p in params)
+
+
+def test_continues_from_its_state_as_if_it_had_not_stopped():
+    through, _ = train(Adam, steps=6, lr=1e-2)
+    params, first = train(Adam, steps=3, lr=1e-2)
+    g = torch.Generator().manual_seed(0)
+    for shape in [(3, 5), (7,), (1,)] * 4:  # what the first three steps drew
+        torch.randn(shape, generator=g)
+    second = Adam([{"params": params[:2]}, {"params": params[2:]}], lr=1.0)
+    second.load_state_dict(first.state_dict())
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g)
+        second.step()
+    for a, b in zip(through, params, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_parameter_without_gradient_stays_and_an_empty_group_keeps_no_step():
+    used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = Adam([{"params": [used, unused]}, {"params": []}])
+    used.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(unused, torch.ones(2))
+    assert used[0] < 1
+    assert "step" not in optimizer.param_groups[1]
+
+
+def test_an_option_it_does_not_have_is_refused_not_ignored():
+    with pytest.raises(TypeError, match="master_weights"):
+        Adam([torch.nn.Parameter(torch.ones(1))], master_weights=True)

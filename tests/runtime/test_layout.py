@@ -1,0 +1,98 @@
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.runtime import layout
+from megatron_blackmamba.runtime.layout import LayoutError
+
+
+def refusal(run, processes, *overrides):
+    with pytest.raises(LayoutError) as refused:
+        layout.check(load(run, overrides), processes)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("run", "processes"), [("blackmamba_1.5b", 56), ("blackmamba_2.8b", 48), ("tiny", 1)])
+def test_the_shipped_runs_work_as_they_are_documented(run, processes):
+    layout.check(load(run), processes)
+
+
+@pytest.mark.parametrize(("run", "batch"), [("blackmamba_1.5b", 1008), ("blackmamba_2.8b", 1056)])
+def test_eight_nodes_of_eight_are_refused_and_layouts_that_work_are_named(run, batch):
+    message = refusal(run, 64)
+    assert f"training.global_batch={batch} sequences cannot be divided by 64 data-parallel ranks" in message
+    (named,) = re.findall(r"On 64 processes: (.*?)\.(?: |$)", message)
+    for overrides in named.split("; or "):
+        layout.check(load(run, overrides.split()), 64)
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "reason"),
+    [
+        (3, ["parallel.tensor=2"], "3 processes cannot be divided by parallel.tensor=2 × parallel.pipeline=1 = 2"),
+        (2, ["parallel.expert=4"], "2 processes cannot be divided by parallel.expert=4"),
+        (8, ["parallel.pipeline=8"], "4 layers cannot fill parallel.pipeline=8 stages"),
+        (3, ["parallel.tensor=3", "parallel.expert_tensor=3", "data.sequence_length=129"], "model.vocab_size=512"),
+        (2, ["model.expert_hidden_size=127", "parallel.expert_tensor=2"], "model.expert_hidden_size=127"),
+        (2, ["training.micro_batch=16"], "training.micro_batch=16 does not divide the 8 sequences"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_numbers(processes, overrides, reason):
+    assert reason in refusal("tiny", processes, *overrides)
+
+
+def test_attention_heads_must_split_over_the_tensor_ranks():
+    heads = ['model.pattern="*-"', "model.mlp_hidden_size=128", "model.attention.heads=2", "parallel.tensor=4"]
+    assert "model.attention.heads=2 cannot be divided by parallel.tensor=4" in refusal("tiny", 4, *heads)
+
+
+def test_experts_need_not_be_split_as_the_rest_is():
+    for overrides in ([], ["parallel.expert=2"], ["parallel.expert_tensor=2"]):
+        layout.check(load("tiny", ["parallel.tensor=2", *overrides]), 2)
+
+
+def test_without_experts_tensor_parallelism_needs_no_expert_layout():
+    layout.check(load("tiny", ["model.pattern=MM", "parallel.tensor=2"]), 2)
+    assert "has no E layer" in refusal("tiny", 2, "model.pattern=MM", "parallel.expert_tensor=2")
+
+
+def test_where_nothing_near_works_it_says_what_to_change():
+    assert "change training.global_batch" in refusal(
+        "tiny", 7, "parallel.tensor=8", "parallel.expert=8", "parallel.pipeline=2"
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    processes=st.integers(1, 96),
+    batch=st.integers(1, 60),
+    micro=st.integers(1, 4),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    pipeline=st.sampled_from([1, 2, 3, 4]),
+    expert=st.sampled_from([1, 2, 4, 8]),
+)
+def test_every_layout_it_proposes_passes_its_own_check(processes, batch, micro, tensor, pipeline, expert):
+    config = load(
+        "tiny",
+        [
+            f"training.global_batch={batch * micro}",
+            f"training.micro_batch={micro}",
+            f"parallel.tensor={tensor}",
+            f"parallel.pipeline={pipeline}",
+            f"parallel.expert={expert}",
+        ],
+    )
+    for found in layout.nearest(config, processes, count=3):
+        changed = config.model_copy(
+            update={
+                "parallel": found.parallel,
+                "training": config.training.model_copy(update={"micro_batch": found.micro_batch}),
+            }
+        )
+        assert layout.problems(changed, processes) == []
+        assert layout.micro_batches(changed, processes) >= 1
+    if not layout.problems(config, processes):
+        assert layout.nearest(config, processes)[0].overrides(config) == ""

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from megatron_blackmamba.runtime import patches
+from tests.runtime.ranks import run_script
+
+NO_CUDA = "Torch not compiled with CUDA enabled|requires CUDA|No CUDA GPUs|NVIDIA driver|re-initialize CUDA|CUDA driver"
+WHAT_BREAKS = {
+    "jit": "torch.compile was asked to compile",
+    "current-device": NO_CUDA,
+    "synchronize": NO_CUDA,
+    "streams": NO_CUDA,
+    "device-literals": NO_CUDA,
+    "tensor-cuda": NO_CUDA,
+    "tensor-type": "Wrapped parameters must be one of torch.cuda.FloatTensor",
+    "rng": NO_CUDA,
+    "split-sizes": r"all_to_all_single\(\): incompatible function arguments",
+    "router-gemm": "te_general_gemm",
+    "adam": "AssertionError",
+}
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA needs none of these patches")
+
+
+@pytest.fixture(scope="module")
+def probe():
+    return run_script("tests.runtime.patch_probe")
+
+
+def errors(ranks):
+    return [rank["error"] for rank in ranks if "error" in rank]
+
+
+@without_cuda
+def test_with_every_patch_the_tiny_model_trains_saves_and_resumes_on_one_process_and_on_two(probe):
+    assert [error for ranks in probe["complete"].values() for error in errors(ranks)] == []
+    one, stages, experts = (
+        [rank["answer"]["losses"] for rank in probe["complete"][name] if rank["answer"]["losses"]]
+        for name in ("adam", "tensor-cuda", "streams")
+    )
+    assert one[0][1] < one[0][0]
+    assert stages[0] == pytest.approx(one[0], abs=1e-5)
+    assert experts[0] == pytest.approx(one[0], abs=1e-5)
+
+
+@without_cuda
+@pytest.mark.parametrize("name", [patch.name for patch in patches.PATCHES])
+def test_leaving_a_patch_out_breaks_what_it_is_for(probe, name):
+    if name not in probe["needed"]:
+        pytest.skip(f"this megatron-core does not need the patch {name!r}")
+    import re
+
+    broken = errors(probe["without"][name])
+    assert broken, f"without {name!r} everything still works: is the patch needed?"
+    assert re.search(WHAT_BREAKS[name], broken[0]), broken[0]
+
+
+def test_every_patch_says_why_it_exists():
+    assert {patch.name for patch in patches.PATCHES} == set(WHAT_BREAKS)
+    assert all(len(patch.why) > 40 for patch in patches.PATCHES)
+
+
+def test_leaving_out_a_patch_that_does_not_exist_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"fusion.*current-device"):
+        patches.install(frozenset({"fusion"}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_with_cuda_only_patches_for_missing_libraries_apply_and_torch_stays_as_it_was():
+    before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream", "Event")}
+    tensor = torch.Tensor.cuda, torch.Tensor.type
+    assert set(patches.install()) <= {"router-gemm", "adam"}
+    assert before == {name: getattr(torch.cuda, name) for name in before}
+    assert (torch.Tensor.cuda, torch.Tensor.type) == tensor

@@ -1,0 +1,77 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from megatron_blackmamba.runtime import signals
+from tests.runtime.ranks import ROOT, environment
+
+HANGS = """
+import time
+from megatron_blackmamba.runtime.signals import Watchdog
+with Watchdog(0.4, rank=3) as dog:
+    for step in range(4):
+        dog.alive(f"step {step}"); time.sleep(0.2)
+    def stuck_in_a_collective():
+        time.sleep(60)
+    stuck_in_a_collective()
+"""
+ASKED_TWICE = """
+import os, signal, sys
+from megatron_blackmamba.runtime.signals import StopRequest
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+how = signal.Signals[sys.argv[1]]
+stop = StopRequest(catch=(how,))
+os.kill(os.getpid(), how); assert stop.agreed()
+os.kill(os.getpid(), how); print("still here")
+"""
+
+
+def run(code, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_process_that_hangs_ends_itself_and_says_where():
+    done = run(HANGS)
+    assert done.returncode == signals.HUNG
+    assert "rank 3 hangs" in done.stderr
+    assert "'step 3'" in done.stderr
+    assert "stuck_in_a_collective" in done.stderr
+
+
+def test_a_second_interrupt_ends_the_process_at_once():
+    done = run(ASKED_TWICE, "SIGINT")
+    assert done.returncode == -signal.SIGINT
+    assert "still here" not in done.stdout
+
+
+def test_a_job_script_may_repeat_its_request():
+    done = run(ASKED_TWICE, "SIGTERM")
+    assert done.returncode == 0
+    assert "still here" in done.stdout
+
+
+def test_a_signal_sets_the_flag_and_letting_go_restores_what_was_there():
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = signals.StopRequest(catch=(signal.SIGUSR1,))
+    assert not stop.agreed()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.agreed()
+    assert stop.received is signal.SIGUSR1
+    stop.release()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_watchdog_leaves_a_busy_process_alone():
+    with signals.Watchdog(0.4) as dog:
+        for _ in range(6):
+            time.sleep(0.1)
+            dog.alive("working")

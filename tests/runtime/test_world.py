@@ -1,0 +1,99 @@
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_blackmamba.runtime.world import Place, find_place
+from tests.runtime.ranks import ROOT, environment, free_port, run_script
+
+PROBE = "tests.runtime.world_probe"
+
+
+@pytest.fixture(scope="module")
+def probe():
+    return run_script(PROBE, "forked")
+
+
+def answers(ranks):
+    assert [rank.get("error") for rank in ranks] == [None] * len(ranks)
+    return [rank["answer"] for rank in ranks]
+
+
+def test_four_ranks_lie_in_megatrons_order_and_know_their_neighbours(probe):
+    square = answers(probe["square"])
+    assert [(r["tensor_rank"], r["pipeline_rank"]) for r in square] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [r["tp"] for r in square] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [r["pp"] for r in square] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [(r["first"], r["last"]) for r in square] == [(True, False)] * 2 + [(False, True)] * 2
+    assert [r["sum_of_tensor_group"] for r in square] == [1, 1, 5, 5]
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(probe):
+    square = answers(probe["square"])
+    assert not any(r["asked_before"] for r in square)
+    assert all(r["asked_after"] for r in square)
+    assert [r["received"] for r in square] == [False, False, True, False]
+
+
+def test_a_world_can_be_left_and_started_again_with_the_same_random_numbers(probe):
+    assert all(r["left"] for r in answers(probe["square"]))
+    (alone,) = answers(probe["alone"])
+    assert alone["size"] == 1
+    assert alone["drawn"][:2] == alone["drawn"][2:]
+    assert alone["drawn"][0] != alone["drawn"][1]
+
+
+def test_a_number_of_processes_that_does_not_fit_is_refused_before_anyone_connects(probe):
+    for rank in answers(probe["refused"]):
+        assert "3 processes cannot be divided by parallel.tensor=2" in rank["refused"]
+
+
+def test_one_process_can_be_each_rank_of_a_world_of_64(probe):
+    (pretended,) = answers(probe["pretended"])
+    assert pretended == {"distinct": 64, "left": True, "device": "cpu"}
+
+
+def test_sruns_variables_are_enough_to_meet():
+    shared = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(free_port())}
+    command = [sys.executable, "-m", PROBE, "describe"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=environment(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **shared),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    seen = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
+    assert [r["rank"] for r in seen] == [0, 1]
+    assert [r["ep"] for r in seen] == [[0, 1], [0, 1]]
+    assert [r["expert_rank"] for r in seen] == [0, 1]
+
+
+def test_when_one_rank_fails_all_end_soon_and_only_its_traceback_is_printed():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", f"--master-port={free_port()}"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [*torchrun, "-m", PROBE, "fail"], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert time.monotonic() - began < 90
+    assert "rank 1 of 3 failed:\nTraceback" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+    assert done.stderr.count("of 3 failed:") == 1
+    assert done.stderr.index("rank 1 of 3 failed:") < done.stderr.index("ChildFailedError")
+
+
+def test_a_batch_script_is_no_rank_although_slurm_numbers_it():
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+    assert find_place(batch) == Place(0, 1, 0, 1, "alone")
+
+
+def test_torchrun_inside_srun_is_believed_before_slurm():
+    both = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    both |= {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    assert find_place(both) == Place(9, 16, 1, 8, "torchrun")

@@ -1,0 +1,114 @@
+"""What ranks find when they start a world: started by torchrun, by Slurm's variables, or forked as torchrun would."""
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron_blackmamba.config import ParallelConfig
+from megatron_blackmamba.runtime import layout, patches, seeding, signals, world
+from tests.runtime.ranks import fork_ranks
+
+
+def describe(us: world.World) -> dict:
+    names = (
+        "rank",
+        "size",
+        "tensor_rank",
+        "pipeline_rank",
+        "expert_rank",
+        "data_rank",
+        "data_size",
+        "expert_data_size",
+    )
+    members = {name: dist.get_process_group_ranks(getattr(us.groups, name)) for name in ("tp", "pp", "ep", "dp")}
+    return (
+        {name: getattr(us, name) for name in names} | members | {"first": us.is_first_stage, "last": us.is_last_stage}
+    )
+
+
+def four_in_a_square() -> dict:
+    """TP2 × PP2: who is where, and do they agree on stopping when only one was asked?"""
+    us = world.start(ParallelConfig(tensor=2, pipeline=2, expert=1, expert_tensor=2))
+    seen = describe(us)
+    stop = signals.StopRequest()
+    seen["asked_before"] = stop.agreed()
+    if us.rank == 2:
+        os.kill(os.getpid(), signals.signal.SIGUSR1)
+    seen["asked_after"] = stop.agreed()
+    seen["received"] = stop.received is not None
+    stop.release()
+    total = torch.tensor([us.rank])
+    dist.all_reduce(total, group=us.groups.tp)
+    seen["sum_of_tensor_group"] = int(total)
+    world.shutdown()
+    world.shutdown()
+    seen["left"] = not dist.is_initialized()
+    return seen
+
+
+def twice_alone() -> dict:
+    """A process alone starts, leaves, and starts again; megatron-core's random trackers repeat."""
+    drawn = []
+    for _ in range(2):
+        us = world.start(ParallelConfig())
+        seeding.seed_process(7)
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        with get_cuda_rng_tracker().fork():
+            drawn.append(torch.rand(3).tolist())
+        drawn.append(torch.rand(3).tolist())
+        world.shutdown()
+    return {"drawn": drawn, "size": us.size}
+
+
+def refused() -> dict:
+    try:
+        world.start(ParallelConfig(tensor=2))
+    except layout.LayoutError as error:
+        return {"refused": str(error)}
+    return {}
+
+
+def pretended() -> dict:
+    """All ranks of a world of 64, in one process."""
+    parallel = ParallelConfig(tensor=2, pipeline=2, expert=8)
+    places = []
+    for rank in range(64):
+        with world.fake(parallel, 64, rank) as us:
+            places.append((us.tensor_rank, us.pipeline_rank, us.data_rank))
+    return {"distinct": len(set(places)), "left": not dist.is_initialized(), "device": torch.empty(1).device.type}
+
+
+def fail_on_one() -> None:
+    """Rank 1 divides by zero while the others wait for it."""
+    us = world.start(ParallelConfig())
+    if us.rank == 1:
+        time.sleep(0.2)
+        print(1 / 0)
+    dist.all_reduce(torch.zeros(1))
+    raise AssertionError("the others never got past their collective")
+
+
+def main(scenario: str) -> None:
+    if scenario == "forked":
+        patches.install()
+        answers = {
+            "square": fork_ranks(4, four_in_a_square),
+            "alone": fork_ranks(1, twice_alone, alone=True),
+            "refused": fork_ranks(3, refused),
+            "pretended": fork_ranks(1, pretended, alone=True),
+        }
+    elif scenario == "describe":
+        answers = describe(world.start(ParallelConfig(expert=2)))
+        world.shutdown()
+    else:
+        answers = fail_on_one()
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
