@@ -1,0 +1,326 @@
+"""The verbs `blackmamba data tokenize`, `mixture`, `inspect`, `verify` and `adopt`, as the command line has them."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from data_tools.tokenization import Summary
+
+FROM = "What is read"
+TEXT = "What becomes a token"
+SHARDS = "How shards are made"
+
+app = typer.Typer(
+    name="data",
+    help="Offline data work: raw corpora to token shards, shards to a mixture.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def tokenize(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT... OUT_DIR", help="Files or folders (- is standard input); last, the output folder."
+        ),
+    ],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", "-t", help="A tokenizer.json, a folder with one, or a Hugging Face name."),
+    ] = None,
+    train_tokenizer: Annotated[
+        int | None, typer.Option(metavar="SIZE", help="Train a byte-level BPE of SIZE tokens on the inputs instead.")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="pile, slimpajama, starcoder, pes2o, proofpile or pg19: format, field and files.", rich_help_panel=FROM
+        ),
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option(help="jsonl, parquet or text; by the file name if left out.", rich_help_panel=FROM)
+    ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Field with the text \\[text]; a.b goes down, a\\[].b through a list; repeat to join.",
+            rich_help_panel=FROM,
+        ),
+    ] = None,
+    joiner: Annotated[str, typer.Option(help="Between joined fields.", rich_help_panel=FROM)] = r"\n\n",
+    marker: Annotated[
+        str | None,
+        typer.Option(help="Text files: documents end here; else a file is one document.", rich_help_panel=FROM),
+    ] = None,
+    match: Annotated[
+        str | None, typer.Option(help="Files to take from folders, as '*.md|*.rst'.", rich_help_panel=FROM)
+    ] = None,
+    max_bad: Annotated[
+        str,
+        typer.Option(metavar="N|FRACTION", help="Bad records to skip and list, in each shard.", rich_help_panel=FROM),
+    ] = "0",
+    eod: Annotated[
+        str | None,
+        typer.Option(help="End-of-document token or id, if the tokenizer leaves it open.", rich_help_panel=TEXT),
+    ] = None,
+    special_text: Annotated[
+        bool, typer.Option("--special-text", help="Text that spells a special token becomes it.", rich_help_panel=TEXT)
+    ] = False,
+    backend: Annotated[
+        str, typer.Option(help="auto, fastokens or tokenizers (Hugging Face).", rich_help_panel=TEXT)
+    ] = "auto",
+    train_bytes: Annotated[
+        str, typer.Option(help="Text that --train-tokenizer looks at.", rich_help_panel=TEXT)
+    ] = "1GB",
+    shuffle: Annotated[
+        bool, typer.Option(help="Documents in seeded random order within a shard.", rich_help_panel=SHARDS)
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of the shuffle.", rich_help_panel=SHARDS)] = 0,
+    shard_size: Annotated[
+        str, typer.Option(help="Input that shares a shard; a larger file is one alone.", rich_help_panel=SHARDS)
+    ] = "4GB",
+    workers: Annotated[int, typer.Option(help="Processor cores to use; 0 is all.", rich_help_panel=SHARDS)] = 0,
+    array: Annotated[
+        str | None,
+        typer.Option(metavar="INDEX/COUNT", help="Make only this part of the shards.", rich_help_panel=SHARDS),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Make shards again that are there.", rich_help_panel=SHARDS)
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the shards and their files; write nothing.", rich_help_panel=SHARDS)
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn raw text into token shards that Megatron reads; a second call goes on where the first stopped.
+
+    [dim]blackmamba data tokenize pile/train tokens/pile --preset pile --tokenizer EleutherAI/gpt-neox-20b[/dim]
+
+    [dim]blackmamba data tokenize notes.jsonl tokens/notes --train-tokenizer 8192 --field title --field body[/dim]
+    """
+    from data_tools.rejects import InputError
+    from data_tools.sources import parse_size
+    from data_tools.tokenization import TokenizeOptions, plan
+    from data_tools.tokenization import tokenize as run
+
+    if len(paths) < 2:
+        raise InputError(f"{paths[0]}: name at least one input and, last, the folder for the shards")
+    *inputs, out_dir = paths
+    if Path(out_dir).is_file():
+        raise InputError(f"{out_dir}: the last argument is the folder for the shards, and this is a file")
+    options = TokenizeOptions(
+        tokenizer=tokenizer,
+        train_tokenizer=train_tokenizer,
+        train_bytes=parse_size(train_bytes),
+        preset=preset,
+        format=_one_of("--format", format, ("jsonl", "parquet", "text")),
+        fields=tuple(field or ()),
+        joiner=_unescape(joiner),
+        marker=None if marker is None else _unescape(marker),
+        match=match,
+        eod=eod,
+        backend=_one_of("--backend", backend, ("auto", "fastokens", "tokenizers")),
+        special_text=special_text,
+        shuffle=shuffle,
+        seed=seed,
+        max_bad=max_bad,
+        shard_size=shard_size,
+        workers=workers,
+        array=array,
+        overwrite=overwrite,
+        quiet=as_json,
+    )
+    if dry_run:
+        for job in plan(inputs, out_dir, options).mine:
+            names = ", ".join(source.path for source in job.sources[:3]) + (", ..." if len(job.sources) > 3 else "")
+            print(f"{job.prefix}  {len(job.sources)} files, {job.input_bytes / 1e6:.1f} MB: {names}")
+        return
+    summary = run(inputs, out_dir, options)
+    if as_json:
+        shards = [
+            {"shard": m.shard, "tokens": m.tokens, "documents": m.documents, "bin_sha256": m.bin_sha256}
+            for m in (made.manifest for made in summary.shards)
+        ]
+        counts = {"tokens": summary.tokens, "documents": summary.documents, "rejected": summary.rejected}
+        print(json.dumps({**counts, "written": len(summary.written), "shards": shards}))
+        return
+    print(_sentence(summary))
+
+
+@app.command()
+def mixture(
+    name: Annotated[str, typer.Argument(metavar="MIXTURE", help="A mixture file, or a shipped name (paper_mix).")],
+    tokens: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="Planned tokens, as 300e9 or 300B; without it, all there are.")
+    ] = None,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 2048,
+    as_json: Json = False,
+) -> None:
+    """Print probability, samples and epochs of every source for a planned number of tokens.
+
+    [dim]blackmamba data mixture paper_mix --tokens 300e9[/dim]
+    """
+    from dataclasses import asdict
+
+    from data_tools.mixture import parse_count, plan_mixture, print_plan
+    from megatron_blackmamba.config import find
+    from megatron_blackmamba.formats.mixture import Mixture
+
+    path = find(name)
+    plan = plan_mixture(Mixture.read(path), None if tokens is None else parse_count(tokens), sequence_length)
+    if as_json:
+        print(json.dumps(asdict(plan), indent=2))
+    else:
+        print_plan(plan, path)
+    plan.check_epochs()
+
+
+@app.command()
+def inspect(
+    paths: Annotated[list[str], typer.Argument(metavar="SHARD...", help="Shards, or folders of them.")],
+    document: Annotated[
+        list[int] | None, typer.Option("--document", "-d", help="Its number, from 0; repeat for more.")
+    ] = None,
+    count: Annotated[int, typer.Option("--count", "-n", help="How many, where no number is given.")] = 3,
+    seed: Annotated[int | None, typer.Option(help="Take them at random, not from the beginning.")] = None,
+    chars: Annotated[int, typer.Option(help="Text shown of each; 0 is all.")] = 500,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show the token ids too.")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", "-t", help="If there is no tokenizer.json beside the shards.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show documents of shards as text, each with the raw file and record it came from.
+
+    [dim]blackmamba data inspect tokens/pile --count 5 --seed 0[/dim]
+
+    [dim]blackmamba data inspect tokens/pile/shard_00003 --document 1234 --chars 0[/dim]
+    """
+    from data_tools.inspection import read_documents
+
+    found = read_documents(paths, numbers=document or (), count=count, seed=seed, tokenizer=tokenizer)
+    for each in found:
+        if as_json:
+            shown = {"shard": str(each.shard.prefix), "document": each.number, "source": each.origin.source}
+            print(json.dumps({**shown, "record": each.origin.record, "ids": each.ids.tolist(), "text": each.text}))
+            continue
+        total = each.shard.manifest.documents
+        print(f"--- {each.shard.prefix}, document {each.number} of {total}: {len(each.ids)} tokens, from {each.origin}")
+        if tokens:
+            print(" ".join(map(str, each.ids.tolist())))
+        print(each.text if not chars or len(each.text) <= chars else each.text[:chars] + " [...]")
+
+
+@app.command()
+def verify(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="SHARD|MIXTURE...", help="Shards, folders of them, or mixture files.")
+    ],
+    quick: Annotated[bool, typer.Option("--quick", help="Sizes, counts and indices only; read no token.")] = False,
+    workers: Annotated[int, typer.Option(help="Shards read at a time; 0 is one a core.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Check shards against their manifests: sha256, counts, index, token range, an EOD after every document.
+
+    Of a mixture file: its shards, that they fit together, and that its order keeps its weights.
+
+    [dim]blackmamba data verify tokens/pile tokens/pg19[/dim]
+
+    [dim]blackmamba data verify mixture.yaml --quick[/dim]
+    """
+    from data_tools.mixture import read_mixtures, verify_mixture
+    from data_tools.tokenization import usable_cores
+    from data_tools.verification import verify as run
+
+    mixtures = read_mixtures(paths)
+    shards = [path for path in paths if path not in mixtures]
+    shards += [str(prefix) for mixture in mixtures.values() for prefix in mixture.prefixes()]
+    verdicts = run(shards, quick=quick, cores=workers or usable_cores(), quiet=as_json)
+    bad = [verdict for verdict in verdicts if verdict.problems]
+    if as_json:
+        print(json.dumps([{**vars(verdict), "prefix": str(verdict.prefix)} for verdict in verdicts]))
+    else:
+        for verdict in verdicts:
+            counts = f"{verdict.documents:,} documents, {verdict.tokens:,} tokens"
+            print(f"{'BAD' if verdict.problems else 'ok '} {verdict.prefix}  {counts}")
+            for problem in verdict.problems:
+                print(f"    {problem}")
+        tokens = sum(verdict.tokens for verdict in verdicts)
+        print(f"{len(verdicts)} shards, {tokens:,} tokens: " + (f"{len(bad)} of them bad" if bad else "all sound"))
+    if bad:
+        raise typer.Exit(2)
+    for path, mixture in mixtures.items():
+        findings = verify_mixture(mixture)
+        if not as_json:
+            print("\n".join(f"{path}: {finding}" for finding in findings))
+
+
+@app.command()
+def adopt(
+    paths: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Shards that another tool made.")],
+    tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="The tokenizer they were made with.")],
+    eod: Annotated[str | None, typer.Option(help="End-of-document token or id.")] = None,
+) -> None:
+    """Check a .bin and .idx that Megatron's or another tool wrote, and write the manifest they lack.
+
+    [dim]blackmamba data adopt old/pile_text_document --tokenizer EleutherAI/gpt-neox-20b[/dim]
+
+    [dim]blackmamba data adopt old/part_*.bin --tokenizer tokenizer.json[/dim]
+    """
+    from data_tools.verification import adopt as run
+    from megatron_blackmamba.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer, eod=eod)
+    for path in paths:
+        manifest = run(path, loaded)
+        print(f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens")
+
+
+def run_tokenize() -> None:
+    """`python -m data_tools.tokenization`."""
+    alone = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+    alone.command()(tokenize)
+    try:
+        alone()
+    except ValueError as error:
+        if not type(error).__module__.startswith(("megatron_blackmamba", "data_tools")):
+            raise
+        print(f"tokenize: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _sentence(summary: "Summary") -> str:
+    from data_tools.progress import short
+
+    written, shards = len(summary.written), len(summary.shards)
+    lines = [f"{summary.out_dir}: {shards} shards, {summary.documents:,} documents, {summary.tokens:,} tokens"]
+    if written:
+        rate = short(sum(manifest.tokens for manifest in summary.written) / max(summary.seconds, 1e-9))
+        lines.append(f"written: {written}, in {summary.seconds:.1f} s ({rate} tokens/s)")
+    if shards > written:
+        lines.append(f"found finished, and verified: {shards - written}")
+    bad = ", ".join(f"{count:,} {reason}" for reason, count in summary.rejected.items())
+    if bad:
+        lines.append(f"skipped records, listed in the manifests: {bad}")
+    return "\n".join(lines)
+
+
+def _unescape(text: str) -> str:
+    """`\\n` and `\\t` as shells pass them."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _one_of(flag: str, value: str | None, choices: tuple[str, ...]) -> Any:
+    from data_tools.rejects import InputError
+
+    if value is not None and value not in choices:
+        raise InputError(f"{flag} {value}: choose {', '.join(choices[:-1])} or {choices[-1]}")
+    return value

@@ -1,0 +1,206 @@
+"""What a mixture means for a planned number of tokens: probability, samples and epochs of every source."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_blackmamba.formats.mixture import Mixture, MixtureError, Source, check_together, content_fingerprint
+from megatron_blackmamba.formats.schedule import Schedule
+from megatron_blackmamba.formats.shards import Shard
+
+PREFIXES_CHECKED = 1_000_000
+ALLOWED_DEVIATION = 2.0
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """One line of the table."""
+
+    name: str
+    tokens: int
+    """What fixes the probability: stated in the file, or counted in the shards."""
+    weight: float
+    probability: float
+    samples: int
+    epochs: float
+    max_epochs: float | None
+    shards: int | None
+    shard_tokens: int | None
+    """What the shards hold, and so what an epoch is; None where there are no shards yet."""
+
+
+@dataclass(frozen=True)
+class MixturePlan:
+    tokens: int
+    sequence_length: int
+    samples: int
+    weighted_tokens: float
+    """Sum of tokens × weight."""
+    sources: list[SourcePlan]
+    phases: list[dict[str, Any]]
+    missing: dict[str, str]
+    """Sources without shards here, and why; their epochs are of the tokens that the file states."""
+
+    def check_epochs(self) -> None:
+        """Raise MixtureError if a source would be read more often than its max_epochs."""
+        beyond = [s for s in self.sources if s.max_epochs is not None and s.epochs > s.max_epochs]
+        if beyond:
+            lines = [f"source {s.name!r}: {s.epochs:.4f} epochs, max_epochs is {s.max_epochs:g}" for s in beyond]
+            raise MixtureError("\n".join(lines) + "\nlower its weight, plan fewer tokens, or raise max_epochs")
+
+
+def plan_mixture(mixture: Mixture, tokens: int | None = None, sequence_length: int = 2048) -> MixturePlan:
+    """tokens: of the whole run; by default as many as the sources have."""
+    missing: dict[str, str] = {}
+    opened = [_open_if_there(mixture, source, missing) for source in mixture.sources]
+    check_together({s.name: both for s, both in zip(mixture.sources, opened, strict=True) if both is not None})
+    held = [None if both is None else sum(shard.manifest.tokens for shard in both[0]) for both in opened]
+    stated = [source.tokens or in_shards or 0 for source, in_shards in zip(mixture.sources, held, strict=True)]
+    prints = [content_fingerprint(both[0]) for both in opened if both is not None]
+    schedule = mixture.schedule(stated, sequence_length, prints if len(prints) == len(opened) else None)
+    planned = tokens or sum(stated)
+    samples = -(-planned // sequence_length)
+    lines = [
+        SourcePlan(
+            name=source.name,
+            tokens=has,
+            weight=source.weight,
+            probability=float(probability),
+            samples=count,
+            epochs=count * sequence_length / (in_shards or has),
+            max_epochs=source.max_epochs,
+            shards=None if both is None else len(both[0]),
+            shard_tokens=in_shards,
+        )
+        for source, both, in_shards, has, probability, count in zip(
+            mixture.sources,
+            opened,
+            held,
+            stated,
+            schedule.blends[0].probabilities,
+            schedule.counts(samples),
+            strict=True,
+        )
+    ]
+    phases = [
+        {
+            "from_sample": start,
+            "probabilities": {n: float(p) for n, p in zip(mixture.names, blend.probabilities, strict=True)},
+        }
+        for start, blend in zip(schedule.starts, schedule.blends, strict=True)
+    ]
+    weighted = float(sum(n * w for n, w in zip(stated, mixture.weights()[0], strict=True)))
+    return MixturePlan(planned, sequence_length, samples, weighted, lines, phases, missing)
+
+
+def verify_mixture(mixture: Mixture, sequence_length: int = 2048) -> list[str]:
+    """Check that its shards fit together and that its order keeps its weights; what was found, one line each."""
+    opened = {source.name: mixture.open_shards(source) for source in mixture.sources}
+    check_together(opened)
+    held = {name: sum(shard.manifest.tokens for shard in training) for name, (training, _) in opened.items()}
+    findings = [f"{sum(len(t) + len(v) for t, v in opened.values())} shards of one tokenizer, no two the same"]
+    findings += [
+        f"source {s.name!r}: the file states {s.tokens:,} tokens, the shards hold {held[s.name]:,}"
+        for s in mixture.sources
+        if s.tokens and abs(s.tokens - held[s.name]) > 0.01 * s.tokens
+    ]
+    deviation = prefix_deviation(mixture.schedule(list(held.values()), sequence_length))
+    if deviation >= ALLOWED_DEVIATION:
+        raise MixtureError(
+            f"the mixture strays {deviation:.2f} samples from its weights: this is a bug, please report it"
+        )
+    findings.append(f"mixture within {deviation:.2f} samples of its weights at every prefix checked")
+    return findings
+
+
+def read_mixtures(paths: Iterable[str]) -> dict[str, Mixture]:
+    """The mixture files among these paths."""
+    return {path: Mixture.read(path) for path in paths if path.endswith((".yaml", ".yml"))}
+
+
+def prefix_deviation(schedule: Schedule, samples: int = PREFIXES_CHECKED) -> float:
+    """The farthest any source is from its share at any prefix of each phase's first `samples`."""
+    worst = 0.0
+    ends = [*schedule.starts[1:], None]
+    for start, end, blend in zip(schedule.starts, ends, schedule.blends, strict=True):
+        length = samples if end is None else min(samples, end - start)
+        source, _ = schedule.locate_range(start, start + length)
+        prefix = np.arange(1, length + 1)
+        for number, probability in enumerate(blend.probabilities):
+            worst = max(worst, float(np.abs(np.cumsum(source == number) - float(probability) * prefix).max()))
+    return worst
+
+
+def _open_if_there(mixture: Mixture, source: Source, missing: dict[str, str]) -> tuple[list[Shard], list[Shard]] | None:
+    try:
+        return mixture.open_shards(source)
+    except MixtureError as error:
+        if source.tokens is None:
+            raise MixtureError(f"{error}; without shards, state the source's `tokens`") from None
+        missing[source.name] = str(error)
+        return None
+
+
+def parse_count(text: str) -> int:
+    """300e9, 300B, 1.5T or 2_000_000."""
+    scale = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}.get(text[-1:].lower(), 1)
+    try:
+        count = round(float(text[:-1] if scale > 1 else text) * scale)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise MixtureError(f"{text!r} is not a number of tokens: write 300e9, 300B or 300000000000")
+    return count
+
+
+def print_plan(plan: MixturePlan, path: Path) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=f"{path.name}: {plan.tokens:,} tokens, {plan.samples:,} samples of {plan.sequence_length:,}",
+    )
+    columns = {
+        "source": [s.name for s in plan.sources],
+        "tokens": [_billions(s.tokens) for s in plan.sources],
+        "weight": [f"{s.weight:g}" for s in plan.sources],
+        "product": [_billions(s.tokens * s.weight) for s in plan.sources],
+        "probability": [f"{s.probability:.6f}" for s in plan.sources],
+        "samples": [f"{s.samples:,}" for s in plan.sources],
+        "epochs": [f"{s.epochs:.5f}" for s in plan.sources],
+    }
+    footers = {"source": "all", "tokens": _billions(sum(s.tokens for s in plan.sources))}
+    footers |= {"product": _billions(plan.weighted_tokens), "probability": "1", "samples": f"{plan.samples:,}"}
+    if any(s.max_epochs is not None for s in plan.sources):
+        columns["max"] = ["" if s.max_epochs is None else f"{s.max_epochs:g}" for s in plan.sources]
+    for number, heading in enumerate(columns):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
+    table.add_section()
+    table.add_row(*(footers.get(heading, "") for heading in columns))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file or a pipe has no width to keep to
+    console.print(table)
+    for phase in plan.phases[1:]:
+        shares = ", ".join(f"{name} {p:.6f}" for name, p in phase["probabilities"].items())
+        console.print(f"from sample {phase['from_sample']:,}: {shares}")
+    for s in plan.sources:
+        if s.shard_tokens is not None and s.shard_tokens != s.tokens:
+            held = f"{s.name}: the file states {_billions(s.tokens)} tokens, its {s.shards} shards hold"
+            console.print(f"{held} {_billions(s.shard_tokens)}: epochs are of those", highlight=False)
+    if plan.missing:
+        reason = next(iter(plan.missing.values()))
+        note = f"No shards here for {', '.join(plan.missing)}: epochs are of the tokens the file states. ({reason})"
+        console.print(note, style="dim", highlight=False)
+
+
+def _billions(tokens: float) -> str:
+    return f"{tokens / 1e9:,.1f} B" if tokens >= 1e8 else f"{tokens:,.0f}"

@@ -1,0 +1,316 @@
+"""Documents out of raw files: JSON lines, parquet and plain text, in batches of about a megabyte."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import orjson
+
+from data_tools import rejects
+from data_tools.fields import FieldError, TakeText, root_columns, text_of
+from data_tools.rejects import InputError
+from data_tools.streams import Damage, InputStream, file_sha256
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
+
+Format = Literal["jsonl", "parquet", "text"]
+Rejecter = Callable[[int, str, str], None]  # record number, reason, detail
+
+BATCH_BYTES = 1 << 20  # what one step works on stays in the cache of a core
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What part of a file is the text of a document."""
+
+    fields: tuple[str, ...] = ("text",)
+    joiner: str = "\n\n"
+    marker: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.fields or not all(self.fields):
+            raise InputError("--field needs the name of a field")
+        if self.marker == "":
+            raise InputError("--marker needs some text to split on")
+
+
+@dataclass
+class Batch:
+    """Documents in the order of the file, each with its record number counted from 1."""
+
+    texts: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    def add(self, number: int, text: str) -> None:
+        self.texts.append(text)
+        self.numbers.append(number)
+
+
+class Reader:
+    """Reads one file from beginning to end; afterwards it knows the file's fingerprint."""
+
+    def __init__(self, path: str | Path, format: Format, options: ReadOptions, reject: Rejecter) -> None:
+        self.path, self.format, self.options, self.reject = path, format, options, reject
+        self.bytes_read = 0
+        self.sha256 = ""
+
+    def batches(self) -> Iterator[Batch]:
+        if self.format == "parquet":
+            yield from self._parquet_batches()
+            return
+        with InputStream(self.path) as stream:
+            parser: Parser = (
+                JsonLines(self.options, self.reject) if self.format == "jsonl" else Text(self.options, self.reject)
+            )
+            try:
+                for block in stream.blocks():
+                    self.bytes_read = stream.bytes_read
+                    yield from parser.feed(block)
+                yield from parser.finish()
+            except Damage as damage:
+                yield from parser.abandon()
+                self.reject(parser.number + 1, damage.reason, damage.detail)
+            self.sha256 = stream.sha256()
+            self.bytes_read = stream.bytes_read
+
+    def _parquet_batches(self) -> Iterator[Batch]:
+        size = Path(self.path).stat().st_size
+        self.sha256 = file_sha256(self.path)
+        for batch, fraction in read_parquet(self.path, self.options, self.reject):
+            self.bytes_read = int(size * fraction)
+            yield batch
+        self.bytes_read = size
+
+
+class Parser:
+    """Bytes in, batches of documents out. `number` is that of the last record seen."""
+
+    def __init__(self, options: ReadOptions, reject: Rejecter) -> None:
+        self.options, self.reject = options, reject
+        self.number = 0
+
+    def feed(self, block: bytes) -> Iterator[Batch]:
+        raise NotImplementedError
+
+    def finish(self) -> Iterator[Batch]:
+        """The input ended as it should."""
+        raise NotImplementedError
+
+    def abandon(self) -> Iterator[Batch]:
+        """The input broke off: whole records are given, the one under way is not."""
+        raise NotImplementedError
+
+
+class JsonLines(Parser):
+    def __init__(self, options: ReadOptions, reject: Rejecter) -> None:
+        super().__init__(options, reject)
+        self.take: TakeText = text_of(options.fields, options.joiner)
+        self.pending: list[bytes] = []
+        self.pending_bytes = 0
+        self.seen_any = False
+
+    def feed(self, block: bytes) -> Iterator[Batch]:
+        if not self.seen_any:
+            block = block.removeprefix(_BOM)
+            self.seen_any = True
+        self.pending.append(block)
+        self.pending_bytes += len(block)
+        if self.pending_bytes >= BATCH_BYTES and b"\n" in block:
+            yield self._parse(self._take_complete_lines().split(b"\n"))
+
+    def finish(self) -> Iterator[Batch]:
+        lines = b"".join(self.pending).split(b"\n")
+        self.pending = []
+        unterminated = lines.pop()
+        yield self._parse(lines)
+        if unterminated:
+            yield self._parse([unterminated], terminated=False)
+
+    def abandon(self) -> Iterator[Batch]:
+        lines = b"".join(self.pending).split(b"\n")
+        self.pending = []
+        yield self._parse(lines[:-1])
+
+    def _take_complete_lines(self) -> bytes:
+        block = b"".join(self.pending)
+        end = block.rfind(b"\n")
+        self.pending = [block[end + 1 :]]
+        self.pending_bytes = len(self.pending[0])
+        return block[:end]
+
+    def _parse(self, lines: Iterable[bytes], terminated: bool = True) -> Batch:
+        batch = Batch()
+        loads, take, add = orjson.loads, self.take, batch.add
+        for line in lines:
+            self.number += 1
+            try:
+                text = take(loads(line))
+            except orjson.JSONDecodeError as error:
+                second = self._second_look(line, error, terminated)
+                if second is None:
+                    continue
+                text = second
+            except FieldError as error:
+                self.reject(self.number, error.reason, error.detail)
+                continue
+            add(self.number, text)
+        return batch
+
+    def _second_look(self, line: bytes, error: orjson.JSONDecodeError, terminated: bool) -> str | None:
+        """orjson is strict: find out what is wrong, and keep the line if its text is sound (NaN elsewhere, say)."""
+        if not line or line.isspace():
+            self.reject(self.number, rejects.BLANK, "")
+            return None
+        try:
+            text = self.take(json.loads(line.decode()))
+            text.encode()
+            return text
+        except UnicodeDecodeError as bad:
+            broken_end = not terminated and bad.end == len(line)
+            reason = rejects.TRUNCATED_LINE if broken_end else rejects.INVALID_UTF8
+            self.reject(self.number, reason, f"byte {bad.start} of the line is 0x{line[bad.start]:02x}")
+        except UnicodeEncodeError as bad:
+            self.reject(
+                self.number, rejects.LONE_SURROGATE, f"\\u{ord(bad.object[bad.start]):04x} without its other half"
+            )
+        except FieldError as bad:
+            self.reject(self.number, bad.reason, bad.detail)
+        except RecursionError:
+            self.reject(self.number, rejects.INVALID_JSON, "nested too deeply")
+        except ValueError:
+            reason = rejects.INVALID_JSON if terminated else rejects.TRUNCATED_LINE
+            self.reject(
+                self.number, reason, f"{error.msg} at character {error.pos}: {_excerpt(line)}" + self._hint(line)
+            )
+        return None
+
+    def _hint(self, line: bytes) -> str:
+        if self.number == 1 and line.strip() in (b"[", b"{"):
+            return "; this looks like one JSON value over several lines: `jq -c '.[]'` makes JSON lines of it"
+        if self.number == 1 and line.lstrip()[:1] not in (b"{", b"["):
+            return "; if this is plain text, add --format text"
+        return ""
+
+
+class Text(Parser):
+    """One document a file, or the pieces between markers."""
+
+    def __init__(self, options: ReadOptions, reject: Rejecter) -> None:
+        super().__init__(options, reject)
+        self.marker = options.marker.encode() if options.marker else None
+        self.pending = bytearray()
+        self.searched = 0
+
+    def feed(self, block: bytes) -> Iterator[Batch]:
+        self.pending += block
+        if self.marker is None or len(self.pending) < BATCH_BYTES:
+            return
+        # A marker may lie across two blocks: look again at its length before the end.
+        if self.pending.find(self.marker, max(0, self.searched - len(self.marker))) < 0:
+            self.searched = len(self.pending)
+            return
+        *pieces, rest = bytes(self.pending).split(self.marker)
+        self.pending, self.searched = bytearray(rest), 0
+        yield self._documents(pieces)
+
+    def finish(self) -> Iterator[Batch]:
+        pieces = bytes(self.pending).split(self.marker) if self.marker else [bytes(self.pending)]
+        self.pending = bytearray()
+        if self.marker and not pieces[-1].strip():
+            pieces.pop()  # what follows the last marker is the end of the file, not a document
+        yield self._documents(pieces)
+
+    def abandon(self) -> Iterator[Batch]:
+        pieces = bytes(self.pending).split(self.marker)[:-1] if self.marker else []
+        self.pending = bytearray()
+        yield self._documents(pieces)
+
+    def _documents(self, pieces: Iterable[bytes]) -> Batch:
+        batch = Batch()
+        for piece in pieces:
+            self.number += 1
+            if self.number == 1:
+                piece = piece.removeprefix(_BOM)
+            if self.marker and not piece.strip():
+                self.reject(self.number, rejects.BLANK, "")
+                continue
+            try:
+                batch.add(self.number, piece.decode())
+            except UnicodeDecodeError as bad:
+                self.reject(self.number, rejects.INVALID_UTF8, f"byte {bad.start} is 0x{piece[bad.start]:02x}")
+        return batch
+
+
+def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
+    """Batches of a parquet file, and the fraction of its rows read so far."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    take = text_of(options.fields, options.joiner)
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path}: not a whole parquet file ({_first_line(error)}): download it again") from None
+    with file:
+        names = file.schema_arrow.names
+        columns = root_columns(options.fields, names)
+        absent = [column for column in columns if column not in names]
+        if absent:
+            raise InputError(
+                f"{path}: no column `{absent[0]}`; it has {', '.join(names)}. Name the one with the text: --field"
+            )
+        number = 0
+        try:
+            for table in file.iter_batches(
+                batch_size=_rows_per_batch(file, columns), columns=list(dict.fromkeys(columns))
+            ):
+                batch = Batch()
+                for row in _rows(table):
+                    number += 1
+                    try:
+                        if isinstance(row, UnicodeDecodeError):
+                            raise FieldError(rejects.INVALID_UTF8, f"byte {row.start} is 0x{row.object[row.start]:02x}")
+                        batch.add(number, take(row))
+                    except FieldError as error:
+                        reject(number, error.reason, error.detail)
+                yield batch, number / max(1, file.metadata.num_rows)
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{path}, after row {number}: {_first_line(error)}: download it again") from None
+
+
+def _rows(table: "RecordBatch") -> Iterator[dict | UnicodeDecodeError]:
+    try:
+        yield from table.to_pylist()
+    except UnicodeDecodeError:  # one bad string spoils the batch: go row by row
+        for i in range(table.num_rows):
+            try:
+                yield table.slice(i, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield error
+
+
+def _rows_per_batch(file: "ParquetFile", columns: list[str]) -> int:
+    """About BATCH_BYTES of text: rows may be tweets or books."""
+    metadata = file.metadata
+    wanted = 0
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        for i in range(row_group.num_columns):
+            column = row_group.column(i)
+            if column.path_in_schema.split(".")[0] in columns:
+                wanted += column.total_uncompressed_size
+    return max(1, min(65536, BATCH_BYTES * metadata.num_rows // max(1, wanted)))
+
+
+def _excerpt(line: bytes, most: int = 60) -> str:
+    text = line[:most].decode(errors="replace")
+    return repr(text) + ("..." if len(line) > most else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,88 @@
+"""Records that cannot become documents: why, and how many of them the caller puts up with."""
+
+from dataclasses import dataclass, field
+
+from megatron_blackmamba.formats.shards import Reject
+
+INVALID_JSON = "invalid JSON"
+INVALID_UTF8 = "invalid UTF-8"
+LONE_SURROGATE = "lone surrogate"
+MISSING_FIELD = "missing field"
+NOT_A_STRING = "not a string"
+EMPTY = "empty"
+TRUNCATED_LINE = "truncated last line"
+TRUNCATED_FILE = "truncated compression"
+DAMAGED_FILE = "damaged compression"
+BLANK = "blank"  # a line or piece of white space: listed, never counted as bad, since nothing is lost with it
+
+LISTED_AT_MOST = 10_000
+
+
+class InputError(ValueError):
+    """Input or settings the user has to put right; the message says how."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How many records of a shard may be skipped: a number of them, or a fraction of all."""
+
+    count: int = 0
+    fraction: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Tolerance":
+        """`100` records, or `0.001` or `0.1%` of them."""
+        try:
+            if text.isdigit():
+                return cls(count=int(text))
+            fraction = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+            if 0 <= fraction < 1:
+                return cls(fraction=fraction)
+        except ValueError:
+            pass
+        raise InputError(f"--max-bad {text}: give a number of records (100) or a fraction of them (0.001, 0.1%)")
+
+    def allows(self, bad: int, records: int) -> bool:
+        return bad <= (self.count if self.fraction is None else self.fraction * records)
+
+
+@dataclass
+class RejectLog:
+    """Collects what is skipped while one shard is read, and stops the work when it is too much."""
+
+    tolerance: Tolerance
+    counts: dict[str, int] = field(default_factory=dict)
+    first: list[Reject] = field(default_factory=list)
+
+    @property
+    def bad(self) -> int:
+        return sum(count for reason, count in self.counts.items() if reason != BLANK)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def add(self, source: str, path: str, record: int, reason: str, detail: str = "") -> None:
+        """Note a record that is skipped; raise InputError where the tolerance is a number and now exceeded."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        if len(self.first) < LISTED_AT_MOST:
+            self.first.append(Reject(source=source, record=record, reason=reason))
+        if reason != BLANK and self.tolerance.fraction is None and self.bad > self.tolerance.count:
+            raise InputError(self._too_many(path, record, reason, detail))
+
+    def check(self, records: int) -> None:
+        """Raise InputError where the tolerance is a fraction and the whole shard is worse."""
+        if self.tolerance.allows(self.bad, records):
+            return
+        worst = ", ".join(f"{count} {reason}" for reason, count in self.counts.items() if reason != BLANK)
+        examples = [reject for reject in self.first if reject.reason != BLANK]
+        raise InputError(
+            f"{self.bad} of {records} records are bad ({worst}), more than --max-bad {self.tolerance.fraction:g} "
+            f"allows; the first is {examples[0].source}, record {examples[0].record}"
+        )
+
+    def _too_many(self, path: str, record: int, reason: str, detail: str) -> str:
+        message = f"{path}, record {record}: {reason}" + (f" ({detail})" if detail else "")
+        if self.tolerance.count:
+            return f"{message}; that makes {self.bad} in this shard, and --max-bad allows {self.tolerance.count}"
+        return f"{message}. To skip such records and list them in the manifest: --max-bad 100, or --max-bad 0.1%"

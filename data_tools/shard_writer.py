@@ -1,0 +1,313 @@
+"""One shard from its raw files: read, encode, check, shuffle, write; it appears whole, or not at all."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from data_tools.readers import Batch, Reader, ReadOptions
+from data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
+from data_tools.shuffle import DocumentShuffler, order_keys
+from data_tools.sources import Source
+from data_tools.streams import STDIN
+from megatron_blackmamba import __version__
+from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.shards import (
+    MANIFEST_SUFFIX,
+    ShardManifest,
+    SourceFile,
+    beside,
+    token_dtype,
+    write_idx,
+)
+from megatron_blackmamba.tokenizer import Tokenizer
+
+RECHECKED_ONE_IN = 1024
+_RECHECKED_AT_FIRST_BYTES = 64 << 10
+_LONGEST_DOCUMENT = (1 << 31) - 1  # lengths are int32 in an index
+_TOKEN_BYTES_PER_INPUT_BYTE = {False: 0.6, True: 2.5}  # of plain and of compressed text; only sizes the buckets
+
+Report = Callable[[int, int, int], None]  # input bytes, tokens, documents: so far
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """What decides the content of shards, the raw files and the tokenizer aside."""
+
+    read: ReadOptions = field(default_factory=ReadOptions)
+    special_text: bool = False
+    shuffle: bool = True
+    seed: int = 0
+
+    def recorded(self) -> dict[str, Any]:
+        """As it stands in manifests, to tell whether a shard was made with these settings."""
+        return {
+            "fields": list(self.read.fields),
+            "joiner": self.read.joiner,
+            "marker": self.read.marker,
+            "special_text": self.special_text,
+        }
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One shard to write."""
+
+    number: int
+    sources: tuple[Source, ...]
+    out_dir: Path
+    settings: ShardSettings
+    tolerance: Tolerance
+
+    @property
+    def prefix(self) -> Path:
+        return self.out_dir / f"shard_{self.number:05d}"
+
+    @property
+    def manifest_path(self) -> Path:
+        return beside(self.prefix, MANIFEST_SUFFIX)
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(source.bytes for source in self.sources)
+
+
+def write_shard(job: ShardJob, tokenizer: Tokenizer, report: Report = lambda *_: None) -> ShardManifest:
+    """Write the three files of a shard; its manifest comes last, so a shard without one is not finished."""
+    try:
+        with _work_folder(job) as folder:
+            return _Writing(job, tokenizer, report, folder).run()
+    except OSError as error:  # no space, no permission, a file that went away
+        where = error.filename or job.prefix
+        raise InputError(f"{where}: {error.strerror or error}; nothing of {job.prefix.name} was written") from error
+
+
+class _Writing:
+    def __init__(self, job: ShardJob, tokenizer: Tokenizer, report: Report, folder: Path) -> None:
+        self.job, self.tokenizer, self.report, self.folder = job, tokenizer, report, folder
+        self.settings = job.settings
+        self.dtype = token_dtype(tokenizer.vocab_size)
+        self.rejects = RejectLog(job.tolerance)
+        self.digest = hashlib.sha256()
+        self.lengths: list[np.ndarray] = []
+        self.sources: list[SourceFile] = []
+        self.documents = self.tokens = self.text_bytes = self.rechecked = self.first_bytes = 0
+        self.finished_bytes = 0
+
+    def run(self) -> ShardManifest:
+        bin_path, idx_path = self.folder / "bin", self.folder / "idx"
+        with open(bin_path, "wb") as file, self._sink(file) as sink:
+            for source in self.job.sources:
+                self._read(source, sink)
+            sink.finish()
+        self.rejects.check(self.documents + self.rejects.bad)
+        if not self.documents:
+            names = ", ".join(source.path for source in self.job.sources[:3]) + (
+                ", ..." if len(self.job.sources) > 3 else ""
+            )
+            raise InputError(f"{names}: not one document in {self.job.prefix.name}: leave these files out")
+        lengths = np.concatenate(self.lengths)
+        with open(idx_path, "wb") as file:
+            idx_sha256 = write_idx(file, self.dtype, lengths)
+        manifest = self._manifest(idx_sha256)
+        self.job.manifest_path.unlink(missing_ok=True)
+        atomic.publish(idx_path, beside(self.job.prefix, ".idx"))
+        atomic.publish(bin_path, beside(self.job.prefix, ".bin"))
+        manifest.write(self.job.manifest_path)
+        return manifest
+
+    def _read(self, source: Source, sink: "_Sink") -> None:
+        documents, bad = self.documents, self.rejects.total
+
+        def reject(record: int, reason: str, detail: str) -> None:
+            self.rejects.add(source.name, source.path, record, reason, detail)
+
+        reader = Reader(source.path, source.format, self.settings.read, reject)
+        for batch in reader.batches():
+            if batch.texts:
+                self._encode(batch, source, sink, reject)
+            self.report(self.finished_bytes + reader.bytes_read, self.tokens, self.documents)
+        if source.path != STDIN and reader.bytes_read != source.bytes:
+            raise InputError(
+                f"{source.path}: had {source.bytes} bytes when the work was planned, {reader.bytes_read} were read: "
+                "something writes to it; wait until it is whole"
+            )
+        self.finished_bytes += reader.bytes_read
+        taken = self.documents - documents
+        self.sources.append(
+            SourceFile(
+                name=source.name,
+                sha256=reader.sha256,
+                bytes=reader.bytes_read,
+                modified_ns=source.modified_ns,
+                records=taken + self.rejects.total - bad,
+                documents=taken,
+            )
+        )
+
+    def _encode(self, batch: Batch, source: Source, sink: "_Sink", reject: Callable[[int, str, str], None]) -> None:
+        ids, lengths = self.tokenizer.encode_batch(batch.texts, special_text=self.settings.special_text)
+        if int(lengths.min()) == 0:
+            kept = []
+            for i, (number, length) in enumerate(zip(batch.numbers, lengths.tolist(), strict=True)):
+                if length:
+                    kept.append(i)
+                else:
+                    reject(number, EMPTY, "the text makes no token")
+            batch = Batch([batch.texts[i] for i in kept], [batch.numbers[i] for i in kept])
+            lengths = lengths[kept]
+            if not kept:
+                return
+        self._check_ids(ids, lengths, batch, source)
+        keys = order_keys(self.settings.seed, self.job.number, self.documents, len(lengths))
+        self._recheck(ids, lengths, keys, batch, source)
+        tokens = with_eod(ids, lengths, self.tokenizer.eod_id, self.dtype)
+        sink.add(tokens, lengths + 1, keys)
+        self.documents += len(lengths)
+        self.tokens += len(tokens)
+        self.text_bytes += len("".join(batch.texts).encode())
+
+    def _check_ids(self, ids: np.ndarray, lengths: np.ndarray, batch: Batch, source: Source) -> None:
+        """What must never happen, looked at for every token."""
+        if int(lengths.sum()) != len(ids) or int(ids.max()) >= self.tokenizer.vocab_size:
+            raise RuntimeError(
+                f"{source.path}: {self.tokenizer.batch_backend} returned ids that do not belong to its texts"
+            )
+        if int(lengths.max()) >= _LONGEST_DOCUMENT:
+            record = batch.numbers[int(lengths.argmax())]
+            raise InputError(f"{source.path}, record {record}: {lengths.max()} tokens; an index holds at most 2^31 - 1")
+        if not self.settings.special_text:
+            ends = np.flatnonzero(ids == self.tokenizer.eod_id)
+            if len(ends):
+                record = batch.numbers[int(np.searchsorted(np.cumsum(lengths), ends[0], side="right"))]
+                raise InputError(
+                    f"{source.path}, record {record}: its text becomes {self.tokenizer.eod_token}, the end of a "
+                    "document: this tokenizer does not keep that token apart from text. Choose another with --eod"
+                )
+
+    def _recheck(self, ids: np.ndarray, lengths: np.ndarray, keys: np.ndarray, batch: Batch, source: Source) -> None:
+        """Encode a sample once more with the reference: the first of a shard, then one in a thousand, chosen by key."""
+        sample = set(np.flatnonzero(keys % np.uint64(RECHECKED_ONE_IN) == 0).tolist())
+        for i, text in enumerate(batch.texts):
+            if self.first_bytes >= _RECHECKED_AT_FIRST_BYTES:
+                break
+            sample.add(i)
+            self.first_bytes += len(text)
+        ends = np.cumsum(lengths)
+        for i in sorted(sample):
+            expected = self.tokenizer.encode(batch.texts[i], special_text=self.settings.special_text)
+            if ids[ends[i] - lengths[i] : ends[i]].tolist() != expected:
+                raise RuntimeError(
+                    f"{source.path}, record {batch.numbers[i]}: {self.tokenizer.batch_backend} and the reference "
+                    "tokenizer disagree on it. Run again with --backend tokenizers, and please report this text"
+                )
+        self.rechecked += len(sample)
+
+    @contextlib.contextmanager
+    def _sink(self, file: BinaryIO) -> Iterator["_Sink"]:
+        if not self.settings.shuffle:
+            yield _Sink(self, file, None)
+            return
+        expected = sum(
+            source.bytes * _TOKEN_BYTES_PER_INPUT_BYTE[not source.path.endswith((".jsonl", ".txt"))]
+            for source in self.job.sources
+        )
+        if self.job.sources[0].path == STDIN:
+            expected = 1 << 33
+        with DocumentShuffler(self.folder, int(expected) * self.dtype.itemsize // 2) as shuffler:
+            yield _Sink(self, file, shuffler)
+
+    def write(self, data: bytes | memoryview, file: BinaryIO, lengths: np.ndarray) -> None:
+        file.write(data)
+        self.digest.update(data)
+        self.lengths.append(lengths.astype(np.int32))
+
+    def _manifest(self, idx_sha256: str) -> ShardManifest:
+        tokenizer = self.tokenizer
+        return ShardManifest(
+            documents=self.documents,
+            tokens=self.tokens,
+            dtype=self.dtype.name,
+            bin_sha256=self.digest.hexdigest(),
+            idx_sha256=idx_sha256,
+            eod_id=tokenizer.eod_id,
+            tokenizer=tokenizer.short_name,
+            tokenizer_sha256=tokenizer.sha256,
+            vocab_size=tokenizer.vocab_size,
+            sources=self.sources,
+            rejected=dict(sorted(self.rejects.counts.items())),
+            rejects=self.rejects.first,
+            text_bytes=self.text_bytes,
+            rechecked=self.rechecked,
+            shard=self.job.number,
+            shuffled=self.settings.shuffle,
+            seed=self.settings.seed if self.settings.shuffle else 0,
+            options=self.settings.recorded(),
+            versions={"blackmamba": __version__, **tokenizer.versions},
+        )
+
+
+@dataclass
+class _Sink:
+    """Where encoded documents go: straight into the file, or there by way of the shuffler."""
+
+    writing: _Writing
+    file: BinaryIO
+    shuffler: DocumentShuffler | None
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> None:
+        if self.shuffler is None:
+            self.writing.write(tokens.data, self.file, lengths)
+        else:
+            self.shuffler.add(tokens, lengths, keys)
+
+    def finish(self) -> None:
+        if self.shuffler is not None:
+            for data, lengths in self.shuffler.drain(self.writing.dtype.itemsize):
+                self.writing.write(data, self.file, lengths)
+
+
+def with_eod(ids: np.ndarray, lengths: np.ndarray, eod_id: int, dtype: np.dtype) -> np.ndarray:
+    """The ids of documents back to back, each now followed by EOD."""
+    tokens = np.empty(len(ids) + len(lengths), dtype)
+    ends = np.cumsum(lengths + 1) - 1
+    is_text = np.ones(len(tokens), bool)
+    is_text[ends] = False
+    tokens[is_text] = ids
+    tokens[ends] = eod_id
+    return tokens
+
+
+@contextlib.contextmanager
+def _work_folder(job: ShardJob) -> Iterator[Path]:
+    """A locked folder for the temporary files of this shard; it goes with whatever a killed process left in it."""
+    folder = job.out_dir / f".{job.prefix.name}.tmp"
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(descriptor, folder, job)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, job: ShardJob) -> None:
+    busy = InputError(f"{job.prefix}: another process is writing this shard now; let it finish")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise busy from None
+    except OSError:
+        return  # a file system without locks
+    if not folder.exists() or folder.stat().st_ino != os.fstat(descriptor).st_ino:  # its last owner just removed it
+        raise busy

@@ -1,0 +1,126 @@
+"""Documents in random order, in bounded memory, the same order whatever that bound is.
+
+Every document draws a 64-bit key from (seed, shard, its number); the order is that of the keys. Documents are thrown
+into bucket files by the leading bits of their keys as they come, and each bucket is then put in order on its own.
+"""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+BUCKET_BYTES = 128 << 20
+MOST_BUCKETS = 256
+_WRITE_BYTES = 8 << 20
+_MASK = (1 << 64) - 1
+
+
+def order_keys(seed: int, shard: int, first: int, count: int) -> np.ndarray:
+    """Keys of documents `first` to `first + count`: splitmix64 over a stream chosen by seed and shard."""
+    stream = _mix_int(_mix_int(seed & _MASK) ^ shard)
+    numbers = np.arange(first, first + count, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        z = np.uint64(stream) + (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def document_order(seed: int, shard: int, count: int) -> np.ndarray:
+    """Which document stands at each place of a shuffled shard: document_order(...)[place] counts in reading order."""
+    return np.argsort(order_keys(seed, shard, 0, count), kind="stable")
+
+
+class DocumentShuffler:
+    """Takes documents in reading order and gives them back in the order of their keys."""
+
+    def __init__(self, folder: Path, expected_bytes: int) -> None:
+        buckets = 1
+        while buckets < MOST_BUCKETS and buckets * BUCKET_BYTES < expected_bytes:
+            buckets *= 2
+        self._shift = np.uint64(65 - buckets.bit_length())  # leaves log2(buckets) bits
+        self._buckets = [_Bucket(folder / f"bucket_{i:03d}") for i in range(buckets)]
+
+    def __enter__(self) -> "DocumentShuffler":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for bucket in self._buckets:
+            bucket.remove()
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> None:
+        """Documents back to back in `tokens`."""
+        data = tokens.data.cast("B")
+        ends = np.cumsum(lengths) * tokens.itemsize
+        starts = ends - lengths * tokens.itemsize
+        if len(self._buckets) == 1:
+            self._buckets[0].add([data], lengths, keys)
+            return
+        places = keys >> self._shift
+        order = np.argsort(places, kind="stable")
+        borders = np.searchsorted(places[order], np.arange(len(self._buckets) + 1, dtype=np.uint64))
+        for bucket, low, high in zip(self._buckets, borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+            if low < high:
+                chosen = order[low:high]
+                pieces = [data[s:e] for s, e in zip(starts[chosen].tolist(), ends[chosen].tolist(), strict=True)]
+                bucket.add(pieces, lengths[chosen], keys[chosen])
+
+    def drain(self, itemsize: int) -> Iterator[tuple[bytes, np.ndarray]]:
+        """All documents in order: chunks of their bytes, and their lengths."""
+        for bucket in self._buckets:
+            yield from bucket.drain(itemsize)
+            bucket.remove()
+
+
+class _Bucket:
+    """Documents whose keys begin with the same bits, in a file in the order they came."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: BinaryIO | None = None
+        self.lengths: list[np.ndarray] = []
+        self.keys: list[np.ndarray] = []
+
+    def add(self, pieces: list[memoryview], lengths: np.ndarray, keys: np.ndarray) -> None:
+        if self.file is None:
+            self.file = open(self.path, "wb", buffering=1 << 16)  # noqa: SIM115
+        self.file.writelines(pieces)
+        self.lengths.append(lengths.astype(np.int32))
+        self.keys.append(keys)
+
+    def drain(self, itemsize: int) -> Iterator[tuple[bytes, np.ndarray]]:
+        if self.file is None:
+            return
+        self.file.close()
+        lengths = np.concatenate(self.lengths)
+        order = np.argsort(np.concatenate(self.keys), kind="stable")
+        sizes = lengths.astype(np.int64) * itemsize
+        ends = np.cumsum(sizes)
+        data = np.memmap(self.path, mode="r", dtype=np.uint8).data
+        # Written in chunks: a bucket that grew beyond its share costs disk reads, not memory.
+        chunk_of = (np.cumsum(sizes[order]) - 1) // _WRITE_BYTES
+        borders = [0, *(np.flatnonzero(np.diff(chunk_of)) + 1).tolist(), len(order)]
+        for low, high in itertools.pairwise(borders):
+            chosen = order[low:high]
+            stops = ends[chosen].tolist()
+            begins = (ends[chosen] - sizes[chosen]).tolist()
+            yield b"".join([data[b:e] for b, e in zip(begins, stops, strict=True)]), lengths[chosen]
+
+    def remove(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.path.unlink(missing_ok=True)
+            self.file = None
+            self.lengths, self.keys = [], []
+
+
+def _mix_int(z: int) -> int:
+    z = (z + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

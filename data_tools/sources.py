@@ -1,0 +1,186 @@
+"""Which raw files there are, what they hold, and which of them make which shard."""
+
+import fnmatch
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_tools.readers import Format
+from data_tools.rejects import InputError
+from data_tools.streams import STDIN
+
+_COMPRESSION = (".gz", ".zst", ".zstd")
+_FORMAT_OF_SUFFIX: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonlines": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One raw file, as it was when the work was planned."""
+
+    path: str
+    name: str
+    format: Format
+    bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How one published corpus is stored."""
+
+    format: Format
+    field: str
+    match: str
+    what: str
+
+
+PRESETS = {
+    "pile": Preset("jsonl", "text", "*.jsonl.zst", "the Pile"),
+    "slimpajama": Preset("jsonl", "text", "*.jsonl.zst", "SlimPajama-627B"),
+    "starcoder": Preset("parquet", "content", "*.parquet", "StarCoderData"),
+    "pes2o": Preset("jsonl", "text", "*.json*.gz|*.json*.zst", "peS2o v1 and v2 (gzip), v3 (zstd)"),
+    "proofpile": Preset("jsonl", "text", "*.jsonl.gz|*.jsonl.zst", "ProofPile and Proof-Pile-2"),
+    "pg19": Preset("text", "text", "*.txt", "PG19"),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    sources: list[Source]
+    ignored: list[Path]  # files in the given folders that are not taken for text
+
+
+def find_sources(inputs: Sequence[str], format: Format | None = None, match: str | None = None) -> Found:
+    """The files named, and those under the folders named, in natural order.
+
+    match: patterns for files in folders, separated by |.
+    """
+    if not inputs:
+        raise InputError("no input: name files or folders, or - for standard input")
+    if STDIN in inputs:
+        if len(inputs) > 1:
+            raise InputError("standard input (-) stands alone: give the files too through it, or leave it out")
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise InputError("standard input (-) is this terminal: pipe the records in, or name a file")
+        return Found([Source(STDIN, "stdin", _format_of_stdin(format), 0, 0)], [])
+    paths: list[Path] = []
+    ignored: list[Path] = []
+    for given in inputs:
+        path = Path(given)
+        if path.is_dir():
+            inside = sorted((p for p in path.rglob("*") if p.is_file() and not _hidden(p, path)), key=_natural)
+            taken = [p for p in inside if _wanted(p, format, match)]
+            if not taken:
+                raise InputError(
+                    f"{path}: no input in this folder among its {len(inside)} files" + _advice(format, match)
+                )
+            paths += taken
+            ignored += sorted(set(inside) - set(taken), key=_natural)
+        elif path.exists():
+            paths.append(path)
+        else:
+            raise InputError(f"{path}: no such file or folder (working folder: {Path.cwd()})")
+    _refuse_twins(paths)
+    folders = [path if path.is_dir() else path.parent for path in map(Path, inputs)]
+    root = Path(os.path.commonpath([folder.absolute() for folder in folders]))
+    return Found([_source(path, root, format) for path in paths], ignored)
+
+
+def plan_shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:
+    """Neighbouring files share a shard up to `shard_bytes` of input; a larger file is a shard of its own."""
+    shards: list[list[Source]] = []
+    room = 0
+    for source in sources:
+        if not shards or source.bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(source)
+        room -= source.bytes
+    return shards
+
+
+def parse_size(text: str) -> int:
+    """`4GB`, `512MiB`, `1000`."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else 0
+    if size < 1:
+        raise InputError(f"{text}: not a size; write 4GB, 512MB or 1000000")
+    return size
+
+
+def parse_array(text: str) -> tuple[int, int]:
+    """`INDEX/COUNT`, counted from 0."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or int(found[2]) < 1:
+        raise InputError(f"--array {text}: write INDEX/COUNT, as 0/8 or $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT")
+    index, count = int(found[1]), int(found[2])
+    if index >= count:
+        raise InputError(
+            f"--array {text}: the index counts from 0, so it ends at {count - 1}: sbatch --array=0-{count - 1}"
+        )
+    return index, count
+
+
+def _source(path: Path, root: Path, format: Format | None) -> Source:
+    status = path.stat()
+    found = format or format_of(path)
+    if found is None:
+        raise InputError(f"{path}: cannot tell its format by its name: add --format jsonl, parquet or text")
+    name = path.absolute().relative_to(root).as_posix()
+    return Source(str(path), name, found, status.st_size, status.st_mtime_ns)
+
+
+def format_of(path: Path) -> Format | None:
+    """By the suffix, below that of the compression."""
+    name = path.name.lower()
+    for suffix in _COMPRESSION:
+        name = name.removesuffix(suffix)
+    return _FORMAT_OF_SUFFIX.get(Path(name).suffix)
+
+
+def _format_of_stdin(format: Format | None) -> Format:
+    if format == "parquet":
+        raise InputError("parquet cannot be read from standard input: its index is at its end. Name the file")
+    return format or "jsonl"
+
+
+def _wanted(path: Path, format: Format | None, match: str | None) -> bool:
+    if match:
+        return any(fnmatch.fnmatch(path.name, pattern) for pattern in match.split("|"))
+    return format_of(path) is not None if format is None else format_of(path) == format
+
+
+def _advice(format: Format | None, match: str | None) -> str:
+    if match:
+        return f" that matches {match}"
+    return (
+        f" that is {format} by its suffix: choose with --match '*.xyz'" if format else ": choose with --match '*.xyz'"
+    )
+
+
+def _hidden(path: Path, top: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(top).parts)
+
+
+def _natural(path: Path) -> list[tuple[int, int | str]]:
+    """part-2 before part-10."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", str(path)) if part]
+
+
+def _refuse_twins(paths: Iterable[Path]) -> None:
+    seen: set[Path] = set()
+    for path in paths:
+        real = path.resolve()
+        if real in seen:
+            raise InputError(f"{path}: named twice; its documents would be in the shards twice")
+        seen.add(real)

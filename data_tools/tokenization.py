@@ -1,0 +1,200 @@
+"""Raw files to token shards: plans the shards, spreads them over processes, skips what is finished.
+
+`python -m data_tools.tokenization` is `blackmamba data tokenize`.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_tools.finished import refuse_other_settings
+from data_tools.readers import Format, ReadOptions
+from data_tools.rejects import InputError, Tolerance
+from data_tools.shard_writer import ShardJob, ShardSettings
+from data_tools.sources import PRESETS, find_sources, parse_array, parse_size, plan_shards
+from data_tools.workers import Made, make_shards
+from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside
+from megatron_blackmamba.tokenizer import Backend, Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """Everything `blackmamba data tokenize` can be told, the inputs and the output folder aside."""
+
+    tokenizer: str | None = None
+    train_tokenizer: int | None = None
+    train_bytes: int = 1 << 30
+    preset: str | None = None
+    format: Format | None = None
+    fields: tuple[str, ...] = ()
+    joiner: str = "\n\n"
+    marker: str | None = None
+    match: str | None = None
+    eod: str | None = None
+    backend: Backend = "auto"
+    special_text: bool = False
+    shuffle: bool = True
+    seed: int = 0
+    max_bad: str = "0"
+    shard_size: str = "4GB"
+    workers: int = 0
+    array: str | None = None
+    overwrite: bool = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one call did."""
+
+    out_dir: Path
+    shards: list[Made]
+    seconds: float
+
+    @property
+    def documents(self) -> int:
+        return sum(made.manifest.documents for made in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(made.manifest.tokens for made in self.shards)
+
+    @property
+    def written(self) -> list[ShardManifest]:
+        return [made.manifest for made in self.shards if made.written]
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for made in self.shards:
+            for reason, count in made.manifest.rejected.items():
+                total[reason] = total.get(reason, 0) + count
+        return total
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shards of a whole corpus, those of this call among them."""
+
+    jobs: list[ShardJob]
+    mine: list[ShardJob]
+    ignored: list[Path]
+
+
+def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -> Plan:
+    """Which shards these inputs make; reads no more than names and sizes."""
+    if options.preset is not None and options.preset not in PRESETS:
+        raise InputError(f"--preset {options.preset}: there are {', '.join(PRESETS)}")
+    preset = PRESETS[options.preset] if options.preset else None
+    format = options.format or (preset.format if preset else None)
+    found = find_sources(inputs, format, options.match or (preset.match if preset else None))
+    settings = ShardSettings(
+        read=ReadOptions(
+            fields=options.fields or ((preset.field,) if preset else ("text",)),
+            joiner=options.joiner,
+            marker=options.marker,
+        ),
+        special_text=options.special_text,
+        shuffle=options.shuffle,
+        seed=options.seed,
+    )
+    tolerance = Tolerance.parse(options.max_bad)
+    groups = plan_shards(found.sources, parse_size(options.shard_size))
+    jobs = [
+        ShardJob(number, tuple(group), Path(out_dir), settings, tolerance)
+        for number, group in enumerate(groups, start=1)
+    ]
+    index, count = parse_array(options.array) if options.array else (0, 1)
+    return Plan(jobs, jobs[index::count], found.ignored)
+
+
+def tokenize(inputs: Sequence[str | os.PathLike[str]], out_dir: str | Path, options: TokenizeOptions) -> Summary:
+    """Make every shard that is not there yet. Raises InputError where something has to be put right first."""
+    start = time.monotonic()
+    planned = plan([os.fspath(path) for path in inputs], out_dir, options)
+    say = (lambda _: None) if options.quiet else (lambda line: print(line, file=sys.stderr, flush=True))
+    if planned.ignored:
+        names = ", ".join(path.name for path in planned.ignored[:5]) + (", ..." if len(planned.ignored) > 5 else "")
+        say(f"not taken for input: {len(planned.ignored)} files ({names})")
+    tokenizer = _tokenizer(planned, out_dir, options, say)
+    if options.overwrite:
+        _remove_surplus(planned, Path(out_dir))
+    else:
+        _refuse_surplus(planned, Path(out_dir))
+        for job in planned.mine:
+            refuse_other_settings(job, tokenizer)
+    _keep_tokenizer(tokenizer, Path(out_dir))
+    cores = options.workers or usable_cores()
+    try:
+        shards = make_shards(planned.mine, tokenizer, cores=cores, overwrite=options.overwrite, quiet=options.quiet)
+    except KeyboardInterrupt:
+        say("stopped; finished shards are kept, and the same command goes on from there")
+        raise
+    return Summary(Path(out_dir), shards, time.monotonic() - start)
+
+
+def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say: Callable[[str], None]) -> Tokenizer:
+    if (options.tokenizer is None) == (options.train_tokenizer is None):
+        raise InputError(
+            "name a tokenizer with --tokenizer (a tokenizer.json, a folder, a Hugging Face name such as "
+            "EleutherAI/gpt-neox-20b), or have one trained on the inputs with --train-tokenizer 8192"
+        )
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer, eod=options.eod, backend=options.backend)
+    from data_tools.bpe import train_or_reuse
+
+    if options.array:
+        raise InputError(
+            "--train-tokenizer looks at all inputs: run it once without --array, or train first and give the array "
+            f"--tokenizer {Path(out_dir) / 'tokenizer.json'}"
+        )
+    sources = [source for job in planned.jobs for source in job.sources]
+    settings, tolerance = planned.jobs[0].settings, planned.jobs[0].tolerance
+    size = options.train_tokenizer
+    assert size is not None
+    path = train_or_reuse(sources, Path(out_dir), settings.read, tolerance, size, options.train_bytes, say)
+    return load_tokenizer(path, eod=options.eod, backend=options.backend)
+
+
+def _keep_tokenizer(tokenizer: Tokenizer, out_dir: Path) -> None:
+    """Beside its shards lies the tokenizer they were made with, for training, decoding and export."""
+    path = out_dir / "tokenizer.json"
+    if not path.exists() or path.read_bytes() != tokenizer.content:
+        tokenizer.save(path)
+
+
+def _surplus(planned: Plan, out_dir: Path) -> list[Path]:
+    expected = {job.manifest_path for job in planned.jobs}
+    return [path for path in sorted(out_dir.glob(f"shard_*{MANIFEST_SUFFIX}")) if path not in expected]
+
+
+def _refuse_surplus(planned: Plan, out_dir: Path) -> None:
+    surplus = _surplus(planned, out_dir)
+    if surplus:
+        raise InputError(
+            f"{surplus[0]} is there, but these inputs make {len(planned.jobs)} shards: other inputs or another "
+            "--shard-size made it. Choose another folder, or --overwrite to remove it"
+        )
+
+
+def _remove_surplus(planned: Plan, out_dir: Path) -> None:
+    for path in _surplus(planned, out_dir):
+        prefix = path.with_name(path.name.removesuffix(MANIFEST_SUFFIX))
+        for file in (path, beside(prefix, ".bin"), beside(prefix, ".idx")):
+            file.unlink(missing_ok=True)
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))  # what Slurm or a container leaves us
+    return os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    from data_tools.commands import run_tokenize
+
+    run_tokenize()

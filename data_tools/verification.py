@@ -1,0 +1,210 @@
+"""Shards against their manifests: fingerprints, counts, index, token range, EOD at every end and nowhere else."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from data_tools.progress import Count, Progress
+from data_tools.streams import file_sha256
+from megatron_blackmamba.formats.shards import (
+    MANIFEST_SUFFIX,
+    Shard,
+    ShardError,
+    ShardManifest,
+    SourceFile,
+    beside,
+    check_idx,
+    read_idx,
+    shard_prefix,
+)
+from megatron_blackmamba.tokenizer import Tokenizer
+
+_CHUNK_BYTES = 8 << 20
+ADOPTED = "adopted"  # options of a shard that another tool made: its EODs are its own affair
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong with one shard, or nothing."""
+
+    prefix: Path
+    documents: int = 0
+    tokens: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One pass over a .bin."""
+
+    sha256: str
+    tokens: int
+    largest: int
+    eod_misplaced: str | None
+
+
+def verify(paths: Sequence[str | Path], *, quick: bool = False, cores: int = 1, quiet: bool = False) -> list[Verdict]:
+    """A verdict on every shard found, and on every file that looks like half of one. `quick` reads no token."""
+    prefixes = _prefixes(paths)
+    total = sum(_size(beside(prefix, ".bin")) for prefix in prefixes)
+    read = [0] * len(prefixes)
+
+    def check(slot: int) -> Verdict:
+        def advance(read_so_far: int) -> None:
+            read[slot] = read_so_far
+
+        return verify_shard(prefixes[slot], quick=quick, advance=advance)
+
+    with (
+        Progress(total, lambda: Count(sum(read), 0, 0), quiet=quiet or quick),
+        ThreadPoolExecutor(cores) as pool,
+    ):
+        verdicts = list(pool.map(check, range(len(prefixes))))
+    _compare(verdicts)
+    return verdicts
+
+
+def verify_shard(prefix: Path, *, quick: bool = False, advance: Callable[[int], None] = lambda _: None) -> Verdict:
+    try:
+        shard = Shard.open(prefix)
+        manifest = shard.manifest
+        verdict = Verdict(prefix, manifest.documents, manifest.tokens)
+        check_idx(shard.idx, bin_bytes=manifest.bin_bytes, name=str(shard.idx_path))
+    except ShardError as error:
+        return Verdict(prefix, problems=[str(error)])
+    problems = verdict.problems
+    if shard.idx.dtype != np.dtype(manifest.dtype):
+        problems.append(f"the index says {shard.idx.dtype}, the manifest {manifest.dtype}")
+    if manifest.sources and sum(source.documents for source in manifest.sources) != manifest.documents:
+        problems.append("the documents of its sources do not add up")
+    if quick:
+        return verdict
+    if file_sha256(shard.idx_path) != manifest.idx_sha256:
+        problems.append(".idx: its sha256 is not the one in the manifest: the file was changed")
+    eod_id = None if manifest.options.get(ADOPTED) else manifest.eod_id
+    ends = np.cumsum(shard.idx.sequence_lengths, dtype=np.int64)
+    scan = scan_tokens(shard.bin_path, np.dtype(manifest.dtype), ends, eod_id, _exact(manifest), advance)
+    if scan.sha256 != manifest.bin_sha256:
+        problems.append(".bin: its sha256 is not the one in the manifest: the file was changed")
+    if scan.largest >= manifest.vocab_size:
+        problems.append(f".bin: holds token {scan.largest}, the vocabulary ends at {manifest.vocab_size - 1}")
+    if scan.eod_misplaced:
+        problems.append(scan.eod_misplaced)
+    return verdict
+
+
+def scan_tokens(
+    path: Path,
+    dtype: np.dtype,
+    ends: np.ndarray,
+    eod_id: int | None,
+    exact: bool,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Scan:
+    """Hash, largest token, and whether EOD stands at the `ends` of documents (`exact`: and nowhere else)."""
+    digest = hashlib.sha256()
+    tokens, largest, misplaced = 0, -1, None
+    with open(path, "rb") as file:
+        while raw := file.read(_CHUNK_BYTES):
+            digest.update(raw)
+            chunk = np.frombuffer(raw, dtype)
+            largest = max(largest, int(chunk.max()))
+            if eod_id is not None and misplaced is None:
+                found = np.flatnonzero(chunk == eod_id) + tokens
+                low, high = np.searchsorted(ends, (tokens + 1, tokens + len(chunk) + 1))
+                misplaced = _misplaced(found, ends[low:high] - 1, exact)
+            tokens += len(chunk)
+            advance(tokens * dtype.itemsize)
+    return Scan(digest.hexdigest(), tokens, largest, misplaced)
+
+
+def adopt(path: str | Path, tokenizer: Tokenizer) -> ShardManifest:
+    """Write the manifest of a .bin and .idx that another tool made, after checking that they are sound."""
+    prefix = shard_prefix(path)
+    bin_path, idx_path = beside(prefix, ".bin"), beside(prefix, ".idx")
+    if not bin_path.exists():
+        raise ShardError(f"{bin_path}: no such file")
+    idx = read_idx(idx_path)
+    check_idx(idx, bin_bytes=bin_path.stat().st_size, name=str(idx_path))
+    if idx.dtype.kind not in "iu":
+        raise ShardError(f"{idx_path}: holds {idx.dtype}, not token ids")
+    scan = scan_tokens(bin_path, idx.dtype, np.zeros(0, np.int64), None, False)
+    if scan.largest >= tokenizer.vocab_size:
+        raise ShardError(
+            f"{bin_path}: holds token {scan.largest}, but {tokenizer.name} has {tokenizer.vocab_size}: "
+            "it was made with another tokenizer"
+        )
+    itself = SourceFile(
+        name=bin_path.name,
+        sha256=scan.sha256,
+        bytes=bin_path.stat().st_size,
+        records=idx.documents,
+        documents=idx.documents,
+    )
+    manifest = ShardManifest(
+        documents=idx.documents,
+        tokens=scan.tokens,
+        dtype=idx.dtype.name,
+        bin_sha256=scan.sha256,
+        idx_sha256=file_sha256(idx_path),
+        eod_id=tokenizer.eod_id,
+        tokenizer=tokenizer.short_name,
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        sources=[itself],
+        options={ADOPTED: True},
+    )
+    manifest.write(beside(prefix, MANIFEST_SUFFIX))
+    return manifest
+
+
+def _misplaced(found: np.ndarray, expected: np.ndarray, exact: bool) -> str | None:
+    absent = np.setdiff1d(expected, found, assume_unique=True)
+    if len(absent):
+        return f".bin: the document that ends with token {absent[0]} does not end with EOD"
+    if exact and len(found) > len(expected):
+        surplus = np.setdiff1d(found, expected, assume_unique=True)
+        return f".bin: token {surplus[0]} is EOD in the middle of a document"
+    return None
+
+
+def _exact(manifest: ShardManifest) -> bool:
+    return not manifest.options.get("special_text", False)
+
+
+def _prefixes(paths: Iterable[str | Path]) -> list[Path]:
+    """Every shard and every .bin or .idx under the paths, each once, in order of name."""
+    prefixes: dict[Path, None] = {}
+    for path in map(Path, paths):
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        found = [
+            shard_prefix(f) for f in files if not path.is_dir() or f.name.endswith((MANIFEST_SUFFIX, ".bin", ".idx"))
+        ]
+        if not found:
+            raise ShardError(f"{path}: no shard in this folder")
+        prefixes.update(dict.fromkeys(found))
+    return list(prefixes)
+
+
+def _compare(verdicts: list[Verdict]) -> None:
+    """What only shows between shards: the same tokens twice, or two tokenizers in one folder."""
+    first_with: dict[str, Path] = {}
+    tokenizer_in: dict[Path, tuple[str, Path]] = {}
+    for verdict in verdicts:
+        if verdict.problems:
+            continue
+        manifest = ShardManifest.read(beside(verdict.prefix, MANIFEST_SUFFIX))
+        other = first_with.setdefault(manifest.bin_sha256, verdict.prefix)
+        if other != verdict.prefix:
+            verdict.problems.append(f"holds the very tokens of {other}: they would be seen twice")
+        sha256, one = tokenizer_in.setdefault(verdict.prefix.parent, (manifest.tokenizer_sha256, verdict.prefix))
+        if sha256 != manifest.tokenizer_sha256:
+            verdict.problems.append(f"was made with another tokenizer than {one.name} beside it")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

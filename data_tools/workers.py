@@ -1,0 +1,150 @@
+"""Shards spread over processes: each makes one at a time, counts its progress in shared memory, stops when told."""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Sequence
+from ctypes import c_int64
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from data_tools.finished import is_finished
+from data_tools.progress import Count, Progress
+from data_tools.rejects import InputError
+from data_tools.shard_writer import ShardJob, write_shard
+from data_tools.streams import STDIN
+from megatron_blackmamba.formats.shards import ShardManifest
+from megatron_blackmamba.tokenizer import Tokenizer
+
+BYTES_WORTH_A_PROCESS = 8 << 20  # starting one costs as much time as encoding this
+_COUNTERS = 3  # a shard: input bytes, tokens, documents
+
+
+class Stopped(Exception):
+    """The work was called off while a shard was under way."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A shard that is there, and whether it was there before."""
+
+    manifest: ShardManifest
+    written: bool
+
+
+def make_shards(
+    jobs: Sequence[ShardJob], tokenizer: Tokenizer, *, cores: int, overwrite: bool = False, quiet: bool = False
+) -> list[Made]:
+    """Make every shard that is not finished, in this process where one is enough; the first error stops them all."""
+    context = multiprocessing.get_context("spawn")
+    counters = context.RawArray(c_int64, _COUNTERS * len(jobs) + 1)
+    task = _Task(tokenizer, counters, os.getpid(), overwrite)
+
+    def count() -> Count:
+        return Count(*(sum(counters[i:-1:_COUNTERS]) for i in range(_COUNTERS)))
+
+    total = sum(job.input_bytes for job in jobs)
+    processes = min(cores, len(jobs), 1 + total // BYTES_WORTH_A_PROCESS)
+    with Progress(total, count, quiet=quiet):
+        if processes <= 1:
+            os.environ.setdefault("RAYON_NUM_THREADS", str(cores))
+            return [task(slot, job) for slot, job in enumerate(jobs)]
+        return _Crew(task, processes, max(1, cores // processes)).make(jobs)
+
+
+@dataclass
+class _Task:
+    """Makes the shard of one slot, or finds it made."""
+
+    tokenizer: Tokenizer
+    counters: Any  # three per slot, and a last one that says stop
+    owner: int
+    overwrite: bool
+
+    def __call__(self, slot: int, job: ShardJob) -> Made:
+        if not self.overwrite and job.sources[0].path != STDIN and is_finished(job, self.tokenizer):
+            self._report(slot, job.input_bytes, 0, 0)
+            return Made(ShardManifest.read(job.manifest_path), written=False)
+        return Made(write_shard(job, self.tokenizer, lambda *so_far: self._report(slot, *so_far)), written=True)
+
+    def _report(self, slot: int, input_bytes: int, tokens: int, documents: int) -> None:
+        self.counters[slot * _COUNTERS : (slot + 1) * _COUNTERS] = (input_bytes, tokens, documents)
+        if self.counters[-1] or self.owner not in (os.getpid(), os.getppid()):
+            raise Stopped  # told to, or the parent is gone
+
+
+class _Crew:
+    """Processes, each at the end of a pipe: slots and jobs go in, shards or errors come out."""
+
+    def __init__(self, task: _Task, processes: int, threads: int) -> None:
+        self.task = task
+        self.members: dict[Connection, multiprocessing.process.BaseProcess] = {}
+        context = multiprocessing.get_context("spawn")
+        for _ in range(processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, task, threads), daemon=True)
+            process.start()
+            theirs.close()
+            self.members[ours] = process
+
+    def make(self, jobs: Sequence[ShardJob]) -> list[Made]:
+        # The largest first: no process is left alone with a long one at the end.
+        waiting = sorted(range(len(jobs)), key=lambda slot: -jobs[slot].input_bytes)[::-1]
+        made: dict[int, Made] = {}
+        idle = list(self.members)
+        try:
+            while len(made) < len(jobs):
+                while idle and waiting:
+                    slot = waiting.pop()
+                    idle.pop().send((slot, jobs[slot]))
+                for pipe in wait(list(self.members)):
+                    slot, result = self._receive(pipe)  # type: ignore[arg-type]
+                    if isinstance(result, BaseException):
+                        raise result
+                    made[slot] = result
+                    idle.append(pipe)  # type: ignore[arg-type]
+        finally:
+            self._dismiss()
+        return [made[slot] for slot in range(len(jobs))]
+
+    def _receive(self, pipe: Connection) -> tuple[int, Any]:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            process = self.members[pipe]
+            process.join()
+            raise InputError(
+                f"a worker process ended with exit code {process.exitcode}"
+                + (", killed, perhaps for memory" if process.exitcode == -signal.SIGKILL else "")
+                + ". Finished shards are kept: run the same command again, with fewer --workers if memory is short"
+            ) from None
+
+    def _dismiss(self) -> None:
+        self.task.counters[-1] = 1  # whoever still works stops at the next block and cleans up
+        for pipe, process in self.members.items():
+            pipe.close()
+            process.join()
+
+
+def _serve(pipe: Connection, task: _Task, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and tells through the last counter
+    os.environ["RAYON_NUM_THREADS"] = str(threads)  # before the tokenizer libraries start their threads
+    while True:
+        try:
+            slot, job = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            result: Any = task(slot, job)
+        except Stopped:
+            return
+        except ValueError as error:  # what the user can put right: its message is all there is to say
+            result = error
+        except Exception:
+            result = RuntimeError(traceback.format_exc())
+        try:
+            pipe.send((slot, result))
+        except OSError:
+            return

@@ -1,0 +1,119 @@
+"""From samples to the micro-batches of one data-parallel rank, read ahead by threads.
+
+A global batch is the next `global_batch` samples; micro-batch j of it, samples j·micro_batch onwards, goes to rank
+j mod dp_size. So the same samples meet in the same micro-batches whatever the number of ranks, and the position of
+every rank is one and the same integer: the next sample.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_blackmamba.data.datasets import DataError
+
+Batch = dict[str, Tensor]
+"""tokens, labels, loss_mask [B, S]; source_ids, sample_ids [B]."""
+
+
+class BatchStream:
+    """Iterates over the micro-batches of one rank, global batch after global batch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        start_sample: int = 0,
+        global_batch: int,
+        micro_batch: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        workers: int = 2,
+        skips: Sequence[tuple[int, int]] = (),
+        stop_sample: int | None = None,
+        source_id: int = 0,
+    ) -> None:
+        """skips: first and last sample of ranges never served, as after a rewind past a loss spike.
+        stop_sample: end here; the last global batch is filled with samples that count for nothing (loss_mask 0,
+        sample_ids -1). Without it the stream has no end. source_id: of a dataset with a single source."""
+        if global_batch % (micro_batch * dp_size):
+            raise DataError(
+                f"a global batch of {global_batch} samples does not divide into micro-batches of {micro_batch} on "
+                f"{dp_size} data-parallel ranks: change training.global_batch, training.micro_batch or the GPU count"
+            )
+        self.dataset = dataset
+        self.position = start_sample
+        """The next global sample, once every micro-batch of the current global batch was taken: for the checkpoint."""
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.skips = sorted((int(first), int(last)) for first, last in skips)
+        self.stop_sample, self.source_id = stop_sample, source_id
+        self._workers = workers
+        self._pool = ThreadPoolExecutor(workers, "read-ahead") if workers else None
+        self._ahead: deque[tuple[Future | list[int], int | None]] = deque()
+        self._planned = self._plan(start_sample)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of this rank in a global batch."""
+        return self.global_batch // (self.micro_batch * self.dp_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        while len(self._ahead) < 1 + 2 * self._workers:
+            planned = next(self._planned, None)
+            if planned is None:
+                break
+            samples, position = planned
+            self._ahead.append((self._pool.submit(self._read, samples) if self._pool else samples, position))
+        if not self._ahead:
+            self.close()
+            raise StopIteration
+        reading, position = self._ahead.popleft()
+        batch = reading.result() if isinstance(reading, Future) else self._read(reading)
+        if position is not None:
+            self.position = position
+        return batch
+
+    def close(self) -> None:
+        """Stop reading ahead. Iterating on is then an error."""
+        if self._pool:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> "BatchStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _plan(self, sample: int) -> Iterator[tuple[list[int], int | None]]:
+        """Samples of this rank's micro-batches; with the last one of a global batch, the position after it."""
+        while self.stop_sample is None or self._after_skips(sample) < self.stop_sample:
+            samples = []
+            for _ in range(self.global_batch):
+                sample = self._after_skips(sample)
+                inside = self.stop_sample is None or sample < self.stop_sample
+                samples.append(sample if inside else -1)
+                sample += inside
+            for number in range(self.micro_batches):
+                first = (number * self.dp_size + self.dp_rank) * self.micro_batch
+                yield samples[first : first + self.micro_batch], sample if number + 1 == self.micro_batches else None
+
+    def _after_skips(self, sample: int) -> int:
+        for first, last in self.skips:
+            if first <= sample <= last:
+                sample = last + 1
+        return sample
+
+    def _read(self, samples: list[int]) -> Batch:
+        rows = [self.dataset[max(sample, 0)] for sample in samples]
+        batch = {key: torch.stack([row[key] for row in rows]) for key in ("tokens", "labels", "loss_mask")}
+        batch["source_ids"] = torch.tensor([row.get("dataset_id", self.source_id) for row in rows])
+        batch["sample_ids"] = torch.tensor(samples)
+        batch["loss_mask"] *= (batch["sample_ids"] >= 0)[:, None]
+        return batch

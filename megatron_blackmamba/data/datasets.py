@@ -1,0 +1,125 @@
+"""What megatron-core calls mid-level datasets, without its O(documents) indices: one source, in training and held out.
+
+A sample is a window of sequence_length inputs and their labels, each the next token, as GPTDataset gives it. Windows
+overlap by the one token that is a label first and an input next.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+from torch import Tensor
+
+from megatron_blackmamba.data.permutation import Permutation
+from megatron_blackmamba.data.stream import TokenStream
+
+Sample = Mapping[str, Any]
+
+
+class DataError(ValueError):
+    """Data that cannot be served as asked; the message says which source and what to do."""
+
+
+class WindowDataset(MegatronDataset):
+    """Base of the sources: numbered windows of tokens, each a dict of tensors [S]."""
+
+    def __init__(
+        self, name: str, fingerprint: str, samples: int, split: Split, config: BlendedMegatronDatasetConfig
+    ) -> None:
+        self.name = name
+        self.fingerprint = fingerprint
+        # dataset_path becomes part of megatron-core's identity of a dataset: the content, not the place.
+        super().__init__(None, fingerprint, np.empty(0, np.int32), samples, split, config)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def window(self, index: int) -> np.ndarray:
+        """The tokens of sample `index`: one more than there are labels, no more than sequence_length + 1."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length = self.config.sequence_length
+        window = torch.from_numpy(self.window(int(index)))
+        labels = len(window) - 1
+        if labels < length:  # the tail of a held-out set
+            window = torch.nn.functional.pad(window, (0, length - labels))
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": (torch.arange(length) < labels).float()}
+
+
+class EpochDataset(WindowDataset):
+    """A source in training: in every epoch each window once, in an order of that epoch's own.
+
+    The windows of an epoch start at a token drawn for that epoch and go once around the ring of tokens. So texts are
+    cut elsewhere in every epoch, and the tail that does not fill a window (tokens modulo sequence_length) is not always
+    the same text. Everything follows from (seed, content, epoch): nothing is stored, and there is no last epoch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stream: TokenStream,
+        fingerprint: str,
+        config: BlendedMegatronDatasetConfig,
+        *,
+        samples: int,
+        max_epochs: float | None = None,
+    ) -> None:
+        super().__init__(name, fingerprint, samples, Split.train, config)
+        self.stream = stream
+        self.windows = stream.tokens // config.sequence_length
+        if self.windows < 1:
+            raise DataError(
+                f"source {name!r}: {stream.tokens} tokens are less than one sample of {config.sequence_length}; "
+                "give it more data, or train on shorter sequences"
+            )
+        self.limit = None if max_epochs is None else int(max_epochs * self.windows)
+        if self.limit is not None and samples > self.limit:
+            raise DataError(
+                f"source {name!r}: the plan reads {samples} samples, {samples / self.windows:.4f} epochs of "
+                f"{self.windows}, and its max_epochs is {max_epochs}: lower its weight, train on fewer tokens, "
+                "or raise max_epochs"
+            )
+        self._epochs: dict[int, tuple[Permutation, int]] = {}
+
+    def place(self, index: int) -> int:
+        """The token at which sample `index` begins."""
+        epoch, position = divmod(index, self.windows)
+        if index < 0 or (self.limit is not None and index >= self.limit):
+            raise DataError(f"source {self.name!r}: sample {index} lies beyond max_epochs ({self.limit} samples)")
+        order, start = self.epoch(epoch)
+        return (start + order[position] * self.config.sequence_length) % self.stream.tokens
+
+    def epoch(self, epoch: int) -> tuple[Permutation, int]:
+        """The order of an epoch's windows, and the token at which its first window begins."""
+        known = self._epochs.get(epoch)
+        if known is None:
+            key = f"{self.config.random_seed} {self.fingerprint} {epoch}".encode()
+            start = int.from_bytes(hashlib.blake2b(key, digest_size=8, person=b"start").digest(), "little")
+            known = Permutation(self.windows, key), start % self.stream.tokens
+            self._epochs = {epoch: known, **dict(list(self._epochs.items())[:1])}  # readers cross an epoch's end
+        return known
+
+    def window(self, index: int) -> np.ndarray:
+        return self.stream.read(self.place(index), self.config.sequence_length + 1)
+
+
+class HeldOutDataset(WindowDataset):
+    """A source in validation: its held-out tokens once, in order; every label counts once, the last window is short."""
+
+    def __init__(self, name: str, stream: TokenStream, fingerprint: str, config: BlendedMegatronDatasetConfig) -> None:
+        if stream.tokens < 2:
+            raise DataError(f"source {name!r}: its validation shards hold {stream.tokens} tokens, nothing to predict")
+        super().__init__(name, fingerprint, -(-(stream.tokens - 1) // config.sequence_length), Split.valid, config)
+        self.stream = stream
+
+    def window(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} held-out samples of {self.name!r}")
+        start = index * self.config.sequence_length
+        return self.stream.read(start, min(self.config.sequence_length + 1, self.stream.tokens - start))

@@ -1,0 +1,64 @@
+"""A keyed permutation of range(n), computed one position at a time: a shuffle that takes no memory and no start-up.
+
+A Feistel network on a grid of rows × columns just larger than n: each round moves one coordinate by a keyed hash of the
+other, which can be undone, so every round is a bijection of the grid. Positions that fall outside range(n) are sent
+through again (cycle walking); with a nearly square grid that is one in sqrt(n).
+"""
+
+import hashlib
+import math
+
+import numpy as np
+
+ROUNDS = 8  # coordinates moved; four is where such networks begin to look random, small n wants some more
+_MASK = 2**64 - 1
+
+
+class Permutation:
+    """Where each position of range(size) goes. The same key gives the same order on every machine, for ever."""
+
+    def __init__(self, size: int, key: bytes) -> None:
+        if not 0 < size < 2**62:
+            raise ValueError(f"a permutation needs between 1 and 2^62 positions, not {size}")
+        self.size = size
+        self._rows = math.isqrt(size - 1) + 1
+        self._columns = -(-size // self._rows)
+        digest = hashlib.blake2b(key, digest_size=8 * ROUNDS, person=b"permutation").digest()
+        self._round_keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(ROUNDS)]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, position: int) -> int:
+        position = int(position)
+        if not 0 <= position < self.size:
+            raise IndexError(f"position {position} of a permutation of {self.size}")
+        place = self._once(position)
+        while place >= self.size:
+            place = self._once(place)
+        return place
+
+    def of(self, positions: np.ndarray) -> np.ndarray:
+        """The places of many positions at once."""
+        positions = np.asarray(positions)
+        if positions.size and not 0 <= positions.min() <= positions.max() < self.size:
+            raise IndexError(f"positions {positions.min()} to {positions.max()} of a permutation of {self.size}")
+        place = self._once(positions.astype(np.uint64))
+        while (outside := place >= self.size).any():
+            place[outside] = self._once(place[outside])
+        return place.astype(np.int64)
+
+    def _once(self, x):
+        row, column = x // self._columns, x % self._columns
+        for i in range(0, ROUNDS, 2):
+            row = (row + _hash(column, self._round_keys[i], self._rows)) % self._rows
+            column = (column + _hash(row, self._round_keys[i + 1], self._columns)) % self._columns
+        return row * self._columns + column
+
+
+def _hash(x, key: int, below: int):
+    """Mix 64 bits (splitmix64's finaliser), scale the upper half to range(below); for ints and uint64 arrays alike."""
+    x = (x + key) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (((x ^ (x >> 31)) >> 32) * below) >> 32

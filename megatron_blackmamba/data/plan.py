@@ -1,0 +1,163 @@
+"""From a run's `data:` section to its samples, and to the record that says what they were."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.utils import Split
+
+from megatron_blackmamba.config.run import DataConfig
+from megatron_blackmamba.data.blend import MixtureDataset
+from megatron_blackmamba.data.datasets import DataError, EpochDataset, HeldOutDataset, WindowDataset
+from megatron_blackmamba.data.stream import TokenStream
+from megatron_blackmamba.data.synthetic import HELD_OUT_SAMPLES, SyntheticDataset
+from megatron_blackmamba.formats.mixture import Mixture, check_together, content_fingerprint
+from megatron_blackmamba.formats.schedule import Schedule
+from megatron_blackmamba.formats.shards import Shard
+
+RECORD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """What a run reads: its training samples in order, its held-out sets, and how to recognise them again."""
+
+    train: MixtureDataset
+    validation: dict[str, WindowDataset]
+    record: dict[str, Any]
+    """For data_plan.json: everything that decides the samples, and where the data lay."""
+
+    @property
+    def source_names(self) -> list[str]:
+        return [dataset.name for dataset in self.train.datasets]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the endless sequence of samples: equal exactly when every sample is."""
+        decisive = {key: self.record[key] for key in ("version", "kind", "seed", "sequence_length", "phases")}
+        decisive["sources"] = [(source["name"], source["fingerprint"]) for source in self.record["sources"]]
+        return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """The record, with the fingerprint and what the planned samples take of each source."""
+        planned = len(self.train)
+        counts = self.train.schedule.counts(planned)
+        takes = {
+            dataset.name: {"samples": n, "epochs": n / dataset.windows if isinstance(dataset, EpochDataset) else None}
+            for dataset, n in zip(self.train.datasets, counts, strict=True)
+        }
+        return {"fingerprint": self.fingerprint, **self.record, "planned": {"samples": planned, "sources": takes}}
+
+
+def build(config: DataConfig, *, vocab_size: int, total_samples: int) -> DataPlan:
+    """Open everything a run reads. Takes as long as opening the shards does, whatever they hold."""
+    if total_samples < 1:
+        raise DataError(f"a run of {total_samples} samples reads nothing: training.tokens is too small")
+    if config.kind == "synthetic":
+        return _build_synthetic(config, vocab_size, total_samples)
+    return _build_mixture(config, vocab_size, total_samples)
+
+
+def _build_synthetic(config: DataConfig, vocab_size: int, total_samples: int) -> DataPlan:
+    numbers = range(config.synthetic.sources)
+    schedule = Schedule([[1] * len(numbers)])
+    core = _core_config(config, [f"synthetic_{i}" for i in numbers])
+
+    def datasets(samples: Sequence[int], split: Split) -> list[WindowDataset]:
+        return [
+            SyntheticDataset(i, 1 + i % config.synthetic.order, vocab_size, core, samples=samples[i], split=split)
+            for i in numbers
+        ]
+
+    train = datasets(schedule.counts(total_samples), Split.train)
+    held_out = datasets([HELD_OUT_SAMPLES] * len(numbers), Split.valid)
+    sources = [{"name": dataset.name, "fingerprint": dataset.fingerprint} for dataset in train]
+    return DataPlan(
+        train=MixtureDataset(train, schedule, total_samples, core),
+        validation={dataset.name: dataset for dataset in held_out},
+        record=_record(config, sources, schedule),
+    )
+
+
+def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int) -> DataPlan:
+    mixture = Mixture.read(config.mixture or "")
+    opened = [mixture.open_shards(source) for source in mixture.sources]
+    check_together(dict(zip(mixture.names, opened, strict=True)), vocab_size)
+    streams = [TokenStream.of_shards(shards) for shards, _ in opened]
+    prints = [content_fingerprint(shards) for shards, _ in opened]
+    schedule = mixture.schedule([stream.tokens for stream in streams], config.sequence_length, tie_break=prints)
+    core = _core_config(config, mixture.names)
+    train = [
+        EpochDataset(source.name, stream, fingerprint, core, samples=samples, max_epochs=source.max_epochs)
+        for source, stream, fingerprint, samples in zip(
+            mixture.sources, streams, prints, schedule.counts(total_samples), strict=True
+        )
+    ]
+    validation = {
+        source.name: HeldOutDataset(source.name, TokenStream.of_shards(shards), content_fingerprint(shards), core)
+        for source, (_, shards) in zip(mixture.sources, opened, strict=True)
+        if shards
+    }
+    sources = [
+        {
+            "name": dataset.name,
+            "fingerprint": dataset.fingerprint,
+            "tokens": dataset.stream.tokens,
+            "windows": dataset.windows,
+            "shards": [_describe_shard(shard) for shard in shards],
+            "validation": [_describe_shard(shard) for shard in held_out],
+        }
+        for dataset, (shards, held_out) in zip(train, opened, strict=True)
+    ]
+    record = _record(
+        config, sources, schedule, _describe_tokenizer([shard for shards, _ in opened for shard in shards])
+    )
+    return DataPlan(MixtureDataset(train, schedule, total_samples, core), validation, record)
+
+
+def _core_config(config: DataConfig, names: list[str]) -> BlendedMegatronDatasetConfig:
+    return BlendedMegatronDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.sequence_length,
+        blend_per_split=[(names, None), (names, None), None],
+    )
+
+
+def _record(
+    config: DataConfig, sources: list[dict], schedule: Schedule, tokenizer: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {
+        "version": RECORD_VERSION,
+        "kind": config.kind,
+        "seed": config.seed,
+        "sequence_length": config.sequence_length,
+        "phases": [
+            {
+                "from_sample": start,
+                "shares": {source["name"]: str(p) for source, p in zip(sources, blend.probabilities, strict=True)},
+            }
+            for start, blend in zip(schedule.starts, schedule.blends, strict=True)
+        ],
+        "tokenizer": tokenizer,
+        "sources": sources,
+    }
+
+
+def _describe_shard(shard: Shard) -> dict[str, Any]:
+    return {"path": str(shard.prefix), "tokens": shard.manifest.tokens, "sha256": shard.manifest.bin_sha256}
+
+
+def _describe_tokenizer(shards: Sequence[Shard]) -> dict[str, Any]:
+    """Which one the data was made with, and where its file lies if it still lies beside the shards."""
+    manifest = shards[0].manifest
+    beside = (shard.prefix.parent / "tokenizer.json" for shard in shards)
+    file = next((path for path in beside if _sha256(path) == manifest.tokenizer_sha256), None)
+    return {"name": manifest.tokenizer, "sha256": manifest.tokenizer_sha256, "file": file and str(file.resolve())}
+
+
+def _sha256(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

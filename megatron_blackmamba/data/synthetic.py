@@ -1,0 +1,63 @@
+"""Endless text nobody wrote: seeded Markov sources of several orders, to train, test and demonstrate without files.
+
+Source i has order 1 + i % order and an alphabet small enough that its few hundred contexts are learned within some
+thousand tokens. After every context one of four letters follows, with the same odds in all sources: a model that
+has learned everything reaches `FLOOR` nats a token, and one that has learned nothing is at log(vocabulary).
+"""
+
+import hashlib
+import math
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.utils import Split
+
+from megatron_blackmamba.data.datasets import DataError, WindowDataset
+
+ODDS = (0.75, 0.15, 0.07, 0.03)
+FLOOR = -sum(p * math.log(p) for p in ODDS)
+HELD_OUT_SAMPLES = 256
+_LETTERS_OF_ORDER = {1: 64, 2: 16, 3: 6}
+_FEWEST_LETTERS = 5
+
+
+class SyntheticDataset(WindowDataset):
+    """One Markov source. Any sample can be computed alone, and held-out samples are of the same language."""
+
+    def __init__(
+        self,
+        source: int,
+        order: int,
+        vocab_size: int,
+        config: BlendedMegatronDatasetConfig,
+        *,
+        samples: int,
+        split: Split = Split.train,
+    ) -> None:
+        if vocab_size < _FEWEST_LETTERS:
+            raise DataError(f"synthetic text needs a vocabulary of {_FEWEST_LETTERS} tokens, not {vocab_size}")
+        self.order = order
+        letters = min(_LETTERS_OF_ORDER.get(order, _FEWEST_LETTERS), vocab_size)
+        fingerprint = f"synthetic 1: source {source}, order {order}, {letters} of {vocab_size} letters"
+        super().__init__(f"synthetic_{source}", fingerprint, samples, split, config)
+        self._contexts = letters**order
+        random = self._random("language")
+        self._letters = random.permutation(vocab_size)[:letters]
+        # Four different letters for each context: the places of a random row's smallest numbers.
+        followers = random.random((self._contexts, letters)).argsort(axis=1)[:, : len(ODDS)]
+        self._followers: list[list[int]] = followers.tolist()
+
+    def window(self, index: int) -> np.ndarray:
+        random = self._random(f"{self.index_split.name} {index}")
+        draws = np.searchsorted(np.cumsum(ODDS[:-1]), random.random(self.config.sequence_length + 1), side="right")
+        context, text, letters = int(random.integers(self._contexts)), [], len(self._letters)
+        for draw in draws.tolist():
+            letter = self._followers[context][draw]
+            context = (context * letters + letter) % self._contexts
+            text.append(letter)
+        return self._letters[text]
+
+    def _random(self, purpose: str) -> np.random.Generator:
+        key = f"{self.config.random_seed} {self.fingerprint} {purpose}".encode()
+        digest = hashlib.blake2b(key, digest_size=16, person=b"synthetic").digest()
+        return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, np.uint64)))

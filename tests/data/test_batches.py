@@ -1,0 +1,110 @@
+import pytest
+import torch
+
+from megatron_blackmamba.data import BatchStream, DataError
+
+SAMPLES = 24
+
+
+class Numbers:
+    """Sample k is four times k."""
+
+    def __getitem__(self, k):
+        row = torch.full((4,), k)
+        return {"dataset_id": k % 3, "tokens": row, "labels": row + 1, "loss_mask": torch.ones(4)}
+
+
+def stream(**arguments):
+    return BatchStream(Numbers(), **{"global_batch": SAMPLES, "micro_batch": 1, "workers": 0, **arguments})
+
+
+def global_batches(count, dp_size, **arguments):
+    """Micro-batches of all ranks, put together in order."""
+    ranks = [stream(dp_rank=rank, dp_size=dp_size, **arguments) for rank in range(dp_size)]
+    batches = []
+    for _ in range(count):
+        micro_batches = [[next(r) for r in ranks] for _ in range(ranks[0].micro_batches)]
+        batches.append([batch["sample_ids"].tolist() for row in micro_batches for batch in row])
+    assert len({r.position for r in ranks}) == 1
+    return batches, ranks[0].position
+
+
+@pytest.mark.parametrize("dp_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_any_number_of_ranks_sees_the_same_micro_batches_in_the_same_order(dp_size, micro_batch):
+    arguments = {"global_batch": 72, "micro_batch": micro_batch, "skips": [(30, 40)]}
+    assert global_batches(3, dp_size, **arguments) == global_batches(3, 1, **arguments)
+
+
+@pytest.mark.parametrize("before, after", [(8, 3), (1, 4), (4, 1)])
+def test_a_run_resumed_on_another_number_of_ranks_goes_on_where_it_was(before, after):
+    whole, _ = global_batches(5, 1)
+    first, position = global_batches(2, before)
+    rest, _ = global_batches(3, after, start_sample=position)
+    assert first + rest == whole
+
+
+def test_the_position_moves_once_the_whole_global_batch_was_taken():
+    batches = stream(start_sample=100, micro_batch=12, workers=2)
+    with batches:
+        next(batches)
+        assert batches.position == 100
+        next(batches)
+        assert batches.position == 100 + SAMPLES
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_threads_change_nothing(workers):
+    with stream(workers=workers) as ahead:
+        for expected in (alone := stream()):
+            batch = next(ahead)
+            assert batch.keys() == expected.keys()
+            assert all(torch.equal(batch[key], expected[key]) for key in batch)
+            assert ahead.position == alone.position
+            if alone.position == 4 * SAMPLES:
+                break
+
+
+def test_a_batch_carries_tokens_labels_and_the_source_of_each_sample():
+    batch = next(stream(micro_batch=4, start_sample=7))
+    assert batch["tokens"].shape == batch["labels"].shape == batch["loss_mask"].shape == (4, 4)
+    assert batch["sample_ids"].tolist() == [7, 8, 9, 10]
+    assert batch["source_ids"].tolist() == [1, 2, 0, 1]
+
+
+def test_skipped_ranges_are_never_served_and_do_not_shorten_a_batch():
+    batches, position = global_batches(3, 2, skips=[(60, 70), (15, 30), (10, 20)])
+    served = [sample for batch in batches for micro in batch for sample in micro]
+    left = [k for k in range(200) if not 10 <= k <= 30 and not 60 <= k <= 70]
+    assert served == left[: 3 * SAMPLES]
+    assert position == served[-1] + 1
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_a_finite_set_is_read_once_and_its_last_batch_filled_with_samples_that_count_for_nothing(dp_size):
+    ranks = [stream(dp_rank=r, dp_size=dp_size, stop_sample=31, micro_batch=4) for r in range(dp_size)]
+    batches = [batch for rank in ranks for batch in rank]
+    counted = [k for b in batches for k, m in zip(b["sample_ids"].tolist(), b["loss_mask"].sum(1), strict=True) if m]
+    assert sorted(counted) == list(range(31))
+    assert len(batches) == 12
+    assert sum(int(b["loss_mask"].sum()) for b in batches) == 31 * 4
+
+
+def test_an_error_in_a_reading_thread_reaches_the_one_who_asked():
+    class Broken(Numbers):
+        def __getitem__(self, k):
+            if k == 30:
+                raise DataError("sample 30 is broken")
+            return super().__getitem__(k)
+
+    with (
+        BatchStream(Broken(), global_batch=4, micro_batch=4, workers=2) as batches,
+        pytest.raises(DataError, match="sample 30"),
+    ):
+        for batch in batches:
+            assert batch["sample_ids"].max() < 30
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_what_to_change():
+    with pytest.raises(DataError, match=r"24 samples.*micro-batches of 5 on 1.*training.global_batch"):
+        stream(micro_batch=5)

@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_blackmamba.data.datasets import DataError, EpochDataset, HeldOutDataset
+from megatron_blackmamba.data.stream import TokenStream
+from megatron_blackmamba.formats.shards import Shard, ShardError
+from tests.data.corpus import write_shard
+
+
+def core_config(sequence_length, seed=1):
+    return BlendedMegatronDatasetConfig(
+        random_seed=seed, sequence_length=sequence_length, blend_per_split=[(["x"], None), None, None]
+    )
+
+
+def numbers(*lengths):
+    """A stream of 0, 1, 2, … in parts of these lengths."""
+    return TokenStream(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
+
+
+def source(stream, sequence_length, seed=1, fingerprint="f", **more):
+    return EpochDataset("numbers", stream, fingerprint, core_config(sequence_length, seed), samples=0, **more)
+
+
+parts = st.lists(st.integers(0, 60), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=150)
+@given(parts, st.integers(1, 40), st.integers(0, 3), st.integers(0, 2**31))
+def test_an_epoch_reads_every_token_once_but_a_tail_shorter_than_a_sample(lengths, sequence_length, epoch, seed):
+    tokens = sum(lengths)
+    if tokens < sequence_length:
+        with pytest.raises(DataError, match="less than one sample"):
+            source(numbers(*lengths), sequence_length)
+        return
+    data = source(numbers(*lengths), sequence_length, seed)
+    samples = [data[epoch * data.windows + i] for i in range(data.windows)]
+    for part in ("tokens", "labels"):
+        read = np.bincount(torch.cat([sample[part] for sample in samples]), minlength=tokens)
+        assert read.max() == 1
+        assert (read == 0).sum() == tokens % sequence_length < sequence_length
+
+
+@settings(deadline=None, max_examples=50)
+@given(parts.filter(lambda p: sum(p) > 20), st.integers(0, 10**6))
+def test_a_sample_is_a_run_of_tokens_and_its_labels_are_the_next_ones(lengths, index):
+    sample = source(numbers(*lengths), 20)[index]
+    assert torch.equal(sample["tokens"], (sample["tokens"][0] + torch.arange(20)) % sum(lengths))
+    assert torch.equal(sample["labels"], (sample["tokens"] + 1) % sum(lengths))
+    assert sample["loss_mask"].sum() == 20
+
+
+def test_every_epoch_has_its_own_order_and_cuts_the_text_elsewhere():
+    data = source(numbers(1003), 10)
+    epochs = [[data.place(e * 100 + i) for i in range(100)] for e in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert len({place % 10 for epoch in epochs for place in epoch}) > 3
+    unread = [set(range(1003)) - {(p + i) % 1003 for p in epoch for i in range(10)} for epoch in epochs]
+    assert unread[0] != unread[1]
+
+
+def test_order_follows_from_seed_and_content_alone():
+    one, same = source(numbers(5000), 10), source(numbers(2500, 2500), 10)
+    assert [one.place(i) for i in range(1500)] == [same.place(i) for i in range(1500)]
+    for other in (source(numbers(5000), 10, seed=2), source(numbers(5000), 10, fingerprint="g")):
+        assert sum(one.place(i) == other.place(i) for i in range(500)) < 5
+
+
+def test_max_epochs_refuses_the_plan_and_stops_a_reader_that_goes_on():
+    with pytest.raises(DataError, match=r"'numbers'.*151 samples, 1.5100 epochs of 100.*max_epochs is 1.5"):
+        EpochDataset("numbers", numbers(1000), "f", core_config(10), samples=151, max_epochs=1.5)
+    data = EpochDataset("numbers", numbers(1000), "f", core_config(10), samples=150, max_epochs=1.5)
+    data[149]
+    with pytest.raises(DataError, match="150"):
+        data[150]
+
+
+@settings(deadline=None, max_examples=50)
+@given(parts.filter(lambda p: sum(p) > 1), st.integers(1, 40))
+def test_validation_counts_every_label_once(lengths, sequence_length):
+    data = HeldOutDataset("numbers", numbers(*lengths), "f", core_config(sequence_length))
+    labels = torch.cat([data[i]["labels"][data[i]["loss_mask"] > 0] for i in range(len(data))])
+    assert torch.equal(labels, torch.arange(1, sum(lengths)))
+    with pytest.raises(IndexError):
+        data[len(data)]
+
+
+def test_the_stream_is_what_megatron_core_reads_document_by_document(tmp_path):
+    prefixes = [write_shard(tmp_path / "one", 0, 300), write_shard(tmp_path / "two", 1000, 111, document=5)]
+    documents = [IndexedDataset(str(prefix)) for prefix in prefixes]
+    expected = np.concatenate([dataset[i] for dataset in documents for i in range(len(dataset))])
+    stream = TokenStream.of_shards([Shard.open(prefix) for prefix in prefixes])
+    assert np.array_equal(stream.read(0, len(stream)), expected)
+
+
+def test_a_truncated_shard_is_refused_when_it_is_opened(tmp_path):
+    prefix = write_shard(tmp_path / "one", 0, 300)
+    with open(f"{prefix}.bin", "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ShardError, match=r"one\.bin: 1000 bytes, its manifest says 1200"):
+        Shard.open(prefix)

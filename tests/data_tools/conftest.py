@@ -1,0 +1,42 @@
+"""A tokenizer trained on this Python's own sources, and raw files to feed it with."""
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from data_tools.bpe import train
+from data_tools.readers import ReadOptions
+from data_tools.rejects import Tolerance
+from data_tools.sources import find_sources
+from megatron_blackmamba.tokenizer import load_tokenizer
+
+SHARED = Path(__file__).resolve().parents[2] / ".." / "shared"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "text.txt").write_text(Path(textwrap.__file__).read_text() + Path(json.__file__).read_text())
+    found = find_sources([str(folder / "text.txt")])
+    (folder / "tokenizer.json").write_bytes(train(found.sources, ReadOptions(), Tolerance(), 600, 1 << 20))
+    return folder / "tokenizer.json"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_file):
+    return load_tokenizer(tokenizer_file)
+
+
+@pytest.fixture
+def write_jsonl(tmp_path):
+    """Write texts as JSON lines under `name`, and return the path."""
+
+    def write(name, texts, field="text"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps({field: text}, ensure_ascii=False) + "\n" for text in texts))
+        return path
+
+    return write

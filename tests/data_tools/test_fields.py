@@ -1,0 +1,55 @@
+import pytest
+
+from data_tools.fields import FieldError, text_of
+from data_tools.rejects import MISSING_FIELD, NOT_A_STRING
+
+RECORD = {
+    "text": "plain",
+    "a.b": "a dot in the name",
+    "meta": {"title": "T", "year": 2023},
+    "body": [{"text": "one"}, {"text": "two"}],
+    "lines": ["x", "y"],
+    "null": None,
+}
+
+
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        (["text"], "plain"),
+        (["a.b"], "a dot in the name"),
+        (["meta.title"], "T"),
+        (["body[].text"], "one|two"),
+        (["lines[]"], "x|y"),
+        (["meta.title", "body[].text"], "T|one|two"),
+    ],
+)
+def test_a_field_a_path_or_several_give_the_text(fields, text):
+    assert text_of(fields, "|")(RECORD) == text
+
+
+@pytest.mark.parametrize(
+    "fields, reason, detail",
+    [
+        (["content"], MISSING_FIELD, "no `content`; it has `text`, `a.b`, `meta`"),
+        (["meta.author"], MISSING_FIELD, "no `author`; there is `title`, `year`"),
+        (["text.more"], MISSING_FIELD, "above `more` stands a string"),
+        (["text", "content"], MISSING_FIELD, "no `content`"),
+        (["null"], NOT_A_STRING, "`null` is a null"),
+        (["meta.year"], NOT_A_STRING, "`meta.year` is a number"),
+        (["lines"], NOT_A_STRING, "`lines` is a list"),
+        (["meta[].title"], NOT_A_STRING, "`meta` is a object, not a list"),
+        (["body[]"], NOT_A_STRING, "an item is a object"),
+    ],
+)
+def test_a_record_without_it_says_what_it_has_instead(fields, reason, detail):
+    with pytest.raises(FieldError) as error:
+        text_of(fields, "|")(RECORD)
+    assert error.value.reason == reason and detail in error.value.detail
+
+
+@pytest.mark.parametrize("record", [None, 3, "text", ["text"], True])
+def test_a_record_that_is_no_object_is_told_by_its_kind(record):
+    for field in ("text", "a.b"):
+        with pytest.raises(FieldError, match=MISSING_FIELD):
+            text_of([field], "|")(record)

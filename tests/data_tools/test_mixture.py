@@ -1,0 +1,145 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from data_tools.mixture import parse_count, plan_mixture, prefix_deviation, verify_mixture
+from megatron_blackmamba.cli import app
+from megatron_blackmamba.data import build
+from megatron_blackmamba.formats.mixture import Mixture, MixtureError
+from tests.data.corpus import VOCAB, data_config, three_sources, write_mixture, write_shard
+
+# The paper's table; epochs are those of 300 billion tokens.
+PAPER = {
+    "pile": (0.324588, 0.32459),
+    "slimpajama": (0.389505, 0.19475),
+    "starcoder": (0.101434, 0.12172),
+    "pes2o": (0.135245, 0.81147),
+    "proofpile": (0.043278, 0.32459),
+    "pg19": (0.005951, 0.81147),
+}
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["data", "mixture", *map(str, arguments)])
+
+
+def test_the_command_reproduces_the_papers_table():
+    result = run("paper_mix", "--tokens", "300e9", "--json")
+    plan = json.loads(result.output)
+    assert result.exit_code == 0
+    assert plan["weighted_tokens"] == 1848.5e9
+    assert plan["samples"] == 146_484_375 == sum(source["samples"] for source in plan["sources"])
+    table = {s["name"]: (round(s["probability"], 6), round(s["epochs"], 5)) for s in plan["sources"]}
+    assert table == PAPER
+
+
+def test_the_table_fits_a_terminal_of_80_columns():
+    lines = run("paper_mix", "--tokens", "300B").output.splitlines()
+    table = lines[: 1 + next(i for i, line in enumerate(lines) if line.startswith(" all"))]
+    assert max(len(line) for line in table) <= 80
+    assert not any("…" in line for line in table)
+
+
+def test_shards_that_are_there_decide_the_epochs(tmp_path):
+    plan = plan_mixture(Mixture.read(three_sources(tmp_path)), 3200, 16)
+    source = plan.sources[2]
+    assert (source.shards, source.shard_tokens, source.tokens) == (1, 90, 90)
+    assert source.epochs == source.samples * 16 / 90
+    assert not plan.missing
+
+
+def test_its_samples_are_those_that_training_reads(tmp_path):
+    for number, name in enumerate("abcde"):
+        write_shard(tmp_path / f"{name}/one", 10_000 * number, 500)
+    path = write_mixture(tmp_path, [{"name": name, "shards": name} for name in "abcde"])
+    for samples in range(1, 20):
+        planned = plan_mixture(Mixture.read(path), 16 * samples, 16)
+        trained = build(data_config(path), vocab_size=VOCAB, total_samples=samples).describe()["planned"]["sources"]
+        assert {s.name: s.samples for s in planned.sources} == {name: s["samples"] for name, s in trained.items()}
+
+
+def test_the_table_says_where_stated_and_measured_tokens_differ(tmp_path):
+    path = three_sources(tmp_path)
+    path.write_text(path.read_text().replace("name: b", "name: b\n  tokens: 1000"))
+    output = run(path, "--tokens", "1e5").output
+    assert "b: the file states 1,000 tokens, its 1 shards hold 700: epochs are of those" in output
+    assert "a: the file" not in output
+
+
+def test_a_source_without_shards_and_without_tokens_cannot_be_planned(tmp_path):
+    path = tmp_path / "m.yaml"
+    path.write_text("sources: [{name: a, shards: nowhere}]")
+    with pytest.raises(MixtureError, match="without shards, state the source's `tokens`"):
+        plan_mixture(Mixture.read(path))
+
+
+def test_more_than_max_epochs_prints_the_table_and_fails(tmp_path):
+    path = tmp_path / "m.yaml"
+    path.write_text("sources: [{name: a, tokens: 1e6, max_epochs: 2}, {name: b, tokens: 1e6}]")
+    assert run(path, "--tokens", "3.9e6").exit_code == 0
+    result = run(path, "--tokens", "4.1e6")
+    assert "2.05005" in result.output
+    assert isinstance(result.exception, MixtureError)
+    assert "source 'a': 2.05" in str(result.exception)
+
+
+def test_a_phase_shows_its_own_probabilities(tmp_path):
+    path = tmp_path / "m.yaml"
+    path.write_text(
+        "sources: [{name: a, tokens: 1e6}, {name: b, tokens: 1e6}]\nphases: [{from_sample: 100, weights: {a: 3}}]"
+    )
+    assert "from sample 100: a 0.750000, b 0.250000" in run(path, "--tokens", "1e6").output
+
+
+def test_verify_finds_a_copy_and_another_tokenizer(tmp_path):
+    mixture = Mixture.read(three_sources(tmp_path))
+    findings = verify_mixture(mixture, 16)
+    assert "5 shards of one tokenizer" in findings[0]
+    assert "within" in findings[-1]
+    write_shard(tmp_path / "c/copy", 20_000, 90)
+    with pytest.raises(MixtureError, match="the same tokens"):
+        verify_mixture(mixture, 16)
+    write_shard(tmp_path / "c/copy", 30_000, 90, tokenizer="b" * 64)
+    with pytest.raises(MixtureError, match="another tokenizer"):
+        verify_mixture(mixture, 16)
+
+
+def test_data_verify_takes_a_mixture_file(tmp_path):
+    path = three_sources(tmp_path)
+    result = CliRunner().invoke(app, ["data", "verify", str(path), "--quick"])
+    assert "5 shards, 2,393 tokens: all sound" in result.output
+    assert f"{path}: mixture within" in result.output
+    (tmp_path / "b/one.bin").write_bytes(b"")
+    assert CliRunner().invoke(app, ["data", "verify", str(path), "--quick"]).exit_code == 2
+
+
+def test_verify_tells_when_stated_and_measured_tokens_differ(tmp_path):
+    path = three_sources(tmp_path)
+    path.write_text(path.read_text().replace("name: b", "name: b\n  tokens: 1000"))
+    assert "source 'b': the file states 1,000 tokens, the shards hold 700" in verify_mixture(Mixture.read(path), 16)
+
+
+def test_a_straying_order_would_be_noticed(tmp_path):
+    schedule = Mixture.read(three_sources(tmp_path)).schedule([1503, 700, 90], 16)
+    assert prefix_deviation(schedule, 10_000) < 1.68
+    schedule.blends[0].probabilities.reverse()
+    assert prefix_deviation(schedule, 10_000) > 1000
+
+
+@pytest.mark.parametrize("text, count", [("300e9", 300e9), ("300B", 300e9), ("1.5t", 1.5e12), ("2_000k", 2e6)])
+def test_counts_are_read_as_people_write_them(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "-5", "0", "B"])
+def test_what_is_no_count_is_refused(text):
+    with pytest.raises(MixtureError, match="write 300e9"):
+        parse_count(text)
+
+
+def test_planning_a_mixture_needs_neither_torch_nor_megatron():
+    code = "import sys, data_tools.mixture; assert not {'torch', 'megatron'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,220 @@
+import gzip
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_tools import readers, rejects, streams
+from data_tools.readers import JsonLines, Reader, ReadOptions, Text
+from data_tools.rejects import InputError
+
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+def read(path, format="jsonl", options=None):
+    """All documents with their record numbers, and all rejects."""
+    rejected = []
+    reader = Reader(path, format, options or ReadOptions(), lambda *bad: rejected.append(bad))
+    documents = [pair for batch in reader.batches() for pair in zip(batch.numbers, batch.texts, strict=True)]
+    return documents, rejected
+
+
+def fed_in_pieces(parser, content, cuts):
+    """Documents of a parser that gets `content` cut at these places."""
+    borders = [0, *sorted(cut % (len(content) + 1) for cut in cuts), len(content)]
+    batches = []
+    for low, high in itertools.pairwise(borders):
+        batches += parser.feed(content[low:high])
+    batches += parser.finish()
+    return [pair for batch in batches for pair in zip(batch.numbers, batch.texts, strict=True)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(any_text, max_size=8),
+    st.lists(st.integers(0, 10**6), max_size=6),
+    st.sampled_from([1, 30, 8 << 20]),
+    st.sampled_from(["\n", "\r\n"]),
+    st.booleans(),
+)
+def test_json_lines_come_through_however_they_are_cut(texts, cuts, batch_bytes, newline, ended):
+    content = newline.join(json.dumps({"id": 1, "text": text}) for text in texts) + newline * ended
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "BATCH_BYTES", batch_bytes)
+        parser = JsonLines(ReadOptions(), lambda number, reason, detail: pytest.fail(reason) if texts else None)
+        assert fed_in_pieces(parser, content.encode(), cuts) == list(enumerate(texts, start=1))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(any_text.filter(lambda text: text.strip() and "<end>" not in text), min_size=1, max_size=8),
+    st.lists(st.integers(0, 10**6), max_size=6),
+    st.sampled_from([1, 30, 8 << 20]),
+    st.booleans(),
+)
+def test_pieces_between_markers_come_through_however_they_are_cut(texts, cuts, batch_bytes, ended):
+    content = "<end>".join(texts) + "<end>\n" * ended
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "BATCH_BYTES", batch_bytes)
+        parser = Text(ReadOptions(marker="<end>"), lambda *bad: pytest.fail(str(bad)))
+        documents = fed_in_pieces(parser, content.encode(), cuts)
+    expected = [text.removeprefix("\ufeff") if i == 0 else text for i, text in enumerate(texts)]
+    assert documents == list(enumerate(expected, start=1))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=200), st.lists(st.integers(0, 10**6), max_size=4))
+def test_any_bytes_are_read_or_rejected_line_by_line_and_none_is_forgotten(content, cuts):
+    rejected = []
+    parser = JsonLines(ReadOptions(), lambda number, *_: rejected.append(number))
+    taken = [number for number, _ in fed_in_pieces(parser, content, cuts)]
+    lines = len(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"))
+    complete = content.removeprefix(b"\xef\xbb\xbf").endswith(b"\n") or not content.removeprefix(b"\xef\xbb\xbf")
+    if not content.startswith(b"\xef"):  # a byte-order mark may itself be cut in two
+        assert sorted(taken + rejected) == list(range(1, lines + 1 - complete))
+
+
+GOOD = b'{"text": "good"}'
+BAD_LINES = {
+    b'{"text": "x"': rejects.INVALID_JSON,
+    b"[": rejects.INVALID_JSON,
+    b'{"text": "x"} {"text": "y"}': rejects.INVALID_JSON,
+    b'{"content": "x"}': rejects.MISSING_FIELD,
+    b'["x"]': rejects.MISSING_FIELD,
+    b"null": rejects.MISSING_FIELD,
+    b'{"text": null}': rejects.NOT_A_STRING,
+    b'{"text": ["x"]}': rejects.NOT_A_STRING,
+    b'{"text": 3, "other": NaN}': rejects.NOT_A_STRING,
+    b'{"text": "\xff"}': rejects.INVALID_UTF8,
+    b'{"text": "\xed\xa0\x80"}': rejects.INVALID_UTF8,  # a surrogate spelled in UTF-8
+    b'{"text": "\\ud800"}': rejects.LONE_SURROGATE,
+    b'{"text": "\\udc00 x"}': rejects.LONE_SURROGATE,
+    b"   \t": rejects.BLANK,
+    b"": rejects.BLANK,
+    b'{"a":' * 100_000: rejects.INVALID_JSON,
+}
+
+
+@pytest.mark.parametrize("line, reason", BAD_LINES.items(), ids=lambda value: repr(value)[:30])
+def test_a_bad_line_is_rejected_with_its_number_and_its_neighbours_are_kept(line, reason, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([GOOD, line, GOOD, b""]))
+    documents, rejected = read(tmp_path / "a.jsonl")
+    assert documents == [(1, "good"), (3, "good")]
+    assert [(number, why) for number, why, _ in rejected] == [(2, reason)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"text": "good", "score": NaN}', b'{"text": "good", "big": 1e999}', b'{"text": "good", "other": "\\ud800"}'],
+)
+def test_what_is_odd_beside_the_text_does_not_cost_the_text(line, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line + b"\n")
+    assert read(tmp_path / "a.jsonl") == ([(1, "good")], [])
+
+
+def test_a_pair_of_surrogates_is_one_character(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83d\\ude80"}\n')
+    assert read(tmp_path / "a.jsonl") == ([(1, "\U0001f680")], [])
+
+
+@pytest.mark.parametrize("cut", [b'{"text": "go', '{"text": "é'.encode()[:-1]])
+def test_a_last_line_that_breaks_off_is_told_from_bad_json(cut, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n" + cut)
+    documents, rejected = read(tmp_path / "a.jsonl")
+    assert documents == [(1, "good")]
+    assert [(number, why) for number, why, _ in rejected] == [(2, rejects.TRUNCATED_LINE)]
+
+
+def test_a_whole_last_line_needs_no_line_feed(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n" + GOOD)
+    assert read(tmp_path / "a.jsonl") == ([(1, "good"), (2, "good")], [])
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfgood")
+    assert read(tmp_path / "a.jsonl")[0] == read(tmp_path / "a.txt", "text")[0] == [(1, "good")]
+
+
+def test_files_of_another_kind_get_a_hint(tmp_path):
+    (tmp_path / "array.jsonl").write_text('[\n {"text": "x"}\n]')
+    (tmp_path / "plain.jsonl").write_text("Call me Ishmael.\n")
+    assert "jq" in read(tmp_path / "array.jsonl")[1][0][2]
+    assert "--format text" in read(tmp_path / "plain.jsonl")[1][0][2]
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.999])
+def test_a_truncated_archive_gives_its_whole_records_and_one_reject(keep, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "_READ_BYTES", 100)
+    texts = [f"document {i} of many" for i in range(300)]
+    whole = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: int(len(whole) * keep)])
+    documents, rejected = read(tmp_path / "a.jsonl.gz")
+    assert documents == list(enumerate(texts, start=1))[: len(documents)]
+    assert 0 < len(documents) <= 300
+    assert [(number, why) for number, why, _ in rejected] == [(len(documents) + 1, rejects.TRUNCATED_FILE)]
+
+
+def test_a_text_file_is_one_document(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"line\r\n\nline ")
+    assert read(tmp_path / "a.txt", "text") == ([(1, "line\r\n\nline ")], [])
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"line")[:-6])
+    assert [why for _, why, _ in read(tmp_path / "b.txt.gz", "text")[1]] == [rejects.TRUNCATED_FILE]
+
+
+def test_bad_bytes_spoil_one_piece_of_a_text_file(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one|\xff|  |three|")
+    documents, rejected = read(tmp_path / "a.txt", "text", ReadOptions(marker="|"))
+    assert documents == [(1, "one"), (4, "three")]
+    assert [(number, why) for number, why, _ in rejected] == [(2, rejects.INVALID_UTF8), (3, rejects.BLANK)]
+
+
+def test_parquet_gives_its_rows_and_rejects_the_null_ones(tmp_path):
+    column = pa.array(["one", None, "three"] * 50)
+    meta = pa.array([{"title": "T"}] * 150)
+    pq.write_table(pa.table({"content": column, "meta": meta}), tmp_path / "a.parquet", row_group_size=40)
+    documents, rejected = read(tmp_path / "a.parquet", "parquet", ReadOptions(fields=("content",)))
+    assert [text for _, text in documents] == ["one", "three"] * 50
+    assert [number for number, _ in documents[:3]] == [1, 3, 4]
+    assert [(number, why) for number, why, _ in rejected] == [(n, rejects.NOT_A_STRING) for n in range(2, 150, 3)]
+    documents, _ = read(tmp_path / "a.parquet", "parquet", ReadOptions(fields=("meta.title", "content")))
+    assert documents[0] == (1, "T\n\none")
+
+
+def test_parquet_with_bytes_that_are_no_text_loses_that_row_only(tmp_path):
+    raw = pa.array([b"one", b"\xff", b"three"])
+    column = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    documents, rejected = read(tmp_path / "a.parquet", "parquet")
+    assert documents == [(1, "one"), (3, "three")]
+    assert [(number, why) for number, why, _ in rejected] == [(2, rejects.INVALID_UTF8)]
+
+
+def test_parquet_that_is_cut_or_lacks_the_column_stops(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"content": ["one", "two"]}), path)
+    with pytest.raises(InputError, match=r"no column `text`; it has content\. .*--field"):
+        read(path, "parquet")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InputError, match="not a whole parquet file"):
+        read(path, "parquet", ReadOptions(fields=("content",)))
+
+
+def test_long_and_short_rows_make_batches_of_like_size(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"{i} " * 400_000 for i in range(20)]}), path, compression="none")
+    sizes = []
+    for batch in Reader(path, "parquet", ReadOptions(), pytest.fail).batches():
+        sizes.append(sum(map(len, batch.texts)))
+    assert max(sizes) < 4 * readers.BATCH_BYTES and len(sizes) > 1
+
+
+def test_the_standard_library_reads_as_plain_text():
+    path = Path(sys.modules["json"].__file__)
+    assert read(path, "text") == ([(1, path.read_text())], [])

@@ -1,0 +1,109 @@
+import pytest
+
+from data_tools.rejects import InputError
+from data_tools.sources import PRESETS, Source, find_sources, format_of, parse_array, parse_size, plan_shards
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "c/part-10.jsonl.zst",
+        "c/part-9.jsonl.zst",
+        "c/a/more.txt",
+        "c/README.md",
+        "c/.cache/x.jsonl",
+        "d/b.parquet",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * len(name))
+    return tmp_path
+
+
+def names(found):
+    return [source.name for source in found.sources]
+
+
+def test_a_folder_gives_its_data_files_in_natural_order_and_says_what_it_leaves(corpus):
+    found = find_sources(["c"])
+    assert names(found) == ["a/more.txt", "part-9.jsonl.zst", "part-10.jsonl.zst"]
+    assert [source.format for source in found.sources] == ["text", "jsonl", "jsonl"]
+    assert [path.name for path in found.ignored] == ["README.md"]
+
+
+def test_files_are_taken_in_the_order_given_and_named_from_their_common_folder(corpus):
+    assert names(find_sources(["d/b.parquet", "c/part-9.jsonl.zst"])) == ["d/b.parquet", "c/part-9.jsonl.zst"]
+    assert names(find_sources(["c/part-9.jsonl.zst"])) == ["part-9.jsonl.zst"]
+
+
+def test_a_pattern_or_a_format_chooses_within_folders(corpus):
+    assert names(find_sources(["c"], match="*.md|*.txt", format="text")) == ["README.md", "a/more.txt"]
+    assert names(find_sources(["c"], format="text")) == ["a/more.txt"]
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [
+        (["nowhere"], "nowhere: no such file or folder"),
+        (["c/README.md"], "cannot tell its format by its name: add --format"),
+        (["c", "c/part-9.jsonl.zst"], "named twice"),
+        (["-", "c"], "stands alone"),
+        ([], "no input"),
+    ],
+)
+def test_inputs_that_cannot_be_are_named(corpus, inputs, message):
+    with pytest.raises(InputError, match=message):
+        find_sources(inputs)
+
+
+def test_a_folder_without_input_says_how_many_files_it_looked_at(corpus):
+    with pytest.raises(InputError, match="c: no input in this folder among its 4 files"):
+        find_sources(["c"], format="parquet")
+    with pytest.raises(InputError, match=r"that matches \*\.tsv"):
+        find_sources(["c"], match="*.tsv")
+
+
+def test_small_files_share_a_shard_and_large_ones_have_their_own():
+    sources = [Source(str(size), str(size), "jsonl", size, 0) for size in (3, 3, 3, 50, 1, 12, 2)]
+    sizes = [[source.bytes for source in shard] for shard in plan_shards(sources, 10)]
+    assert sizes == [[3, 3, 3], [50], [1], [12], [2]]
+
+
+def test_every_preset_finds_the_files_of_its_corpus_and_their_format(tmp_path):
+    published = {
+        "pile": "train/00.jsonl.zst",
+        "slimpajama": "train/chunk1/example_train_0.jsonl.zst",
+        "starcoder": "python/train-00000-of-00059.parquet",
+        "pes2o": "s2orc/train-00000-of-00010.json.gz",
+        "proofpile": "train/proofpile_train_0.jsonl.gz",
+        "pg19": "train/10000.txt",
+    }
+    assert published.keys() == PRESETS.keys()
+    for name, file in published.items():
+        path = tmp_path / name / file
+        path.parent.mkdir(parents=True)
+        path.touch()
+        (tmp_path / name / "metadata.csv").touch()
+        found = find_sources([str(tmp_path / name)], PRESETS[name].format, PRESETS[name].match)
+        assert [source.path for source in found.sources] == [str(path)]
+        assert format_of(path) == PRESETS[name].format
+
+
+@pytest.mark.parametrize("text, size", [("4GB", 4 * 10**9), ("1.5kb", 1500), ("2MiB", 2**21), ("77", 77)])
+def test_sizes_are_read_as_people_write_them(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "4 apples", "-3", "0"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(InputError, match="not a size"):
+        parse_size(text)
+
+
+def test_an_array_counts_from_zero_and_says_so():
+    assert parse_array("0/8") == (0, 8) and parse_array("7/8") == (7, 8)
+    with pytest.raises(InputError, match=r"counts from 0.*--array=0-7"):
+        parse_array("8/8")
+    with pytest.raises(InputError, match="INDEX/COUNT"):
+        parse_array("3")

@@ -1,0 +1,491 @@
+import gzip
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_tools import shard_writer, shuffle, workers
+from data_tools.provenance import origin
+from data_tools.rejects import InputError
+from data_tools.shuffle import document_order
+from data_tools.tokenization import TokenizeOptions, plan, tokenize
+from megatron_blackmamba.formats.shards import Shard, find_shards, token_dtype
+from megatron_blackmamba.tokenizer import Tokenizer
+
+TEXTS = [f"document {i} " + "def f(x): return x\n" * (i % 7) for i in range(40)]
+
+
+@pytest.fixture
+def run(tokenizer_file, tmp_path):
+    """Tokenize into tmp_path/out, one core, no words."""
+
+    def run(*inputs, out="out", **options):
+        options = {"tokenizer": str(tokenizer_file), "workers": 1, "quiet": True, **options}
+        return tokenize(inputs, tmp_path / out, TokenizeOptions(**options))
+
+    return run
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def texts_of(shard, tokenizer):
+    return [tokenizer.decode(shard.document(i)[:-1]) for i in range(shard.manifest.documents)]
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    return pytest.importorskip("megatron.core.datasets.indexed_dataset")
+
+
+def written_by_megatron(megatron, folder, tokenizer, texts):
+    """The same documents by megatron-core's own builder, one at a time."""
+    import torch
+
+    builder = megatron.IndexedDatasetBuilder(
+        str(folder / "theirs.bin"), dtype=megatron.DType.optimal_dtype(tokenizer.vocab_size)
+    )
+    for text in texts:
+        ids = [*tokenizer.encode(text), tokenizer.eod_id]
+        builder.add_document(torch.tensor(ids), [len(ids)])
+    builder.finalize(str(folder / "theirs.idx"))
+    return (folder / "theirs.bin").read_bytes(), (folder / "theirs.idx").read_bytes()
+
+
+def test_without_shuffle_the_bytes_are_those_of_megatrons_builder(run, write_jsonl, tokenizer, tmp_path, megatron):
+    texts = [*TEXTS, "é\u0301 \U0001f680", "a <|endoftext|> in the text", " "]
+    run(write_jsonl("a.jsonl", texts), shuffle=False)
+    ours = (tmp_path / "out/shard_00001.bin").read_bytes(), (tmp_path / "out/shard_00001.idx").read_bytes()
+    assert ours == written_by_megatron(megatron, tmp_path, tokenizer, texts)
+
+
+def test_a_shuffled_shard_reads_with_megatrons_reader(run, write_jsonl, tokenizer, tmp_path, megatron):
+    run(write_jsonl("a.jsonl", TEXTS))
+    dataset = megatron.IndexedDataset(str(tmp_path / "out/shard_00001"))
+    texts = [tokenizer.decode(dataset[i][:-1]) for i in range(len(dataset))]
+    assert texts != TEXTS and sorted(texts) == sorted(TEXTS)
+
+
+def test_every_document_ends_with_eod_and_holds_no_other(run, write_jsonl, tokenizer, tmp_path):
+    run(write_jsonl("a.jsonl", ["one<|endoftext|>two", "<|endoftext|>", "three"]), shuffle=False)
+    shard = Shard.open(tmp_path / "out/shard_00001")
+    assert (shard.token_ids == tokenizer.eod_id).sum() == 3
+    assert texts_of(shard, tokenizer) == ["one<|endoftext|>two", "<|endoftext|>", "three"]
+
+
+def test_a_flag_lets_text_be_an_eod(run, write_jsonl, tokenizer, tmp_path):
+    run(write_jsonl("a.jsonl", ["one<|endoftext|>two"]), special_text=True)
+    assert (Shard.open(tmp_path / "out/shard_00001").token_ids == tokenizer.eod_id).sum() == 2
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.lists(st.integers(1, 599), min_size=1, max_size=9), min_size=1, max_size=9))
+def test_eod_goes_behind_each_document(documents):
+    ids = np.array([i for document in documents for i in document], np.uint32)
+    lengths = np.array([len(document) for document in documents])
+    expected = [i for document in documents for i in [*document, 0]]
+    assert shard_writer.with_eod(ids, lengths, 0, token_dtype(600)).tolist() == expected
+
+
+def test_the_shuffle_is_seeded_whole_and_the_one_that_provenance_undoes(run, write_jsonl, tokenizer, tmp_path):
+    path = write_jsonl("a.jsonl", TEXTS)
+    for seed in (0, 1):
+        run(path, out=f"seed{seed}", seed=seed)
+        shard = Shard.open(tmp_path / f"seed{seed}/shard_00001")
+        assert texts_of(shard, tokenizer) == [TEXTS[i] for i in document_order(seed, 1, len(TEXTS))]
+    run(path, out="again")
+    assert files(tmp_path / "again") == files(tmp_path / "seed0") != files(tmp_path / "seed1")
+
+
+def test_the_order_does_not_depend_on_the_memory_it_was_made_in(run, write_jsonl, tmp_path, monkeypatch):
+    path = write_jsonl("a.jsonl", TEXTS * 5)
+    run(path)
+    monkeypatch.setattr(shuffle, "BUCKET_BYTES", 500)
+    monkeypatch.setattr(shuffle, "_WRITE_BYTES", 100)
+    monkeypatch.setattr("data_tools.readers.BATCH_BYTES", 300)
+    run(path, out="small")
+    assert files(tmp_path / "small") == files(tmp_path / "out")
+
+
+def test_all_kinds_of_input_hold_the_same_documents(run, write_jsonl, tokenizer, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    plain = write_jsonl("a.jsonl", TEXTS)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "d.parquet")
+    (tmp_path / "e.txt").write_text("|".join(TEXTS))
+    expected = None
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt"):
+        run(tmp_path / name, out=f"from_{name}", marker="|")
+        content = files(tmp_path / f"from_{name}")["shard_00001.bin"]
+        expected = expected or content
+        assert content == expected
+
+
+def test_presets_know_field_and_format(run, tmp_path, tokenizer):
+    (tmp_path / "raw/sub").mkdir(parents=True)
+    (tmp_path / "raw/README.md").write_text("not data")
+    (tmp_path / "raw/sub/1.json.gz").write_bytes(gzip.compress(b'{"id": 1, "text": "a paper"}\n'))
+    run(tmp_path / "raw", preset="pes2o")
+    assert texts_of(Shard.open(tmp_path / "out/shard_00001"), tokenizer) == ["a paper"]
+    with pytest.raises(InputError, match="pile, slimpajama"):
+        run(tmp_path / "raw", preset="piles")
+
+
+def test_standard_input_is_a_source(run, tokenizer, tmp_path, monkeypatch):
+    stream = io.BytesIO(b'{"text": "from a pipe"}\n')
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream, isatty=lambda: False))
+    run("-")
+    shard = Shard.open(tmp_path / "out/shard_00001")
+    assert texts_of(shard, tokenizer) == ["from a pipe"]
+    assert [source.name for source in shard.manifest.sources] == ["stdin"]
+
+
+def test_the_manifest_counts_what_is_there(run, write_jsonl, tmp_path, tokenizer_file):
+    paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("b.jsonl", ["é"])]
+    run(*paths)
+    shard = Shard.open(tmp_path / "out/shard_00001")
+    manifest = shard.manifest
+    assert (manifest.documents, manifest.tokens) == (41, len(shard.token_ids))
+    assert manifest.text_bytes == sum(map(len, TEXTS)) + 2
+    assert [(source.name, source.records, source.documents) for source in manifest.sources] == [
+        ("a.jsonl", 40, 40),
+        ("b.jsonl", 1, 1),
+    ]
+    assert manifest.rechecked == 41  # small shards are checked whole
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+GOOD = b'{"text": "good"}\n'
+BAD_FILES = {
+    "invalid JSON": ("a.jsonl", GOOD + b'{"text" "x"}\n' + GOOD, 2),
+    "missing field": ("a.jsonl", GOOD + GOOD + b'{"content": "x"}\n', 3),
+    "not a string": ("a.jsonl", b'{"text": 3}\n' + GOOD, 1),
+    "invalid UTF-8": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', 2),
+    "lone surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', 2),
+    "empty": ("a.jsonl", GOOD + b'{"text": ""}\n' + GOOD, 2),
+    "truncated last line": ("a.jsonl", GOOD + b'{"text": "x', 2),
+    "truncated compression": ("a.jsonl.gz", gzip.compress(GOOD)[:-4], 2),
+    "damaged compression": ("a.jsonl.zst", b"<html>", 1),
+}
+
+
+@pytest.mark.parametrize("reason", BAD_FILES)
+def test_bad_input_stops_with_file_record_reason_and_flag_and_leaves_nothing(reason, run, tmp_path):
+    name, content, record = BAD_FILES[reason]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError) as error:
+        run(path)
+    assert f"{path}, record {record}: {reason}" in str(error.value)
+    assert "--max-bad" in str(error.value)
+    assert set(files(tmp_path / "out")) == {"tokenizer.json"}
+
+
+@pytest.mark.parametrize("reason", BAD_FILES)
+def test_tolerated_bad_input_is_counted_and_listed(reason, run, write_jsonl, tmp_path):
+    name, content, record = BAD_FILES[reason]
+    (tmp_path / name).write_bytes(content)
+    run(tmp_path / name, write_jsonl("whole.jsonl", ["whole"]), max_bad="1")
+    manifest = Shard.open(tmp_path / "out/shard_00001").manifest
+    assert manifest.rejected == {reason: 1}
+    assert [(reject.source, reject.record, reject.reason) for reject in manifest.rejects] == [(name, record, reason)]
+    assert manifest.sources[0].records == manifest.sources[0].documents + 1
+
+
+def test_one_more_bad_record_than_tolerated_stops(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 97 + b"{\n" * 3)
+    for enough, too_few in (("3", "2"), ("0.03", "0.029"), ("3%", "2.9%")):
+        with pytest.raises(InputError, match="--max-bad"):
+            run(tmp_path / "a.jsonl", max_bad=too_few)
+        assert "shard_00001.bin" not in files(tmp_path / "out")
+        run(tmp_path / "a.jsonl", max_bad=enough, overwrite=True)
+        shutil.rmtree(tmp_path / "out")
+    with pytest.raises(InputError, match=r"--max-bad many: give a number .* or a fraction"):
+        run(tmp_path / "a.jsonl", max_bad="many")
+
+
+def test_blank_lines_are_listed_but_not_bad(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n  \n" + GOOD)
+    run(tmp_path / "a.jsonl")
+    manifest = Shard.open(tmp_path / "out/shard_00001").manifest
+    assert manifest.rejected == {"blank": 2} and manifest.documents == 2
+
+
+def test_every_document_knows_its_record_past_rejects_and_shuffle(run, tmp_path, tokenizer):
+    lines = [json.dumps({"text": f"record {n}"}) if n % 3 else "{" for n in range(1, 50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text("\n" + json.dumps({"text": "record 2"}))
+    run(tmp_path / "a.jsonl", tmp_path / "b.jsonl", max_bad="100")
+    shard = Shard.open(tmp_path / "out/shard_00001")
+    for place, text in enumerate(texts_of(shard, tokenizer)):
+        assert text == f"record {origin(shard.manifest, place).record}"
+    assert {origin(shard.manifest, i).source for i in range(shard.manifest.documents)} == {"a.jsonl", "b.jsonl"}
+
+
+def test_a_shard_without_a_document_is_refused(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n")
+    with pytest.raises(InputError, match=r"a\.jsonl: not one document"):
+        run(tmp_path / "a.jsonl")
+
+
+def test_a_file_that_grows_meanwhile_is_refused(run, write_jsonl, tmp_path, monkeypatch):
+    path = write_jsonl("a.jsonl", TEXTS)
+
+    def and_then_grow(self, texts, **options):
+        with open(path, "a") as file:
+            file.write("\n")
+        return encode_batch(self, texts, **options)
+
+    encode_batch = Tokenizer.encode_batch
+    monkeypatch.setattr(Tokenizer, "encode_batch", and_then_grow)
+    with pytest.raises(InputError, match="something writes to it"):
+        run(path)
+
+
+def test_a_tokenizer_library_that_errs_is_caught_by_the_reference(run, write_jsonl, tmp_path, monkeypatch):
+    def wrong(self, texts, **options):
+        ids, lengths = encode_batch(self, texts, **options)
+        return np.where(ids == ids[-1], ids[0], ids), lengths
+
+    encode_batch = Tokenizer.encode_batch
+    monkeypatch.setattr(Tokenizer, "encode_batch", wrong)
+    with pytest.raises(RuntimeError, match=r"a\.jsonl, record \d+: .* and the reference tokenizer disagree"):
+        run(write_jsonl("a.jsonl", TEXTS))
+    assert set(files(tmp_path / "out")) == {"tokenizer.json"}
+
+
+def test_a_disk_that_is_full_is_named(run, write_jsonl, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shard_writer, "write_idx", full)
+    with pytest.raises(InputError, match="No space left on device; nothing of shard_00001 was written"):
+        run(write_jsonl("a.jsonl", TEXTS))
+    assert set(files(tmp_path / "out")) == {"tokenizer.json"}
+
+
+# --- doing it again -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_call_touches_nothing_and_a_damaged_shard_is_made_again(run, write_jsonl, tmp_path):
+    paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("b.jsonl", TEXTS[:5])]
+    assert len(run(*paths, shard_size="1").written) == 2
+    before = files(tmp_path / "out")
+    assert len(run(*paths, shard_size="1").written) == 0
+    damaged = tmp_path / "out/shard_00002.bin"
+    damaged.write_bytes(bytes([damaged.read_bytes()[0] ^ 1]) + damaged.read_bytes()[1:])
+    assert [manifest.shard for manifest in run(*paths, shard_size="1").written] == [2]
+    (tmp_path / "out/shard_00001.manifest.json").unlink()
+    assert [manifest.shard for manifest in run(*paths, shard_size="1").written] == [1]
+    assert files(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seed": 1}, "shuffled with seed 0, not 1"),
+        ({"shuffle": False}, "is shuffled"),
+        ({"special_text": True}, "special_text = False, not True"),
+        ({"fields": ("text", "text")}, "fields = "),
+    ],
+)
+def test_other_settings_in_the_same_folder_are_refused(change, message, run, write_jsonl, tmp_path):
+    path = write_jsonl("a.jsonl", TEXTS)
+    run(path)
+    before = files(tmp_path / "out")
+    with pytest.raises(InputError, match=message):
+        run(path, **change)
+    assert files(tmp_path / "out") == before
+    run(path, **change, overwrite=True)
+    assert files(tmp_path / "out") != before
+
+
+def test_other_inputs_in_the_same_folder_are_refused(run, write_jsonl, tmp_path):
+    paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("b.jsonl", TEXTS[:5])]
+    run(*paths, shard_size="1")
+    with pytest.raises(InputError, match=r"shard_00002.* these inputs make 1 shards"):
+        run(*paths)
+    with pytest.raises(InputError, match=r"was made from a\.jsonl .*b\.jsonl is not"):
+        run(paths[1], paths[0], shard_size="1")
+    write_jsonl("a.jsonl", [text.upper() for text in TEXTS])
+    with pytest.raises(InputError, match=r"was made from a\.jsonl"):
+        run(*paths, shard_size="1")
+    run(*paths, overwrite=True)
+    assert len(find_shards(tmp_path / "out")) == 1
+
+
+def test_a_touched_but_equal_file_is_still_the_same(run, write_jsonl):
+    path = write_jsonl("a.jsonl", TEXTS)
+    run(path)
+    os.utime(path, (1, 1))
+    assert run(path).written == []
+
+
+def test_new_files_at_the_end_add_shards_and_keep_the_others(run, write_jsonl):
+    paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("b.jsonl", TEXTS[:5])]
+    run(paths[0], shard_size="1")
+    assert [manifest.shard for manifest in run(*paths, shard_size="1").written] == [2]
+
+
+def test_an_array_makes_what_one_call_makes(run, write_jsonl, tmp_path):
+    paths = [write_jsonl(f"{i}.jsonl", TEXTS[i:]) for i in range(5)]
+    run(*paths, shard_size="1")
+    for index in (2, 0, 1):
+        run(*paths, shard_size="1", out="array", array=f"{index}/3")
+    assert files(tmp_path / "array") == files(tmp_path / "out")
+
+
+def test_several_processes_make_what_one_makes(run, write_jsonl, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "BYTES_WORTH_A_PROCESS", 1)
+    paths = [write_jsonl(f"{i}.jsonl", TEXTS[i:]) for i in range(5)]
+    run(*paths, shard_size="1")
+    run(*paths, shard_size="1", out="many", workers=2)
+    assert files(tmp_path / "many") == files(tmp_path / "out")
+    (tmp_path / "4.jsonl").write_text("{")
+    with pytest.raises(InputError, match=r"4\.jsonl, record 1: truncated last line"):
+        run(*paths, shard_size="1", out="bad", workers=2)
+    assert not [path for path in (tmp_path / "bad").iterdir() if path.name.startswith(".")]
+
+
+def test_a_plan_reads_no_file(write_jsonl, tmp_path):
+    path = write_jsonl("a.jsonl", TEXTS)
+    path.chmod(0)
+    planned = plan([str(path)], tmp_path / "out", TokenizeOptions())
+    assert [job.prefix for job in planned.mine] == [tmp_path / "out/shard_00001"]
+    assert not (tmp_path / "out").exists()
+
+
+# --- killed midway ------------------------------------------------------------------------------------------------
+
+
+def command(tokenizer_file, *arguments):
+    """The command line, in small batches: there is time to kill it between two of them."""
+    program = "import data_tools.readers as r, data_tools.commands as c; r.BATCH_BYTES = 200_000; c.run_tokenize()"
+    return [sys.executable, "-c", program, *map(str, arguments), "-t", str(tokenizer_file)]
+
+
+def large_file(path, megabytes):
+    block = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    path.write_text(block * (megabytes * 10**6 // len(block)))
+    return path
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def has_content(folder):
+    return any(path.stat().st_size for path in folder.glob(".shard_00001.tmp/*"))
+
+
+def test_kill_9_midway_leaves_no_shard_and_the_next_run_is_byte_identical(run, tokenizer_file, tmp_path):
+    path = large_file(tmp_path / "a.jsonl", 7)
+    process = subprocess.Popen(command(tokenizer_file, path, tmp_path / "out"), stderr=subprocess.DEVNULL)
+    wait_for(lambda: has_content(tmp_path / "out"), process)
+    process.kill()
+    process.wait()
+    assert not list((tmp_path / "out").glob("shard_*"))
+    run(path)
+    run(path, out="undisturbed")
+    assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
+
+
+def test_a_kill_between_the_renames_leaves_a_shard_that_nobody_takes_for_whole(run, write_jsonl, tmp_path, monkeypatch):
+    path = write_jsonl("a.jsonl", TEXTS)
+    run(path, out="undisturbed")
+
+    def die(*_):
+        raise SystemExit(137)
+
+    for what in ("data_tools.shard_writer.ShardManifest.write", "data_tools.shard_writer.atomic.publish"):
+        run(path, seed=1, overwrite=True)
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(what, die)
+            run(path, overwrite=True)
+        assert not list((tmp_path / "out").glob("*.manifest.json"))
+    (tmp_path / "out/.shard_00001.tmp").mkdir()
+    (tmp_path / "out/.shard_00001.tmp/bucket_000").write_bytes(b"left behind")
+    run(path)
+    assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
+
+
+def test_two_at_once_on_one_shard_is_refused(tokenizer_file, run, write_jsonl, tmp_path):
+    process = subprocess.Popen(
+        command(tokenizer_file, "-", tmp_path / "out"), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for((tmp_path / "out/.shard_00001.tmp").exists, process)
+        time.sleep(0.2)  # the lock follows the folder
+        with pytest.raises(InputError, match="another process is writing this shard"):
+            run(write_jsonl("a.jsonl", TEXTS))
+        process.stdin.write(b'{"text": "in peace"}\n')
+        process.stdin.close()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    assert Shard.open(tmp_path / "out/shard_00001").manifest.documents == 1
+
+
+def test_ctrl_c_stops_all_processes_and_cleans_up(tokenizer_file, tmp_path):
+    paths = [large_file(tmp_path / f"{i}.jsonl", 30) for i in range(2)]
+    arguments = command(tokenizer_file, *paths, tmp_path / "out", "--shard-size", "1", "--workers", "2")
+    process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, start_new_session=True)
+    wait_for(lambda: has_content(tmp_path / "out"), process)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+    assert process.returncode != 0
+    assert list(files(tmp_path / "out")) == ["tokenizer.json"]
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_workers_whose_parent_was_killed_end_too(tokenizer_file, tmp_path):
+    paths = [large_file(tmp_path / f"{i}.jsonl", 30) for i in range(2)]
+    arguments = command(tokenizer_file, *paths, tmp_path / "out", "--shard-size", "1", "--workers", "2")
+    process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, start_new_session=True)
+    wait_for(lambda: has_content(tmp_path / "out"), process)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while _group_lives(process.pid):
+        assert time.monotonic() < deadline, "a worker is still there"
+        time.sleep(0.05)
+    assert not list((tmp_path / "out").glob("shard_*"))
+
+
+def _group_lives(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_nothing_heavy_is_imported_to_tokenize():
+    modules = (
+        "data_tools.commands, data_tools.tokenization, data_tools.verification, data_tools.inspection, data_tools.bpe"
+    )
+    probe = f"import sys, {modules}; print(*[m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
