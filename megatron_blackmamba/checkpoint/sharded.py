@@ -1,0 +1,71 @@
+"""Model and optimizer as megatron-core's sharded state: saved by any layout, loaded by any other."""
+
+import multiprocessing
+from pathlib import Path
+
+from megatron_blackmamba.model import LanguageModel
+from megatron_blackmamba.runtime.world import World
+
+from megatron.core import dist_checkpointing, parallel_state  # isort: skip  (the model's package installed the patches)
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # isort: skip
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isort: skip
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
+from megatron.core.dist_checkpointing.validation import StrictHandling  # isort: skip
+from megatron.core.optimizer import MegatronOptimizer  # isort: skip
+
+FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
+
+def begin_save(folder: Path, world: World, model: LanguageModel, optimizer: MegatronOptimizer) -> AsyncRequest:
+    """Take a picture of the state; the request writes it, in a process of its own, when it is scheduled."""
+    if filesystem_async._results_queue is None:  # else a server process is started for it and imports everything anew
+        filesystem_async._results_queue = multiprocessing.get_context("fork").Queue()
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    if world.data_size > 1:  # replicas share the writing
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
+    state = _state(model, optimizer, is_loading=False)
+    return dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
+
+
+def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:
+    """Weights and optimizer state, from whatever layout wrote them."""
+    state = dist_checkpointing.load(
+        _state(model, optimizer, is_loading=True), str(folder), strict=StrictHandling.RAISE_ALL
+    )
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:
+    """Weights alone; the optimizer starts afresh from them."""
+    state = dist_checkpointing.load({"model": _weights(model)}, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+    model.load_state_dict(state["model"])
+    optimizer.reload_model_params()
+
+
+def _state(model: LanguageModel, optimizer: MegatronOptimizer, is_loading: bool) -> dict:
+    weights = _weights(model)
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_metadata()),
+    }
+
+
+def _weights(model: LanguageModel) -> dict:
+    """Of the unwrapped model (wrappers would prefix the names), without the empty objects megatron-core adds for TE."""
+    state = model.sharded_state_dict(metadata=_metadata())
+    return {name: entry for name, entry in state.items() if not isinstance(entry, ShardedObject)}
+
+
+def _metadata() -> dict:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return {**FORMAT, "dp_cp_group": group}

@@ -1,0 +1,318 @@
+"""A run from its config to its last checkpoint: process groups → model → optimizer → data → steps → save.
+
+Everything a run remembers is in its checkpoints: weights and optimizer as tensors, the rest as the JSON of `state`.
+No random number is drawn in a step and the learning rate is a function of the samples consumed, so that is enough to
+resume exactly.
+"""
+
+import math
+import os
+import signal
+import time
+import warnings
+from collections import Counter
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_blackmamba import data as serving
+from megatron_blackmamba import model as modelling
+from megatron_blackmamba.checkpoint import Checkpoints
+from megatron_blackmamba.config import RunConfig, to_yaml
+from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.runtime import layout, world
+from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
+from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.guard import Action, Guard, Verdict
+from megatron_blackmamba.training.lock import Lock
+from megatron_blackmamba.training.loggers import Loggers
+from megatron_blackmamba.training.metrics import RouterLoad, StepMetrics, router_load
+from megatron_blackmamba.training.optimizer import make_trainable
+from megatron_blackmamba.training.progress import Progress
+from megatron_blackmamba.training.resume import refuse_changes, refuse_tokenizer
+from megatron_blackmamba.training.saving import Saver
+from megatron_blackmamba.training.schedule import Schedule
+from megatron_blackmamba.training.speed import Utilisation, memory_bytes
+from megatron_blackmamba.training.step import Losses, Step, Update
+from megatron_blackmamba.training.tracing import Tracing
+from megatron_blackmamba.training.validation import validate
+
+CATCH = (*ASKS_TO_STOP, signal.SIGINT)
+
+
+class Outcome(IntEnum):
+    """How a run ended, as an exit code."""
+
+    DONE = 0
+    GAVE_UP = 1
+    STOPPED_ON_REQUEST = 75
+
+
+def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
+    """Train, or go on training, until the last step or a request to stop. Every rank calls this.
+
+    trainer: a Trainer with parts of one's own, for an experiment or a test.
+    """
+    for package in (r"megatron\.core", r"torch\.distributed"):  # what they warn of is for their developers
+        warnings.filterwarnings("ignore", module=package)
+    stop = StopRequest(CATCH)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, CATCH)  # the launcher has them wait until someone listens
+    place = world.find_place()
+    layout.check(config, place.size)
+    with Watchdog(config.training.guard.hang_seconds, place.rank) as watchdog:
+        outcome = (trainer or Trainer)(config, world.start(config.parallel), stop, watchdog).run()
+        world.shutdown()
+    stop.release()
+    return outcome
+
+
+class Trainer:
+    """One rank of a run. Its parts are public: a test or an experiment may put its own in their place."""
+
+    def __init__(self, config: RunConfig, world: World, stop: StopRequest, watchdog: Watchdog) -> None:
+        self.config, self.world, self.stop, self.watchdog = config, world, stop, watchdog
+        _be_deterministic(config.training.deterministic)
+        self.trainable = make_trainable(config, modelling.build(config, world), world)
+        self.data = serving.build(
+            config.data,
+            vocab_size=config.model.vocab_size,
+            total_samples=config.steps * config.training.global_batch,
+        )
+        self.step = Step(config, world, self.trainable, len(self.data.source_names))
+        self.schedule = Schedule(config, self.trainable.optimizer)
+        self.guard = Guard(config.training.guard)
+        self.progress = Progress()
+        self.folder = RunFolder(Path(config.folder) / config.name)
+        self.lock = Lock(self.folder.lock) if world.is_main else None
+        self.loggers = Loggers.for_run(config, self.folder, world.is_main)
+        self.checkpoints = Checkpoints(
+            self.folder, config, world, self.trainable.model, self.trainable.optimizer, self.loggers.message
+        )
+        self.saver = Saver(config.checkpoint, self.checkpoints, self.state, self.loggers.message)
+        self.utilisation = Utilisation(config, world.size)
+        self.tracing = Tracing(config.training.profile, self.folder.profile, world.rank)
+        self.first_sample = 0
+        self.bad_samples: list[tuple[int, int]] = []
+        self.rewinds: Counter[int] = Counter()
+        self.note: str | None = None
+        self.batches = self.open_batches()
+
+    def run(self) -> Outcome:
+        try:
+            self.begin()
+            while self.progress.step < self.config.last_step:
+                self.watchdog.alive(f"step {self.progress.step + 1}")
+                action = self.take_step().action
+                if action is Action.REWIND:
+                    action = self.rewind()
+                if action is Action.STOP:
+                    return self.end(Outcome.GAVE_UP)
+                self.saver.after_step(self.progress.step)
+                if self.stop.agreed():
+                    return self.end(Outcome.STOPPED_ON_REQUEST)
+            return self.end(Outcome.DONE)
+        except BaseException as error:
+            self.say(f"fails after step {self.progress.step}: {type(error).__name__}: {error}")
+            self.loggers.close()
+            raise
+
+    def begin(self) -> None:
+        """Go on from the newest checkpoint, or start from given weights or from none."""
+        newest = self.checkpoints.newest()
+        if newest is not None:
+            allowed = self.resume(newest)
+            self.say("\n".join([f"resumes after step {newest}, at sample {self.progress.next_sample}", *allowed]))
+        elif self.config.init.from_:
+            self.checkpoints.load_weights(self.config.init.from_)
+            self.say(f"starts from the weights of {self.config.init.from_}")
+        else:
+            self.say(f"starts: {self.config.steps} steps of {self.config.tokens_per_step} tokens")
+        self.loggers.rewind(self.progress.step)
+        self.batches = self.open_batches()
+        if self.world.is_main:
+            self.folder.requeue.unlink(missing_ok=True)
+            self.folder.done.unlink(missing_ok=True)
+            atomic.write_text(self.folder.config, to_yaml(self.config))
+            atomic.write_json(self.folder.data_plan, self.data.describe())
+            tokenizer = self.data.record["tokenizer"]
+            if tokenizer and tokenizer["file"]:
+                atomic.write_bytes(self.folder.tokenizer, Path(tokenizer["file"]).read_bytes())
+
+    def resume(self, step: int) -> list[str]:
+        """Take over a checkpoint of this run, or refuse to; returns the changes that were allowed by name."""
+        state = self.checkpoints.state(step)
+        allowed = refuse_changes(state["config"], self.config, step)
+        progress = Progress.restored(state["progress"])
+        refuse_tokenizer(state["data"], self.data.record, step)
+        serving.refuse_changed_data(state["data"], self.data.record, progress.next_sample)
+        self.checkpoints.load(step)
+        self.saver.resumed_at(step)
+        self.progress = progress
+        self.guard.restore(state["guard"])
+        return allowed
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors; asked for when one is about to be taken."""
+        self.trainable.settle()
+        return {
+            "config": self.config.model_dump(mode="json", by_alias=True),
+            "progress": self.progress.state(),
+            "guard": self.guard.state(),
+            "data": self.data.record,
+        }
+
+    def open_batches(self) -> serving.BatchStream:
+        training = self.config.training
+        return serving.BatchStream(
+            self.data.train,
+            start_sample=self.progress.next_sample,
+            global_batch=training.global_batch,
+            micro_batch=training.micro_batch,
+            dp_rank=self.world.data_rank,
+            dp_size=self.world.data_size,
+            workers=self.config.data.workers,
+            skips=self.progress.passed_over,
+        )
+
+    def take_step(self) -> Verdict:
+        """One global batch: gradients, a look at the loss, the update, and the record of it all."""
+        begun = time.perf_counter()
+        self.tracing.before(self.progress.step + 1)
+        self.first_sample = self.progress.next_sample
+        learning_rate = self.schedule.set(self.progress.consumed_samples)
+        losses = self.step.gradients(self.batches)
+        seen = self.guard.look(losses.loss)
+        update = self.step.update() if seen.action is Action.APPLY else Update(applied=False, grad_norm=math.nan)
+        verdict = self.guard.settle(seen, losses.loss, update.grad_norm)
+        self.progress.advance(self.batches.position, self.config.training.global_batch)
+        traced = self.tracing.after(self.progress.step)
+        seconds = time.perf_counter() - begun
+
+        self.loggers.step(self.metrics(losses, update, verdict, learning_rate, seconds))
+        if traced:
+            self.say(traced)
+        self.report(verdict)
+        return verdict
+
+    def metrics(
+        self, losses: Losses, update: Update, verdict: Verdict, learning_rate: float, seconds: float
+    ) -> StepMetrics:
+        progress, training, sources = self.progress, self.config.training, self.data.source_names
+        self.note, note = None, "; ".join(filter(None, [self.note, verdict.reason]))
+        return StepMetrics(
+            step=progress.step,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_samples * self.config.data.sequence_length,
+            loss=losses.loss,
+            grad_norm=update.grad_norm,
+            learning_rate=learning_rate,
+            tokens_per_second=self.config.tokens_per_step / seconds,
+            step_seconds=seconds,
+            skipped=not update.applied,
+            source_loss={
+                name: loss
+                for name, loss, tokens in zip(sources, losses.source_loss, losses.source_tokens, strict=True)
+                if tokens
+            },
+            source_samples=self.samples_by_source(),
+            memory_bytes=memory_bytes(),
+            router_load=self.router_loads(losses) if progress.step % training.router_every == 0 else None,
+            validation_loss=self.validation_if_due(),
+            mfu=self.utilisation.of(seconds),
+            note=note or None,
+        )
+
+    def samples_by_source(self) -> dict[str, int]:
+        """Read since the run began: arithmetic on the position, nothing to count or to save."""
+        counts = self.data.train.schedule.counts
+        total = [0] * len(self.data.source_names)
+        for first, last in self.progress.between(0, self.progress.next_sample):
+            total = [n + b - a for n, a, b in zip(total, counts(first), counts(last + 1), strict=True)]
+        return dict(zip(self.data.source_names, total, strict=True))
+
+    def router_loads(self, losses: Losses) -> dict[str, RouterLoad]:
+        return {
+            f"layer_{number}": router_load(counts)
+            for number, (letter, counts) in enumerate(zip(self.config.model.pattern, losses.expert_tokens, strict=True))
+            if letter == "E"
+        }
+
+    def validation_if_due(self) -> dict[str, float] | None:
+        every = self.config.training.evaluate_every
+        if not every or self.progress.step % every or not self.data.validation:
+            return None
+        self.watchdog.alive(f"validation after step {self.progress.step}")
+        self.trainable.settle()
+        return validate(self.config, self.world, self.data, self.step)
+
+    def report(self, verdict: Verdict) -> None:
+        """Say what was wrong with a step, and with which samples; when giving up, with those of all in a row."""
+        samples = self.progress.between(self.first_sample, self.progress.next_sample)
+        if verdict.action is Action.APPLY:
+            self.bad_samples.clear()
+        else:
+            self.bad_samples += samples
+        if verdict.reason is not None:
+            shown = self.bad_samples if verdict.action is Action.STOP else samples
+            self.say(f"step {self.progress.step}: {verdict.reason}; {verdict.action.value}; samples {_ranges(shown)}")
+
+    def rewind(self) -> Action:
+        """Back to the newest checkpoint, and from there past the batch that spiked."""
+        first, last = self.first_sample, self.progress.next_sample - 1
+        step = self.saver.settled()
+        if step is None:
+            self.say("no checkpoint to rewind to yet: the step is skipped")
+            return Action.SKIP
+        self.rewinds[step] += 1
+        if self.rewinds[step] > self.config.training.guard.max_bad_steps:
+            self.say(f"rewound to step {step} {self.rewinds[step] - 1} times (training.guard.max_bad_steps): stops")
+            return Action.STOP
+        self.watchdog.alive(f"rewinding to step {step}")
+        passed_over = self.progress.passed_over
+        self.resume(step)
+        more = (self.config.training.guard.rewind_batches - 1) * self.config.training.global_batch
+        self.progress.passed_over = [*passed_over, (max(self.progress.next_sample, first - more), last)]
+        self.batches.close()
+        self.batches = self.open_batches()
+        self.loggers.rewind(step)
+        self.note = f"rewound to step {step}, past samples {_ranges(self.progress.passed_over[-1:])}"
+        self.say(self.note)
+        return Action.REWIND
+
+    def end(self, outcome: Outcome) -> Outcome:
+        """Save, leave the marker that scripts decide by, and close."""
+        self.watchdog.alive(f"saving after step {self.progress.step}")
+        saved = outcome is not Outcome.GAVE_UP and self.saver.last(self.progress.step)
+        self.batches.close()
+        if not saved and outcome is Outcome.DONE:
+            outcome = Outcome.GAVE_UP
+        where = f"at step {self.progress.step}" + ("" if saved else ", which is not saved")
+        words = {
+            Outcome.DONE: f"done {where}",
+            Outcome.GAVE_UP: f"gives up {where}",
+            Outcome.STOPPED_ON_REQUEST: f"stops on request {where}; start it again to go on",
+        }
+        self.say(words[outcome])
+        marker = {Outcome.DONE: self.folder.done, Outcome.STOPPED_ON_REQUEST: self.folder.requeue}.get(outcome)
+        if marker and self.world.is_main:
+            marker.touch()  # empty: a full disk has room for it
+        self.loggers.close()
+        if self.lock:
+            self.lock.release()
+        return outcome
+
+    def say(self, text: str) -> None:
+        self.loggers.message(text)
+
+
+def _be_deterministic(wanted: bool) -> None:
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _ranges(samples: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{first}–{last}" for first, last in samples)

@@ -1,0 +1,132 @@
+"""A model made trainable: megatron-core's gradient reduction around it, and its optimizer over it."""
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.model import LanguageModel
+from megatron_blackmamba.model.sharding import NO_DECAY
+from megatron_blackmamba.runtime.world import World
+
+from megatron.core.distributed import (  # isort: skip  (the model's package has installed the patches)
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
+from megatron.core.optimizer import (  # isort: skip
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    get_megatron_optimizer,
+)
+
+
+class NonFiniteGradient(ArithmeticError):
+    """The gradient norm is not a number: no weight was touched."""
+
+    def __init__(self, norm: float):
+        super().__init__(f"the gradient norm is {norm}")
+        self.norm = norm
+
+
+@dataclass
+class Trainable:
+    """What a step needs: the model, its gradient-reducing wrapper, and the optimizer."""
+
+    model: LanguageModel
+    reduced: DistributedDataParallel
+    optimizer: MegatronOptimizer
+
+    def settle(self) -> None:
+        """Make the weights those of the last update: with overlap they are gathered lazily, at the next forward."""
+        if self.reduced.ddp_config.overlap_param_gather:
+            self.reduced.start_param_sync(force_sync=True)
+
+
+def make_trainable(config: RunConfig, model: LanguageModel, world: World) -> Trainable:
+    """Wrap the model and build its optimizer; afterwards the model's config knows how to reduce, scale and overlap."""
+    overlap = config.training.overlap and world.data_size > 1
+    distributed = config.optimizer.distributed
+    reduced = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap and distributed,
+            check_for_nan_in_grad=False,  # the optimizer's norm tells, and the step is skipped
+        ),
+        model,
+    )
+    _count_padding(reduced)
+    settings = config.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.learning_rate,
+            min_lr=settings.min_learning_rate,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=overlap and distributed,
+        ),
+        [reduced],
+        config_overrides={ParamKey(attr=NO_DECAY): ParamGroupOverride(wd_mult=0.0)},
+        use_gloo_process_groups=False,
+    )
+    _refuse_non_finite(optimizer)
+    _number_as_stored(optimizer)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.grad_scale_func = optimizer.scale_loss
+    if overlap:
+        model.config.no_sync_func = reduced.no_sync
+        if distributed:
+            model.config.param_sync_func = reduced.start_param_sync
+    return Trainable(model, reduced, optimizer)
+
+
+def _count_padding(reduced: DistributedDataParallel) -> None:
+    """Have checkpoints find the optimizer's state of each parameter where it lies in its buffer.
+
+    megatron-core gathers the buckets of a buffer without the padding at their ends, but cuts the parameters out at
+    places that count it: from the second bucket on, a checkpoint would hold shifted weights, and zeros for the last.
+    """
+    for buffer in (*reduced.buffers, *reduced.expert_parallel_buffers):
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+
+
+def _refuse_non_finite(optimizer: MegatronOptimizer) -> None:
+    """Have `optimizer.step` raise before it touches a weight, where megatron-core would clip by NaN and go on."""
+    norm_of = optimizer.get_grad_norm
+
+    def finite_norm() -> float:
+        norm = float(norm_of())
+        if not math.isfinite(norm):
+            raise NonFiniteGradient(norm)
+        return norm
+
+    optimizer.get_grad_norm = finite_norm
+
+
+def _number_as_stored(optimizer: MegatronOptimizer) -> None:
+    """Have the distributed optimizer find the state of each parameter where it is.
+
+    It stores the fp32 parameters of a group before the bf16 ones, but numbers them as they lie in the gradient buffers.
+    Where a group has both, as A_log and the norms of a bf16 model, a checkpoint would hold one's state under another's
+    name.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            for group, kinds in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+                for place, parameter in enumerate(chain(*kinds)):
+                    part.model_param_group_index_map[parameter] = (group, place)

@@ -1,0 +1,49 @@
+"""Where a run is: the step, and apart from it the index of the next sample in the data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """What a run has to remember of its way; saved as JSON in every checkpoint."""
+
+    step: int = 0
+    """Steps taken, the skipped ones among them."""
+    next_sample: int = 0
+    """Index, in the order of the data, of the first sample not yet read."""
+    consumed_samples: int = 0
+    """Samples in the batches of all steps: the learning rate follows it. Ranges passed over are not in it."""
+    passed_over: list[tuple[int, int]] = field(default_factory=list)
+    """First and last sample of each range that rewinds pass over."""
+
+    def advance(self, next_sample: int, samples: int) -> None:
+        """One step has been taken with a batch of `samples`."""
+        self.step += 1
+        self.next_sample = next_sample
+        self.consumed_samples += samples
+
+    def between(self, first: int, end: int) -> list[tuple[int, int]]:
+        """First and last sample of the ranges actually read from `first` up to, not including, `end`."""
+        spans, start = [], first
+        for skip_first, skip_last in sorted(self.passed_over):
+            if first <= skip_last and skip_first < end:
+                if start < skip_first:
+                    spans.append((start, skip_first - 1))
+                start = max(start, skip_last + 1)
+        if start < end:
+            spans.append((start, end - 1))
+        return spans
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "next_sample": self.next_sample,
+            "consumed_samples": self.consumed_samples,
+            "passed_over": [list(span) for span in self.passed_over],
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> "Progress":
+        return cls(**{**state, "passed_over": [(first, last) for first, last in state["passed_over"]]})

@@ -1,0 +1,83 @@
+"""Whether a run may go on from its checkpoint: what must be as it was, what may change if named, what may change."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_blackmamba.config import RunConfig
+
+FIXED = (
+    *("model.", "data.kind", "data.sequence_length", "data.seed", "data.synthetic."),
+    *("training.precision", "optimizer.distributed"),
+)
+"""A different model or different data, or optimizer state of another form: the checkpoint does not belong to it."""
+BY_NAME = ("optimizer.", "training.tokens", "training.global_batch")
+"""May change from here on, if the user says so in init.allow. Everything in neither list may change freely."""
+FREE = ("model.linear", "model.dispatcher", "model.scan")
+"""How the same numbers are computed, not which."""
+
+
+class ResumeError(ValueError):
+    """A run that must not go on as asked; the message says what changed and what to do."""
+
+
+def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> list[str]:
+    """Raise ResumeError unless `config` may continue the run that was saved with config `saved`.
+
+    Returns one line for each change that was allowed by name.
+    """
+    changes = list(_differences(saved, config.model_dump(mode="json", by_alias=True)))
+    fixed = [change for change in changes if _under(change[0], FIXED) and not _under(change[0], FREE)]
+    if fixed:
+        raise ResumeError(
+            f"the checkpoint of step {step} was made with\n{_listed(fixed)}\n"
+            "Put it back as it was, or start another run (name=...) from these weights: init.from=CHECKPOINT."
+        )
+    named = [change for change in changes if _under(change[0], BY_NAME)]
+    refused = [change for change in named if not _under(change[0], _prefixes(config.init.allow))]
+    if refused:
+        keys = ", ".join(change[0] for change in refused)
+        raise ResumeError(
+            f"the checkpoint of step {step} was made with\n{_listed(refused)}\n"
+            f"To go on with the new value from here, name it: 'init.allow=[{keys}]'."
+        )
+    return [f"{key}: {_shown(new)} from step {step + 1} on, {_shown(old)} before" for key, old, new in named]
+
+
+def refuse_tokenizer(saved: Mapping[str, Any], current: Mapping[str, Any], step: int) -> None:
+    """Raise ResumeError if the data is now of another tokenizer than the checkpoint's (both as DataPlan.record)."""
+    before, now = ((record.get("tokenizer") or {}) for record in (saved, current))
+    if before.get("sha256") != now.get("sha256"):
+        raise ResumeError(
+            f"the checkpoint of step {step} was made with data of the tokenizer {_named(before)}, and this data is of"
+            f" {_named(now)}: a model cannot change its tokenizer. Name data of the first one in data.mixture."
+        )
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            yield f"{prefix}{key}", before, after
+
+
+def _under(key: str, prefixes: tuple[str, ...]) -> bool:
+    return any(key.startswith(prefix) if prefix.endswith(".") else key == prefix for prefix in prefixes)
+
+
+def _prefixes(names: list[str]) -> tuple[str, ...]:
+    """`optimizer` allows all of the section, `optimizer.learning_rate` itself alone."""
+    return (*names, *(f"{name}." for name in names))
+
+
+def _listed(changes: list[tuple[str, Any, Any]]) -> str:
+    return "\n".join(f"  {key}={_shown(old)}, and now it is {_shown(new)};" for key, old, new in changes)
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)
+
+
+def _named(tokenizer: Mapping[str, Any]) -> str:
+    return f"{tokenizer['name']} (sha256 {tokenizer['sha256'][:12]}…)" if tokenizer else "none"

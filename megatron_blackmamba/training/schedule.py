@@ -1,0 +1,47 @@
+"""The learning rate, on megatron-core's scheduler: a function of the samples consumed and of nothing else.
+
+Having no state of its own, it resumes exactly, and a changed learning rate acts from the next step on.
+"""
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.runtime import patches
+
+patches.install()  # before megatron-core is imported
+
+from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+
+
+class Schedule:
+    """Warm-up from 0, then the decay to the minimum, which the run's last step reaches."""
+
+    def __init__(self, config: RunConfig, optimizer: MegatronOptimizer) -> None:
+        self.batch = config.training.global_batch
+        self.peak = config.optimizer.learning_rate
+        self.lowest = config.optimizer.min_learning_rate
+        self.optimizer = optimizer
+        decay = config.optimizer.weight_decay
+        self.scheduler = OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=self.peak,
+            min_lr=self.lowest,
+            lr_warmup_steps=config.warmup_steps * self.batch,
+            lr_decay_steps=config.steps * self.batch,
+            lr_decay_style=config.optimizer.decay,
+            start_wd=decay,
+            end_wd=decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def set(self, consumed_samples: int) -> float:
+        """Prepare the step after `consumed_samples`; returns its learning rate.
+
+        The step is given the rate at its end, so that the first one is not lost to a rate of 0.
+        """
+        for group in self.optimizer.param_groups:  # a loaded optimizer brings the rates it was saved with
+            group["max_lr"], group["min_lr"] = self.peak, self.lowest
+        self.scheduler.num_steps = consumed_samples + self.batch
+        self.scheduler.step(0)
+        return self.scheduler.get_lr({})

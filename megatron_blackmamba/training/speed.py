@@ -1,0 +1,43 @@
+"""What a step took: memory, and on a GPU whose peak is known the part of it that the model's own arithmetic used."""
+
+import resource
+import sys
+
+import torch
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.plan import flops
+from megatron_blackmamba.plan.gpus import KNOWN, Gpu
+
+SLOWER_CARDS = ("PCIE", "NVL")
+"""Variants of a GPU with less than the peak we know of."""
+
+
+def memory_bytes() -> int:
+    """The largest so far on this rank: of the GPU where there is one, of the process otherwise."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Utilisation:
+    """Model FLOPs utilisation of the whole world; None where the peak is not known."""
+
+    def __init__(self, config: RunConfig, world_size: int, device_name: str | None = None) -> None:
+        if device_name is None and torch.cuda.is_available():
+            device_name = torch.cuda.get_device_name()
+        gpu = known_gpu(device_name or "")
+        self._peak = gpu.peak(config.training.precision) * world_size if gpu else None
+        self._flops = flops.training(config.model, config.data.sequence_length) * config.tokens_per_step
+
+    def of(self, step_seconds: float) -> float | None:
+        return None if self._peak is None else self._flops / step_seconds / self._peak
+
+
+def known_gpu(device_name: str) -> Gpu | None:
+    """The described GPU that a driver's name stands for."""
+    words = device_name.upper().replace("-", " ").split()
+    if "H100" in words and set(words) & set(SLOWER_CARDS):
+        return None
+    return next((gpu for name, gpu in KNOWN.items() if name.upper() in words), None)

@@ -1,0 +1,119 @@
+"""One training step: gradients of a global batch, then an update. The trainer, the tests and the quickstart share it.
+
+The two are apart so that whoever guards the run can look at the loss before a weight changes.
+
+Shapes: B batch, S sequence, L layers, E experts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.runtime import device
+from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.optimizer import NonFiniteGradient, Trainable
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of a global batch, the same on every rank."""
+
+    loss: float
+    tokens: int
+    source_loss: list[float]
+    """Mean loss of each source; NaN where the batch has none of it."""
+    source_tokens: list[int]
+    expert_tokens: list[list[int]]
+    """`[L][E]`: tokens each expert of each layer got."""
+
+
+@dataclass(frozen=True)
+class Update:
+    applied: bool
+    grad_norm: float
+
+
+class Step:
+    def __init__(self, config: RunConfig, world: World, trainable: Trainable, sources: int):
+        self.config, self.world, self.trainable, self.sources = config, world, trainable, sources
+        self.model = trainable.model
+        self.micro_batches = config.training.global_batch // (config.training.micro_batch * world.data_size)
+        self.forward_backward = get_forward_backward_func()
+
+    def gradients(self, batches: Iterator[Batch]) -> Losses:
+        """Forward and backward over this rank's micro-batches of a global batch; gradients are reduced over all."""
+        self.trainable.reduced.train()
+        self.trainable.reduced.zero_grad_buffer()
+        self.trainable.optimizer.zero_grad()
+        return self._run(batches, forward_only=False)
+
+    def update(self) -> Update:
+        """Change the weights by the gradients at hand, or leave them alone if these are not finite."""
+        try:
+            applied, norm, _ = self.trainable.optimizer.step()
+        except NonFiniteGradient as bad:
+            return Update(False, bad.norm)
+        return Update(bool(applied), float(norm))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch]) -> Losses:
+        """Losses of a global batch, the router choosing as it will in use."""
+        self.trainable.reduced.eval()
+        try:
+            return self._run(batches, forward_only=True)
+        finally:
+            self.trainable.reduced.train()
+
+    def _run(self, batches: Iterator[Batch], forward_only: bool) -> Losses:
+        data = self.config.data
+        sums = self.forward_backward(
+            forward_step_func=self._forward,
+            data_iterator=batches,
+            model=[self.trainable.reduced],
+            num_microbatches=self.micro_batches,
+            seq_length=data.sequence_length,
+            micro_batch_size=self.config.training.micro_batch,
+            forward_only=forward_only,
+        )
+        return self._over_the_world(sums)
+
+    def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
+        batch = {name: x.to(device.device(), non_blocking=True) for name, x in next(batches).items()}
+        return model(batch["tokens"], batch["labels"]), partial(self._loss, batch)
+
+    def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mask_BS = batch["loss_mask"]
+        masked_BS = losses_BS.float() * mask_BS
+        of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=losses_BS.device)
+        of_source[0].index_add_(0, batch["source_ids"], masked_BS.detach().sum(dim=1).double())
+        of_source[1].index_add_(0, batch["source_ids"], mask_BS.sum(dim=1).double())
+        return masked_BS.mean(), {"of_source": of_source}
+
+    def _over_the_world(self, sums: list[dict[str, Tensor]]) -> Losses:
+        """Add up over all ranks what each counted, in one exchange."""
+        of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=device.device())
+        if self.world.is_last_stage and self.world.tensor_rank == 0:
+            for micro_batch in sums:
+                of_source += micro_batch["of_source"]
+        expert_tokens_LE = self.model.take_expert_tokens()
+        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double()])
+        dist.all_reduce(together)
+        source_sums, source_tokens, experts = together.cpu().split(
+            [self.sources, self.sources, expert_tokens_LE.numel()]
+        )
+        tokens = source_tokens.sum()
+        return Losses(
+            loss=float(source_sums.sum() / tokens),
+            tokens=int(tokens),
+            source_loss=(source_sums / source_tokens).tolist(),
+            source_tokens=source_tokens.long().tolist(),
+            expert_tokens=experts.view_as(expert_tokens_LE).long().tolist(),
+        )

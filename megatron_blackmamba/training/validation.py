@@ -1,0 +1,33 @@
+"""The held-out loss of every source, the router choosing as it will in use."""
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.data import BatchStream, DataPlan
+from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.step import Step
+
+
+def validate(config: RunConfig, world: World, data: DataPlan, step: Step) -> dict[str, float]:
+    """Mean loss of each source that holds samples out, over the same samples every time and on every layout."""
+    return {
+        name: _of_source(config, world, data, step, data.source_names.index(name)) for name in sorted(data.validation)
+    }
+
+
+def _of_source(config: RunConfig, world: World, data: DataPlan, step: Step, source: int) -> float:
+    batch = config.training.global_batch
+    held_out = data.validation[data.source_names[source]]
+    samples = min(len(held_out), batch * config.training.evaluate_batches)
+    stream = BatchStream(
+        held_out,
+        global_batch=batch,
+        micro_batch=config.training.micro_batch,
+        dp_rank=world.data_rank,
+        dp_size=world.data_size,
+        workers=config.data.workers,
+        stop_sample=samples,
+        source_id=source,
+    )
+    with stream:
+        results = [step.evaluate(stream) for _ in range(-(-samples // batch))]
+    tokens = sum(result.tokens for result in results)
+    return sum(result.loss * result.tokens for result in results) / tokens

@@ -1,0 +1,85 @@
+"""Trainers to which something happens, made from the real one by replacing one of its parts."""
+
+import time
+
+import torch
+
+from megatron_blackmamba.training.loop import Trainer
+
+__all__ = ["NaN", "NaNGradient", "OnlyNaN", "Sleeping", "Spike", "Trainer"]
+
+BAD_SAMPLE = 16 * 20 + 5
+"""In the batch of step 21."""
+
+
+class Altered:
+    """A stream of batches, each changed on its way."""
+
+    def __init__(self, stream, change):
+        self.stream, self.change = stream, change
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = next(self.stream)
+        self.change(batch)
+        return batch
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+class NaN(Trainer):
+    """The loss of one micro-batch is not a number."""
+
+    samples = frozenset({BAD_SAMPLE})
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.poisoned = False
+        self.trainable.model.register_forward_hook(self.poison)
+
+    def open_batches(self):
+        def look(batch):
+            self.poisoned = not self.samples.isdisjoint(batch["sample_ids"].tolist())
+
+        return Altered(super().open_batches(), look)
+
+    def poison(self, model, inputs, losses):
+        return losses * torch.nan if self.poisoned else losses
+
+
+class NaNGradient(NaN):
+    """The loss is fine, its gradient is not."""
+
+    def poison(self, model, inputs, losses):
+        if self.poisoned and losses.requires_grad:
+            losses.register_hook(lambda gradient: gradient * torch.inf)
+        return losses
+
+
+class OnlyNaN(NaN):
+    """From one sample on, none has a loss."""
+
+    samples = frozenset(range(BAD_SAMPLE, BAD_SAMPLE + 1000))
+
+
+class Spike(Trainer):
+    """A batch of text in a language of its own."""
+
+    def open_batches(self):
+        def scramble(batch):
+            if (batch["sample_ids"] // 16 == BAD_SAMPLE // 16).any():
+                batch["labels"].copy_((batch["labels"] * 7 + 3) % self.config.model.vocab_size)
+
+        return Altered(super().open_batches(), scramble)
+
+
+class Sleeping(Trainer):
+    """One rank falls asleep in a step and never wakes up."""
+
+    def take_step(self):
+        if self.world.rank == 1 and self.progress.step == 3:
+            time.sleep(1000)
+        return super().take_step()

@@ -1,0 +1,167 @@
+"""Ranks without the wait: one process imports everything once, and each rank of each run is forked from it.
+
+They are real processes: they talk over gloo, can be killed and leave files. As a program this is the process that is
+forked from; `Forks` is the test's end of it.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Job:
+    """The ranks of one run, by process id."""
+
+    pids: list[int]
+    folder: Path
+    forks: "Forks"
+    codes: dict[int, int] = field(default_factory=dict)
+
+    def wait(self, seconds: float = 60) -> list[int]:
+        """Exit codes of all ranks, as shells give them: 128 + signal for the killed."""
+        end = time.monotonic() + seconds
+        while not self.ended():
+            if time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"still running after {seconds} s:\n{self.output()}")
+            time.sleep(0.02)
+        return [self.codes[pid] for pid in self.pids]
+
+    def ended(self) -> bool:
+        self.codes.update(self.forks.codes())
+        return all(pid in self.codes for pid in self.pids)
+
+    def kill(self, ranks=None) -> None:
+        self.send(signal.SIGKILL, ranks)
+
+    def send(self, number, ranks=None) -> None:
+        for rank, pid in enumerate(self.pids):
+            if (ranks is None or rank in ranks) and pid not in self.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def output(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("output_*")))
+
+
+class Forks:
+    """Start runs: `run(folder, overrides, ranks=2, trainer="Sleeping")`."""
+
+    def __init__(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "RANK", "WORLD", "MASTER"))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.training.forks"],
+            cwd=ROOT,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._codes: dict[int, int] = {}
+        self._ask({})  # answered once everything is imported
+
+    def run(self, folder, overrides=(), ranks=2, trainer="Trainer", config="tiny") -> Job:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        overrides = [f"folder={folder}", "name=run", "logging.tensorboard=false", *overrides]
+        pids = self._ask(
+            {"config": config, "overrides": overrides, "ranks": ranks, "trainer": trainer, "folder": str(folder)}
+        )
+        return Job(pids, folder, self)
+
+    def codes(self) -> dict[int, int]:
+        self._codes.update({int(pid): code for pid, code in self._ask({"codes": True}).items()})
+        return self._codes
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _ask(self, question):
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+def _serve() -> None:
+    from megatron_blackmamba.training import loop  # noqa: F401
+    from tests.training import faults  # noqa: F401
+
+    running: set[int] = set()
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            question = json.loads(line)
+            answer = None
+            if "codes" in question:
+                answer = _ended(running)
+            elif question:
+                answer = [_fork(rank, port, question) for port in [_free_port()] for rank in range(question["ranks"])]
+                running.update(answer)
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _ended(running: set[int]) -> dict[int, int]:
+    codes = {}
+    for pid in list(running):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            running.discard(pid)
+            code = os.waitstatus_to_exitcode(status)
+            codes[pid] = 128 - code if code < 0 else code
+    return codes
+
+
+def _fork(rank: int, port: int, question: dict) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        output = os.open(f"{question['folder']}/output_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0), os.dup2(output, 1), os.dup2(output, 2)
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(question["ranks"]), MASTER_ADDR="127.0.0.1"
+        )
+        os.environ["MASTER_PORT"] = str(port)
+        code = _train(question)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _train(question: dict) -> int:
+    from megatron_blackmamba.config import load
+    from megatron_blackmamba.training import loop
+    from tests.training import faults
+
+    trainer = getattr(faults, question["trainer"])
+    return loop.train(load(question["config"], question["overrides"]), trainer)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    _serve()

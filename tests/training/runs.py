@@ -1,0 +1,31 @@
+"""What the tests of whole runs share: a run of 30 small steps, and what it left behind."""
+
+import time
+
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.training.metrics import read_metrics
+
+SMALL = [
+    *("data.sequence_length=64", "training.global_batch=16", "training.tokens=30720"),  # 30 steps
+    *("training.evaluate_every=0", "checkpoint.every=10"),
+]
+ON_TWO = [*SMALL, "parallel.expert=2"]
+
+
+def metrics(folder):
+    return list(read_metrics(RunFolder(folder / "run").metrics))
+
+
+def losses(folder):
+    return [record["loss"] for record in metrics(folder)]
+
+
+def log(folder):
+    return RunFolder(folder / "run").log.read_text()
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

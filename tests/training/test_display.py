@@ -1,0 +1,40 @@
+import io
+
+from rich.console import Console
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.training.display import Display, step_line
+from tests.training.test_metrics import metrics
+
+
+def shown(terminal, *steps):
+    text = io.StringIO()
+    display = Display(load("tiny"), Console(file=text, force_terminal=terminal, width=100))
+    for step in steps:
+        display.step(step)
+    display.close()
+    return text.getvalue()
+
+
+def test_a_terminal_shows_progress_and_everything_one_watches():
+    text = shown(True, metrics(50), metrics(100, mfu=0.413, validation_loss={"pile": 2.875}))
+    for wanted in ("100/200", "3.2500", "1.000e-03", "0.500", "1,23", "41.3%", "ETA 0:02:40", "62.5", "2.875", "pile"):
+        assert wanted in text, wanted
+
+
+def test_without_a_terminal_a_step_is_one_plain_line():
+    text = shown(False, metrics(199), metrics(200))
+    assert text.count("\n") == 2
+    assert "\x1b" not in text and "ETA 0:00:02" in text
+
+
+def test_a_line_says_that_a_step_was_skipped_and_why_its_loss_is_missing():
+    line = step_line(metrics(3, loss=None, skipped=True))
+    assert "skipped" in line and "loss –" in line
+
+
+def test_brackets_in_a_message_are_text_not_markup():
+    text = io.StringIO()
+    display = Display(load("tiny"), Console(file=text, force_terminal=False))
+    display.message("init.allow=[optimizer.learning_rate]")
+    assert "init.allow=[optimizer.learning_rate]" in text.getvalue()

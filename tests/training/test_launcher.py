@@ -1,0 +1,131 @@
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_blackmamba.formats.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LAUNCH = """
+import sys
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.training.launcher import launch
+sys.exit(launch([sys.executable, "-c", sys.argv[1]], 2, RunFolder(sys.argv[2])))
+"""
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path({folder!r}), int(os.environ["RANK"])
+"""
+SAVES_WHEN_ASKED = """
+def stop(number, frame):
+    (folder / f"rank_{rank}").write_text(signal.Signals(number).name)
+    (folder / "requeue").write_text("")
+    sys.exit(75)
+time.sleep(0.3)  # whatever is sent meanwhile has to wait
+for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+(folder / f"ready_{rank}").write_text("")
+time.sleep(60)
+"""
+
+
+def start(folder, body):
+    worker = WORKER.format(folder=str(folder)) + body
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, worker, str(folder)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(*paths, seconds=20):
+    end = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < end, f"{paths} did not appear"
+        time.sleep(0.02)
+
+
+def finish(process):
+    _, errors = process.communicate(timeout=30)
+    return process.returncode, errors
+
+
+def test_workers_get_what_torchrun_would_give_them_and_zero_comes_back(tmp_path):
+    body = """
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+(folder / f"rank_{rank}").write_text(" ".join(os.environ[name] for name in names))
+"""
+    code, _ = finish(start(tmp_path, body))
+    first, second = ((tmp_path / f"rank_{rank}").read_text().split() for rank in (0, 1))
+    assert code == 0
+    assert first[:4] == ["0", "0", "2", "2"] and second[:4] == ["1", "1", "2", "2"]
+    assert first[4:] == second[4:] and 0 < int(first[5]) < 65536
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_reaches_every_worker_and_the_marker_makes_the_exit_code_75(tmp_path, number):
+    process = start(tmp_path, SAVES_WHEN_ASKED)
+    wait_for(tmp_path / "ready_0", tmp_path / "ready_1")
+    process.send_signal(number)
+    assert finish(process)[0] == 75
+    assert {(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)} == {
+        "SIGTERM" if number == signal.SIGHUP else number.name
+    }
+
+
+def test_a_signal_that_comes_before_a_worker_is_ready_is_not_lost_and_kills_nobody(tmp_path):
+    process = start(tmp_path, '(folder / f"began_{rank}").write_text("")\n' + SAVES_WHEN_ASKED)
+    wait_for(tmp_path / "began_0", tmp_path / "began_1")
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process)[0] == 75
+    assert (tmp_path / "rank_0").exists() and (tmp_path / "rank_1").exists()
+
+
+@pytest.mark.parametrize("end, code", [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+def test_one_worker_s_end_is_the_end_of_all_within_seconds_children_included(tmp_path, end, code):
+    body = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "300"])
+(folder / f"child_{{rank}}").write_text(str(child.pid))
+while not all((folder / f"child_{{r}}").exists() for r in (0, 1)):
+    time.sleep(0.02)
+if rank == 1:
+    {end}
+time.sleep(300)
+"""
+    process = start(tmp_path, body)
+    returned, errors = finish(process)
+    assert returned == code
+    assert "rank 1" in errors
+    for rank in (0, 1):
+        assert not running(int((tmp_path / f"child_{rank}").read_text()))
+
+
+def test_a_killed_launcher_takes_its_workers_along(tmp_path):
+    process = start(tmp_path, '(folder / f"pid_{rank}").write_text(str(os.getpid()))\ntime.sleep(300)')
+    wait_for(tmp_path / "pid_0", tmp_path / "pid_1")
+    time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    pids = [int((tmp_path / f"pid_{rank}").read_text()) for rank in (0, 1)]
+    end = time.monotonic() + 10
+    while any(running(pid) for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_marker_of_an_earlier_job_does_not_count(tmp_path):
+    RunFolder(tmp_path).requeue.write_text("")
+    assert finish(start(tmp_path, ""))[0] == 0
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

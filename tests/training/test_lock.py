@@ -1,0 +1,48 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_blackmamba.training.lock import Lock, RunInUse
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLD = "import sys, time; from pathlib import Path; from megatron_blackmamba.training.lock import Lock\n"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock, and a child of it that lives on."""
+    program = HOLD + (
+        "lock = Lock(Path(sys.argv[1]))\n"
+        "import os\n"
+        "if os.fork() == 0: time.sleep(20); os._exit(0)\n"
+        "print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "lock")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    process.stdout.readline()
+    yield process
+    os.killpg(process.pid, 9)
+    process.wait()
+
+
+def test_a_second_job_in_the_same_folder_is_refused_and_told_who_is_there(tmp_path, holder):
+    with pytest.raises(RunInUse, match=rf"process {holder.pid} on "):
+        Lock(tmp_path / "lock")
+
+
+def test_a_killed_job_holds_nothing_even_if_its_writers_live_on(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    Lock(tmp_path / "lock").release()
+
+
+def test_a_lock_given_back_can_be_taken_again(tmp_path):
+    for _ in range(2):
+        Lock(tmp_path / "run" / "lock").release()

@@ -1,0 +1,28 @@
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_blackmamba.training.progress import Progress
+
+
+def test_the_position_in_the_data_moves_past_what_is_passed_over_and_the_learning_rate_does_not():
+    progress = Progress()
+    progress.advance(16, 16)
+    progress.passed_over.append((16, 31))
+    progress.advance(48, 16)
+    assert (progress.step, progress.next_sample, progress.consumed_samples) == (2, 48, 32)
+    assert progress.between(16, 48) == [(32, 47)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=5), st.integers(0, 60), st.integers(0, 60))
+def test_what_was_read_is_everything_that_was_not_passed_over(ranges, first, length):
+    passed = [(start, start + more) for start, more in ranges]
+    read = Progress(passed_over=passed).between(first, first + length)
+    samples = [sample for a, b in read for sample in range(a, b + 1)]
+    assert samples == [i for i in range(first, first + length) if not any(a <= i <= b for a, b in passed)]
+
+
+def test_progress_survives_json():
+    progress = Progress(3, 64, 48, [(16, 31)])
+    assert Progress.restored(json.loads(json.dumps(progress.state()))) == progress

@@ -1,0 +1,87 @@
+import pytest
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.training.resume import ResumeError, refuse_changes, refuse_tokenizer
+
+
+def saved():
+    return load("tiny").model_dump(mode="json", by_alias=True)
+
+
+def resumed(*overrides):
+    return refuse_changes(saved(), load("tiny", list(overrides)), step=50)
+
+
+@pytest.mark.parametrize(
+    "override, old, new",
+    [
+        ("model.hidden_size=128", "64", "128"),
+        ("model.router.iterations=3", "1", "3"),
+        ("data.sequence_length=256", "128", "256"),
+        ("data.seed=7", "1234", "7"),
+        ("data.synthetic.order=1", "2", "1"),
+        ("training.precision=bf16", "fp32", "bf16"),
+        ("optimizer.distributed=false", "True", "False"),
+    ],
+)
+def test_another_model_or_other_data_is_refused_by_key_with_both_values(override, old, new):
+    with pytest.raises(ResumeError) as error:
+        resumed(override)
+    message = str(error.value)
+    assert override.split("=")[0] in message and old in message and new in message
+    assert "step 50" in message and "init.from" in message
+
+
+def test_a_changed_learning_rate_is_refused_until_it_is_named():
+    with pytest.raises(ResumeError, match=r"init\.allow=\[optimizer\.learning_rate\]"):
+        resumed("optimizer.learning_rate=1e-3")
+    allowed = resumed("optimizer.learning_rate=1e-3", "init.allow=[optimizer.learning_rate]")
+    assert allowed == ["optimizer.learning_rate: 0.001 from step 51 on, 0.003 before"]
+
+
+def test_naming_a_section_allows_all_of_it_and_nothing_beside_it():
+    changes = ["optimizer.learning_rate=1e-3", "optimizer.beta2=0.9", "init.allow=[optimizer]"]
+    assert len(resumed(*changes)) == 2
+    with pytest.raises(ResumeError, match=r"training\.tokens"):
+        resumed(*changes, "training.tokens=4096000")
+
+
+def test_what_is_fixed_cannot_be_allowed():
+    with pytest.raises(ResumeError, match=r"model\.hidden_size"):
+        resumed("model.hidden_size=128", "init.allow=[model.hidden_size]")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "parallel.expert=2",
+        "training.micro_batch=2",
+        "training.recompute=layers",
+        "training.evaluate_every=7",
+        "training.guard.spike=rewind",
+        "checkpoint.every=3",
+        "training.stop_after_steps=60",
+        "model.scan=reference",
+        "model.linear=te",
+        "logging.tensorboard=false",
+    ],
+)
+def test_how_a_run_is_laid_out_watched_and_saved_may_change_freely(override):
+    assert resumed(override) == []
+
+
+def test_an_optimizer_key_that_a_newer_version_adds_is_named_too():
+    old = saved()
+    del old["optimizer"]["beta2"]
+    with pytest.raises(ResumeError, match=r"optimizer\.beta2=nothing"):
+        refuse_changes(old, load("tiny"), step=50)
+
+
+def test_another_tokenizer_is_refused_by_name_and_a_moved_one_is_not():
+    record = {"tokenizer": {"name": "mine", "sha256": "abc", "file": "/here"}}
+    other = {"tokenizer": {"name": "yours", "sha256": "xyz", "file": None}}
+    refuse_tokenizer(record, {"tokenizer": {"name": "moved", "sha256": "abc", "file": None}}, 5)
+    refuse_tokenizer({"tokenizer": None}, {"tokenizer": None}, 5)
+    for now in (other, {"tokenizer": None}):
+        with pytest.raises(ResumeError, match=r"mine .*abc"):
+            refuse_tokenizer(record, now, 5)

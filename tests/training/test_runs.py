@@ -1,0 +1,193 @@
+"""Runs from their config to what they leave on disk, and how they go on under other circumstances."""
+
+import os
+import subprocess
+from hashlib import sha256
+
+import pytest
+
+from megatron_blackmamba.formats.run_folder import RunFolder
+from tests.data.corpus import write_mixture, write_shard
+from tests.training.runs import ON_TWO, SMALL, log, losses, metrics, wait_until
+
+pytestmark = pytest.mark.xdist_group("forks")
+
+
+@pytest.fixture(scope="module")
+def half(forks, tmp_path_factory):
+    """A run on two processes, stopped after 10 of its 30 steps."""
+    folder = tmp_path_factory.mktemp("half")
+    job = forks.run(folder, [*ON_TWO, "training.stop_after_steps=10"])
+    assert job.wait() == [0, 0], job.output()
+    return folder
+
+
+@pytest.fixture
+def copy_of_half(half, tmp_path):
+    subprocess.run(["cp", "-r", half / "run", tmp_path / "run"], check=True)
+    return tmp_path
+
+
+def test_a_run_leaves_everything_one_looks_for(forks, tmp_path):
+    job = forks.run(
+        tmp_path,
+        [
+            *(*SMALL, "training.stop_after_steps=6", "training.evaluate_every=3", "training.router_every=2"),
+            *("training.profile=[2,3]", "logging.tensorboard=true", "training.evaluate_batches=1"),
+        ],
+        ranks=1,
+    )
+    assert job.wait() == [0], job.output()
+    run, records = RunFolder(tmp_path / "run"), metrics(tmp_path)
+    for path in (run.config, run.data_plan, run.log, run.done, run.checkpoint(6), run.latest):
+        assert path.exists(), path
+    assert list(run.tensorboard.iterdir())
+    assert [path.name for path in run.profile.iterdir()] == ["steps_2_3_rank_0.json.gz"]
+    assert [record["step"] for record in records if "validation_loss" in record] == [3, 6]
+    assert [record["step"] for record in records if "router_load" in record] == [2, 4, 6]
+    last = records[-1]
+    assert set(last["validation_loss"]) == {"synthetic_0", "synthetic_1", "synthetic_2"}
+    assert set(last["router_load"]) == {"layer_1", "layer_3"}
+    assert all(sum(load["shares"]) == pytest.approx(1, abs=1e-4) for load in last["router_load"].values())
+    assert last["consumed_tokens"] == 6 * 16 * 64 and sum(last["source_samples"].values()) == 96
+    assert last["memory_bytes"] > 2**27
+
+
+def test_a_finished_run_started_again_has_nothing_to_do(forks, copy_of_half):
+    before = RunFolder(copy_of_half / "run").metrics.read_text()
+    job = forks.run(copy_of_half, [*ON_TWO, "training.stop_after_steps=10"])
+    assert job.wait() == [0, 0], job.output()
+    assert RunFolder(copy_of_half / "run").metrics.read_text() == before
+    assert RunFolder(copy_of_half / "run").done.exists()
+
+
+def test_on_one_process_a_run_of_two_goes_on_with_the_same_data_and_the_same_losses(forks, half, copy_of_half):
+    other = copy_of_half / "other"
+    subprocess.run(["cp", "-r", half, other], check=True)
+    more = "training.stop_after_steps=16"
+    jobs = [forks.run(copy_of_half, [*SMALL, more], ranks=1), forks.run(other, [*ON_TWO, more])]
+    assert [job.wait() for job in jobs] == [[0], [0, 0]], jobs[0].output()
+    assert losses(copy_of_half) == pytest.approx(losses(other), abs=1e-5)
+    assert metrics(copy_of_half)[-1]["source_samples"] == metrics(other)[-1]["source_samples"]
+
+
+def test_in_bf16_with_the_optimizer_sharded_over_two_ranks_it_goes_on_bit_for_bit(forks, tmp_path):
+    bf16 = [*ON_TWO, "training.precision=bf16", "optimizer.weight_decay=0.1"]
+    stops = {"whole": [8], "parts": [4, 8]}
+    for name, steps in stops.items():
+        for last in steps:
+            job = forks.run(tmp_path / name, [*bf16, f"training.stop_after_steps={last}"])
+            assert job.wait() == [0, 0], job.output()
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_another_model_is_refused_and_the_run_left_as_it_was(forks, copy_of_half):
+    config = RunFolder(copy_of_half / "run").config.read_text()
+    job = forks.run(copy_of_half, [*ON_TWO, "model.router.iterations=2"])
+    assert job.wait() == [1, 1]
+    assert "model.router.iterations=1, and now it is 2" in job.output()
+    assert RunFolder(copy_of_half / "run").config.read_text() == config
+    assert len(metrics(copy_of_half)) == 10
+
+
+def test_a_learning_rate_changed_by_name_acts_from_the_next_step_on(forks, copy_of_half):
+    changed = [*ON_TWO, "optimizer.learning_rate=6e-4", "optimizer.decay=constant", "training.stop_after_steps=12"]
+    assert forks.run(copy_of_half, changed).wait() == [1, 1]
+    job = forks.run(copy_of_half, [*changed, "init.allow=[optimizer]"])
+    assert job.wait() == [0, 0], job.output()
+    rates = [record["learning_rate"] for record in metrics(copy_of_half)]
+    assert rates[9] > 2e-3 and rates[10:] == [6e-4, 6e-4]
+    assert "optimizer.learning_rate: 0.0006 from step 11 on, 0.003 before" in log(copy_of_half)
+
+
+def test_weights_of_another_run_start_a_new_one_at_step_one_with_a_fresh_optimizer(forks, half, tmp_path):
+    job = forks.run(tmp_path, [*SMALL, f"init.from={half / 'run'}", "training.stop_after_steps=2"], ranks=1)
+    assert job.wait() == [0], job.output()
+    first, fresh = metrics(tmp_path)[0], metrics(half)[0]
+    assert first["step"] == 1 and first["learning_rate"] == fresh["learning_rate"]
+    assert first["loss"] < metrics(half)[7]["loss"] < fresh["loss"]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken_unless_told_otherwise(forks, copy_of_half):
+    longer = [*ON_TWO, "training.stop_after_steps=12", "checkpoint.every=2"]
+    assert forks.run(copy_of_half, longer).wait() == [0, 0]
+    shard = next(RunFolder(copy_of_half / "run").checkpoint(12).glob("__1_0.distcp"))
+    with open(shard, "r+b") as file:
+        file.seek(shard.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    expected = losses(copy_of_half)
+    job = forks.run(copy_of_half, [*longer, "checkpoint.if_damaged=stop"])
+    assert job.wait() == [1, 1]
+    assert "step_00000012" in job.output()
+    job = forks.run(copy_of_half, longer)
+    assert job.wait() == [0, 0], job.output()
+    assert "resumes after step 10" in log(copy_of_half) and shard.name in log(copy_of_half)
+    assert losses(copy_of_half) == expected
+
+
+def test_a_mixture_may_change_from_here_on_but_not_what_was_read(forks, tmp_path):
+    for first_token, name in ((0, "a"), (250, "b")):
+        write_shard(tmp_path / name / "one", first_token, 250, vocab=512, tokenizer=sha256(b"{}").hexdigest())
+    (tmp_path / "a/tokenizer.json").write_text("{}")
+    sources = [{"name": name, "shards": name} for name in "ab"]
+    mixed = [*SMALL, "data.kind=mixture", f"data.mixture={tmp_path}/mixture.yaml", "data.sequence_length=16"]
+    write_mixture(tmp_path, sources)
+    assert forks.run(tmp_path, [*mixed, "training.stop_after_steps=4"], ranks=1).wait() == [0]
+    assert metrics(tmp_path)[-1]["source_samples"] == {"a": 32, "b": 32}
+    assert RunFolder(tmp_path / "run").tokenizer.read_text() == "{}"
+
+    write_mixture(tmp_path, [sources[0], {**sources[1], "weight": 3}])
+    job = forks.run(tmp_path, [*mixed, "training.stop_after_steps=6"], ranks=1)
+    assert job.wait() == [1]
+    assert "phase 0" in job.output() and "sample 64" in job.output()
+    write_mixture(tmp_path, sources, [{"from_sample": 64, "weights": {"b": 3}}])
+    job = forks.run(tmp_path, [*mixed, "training.stop_after_steps=6"], ranks=1)
+    assert job.wait() == [0], job.output()
+    assert metrics(tmp_path)[-1]["source_samples"] == {"a": 40, "b": 56}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", folder], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_on_a_full_disk_training_goes_on_keeps_the_checkpoint_before_and_saves_again_when_there_is_room(
+    forks, small_disk, tmp_path
+):
+    ballast, run = small_disk / "ballast", RunFolder(small_disk / "run")
+    often = [f"folder={small_disk}", "checkpoint.every=5", "checkpoint.keep_last=1", "checkpoint.retry_every=2"]
+    job = forks.run(tmp_path, [*ON_TWO, *often, "training.tokens=81920"])  # 80 steps
+    refused = "could not be saved"
+    wait_until(lambda: "step 1 " in job.output())
+    fill(ballast, but=200_000)  # the first save meets the end of the disk while writing
+    wait_until(lambda: job.output().count(refused) == 1)
+    assert not list(run.checkpoints.glob("step_*"))
+    ballast.unlink()
+    wait_until(lambda: list(run.checkpoints.glob("step_*")))
+    fill(ballast)  # the next ones, and the records of the steps meanwhile, find no room at all
+    said = job.output().count(refused)
+    wait_until(lambda: job.output().count(refused) > said)
+    assert len(list(run.checkpoints.glob("step_*"))) == 1
+    ballast.unlink()
+    assert job.wait(90) == [0, 0], job.output()
+    assert run.checkpoint(80).exists() and run.done.exists()
+    assert [record["step"] for record in metrics(small_disk)] == list(range(1, 81))
+
+
+def fill(path, but=0):
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 65536)
+        except OSError:
+            file.truncate(max(0, file.tell() - but))

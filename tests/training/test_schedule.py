@@ -1,0 +1,61 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.training.schedule import Schedule
+
+
+def schedule(*overrides):
+    """The tiny run: 200 steps of 16 samples, warm-up over 10 of them, from 3e-3 down to 3e-4."""
+    optimizer = SimpleNamespace(param_groups=[{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}])
+    return Schedule(load("tiny", list(overrides)), optimizer), optimizer
+
+
+def rates(schedule, steps):
+    return [schedule.set(16 * (step - 1)) for step in steps]
+
+
+def test_warm_up_rises_linearly_and_no_step_is_lost_to_a_rate_of_zero():
+    plan, _ = schedule()
+    assert rates(plan, [1, 2, 5, 10]) == pytest.approx([3e-4, 6e-4, 1.5e-3, 3e-3], rel=1e-12)
+
+
+def test_cosine_runs_from_the_peak_to_the_minimum_which_the_last_step_reaches():
+    plan, _ = schedule()
+    expected = [3e-4 + (3e-3 - 3e-4) * (1 + math.cos(math.pi * (step - 10) / 190)) / 2 for step in range(10, 201)]
+    assert rates(plan, range(10, 201)) == pytest.approx(expected, rel=1e-12)
+    assert rates(plan, [200, 201, 500]) == pytest.approx([3e-4] * 3, rel=1e-12)
+
+
+def test_linear_and_constant_decays():
+    assert rates(schedule("optimizer.decay=linear")[0], [105]) == pytest.approx([(3e-3 + 3e-4) / 2], rel=1e-12)
+    assert rates(schedule("optimizer.decay=constant")[0], [105, 200]) == pytest.approx([3e-3] * 2, rel=1e-12)
+
+
+def test_the_paper_s_run_at_its_own_numbers():
+    config = load("blackmamba_1.5b")
+    plan = Schedule(config, SimpleNamespace(param_groups=[{}]))
+    assert plan.set(1008 * (config.warmup_steps - 1)) == pytest.approx(2e-4, rel=1e-12)
+    assert plan.set(1008 * (config.steps - 1)) == pytest.approx(2e-5, rel=1e-12)
+
+
+def test_every_group_gets_the_rate_and_its_own_weight_decay():
+    plan, optimizer = schedule("optimizer.weight_decay=0.1")
+    rate = plan.set(0)
+    assert [group["lr"] for group in optimizer.param_groups] == [rate, rate]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_a_loaded_optimizer_does_not_bring_back_the_rate_it_was_saved_with():
+    plan, optimizer = schedule("optimizer.learning_rate=1e-3")
+    optimizer.param_groups[0].update(max_lr=3e-3, min_lr=3e-4, lr=3e-3)
+    assert plan.set(9 * 16) == pytest.approx(1e-3)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+def test_the_rate_follows_the_samples_whatever_was_asked_before():
+    plan, _ = schedule()
+    straight = rates(plan, range(1, 201))
+    assert rates(schedule()[0], [150, 3, 77]) == [straight[149], straight[2], straight[76]]
