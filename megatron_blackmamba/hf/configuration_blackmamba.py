@@ -1,0 +1,96 @@
+"""What a BlackMamba is, for transformers: Mamba-1 mixers alternating with top-1 mixtures of experts."""
+
+import math
+
+from transformers import PretrainedConfig
+
+
+class BlackMambaConfig(PretrainedConfig):
+    """Fields carry the names of the released config.json; `activation` and the ones after it are additions.
+
+    mamba_moe_layers: one entry a layer, "r" for Mamba, a number for a mixture of that many experts.
+    activation: the gate of the experts. "silu" is what the paper trains; "gelu" is what the released code computes.
+    eod_reset: id of the token after which the state restarts; None lets it run across documents, as in the paper.
+    kernels: "auto" uses megatron_blackmamba's kernels where that package is installed, "torch" never does.
+    """
+
+    model_type = "blackmamba"
+    keys_to_ignore_at_inference = ["past_key_values", "router_choices"]  # noqa: RUF012 (transformers' own form)
+    attribute_map = {  # noqa: RUF012
+        "num_hidden_layers": "num_layers",
+        "max_position_embeddings": "max_sequence_length",
+        "intermediate_size": "ffn_hidden_size",
+    }
+
+    def __init__(
+        self,
+        vocab_size=50304,
+        hidden_size=1152,
+        num_layers=30,
+        state_size=16,
+        conv_dimension=4,
+        expansion_factor=2,
+        dt_rank=None,
+        mamba_moe_layers=None,
+        ffn_hidden_size=3072,
+        max_sequence_length=2048,
+        activation="silu",
+        eod_reset=None,
+        norm_eps=1e-5,
+        initializer_range=0.02,
+        kernels="auto",
+        use_cache=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=None,
+        tie_word_embeddings=True,
+        **kwargs,
+    ):
+        if mamba_moe_layers is None:
+            mamba_moe_layers = ["r" if i % 2 == 0 else "8" for i in range(num_layers)]
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
+        self.state_size = state_size
+        self.conv_dimension = conv_dimension
+        self.expansion_factor = expansion_factor
+        self.dt_rank = math.ceil(hidden_size / 16) if dt_rank is None else dt_rank
+        self.mamba_moe_layers = [str(kind) for kind in mamba_moe_layers]
+        self.ffn_hidden_size = ffn_hidden_size
+        self.max_sequence_length = max_sequence_length
+        self.activation = activation
+        self.eod_reset = eod_reset
+        self.norm_eps = norm_eps
+        self.initializer_range = initializer_range
+        self.kernels = kernels
+        self.use_cache = use_cache
+        super().__init__(
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **kwargs,
+        )
+        self._check()
+
+    def _check(self):
+        if len(self.mamba_moe_layers) != self.num_layers:
+            raise ValueError(
+                f"mamba_moe_layers has {len(self.mamba_moe_layers)} entries, num_layers is {self.num_layers}"
+            )
+        for kind in self.mamba_moe_layers:
+            if kind != "r" and not (kind.isdecimal() and int(kind) > 0):
+                raise ValueError(f'mamba_moe_layers: an entry is "r" or a number of experts, not {kind!r}')
+        if self.activation not in ("silu", "gelu"):
+            raise ValueError(f'activation is "silu" or "gelu", not {self.activation!r}')
+        if self.kernels not in ("auto", "torch"):
+            raise ValueError(f'kernels is "auto" or "torch", not {self.kernels!r}')
+        if not self.tie_word_embeddings:
+            raise ValueError("tie_word_embeddings: BlackMamba's output layer is its embedding; it cannot be untied")
+
+    @property
+    def inner_size(self):
+        return self.expansion_factor * self.hidden_size
+
+
+BlackMambaConfig.register_for_auto_class()  # so that save_pretrained takes this file along

@@ -1,0 +1,458 @@
+"""BlackMamba for transformers 4.50 and later: one file, no dependency but torch and transformers.
+
+Where the package `megatron_blackmamba` is installed, its convolution and scan replace the plain PyTorch ones below.
+Parameter names are those of the released checkpoint. Routing is the inference kind: the largest logit, in fp32.
+
+Shapes: B batch, L length, D model, I inner, N state, R dt rank, K taps, W = K - 1 window, E experts, T tokens.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.utils import ModelOutput
+
+from .configuration_blackmamba import BlackMambaConfig
+
+try:
+    from megatron_blackmamba.ops.causal_conv1d import causal_conv1d as fast_conv1d
+    from megatron_blackmamba.ops.selective_scan import selective_scan as fast_scan
+
+    HAVE_KERNELS = True
+except ImportError:
+    HAVE_KERNELS = False
+
+
+def widen(x):
+    """At least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+
+
+class BlackMambaCache(Cache):
+    """The whole past in constant space: for each Mamba layer the last W inputs of the convolution and the fp32 state.
+
+    A `Cache` only so that `generate` recognises one; nothing inherited is used, since what is there differs by version.
+    """
+
+    is_compileable = False
+
+    def __init__(self):
+        self.reset()
+
+    def __repr__(self):
+        return f"BlackMambaCache({self.seen} tokens seen, {len(self.states)} layers)"
+
+    def reset(self):
+        self.seen = 0
+        self.windows: dict[int, Tensor] = {}
+        self.states: dict[int, Tensor] = {}
+        self.last_tokens: Tensor | None = None
+
+    def get_seq_length(self, layer_idx=0):
+        return self.seen
+
+    def get_max_cache_shape(self, layer_idx=0):
+        return None
+
+    def _map_rows(self, function):
+        self.windows = {layer: function(window) for layer, window in self.windows.items()}
+        self.states = {layer: function(state) for layer, state in self.states.items()}
+        if self.last_tokens is not None:
+            self.last_tokens = function(self.last_tokens)
+
+    def reorder_cache(self, beam_idx):
+        self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+
+    def batch_select_indices(self, indices):
+        self._map_rows(lambda rows: rows[indices.to(rows.device)])
+
+    def batch_repeat_interleave(self, repeats):
+        self._map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+
+    def crop(self, max_length):
+        raise NotImplementedError("a recurrent state cannot be cut back to an earlier token")
+
+
+def causal_conv1d(x_BLI, weight_IK, bias_I, *, initial_window, reset_BL):
+    """Depthwise convolution and SiLU; returns y_BLI and the window that the next tokens need."""
+    L, K = x_BLI.shape[1], weight_IK.shape[1]
+    inputs = torch.cat((initial_window.to(x_BLI.dtype), x_BLI), dim=1)
+    if reset_BL is None:
+        y = F.conv1d(inputs.transpose(1, 2), weight_IK[:, None], bias_I, groups=x_BLI.shape[2]).transpose(1, 2)
+        return F.silu(y), inputs[:, L:].clone()
+    document = F.pad(reset_BL.long().cumsum(dim=1), (K - 1, 0))
+    y = inputs.new_zeros(()) + bias_I
+    for k in range(K):  # the last tap is the token itself
+        same = document[:, k : k + L] == document[:, K - 1 :]
+        y = y + weight_IK[:, k] * inputs[:, k : k + L] * same[:, :, None]
+    ongoing = document[:, L:] == document[:, -1:]
+    return F.silu(y), inputs[:, L:] * ongoing[:, :, None]
+
+
+def selective_scan(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, *, z_BLI, delta_bias_I, initial_state_BIN, reset_BL):
+    """The recurrence of Mamba-1, token by token in fp32; returns y_BLI in u's dtype and the last state."""
+    u, B, C = widen(u_BLI), widen(B_BLN), widen(C_BLN)
+    delta = F.softplus(widen(delta_BLI) + delta_bias_I)
+    delta_u = delta * u
+    keep_BL = None if reset_BL is None else (~reset_BL).to(u.dtype)
+    state = initial_state_BIN
+    chunk = max(1, min(64, 2**20 // max(1, state.numel())))  # exponentials of a chunk at once, while they fit a cache
+    y_parts = []
+    for start in range(0, u.shape[1], chunk):
+        here = slice(start, start + chunk)
+        decay = torch.exp(delta[:, here].transpose(0, 1).unsqueeze(-1) * A_IN)
+        if keep_BL is not None:
+            decay = decay * keep_BL[:, here].t()[:, :, None, None]
+        states = []
+        for t in range(decay.shape[0]):
+            state = torch.addcmul(delta_u[:, start + t, :, None] * B[:, start + t, None, :], decay[t], state)
+            states.append(state)
+        y_parts.append(torch.einsum("lbin,bln->bli", torch.stack(states), C[:, here]))
+    y = torch.cat(y_parts, dim=1) + D_I * u
+    return (y * F.silu(widen(z_BLI))).to(u_BLI.dtype), state
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x):
+        x = widen(x)
+        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (x * widen(self.weight)).to(self.weight.dtype)
+
+
+class MambaMixer(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        D, I, N, K = config.hidden_size, config.inner_size, config.state_size, config.conv_dimension
+        self.layer = layer
+        self.splits = (config.dt_rank, N, N)
+        self.fast = config.kernels == "auto" and HAVE_KERNELS
+        self.in_proj = nn.Linear(D, 2 * I, bias=False)
+        self.conv1d = nn.Conv1d(I, I, K, groups=I)
+        self.x_proj = nn.Linear(I, sum(self.splits), bias=False)
+        self.dt_proj = nn.Linear(config.dt_rank, I)
+        self.A_log = nn.Parameter(torch.zeros(I, N))
+        self.D = nn.Parameter(torch.ones(I))
+        self.out_proj = nn.Linear(I, D, bias=False)
+
+    def _apply(self, fn, recurse=True):
+        """Casting the model to a half precision leaves the recurrence's own parameters in fp32."""
+        exact = [(p, p.detach()) for p in (self.A_log, self.D, self.dt_proj.weight, self.dt_proj.bias)]
+        super()._apply(fn, recurse)
+        for parameter, before in exact:
+            if before.dtype == torch.float32 and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = before.to(parameter.device)
+        return self
+
+    def forward(self, u_BLD, keep_BL1, reset_BL, cache):
+        B = u_BLD.shape[0]
+        x, z = self.in_proj(u_BLD).chunk(2, dim=-1)
+        if keep_BL1 is not None:
+            x = x * keep_BL1
+        weight_IK = self.conv1d.weight[:, 0]
+        I, K = weight_IK.shape
+        window, state = (None, None) if cache is None else (cache.windows.get(self.layer), cache.states.get(self.layer))
+        if window is None:
+            window, state = x.new_zeros(B, K - 1, I), self.A_log.new_zeros(B, *self.A_log.shape)
+
+        convolve = _fast_convolve if self.fast else causal_conv1d
+        x, window = convolve(x, weight_IK, self.conv1d.bias, initial_window=window, reset_BL=reset_BL)
+        if keep_BL1 is not None:
+            x = x * keep_BL1  # the convolution's bias alone must not feed the state at padding
+        dt_BLR, B_BLN, C_BLN = self.x_proj(x).split(self.splits, dim=-1)
+        scan = _fast_scan if self.fast else selective_scan
+        y, state = scan(
+            x,
+            F.linear(dt_BLR.to(self.dt_proj.weight.dtype), self.dt_proj.weight),
+            -torch.exp(self.A_log),
+            B_BLN,
+            C_BLN,
+            self.D,
+            z_BLI=z,
+            delta_bias_I=self.dt_proj.bias,
+            initial_state_BIN=state,
+            reset_BL=reset_BL,
+        )
+        if cache is not None:
+            cache.windows[self.layer], cache.states[self.layer] = window, state
+        return self.out_proj(y.to(u_BLD.dtype))
+
+
+def _fast_convolve(*args, **kwargs):
+    return fast_conv1d(*args, **kwargs, return_final_window=True)
+
+
+def _fast_scan(u_BLI, delta_BLI, *args, **kwargs):
+    return fast_scan(u_BLI, delta_BLI.to(u_BLI.dtype), *args, **kwargs, return_final_state=True)
+
+
+class Expert(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.linear_fc1 = nn.Linear(config.hidden_size, 2 * config.ffn_hidden_size, bias=False)  # rows are [gate | up]
+        self.linear_fc2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x_TD):
+        gate, up = self.linear_fc1(x_TD).chunk(2, dim=-1)
+        return self.linear_fc2(self.activation(gate) * up)
+
+
+class Experts(nn.Module):
+    def __init__(self, config, experts):
+        super().__init__()
+        self.router = nn.Linear(config.hidden_size, experts)
+        self.local_experts = nn.ModuleList([Expert(config) for _ in range(experts)])
+
+    def forward(self, u_BLD, choices):
+        x_TD = u_BLD.flatten(0, 1)
+        logits_TE = F.linear(widen(x_TD), widen(self.router.weight), widen(self.router.bias))
+        best_T, choice_T = logits_TE.max(dim=-1)  # of the logits: their sigmoids saturate, and then tie
+        order_T = choice_T.argsort(stable=True)
+        counts_E = torch.bincount(choice_T, minlength=len(self.local_experts)).tolist()
+        parts = zip(self.local_experts, x_TD[order_T].split(counts_E), strict=True)
+        sorted_TD = torch.cat([expert(part) for expert, part in parts if part.shape[0]])
+        y_TD = torch.empty_like(sorted_TD).index_copy(0, order_T, sorted_TD)
+        if choices is not None:
+            choices.append(choice_T.view(u_BLD.shape[:2]))
+        return (widen(y_TD) * torch.sigmoid(best_T)[:, None]).to(u_BLD.dtype).view_as(u_BLD)
+
+
+class Layer(nn.Module):
+    def __init__(self, config, index):
+        super().__init__()
+        kind = config.mamba_moe_layers[index]
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.is_mamba = kind == "r"
+        self.mixer = MambaMixer(config, index) if self.is_mamba else Experts(config, int(kind))
+
+    def forward(self, residual_BLD, keep_BL1, reset_BL, cache, choices):
+        x = self.norm(residual_BLD)
+        y = self.mixer(x, keep_BL1, reset_BL, cache) if self.is_mamba else self.mixer(x, choices)
+        return residual_BLD + y
+
+
+class Embedding(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
+        self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+
+@dataclass
+class BlackMambaOutput(ModelOutput):
+    """router_choices: for each mixture layer the expert of every token, `[B, L]`, when asked for."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: BlackMambaCache | None = None
+    hidden_states: tuple | None = None
+    router_choices: tuple | None = None
+
+
+@dataclass
+class BlackMambaCausalOutput(ModelOutput):
+    """As BlackMambaOutput, with the logits and, where labels were given, the loss."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: BlackMambaCache | None = None
+    hidden_states: tuple | None = None
+    router_choices: tuple | None = None
+
+
+class BlackMambaPreTrainedModel(PreTrainedModel):
+    config_class = BlackMambaConfig
+    base_model_prefix = ""
+    _no_split_modules = ["Layer"]  # noqa: RUF012
+    _is_stateful = True
+    _supports_cache_class = True  # asked by 4.50
+    # 4.50 reads the first name, later versions the second. Whole modules, since that is what they can name.
+    _keep_in_fp32_modules = ["A_log", "D", "dt_proj"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["A_log", "D", "dt_proj"]  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        std = self.config.initializer_range
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=std)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, (RMSNorm, nn.LayerNorm)):
+            nn.init.ones_(module.weight)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, MambaMixer) and not getattr(module.A_log, "_is_hf_initialized", False):
+            I, N = module.A_log.shape
+            device = module.A_log.device
+            module.A_log.copy_(torch.arange(1, N + 1, device=device).float().log().expand(I, N))
+            module.D.fill_(1.0)
+            delta = torch.exp(torch.empty(I, device=device).uniform_(math.log(1e-3), math.log(1e-1)))
+            module.dt_proj.bias.copy_(delta + torch.log(-torch.expm1(-delta)))  # softplus of this is delta
+
+
+class BlackMambaModel(BlackMambaPreTrainedModel):
+    """The network up to its final norm."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding = Embedding(config)
+        self.decoder = Decoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embedding.word_embeddings
+
+    def set_input_embeddings(self, embeddings):
+        self.embedding.word_embeddings = embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: BlackMambaCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_choices: bool = False,
+        return_dict: bool | None = None,
+        **kwargs,
+    ):
+        """`attention_mask` may cover only these tokens or all seen so far; only padding on the left is skipped over."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass either input_ids or inputs_embeds")
+        residual = widen(self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds)
+        if use_cache is None:
+            use_cache = past_key_values is not None  # scoring needs no state; generate() asks for one
+        cache = (BlackMambaCache() if past_key_values is None else past_key_values) if use_cache else None
+        keep_BL1 = self._keep(attention_mask, residual)
+        reset_BL = self._resets(input_ids, past_key_values)
+        hidden_states = [residual] if output_hidden_states else None
+        choices: list | None = [] if output_router_choices else None
+        for layer in self.decoder.layers:
+            residual = layer(residual, keep_BL1, reset_BL, cache, choices)
+            if hidden_states is not None:
+                hidden_states.append(residual)
+        if cache is not None:
+            cache.seen += residual.shape[1]
+            cache.last_tokens = None if input_ids is None else input_ids[:, -1]
+        norm = self.decoder.final_layernorm
+        hidden = F.layer_norm(residual, norm.normalized_shape, widen(norm.weight), widen(norm.bias), norm.eps)
+        output = BlackMambaOutput(
+            last_hidden_state=hidden.to(norm.weight.dtype),
+            past_key_values=cache,
+            hidden_states=None if hidden_states is None else tuple(hidden_states),
+            router_choices=None if choices is None else tuple(choices),
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def _keep(self, attention_mask, residual_BLD):
+        if attention_mask is None:
+            return None
+        mask_BL = attention_mask[:, -residual_BLD.shape[1] :].bool()
+        if mask_BL.all():
+            return None
+        return mask_BL[:, :, None].to(self.decoder.final_layernorm.weight.dtype)
+
+    def _resets(self, input_ids, past):
+        """True at each first token of a document, which is the one after an end-of-document token."""
+        if self.config.eod_reset is None:
+            return None
+        if input_ids is None:
+            raise ValueError("this model restarts after token eod_reset, so it needs input_ids, not inputs_embeds")
+        before = torch.full_like(input_ids[:, :1], -1)
+        if past is not None and past.last_tokens is not None:
+            before = past.last_tokens[:, None]
+        return torch.cat((before, input_ids[:, :-1]), dim=1) == self.config.eod_reset
+
+
+class BlackMambaForCausalLM(BlackMambaModel, GenerationMixin):
+    """The network with its output layer, which is the embedding again: there is no parameter of its own to tie."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls, *args):
+        return False  # or generate() hands over a cache of attention layers
+
+    def get_output_embeddings(self):
+        return None
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: BlackMambaCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_choices: bool = False,
+        return_dict: bool | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ):
+        output = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_router_choices=output_router_choices,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = F.linear(output.last_hidden_state[:, kept], self.get_input_embeddings().weight)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = BlackMambaCausalOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            router_choices=output.router_choices,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def prepare_inputs_for_generation(
+        self, input_ids, past_key_values=None, attention_mask=None, inputs_embeds=None, use_cache=None, **kwargs
+    ):
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        inputs = {"past_key_values": past_key_values, "attention_mask": attention_mask, "use_cache": use_cache}
+        if kwargs.get("logits_to_keep") is not None:
+            inputs["logits_to_keep"] = kwargs["logits_to_keep"]
+        if inputs_embeds is not None and seen == 0:
+            return {**inputs, "inputs_embeds": inputs_embeds}
+        if "next_sequence_length" in kwargs:  # 5.x says how many are new, None for all
+            new = input_ids.shape[1] if kwargs["next_sequence_length"] is None else kwargs["next_sequence_length"]
+        elif attention_mask is not None:
+            new = attention_mask.shape[1] - seen  # it covers all the past, which input_ids need not repeat
+        else:
+            new = input_ids.shape[1] - seen if inputs_embeds is None else 1
+        if not 0 < new <= input_ids.shape[1]:
+            raise ValueError(
+                f"the state has seen {seen} tokens: input_ids must repeat them before the new ones, or attention_mask "
+                "must cover them (its width is seen + new)"
+            )
+        return {**inputs, "input_ids": input_ids[:, input_ids.shape[1] - new :].contiguous()}
+
+
+# So that save_pretrained takes these files along.
+BlackMambaModel.register_for_auto_class("AutoModel")
+BlackMambaForCausalLM.register_for_auto_class("AutoModelForCausalLM")

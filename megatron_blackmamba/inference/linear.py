@@ -1,0 +1,38 @@
+"""Weight times a few vectors: decoding does little else, and its speed is that of reading the weights.
+
+Shapes: B batch, I in, O out.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_blackmamba.ops.matvec import matvec, why_not_cpp
+
+
+def linear(x_BI: Tensor, weight_OI: Tensor, threads: int | None = None) -> Tensor:
+    """x times the weight, transposed; fp32 in, fp32 out, whatever the weight is stored in."""
+    if why_not_cpp(weight_OI, x_BI) is None:
+        return matvec(weight_OI, x_BI, threads)
+    return F.linear(x_BI.to(weight_OI.dtype), weight_OI).float()
+
+
+@contextlib.contextmanager
+def threads_for_matrices_alone(x_BI: Tensor, weight_OI: Tensor) -> Iterator[int]:
+    """Yield the number of threads for `linear`, while all else runs on one.
+
+    Between two matrices a step works for microseconds: waking a second thread for that costs more than it saves, and
+    where other programs keep the cores busy, a hundred times more.
+    """
+    threads = torch.get_num_threads()
+    if why_not_cpp(weight_OI, x_BI) is not None:
+        yield threads
+        return
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,180 @@
+"""The one form every conversion passes through: a model's config, and its tensors by plain names, read one at a time.
+
+The names are those of the released checkpoint (a Hugging Face export has the same). A source says what it holds without
+loading it; a sink asks for one tensor after another, so that no conversion needs more memory than the largest tensor.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
+
+FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+KEPT_IN_FP32 = ("mixer.A_log", "mixer.D", "mixer.dt_proj.bias")
+
+
+class InterchangeError(ValueError):
+    """Weights that cannot be read, or cannot be said in the other format; names the file and the field."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor, not yet loaded."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A model to be converted. Making one checks that it is whole: every name, every shape, nothing more."""
+
+    config: ModelConfig
+    entries: Mapping[str, Entry]
+    source: str
+    """The file or folder it comes from, for messages."""
+    tokenizer: Path | None = None
+    sequence_length: int = 2048
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What is known of the run behind it, for the model card."""
+
+    def __post_init__(self) -> None:
+        require_mamba_and_experts(self.config, self.source)
+        expected = shapes(self.config)
+        missing = [name for name in expected if name not in self.entries]
+        unexpected = [name for name in self.entries if name not in expected]
+        if missing:
+            raise InterchangeError(f"{self.source}: has no {_some(missing)}, which its config calls for")
+        if unexpected:
+            raise InterchangeError(f"{self.source}: holds {_some(unexpected)}, which its config has no place for")
+        for name, shape in expected.items():
+            entry = self.entries[name]
+            if entry.shape != shape:
+                raise InterchangeError(f"{self.source}: {name} is {_by(entry.shape)}; its config says {_by(shape)}")
+            if entry.dtype not in FLOAT_TYPES:
+                raise InterchangeError(f"{self.source}: {name} is {entry.dtype}; weights are fp32, bf16 or fp16")
+        object.__setattr__(self, "entries", {name: self.entries[name] for name in expected})
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each name and its tensor, in the order of the network; keep none to stay small."""
+        for name, entry in self.entries.items():
+            yield name, entry.load()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the large matrices."""
+        return self.entries["embedding.word_embeddings.weight"].dtype
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.entries.values())
+
+    @property
+    def parameters(self) -> int:
+        return sum(torch.Size(entry.shape).numel() for entry in self.entries.values())
+
+
+def tokenizer_of(model: Canonical) -> Tokenizer | None:
+    """The tokenizer that goes with the model, if any; one with ids that the model has no embedding for is refused."""
+    if model.tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(model.tokenizer)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise InterchangeError(
+            f"{model.tokenizer}: has ids up to {tokenizer.vocab_size - 1:,}, but vocab_size of {model.source} is "
+            f"{model.config.vocab_size:,}: it belongs to another model"
+        )
+    return tokenizer
+
+
+def in_memory(
+    config: ModelConfig, weights: Mapping[str, Tensor], source: str = "a state dict in memory", **more: Any
+) -> Canonical:
+    entries = {name: Entry(tuple(w.shape), w.dtype, lambda w=w: w) for name, w in weights.items()}  # type: ignore[misc]
+    return Canonical(config, entries, source, **more)
+
+
+def cast(model: Canonical, dtype: torch.dtype) -> Canonical:
+    """The same model in another precision; what the recurrence keeps in fp32 stays there."""
+
+    def converted(name: str, entry: Entry) -> Entry:
+        to = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
+        return entry if entry.dtype == to else Entry(entry.shape, to, lambda: entry.load().to(to))
+
+    return replace(model, entries={name: converted(name, entry) for name, entry in model.entries.items()})
+
+
+def watched(model: Canonical, loaded: Callable[[int], None]) -> Canonical:
+    """The same model; `loaded` is told the bytes of each tensor as it is read."""
+
+    def watching(entry: Entry) -> Entry:
+        def load() -> Tensor:
+            tensor = entry.load()
+            loaded(entry.bytes)
+            return tensor
+
+        return Entry(entry.shape, entry.dtype, load)
+
+    return replace(model, entries={name: watching(entry) for name, entry in model.entries.items()})
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a model by its canonical name, in the order of the network."""
+    D, I, N, K = config.hidden_size, config.inner_size, config.state_size, config.conv_kernel
+    R, E, F = config.dt_rank_or_default, config.experts, config.expert_hidden_size or 0
+    mamba = {
+        "in_proj.weight": (2 * I, D),  # rows [x | z]
+        "conv1d.weight": (I, 1, K),
+        "conv1d.bias": (I,),
+        "x_proj.weight": (R + 2 * N, I),  # rows [dt | B | C]
+        "dt_proj.weight": (I, R),
+        "dt_proj.bias": (I,),
+        "A_log": (I, N),
+        "D": (I,),
+        "out_proj.weight": (D, I),
+    }
+    experts = {"router.weight": (E, D), "router.bias": (E,)}
+    for e in range(E):
+        experts[f"local_experts.{e}.linear_fc1.weight"] = (2 * F, D)  # rows [gate | up]
+        experts[f"local_experts.{e}.linear_fc2.weight"] = (D, F)
+    result: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (config.vocab_size, D)}
+    for i, letter in enumerate(config.pattern):
+        result[f"decoder.layers.{i}.norm.weight"] = (D,)
+        for name, shape in (mamba if letter == "M" else experts).items():
+            result[f"decoder.layers.{i}.mixer.{name}"] = shape
+    return result | {"decoder.final_layernorm.weight": (D,), "decoder.final_layernorm.bias": (D,)}
+
+
+def require_mamba_and_experts(config: ModelConfig, source: str) -> None:
+    """The formats beside our own know BlackMamba only; say which field of any other model is in the way."""
+    letters = {"*": "attention", "-": "dense MLP"}
+    other = [letters[letter] for letter in letters if letter in config.pattern]
+    if other:
+        raise InterchangeError(
+            f"{source}: model.pattern has {' and '.join(other)} layers; only Mamba (M) and experts (E) convert"
+        )
+    if not config.tie_embeddings:
+        raise InterchangeError(f"{source}: model.tie_embeddings is false; only tied embeddings convert")
+    if "E" in config.pattern and config.router.kind != "sinkhorn":
+        raise InterchangeError(
+            f"{source}: model.router.kind is {config.router.kind}; only the top-1 sigmoid router (sinkhorn) converts"
+        )
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "a scalar"

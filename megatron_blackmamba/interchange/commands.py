@@ -1,0 +1,194 @@
+"""The verbs `blackmamba export hf|zyphra` and `blackmamba import hf|zyphra`, as the command line has them."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_blackmamba.interchange.canonical import Canonical
+
+export_app = typer.Typer(
+    help="Weights out: to Hugging Face, or to the released BlackMamba files.", no_args_is_help=True
+)
+import_app = typer.Typer(
+    help="Weights in: from Hugging Face, or from the released BlackMamba files.", no_args_is_help=True
+)
+
+
+class Precision(str, Enum):
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class Gate(str, Enum):
+    silu = "silu"
+    gelu = "gelu"
+
+
+class Target(str, Enum):
+    checkpoint = "checkpoint"
+    hf = "hf"
+
+
+Out = Annotated[Path, typer.Argument(help="A folder that does not exist yet; it appears whole or not at all.")]
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or a run's folder for its newest one.")]
+Dtype = Annotated[Precision | None, typer.Option(help="Round the weights to this.", show_default="as they are")]
+Verify = Annotated[
+    bool, typer.Option("--verify/--no-verify", help="Compare the result with the source, weights and answers.")
+]
+TokenizerFile = Annotated[
+    Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json to go with the weights.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@export_app.command("hf")
+def export_hf(
+    checkpoint: Checkpoint,
+    out: Out,
+    dtype: Dtype = None,
+    shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes in one safetensors file.")] = 4.0,
+    tokenizer: TokenizerFile = None,
+    verify: Verify = True,
+    as_json: Json = False,
+) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)` loads.
+
+    [dim]blackmamba export hf runs/blackmamba_1.5b exports/blackmamba_1.5b --dtype bf16[/dim]
+    """
+    from megatron_blackmamba.interchange import convert
+
+    model = _opened(checkpoint, tokenizer)
+    shard_bytes = int(shard_gb * 1e9)
+    _run(convert.to_hf, model, out, dtype, verify, as_json, shard_bytes=shard_bytes)
+
+
+@export_app.command("zyphra")
+def export_zyphra(
+    checkpoint: Checkpoint, out: Out, dtype: Dtype = None, verify: Verify = True, as_json: Json = False
+) -> None:
+    """Write config.json and pytorch_model.bin as the released BlackMamba inference code loads them.
+
+    [dim]blackmamba export zyphra runs/blackmamba_1.5b exports/released[/dim]
+    """
+    from megatron_blackmamba.interchange import convert, zyphra
+
+    model = _opened(checkpoint, None)
+    warning = zyphra.warning_about(model.config)
+    if warning:
+        _say(f"warning: {warning}")
+    _run(convert.to_zyphra, model, out, dtype, verify, as_json, **({"warning": warning} if warning else {}))
+
+
+@import_app.command("hf")
+def import_hf(
+    source: Annotated[Path, typer.Argument(help="A folder that `export hf` or `save_pretrained` wrote.")],
+    out: Out,
+    dtype: Dtype = None,
+    tokenizer: TokenizerFile = None,
+    verify: Verify = True,
+    as_json: Json = False,
+) -> None:
+    """Bring a Hugging Face BlackMamba back to a checkpoint that training starts from, under any layout.
+
+    [dim]blackmamba import hf exports/blackmamba_1.5b checkpoints/start[/dim]
+
+    [dim]blackmamba train my_run.yaml init.from=checkpoints/start[/dim]
+    """
+    from megatron_blackmamba.interchange import convert, hf
+
+    _run(convert.to_checkpoint, _with_tokenizer(hf.read(source), tokenizer), out, dtype, verify, as_json)
+
+
+@import_app.command("zyphra")
+def import_zyphra(
+    source: Annotated[Path, typer.Argument(help="The folder of config.json and pytorch_model.bin.")],
+    out: Out,
+    to: Annotated[
+        Target, typer.Option(help="A checkpoint to train from, or a Hugging Face folder.")
+    ] = Target.checkpoint,
+    activation: Annotated[
+        Gate | None,
+        typer.Option(help="The experts' gate, which the files do not say.", show_default="gelu, and the reason"),
+    ] = None,
+    dtype: Dtype = None,
+    tokenizer: TokenizerFile = None,
+    verify: Verify = True,
+    as_json: Json = False,
+) -> None:
+    """Read the released BlackMamba files into a checkpoint, or straight into a Hugging Face folder.
+
+    [dim]blackmamba import zyphra BlackMamba-2.8B exports/blackmamba_2.8b --to hf --tokenizer 20B_tokenizer.json[/dim]
+    """
+    from megatron_blackmamba.interchange import convert, zyphra
+
+    chosen = zyphra.choose_activation(source, activation.value if activation else None)
+    _say(f"activation: {chosen.name} ({chosen.reason})")
+    model = zyphra.read(source, chosen.name, tokenizer)
+    to_target = convert.to_hf if to is Target.hf else convert.to_checkpoint
+    _run(to_target, model, out, dtype, verify, as_json, activation=asdict(chosen))
+
+
+def torch_dtype(precision: Precision | None) -> "torch.dtype | None":
+    import torch
+
+    return {None: None, Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}[precision]
+
+
+def _opened(path: Path, tokenizer: Path | None) -> "Canonical":
+    from megatron_blackmamba.interchange.open import open_model
+
+    return open_model(path, tokenizer, verify=True)
+
+
+def _with_tokenizer(model: "Canonical", tokenizer: Path | None) -> "Canonical":
+    from dataclasses import replace
+
+    return model if tokenizer is None else replace(model, tokenizer=tokenizer)
+
+
+def _run(
+    conversion: Callable[..., Any],
+    model: "Canonical",
+    out: Path,
+    dtype: Precision | None,
+    verify: bool,
+    as_json: bool,
+    **more: Any,
+) -> None:
+    options = {"shard_bytes": more.pop("shard_bytes")} if "shard_bytes" in more else {}
+    if model.tokenizer is None and conversion.__name__ != "to_zyphra":  # which has no place for one
+        _say(f"{model.source} comes without a tokenizer, and so will {out}: name one with --tokenizer")
+    with _progress(model) as watch:
+        comparison = conversion(model, out, dtype=torch_dtype(dtype), verify=verify, watch=watch, **options)
+    if as_json:
+        parity = None if comparison is None else asdict(comparison)
+        print(json.dumps({"out": str(out), "source": model.source, "parity": parity, **more}, indent=2))
+        return
+    print(f"{out}: {model.parameters:,} parameters from {model.source}")
+    print(f"compared with the source: {comparison}" if comparison else "not compared with the source (--no-verify)")
+
+
+@contextlib.contextmanager
+def _progress(model: "Canonical") -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("weights", total=model.bytes)
+        yield lambda size: bar.advance(task, size)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,72 @@
+"""Whole conversions: read, write beside the target, compare, and only then give the target its name."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_blackmamba.interchange import hf, megatron, parity, zyphra
+from megatron_blackmamba.interchange.canonical import Canonical, cast, watched
+from megatron_blackmamba.interchange.folder import new_folder
+from megatron_blackmamba.interchange.observation import Comparison
+
+Watch = Callable[[int], None]
+
+
+def ignore(_: int) -> None:
+    """Watches nothing."""
+
+
+def to_hf(
+    model: Canonical,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    shard_bytes: int = hf.SHARD_BYTES,
+    watch: Watch = ignore,
+) -> Comparison | None:
+    """A Hugging Face folder at `out`. With a `dtype` the weights are rounded to it first, then converted exactly."""
+    model = cast(model, dtype or model.dtype)
+    with new_folder(out) as folder:
+        hf.write(watched(model, watch), folder, shard_bytes=shard_bytes)
+        return parity.check(model, named(hf.read(folder), out), folder) if verify else None
+
+
+def to_zyphra(
+    model: Canonical,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    watch: Watch = ignore,
+) -> Comparison | None:
+    """The released files at `out`; what they cannot say is refused, or told by `zyphra.warning_about`."""
+    model = cast(model, dtype or model.dtype)
+    with new_folder(out) as folder:
+        zyphra.write(watched(model, watch), folder)
+        return parity.check(model, named(zyphra.read(folder), out)) if verify else None
+
+
+def to_checkpoint(
+    model: Canonical,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    watch: Watch = ignore,
+) -> Comparison | None:
+    """A checkpoint of ours at `out`, for `init.from`; fp16 weights become fp32 ones, which hold them exactly."""
+    stored = torch.float32 if model.dtype == torch.float16 else model.dtype
+    model = cast(model, dtype or stored)
+    with new_folder(out) as folder:
+        megatron.write(watched(model, watch), folder)
+        if not verify:
+            return None
+        return parity.check(named(megatron.read(folder), out), model)
+
+
+def named(model: Canonical, source: Path) -> Canonical:
+    """The same model, called what the user calls it rather than its temporary place."""
+    return replace(model, source=str(source))

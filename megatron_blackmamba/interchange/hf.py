@@ -1,0 +1,148 @@
+"""Hugging Face folders, in and out: config.json, sharded safetensors, tokenizer, modeling files and model card."""
+
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.formats.atomic import write_json, write_text
+from megatron_blackmamba.interchange import safetensors_io
+from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError, tokenizer_of
+from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
+from megatron_blackmamba.interchange.model_card import model_card
+
+MODELING_FILES = ("configuration_blackmamba.py", "modeling_blackmamba.py")
+AUTO_MAP = {
+    "AutoConfig": "configuration_blackmamba.BlackMambaConfig",
+    "AutoModel": "modeling_blackmamba.BlackMambaModel",
+    "AutoModelForCausalLM": "modeling_blackmamba.BlackMambaForCausalLM",
+}
+INDEX = "model.safetensors.index.json"
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # 5.x would write a class of its own, which 4.x does not know
+SHARD_BYTES = 4 * 10**9
+
+# A field of config.json, and where it lives in ModelConfig.
+_SAME = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "state_size": "state_size",
+    "conv_dimension": "conv_kernel",
+    "expansion_factor": "expand",
+    "ffn_hidden_size": "expert_hidden_size",
+    "activation": "activation",
+    "eod_reset": "eod_reset",
+    "norm_eps": "norm_eps",
+}
+
+
+def write(model: Canonical, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Fill `folder` with all that `from_pretrained(folder, trust_remote_code=True)` needs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_weights(model, folder, shard_bytes)
+    tokens = _write_tokenizer(model, folder)
+    config = to_json(model.config, model.sequence_length, model.dtype) | tokens
+    write_json(folder / "config.json", config | ({"tokenizer_class": TOKENIZER_CLASS} if model.tokenizer else {}))
+    write_json(folder / "generation_config.json", tokens)
+    for name in MODELING_FILES:
+        shutil.copyfile(str(resources.files("megatron_blackmamba.hf") / name), folder / name)
+    write_text(folder / "README.md", model_card(model))
+
+
+def read(folder: Path) -> Canonical:
+    """A folder written by `write`, or by `save_pretrained` of such a model."""
+    folder = Path(folder)
+    config, content = read_config(folder / "config.json")
+    tokenizer = folder / "tokenizer.json"
+    return Canonical(
+        config,
+        _read_weights(folder),
+        str(folder),
+        tokenizer if tokenizer.is_file() else None,
+        content.get("max_sequence_length", 2048),
+    )
+
+
+def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a model, as far as the tokenizer has no part in it."""
+    return {
+        "architectures": ["BlackMambaForCausalLM"],
+        "model_type": "blackmamba",
+        "auto_map": AUTO_MAP,
+        "num_layers": config.layers,
+        **{theirs: getattr(config, ours) for theirs, ours in _SAME.items()},
+        "dt_rank": config.dt_rank_or_default,
+        "mamba_moe_layers": layer_list(config),
+        "max_sequence_length": sequence_length,
+        "initializer_range": config.init.std,
+        "bias": False,
+        "add_bias_linear": False,
+        "swiglu": True,
+        "tie_word_embeddings": True,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """The ModelConfig in a config.json of ours, and the whole content beside it."""
+    content = read_json(path)
+    if content.get("model_type") != "blackmamba":
+        raise InterchangeError(f"{path}: model_type is {content.get('model_type')!r}, not 'blackmamba'")
+    fields = {ours: need(content, theirs, path) for theirs, ours in _SAME.items() if theirs in content}
+    if not content.get("tie_word_embeddings", True):
+        raise InterchangeError(f"{path}: tie_word_embeddings is false; only tied embeddings convert")
+    return model_config(fields | {"dt_rank": content.get("dt_rank")}, content, path, _SAME), content
+
+
+def _write_weights(model: Canonical, folder: Path, shard_bytes: int) -> None:
+    parts = safetensors_io.shards(model.entries, shard_bytes)
+    if len(parts) == 1:
+        safetensors_io.write(folder / "model.safetensors", parts[0])
+        return
+    names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        safetensors_io.write(folder / name, part)
+    weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+    write_json(folder / INDEX, {"metadata": {"total_size": model.bytes}, "weight_map": weight_map})
+
+
+def _read_weights(folder: Path) -> dict[str, Entry]:
+    index = folder / INDEX
+    if not index.exists():
+        return safetensors_io.read(folder / "model.safetensors")
+    weight_map = need(read_json(index), "weight_map", index)
+    entries: dict[str, Entry] = {}
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file:
+            raise InterchangeError(f"{index}: weight_map names {file!r}; shards lie beside it")
+        held = safetensors_io.read(folder / file)
+        for name in (name for name, place in weight_map.items() if place == file):
+            if name not in held:
+                raise InterchangeError(f"{folder / file}: has no {name}, which {index.name} says is there")
+            entries[name] = held[name]
+    return entries
+
+
+def _write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
+    """Tokenizer files that every transformers version loads; returns the special ids for the configs."""
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    tokenizer = tokenizer_of(model)
+    if tokenizer is None:
+        return dict.fromkeys(ids)
+    tokenizer.save(folder / "tokenizer.json")
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eod_token)
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": TOKENIZER_CLASS,
+            **special,
+            "padding_side": "left",
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "model_max_length": model.sequence_length,
+        },
+    )
+    write_json(folder / "special_tokens_map.json", special)
+    return dict.fromkeys(ids, tokenizer.eod_id)

@@ -1,0 +1,63 @@
+"""The README.md of an export: what the model is, what it was trained on as far as is known, and how to load it."""
+
+from megatron_blackmamba.interchange.canonical import Canonical
+
+_GATES = {
+    "silu": "SwiGLU (the experts gate with SiLU)",
+    "gelu": "GeGLU (the experts gate with erf-GELU)",
+}
+
+
+def model_card(model: Canonical) -> str:
+    config = model.config
+    mamba, moe = config.pattern.count("M"), config.pattern.count("E")
+    rows = {
+        "Parameters": f"{model.parameters:,}, of which {forward_parameters(model):,} work on a token",
+        "Layers": f"{config.layers}: {mamba} Mamba, {moe} mixture of experts (`{config.pattern}`)",
+        "Width": f"{config.hidden_size}; state {config.state_size}, convolution {config.conv_kernel}",
+        "Experts": f"{config.experts} of {config.expert_hidden_size}, one a token, scaled by the sigmoid of its logit",
+        "Activation": _GATES[config.activation],
+        "Vocabulary": f"{config.vocab_size:,}, tied with the output",
+        "Precision": str(model.dtype).removeprefix("torch.") + "; A_log, D and the dt projection are kept in fp32",
+        "Documents": "the state runs across documents"
+        if config.eod_reset is None
+        else f"the state restarts after token {config.eod_reset}",
+        **{str(name): str(value) for name, value in model.facts.items()},
+    }
+    if not moe:
+        del rows["Experts"], rows["Activation"]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [blackmamba, mamba, mixture-of-experts]
+---
+# BlackMamba
+
+A state-space model (Mamba-1) whose layers alternate with mixtures of experts.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+inputs = tokenizer("The state of a recurrent model", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
+```
+
+Works with transformers 4.50 and later. Where the package `megatron-blackmamba` is installed, its kernels are used.
+Routing is that of inference, the largest logit; training with these files does not balance the experts.
+"""
+
+
+def forward_parameters(model: Canonical) -> int:
+    """Parameters that a token meets: all but the experts it is not sent to."""
+    idle = 0
+    for name, entry in model.entries.items():
+        if ".local_experts." in name and ".local_experts.0." not in name:
+            idle += entry.bytes // entry.dtype.itemsize
+    return model.parameters - idle

@@ -1,0 +1,98 @@
+"""What a model says about some tokens, and how two of them compare.
+
+Shapes: B batch, S sequence, V vocabulary, E experts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TIE = 1e-4
+"""Router logits closer than this are a tie: rounding may send the token to either expert, and both are right."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """The decisions of one mixture layer."""
+
+    layer: int
+    choice_BS: Tensor
+    margin_BS: Tensor
+
+    @classmethod
+    def of(cls, layer: int, logits_BSE: Tensor) -> "Router":
+        if logits_BSE.shape[-1] == 1:
+            return cls(layer, logits_BSE[..., 0].long() * 0, torch.full_like(logits_BSE[..., 0], torch.inf))
+        best = logits_BSE.topk(2, dim=-1)
+        return cls(layer, best.indices[..., 0].clone(), best.values[..., 0] - best.values[..., 1])
+
+
+@dataclass(frozen=True)
+class Observation:
+    logits_BSV: Tensor
+    routers: list[Router]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far one model is from another on the same tokens."""
+
+    tokens: int
+    largest_difference: float
+    """Of any logit."""
+    largest_logit: float
+    same_top1: int
+    decisions: int
+    differing_decisions: int
+    ties: int
+    """Tokens set aside because a router before or at them was at a tie and went the other way."""
+
+    @property
+    def agrees(self) -> bool:
+        close = self.largest_difference <= 1e-4 * max(1.0, self.largest_logit)
+        return close and self.differing_decisions == 0 and self.same_top1 == self.tokens and self.tokens > 0
+
+    def __str__(self) -> str:
+        text = (
+            f"largest logit difference {self.largest_difference:.1e} (logits up to {self.largest_logit:.1f}), "
+            f"top-1 agreement {self.same_top1}/{self.tokens}"
+        )
+        if self.decisions:
+            text += f", same expert {self.decisions - self.differing_decisions}/{self.decisions}"
+        return text + (f", {self.ties} tokens after a tie set aside" if self.ties else "")
+
+
+def compare(one: Observation, other: Observation) -> Comparison:
+    kept_BS = _before_ties(one, other)
+    difference = (one.logits_BSV - other.logits_BSV).abs().amax(dim=-1)
+    differing = sum(
+        int(((a.choice_BS != b.choice_BS) & kept_BS).sum()) for a, b in zip(one.routers, other.routers, strict=True)
+    )
+    top1 = _same_top1(one.logits_BSV, other.logits_BSV) & kept_BS
+    tokens = int(kept_BS.sum())
+    finite = bool(torch.isfinite(other.logits_BSV).all())
+    return Comparison(
+        tokens=tokens,
+        largest_difference=float(difference[kept_BS].max()) if finite and tokens else float("inf"),
+        largest_logit=float(one.logits_BSV.abs().max()),
+        same_top1=int(top1.sum()),
+        decisions=tokens * len(one.routers),
+        differing_decisions=differing,
+        ties=kept_BS.numel() - tokens,
+    )
+
+
+def _before_ties(one: Observation, other: Observation) -> Tensor:
+    """The tokens up to the first that either model sent elsewhere at a tie; a tie moves all that comes after it."""
+    tied_BS = torch.zeros(one.logits_BSV.shape[:2], dtype=torch.bool)
+    for a, b in zip(one.routers, other.routers, strict=True):
+        tied_BS |= (a.choice_BS != b.choice_BS) & (torch.minimum(a.margin_BS, b.margin_BS) < TIE)
+    return tied_BS.cumsum(dim=1) == 0
+
+
+def _same_top1(one_BSV: Tensor, other_BSV: Tensor) -> Tensor:
+    """The same best token, or two that are equal but for rounding."""
+    best = one_BSV.max(dim=-1)
+    given = one_BSV.gather(-1, other_BSV.argmax(dim=-1, keepdim=True))[..., 0]
+    return best.values - given <= 1e-4 * best.values.abs().clamp(min=1.0)

@@ -1,0 +1,26 @@
+"""Any of the three kinds of model, opened by what lies in its folder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_blackmamba.interchange import hf, megatron, zyphra
+from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError
+from megatron_blackmamba.interchange.json_config import read_json
+
+
+def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = False) -> Canonical:
+    """One of our checkpoints (or a run, for its newest), a Hugging Face export, or the released files.
+
+    verify: read all of a checkpoint first, and refuse one that is damaged.
+    """
+    if not path.is_dir():
+        raise InterchangeError(f"{path}: no such folder")
+    model = _open(path, verify)
+    return model if tokenizer is None else replace(model, tokenizer=tokenizer)
+
+
+def _open(path: Path, verify: bool) -> Canonical:
+    if (path / zyphra.CONFIG).is_file():
+        released = "model_type" not in read_json(path / zyphra.CONFIG)
+        return zyphra.read(path) if released else hf.read(path)
+    return megatron.read(path, verify=verify)

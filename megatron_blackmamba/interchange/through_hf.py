@@ -1,0 +1,69 @@
+"""A model's answer by the modeling files of an export, a layer in memory at a time, in fp32 and plain PyTorch.
+
+Shapes: B batch, S sequence, V vocabulary.
+"""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_blackmamba.interchange.canonical import Canonical
+from megatron_blackmamba.interchange.hf import to_json
+from megatron_blackmamba.interchange.observation import Observation, Router
+
+
+@torch.inference_mode()
+def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -> Observation:
+    """`modeling`: the folder of an export, whose own files then compute; else those of this package do."""
+    code = _modeling(modeling)
+    config = code.BlackMambaConfig(
+        **{**to_json(model.config, model.sequence_length, torch.float32), "kernels": "torch", "auto_map": None}
+    )
+    embedding_VD = model.entries["embedding.word_embeddings.weight"].load().float()
+    residual = embedding_VD[tokens_BS]
+    reset_BS = _resets(model, tokens_BS)
+    routers = []
+    for i, letter in enumerate(model.config.pattern):
+        layer = _layer(code, config, model, i)
+        if letter == "E":
+            logits = F.linear(layer.norm(residual), layer.mixer.router.weight, layer.mixer.router.bias)
+            routers.append(Router.of(i, logits))
+        residual = layer(residual, None, reset_BS, None, None)
+    weight, bias = (model.entries[f"decoder.final_layernorm.{name}"].load().float() for name in ("weight", "bias"))
+    hidden = F.layer_norm(residual, weight.shape, weight, bias, model.config.norm_eps)
+    return Observation(F.linear(hidden, embedding_VD), routers)
+
+
+def _layer(code: ModuleType, config: Any, model: Canonical, index: int) -> Any:
+    with torch.device("meta"):
+        layer = code.Layer(config, index)
+    prefix = f"decoder.layers.{index}."
+    weights = {
+        name.removeprefix(prefix): entry.load().float()
+        for name, entry in model.entries.items()
+        if name.startswith(prefix)
+    }
+    layer.load_state_dict(weights, strict=True, assign=True)
+    return layer
+
+
+def _resets(model: Canonical, tokens_BS: Tensor) -> Tensor | None:
+    if model.config.eod_reset is None:
+        return None
+    return F.pad(tokens_BS[:, :-1], (1, 0), value=-1) == model.config.eod_reset
+
+
+def _modeling(folder: Path | None) -> ModuleType:
+    if folder is None:
+        from megatron_blackmamba.hf import modeling_blackmamba
+
+        return modeling_blackmamba
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    model_class = get_class_from_dynamic_module("modeling_blackmamba.BlackMambaForCausalLM", str(folder))
+    return sys.modules[model_class.__module__]

@@ -1,0 +1,74 @@
+"""A model's answer by our megatron-core modules, a layer in memory at a time, in fp32, in a world of one process.
+
+Shapes: B batch, S sequence, V vocabulary, D model, E experts, F expert hidden.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from megatron_blackmamba.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_blackmamba.interchange.canonical import Canonical
+from megatron_blackmamba.interchange.observation import Observation, Router
+
+
+@torch.inference_mode()
+def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
+    from megatron_blackmamba.model import build
+    from megatron_blackmamba.model.stack import LayerInputs
+    from megatron_blackmamba.runtime import world
+
+    letters = "".join(dict.fromkeys(model.config.pattern))  # one layer of each kind, filled again and again
+    run = _run(model.config.model_copy(update={"pattern": letters}), tokens_BS)
+    with world.fake(ParallelConfig(), world_size=1, where="cpu") as alone:
+        network = build(run, alone).eval()
+        _fill(network.embedding, {"word_embeddings.weight": model.entries["embedding.word_embeddings.weight"].load()})
+        _fill(network.decoder.final_layernorm, _below(model, "decoder.final_layernorm."))
+        inputs: LayerInputs = network._layer_inputs(tokens_BS)
+        residual = network.embedding(tokens_BS, position_ids=None)
+        routers = []
+        for i, letter in enumerate(model.config.pattern):
+            block = network.decoder.layers[letters.index(letter)]
+            _fill(block, _stacked(_below(model, f"decoder.layers.{i}."), model.config))
+            if letter == "E":
+                logits_SBE = block.mixer.router.gating(block.norm(residual))
+                routers.append(Router.of(i, logits_SBE.transpose(0, 1)))
+            residual = block(residual, inputs)
+        hidden = network.decoder.final_layernorm(residual)
+        logits_SBV, _ = network.output_layer(hidden, weight=network.shared_embedding_or_output_weight())
+        return Observation(logits_SBV.transpose(0, 1).clone(), routers)
+
+
+def _run(config: ModelConfig, tokens_BS: Tensor) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": config.model_dump() | {"linear": "local"},
+            "data": {"sequence_length": tokens_BS.shape[1]},
+            "training": {"tokens": 1, "global_batch": 1, "precision": "fp32"},
+        }
+    )
+
+
+def _below(model: Canonical, prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): entry.load() for name, entry in model.entries.items() if name.startswith(prefix)}
+
+
+def _stacked(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """One expert after another, as the canonical form has them, to megatron's stacks [E, 2, F, D] and [E, D, F]."""
+    own = {name: weight for name, weight in weights.items() if ".local_experts." not in f".{name}"}
+    if len(own) == len(weights):
+        return own
+    fc1, fc2 = (
+        torch.stack([weights[f"mixer.local_experts.{e}.linear_fc{n}.weight"] for e in range(config.experts)])
+        for n in (1, 2)
+    )
+    return own | {"mixer.experts.fc1": fc1.unflatten(1, (2, -1)), "mixer.experts.fc2": fc2}
+
+
+def _fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    parameters = dict(module.named_parameters())
+    if parameters.keys() != weights.keys():
+        raise RuntimeError(
+            f"megatron's {type(module).__name__} has other parameters: {parameters.keys() ^ weights.keys()}"
+        )
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])

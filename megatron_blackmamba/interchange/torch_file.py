@@ -1,0 +1,134 @@
+"""A `torch.save` file of `{"model": state dict}`, a tensor at a time, both ways, and never anything but tensors.
+
+torch.save wants the whole model in memory. So it first writes a file with the bytes of the tensors left out; each then
+goes to its place as it arrives, and the checksums of the zip archive, which such a file is, are put right.
+"""
+
+import pickle
+import struct
+import threading
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_blackmamba.formats.atomic import atomic_file
+from megatron_blackmamba.interchange.canonical import Entry, InterchangeError
+from megatron_blackmamba.interchange.safetensors_io import raw_bytes
+
+MAPPED_BYTES = 2**29
+"""How much of a file may stay mapped: its pages count as this process's memory until it is opened anew."""
+
+_LOCAL, _CENTRAL, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
+
+
+def write(path: Path, entries: Mapping[str, Entry]) -> None:
+    with FakeTensorMode():
+        model = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    with atomic_file(path) as file:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save({"model": model}, file)
+        file.flush()
+        with open(file.name, "r+b") as archive:
+            places = _storages(archive)
+            if [size for _, size in places] != [entry.bytes for entry in entries.values()]:
+                raise RuntimeError(f"torch {torch.__version__} lays out saved storages in an unknown way")
+            checksums = []
+            for (offset, _), entry in zip(places, entries.values(), strict=True):
+                content = raw_bytes(entry.load())
+                archive.seek(offset)
+                archive.write(content)
+                checksums.append(zlib.crc32(content))
+            _set_checksums(archive, places, checksums)
+
+
+def read(path: Path) -> dict[str, Entry]:
+    """What the file holds under "model"; refused unless it is a plain dictionary of tensors."""
+    file = _File(path)
+    content = file.open()
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict):
+        found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        raise InterchangeError(f'{path}: holds no dictionary under "model"; found {found}')
+    for name, tensor in model.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise InterchangeError(f"{path}: {name!r} is a {type(tensor).__name__}, not a tensor")
+    return {
+        name: Entry(tuple(tensor.shape), tensor.dtype, lambda name=name: file.tensor(name))  # type: ignore[misc]
+        for name, tensor in model.items()
+    }
+
+
+class _File:
+    """A saved file, mapped, and mapped anew after so many bytes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.lock = threading.Lock()
+        self.content: Any = None
+        self.used = 0
+
+    def open(self) -> Any:
+        if not self.path.is_file():
+            raise InterchangeError(f"{self.path}: no such file")
+        try:
+            mapped = zipfile.is_zipfile(self.path)  # files of torch before 1.6 are not, and cannot be mapped
+            self.content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
+        except pickle.UnpicklingError as error:
+            reason = str(error).partition("\n")[0].strip()
+            raise InterchangeError(
+                f"{self.path}: refused: it holds more than tensors, and reading it could run code ({reason})"
+            ) from None
+        except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+            raise InterchangeError(
+                f"{self.path}: not a whole torch file ({str(error).splitlines()[0] if str(error) else error!r})"
+            ) from None
+        self.used = 0
+        return self.content
+
+    def tensor(self, name: str) -> Tensor:
+        with self.lock:
+            if self.used > MAPPED_BYTES:
+                self.open()
+            tensor = self.content["model"][name].clone()
+            self.used += tensor.nbytes
+        return tensor
+
+
+def _storages(archive: BinaryIO) -> list[tuple[int, int]]:
+    """(offset, bytes) of each storage, in the order they were saved."""
+    places = {}
+    with zipfile.ZipFile(archive) as directory:
+        for record in directory.infolist():
+            folder, _, number = record.filename.rpartition("/data/")
+            if folder and number.isdecimal():
+                archive.seek(record.header_offset)
+                header = archive.read(30)
+                assert header[:4] == _LOCAL
+                name_bytes, extra_bytes = struct.unpack("<HH", header[26:])
+                places[int(number)] = (record.header_offset + 30 + name_bytes + extra_bytes, record.file_size)
+    return [places[i] for i in range(len(places))]
+
+
+def _set_checksums(archive: BinaryIO, places: list[tuple[int, int]], checksums: list[int]) -> None:
+    for (offset, size), checksum in zip(places, checksums, strict=True):
+        archive.seek(offset + size)
+        if archive.read(4) != _DESCRIPTOR:
+            raise RuntimeError(f"torch {torch.__version__} lays out saved storages in an unknown way")
+        archive.write(struct.pack("<I", checksum))
+    with zipfile.ZipFile(archive) as directory:
+        position, records = directory.start_dir, directory.infolist()
+    for record in records:  # the central directory has them in this very order
+        archive.seek(position)
+        header = archive.read(46)
+        assert header[:4] == _CENTRAL
+        folder, _, number = record.filename.rpartition("/data/")
+        if folder and number.isdecimal():
+            archive.seek(position + 16)
+            archive.write(struct.pack("<I", checksums[int(number)]))
+        position += 46 + sum(struct.unpack("<HHH", header[28:34]))

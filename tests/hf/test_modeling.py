@@ -1,0 +1,244 @@
+"""The modeling files inside an export, loaded as users load them."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from tests.reference import forward
+
+TOKENS = [int(t) for t in np.random.default_rng(1).integers(1, 64, size=40)]
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options).eval()
+
+
+def reference(model, tokens=TOKENS):
+    return torch.from_numpy(forward(model.weights, model.config, tokens).logits_SV)
+
+
+@pytest.fixture(scope="module")
+def model(export, silu):
+    return load(export(silu), kernels="torch")
+
+
+@pytest.fixture(params=["torch", "auto"])
+def kernels(request):
+    return request.param
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_agrees_with_the_reference_in_logits_and_routing(export, activation, kernels, request):
+    tiny = request.getfixturevalue(activation)
+    output = load(export(tiny), kernels=kernels)(torch.tensor([TOKENS]), output_router_choices=True)
+    torch.testing.assert_close(output.logits[0].double(), reference(tiny), atol=1e-5, rtol=1e-5)
+    expected = forward(tiny.weights, tiny.config, TOKENS).routes
+    assert [choices[0].tolist() for choices in output.router_choices] == list(expected.values())
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_stepping_token_by_token_agrees_with_the_reference(export, activation, kernels, request):
+    tiny = request.getfixturevalue(activation)
+    model, cache, logits = load(export(tiny), kernels=kernels), None, []
+    for token in TOKENS:
+        output = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits[0, 0])
+    torch.testing.assert_close(torch.stack(logits).double(), reference(tiny), atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("pieces", [[7, 1, 1, 20, 2, 9], [1, 39], [39, 1], [3, 3, 34]])
+def test_several_tokens_go_on_from_a_saved_state(model, silu, pieces, kernels, export):
+    model = load(export(silu), kernels=kernels)
+    cache, logits, start = None, [], 0
+    for length in pieces:
+        output = model(torch.tensor([TOKENS[start : start + length]]), past_key_values=cache, use_cache=True)
+        cache, start = output.past_key_values, start + length
+        logits.append(output.logits[0])
+    torch.testing.assert_close(torch.cat(logits).double(), reference(silu), atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("pieces", [[40], [6, 34], [7, 33], [5, 1, 1, 1, 32], [1] * 40])
+def test_the_state_restarts_after_the_end_of_a_document(export, resetting, pieces, kernels):
+    tokens = [*TOKENS[:6], 0, *TOKENS[7:9], 0, 0, *TOKENS[11:]]
+    model, cache, logits, start = load(export(resetting), kernels=kernels), None, [], 0
+    for length in pieces:
+        output = model(torch.tensor([tokens[start : start + length]]), past_key_values=cache, use_cache=True)
+        cache, start = output.past_key_values, start + length
+        logits.append(output.logits[0])
+    torch.testing.assert_close(torch.cat(logits).double(), reference(resetting, tokens), atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["decoder.layers.2.mixer.in_proj.weight", "decoder.layers.3.mixer.local_experts.1.linear_fc1.weight"],
+)
+def test_swapped_halves_would_be_noticed(export, silu, name):
+    weight = silu.weights[name]
+    swapped = silu.with_weights(**{name: weight.roll(weight.shape[0] // 2, 0)})
+    logits = load(export(swapped), kernels="torch")(torch.tensor([TOKENS])).logits[0]
+    assert (logits.double() - reference(silu)).abs().max() > 1e-2
+
+
+def test_the_loss_is_that_of_the_next_token(model):
+    tokens = torch.tensor([TOKENS, TOKENS[::-1]])
+    output = model(tokens, labels=tokens)
+    expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected)
+
+
+def test_gradients_reach_every_parameter_and_match_finite_differences(export, silu):
+    model = load(export(silu), kernels="torch").double()
+
+    def loss():
+        return torch.nn.functional.cross_entropy(model(torch.tensor([TOKENS])).logits[0, :-1], torch.tensor(TOKENS[1:]))
+
+    loss().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+    weight = model.decoder.layers[0].mixer.A_log
+    with torch.no_grad():
+        losses = []
+        for step in (1e-4, -2e-4):
+            weight[3, 2] += step
+            losses.append(loss().item())
+    assert (losses[0] - losses[1]) / 2e-4 == pytest.approx(weight.grad[3, 2].item(), rel=1e-4)
+
+
+def greedy_by_hand(model, prompt, new):
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens
+
+
+def test_generate_greedily_is_argmax_of_the_full_forward(model):
+    prompt = TOKENS[:5]
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert out[0].tolist() == greedy_by_hand(model, prompt, 12)
+
+
+def test_sampling_depends_on_the_seed_alone(model):
+    def sample(seed):
+        torch.manual_seed(seed)
+        prompt, options = torch.tensor([TOKENS[:5]]), {"do_sample": True, "temperature": 8.0, "top_p": 0.95}
+        return model.generate(prompt, max_new_tokens=12, **options).tolist()
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_beams_keep_their_own_states(model):
+    prompt = torch.tensor([TOKENS[:5]])
+    options = {"max_new_tokens": 8, "num_beams": 4, "num_return_sequences": 4, "do_sample": False, "eos_token_id": None}
+    cached = model.generate(prompt, **options)
+    torch.testing.assert_close(cached, model.generate(prompt, use_cache=False, **options))
+    assert len({tuple(beam) for beam in cached.tolist()}) == 4
+
+
+def test_several_returned_sequences_from_one_prompt(model):
+    out = model.generate(torch.tensor([TOKENS[:5]]), max_new_tokens=6, do_sample=True, num_return_sequences=3)
+    assert out.shape[0] == 3
+
+
+def test_left_padding_gives_each_row_what_it_gets_alone(model):
+    prompts = [TOKENS[:9], TOKENS[3:5], TOKENS[20:26]]
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    alone = [model.generate(torch.tensor([p]), **options)[0] for p in prompts]
+    padded = torch.tensor([[0] * (9 - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (9 - len(p)) + [1] * len(p) for p in prompts])
+    batch = model.generate(padded, attention_mask=mask, **options)
+    assert [row[-10:].tolist() for row in batch] == [row[-10:].tolist() for row in alone]
+    logits = model(padded, attention_mask=mask).logits[1, -2:]
+    torch.testing.assert_close(logits, model(torch.tensor([prompts[1]])).logits[0], atol=1e-5, rtol=1e-5)
+
+
+def test_generation_goes_on_from_a_saved_state_without_repeating_it(model):
+    expected = greedy_by_hand(model, TOKENS[:12], 6)
+    for repeat in (True, False):
+        cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).past_key_values
+        ids = TOKENS[:12] if repeat else TOKENS[8:12]
+        out = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, 12, dtype=torch.long),
+            past_key_values=cache,
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert out[0, -6:].tolist() == expected[-6:]
+
+
+def test_a_state_that_has_seen_more_than_it_is_told_is_refused(model):
+    cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="has seen 8 tokens"):
+        model.generate(torch.tensor([TOKENS[8:10]]), past_key_values=cache, max_new_tokens=2)
+
+
+def test_generation_from_embeddings_equals_that_from_ids(model):
+    ids = torch.tensor([TOKENS[:6]])
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    embedded = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
+    assert embedded[0, -6:].tolist() == model.generate(ids, **options)[0, -6:].tolist()
+
+
+def test_the_cache_does_not_grow(model):
+    cache = model(torch.tensor([TOKENS[:2]]), use_cache=True).past_key_values
+    sizes = [(k, v.shape) for d in (cache.windows, cache.states) for k, v in d.items()]
+    model(torch.tensor([TOKENS]), past_key_values=cache, use_cache=True)
+    assert [(k, v.shape) for d in (cache.windows, cache.states) for k, v in d.items()] == sizes
+    assert cache.get_seq_length() == 42
+
+
+def test_the_pipeline_writes_text(export, silu):
+    folder = export(silu)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    write = pipeline("text-generation", model=load(folder, kernels="torch"), tokenizer=tokenizer)
+    texts = [write(p, max_new_tokens=5, do_sample=False)[0]["generated_text"] for p in ("a state space", "so")]
+    assert texts[0].startswith("a state space") and len(texts[0]) > len("a state space")
+    batched = write(["a state space", "so"], max_new_tokens=5, do_sample=False, batch_size=2)
+    assert [out[0]["generated_text"] for out in batched] == texts
+
+
+def test_bf16_leaves_the_recurrence_in_fp32(export, silu):
+    for model in (load(export(silu), torch_dtype=torch.bfloat16), load(export(silu)).to(torch.bfloat16)):
+        types = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        kept = {name for name, dtype in types.items() if dtype == torch.float32}
+        assert kept and all(name.split("mixer.")[1].startswith(("A_log", "D", "dt_proj")) for name in kept)
+        assert torch.equal(model.decoder.layers[0].mixer.A_log, silu.weights["decoder.layers.0.mixer.A_log"])
+        logits = model(torch.tensor([TOKENS])).logits
+        assert logits.dtype == torch.bfloat16 and torch.isfinite(logits).all()
+        out = model.generate(torch.tensor([TOKENS[:5]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+        assert out.shape == (1, 9)
+
+
+def test_save_pretrained_gives_back_the_same_model(export, silu, tmp_path):
+    model = load(export(silu), kernels="torch")
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again")
+    for name, weight in silu.weights.items():
+        assert torch.equal(again.state_dict()[name], weight), name
+    torch.testing.assert_close(again(torch.tensor([TOKENS])).logits, model(torch.tensor([TOKENS])).logits)
+    assert again.config.activation == "silu" and again.config.mamba_moe_layers == ["r", "4", "r", "4"]
+    body = AutoModel.from_pretrained(tmp_path / "again", trust_remote_code=True)
+    assert body(torch.tensor([TOKENS])).last_hidden_state.shape == (1, 40, 32)
+
+
+def test_a_new_model_starts_from_sane_weights(export, silu):
+    config = load(export(silu)).config
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    delta = torch.nn.functional.softplus(model.decoder.layers[0].mixer.dt_proj.bias)
+    assert delta.min() > 0.9e-3 and delta.max() < 0.11
+    assert torch.equal(model.decoder.layers[0].mixer.A_log[0].exp().round(), torch.arange(1.0, 9.0))
+    loss = model(torch.tensor([TOKENS]), labels=torch.tensor([TOKENS])).loss
+    assert abs(loss.item() - np.log(64)) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("activation", "relu"), ("mamba_moe_layers", ["r", "x", "r", "4"]), ("num_layers", 3), ("kernels", "cuda")],
+)
+def test_an_impossible_config_is_refused_by_field(export, silu, field, value):
+    config = load(export(silu)).config
+    with pytest.raises(ValueError, match=field):
+        type(config)(**{**config.to_dict(), field: value})

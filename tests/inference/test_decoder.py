@@ -1,0 +1,109 @@
+"""Recurrent decoding against the float64 reference, and what is special about it: constant memory, batches, resets."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_blackmamba.inference import Decoder
+from megatron_blackmamba.inference.weights import pack
+from megatron_blackmamba.interchange.canonical import cast
+from tests.reference import forward, tiny
+from tests.reference.canonical import canonical
+
+TOKENS = [int(t) for t in np.random.default_rng(3).integers(1, 64, size=30)]
+TOKENS[11] = TOKENS[12] = 0  # ends of documents, for the model that restarts after them
+
+
+def reference(model, tokens=TOKENS):
+    return torch.from_numpy(forward(model.weights, model.config, tokens).logits_SV)
+
+
+def assert_close(logits, expected, tolerance=5e-5):
+    torch.testing.assert_close(logits.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_stepping_agrees_with_the_reference(model, decoder):
+    state = decoder.start(1)
+    assert_close(torch.cat([decoder.step(state, torch.tensor([token])) for token in TOKENS]), reference(model))
+
+
+def test_reading_in_parallel_agrees_with_the_reference(model, decoder):
+    assert_close(decoder.read_all(decoder.start(1), torch.tensor([TOKENS]))[0], reference(model), 1e-5)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 11, 12, 13, 29])
+def test_reading_goes_on_where_reading_or_stepping_ended(model, decoder, cut):
+    state = decoder.start(1)
+    decoder.read(state, torch.tensor([TOKENS[:cut]]))
+    decoder.step(state, torch.tensor(TOKENS[cut : cut + 1]))
+    if TOKENS[cut + 1 :]:
+        assert_close(decoder.read(state, torch.tensor([TOKENS[cut + 1 :]])), reference(model)[-1:])
+
+
+def test_rows_of_different_lengths_get_what_they_get_alone(model, decoder):
+    lengths = [30, 1, 17, 4]
+    padded = torch.tensor([[0] * (30 - n) + TOKENS[:n] for n in lengths])
+    state = decoder.start(4)
+    logits = [decoder.read(state, padded, torch.tensor(lengths))]
+    logits += [decoder.step(state, torch.tensor([5, 6, 7, 8])), decoder.step(state, torch.tensor([0, 1, 0, 1]))]
+    for row, (n, token) in enumerate(zip(lengths, [5, 6, 7, 8], strict=True)):
+        expected = reference(model, [*TOKENS[:n], token, row % 2])[-3:]
+        assert_close(torch.stack([step[row] for step in logits]), expected)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 9, 20])
+def test_any_batch_size_gives_each_row_the_same(model, decoder, batch):
+    tokens = torch.tensor(TOKENS[:batch])
+    state = decoder.start(batch)
+    decoder.step(state, tokens)
+    logits = decoder.step(state, tokens.flip(0))
+    for row in {0, batch - 1}:
+        assert_close(logits[row : row + 1], reference(model, [TOKENS[row], TOKENS[batch - 1 - row]])[-1:])
+
+
+def test_rows_of_a_state_can_be_taken_and_repeated(model, decoder):
+    state = decoder.start(2)
+    decoder.read(state, torch.tensor([TOKENS[:9], TOKENS[9:18]]))
+    twice = state.rows(torch.tensor([1, 1, 0]))
+    logits = decoder.step(twice, torch.tensor([4, 5, 6]))
+    assert_close(logits[1:2], reference(model, [*TOKENS[9:18], 5])[-1:])
+    assert_close(logits[2:3], reference(model, [*TOKENS[:9], 6])[-1:])
+
+
+def test_the_state_does_not_grow(decoder):
+    state = decoder.start(1)
+    before = state.bytes
+    decoder.read(state, torch.tensor([TOKENS * 10]))
+    for _ in range(50):
+        decoder.step(state, torch.tensor([3]))
+    assert state.bytes == before
+
+
+def test_a_step_touches_no_expert_but_the_chosen(model):
+    """The others are poisoned, so that reading one of them would show."""
+    decoder = Decoder(pack(canonical(model), torch.float32))
+    routes = forward(model.weights, model.config, TOKENS[:1]).routes
+    experts = [layer for layer in decoder.weights.layers if hasattr(layer, "fc1_EGD")]
+    for layer, (chosen,) in zip(experts, routes.values(), strict=True):
+        for e in range(4):
+            if e != chosen:
+                layer.fc1_EGD[e] = layer.fc2_EDF[e] = float("nan")
+    assert_close(decoder.step(decoder.start(1), torch.tensor(TOKENS[:1])), reference(model, TOKENS[:1]))
+
+
+def test_bytes_a_token_are_those_of_the_weights_that_a_step_reads():
+    model = canonical(tiny())
+    idle = sum(
+        entry.bytes for name, entry in model.entries.items() if "local_experts" in name and "experts.0" not in name
+    )
+    assert pack(model, torch.float32).bytes_a_token == model.bytes - idle
+
+
+def test_bf16_weights_follow_fp32_ones_closely(model):
+    rounded = cast(canonical(model), torch.bfloat16)
+    exact = Decoder(pack(rounded, torch.float32))
+    decoder = Decoder(pack(rounded, torch.bfloat16))
+    states = exact.start(1), decoder.start(1)
+    for token in TOKENS[:6]:  # stepping multiplies bf16 weights in fp32: only what is stored is rounded
+        logits = [d.step(s, torch.tensor([token])) for d, s in zip((exact, decoder), states, strict=True)]
+        torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,74 @@
+"""Starts real ranks from an imported checkpoint under several layouts: what they answer, and what they save again.
+
+`python -m tests.interchange.layouts_probe FOLDER`: FOLDER/ACTIVATION is a checkpoint written by the importer.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_blackmamba.checkpoint import CheckpointReader, sharded
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.model import build
+from megatron_blackmamba.runtime import world
+from tests.runtime.ranks import fork_ranks
+
+from megatron.core import dist_checkpointing  # isort: skip
+from megatron.core.dist_checkpointing.validation import StrictHandling  # isort: skip
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # isort: skip
+
+LAYOUTS = {
+    "solo": {},
+    "ep2": {"expert": 2},
+    "tp2": {"tensor": 2, "expert_tensor": 2},
+    "pp2": {"pipeline": 2},
+}
+TOKENS = [[5, 0, 17, 33, 9, 2, 8, 60, 41, 50, 7, 1], [11, 12, 13, 14, 3, 3, 3, 62, 40, 30, 20, 10]]
+
+
+def run(folder: Path, activation: str, layout: str) -> bool:
+    described = CheckpointReader(folder / activation).config
+    config = RunConfig.model_validate(described.model_dump() | {"parallel": LAYOUTS[layout]})
+    place = world.start(config.parallel)
+    model = build(config, place).eval()
+    state = dist_checkpointing.load(
+        {"model": sharded._weights(model)}, str(folder / activation), strict=StrictHandling.RAISE_UNEXPECTED
+    )
+    model.load_state_dict(state["model"])
+    if place.parallel.pipeline == 1:
+        with torch.no_grad():
+            logits_BSV = gather_from_tensor_model_parallel_region(model(torch.tensor(TOKENS)), group=place.groups.tp)
+        if place.is_main:
+            torch.save(logits_BSV, folder / f"{activation}_{layout}.pt")
+    if activation == "silu":
+        saved = folder / f"{layout}_saved"
+        if place.is_main:
+            saved.mkdir()
+        dist.barrier()
+        dist_checkpointing.save({"model": sharded._weights(model)}, str(saved))
+    world.shutdown()
+    return True
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    errors = {}
+    for activation in ("silu", "gelu"):
+        for layout, parallel in LAYOUTS.items():
+            if activation == "gelu" and "pipeline" in parallel:
+                continue
+            ranks = 2 if parallel else 1
+            answers = fork_ranks(ranks, lambda a=activation, n=layout: run(folder, a, n), alone=ranks == 1)
+            problems = [answer.get("trace") or answer["error"] for answer in answers if "error" in answer]
+            if problems:
+                errors[f"{activation} {layout}"] = problems[0]
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,109 @@
+"""Our own checkpoints: any layout starts from an imported one, and one that any layout wrote is exported."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_blackmamba.checkpoint import DamagedCheckpoint, manifest
+from megatron_blackmamba.checkpoint.reading import STATE
+from megatron_blackmamba.interchange import convert, hf, megatron, parity, zyphra
+from megatron_blackmamba.interchange.canonical import cast
+from tests.interchange.layouts_probe import LAYOUTS, TOKENS
+from tests.reference import forward, tiny
+from tests.reference.canonical import canonical
+from tests.runtime.ranks import run_script
+
+pytestmark = pytest.mark.xdist_group("interchange_layouts")
+
+
+def assert_same(one, other):
+    assert one.entries.keys() == other.entries.keys()
+    for name, tensor in one.tensors():
+        loaded = other.entries[name].load()
+        assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor), name
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """The folder in which every layout left its answers and its own checkpoint."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for activation in ("silu", "gelu"):
+        megatron.write(canonical(tiny(activation)), folder / activation)
+    assert run_script("tests.interchange.layouts_probe", str(folder)) == {}
+    return folder
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("layout", [name for name, parallel in LAYOUTS.items() if "pipeline" not in parallel])
+def test_every_layout_started_from_an_import_agrees_with_the_reference(started, activation, layout):
+    logits_BSV = torch.load(started / f"{activation}_{layout}.pt")
+    model = tiny(activation)
+    for row, tokens in enumerate(TOKENS):
+        expected = torch.from_numpy(forward(model.weights, model.config, tokens).logits_SV)
+        torch.testing.assert_close(logits_BSV[row].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_any_layout_saved_reads_back_as_the_same_weights(started, layout):
+    saved = started / f"{layout}_saved"
+    (saved / STATE).write_text((started / "silu" / STATE).read_text())
+    files = {path.name: manifest.describe(path) for path in saved.iterdir()}
+    manifest.write(saved, 0, files, {})
+    assert_same(megatron.read(saved, verify=True), canonical(tiny("silu")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_whole_round_gives_back_the_same_bits(silu, tokenizer_file, tmp_path, dtype):
+    model = cast(canonical(silu, tokenizer=tokenizer_file), dtype)
+    megatron.write(model, tmp_path / "ours")
+    hf.write(megatron.read(tmp_path / "ours"), tmp_path / "hf")
+    megatron.write(hf.read(tmp_path / "hf"), tmp_path / "back")
+    zyphra.write(megatron.read(tmp_path / "back"), tmp_path / "released")
+    megatron.write(zyphra.read(tmp_path / "released"), tmp_path / "ours_again")
+    again = megatron.read(tmp_path / "ours_again", verify=True)
+    assert_same(again, model)
+    assert megatron.read(tmp_path / "back").tokenizer.read_bytes() == tokenizer_file.read_bytes()
+
+
+def test_weights_in_bf16_keep_the_recurrence_in_fp32_in_a_checkpoint(silu, tmp_path):
+    rounded = tiny("silu").with_weights(**{name: w.bfloat16() for name, w in silu.weights.items()})
+    convert.to_checkpoint(canonical(rounded), tmp_path / "out", verify=False)
+    entries = megatron.read(tmp_path / "out").entries
+    assert entries["decoder.layers.0.mixer.A_log"].dtype == torch.float32
+    assert entries["decoder.layers.0.mixer.out_proj.weight"].dtype == torch.bfloat16
+
+
+def test_conversions_to_and_from_a_checkpoint_end_with_a_comparison(silu, tokenizer_file, tmp_path):
+    made = convert.to_checkpoint(canonical(silu, tokenizer=tokenizer_file), tmp_path / "ours")
+    exported = convert.to_hf(megatron.read(tmp_path / "ours"), tmp_path / "hf")
+    released = convert.to_zyphra(megatron.read(tmp_path / "ours"), tmp_path / "released")
+    assert made.agrees and exported.agrees and released.agrees
+    assert made.tokens == 3 * 64 and released.decisions == 2 * made.tokens
+
+
+def test_a_checkpoint_that_holds_something_else_than_was_given_is_caught(silu, tmp_path, monkeypatch):
+    swap = megatron._matrix
+    monkeypatch.setattr(megatron, "_matrix", lambda weight: swap(weight.flip(0) if weight.dim() == 3 else weight))
+    with pytest.raises(parity.ParityError, match=r"local_experts\.0\.linear_fc1\.weight"):
+        convert.to_checkpoint(canonical(silu), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_checkpoint_is_refused_by_file(silu, tmp_path):
+    megatron.write(canonical(silu), tmp_path)
+    path = next(tmp_path.glob("*.distcp"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=path.name):
+        megatron.read(tmp_path, verify=True)
+
+
+def test_the_facts_of_a_run_reach_the_model_card(silu, tmp_path):
+    megatron.write(canonical(silu), tmp_path / "ours")
+    state = json.loads((tmp_path / "ours" / STATE).read_text())
+    state |= {"progress": {"consumed_samples": 1000}, "data": {"sources": [{"name": "books"}, {"name": "web"}]}}
+    (tmp_path / "ours" / STATE).write_text(json.dumps(state))
+    facts = megatron.read(tmp_path / "ours").facts
+    assert facts["Trained on"].startswith("2,048,000 tokens") and facts["Sources"] == "books, web"

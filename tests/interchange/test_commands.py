@@ -1,0 +1,52 @@
+"""The verbs export and import, as they are typed."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_blackmamba import cli
+from megatron_blackmamba.interchange import hf, megatron
+from tests.reference import write_released
+from tests.reference.canonical import canonical
+
+
+@pytest.fixture
+def blackmamba(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def typed(*arguments: str):
+        return CliRunner().invoke(cli.app, list(arguments), catch_exceptions=False)
+
+    return typed
+
+
+def test_released_files_become_a_hugging_face_folder_and_the_activation_is_explained(
+    blackmamba, silu, tokenizer_file, tmp_path
+):
+    write_released(tmp_path / "released", silu)
+    done = blackmamba("import", "zyphra", "released", "out", "--to", "hf", "--tokenizer", str(tokenizer_file))
+    assert "activation: gelu (the released inference code gates with erf-GELU" in done.stderr
+    assert "compared with the source: largest logit difference" in done.stdout
+    assert hf.read(tmp_path / "out").config.activation == "gelu"
+
+
+def test_a_checkpoint_is_exported_and_imported_again(blackmamba, silu, tokenizer_file, tmp_path):
+    megatron.write(canonical(silu, tokenizer=tokenizer_file), tmp_path / "ours")
+    told = json.loads(blackmamba("export", "hf", "ours", "exported", "--dtype", "bf16", "--json").stdout)
+    assert told["parity"]["same_top1"] == 192
+    blackmamba("import", "hf", "exported", "back", "--no-verify")
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
+    done = blackmamba("export", "zyphra", "back", "released", "--no-verify")
+    assert "warning: This model's experts gate with SiLU" in done.stderr
+    assert "not compared" in done.stdout
+
+
+def test_what_cannot_be_read_ends_with_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("sys.argv", ["blackmamba", "import", "zyphra", str(tmp_path), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"blackmamba: {tmp_path}/config.json: has no field")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,231 @@
+"""The released format and Hugging Face folders: what goes in comes out, and what is wrong is refused by name."""
+
+import json
+import pickle
+import zipfile
+
+import pytest
+import torch
+
+from megatron_blackmamba.interchange import convert, hf, zyphra
+from megatron_blackmamba.interchange.canonical import InterchangeError, cast, in_memory, shapes
+from tests.reference import tiny, write_released
+from tests.reference.canonical import canonical, config_of
+
+
+@pytest.fixture
+def released(silu, tmp_path):
+    return write_released(tmp_path / "released", silu)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def save(folder, content):
+    torch.save(content, folder / "pytorch_model.bin")
+
+
+def assert_same(one, other):
+    assert one.entries.keys() == other.entries.keys()
+    for name, tensor in one.tensors():
+        loaded = other.entries[name].load()
+        assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_survive_every_format_bit_by_bit(silu, tokenizer_file, tmp_path, dtype):
+    model = cast(canonical(silu, tokenizer=tokenizer_file), dtype)
+    hf.write(model, tmp_path / "hf", shard_bytes=20_000)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
+    zyphra.write(hf.read(tmp_path / "hf"), tmp_path / "released")
+    hf.write(zyphra.read(tmp_path / "released"), tmp_path / "again")
+    again = hf.read(tmp_path / "again")
+    assert_same(again, model)
+    assert again.config == config_of(silu).model_copy(update={"dt_rank": 2})
+
+
+def test_precision_is_changed_on_request_but_not_where_the_recurrence_needs_it(silu, tmp_path):
+    convert.to_hf(canonical(silu), tmp_path / "out", dtype=torch.bfloat16, verify=False)
+    types = {name: entry.dtype for name, entry in hf.read(tmp_path / "out").entries.items()}
+    assert types["decoder.layers.0.mixer.A_log"] == types["decoder.layers.2.mixer.dt_proj.bias"] == torch.float32
+    assert types["decoder.layers.0.mixer.in_proj.weight"] == torch.bfloat16
+
+
+def test_the_written_torch_file_is_what_torch_itself_would_read_and_other_tools_check(silu, tmp_path):
+    zyphra.write(canonical(silu), tmp_path)
+    loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert list(loaded) == ["model"]
+    assert all(torch.equal(loaded["model"][name], weight) for name, weight in silu.weights.items())
+    assert zipfile.ZipFile(tmp_path / "pytorch_model.bin").testzip() is None
+
+
+def test_the_released_config_says_what_the_released_code_reads(silu, tmp_path):
+    zyphra.write(canonical(silu), tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written == {key: value for key, value in silu.config.items() if key not in ("activation", "eod_reset")}
+
+
+def test_gelu_is_the_default_for_released_files_and_the_reason_is_given(released):
+    assert zyphra.read(released).config.activation == "gelu"
+    assert "erf-GELU" in zyphra.choose_activation(released).reason
+    assert zyphra.read(released, activation="silu").config.activation == "silu"
+
+
+def test_exporting_silu_warns_and_leaves_the_truth_beside_the_weights(silu, tmp_path):
+    zyphra.write(canonical(silu), tmp_path)
+    assert "always gates with erf-GELU" in zyphra.warning_about(config_of(silu))
+    assert json.loads((tmp_path / "blackmamba.json").read_text())["activation"] == "silu"
+    assert zyphra.read(tmp_path).config.activation == "silu"
+    assert zyphra.warning_about(config_of(tiny("gelu"))) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("experts", 10), ("experts", 1), ("dt_rank", 3), ("eod_reset", 0), ("norm_eps", 1e-6)]
+)
+def test_what_the_released_format_cannot_say_is_refused_by_field(silu, tmp_path, field, value):
+    config = config_of(silu).model_copy(update={field: value})
+    weights = {name: torch.zeros(shape) for name, shape in shapes(config).items()}
+    with pytest.raises(InterchangeError, match=f"model.{field} is {value}"):
+        convert.to_zyphra(in_memory(config, weights), tmp_path / "out", verify=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"mamba_moe_layers": ...}, "mamba_moe_layers"),
+        ({"mamba_moe_layers": ["r", "4", "r", "z"]}, "mamba_moe_layers"),
+        ({"mamba_moe_layers": ["r", "4", "r", "2"]}, "mamba_moe_layers"),
+        ({"mamba_moe_layers": "r4r4"}, "mamba_moe_layers"),
+        ({"num_layers": 6}, "num_layers"),
+        ({"hidden_size": ...}, "hidden_size"),
+        ({"hidden_size": 48}, "embedding.word_embeddings.weight"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"ffn_hidden_size": 50}, "linear_fc1.weight"),
+        ({"state_size": -1}, "state_size"),
+        ({"add_bias_linear": True}, "add_bias_linear"),
+        ({"swiglu": False}, "swiglu"),
+        ({"conv_dimension": 3}, "conv1d.weight"),
+    ],
+)
+def test_a_config_that_is_wrong_or_does_not_fit_is_refused_by_file_and_field(released, tmp_path, changes, named):
+    change_config(released, **changes)
+    with pytest.raises(InterchangeError, match=named) as refusal:
+        convert.to_hf(zyphra.read(released), tmp_path / "out")
+    assert str(released) in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+class RunsCode:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run(released, tmp_path, silu):
+    content = {"model": {**silu.weights, "decoder.final_layernorm.bias": RunsCode(tmp_path / "ran")}}
+    for write in (save, lambda folder, c: (folder / "pytorch_model.bin").write_bytes(pickle.dumps(c["model"]))):
+        write(released, content)
+        with pytest.raises(InterchangeError, match=r"pytorch_model\.bin: refused: .*could run code"):
+            zyphra.read(released)
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.999])
+def test_a_truncated_file_is_refused_by_name(released, silu, tmp_path, keep):
+    path = released / "pytorch_model.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
+    with pytest.raises(InterchangeError, match=r"pytorch_model\.bin"):
+        zyphra.read(released)
+
+    hf.write(canonical(silu), tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
+    with pytest.raises(InterchangeError, match=r"model\.safetensors"):
+        hf.read(tmp_path / "hf")
+
+
+def test_missing_and_surplus_and_misshapen_and_mistyped_tensors_are_named(released, silu):
+    some = "decoder.layers.1.mixer.router.bias"
+    without = {name: weight for name, weight in silu.weights.items() if name != some}
+    cases = [
+        ({"model": without}, f"has no {some}"),
+        ({"model": {**silu.weights, "output_layer.weight": torch.zeros(2)}}, "output_layer.weight"),
+        ({"model": {**silu.weights, some: torch.zeros(5)}}, f"{some} is 5; its config says 4"),
+        ({"model": {**silu.weights, some: torch.zeros(4, dtype=torch.int64)}}, f"{some} is torch.int64"),
+        ({"model": {**silu.weights, "note": "text"}}, "'note' is a str"),
+        (silu.weights, 'no dictionary under "model"'),
+        ([1, 2], 'no dictionary under "model"'),
+    ]
+    for content, message in cases:
+        save(released, content)
+        with pytest.raises(InterchangeError, match=message):
+            zyphra.read(released)
+
+
+def test_a_shard_that_is_missing_or_lies_elsewhere_is_named(silu, tmp_path):
+    hf.write(canonical(silu), tmp_path, shard_bytes=50_000)
+    index = tmp_path / hf.INDEX
+    content = json.loads(index.read_text())
+    second = sorted(tmp_path.glob("*.safetensors"))[1]
+    second.rename(tmp_path / "elsewhere")
+    with pytest.raises(InterchangeError, match=f"{second.name}: no such file"):
+        hf.read(tmp_path)
+    content["weight_map"]["decoder.layers.0.mixer.D"] = "../secret.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(InterchangeError, match=r"index.json: weight_map names '\.\./secret"):
+        hf.read(tmp_path)
+
+
+def test_another_model_s_config_is_refused(silu, tmp_path):
+    hf.write(canonical(silu), tmp_path)
+    for changes, field in [({"model_type": "mamba"}, "model_type"), ({"tie_word_embeddings": False}, "tie_word")]:
+        kept = (tmp_path / "config.json").read_text()
+        change_config(tmp_path, **changes)
+        with pytest.raises(InterchangeError, match=field):
+            hf.read(tmp_path)
+        (tmp_path / "config.json").write_text(kept)
+
+
+@pytest.mark.parametrize(("pattern", "named"), [("M*ME", "attention"), ("M-", "dense MLP")])
+def test_layers_that_are_neither_mamba_nor_experts_are_refused_by_name(silu, pattern, named):
+    config = config_of(silu).model_copy(update={"pattern": pattern, "mlp_hidden_size": 8})
+    with pytest.raises(InterchangeError, match=f"model.pattern has {named}"):
+        in_memory(config, silu.weights)
+
+
+def test_nothing_is_left_when_a_conversion_fails_midway(silu, tmp_path):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    for convert_to in (convert.to_hf, convert.to_zyphra):
+        with pytest.raises(KeyboardInterrupt):
+            convert_to(canonical(silu), tmp_path / "out", watch=interrupted)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_something_in_it_is_not_overwritten(silu, tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(InterchangeError, match="already there"):
+        convert.to_hf(canonical(silu), tmp_path, verify=False)
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_tokenizer_of_another_model_is_refused(silu, tokenizer_file, tmp_path):
+    small = tiny("silu", vocab=32)
+    with pytest.raises(InterchangeError, match=r"tokenizer\.json: has ids up to 61, but vocab_size of .* is 32"):
+        convert.to_hf(canonical(small, tokenizer=tokenizer_file), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_model_card_tells_the_facts(silu, tmp_path):
+    hf.write(canonical(silu, facts={"Trained on": "12 tokens"}), tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "56,136, of which 28,488 work on a token" in card and "Trained on | 12 tokens" in card and "SwiGLU" in card
