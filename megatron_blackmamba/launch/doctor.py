@@ -1,0 +1,106 @@
+"""`blackmamba doctor`: what this machine has, what a run would use, what is missing and how to get it."""
+
+import json
+import platform
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_blackmamba.launch import hardware, software
+from megatron_blackmamba.launch.findings import Examination, Finding
+
+COLOURS = {"ok": "default", "note": "dim", "warning": "yellow", "problem": "bold red"}
+
+
+def examine(folder: str | Path = "runs", *, quick: bool = False, gpus: int | None = None) -> Examination:
+    """Look at this host.
+
+    folder: where the run will live, for the disk's speed.
+    quick: only what decides whether this node can take part in a run; seconds, for a job's preflight.
+    gpus: how many there must be; None takes what there is.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core says at length what the table says in a line
+        findings = list((_preflight if quick else _everything)(Path(folder).resolve(), gpus))
+    return Examination(platform.node(), findings, _next_command(findings, quick))
+
+
+def show(examination: Examination, *, as_json: bool = False) -> None:
+    """Print the table, or one JSON object."""
+    if as_json:
+        print(json.dumps(examination.to_json(), indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=examination.host, title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    part = ""
+    for finding in examination.findings:
+        mark = "" if finding.status in ("ok", "note") else f"{finding.status}: "
+        found = f"[{COLOURS[finding.status]}]{mark}{_plain(finding.found)}[/]"
+        advice = f" → {_plain(finding.advice)}" if finding.advice else ""
+        table.add_row(finding.part if finding.part != part else "", _plain(finding.name), found + advice)
+        part = finding.part
+    console.print(table)
+    console.print(f"\nNext: [bold]{_plain(examination.next_command)}[/]", highlight=False, soft_wrap=True)
+
+
+def _preflight(folder: Path, gpus: int | None) -> Iterator[Finding]:
+    imports = list(software.imports())
+    yield from imports
+    yield from hardware.disk(folder, mebibytes=8)
+    if _torch_works(imports):
+        count = hardware.gpu_count()
+        yield from hardware.gpus(gpus)
+        yield from hardware.shared_memory(count)
+        yield from hardware.locked_memory()
+        if count > 1:
+            yield from hardware.all_reduce(count)
+
+
+def _everything(folder: Path, gpus: int | None) -> Iterator[Finding]:
+    imports = list(software.imports())
+    works = _torch_works(imports)
+    count = hardware.gpu_count() if works else 0
+    yield from software.interpreter()
+    yield from imports
+    yield from software.packages(count)
+    yield from software.programs()
+    if works:
+        yield from software.backends()
+    yield from hardware.processors()
+    yield from hardware.memory()
+    yield from hardware.shared_memory(count)
+    yield from hardware.locked_memory()
+    if works:
+        yield from hardware.gpus(gpus)
+        yield from hardware.all_reduce(count)
+    yield from hardware.disk(folder, mebibytes=256)
+
+
+def _torch_works(imports: list[Finding]) -> bool:
+    return not any(finding.name == "torch" and finding.status == "problem" for finding in imports)
+
+
+def _next_command(findings: list[Finding], quick: bool) -> str:
+    problem = next((finding for finding in findings if finding.status == "problem"), None)
+    if problem:
+        return f"see to {problem.name} ({problem.advice or problem.found}), then: blackmamba doctor"
+    if quick:
+        return "blackmamba train CONFIG..."
+    if shutil.which("sbatch"):
+        return "blackmamba launch blackmamba_1.5b --nodes 7 --dry-run"
+    if any(finding.name == "GPU 0" for finding in findings):
+        return "blackmamba plan blackmamba_1.5b --nodes 1"
+    return "blackmamba quickstart"
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(" ".join(text.split()))

@@ -1,0 +1,184 @@
+"""The doctor's look at the machine itself: processors, memory, GPUs, disk, and the way between local processes."""
+
+import os
+import platform
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_blackmamba.launch.allreduce import AllReduceError, time_all_reduce
+from megatron_blackmamba.launch.findings import Finding
+
+GIB = 2**30
+MATMUL_SIZE = 1024
+
+
+def processors() -> Iterator[Finding]:
+    flags, model = _cpuinfo("flags").split(), _cpuinfo("model name") or platform.processor() or platform.machine()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    vectors = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    yield Finding("machine", "processor", f"{model}, {usable} usable cores{', ' if vectors else ''}{' '.join(vectors)}")
+
+
+def memory() -> Iterator[Finding]:
+    total, free = _memory()
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    advice = "the tiny run needs 2 GiB: close other programs or raise the container's limit"
+    yield Finding.judge("machine", "memory", found, free >= 2 * GIB, advice, "warning")
+
+
+def shared_memory(gpus: int) -> Iterator[Finding]:
+    """Processes of one node hand tensors over through /dev/shm: NCCL between GPUs, the writers of a checkpoint."""
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return
+    size = shutil.disk_usage(path).total
+    needed = GIB if gpus > 1 else 16 * 2**20
+    advice = f"{needed / GIB:.2f} GiB are needed: start the container with --shm-size=8g or --ipc=host"
+    yield Finding.judge("machine", "shared memory", f"/dev/shm holds {size / GIB:.2f} GiB", size >= needed, advice)
+
+
+def locked_memory() -> Iterator[Finding]:
+    """Network cards that read memory themselves need it locked."""
+    cards = Path("/sys/class/infiniband")
+    if not cards.is_dir() or not any(cards.iterdir()):
+        return
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    unlimited = limit == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{limit / 2**20:.0f} MiB"
+    advice = "InfiniBand needs `ulimit -l unlimited`: ask for it in slurmd's limits or the container"
+    yield Finding.judge("machine", "locked memory", found, unlimited, advice)
+
+
+def gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpus(expected: int | None) -> Iterator[Finding]:
+    """They are all there, nobody else is on them, and GPUs of one model compute the same product bit for bit."""
+    import torch
+
+    count = gpu_count()
+    if count < (expected or 0):
+        advice = "look for a GPU that fell off the bus (nvidia-smi), and at CUDA_VISIBLE_DEVICES"
+        yield Finding("devices", "GPUs", f"{count}, {expected} expected", "problem", advice)
+    elif count == 0:
+        yield Finding("devices", "GPUs", _why_no_gpu(), "note", "everything runs on the CPU, with small models")
+    first: dict[str, Any] = {}
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        part, name, model = "devices", f"GPU {index}", f"{properties.name}, sm_{properties.major}{properties.minor}"
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+            product = _product(index)
+        except RuntimeError as error:
+            yield Finding(part, name, f"{model}: {error}", "problem", "reset the GPU or leave this node out")
+            continue
+        found = f"{model}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
+        if not torch.equal(product, first.setdefault(properties.name, product)):
+            advice = "it multiplies matrices otherwise than the one before: leave this node out"
+            yield Finding(part, name, found, "problem", advice)
+        else:
+            advice = "another process holds memory on it: see nvidia-smi"
+            yield Finding.judge(part, name, found, free > 0.9 * total, advice, "problem" if expected else "warning")
+
+
+def all_reduce(gpus: int) -> Iterator[Finding]:
+    processes = gpus if gpus > 1 else 2
+    name = f"all-reduce, {processes} processes"
+    mebibytes = 256 if gpus > 1 else 16
+    try:
+        seconds = time_all_reduce(processes, on_gpus=gpus > 1, mebibytes=mebibytes)
+    except AllReduceError as error:
+        advice = "NCCL_DEBUG=INFO shows more" if gpus > 1 else "does the host name resolve? GLOO_SOCKET_IFNAME=lo helps"
+        yield Finding("devices", name, str(error), "problem", advice)
+        return
+    backend = "NCCL" if gpus > 1 else "gloo"
+    yield Finding("devices", name, f"{mebibytes} MiB in {1e3 * seconds:.1f} ms over {backend}")
+
+
+def disk(folder: Path, mebibytes: int) -> Iterator[Finding]:
+    """Write, flush and read back a file where the run will live."""
+    place = next(path for path in (folder, *folder.parents) if path.is_dir())
+    content = os.urandom(2**20)
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            start = time.perf_counter()
+            for _ in range(mebibytes):
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            written = time.perf_counter() - start
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            start = time.perf_counter()
+            same = all(file.read(2**20) == content for _ in range(mebibytes))
+            read = time.perf_counter() - start
+    except OSError as error:
+        yield Finding(
+            "disk",
+            "at the run's path",
+            f"{place}: {error}",
+            "problem",
+            "give a folder that this user can write: folder=PATH",
+        )
+        return
+    free = shutil.disk_usage(place).free
+    found = (
+        f"{place} writes {mebibytes / written:.0f} MiB/s, reads {mebibytes / read:.0f} MiB/s, {free / GIB:.0f} GiB free"
+    )
+    if same:
+        advice = "a checkpoint of the 1.5B model with its optimizer takes about 20 GiB"
+        yield Finding.judge("disk", "at the run's path", found, free > GIB, advice, "warning")
+    else:
+        advice = "what was read is not what was written: do not use this disk"
+        yield Finding("disk", "at the run's path", found, "problem", advice)
+
+
+def _product(index: int):
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=generator).to(f"cuda:{index}", torch.bfloat16)
+    return (matrix @ matrix).cpu()
+
+
+def _why_no_gpu() -> str:
+    import torch
+
+    if not Path("/proc/driver/nvidia").exists():
+        return "none (no NVIDIA driver)"
+    if torch.version.cuda is None:
+        return "none (this PyTorch was built for CPUs)"
+    return "none (the driver is there, but PyTorch sees no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES)"
+
+
+def _cpuinfo(key: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
+def _memory() -> tuple[int, int]:
+    """Total and free bytes, as a container is allowed them."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)}
+        total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+    except OSError:
+        total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return min(total, limit), min(free, limit - used)
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return total, free

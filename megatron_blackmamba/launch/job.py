@@ -1,0 +1,123 @@
+"""The Slurm job of a run, as text: what it asks for, and where its code and config lie."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_blackmamba.formats.run_folder import RunFolder
+
+LONGEST_WARNING_S = 600
+
+
+class LaunchError(ValueError):
+    """A job that cannot be submitted; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What the job asks of the cluster."""
+
+    nodes: int
+    gpus_per_node: int = 8
+    """One process each; 0 trains on CPUs."""
+    processes_per_node: int | None = None
+    """On CPUs only: how many processes a node."""
+    cpus_per_process: int = 8
+    time: str = "24:00:00"
+    """The limit, as Slurm writes it: minutes, H:M:S or D-H:M:S."""
+    warn_seconds: int | None = None
+    """How long before the limit the run is asked to save; None: a quarter of the time, at most ten minutes."""
+    partition: str | None = None
+    account: str | None = None
+    container: str | None = None
+    """An image: a .sif file runs under apptainer, anything else goes to srun --container-image."""
+    gpu: str = "h100"
+    """What the plan checks the memory against: a name it knows or a file, as `blackmamba plan --gpu`."""
+    python: str = "python3"
+    chain: int = 1
+    """Jobs in a row, each continuing the one before; with 1, the job requeues itself."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch, one each, as `--qos=high`."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "cpus_per_process", "chain"):
+            if getattr(self, name) < 1:
+                raise LaunchError(f"{name.replace('_', '-')} is at least 1, not {getattr(self, name)}")
+        if self.gpus_per_node and self.processes_per_node not in (None, self.gpus_per_node):
+            raise LaunchError("with GPUs there is one process a GPU; processes-per-node is for gpus-per-node 0")
+        if self.warning_s >= time_limit_s(self.time):
+            raise LaunchError(f"a warning {self.warning_s} s before a limit of {self.time} comes before the start")
+
+    @property
+    def tasks_per_node(self) -> int:
+        return self.gpus_per_node or self.processes_per_node or 1
+
+    @property
+    def warning_s(self) -> int:
+        return self.warn_seconds or min(LONGEST_WARNING_S, time_limit_s(self.time) // 4)
+
+
+def time_limit_s(text: str) -> int:
+    """Seconds of a Slurm time: `90`, `1:30`, `24:00:00`, `2-12`, `2-12:00`, `2-12:00:00`."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if not match:
+        raise LaunchError(f"time is minutes, H:M:S or D-H:M:S; {text!r} is none of them")
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:
+        hours, minutes, seconds = (numbers + [0, 0])[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, minutes, seconds = 0, *(numbers + [0])[:2]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+
+
+def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str:
+    """The sbatch file: Slurm's options, what the job is about, and the body every training job shares."""
+    wishes = [
+        f"--job-name={run.root.name}",
+        f"--nodes={request.nodes}",
+        f"--ntasks-per-node={request.tasks_per_node}",
+        f"--gpus-per-node={request.gpus_per_node}" if request.gpus_per_node else "",
+        f"--cpus-per-task={request.cpus_per_process}",
+        "--mem=0",
+        "--exclusive",
+        f"--time={request.time}",
+        f"--signal=B:USR1@{request.warning_s}",
+        "--requeue",
+        "--dependency=singleton",
+        "--open-mode=append",
+        f"--output={run.logs}/%j.log",
+        f"--partition={request.partition}" if request.partition else "",
+        f"--account={request.account}" if request.account else "",
+        *request.options,
+    ]
+    variables = {
+        "CODE": code,
+        "PYTHON": request.python,
+        "RUN_FOLDER": run.root,
+        "GPUS_PER_NODE": request.gpus_per_node,
+        "GPU": request.gpu,
+        "WHEN_TIME_IS_UP": "exit" if request.chain > 1 else "requeue",
+        "CONTAINER": request.container or "",
+    }
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# Training of {run.root.name}, written by `blackmamba launch`. Jobs of one name run one after the other.",
+            *(f"#SBATCH {_quoted(wish)}" for wish in wishes if wish),
+            "",
+            *(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()),
+            f"CONFIG=({shlex.quote(str(config))})",
+            "",
+            'source "$CODE/scripts/slurm/train_job.sh"',
+            "",
+        ]
+    )
+
+
+def _quoted(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f'{name}="{value}"' if equals and re.search(r"\s", value) else option

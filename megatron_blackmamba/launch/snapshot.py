@@ -1,0 +1,45 @@
+"""A copy of the code as it is now: a job that waits in the queue for days runs what was launched, nothing later."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from megatron_blackmamba.formats.atomic import sync_folder
+
+PACKAGE = Path(__file__).resolve().parents[1]
+UNWANTED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
+
+
+def take_snapshot(folder: Path) -> None:
+    """Copy package, data tools, configs and scripts into `folder`, which appears whole or not at all."""
+    temporary = folder.with_name(f".{folder.name}.tmp{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        for name in ("megatron_blackmamba", "data_tools", "configs", "scripts"):
+            shutil.copytree(_home(name), temporary / name, ignore=UNWANTED)
+        (temporary / "version.txt").write_text(_version())
+        os.replace(temporary, folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _home(name: str) -> Path:
+    """A folder of the repository; once installed, configs and scripts lie inside the package."""
+    inside = PACKAGE / name
+    return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+def _version() -> str:
+    """The commit and what was changed since, as far as git knows."""
+    from megatron_blackmamba import __version__
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(PACKAGE.parent), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+
+    return f"version {__version__}\ncommit {git('rev-parse', 'HEAD')}\n{git('diff', 'HEAD')}"

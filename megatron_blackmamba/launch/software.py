@@ -1,0 +1,96 @@
+"""The doctor's look at what is installed: versions, and for each op the backends found here and why not the others."""
+
+import importlib
+import pkgutil
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from megatron_blackmamba.launch.findings import Finding
+
+REQUIRED = ("numpy", "pydantic", "tokenizers", "safetensors", "transformers")
+OPTIONAL = {
+    "fastokens": "tokenizes many times faster",
+    "triton": "fused kernels on GPUs; comes with PyTorch's CUDA builds",
+    "mamba-ssm": "CUDA selective scan",
+    "causal-conv1d": "CUDA short convolution",
+    "transformer-engine": "model.linear: te, and fused optimizers on GPUs",
+    "wandb": "logging.wandb",
+    "lm-eval": "evaluation of an export",
+}
+REPAIR = "`make install` repairs the environment"
+GPU_ONLY = {"triton", "mamba-ssm", "causal-conv1d", "transformer-engine"}
+
+
+def interpreter() -> Iterator[Finding]:
+    from megatron_blackmamba import __version__
+
+    python = f"{platform.python_version()} at {sys.prefix}, {platform.system()} {platform.machine()}"
+    yield Finding("software", "megatron_blackmamba", __version__)
+    yield Finding("software", "python", python)
+
+
+def packages(gpus: int) -> Iterator[Finding]:
+    for name in REQUIRED:
+        version = _version(name)
+        yield Finding.judge("software", name, version or "missing", version is not None, f"pip install {name}")
+    for name, purpose in OPTIONAL.items():
+        version = _version(name)
+        if version:
+            yield Finding("software", name, version)
+        elif name in GPU_ONLY and not gpus:
+            yield Finding("software", name, f"absent, and of no use without a GPU ({purpose})", "note")
+        else:
+            yield Finding("software", name, f"absent ({purpose})", "note", f"pip install {_with_flags(name)}")
+
+
+def programs() -> Iterator[Finding]:
+    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    advice = "install one, then `make install`: the compiled CPU scan is several times faster"
+    yield Finding.judge("software", "C++ compiler", compiler or "none", compiler is not None, advice, "warning")
+    if shutil.which("sbatch"):
+        yield Finding("software", "Slurm", str(shutil.which("sbatch")))
+
+
+def imports() -> Iterator[Finding]:
+    """PyTorch really imports here, libraries and all; megatron-core, which takes seconds, is there."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("software", "torch", f"does not import: {error}", "problem", REPAIR)
+    else:
+        yield Finding("software", "torch", torch.__version__)
+    version = _version("megatron-core")
+    yield Finding.judge("software", "megatron-core", version or "missing", version is not None, REPAIR)
+
+
+def backends() -> Iterator[Finding]:
+    """One line for each backend of each op; the first available one is what runs."""
+    from megatron_blackmamba import ops
+
+    for module in pkgutil.iter_modules(ops.__path__):
+        if not module.ispkg:
+            continue
+        op = importlib.import_module(f"{ops.__name__}.{module.name}")
+        chosen = None
+        for name, why_not in op.available_backends().items():
+            if why_not:
+                yield Finding("backends", f"{module.name}: {name}", why_not, "note")
+            else:
+                yield Finding("backends", f"{module.name}: {name}", "available" if chosen else "in use")
+                chosen = chosen or name
+        if chosen is None:
+            yield Finding("backends", module.name, "no backend works here", "problem", REPAIR)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _with_flags(package: str) -> str:
+    return f"--no-build-isolation {package}" if package in ("mamba-ssm", "causal-conv1d") else package

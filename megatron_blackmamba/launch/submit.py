@@ -1,0 +1,117 @@
+"""From a config to jobs in the queue: snapshot, script, sbatch."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_blackmamba.config import RunConfig, to_yaml
+from megatron_blackmamba.formats.atomic import write_text
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.launch.job import JobRequest, LaunchError, render
+from megatron_blackmamba.launch.snapshot import take_snapshot
+from megatron_blackmamba.plan import gpus
+from megatron_blackmamba.plan.estimate import make_plan
+from megatron_blackmamba.plan.table import refusal
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch on disk and in the queue."""
+
+    run: RunFolder
+    folder: Path
+    """Code, config and job as submitted."""
+    script: str
+    missing_data: str | None = None
+    """Why training could not read its data, if so."""
+    jobs: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": str(self.run.root),
+            "folder": str(self.folder),
+            "jobs": list(self.jobs),
+            "script": self.script,
+        }
+
+
+def prepare(config: RunConfig, request: JobRequest) -> Launch:
+    """What would be submitted; touches nothing. Raises LaunchError if the plan says that it cannot work or fit."""
+    run = RunFolder(Path(config.folder).resolve() / config.name)
+    if run.done.exists():
+        raise LaunchError(f"{run.root} is complete: give the new run another name, name=...")
+    plan = make_plan(config, request.nodes, request.tasks_per_node, gpus.find(request.gpu))
+    trouble = plan.placed and refusal(plan.placed)
+    if trouble:
+        raise LaunchError(trouble)
+    taken = [int(entry.name) for entry in run.launches.glob("[0-9]*") if entry.name.isdigit()]
+    folder = run.launches / f"{max(taken, default=0) + 1:03d}"
+    return Launch(run, folder, render(request, run, folder / "code", folder / "config.yaml"), plan.missing_data)
+
+
+def submit(config: RunConfig, request: JobRequest) -> Launch:
+    """Write code, config and job into the run folder and hand the job to Slurm, `chain` times."""
+    if not shutil.which("sbatch"):
+        raise LaunchError("no sbatch here: launch from a login node of the cluster, or look at the job with --dry-run")
+    launch = prepare(config, request)
+    if launch.missing_data:
+        raise LaunchError(launch.missing_data)
+    launch.folder.mkdir(parents=True)
+    launch.run.logs.mkdir(exist_ok=True)
+    take_snapshot(launch.folder / "code")
+    write_text(launch.folder / "config.yaml", to_yaml(_with_absolute_paths(config)))
+    script = launch.folder / "job.sbatch"
+    write_text(script, launch.script)
+    return replace(launch, jobs=tuple(_sbatch(script) for _ in range(request.chain)))
+
+
+def announce(launch: Launch) -> str:
+    """What a person wants to know after submitting."""
+    first, last = launch.jobs[0], launch.jobs[-1]
+    jobs = f"job {first}" if len(launch.jobs) == 1 else f"jobs {', '.join(launch.jobs)}, one after the other"
+    return "\n".join(
+        [
+            f"Submitted {jobs}: {launch.run.root}",
+            f"  code and config as launched   {launch.folder}",
+            f"  follow the job                tail -F {launch.run.logs}/{first}.log",
+            f"  follow rank 0                 tail -F {launch.run.logs}/{first}/rank-0.log",
+            f"  stop (it saves first)         scancel {' '.join(launch.jobs)}",
+            "  export when it is complete    sbatch --dependency=afterok:"
+            f"{last} --kill-on-invalid-dep=yes scripts/slurm/convert.sbatch hf {launch.run.root} OUT",
+        ]
+    )
+
+
+def interpreter(container: str | None) -> str:
+    """This one, unless the job runs in an image that has its own."""
+    return "python3" if container else sys.executable
+
+
+def _sbatch(script: Path) -> str:
+    # Launched from inside another job, this one must not inherit that one's size.
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_")) or k == "SLURM_CONF"
+    }
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, env=clean)
+    if done.returncode:
+        raise LaunchError(f"Slurm refused {script}:\n{done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The job may start in another folder: name the run, the mixture and the first weights from the root."""
+
+    def absolute(path: str | None) -> str | None:
+        return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+    return config.model_copy(
+        update={
+            "folder": str(Path(config.folder).resolve()),
+            "data": config.data.model_copy(update={"mixture": absolute(config.data.mixture)}),
+            "init": config.init.model_copy(update={"from_": absolute(config.init.from_)}),
+        }
+    )

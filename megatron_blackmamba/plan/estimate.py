@@ -1,0 +1,214 @@
+"""A run's plan, put together: what needs no layout, and with nodes given, memory, traffic, time and layouts."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.plan import flops, layouts, memory, parameters, traffic
+from megatron_blackmamba.plan.gpus import Gpu
+from megatron_blackmamba.plan.layouts import Candidate
+from megatron_blackmamba.plan.memory import Memory
+from megatron_blackmamba.plan.parameters import Parameters
+from megatron_blackmamba.plan.traffic import Flow
+from megatron_blackmamba.runtime import layout
+
+ASSUMED_MFU = 0.2
+"""Where no measured figure is given."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of the mixture over the whole run."""
+
+    name: str
+    probability: float
+    tokens: int
+    epochs: float
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The run on given nodes."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu
+    mfu: float
+    mfu_is_assumed: bool
+    refused: tuple[str, ...]
+    """Why the layout is refused; none: it works."""
+    advice: str
+    fitting_nodes: tuple[int, ...]
+    """Node counts on which the layout works as it is."""
+    memory: Memory | None = None
+    fullest_rank: int = 0
+    activations_by_recompute: dict[str, int] | None = None
+    flows: dict[str, Flow] | None = None
+    seconds_per_step: float = 0.0
+    suggestions: tuple[Candidate, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def fits(self) -> bool:
+        """Whether the layout works and its fullest GPU has room."""
+        return self.memory is not None and self.memory.total <= self.gpu.memory_gib * memory.GIB
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: RunConfig
+    parameters: Parameters
+    sources: tuple[Source, ...]
+    missing_data: str | None
+    """Why the sources are not known, if they are not."""
+    placed: Placed | None
+
+
+def make_plan(
+    config: RunConfig,
+    nodes: int | None = None,
+    gpus_per_node: int = 8,
+    gpu: Gpu | None = None,
+    mfu: float | None = None,
+    suggest: bool = False,
+) -> Plan:
+    """Everything that can be told about a run before it starts. `gpu` is needed with `nodes`."""
+    sources, missing = _sources(config)
+    placed = None
+    if nodes is not None and gpu is not None:
+        placed = _place(config, nodes, gpus_per_node, gpu, mfu, suggest)
+    return Plan(config, parameters.count(config), sources, missing, placed)
+
+
+def _place(config: RunConfig, nodes: int, gpus_per_node: int, gpu: Gpu, mfu: float | None, suggest: bool) -> Placed:
+    world_size = nodes * gpus_per_node
+    refused = tuple(layout.problems(config, world_size))
+    common: dict[str, Any] = {
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "gpu": gpu,
+        "mfu": mfu or ASSUMED_MFU,
+        "mfu_is_assumed": mfu is None,
+        "refused": refused,
+        "advice": layout.advice(config, world_size) if refused else "",
+        "fitting_nodes": tuple(
+            size // gpus_per_node
+            for size in layout.fitting_sizes(config, range(gpus_per_node, 4 * world_size + 1, gpus_per_node))
+        ),
+    }
+    if suggest:
+        common["suggestions"] = tuple(layouts.suggest(config, world_size, gpus_per_node, gpu, mfu or ASSUMED_MFU))
+    if refused:
+        return Placed(**common)
+    full, rank = memory.fullest(config, world_size)
+    moved = traffic.flows(
+        config, world_size, gpus_per_node, gpu, memory.State(full.weights, full.gradients, full.optimizer)
+    )
+    stage = rank * config.parallel.pipeline // world_size
+    waiting = memory.in_flight(config, world_size, stage)
+    return Placed(
+        **common,
+        memory=full,
+        fullest_rank=rank,
+        activations_by_recompute={
+            how: waiting * memory.kept(config, stage, how, "cuda") for how in ("none", "experts", "layers")
+        },
+        flows=moved,
+        seconds_per_step=seconds_per_step(config, world_size, gpu, mfu or ASSUMED_MFU),
+    )
+
+
+def seconds_per_step(config: RunConfig, world_size: int, gpu: Gpu, mfu: float) -> float:
+    """MFU counts the useful FLOPs alone: what it costs to communicate, wait and recompute lowers it."""
+    useful = config.tokens_per_step * flops.training(config.model, config.data.sequence_length)
+    return useful / (world_size * gpu.peak(config.training.precision) * mfu)
+
+
+def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None]:
+    if config.data.kind == "synthetic":
+        share = 1 / config.data.synthetic.sources
+        tokens = config.steps * config.tokens_per_step
+        names = [f"synthetic_{i}" for i in range(config.data.synthetic.sources)]
+        return tuple(Source(name, share, round(share * tokens), 0.0) for name in names), None
+    from data_tools.mixture import plan_mixture
+    from megatron_blackmamba.formats.mixture import Mixture
+
+    mixture = Path(config.data.mixture or "")
+    if not mixture.is_file():
+        return (), f"{mixture}: no such mixture file"
+    length = config.data.sequence_length
+    planned = plan_mixture(Mixture.read(mixture), config.steps * config.tokens_per_step, length)
+    missing = "; ".join(dict.fromkeys(planned.missing.values())) or None
+    return tuple(Source(s.name, s.probability, s.samples * length, s.epochs) for s in planned.sources), missing
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan for programs; sizes in GiB, times in seconds, hours and days."""
+    config, model = plan.config, plan.config.model
+    length = config.data.sequence_length
+    per_token = flops.training(model, length)
+    paper = flops.paper_formula(model, config.tokens_per_step)
+    tokens = config.steps * config.tokens_per_step
+    answer: dict[str, Any] = {
+        "name": config.name,
+        "parameters": asdict(plan.parameters),
+        "flops": {
+            "forward_per_token_by_part": flops.forward_by_part(model, length),
+            "training_per_token": per_token,
+            "recomputed_per_token": flops.recomputed(config),
+            "training_total": per_token * tokens,
+            "paper_formula_printed_total": paper and 3 * paper.printed * tokens,
+            "paper_formula_repaired_total": paper and 3 * paper.repaired * tokens,
+            "paper_table_total": flops.published(config),
+        },
+        "training": {
+            "steps": config.steps,
+            "tokens": tokens,
+            "tokens_per_step": config.tokens_per_step,
+            "warmup_steps": config.warmup_steps,
+        },
+        "data": {"sources": [asdict(source) for source in plan.sources], "missing": plan.missing_data},
+    }
+    return answer | (_placed_as_json(plan.placed, config) if plan.placed else {})
+
+
+def _placed_as_json(placed: Placed, config: RunConfig) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "layout": {
+            **config.parallel.model_dump(),
+            "data": layout.data_parallel_size(config.parallel, placed.gpus),
+            "nodes": placed.nodes,
+            "gpus_per_node": placed.gpus_per_node,
+            "gpu": placed.gpu.name,
+            "works": not placed.refused,
+            "fits": placed.fits,
+            "refused": list(placed.refused),
+            "advice": placed.advice,
+            "fitting_nodes": list(placed.fitting_nodes),
+            "suggestions": [candidate.as_json(config) for candidate in placed.suggestions],
+        }
+    }
+    if placed.memory is None or placed.flows is None or placed.activations_by_recompute is None:
+        return answer
+    answer["memory_per_gpu_gib"] = placed.memory.in_gib() | {
+        "available": placed.gpu.memory_gib,
+        "fullest_rank": placed.fullest_rank,
+        "activations_by_recompute": {
+            how: round(size / memory.GIB, 3) for how, size in placed.activations_by_recompute.items()
+        },
+    }
+    seconds = placed.seconds_per_step * config.steps
+    answer["traffic_per_gpu_per_step"] = {axis: asdict(flow) for axis, flow in placed.flows.items()}
+    answer["time"] = {
+        "mfu": placed.mfu,
+        "mfu_is_assumed": placed.mfu_is_assumed,
+        "seconds_per_step": placed.seconds_per_step,
+        "tokens_per_second": config.tokens_per_step / placed.seconds_per_step,
+        "days": seconds / 86400,
+        "gpu_hours": seconds / 3600 * placed.gpus,
+    }
+    return answer

@@ -1,0 +1,59 @@
+"""What a GPU offers: memory, arithmetic, links. Makers' figures; anything else is a small YAML file."""
+
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from megatron_blackmamba.config.base import Section
+from megatron_blackmamba.config.load import read_yaml
+
+
+class GpuError(ValueError):
+    """A GPU that is not described; the message says how to."""
+
+
+class Gpu(Section):
+    """One GPU of a cluster, and its share of the links."""
+
+    name: str
+    memory_gib: float = Field(gt=0)
+    bf16_tflops: float = Field(gt=0)
+    """Dense matrix products, peak."""
+    fp32_tflops: float = Field(gt=0)
+    """Matrix products of fp32 tensors as PyTorch does them by default (no TF32)."""
+    nvlink_gb_s: float = Field(gt=0)
+    """To the GPUs of its node, one direction."""
+    network_gb_s: float = Field(gt=0)
+    """Its share of the node's network, one direction."""
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s."""
+        return 1e12 * (self.bf16_tflops if precision == "bf16" else self.fp32_tflops)
+
+
+KNOWN = {
+    "h100": Gpu(
+        name="H100 SXM 80GB", memory_gib=79.6, bf16_tflops=989, fp32_tflops=67, nvlink_gb_s=450, network_gb_s=50
+    ),
+    "h200": Gpu(
+        name="H200 SXM 141GB", memory_gib=139.8, bf16_tflops=989, fp32_tflops=67, nvlink_gb_s=450, network_gb_s=50
+    ),
+    "a100": Gpu(
+        name="A100 SXM 80GB", memory_gib=79.3, bf16_tflops=312, fp32_tflops=19.5, nvlink_gb_s=300, network_gb_s=25
+    ),
+}
+
+
+def find(name: str) -> Gpu:
+    """A known GPU, or one described in a YAML file with the fields of `Gpu`."""
+    if name.lower() in KNOWN:
+        return KNOWN[name.lower()]
+    path = Path(name)
+    if not path.is_file():
+        fields = ", ".join(Gpu.model_fields)
+        raise GpuError(f"no GPU {name!r}: {', '.join(KNOWN)}, or a YAML file with {fields}")
+    try:
+        return Gpu.model_validate(read_yaml(path))
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+        raise GpuError(f"{path}: {problems}") from None

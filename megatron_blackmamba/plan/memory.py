@@ -1,0 +1,171 @@
+"""Memory of the fullest GPU, part by part: what the real modules and buffers hold, and what a step adds."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.model import build
+from megatron_blackmamba.model.stack import layers_of_stage
+from megatron_blackmamba.plan.activations import Activations
+from megatron_blackmamba.runtime import layout, world
+
+GIB = 2**30
+MOMENTS, MAIN = 8, 4
+"""Bytes of Adam's two moments, and of the fp32 copy of a 16-bit weight."""
+RESERVED = int(2.5 * GIB)
+"""Assumed: the CUDA context, NCCL's buffers, and what the allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes that stay for the whole run."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the fullest moment."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    working: int
+    """Of the block at work: the gradients of its activations, or its activations made again."""
+    communication: int
+    """Sequence gathered over tensor ranks, tokens sent to and from experts, streams between stages."""
+    reserved: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def in_gib(self) -> dict[str, float]:
+        return {name: round(size / GIB, 3) for name, size in {**asdict(self), "total": self.total}.items()}
+
+
+def state_of(config: RunConfig, world_size: int, rank: int) -> State:
+    """Weights, gradients and optimizer state of any rank, exactly, from the real model inside the real buffers."""
+    plain = config.training.model_copy(update={"recompute": "none", "micro_batch": 1})  # these change nothing here
+    return _state_of(config.model_copy(update={"training": plain}).model_dump_json(by_alias=True), world_size, rank)
+
+
+@lru_cache(maxsize=1024)
+def _state_of(described: str, world_size: int, rank: int) -> State:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    config = RunConfig.model_validate_json(described)
+    with world.fake(config.parallel, world_size, rank) as us, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build(config, us)
+        overlap = config.training.overlap and us.data_size > 1
+        distributed = config.optimizer.distributed
+        reduced = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=distributed,
+                overlap_grad_reduce=overlap,
+                overlap_param_gather=overlap and distributed,
+            ),
+            model,
+        )
+        buffers = reduced.buffers + reduced.expert_parallel_buffers
+        gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+        if distributed:
+            weights = sum(buffer.param_data.nbytes for buffer in buffers)
+            optimizer = sum(_shard_bytes(buffer) for buffer in buffers)
+        else:
+            weights = sum(parameter.nbytes for parameter in model.parameters())
+            optimizer = sum(p.numel() * _optimizer_bytes(p.dtype) for p in model.parameters())
+    return State(weights, gradients, optimizer)
+
+
+def _shard_bytes(buffer: Any) -> int:
+    """Optimizer state of this rank's part of a buffer: the parameters in its part of every bucket, not the padding."""
+    ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+    numbers = 0
+    for start, end in _ranges(buffer):
+        bucket = next(b for b in buffer.buckets if b.offset <= start < b.offset + b.grad_data.numel())
+        size = bucket.grad_data.numel() // ranks
+        first = bucket.offset + rank * size
+        numbers += max(0, min(end, first + size) - max(start, first))
+    return numbers * _optimizer_bytes(buffer.param_dtype)
+
+
+def _ranges(buffer: Any) -> Iterator[tuple[int, int]]:
+    for entry in buffer.param_index_map.values():
+        yield entry[0], entry[1]
+
+
+def _optimizer_bytes(dtype: torch.dtype) -> int:
+    return MOMENTS + (0 if dtype == torch.float32 else MAIN)
+
+
+def fullest(config: RunConfig, world_size: int, device: str = "cuda") -> tuple[Memory, int]:
+    """The memory of the fullest rank, and which rank that is: the first of each pipeline stage is looked at.
+
+    Ranks of a stage differ only by the padding at the end of the buffers they share; the first has none of it.
+    """
+    stages = config.parallel.pipeline
+    found = []
+    for stage in range(stages):
+        rank = stage * world_size // stages
+        state = state_of(config, world_size, rank)
+        found.append((_memory(config, world_size, stage, state, device), rank))
+    return max(found, key=lambda pair: pair[0].total)
+
+
+def beside_state(config: RunConfig, world_size: int, device: str = "cuda") -> int:
+    """Bytes that the fullest stage needs for a step alone: found without building anything."""
+    nothing = State(0, 0, 0)
+    stages = range(config.parallel.pipeline)
+    return max(_memory(config, world_size, stage, nothing, device).total for stage in stages)
+
+
+def _memory(config: RunConfig, world_size: int, stage: int, state: State, device: str) -> Memory:
+    stages = config.parallel.pipeline
+    sizes = Activations(config, device)
+    last = stage == stages - 1
+    letters = [config.model.pattern[i] for i in layers_of_stage(config.model.layers, stage, stages)]
+    at_work = max(sizes.block(letter, "none") for letter in letters)
+    return Memory(
+        **asdict(state),
+        activations=in_flight(config, world_size, stage) * kept(config, stage, config.training.recompute, device),
+        logits=sizes.logits() + sizes.logits_peak() if last else 0,
+        working=at_work,
+        communication=_communication(config, sizes),
+        reserved=RESERVED,
+    )
+
+
+def in_flight(config: RunConfig, world_size: int, stage: int) -> int:
+    """Micro-batches that wait for their backward pass at a stage, at most (1F1B)."""
+    return min(config.parallel.pipeline - stage, layout.micro_batches(config, world_size))
+
+
+def kept(config: RunConfig, stage: int, recompute: str, device: str) -> int:
+    """Bytes of one micro-batch that a stage keeps for the backward pass, without the logits."""
+    stages = config.parallel.pipeline
+    sizes = Activations(config, device)
+    blocks = [config.model.pattern[i] for i in layers_of_stage(config.model.layers, stage, stages)]
+    total = sum(sizes.block(letter, recompute) for letter in blocks)
+    total += sizes.embedding() if stage == 0 else 0
+    return total + (sizes.head() if stage == stages - 1 else 0)
+
+
+def _communication(config: RunConfig, sizes: Activations) -> int:
+    parallel, D = config.parallel, config.model.hidden_size
+    gathered = sizes.tokens.whole * D * sizes.width if parallel.tensor > 1 else 0
+    dispatched = 2 * sizes.tokens.routed * D * sizes.width if parallel.expert > 1 else 0
+    streams = 2 * sizes.residual() if parallel.pipeline > 1 else 0
+    return gathered + dispatched + streams

@@ -1,0 +1,53 @@
+"""Parameters by kind, counted from the real modules, which are built without memory in a pretended world."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron_blackmamba.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_blackmamba.model import build
+from megatron_blackmamba.runtime import world
+
+KINDS = {"M": "mamba", "*": "attention", "-": "mlp"}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of the whole model. forward: those a token passes through, one expert's share of the experts with top-1."""
+
+    total: int
+    forward: int
+    by_kind: dict[str, int]
+
+
+def count(config: RunConfig) -> Parameters:
+    """Build the model as one process would hold it and count."""
+    alone = config.model_copy(update={"parallel": ParallelConfig()})
+    with world.fake(alone.parallel, world_size=1) as us:
+        by_kind = _by_kind(build(alone, us), config.model)
+    experts = by_kind.get("experts", 0)
+    total = sum(by_kind.values())
+    return Parameters(total, total - experts + experts * config.model.top_k // config.model.experts, by_kind)
+
+
+def _by_kind(model: nn.Module, described: ModelConfig) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        counts[kind_of(name, described.pattern)] += parameter.numel()
+    return dict(counts)
+
+
+def kind_of(name: str, pattern: str) -> str:
+    """The kind of layer that a parameter's name belongs to."""
+    parts = name.split(".")
+    if parts[0] == "embedding":
+        return "embedding"
+    if parts[0] == "output_layer":
+        return "head"
+    if "layers" not in parts or parts[3] == "norm":
+        return "norms"
+    letter = pattern[int(parts[2])]
+    if letter == "E":
+        return "router" if parts[4] == "router" else "experts"
+    return KINDS[letter]

@@ -1,0 +1,110 @@
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.launch.job import JobRequest, LaunchError, render, time_limit_s
+
+RUN = RunFolder(Path("/runs/my run"))
+
+
+def options_of(script: str) -> dict[str, str]:
+    """The #SBATCH options as sbatch reads them."""
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return {name: value for name, _, value in (shlex.split(line)[0].partition("=") for line in lines)}
+
+
+def rendered(**request) -> str:
+    return render(
+        JobRequest(**({"nodes": 2} | request)), RUN, Path("/runs/my run/code"), Path("/runs/my run/config.yaml")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("1:30", 90), ("24:00:00", 86400), ("2-12", 216000), ("2-12:30", 217800), ("1-0:0:7", 86407)],
+)
+def test_reads_every_way_slurm_writes_a_time(text, seconds):
+    assert time_limit_s(text) == seconds
+
+
+@given(st.text(alphabet="0123456789:-. hm", max_size=12))
+def test_a_time_is_read_or_refused_by_name(text):
+    try:
+        assert time_limit_s(text) >= 0
+    except LaunchError as error:
+        assert repr(text) in str(error)
+
+
+def test_warns_in_time_however_short_the_job():
+    assert JobRequest(nodes=1, time="24:00:00").warning_s == 600
+    assert JobRequest(nodes=1, time="8").warning_s == 120
+
+
+@pytest.mark.parametrize(
+    ("request_", "complaint"),
+    [
+        ({"nodes": 0}, "nodes is at least 1"),
+        ({"chain": 0}, "chain is at least 1"),
+        ({"time": "soon"}, "'soon'"),
+        ({"time": "10", "warn_seconds": 600}, "before the start"),
+        ({"gpus_per_node": 8, "processes_per_node": 4}, "one process a GPU"),
+    ],
+)
+def test_a_job_that_makes_no_sense_is_refused(request_, complaint):
+    with pytest.raises(LaunchError, match=complaint):
+        JobRequest(**({"nodes": 2} | request_))
+
+
+def test_asks_for_one_process_a_gpu_and_a_warning_to_the_batch_shell_alone():
+    options = options_of(rendered(gpus_per_node=4, time="4:00:00"))
+    assert options["--ntasks-per-node"] == options["--gpus-per-node"] == "4"
+    assert options["--signal"] == "B:USR1@600"
+    assert options["--open-mode"] == "append"
+    assert options["--dependency"] == "singleton"
+
+
+def test_a_cpu_job_asks_for_no_gpu():
+    options = options_of(rendered(gpus_per_node=0, processes_per_node=3))
+    assert options["--ntasks-per-node"] == "3"
+    assert "--gpus-per-node" not in options
+
+
+def test_what_the_user_names_and_only_that_reaches_slurm():
+    plain = options_of(rendered())
+    assert not {"--partition", "--account"} & set(plain)
+    asked = options_of(rendered(partition="gpu", account="physics", options=("--qos=high", "--comment=two words")))
+    assert {name: asked[name] for name in set(asked) - set(plain)} == {
+        "--partition": "gpu",
+        "--account": "physics",
+        "--qos": "high",
+        "--comment": "two words",
+    }
+
+
+def test_paths_with_spaces_survive_the_shell():
+    script = rendered()
+    assert options_of(script)["--output"] == "/runs/my run/logs/%j.log"
+    assignments = [line for line in script.splitlines() if line.startswith(("RUN_FOLDER=", "CODE="))]
+    assert [shlex.split(line) for line in assignments] == [["CODE=/runs/my run/code"], ["RUN_FOLDER=/runs/my run"]]
+
+
+def test_a_chain_leaves_going_on_to_the_next_job():
+    assert "WHEN_TIME_IS_UP=requeue" in rendered()
+    assert "WHEN_TIME_IS_UP=exit" in rendered(chain=3)
+
+
+@pytest.mark.parametrize(("name", "sequences"), [("1.5b", 18), ("2.8b", 22)])
+def test_the_shipped_jobs_fit_the_runs_they_train(name, sequences):
+    script = (Path(__file__).parents[2] / f"scripts/slurm/pretrain_{name}.sbatch").read_text()
+    options = options_of(script)
+    gpus = int(options["--nodes"]) * int(options["--gpus-per-node"])
+    config = load(f"blackmamba_{name}")
+    assert gpus * sequences == config.training.global_batch
+    assert sequences % config.training.micro_batch == 0
+    assert f"{sequences} sequences a GPU" in script
+    assert set(options) == set(options_of(rendered()))  # neither has forgotten an option of the other

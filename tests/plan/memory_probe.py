@@ -1,0 +1,121 @@
+"""What training really holds, byte by byte: real ranks of small models, for each shape, layout and precision."""
+
+import json
+from functools import partial
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.runtime import patches, world
+from tests.runtime.ranks import fork_ranks
+
+SHAPES = {
+    "tiny": ["data.sequence_length=64"],
+    "wide": ["model.pattern=MEMEE", "model.hidden_size=160", "model.expert_hidden_size=272", "model.vocab_size=768"],
+    "deep": ["model.pattern=MMEMEM", "model.hidden_size=96", "model.experts=4", "training.precision=bf16"],
+}
+LAYOUTS = {
+    "alone": (1, []),
+    "ep2": (2, ["parallel.expert=2"]),
+    "tp2": (2, ["parallel.tensor=2", "parallel.expert_tensor=2"]),
+}
+MORE = {
+    "tp2_ep2": (4, "wide", ["parallel.tensor=2", "parallel.expert=2"]),
+    "layers": (1, "wide", ["training.recompute=layers"]),
+    "experts": (1, "wide", ["training.recompute=experts"]),
+    "whole_optimizer": (2, "wide", ["optimizer.distributed=false"]),
+    "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
+}
+COMMON = ["data.sequence_length=96", "training.micro_batch=2", "training.global_batch=8"]
+
+
+def cases() -> dict[str, tuple[int, list[str]]]:
+    """Name -> ranks and overrides of the tiny run."""
+    grid = {
+        f"{shape}_{layout}": (ranks, [*COMMON, *SHAPES[shape], *overrides])
+        for shape in SHAPES
+        for layout, (ranks, overrides) in LAYOUTS.items()
+    }
+    return grid | {
+        name: (ranks, [*COMMON, *SHAPES[shape], *overrides]) for name, (ranks, shape, overrides) in MORE.items()
+    }
+
+
+def measure(overrides: list[str]) -> dict:
+    """Bytes of distinct storages after one real step, and kept by one micro-batch for the backward pass."""
+    from megatron_blackmamba.model import build
+    from megatron_blackmamba.training.optimizer import make_trainable
+
+    torch.set_num_threads(1)
+    config = load("tiny", overrides)
+    us = world.start(config.parallel)
+    model = build(config, us)
+    trainable = make_trainable(config, model, us)
+    tokens = torch.randint(config.model.vocab_size, (2, config.data.sequence_length))
+    trainable.reduced.zero_grad_buffer()
+    kept = _kept_for_backward(model, tokens)
+    with FlopCounterMode(display=False) as counter:
+        loss = trainable.reduced(tokens, tokens).mean()
+    loss.backward()
+    for group in trainable.reduced.bucket_groups + trainable.reduced.expert_parallel_bucket_groups:
+        group.start_grad_sync()
+        group.finish_grad_sync()
+    trainable.optimizer.step()
+    trainable.settle()
+    answer = {
+        "weights": _bytes(parameter.data for parameter in model.parameters()),
+        "gradients": _bytes(buffer.grad_data for buffer in _buffers(trainable)),
+        "optimizer": _optimizer_bytes(trainable, config),
+        "kept": kept,
+        "matmul_flops": counter.get_total_flops(),
+    }
+    world.shutdown()
+    return answer
+
+
+def _kept_for_backward(model: torch.nn.Module, tokens: torch.Tensor) -> int:
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    seen: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            seen.setdefault(x.untyped_storage().data_ptr(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(tokens, tokens)
+    del loss
+    return _bytes(seen.values())
+
+
+def _buffers(trainable: object) -> list:
+    return trainable.reduced.buffers + trainable.reduced.expert_parallel_buffers
+
+
+def _optimizer_bytes(trainable: object, config: RunConfig) -> int:
+    """Moments and fp32 copies: what the optimizer holds beside the weights and gradients."""
+    tensors = []
+    for part in getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer]):
+        for state in part.optimizer.state.values():
+            tensors += [x for x in state.values() if torch.is_tensor(x)]
+        for groups in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
+            tensors += [x for group in getattr(part, groups, []) for x in group if x is not None]
+    return _bytes(tensors)
+
+
+def _bytes(tensors: object) -> int:
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+def main() -> None:
+    patches.install()
+    found = {}
+    for name, (ranks, overrides) in cases().items():
+        found[name] = fork_ranks(ranks, partial(measure, overrides))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+import pytest
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.plan import flops, memory
+from megatron_blackmamba.plan.activations import Activations
+from tests.plan.memory_probe import cases
+from tests.runtime.ranks import run_script
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Name -> what each rank really held after a step."""
+    found = run_script("tests.plan.memory_probe")
+    errors = [rank for ranks in found.values() for rank in ranks if "error" in rank]
+    assert not errors, errors[0]
+    return {name: [rank["answer"] for rank in ranks] for name, ranks in found.items()}
+
+
+@pytest.mark.parametrize("name", cases())
+def test_weights_gradients_and_optimizer_are_predicted_to_the_byte(measured, name):
+    ranks, overrides = cases()[name]
+    config = load("tiny", overrides)
+    for rank, held in enumerate(measured[name]):
+        predicted = memory.state_of(config, ranks, rank)
+        assert predicted == memory.State(held["weights"], held["gradients"], held["optimizer"])
+
+
+@pytest.mark.parametrize("name", cases())
+def test_what_is_kept_for_the_backward_pass_is_predicted_within_15_percent(measured, name):
+    _, overrides = cases()[name]
+    config = load("tiny", overrides)
+    predicted = memory.kept(config, 0, config.training.recompute, "cpu") + Activations(config, "cpu").logits()
+    for held in measured[name]:
+        assert predicted == pytest.approx(held["kept"], rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["tiny_alone", "wide_alone", "deep_alone"])
+def test_flops_of_matrix_products_are_those_torch_counts(measured, name):
+    _, overrides = cases()[name]
+    config = load("tiny", overrides)
+    counted = {"mamba_projections", "router", "head"}  # torch's counter does not know grouped_mm
+    parts = flops.forward_by_part(config.model, config.data.sequence_length)
+    tokens = config.training.micro_batch * config.data.sequence_length
+    sinkhorn = config.model.pattern.count("E") * 2 * config.model.experts  # its column update is a matrix product too
+    assert tokens * (sinkhorn + sum(parts[part] for part in counted)) == measured[name][0]["matmul_flops"]
+
+
+def test_recomputation_keeps_less_and_the_order_is_none_experts_layers():
+    config = load("blackmamba_1.5b")
+    none, experts, layers = (memory.kept(config, 0, how, "cuda") for how in ("none", "experts", "layers"))
+    assert none > 1.5 * experts > 3 * layers
+
+
+def test_the_first_stage_holds_a_micro_batch_for_each_stage_behind_it():
+    config = load("blackmamba_2.8b", ["parallel.pipeline=4", "training.micro_batch=1"])
+    assert [memory.in_flight(config, 64, stage) for stage in range(4)] == [4, 3, 2, 1]
+    few = load("tiny", ["parallel.pipeline=4", "training.global_batch=2", "training.micro_batch=1"])
+    assert memory.in_flight(few, 4, 0) == 2  # no more than there are
+
+
+def test_the_last_stage_is_the_fullest_where_the_vocabulary_outweighs_the_layers():
+    config = load("tiny", ["parallel.pipeline=2", "model.vocab_size=65536", "training.micro_batch=1"])
+    full, rank = memory.fullest(config, 2)
+    assert rank == 1
+    assert full.logits > full.activations
+    assert full.total == sum(getattr(full, part) for part in vars(full))
+
+
+def test_experts_spread_over_more_ranks_take_less_of_each():
+    held = [memory.state_of(load("tiny", [f"parallel.expert={n}"]), 8, 0).weights for n in (1, 2, 4, 8)]
+    assert held == sorted(held, reverse=True)

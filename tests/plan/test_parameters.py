@@ -1,0 +1,82 @@
+import pytest
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.plan import flops, parameters
+
+
+@pytest.mark.parametrize(
+    ("run", "total", "forward"),
+    [("blackmamba_1.5b", 1_458_462_072, 343.69), ("blackmamba_2.8b", 2_783_213_584, 628.77)],
+)
+def test_the_papers_models_have_exactly_their_parameters(run, total, forward):
+    counted = parameters.count(load(run))
+    assert counted.total == total
+    assert round(counted.forward / 1e6, 2) == forward
+    assert sum(counted.by_kind.values()) == total
+
+
+def test_the_dense_baseline_has_no_idle_parameters():
+    counted = parameters.count(load(["blackmamba_1.5b", "model/mamba_343m"], ["parallel.expert=1"]))
+    assert counted.forward == counted.total
+    assert round(counted.total / 1e6, 1) == 344.3
+    assert set(counted.by_kind) == {"embedding", "norms", "mamba"}
+
+
+def test_every_kind_of_layer_is_counted_by_hand():
+    overrides = ['model.pattern="M*-E"', "model.mlp_hidden_size=96", "model.tie_embeddings=false"]
+    counted = parameters.count(load("tiny", overrides)).by_kind
+    D, I, N, R, K, V, E, F = 64, 128, 16, 4, 4, 512, 8, 128
+    assert counted == {
+        "embedding": V * D,
+        "mamba": D * 2 * I + I * (K + 1) + I * (R + 2 * N) + R * I + I + I * N + I + I * D,
+        "attention": 4 * D * D,
+        "mlp": 3 * D * 96,
+        "router": E * D + E,
+        "experts": 3 * D * F * E,
+        "norms": 4 * D + 2 * D,
+        "head": V * D,
+    }
+
+
+@pytest.mark.parametrize("run", ["blackmamba_1.5b", "blackmamba_2.8b"])
+def test_matrix_products_cost_two_flops_a_forward_weight(run):
+    config = load(run)
+    model, parts = config.model, flops.forward_by_part(config.model, 2048)
+    products = sum(parts[part] for part in ("mamba_projections", "convolution", "router", "experts", "head"))
+    vectors = (
+        model.pattern.count("M") * model.inner_size * (model.state_size + 3)
+    )  # A_log; D, and the biases of conv and dt
+    vectors += model.pattern.count("E") * model.experts + (model.layers + 2) * model.hidden_size
+    assert products == 2 * (parameters.count(config).forward - vectors)
+
+
+@pytest.mark.parametrize(
+    ("run", "gflop", "ours", "repaired", "printed", "table"),
+    [
+        ("blackmamba_1.5b", 2.07, 6.21e20, 6.21e20, 2.31e21, 6.4e20),
+        ("blackmamba_2.8b", 3.785, 1.135e21, 1.143e21, 4.52e21, 1.2e21),
+    ],
+)
+def test_flops_beside_the_papers(run, gflop, ours, repaired, printed, table):
+    config = load(run)
+    per_token = flops.training(config.model, 2048)
+    paper = flops.paper_formula(config.model, config.tokens_per_step)
+    assert per_token / 1e9 == pytest.approx(gflop, rel=1e-3)
+    assert per_token * 3e11 == pytest.approx(ours, rel=5e-3)
+    assert 3 * 3e11 * paper.repaired == pytest.approx(repaired, rel=5e-3)
+    assert 3 * 3e11 * paper.printed == pytest.approx(printed, rel=5e-3)
+    assert flops.published(config) == table
+    assert table == pytest.approx(3 * 3e11 * paper.repaired, rel=0.06)  # the repaired formulas explain the table
+
+
+def test_the_paper_has_no_formula_for_attention_and_no_figure_for_other_models():
+    config = load("tiny", ['model.pattern="*E"'])
+    assert flops.paper_formula(config.model, 2048) is None
+    assert flops.published(config) is None
+
+
+def test_recomputing_layers_repeats_all_but_the_head():
+    config = load("blackmamba_1.5b", ["training.recompute=layers"])
+    parts = flops.forward_by_part(config.model, 2048)
+    assert flops.recomputed(config) == sum(parts.values()) - parts["head"]
+    assert flops.recomputed(load("blackmamba_1.5b")) == 0

@@ -1,0 +1,193 @@
+import json
+
+import pytest
+import torch.distributed as dist
+import yaml
+from typer.testing import CliRunner
+
+from megatron_blackmamba.cli import app
+from megatron_blackmamba.config import ParallelConfig, load
+from megatron_blackmamba.model import build
+from megatron_blackmamba.plan import estimate, gpus, layouts, measured, memory, table, traffic
+from megatron_blackmamba.runtime import layout, world
+
+H100 = gpus.KNOWN["h100"]
+
+
+def plan(*arguments):
+    """What `blackmamba plan ... --json` prints, and the error it ends with."""
+    done = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    return json.loads(done.stdout), done.exception
+
+
+def test_the_papers_run_is_planned_on_the_nodes_it_was_made_for(monkeypatch):
+    monkeypatch.delenv("BLACKMAMBA_DATA", raising=False)
+    answer, error = plan("blackmamba_1.5b", "--nodes", "7")
+    assert error is None
+    assert answer["parameters"]["total"] == 1_458_462_072
+    assert answer["training"] == {
+        "steps": 145_322,
+        "tokens": 145_322 * 2_064_384,
+        "tokens_per_step": 2_064_384,
+        "warmup_steps": 1453,
+    }
+    epochs = {source["name"]: round(source["epochs"], 4) for source in answer["data"]["sources"]}
+    assert epochs["pile"] == 0.3246
+    assert epochs["pg19"] == 0.8115
+    assert "BLACKMAMBA_DATA" in answer["data"]["missing"]
+    assert answer["layout"]["works"]
+    assert answer["layout"]["fits"]
+    assert answer["layout"]["fitting_nodes"][:3] == [1, 3, 7]
+    parts = answer["memory_per_gpu_gib"]
+    assert parts["total"] < parts["available"]
+    assert set(answer["traffic_per_gpu_per_step"]) == {"expert", "data"}
+    assert answer["time"]["gpu_hours"] == pytest.approx(answer["time"]["days"] * 24 * 56)
+
+
+def test_the_larger_run_has_its_steps():
+    assert plan("blackmamba_2.8b")[0]["training"]["steps"] == 138_717
+
+
+@pytest.mark.parametrize("run", ["blackmamba_1.5b", "blackmamba_2.8b"])
+def test_eight_nodes_are_refused_and_every_suggestion_works_and_fits(run):
+    answer, error = plan(run, "--nodes", "8", "--suggest")
+    assert isinstance(error, layout.LayoutError)
+    assert not answer["layout"]["works"]
+    assert "memory_per_gpu_gib" not in answer
+    assert len(answer["layout"]["suggestions"]) == 5
+    for suggestion in answer["layout"]["suggestions"]:
+        config = load(run, suggestion["overrides"].split())
+        layout.check(config, 64)
+        assert memory.fullest(config, 64)[0].total < H100.memory_gib * memory.GIB
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (48, []),
+        (64, ["parallel.tensor=2", "training.micro_batch=1"]),
+        (64, ["parallel.pipeline=2", "training.micro_batch=1"]),
+    ],
+)
+def test_every_rank_of_the_larger_run_builds_on_this_machine(ranks, overrides):
+    config = load("blackmamba_2.8b", overrides)
+    layout.check(config, ranks)
+    names, experts_held = set(), set()
+    for rank in range(ranks):
+        with world.fake(config.parallel, ranks, rank) as us:
+            model = build(config, us)
+            assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+            names |= {name for name, _ in model.named_parameters()}
+            experts_held.add((us.pipeline_rank, us.expert_rank))
+    assert {int(name.split(".")[2]) for name in names if ".layers." in name} == set(range(36))
+    assert len(experts_held) == 8 * config.parallel.pipeline
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["parallel.tensor=3", "data.sequence_length=2049"], "cannot be divided by parallel.tensor=3"),
+        (["parallel.pipeline=64"], "36 layers cannot fill parallel.pipeline=64"),
+        (["training.micro_batch=16", "parallel.tensor=2"], "does not divide the 33 sequences"),
+    ],
+)
+def test_broken_layouts_are_refused_with_the_reason(overrides, reason):
+    made = estimate.make_plan(load("blackmamba_2.8b", overrides), nodes=8, gpu=H100)
+    assert any(reason in why for why in made.placed.refused)
+    assert not made.placed.fits
+    assert "What works:" in table.refusal(made.placed)
+
+
+def test_a_gpu_too_small_is_said_to_be_and_recomputation_suggested(tmp_path):
+    small = tmp_path / "small.yaml"
+    small.write_text(yaml.safe_dump(H100.model_dump() | {"name": "small", "memory_gib": 2.62}))
+    long = ["tiny", "data.sequence_length=2048"]
+    answer, _ = plan(*long, "--nodes", "1", "--gpus-per-node", "1", "--gpu", str(small), "--suggest")
+    assert answer["layout"]["works"]
+    assert not answer["layout"]["fits"]
+    assert [s["recompute"] for s in answer["layout"]["suggestions"]] == ["layers"]
+
+
+def test_a_gpu_nobody_knows_is_refused_with_those_known(tmp_path):
+    with pytest.raises(gpus.GpuError, match=r"h100, h200, a100.*memory_gib"):
+        gpus.find("h900")
+    wrong = tmp_path / "gpu.yaml"
+    wrong.write_text("name: mine\nmemory: 80\n")
+    with pytest.raises(gpus.GpuError, match="memory_gib: Field required"):
+        gpus.find(str(wrong))
+
+
+def test_the_mfu_is_a_number_or_what_a_run_measured(tmp_path):
+    assert measured.mfu("0.4") == 0.4
+    with pytest.raises(measured.MfuError, match="between 0 and 1"):
+        measured.mfu("40")
+    with pytest.raises(measured.MfuError, match="has no metrics"):
+        measured.mfu(str(tmp_path))
+    lines = [json.dumps({"step": step, "mfu": 0.1 * step}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert measured.mfu(str(tmp_path)) == pytest.approx(0.2)
+
+
+def test_twice_the_mfu_takes_half_the_time():
+    config = load("blackmamba_1.5b")
+    slow, fast = (estimate.make_plan(config, nodes=7, gpu=H100, mfu=mfu).placed for mfu in (0.2, 0.4))
+    assert slow.seconds_per_step == pytest.approx(2 * fast.seconds_per_step)
+    exact = 2_064_384 * 2.070033408e9 / (56 * 989e12 * 0.2)
+    assert slow.seconds_per_step == pytest.approx(exact)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tensor=2, expert=8),
+        ParallelConfig(tensor=2, pipeline=2, expert=4, expert_tensor=2),
+        ParallelConfig(pipeline=4, expert=8),
+        ParallelConfig(tensor=4, expert=2),
+    ],
+)
+def test_links_are_those_that_megatrons_groups_cross(parallel):
+    nodes, size = 8, 64
+    axes = {
+        "tp": (1, parallel.tensor),
+        "ep": (parallel.expert_tensor, parallel.expert),
+        "pp": (size // parallel.pipeline, parallel.pipeline),
+        "dp": (parallel.tensor, size // parallel.tensor // parallel.pipeline),
+    }
+    inside = dict.fromkeys(axes, True)
+    for rank in range(size):
+        with world.fake(parallel, size, rank) as us:
+            for name in axes:
+                members = dist.get_process_group_ranks(getattr(us.groups, name))
+                inside[name] &= len({member // nodes for member in members}) == 1
+    assert {name: traffic._inside_nodes(*axis, size, nodes) for name, axis in axes.items()} == inside
+
+
+def test_experts_traffic_by_hand():
+    config = load("blackmamba_1.5b")
+    flows = traffic.flows(config, 56, 8, H100, memory.State(weights=2_000, gradients=4_000, optimizer=0))
+    each_way = 15 * 6 * 2048 * (1152 * 2 + 4) * 7 / 8  # 15 layers, a micro-batch of 6 × 2,048 tokens, 7 of 8 elsewhere
+    assert flows["expert"].gigabytes == pytest.approx(3 * 4 * each_way / 1e9)  # 3 micro-batches; there and back, twice
+    assert flows["expert"].link == "nvlink"
+    assert flows["data"].gigabytes == pytest.approx(6_000 * 55 / 56 / 1e9)
+    assert flows["data"].link == "network"
+
+
+def test_suggestions_come_fastest_first_and_say_what_to_write():
+    config = load("blackmamba_2.8b")
+    found = layouts.suggest(config, 48, 8, H100, 0.2, count=4)
+    assert [c.seconds_per_step for c in found] == sorted(c.seconds_per_step for c in found)
+    for candidate in found:
+        changed = load(
+            "blackmamba_2.8b", [] if "(" in candidate.overrides(config) else candidate.overrides(config).split()
+        )
+        assert changed.parallel == candidate.layout.parallel
+        assert changed.training.micro_batch == candidate.layout.micro_batch
+
+
+def test_the_table_tells_what_the_json_tells(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    done = CliRunner().invoke(app, ["plan", "blackmamba_2.8b", "--nodes", "6"])
+    assert done.exit_code == 0, done.output
+    for expected in ("2,783,213,584", "628,770,832", "138,717", "1.2e+21", "6 × 8 H100", "fits", "GPU-hours", "pes2o"):
+        assert expected in done.output

@@ -1,0 +1,46 @@
+"""A corpus tokenized by an array of jobs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import REPOSITORY
+
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+
+
+def write_corpus(folder: Path, files: int = 5) -> list[Path]:
+    paths = [folder / f"part_{i}.jsonl" for i in range(files)]
+    for i, path in enumerate(paths):
+        lines = (
+            json.dumps({"text": f"document {j} of file {i}: " + "the quick brown fox " * (j % 7)}) for j in range(40)
+        )
+        path.write_text("\n".join(lines) + "\n")
+    return paths
+
+
+def test_an_array_of_jobs_makes_the_shards_that_one_machine_would_make(slurm, tmp_path):
+    corpus = write_corpus(tmp_path)
+    tool = [sys.executable, "-m", "data_tools.tokenization", *map(str, corpus), "--shard-size", "1KB"]
+    alone = tmp_path / "alone"
+    slurm.run(*tool[:-2], alone, "--train-tokenizer", "300", *tool[-2:], cwd=REPOSITORY)
+    together = tmp_path / "together"
+    job = slurm.submit(
+        *("--array=3-5", "--cpus-per-task=2", "--mem=1G", f"--output={tmp_path}/%a.log"),
+        *(REPOSITORY / "scripts/slurm/tokenize_array.sbatch", *corpus, together),
+        *("--tokenizer", alone / "tokenizer.json", "--shard-size", "1KB"),
+        cwd=REPOSITORY,
+        PYTHON=sys.executable,
+    )
+    for task in (3, 4, 5):
+        shown = slurm.wait(f"{job}_{task}", tmp_path / f"{task}.log")
+        assert shown["JobState"] == "COMPLETED", (tmp_path / f"{task}.log").read_text()
+        assert "share" in (tmp_path / f"{task}.log").read_text()
+
+    def shards(folder: Path) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".idx")}
+
+    assert len(shards(alone)) == 2 * len(corpus)
+    assert shards(together) == shards(alone)

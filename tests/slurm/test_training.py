@@ -1,0 +1,147 @@
+"""Training under Slurm: real jobs of two nodes with the tiny model, started as a user starts them."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_blackmamba.formats.run_folder import RunFolder
+from tests.slurm.conftest import REPOSITORY
+
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+TWO_CPU_NODES = ("--nodes", "2", "--gpus-per-node", "0", "--cpus-per-process", "1", "--time", "10", "--json")
+SCRIPTS = REPOSITORY / "scripts/slurm"
+
+
+def losses(run: RunFolder) -> dict[int, float]:
+    """Loss of every step so far; a step written twice would be a step trained twice."""
+    if not run.metrics.exists():
+        return {}
+    complete = run.metrics.read_text().rpartition("\n")[0].splitlines()
+    steps = [json.loads(line) for line in complete]
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    return {step["step"]: step["loss"] for step in steps}
+
+
+def launch(blackmamba, *arguments: str) -> tuple[RunFolder, list[str]]:
+    answer = json.loads(blackmamba("launch", *arguments, *TWO_CPU_NODES).stdout)
+    return RunFolder(Path(answer["run"])), answer["jobs"]
+
+
+def submit_pretraining(slurm, log: Path, run: Path, *config: str, time=("--time=10",), gpus: str = "0") -> str:
+    """The shipped script on two nodes, with another config in place of its own."""
+    return slurm.submit(
+        *("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", f"--output={log}", *time),
+        *(SCRIPTS / "pretrain_1.5b.sbatch", "tiny", *config),
+        cwd=REPOSITORY,
+        PYTHON=sys.executable,
+        RUN_FOLDER=str(run),
+        GPUS_PER_NODE=gpus,
+    )
+
+
+def log_of(run: RunFolder, job: str) -> Path:
+    return run.logs / f"{job}.log"
+
+
+def test_a_chain_goes_on_where_its_first_job_stopped_and_ends_in_an_export(slurm, blackmamba, tmp_path):
+    run, (first, second) = launch(blackmamba, "tiny", "training.stop_after_steps=60", "--chain", "2")
+    export = slurm.submit(
+        *(f"--dependency=afterok:{second}", "--kill-on-invalid-dep=yes", "--cpus-per-task=2", "--mem=4G"),
+        *(f"--output={tmp_path}/export.log", SCRIPTS / "convert.sbatch", "hf", run.root, tmp_path / "export"),
+        cwd=REPOSITORY,
+        PYTHON=sys.executable,
+    )
+    slurm.wait(first, log_of(run, first), until=lambda _: len(losses(run)) >= 5)
+    slurm.run("scancel", "--batch", "--signal=USR1", first)  # what --signal=B:USR1@... sends, now
+    ended = slurm.wait(first, log_of(run, first))
+    assert ended["ExitCode"] == "75:0", log_of(run, first).read_text()
+    stopped_at = len(losses(run))
+    assert 5 <= stopped_at < 60
+
+    assert slurm.wait(second, log_of(run, second))["JobState"] == "COMPLETED", log_of(run, second).read_text()
+    assert len(losses(run)) == 60
+    assert run.done.exists()
+    for job in (first, second):
+        assert {file.name for file in (run.logs / job).glob("rank-*")} == {"rank-0.log", "rank-1.log"}
+        assert "head node1" in log_of(run, job).read_text()
+
+    exported = slurm.wait(export, tmp_path / "export.log")
+    assert exported["JobState"] == "COMPLETED", (tmp_path / "export.log").read_text()
+    assert json.loads((tmp_path / "export/config.json").read_text())["auto_map"]
+
+
+def test_a_time_limit_is_survived_with_the_losses_of_an_uninterrupted_run(slurm, blackmamba, tmp_path):
+    config = ("parallel.expert=2", "training.tokens=1e9", "training.global_batch=64")
+    run, log = RunFolder(tmp_path / "slurm"), tmp_path / "job.log"
+    # Slurm looks every 30 s: the warning comes 30 to 60 s after the start.
+    job = submit_pretraining(slurm, log, run.root, *config, time=("--time=3", "--signal=B:USR1@120"))
+    slurm.wait(job, log, until=lambda shown: shown["Restarts"] == "1")
+    boundary = len(losses(run))
+    assert boundary > 0, log.read_text()
+    assert "the time limit is near" in log.read_text()
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")  # one interruption is enough
+
+    slurm.wait(job, log, until=lambda _: len(losses(run)) >= boundary + 3)
+    slurm.run("scancel", job)
+    assert slurm.wait(job, log)["JobState"] == "CANCELLED"
+    assert slurm.show(job)["Restarts"] == "1"  # cancelled is cancelled
+    saved = len(losses(run))
+    assert run.checkpoint(saved).is_dir(), "scancel lets the run save what it has"
+
+    reference = (*config, f"training.stop_after_steps={boundary + 3}", "name=reference", f"folder={tmp_path}")
+    blackmamba("train", "blackmamba_1.5b", "tiny", *reference, "--nproc", "2")
+    uninterrupted = losses(RunFolder(tmp_path / "reference"))
+    assert {step: losses(run)[step] for step in uninterrupted} == uninterrupted
+
+
+def test_a_run_goes_on_without_a_bad_node_and_after_a_rank_has_died(slurm, blackmamba):
+    if not slurm.namespaces or os.geteuid() != 0:
+        pytest.skip("only root can make one node differ from the others")
+    slurm.set_node("node1", "drain")  # so that the job must take node3
+    try:
+        with slurm.cramped("node3"):
+            run, (job,) = launch(blackmamba, "tiny", "training.stop_after_steps=40", "checkpoint.every=5")
+            log = log_of(run, job)
+            slurm.wait(job, log, until=lambda shown: shown["ExcNodeList"] == "node3")
+    finally:
+        slurm.set_node("node1", "resume")
+    assert "shared memory" in log.read_text()  # why node3 was left out
+
+    slurm.wait(job, log, until=lambda _: run.latest.exists())
+    for pid in slurm.processes(SLURM_JOB_ID=job, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2"):
+        os.kill(pid, signal.SIGKILL)
+    ended = slurm.wait(job, log)
+    assert (ended["JobState"], ended["NodeList"]) == ("COMPLETED", "node[1-2]"), log.read_text()
+    assert ended["Restarts"] == "2"
+    assert len(losses(run)) == 40
+
+
+def test_a_training_that_fails_is_not_started_again(slurm, blackmamba, tmp_path):
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    (tmp_path / "runs/tiny/requeue").touch()  # left by an earlier job
+    run, (job,) = launch(blackmamba, "tiny", f"init.from={tmp_path}/nowhere")
+    ended = slurm.wait(job, log_of(run, job))
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), log_of(run, job).read_text()
+    assert "nowhere" in log_of(run, job).read_text()  # the reason, without looking into the ranks' logs
+
+
+def test_a_job_that_the_plan_refuses_trains_nothing(slurm, tmp_path):
+    log, run = tmp_path / "job.log", tmp_path / "run"
+    job = submit_pretraining(slurm, log, run, "parallel.expert=1", "training.global_batch=9", "training.micro_batch=1")
+    ended = slurm.wait(job, log)
+    assert ended["ExitCode"] == "2:0", log.read_text()
+    assert "nothing was started" in log.read_text()
+    assert not RunFolder(run).checkpoints.exists()
+
+
+def test_when_every_node_fails_its_preflight_none_is_blamed(slurm, tmp_path):
+    log, run = tmp_path / "job.log", tmp_path / "run"
+    job = submit_pretraining(slurm, log, run, "parallel.expert=2", gpus="1")  # and there is none
+    ended = slurm.wait(job, log)
+    assert (ended["JobState"], ended["Restarts"], ended["ExcNodeList"]) == ("FAILED", "0", "(null)")
+    assert "it is not the nodes" in log.read_text()
+    assert "0, 1 expected" in log.read_text()
