@@ -1,0 +1,254 @@
+"""The stages of the quickstart, each through a room's public functions; each leaves files by which it is skipped."""
+
+import json
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.quickstart.corpus import SOURCES, gather
+
+VOCABULARY = 4096
+NAME = "quickstart"
+SPEED_STEPS = 8
+PROMPTS = ("def __init__(self", "The Python language", "Permission is hereby granted")
+
+
+class QuickstartError(ValueError):
+    """A stage that cannot go on; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """Where everything lies, and how long training may take."""
+
+    folder: Path
+    minutes: float
+    processes: int
+
+    @property
+    def run(self) -> RunFolder:
+        return RunFolder(self.folder / NAME)
+
+    @property
+    def corpus(self) -> Path:
+        return self.folder / "corpus"
+
+    @property
+    def tokens(self) -> Path:
+        return self.folder / "tokens"
+
+    @property
+    def mixture(self) -> Path:
+        return self.folder / "mixture.yaml"
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "run.yaml"
+
+    @property
+    def export(self) -> Path:
+        return self.folder / "huggingface"
+
+    def composed(self) -> RunConfig:
+        return load(self.config)
+
+
+@dataclass(frozen=True)
+class Stage:
+    title: str
+    command: Callable[[Quickstart], str]
+    """What a user would type for it."""
+    work: Callable[[Quickstart], str]
+    """Does it, or finds it done; returns what there is to say."""
+
+
+def collect(q: Quickstart) -> str:
+    record = q.corpus / "counts.json"
+    if not record.is_file():
+        atomic.write_json(record, gather(q.corpus))
+    counts = json.loads(record.read_bytes())
+    return "\n".join(f"{s.what}: {counts[s.name][0]:,} documents, {counts[s.name][1] / 1e6:.1f} MB" for s in SOURCES)
+
+
+def tokenize(q: Quickstart) -> str:
+    from data_tools.bpe import train_or_reuse
+    from data_tools.readers import ReadOptions
+    from data_tools.rejects import Tolerance
+    from data_tools.sources import find_sources
+    from data_tools.tokenization import TokenizeOptions
+    from data_tools.tokenization import tokenize as make_shards
+
+    inputs = find_sources([str(q.corpus / source.name / "train.jsonl") for source in SOURCES], None, None).sources
+    read = ReadOptions(fields=("text",))
+    tokenizer = train_or_reuse(inputs, q.tokens, read, Tolerance.parse("0"), VOCABULARY, train_bytes=1 << 30)
+    documents = tokens = 0
+    for source in SOURCES:
+        for part in ("train", "held_out"):
+            options = TokenizeOptions(tokenizer=str(tokenizer), quiet=True)
+            made = make_shards([q.corpus / source.name / f"{part}.jsonl"], q.tokens / source.name / part, options)
+            documents, tokens = documents + made.documents, tokens + made.tokens
+    return f"a byte-level BPE of {VOCABULARY:,} tokens; {documents:,} documents are {tokens:,} tokens, none lost"
+
+
+def mix(q: Quickstart) -> str:
+    from data_tools.mixture import plan_mixture, verify_mixture
+    from megatron_blackmamba.formats.mixture import Mixture
+
+    if not q.mixture.is_file():
+        sources = [
+            {
+                "name": source.name,
+                "shards": f"tokens/{source.name}/train",
+                "validation": f"tokens/{source.name}/held_out",
+                "weight": source.weight,
+            }
+            for source in SOURCES
+        ]
+        atomic.write_text(q.mixture, yaml.safe_dump({"sources": sources}, sort_keys=False))
+    mixture = Mixture.read(str(q.mixture))
+    planned = plan_mixture(mixture)
+    shares = ", ".join(f"{s.name} {s.probability:.1%}" for s in planned.sources)
+    return "\n".join([shares, *verify_mixture(mixture)])
+
+
+def measure(q: Quickstart) -> str:
+    """Time a few steps, and size the run so that training takes the minutes it may."""
+    if not q.config.is_file():
+        settings = {
+            "include": [os.path.relpath(_shipped("run/quickstart"), q.folder)],
+            "name": NAME,
+            "folder": str(q.folder.resolve()),
+            "parallel": {"expert": q.processes},
+            "data": {"kind": "mixture", "mixture": str(q.mixture.resolve())},
+        }
+        trial = q.folder / "trial.yaml"
+        atomic.write_text(trial, yaml.safe_dump(settings, sort_keys=False))
+        quiet = [
+            f"training.stop_after_steps={SPEED_STEPS}",
+            "name=trial",
+            "checkpoint.every=0",
+            "logging.tensorboard=false",
+        ]
+        _train(load([trial], quiet), [str(trial), *quiet], q.processes, silent=True)
+        lines = RunFolder(q.folder / "trial").metrics.read_text().splitlines()
+        seconds = statistics.median(json.loads(line)["step_seconds"] for line in lines[2:])
+        run = load([trial])
+        steps = max(20, round(60 * q.minutes / seconds))
+        settings["training"] = {"tokens": steps * run.tokens_per_step}
+        atomic.write_text(q.config, yaml.safe_dump(settings, sort_keys=False))
+    run = q.composed()
+    return f"{run.steps:,} steps of {run.tokens_per_step:,} tokens fit into {q.minutes:g} minutes on {_processes(q)}"
+
+
+def train(q: Quickstart) -> str:
+    if not q.run.done.is_file():
+        code = _train(q.composed(), [str(q.config)], q.processes)
+        if code:
+            raise QuickstartError(
+                "training was stopped and has saved; run the same command again to go on"
+                if code == 75
+                else f"training ended with code {code}; its log is {q.run.log}"
+            )
+    records = [json.loads(line) for line in q.run.metrics.read_text().splitlines()]
+    last = records[-1]
+    held_out: dict[str, float] = next((r["validation_loss"] for r in reversed(records) if r.get("validation_loss")), {})
+    losses = ", ".join(f"{name} {loss:.2f}" for name, loss in held_out.items())
+    return (
+        f"{last['consumed_tokens']:,} tokens, loss {last['loss']:.2f}; on held-out documents: {losses or 'too early'}"
+    )
+
+
+def export(q: Quickstart) -> str:
+    from megatron_blackmamba.interchange.convert import to_hf
+    from megatron_blackmamba.interchange.open import open_model
+
+    record = q.folder / "parity.json"
+    if not (q.export.is_dir() and record.is_file()):
+        compared = to_hf(open_model(q.run.root), q.export)
+        atomic.write_text(record, json.dumps(str(compared)))
+    return json.loads(record.read_bytes())
+
+
+def sample(q: Quickstart) -> str:
+    record = q.folder / "samples.json"
+    if not record.is_file():
+        from megatron_blackmamba.inference import Sampling, load
+
+        model = load(q.export)
+        sampling = Sampling(temperature=0.7, top_p=0.9, seed=1)
+        texts = {p: model.generate(p, max_new_tokens=90, sampling=sampling) for p in PROMPTS}
+        atomic.write_json(record, texts)
+    texts = json.loads(record.read_bytes())
+    return "\n\n".join(f"{prompt}⟩{text}" for prompt, text in texts.items())
+
+
+def report(q: Quickstart) -> str:
+    from megatron_blackmamba.report import write_report
+
+    path = write_report(q.run.root, samples=json.loads((q.folder / "samples.json").read_bytes()))
+    return f"open {path} in a browser"
+
+
+STAGES = (
+    Stage("Gather text from this machine", lambda q: f"ls {q.corpus}", collect),
+    Stage(
+        "Train a tokenizer, make token shards",
+        lambda q: (
+            f"blackmamba data tokenize {q.corpus}/code/train.jsonl {q.tokens}/code/train"
+            f" --tokenizer {q.tokens}/tokenizer.json"
+        ),
+        tokenize,
+    ),
+    Stage("Mix the sources by weight", lambda q: f"blackmamba data mixture {q.mixture}", mix),
+    Stage("Measure this machine", lambda q: f"blackmamba plan {q.config}", measure),
+    Stage("Train", lambda q: f"blackmamba train {q.config} --nproc {q.processes}", train),
+    Stage("Export to Hugging Face", lambda q: f"blackmamba export hf {q.run.root} {q.export}", export),
+    Stage(
+        "Write",
+        lambda q: f"blackmamba generate {q.export} --prompt '{PROMPTS[0]}'",
+        sample,
+    ),
+    Stage("Report", lambda q: f"blackmamba report {q.run.root}", report),
+)
+
+
+def _train(run: RunConfig, arguments: list[str], processes: int, silent: bool = False) -> int:
+    from megatron_blackmamba.training.launcher import launch_training
+
+    if not silent:
+        return launch_training(run, arguments, processes)
+    with _muted():
+        code = launch_training(run, arguments, processes)
+    if code:
+        raise QuickstartError(f"a first try at training ended with code {code}; see {run.folder}/{run.name}/log.txt")
+    return code
+
+
+class _muted:
+    """This process and its children write to nowhere."""
+
+    def __enter__(self) -> None:
+        self.kept, self.nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(self.nowhere, 1)
+
+    def __exit__(self, *_: object) -> None:
+        os.dup2(self.kept, 1)
+        os.close(self.kept)
+        os.close(self.nowhere)
+
+
+def _shipped(name: str) -> Path:
+    from megatron_blackmamba.config import find
+
+    return find(name).resolve()
+
+
+def _processes(q: Quickstart) -> str:
+    return "one process" if q.processes == 1 else f"{q.processes} processes that share the experts"

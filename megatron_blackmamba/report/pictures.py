@@ -1,0 +1,74 @@
+"""The report's main charts as PNG files, for slides and for a README."""
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_blackmamba.report.history import History, thin
+
+
+def write_pictures(history: History, folder: Path) -> list[Path]:
+    """loss.png, experts.png and mixture.png, those there is something to show in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawers = {"loss": _loss, "experts": _experts, "mixture": _mixture}
+    return [path for name, draw in drawers.items() if (path := _draw(history, folder / f"{name}.png", draw))]
+
+
+def _draw(history: History, path: Path, draw) -> Path | None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=150, layout="constrained")
+    try:
+        axes.spines[["top", "right"]].set_visible(False)
+        if not draw(history, axes):
+            return None
+        figure.savefig(path)
+        return path
+    finally:
+        pyplot.close(figure)
+
+
+def _loss(history: History, axes) -> bool:
+    thinned = thin(history.step, history.columns["loss"])
+    axes.plot(thinned.x, thinned.mean, linewidth=1.6, label="training, all sources")
+    axes.fill_between(thinned.x, thinned.low, thinned.high, alpha=0.15)
+    for name, points in history.validation.items():
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, marker="o", markersize=3, linewidth=1, label=f"{name}, held out")
+    axes.set(xlabel="step", ylabel="loss", title=f"{history.name}: loss")
+    axes.legend(frameon=False)
+    return True
+
+
+def _experts(history: History, axes) -> bool:
+    if not history.router:
+        return False
+    step, load = history.router[-1]
+    layers = list(load)
+    shares = np.array([load[layer]["shares"] for layer in layers])
+    left = np.zeros(len(layers))
+    for expert in range(shares.shape[1]):
+        axes.barh(layers, shares[:, expert], left=left, height=0.8)
+        left += shares[:, expert]
+    for expert in range(1, shares.shape[1]):
+        axes.axvline(expert / shares.shape[1], color="white", linewidth=1, linestyle=":")
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1), xlabel="share of the tokens", title=f"{history.name}: tokens by expert at step {step:,}")
+    return True
+
+
+def _mixture(history: History, axes) -> bool:
+    achieved, planned = history.achieved, history.planned
+    if not achieved:
+        return False
+    places = np.arange(len(achieved))
+    axes.barh(places - 0.2, [planned.get(name, 0.0) for name in achieved], height=0.38, label="planned")
+    axes.barh(places + 0.2, list(achieved.values()), height=0.38, label="achieved")
+    axes.set_yticks(places, list(achieved))
+    axes.invert_yaxis()
+    axes.set(xlabel="share of the samples", title=f"{history.name}: mixture")
+    axes.legend(frameon=False)
+    return True

@@ -1,0 +1,76 @@
+"""The whole way on this machine, interrupted once, as a newcomer would."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_blackmamba.quickstart.corpus import SOURCES, gather
+
+pytestmark = pytest.mark.xdist_group("quickstart")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quickstart")
+    return folder, [
+        sys.executable,
+        "-m",
+        "megatron_blackmamba",
+        "quickstart",
+        "--minutes",
+        "0.1",
+        "--folder",
+        str(folder),
+    ]
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "100"}
+
+
+def test_it_can_be_interrupted_and_goes_on_to_the_end(command):
+    folder, words = command
+    first = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 300
+    steps = folder / "quickstart" / "metrics.jsonl"
+    while time.monotonic() < deadline and not (steps.is_file() and steps.stat().st_size) and first.poll() is None:
+        time.sleep(0.2)
+    first.send_signal(signal.SIGINT)
+    said, _ = first.communicate(timeout=120)
+    assert first.returncode != 0, said
+    assert "run the same command again" in said, said
+    taken = len(steps.read_text().splitlines())
+
+    second = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=400)
+    assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
+    assert f"resumes after step {taken}" in (folder / "quickstart" / "log.txt").read_text()
+    for promised in ("documents are", "of its weights at every prefix", "top-1 agreement", "in a browser"):
+        assert promised in second.stdout
+    samples = json.loads((folder / "samples.json").read_bytes())
+    assert all(samples.values())
+    page = (folder / "quickstart" / "report.html").read_text()
+    assert "<h2>Samples</h2>" in page
+    assert {s.name for s in SOURCES} <= set(json.loads(steps.read_text().splitlines()[-1])["source_samples"])
+
+
+def test_a_third_call_finds_everything_done(command):
+    _, words = command
+    third = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120)
+    assert third.returncode == 0
+    assert "Done in" in third.stdout
+
+
+def test_this_machine_has_text_of_four_kinds_and_no_document_is_in_both_parts(tmp_path):
+    counts = gather(tmp_path)
+    assert all(documents > 20 and size > 50_000 for documents, size in counts.values())
+    for source in SOURCES:
+        parts = [
+            set((tmp_path / source.name / f"{part}.jsonl").read_text().splitlines()) for part in ("train", "held_out")
+        ]
+        assert parts[0].isdisjoint(parts[1])
+        assert sum(map(len, parts)) == counts[source.name][0]

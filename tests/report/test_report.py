@@ -1,0 +1,196 @@
+"""The page of a run: honest about what it leaves out, small, and drawn in a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_blackmamba.config import load, to_yaml
+from megatron_blackmamba.report import ReportError, write_report
+from megatron_blackmamba.report.charts import short, ticks
+from megatron_blackmamba.report.history import read_history, thin
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+]
+SOURCES = ["code", "<script>alert(1)</script>", "prose"]
+
+
+def record(step, sources=SOURCES):
+    random = np.random.default_rng(step)
+    share = random.dirichlet(np.full(8, 50)).tolist()
+    content = {
+        "step": step,
+        "consumed_samples": 16 * step,
+        "consumed_tokens": 16 * 128 * step,
+        "loss": 6 / step**0.2 + 0.05 * float(random.standard_normal()),
+        "grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "tokens_per_second": 1e5,
+        "step_seconds": 0.02,
+        "skipped": False,
+        "source_loss": {name: 6 / step**0.2 + i for i, name in enumerate(sources)},
+        "source_samples": {name: (16 * step + 2 - i) // len(sources) for i, name in enumerate(sources)},
+        "memory_bytes": 10**9,
+    }
+    if step % 10 == 0:
+        load_of = {"max_over_mean": 8 * max(share), "shares": share}
+        content["router_load"] = {"layer_1": load_of, "layer_3": load_of}
+    if step % 50 == 0:
+        content["validation_loss"] = {name: 6 / step**0.2 + i for i, name in enumerate(sources)}
+    return content
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def made(steps, records=None, log=""):
+        run = tmp_path / "a run"
+        run.mkdir(exist_ok=True)
+        (run / "config.yaml").write_text(to_yaml(load("tiny", [f"training.tokens={16 * 128 * steps}"])))
+        lines = (json.dumps(r) + "\n" for r in (records if records is not None else map(record, range(1, steps + 1))))
+        (run / "metrics.jsonl").write_text("".join(lines))
+        shares = {name: f"1/{len(SOURCES)}" for name in SOURCES}
+        (run / "data_plan.json").write_text(json.dumps({"phases": [{"from_sample": 0, "shares": shares}]}))
+        (run / "log.txt").write_text(log)
+        return run
+
+    return made
+
+
+@pytest.fixture
+def page(make_run):
+    records = [record(step) for step in range(1, 201)]
+    records[69] |= {"loss": None, "grad_norm": None, "skipped": True, "note": "the loss is nan"}
+    log = "2026-01-01 00:00:00  resumes after step 120, at sample 1920\n"
+    run = make_run(400, records, log)
+    return write_report(run, samples={"def f(<b>": "x & y): return '<i>'"})
+
+
+def test_everything_a_reader_asks_for_is_there(page):
+    text = page.read_text()
+    for title in ("Loss by source", "Share of the samples", "Busiest expert over the mean", "Layer 1, over training"):
+        assert title in text
+    assert "200 of 400" in text
+    assert "step 70: skipped, the loss is nan" in text
+    assert "restarted after step 120" in text
+    assert "to go" in text
+    assert "no source is further than 0.67 samples from its plan" in text
+
+
+def test_the_page_needs_nothing_from_outside_and_trusts_no_text(page):
+    text = page.read_text()
+    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "<b>def f(&lt;b&gt;</b>x &amp; y): return &#x27;&lt;i&gt;&#x27;" in text
+
+
+def test_samples_stay_with_the_run(page):
+    again = write_report(page.parent)
+    assert "def f(&lt;b&gt;" in again.read_text()
+
+
+def test_a_run_of_150_000_steps_fits_into_5_mb(make_run):
+    base = [json.dumps(record(step)) for step in range(1, 101)]
+    run = make_run(150_000, [])
+    with open(run / "metrics.jsonl", "w") as file:
+        for step in range(1, 150_001):
+            file.write(base[step % 100].replace('"step": ', f'"step": {step}, "was": ', 1) + "\n")
+    assert write_report(run).stat().st_size < 5e6
+
+
+def test_a_line_still_being_written_is_left_for_later(make_run):
+    run = make_run(30)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 31, "loss": 2.')
+    assert read_history(run).last["step"] == 30
+
+
+def test_what_cannot_be_reported_on_is_explained(make_run, tmp_path):
+    with pytest.raises(ReportError, match="not a run"):
+        write_report(tmp_path / "nothing")
+    with pytest.raises(ReportError, match="come back"):
+        write_report(make_run(10, []))
+
+
+def test_thinning_keeps_the_extremes_and_the_mean():
+    y = np.sin(np.arange(100_000) / 500)
+    y[54_321] = 9.0
+    y[7] = np.nan
+    thinned = thin(np.arange(100_000), y, points=300)
+    assert len(thinned.x) == 300
+    assert thinned.high.max() == 9.0
+    assert thinned.low.min() < -0.999
+    weights = np.diff(np.append(np.linspace(0, 99_999, 300, endpoint=False).astype(int), 99_999))
+    assert np.average(thinned.mean, weights=weights) == pytest.approx(np.nanmean(y))
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (2.31, 2.34), (0, 145_322), (1e-5, 2e-4)])
+def test_axes_have_a_few_round_ticks_inside(low, high):
+    values = ticks(low, high)
+    assert 2 <= len(values) <= 9
+    assert all(low - 1e-9 <= value <= high * (1 + 1e-9) for value in values)
+
+
+def test_large_and_small_numbers_are_short():
+    assert [short(v) for v in (300e9, 145_322, 0.5, 2e-5)] == ["300B", "145k", "0.5", "2e-5"]
+
+
+def test_pictures_are_written_for_slides(make_run, tmp_path):
+    write_report(make_run(60), pictures=tmp_path / "png")
+    assert sorted(p.name for p in (tmp_path / "png").iterdir()) == ["experts.png", "loss.png", "mixture.png"]
+
+
+def browse(page, tmp_path, width, probe):
+    """Load the page in a real browser with a probe appended; returns what the probe wrote, and the console's errors."""
+    probed = tmp_path / "probed.html"
+    script = (
+        f"<pre id=probe></pre><script>document.getElementById('probe').textContent=JSON.stringify({probe})</script>"
+    )
+    probed.write_text(page.read_text() + script)
+    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path}/profile", f"--window-size={width},900"]
+    command += [
+        "--enable-logging=stderr",
+        "--log-level=0",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        f"file://{probed}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, done.stderr[-2000:]
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "ERROR" in line.upper()]
+    return json.loads(found[1].replace("&quot;", '"').replace("&gt;", ">").replace("&amp;", "&")), console
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+def test_in_a_browser_every_chart_is_drawn_and_fits_a_phone(page, tmp_path):
+    probe = """{charts: [...document.querySelectorAll('svg.chart')].map(s => [s.getBoundingClientRect().width,
+        s.getBoundingClientRect().height, s.querySelectorAll('polyline,polygon,rect').length]),
+        wide: document.documentElement.scrollWidth, window: window.innerWidth}"""
+    seen, console = browse(page, tmp_path, 500, probe)
+    assert console == []
+    assert len(seen["charts"]) >= 8
+    for width, height, shapes in seen["charts"]:
+        assert width > 300
+        assert height > 50
+        assert shapes > 0
+    assert seen["wide"] <= seen["window"]
+
+
+def test_the_configuration_shown_is_the_run_s(page):
+    shown = re.search(r"<summary>Configuration</summary><pre>(.*?)</pre>", page.read_text(), re.DOTALL)[1]
+    assert yaml.safe_load(shown.replace("&#x27;", "'"))["model"]["pattern"] == "MEME"
