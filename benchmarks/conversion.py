@@ -1,0 +1,104 @@
+"""Memory and time of every conversion, each in a process of its own, on random weights of a real shape.
+
+    python -m benchmarks.conversion [--model blackmamba_2.8b] [--dtype bf16] [--folder DIR] [--no-verify] [--json]
+
+Goes round: released files → checkpoint → Hugging Face → checkpoint → released files, each with its final comparison.
+Peak memory is the process's own (ru_maxrss), mapped files included. Needs disk for three copies.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.generation import machine
+from megatron_blackmamba.config import ModelConfig, load
+from megatron_blackmamba.interchange import zyphra
+from megatron_blackmamba.interchange.canonical import KEPT_IN_FP32, Canonical, Entry, shapes
+
+VERBS = (
+    ("import zyphra", "released", "checkpoint"),
+    ("export hf", "checkpoint", "hf"),
+    ("import hf", "hf", "checkpoint_again"),
+    ("export zyphra", "checkpoint_again", "released_again"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="blackmamba_2.8b")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--folder", type=Path, help="where the files are made, for a while (default: the system's)")
+    parser.add_argument("--no-verify", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="conversion_") as folder:
+        result = run(Path(folder), load(arguments.model).model, arguments.dtype, not arguments.no_verify)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+        return
+    print(f"{result['machine']}; {arguments.model}, {arguments.dtype}, {result['gigabytes']:.1f} GB of weights")
+    for row in result["conversions"]:
+        print(f"{row['verb']:15}{row['seconds']:8.0f} s{row['peak_gigabytes']:8.2f} GB   {row['parity']}")
+
+
+def run(folder: Path, config: ModelConfig, precision: str, verify: bool) -> dict[str, Any]:
+    model = random_model(config, {"bf16": torch.bfloat16, "fp32": torch.float32}[precision])
+    zyphra.write(model, folder / "released")
+    rows = []
+    for verb, source, target in VERBS:
+        command = [sys.executable, "-m", "megatron_blackmamba", *verb.split(), source, target]
+        if verb == "import zyphra":
+            command += ["--activation", config.activation]
+        rows.append(measure([*command, *([] if verify else ["--no-verify"])], folder) | {"verb": verb})
+        if source not in ("released",):
+            shutil.rmtree(folder / source)
+    return {"machine": machine(), "gigabytes": model.bytes / 1e9, "conversions": rows}
+
+
+def measure(command: list[str], folder: Path) -> dict[str, Any]:
+    """Run it under a small process that waits for it alone, since the kernel reports the largest child of all."""
+    watch = "import json, resource, subprocess, sys; done = subprocess.run(sys.argv[1:], stdout=sys.stderr); "
+    watch += "print(done.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", watch, *command], cwd=folder, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    code, kilobytes = map(int, done.stdout.split())
+    if code:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    compared = [line for line in done.stderr.splitlines() if "compared with" in line]
+    return {"seconds": seconds, "peak_gigabytes": kilobytes * 1024 / 1e9, "parity": compared[-1]}
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype) -> Canonical:
+    """Weights of the scale that training starts from, drawn when they are read, the same each time."""
+
+    def entry(name: str, shape: tuple[int, ...], seed: int) -> Entry:
+        kept = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
+
+        def draw() -> Tensor:
+            noise = torch.empty(shape).normal_(std=0.02, generator=torch.Generator().manual_seed(seed))
+            if name.endswith("A_log"):
+                noise += torch.log(torch.arange(1.0, shape[1] + 1))
+            elif name.endswith(("norm.weight", "layernorm.weight", ".D")):
+                noise += 1
+            elif name.endswith("dt_proj.bias"):
+                noise -= 4
+            return noise.to(kept)
+
+        return Entry(shape, kept, draw)
+
+    entries = {name: entry(name, shape, i) for i, (name, shape) in enumerate(shapes(config).items())}
+    return Canonical(config, entries, "random weights")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The experts of one layer, forward and forward + backward: one grouped product beside a loop, and the limit.
+
+    python -m benchmarks.experts [--tokens 2048 --hidden 1152 --ffn 3072 --experts 8 --dtype bfloat16] [--json]
+
+The defaults are one sequence of the 1.5B model, its tokens spread evenly (the busiest expert has --imbalance times the
+mean). Peers are a loop of products over the experts, megatron-core's way on CPUs, and one dense product of equal size:
+the limit, since no arrangement of the same arithmetic is faster than one large product.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import _common
+from megatron_blackmamba.ops.experts import available_backends, grouped_experts
+
+NAMES = {"grouped_mm": "ours, grouped product", "loop": "ours, loop over experts"}
+
+
+def main() -> None:
+    parser = _common.arguments(__doc__)
+    for name, default in (("tokens", 2048), ("hidden", 1152), ("ffn", 3072), ("experts", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--imbalance", type=float, default=1.0)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    tables = {}
+    for dtype in options.dtype:
+        x, counts, fc1, fc2 = expert_inputs(options, getattr(torch, dtype))
+        ways: dict[str, Callable[[], Tensor]] = {
+            NAMES[backend]: partial(grouped_experts, x, counts, fc1, fc2, backend=backend)
+            for backend, reason in available_backends().items()
+            if reason is None
+        }
+        ways["limit: one dense product"] = partial(dense, x, fc1[0], fc2[0])
+        weight = torch.randn_like(x)
+        leaves = [x, fc1, fc2]
+        for title, calls in (
+            ("forward", {name: partial(without_gradient, way) for name, way in ways.items()}),
+            ("forward + backward", {name: partial(with_gradient, way, leaves, weight) for name, way in ways.items()}),
+        ):
+            seconds = _common.interleaved(calls, repeats=options.repeats, device=options.device)
+            tables[f"{title}, {dtype}"] = rows(seconds, options, title)
+    shape = f"{options.tokens} tokens, D={options.hidden}, F={options.ffn}, E={options.experts}"
+    result = {"machine": _common.machine(), "tables": {f"{title}, {shape}": table for title, table in tables.items()}}
+    _common.show(result, options.json)
+
+
+def expert_inputs(options: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T, D, F_, E = options.tokens, options.hidden, options.ffn, options.experts
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(T, D, generator=g)
+    fc1 = torch.randn(E, 2 * F_, D, generator=g) / D**0.5
+    fc2 = torch.randn(E, D, F_, generator=g) / F_**0.5
+    counts = torch.full((E,), int(T * (E - options.imbalance) / E / max(E - 1, 1)))
+    counts[0] = T - counts[1:].sum()
+    leaves = (tensor.to(options.device, dtype).requires_grad_() for tensor in (x, fc1, fc2))
+    x, fc1, fc2 = leaves
+    return x, counts.to(options.device), fc1, fc2
+
+
+def dense(x: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    gate, up = F.linear(x, fc1).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, fc2)
+
+
+def without_gradient(way: Callable[[], Tensor]) -> None:
+    with torch.no_grad():
+        way()
+
+
+def with_gradient(way: Callable[[], Tensor], leaves: list[Tensor], weight: Tensor) -> None:
+    torch.autograd.grad(way(), leaves, weight)
+
+
+def rows(seconds: dict[str, list[float]], options: Any, title: str) -> list[dict[str, Any]]:
+    operations = 6 * options.tokens * options.hidden * options.ffn * (1 if title == "forward" else 3)
+    limit = _common.median(seconds["limit: one dense product"])
+    return [
+        {
+            "": name,
+            "ms": 1e3 * _common.median(runs),
+            "times the limit": _common.median(runs) / limit,
+            "GFLOP/s": operations / _common.median(runs) / 1e9,
+            "runs": len(runs),
+        }
+        for name, runs in seconds.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The CPU benchmarks one after the other, in under ten minutes on two cores, into benchmarks/RESULTS.md.
+
+    make bench                        or: python -m benchmarks.run [--only sinkhorn experts] [--out FILE]
+
+What is on a GPU is measured by scripts/gpu_check.sh; its part of the file is left as it is.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks._common import machine
+from megatron_blackmamba.formats import atomic
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+BEGIN, END = "<!-- cpu: written by `make bench` -->", "<!-- cpu: end -->"
+GPU = """## GPU
+
+Nothing has been measured on a GPU yet. `scripts/gpu_check.sh` runs the GPU tests and benchmarks in one call; paste its
+summary here with the date, the GPU and the versions.
+"""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    name: str
+    what: str
+    arguments: tuple[str, ...] = ()
+    most_seconds: int = 240
+
+
+CPU = (
+    Benchmark("selective_scan", "the scan at the 1.5B model's shape", ("--repeats", "3"), 180),
+    Benchmark("sinkhorn", "routing 16,384 tokens to 8 experts"),
+    Benchmark("experts", "grouped experts"),
+    Benchmark("train_step", "a step of the tiny model", ("--repeats", "20", "--scans")),
+    Benchmark("generation", "time per generated token, 6 of the 1.5B model's 30 layers",
+              ("--layers", "6", "--lengths", "10", "500", "--repeats", "5"), 150),
+    Benchmark("tokenization", "tokens per CPU-second", ("--megabytes", "6", "--repeats", "1"), 150),
+    Benchmark("mixture_scale", "starting a 300B-token run", ("--documents", "3e6", "--repeats", "1"), 240),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[b.name for b in CPU], default=[b.name for b in CPU])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    begun = time.monotonic()
+    sections, failed = [], []
+    for benchmark in CPU:
+        if benchmark.name in options.only:
+            section = _run(benchmark)
+            sections.append(section or "")
+            failed += [] if section else [benchmark.name]
+    _write(options.out, "\n".join(sections))
+    print(f"{options.out}: {len(sections) - len(failed)} benchmarks in {time.monotonic() - begun:.0f} s")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def _run(benchmark: Benchmark) -> str | None:
+    words = [f"benchmarks.{benchmark.name}", *benchmark.arguments]
+    shown = f"python -m {' '.join(words)}"
+    print(f"$ {shown}", flush=True)
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", *words],
+            capture_output=True,
+            text=True,
+            timeout=benchmark.most_seconds,
+            cwd=RESULTS.parents[1],
+            env={**os.environ, "COLUMNS": "110"},
+        )
+    except subprocess.TimeoutExpired:
+        print(f"  took more than {benchmark.most_seconds} s: given up", flush=True)
+        return None
+    if done.returncode:
+        print(done.stderr[-2000:], flush=True)
+        return None
+    print(done.stdout, flush=True)
+    seconds = time.monotonic() - begun
+    return f"### {benchmark.name}: {benchmark.what}\n\n```\n$ {shown}\n{done.stdout.strip()}\n```\n\n{seconds:.0f} s\n"
+
+
+def _write(path: Path, cpu: str) -> None:
+    here = machine()
+    where = f"{here['cpu']}, {here['cores']} cores; " + ", ".join(f"{k} {v}" for k, v in here["versions"].items())
+    part = f"{BEGIN}\n\n## CPU, {here['date']}\n\n{where}\n\n{cpu}\n{END}\n"
+    if path.is_file() and BEGIN in (text := path.read_text()):
+        text = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}\n", lambda _: part, text, flags=re.DOTALL)
+    else:
+        text = f"# Results\n\nEvery block is what the command in its first line printed.\n\n{part}\n{GPU}"
+    atomic.write_text(path, text)
+
+
+if __name__ == "__main__":
+    main()

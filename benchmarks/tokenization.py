@@ -1,0 +1,281 @@
+"""Tokens per CPU-second from one JSON-lines file to Megatron's .bin and .idx: ours beside the ways people do it.
+
+    python -m benchmarks.tokenization --input FILE.jsonl --tokenizer FILE [--repeats 3] [--megabytes 64] [--json]
+
+Without --input, the text is this machine's own Python sources. Each way runs alone in a fresh process on one core, the
+ways taking turns; its time begins when imports are done and the tokenizer is warm, and ends with whole files on disk.
+
+ours             every check on: source and output hashed, ids range-checked, a sample encoded again by the reference,
+                 documents shuffled, files synced to disk
+ours, in order   the same with --no-shuffle
+encode_batch_fast  orjson, Hugging Face tokenizers in batches of 1000, files written by numpy
+tokenizers       json, Hugging Face tokenizers and megatron-core's IndexedDatasetBuilder, a document at a time
+classic          json, transformers' fast tokenizer and IndexedDatasetBuilder, a document at a time: what Megatron's
+                 preprocess_data does
+datatrove        its JsonlReader and DocumentTokenizer, where it is installed
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_blackmamba.tokenizer import load_tokenizer
+
+BASELINE = "classic"
+Measured = tuple[int, float]  # tokens, CPU-seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", type=Path, help="JSON lines with a field `text`")
+    parser.add_argument("--tokenizer", help="a file or a Hugging Face name; without one, a BPE of 16,384 is trained")
+    parser.add_argument("--megabytes", type=float, default=64, help="how much of the input is used")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--measure", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(WAYS[arguments.measure](arguments.input, arguments.tokenizer, arguments.folder)))
+        return
+    with tempfile.TemporaryDirectory(prefix="tokenization_") as folder:
+        corpus = Path(folder) / "corpus.jsonl"
+        documents = write_corpus(corpus, arguments.input, arguments.megabytes * 1e6)
+        tokenizer = Path(folder) / "tokenizer.json"
+        if arguments.tokenizer:
+            load_tokenizer(arguments.tokenizer).save(tokenizer)
+        else:
+            tokenizer.write_bytes(trained_on(corpus))
+        result = compare(corpus, tokenizer, Path(folder), arguments.repeats)
+        result["corpus"] = {"bytes": corpus.stat().st_size, "documents": documents}
+    print(json.dumps(result, indent=2) if arguments.json else table(result))
+
+
+def trained_on(corpus: Path) -> bytes:
+    """A tokenizer.json made from the corpus itself: needs no network."""
+    from data_tools import bpe
+    from data_tools.readers import ReadOptions
+    from data_tools.rejects import Tolerance
+    from data_tools.sources import find_sources
+
+    sources = find_sources([str(corpus)], None, None).sources
+    return bpe.train(sources, ReadOptions(fields=("text",)), Tolerance.parse("0"), 16_384, 1 << 30)
+
+
+def compare(corpus: Path, tokenizer: Path, folder: Path, repeats: int) -> dict[str, Any]:
+    measured: dict[str, list[Measured]] = {way: [] for way in WAYS if way != "datatrove" or find_spec("datatrove")}
+    for _ in range(repeats):
+        for way, runs in measured.items():
+            print(way, file=sys.stderr)
+            runs.append(in_a_fresh_process(way, corpus, tokenizer, folder))
+    rates = {way: statistics.median(tokens / seconds for tokens, seconds in runs) for way, runs in measured.items()}
+    return {
+        "tokens": measured["ours"][0][0],
+        "tokens_per_cpu_second": rates,
+        "times_classic": {way: rate / rates[BASELINE] for way, rate in rates.items()},
+        "absent": [way for way in WAYS if way not in measured],
+        "repeats": repeats,
+        "machine": machine(),
+    }
+
+
+def in_a_fresh_process(way: str, corpus: Path, tokenizer: Path, folder: Path) -> Measured:
+    arguments = ["--measure", way, "--input", corpus, "--tokenizer", tokenizer]
+    alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.tokenization", *map(str, arguments), "--folder", out],
+            env={**os.environ, **alone},
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def cpu_seconds(work: Callable[[], int]) -> Measured:
+    """Tokens that `work` returns, and what the processor spent on it in this process, all threads together."""
+    start = time.process_time()
+    tokens = work()
+    return tokens, time.process_time() - start
+
+
+def ours(corpus: Path, name: str, folder: Path, shuffle: bool = True) -> Measured:
+    from data_tools.tokenization import TokenizeOptions, plan
+    from data_tools.workers import make_shards
+
+    tokenizer = load_tokenizer(name)
+    tokenizer.encode_batch(["warm"])
+    assert tokenizer.vocab_size
+    jobs = plan([str(corpus)], folder / "out", TokenizeOptions(shuffle=shuffle)).mine
+    return cpu_seconds(lambda: make_shards(jobs, tokenizer, cores=1, quiet=True)[0].manifest.tokens)
+
+
+def ours_in_order(corpus: Path, name: str, folder: Path) -> Measured:
+    return ours(corpus, name, folder, shuffle=False)
+
+
+def encode_batch_fast(corpus: Path, name: str, folder: Path) -> Measured:
+    import orjson
+    import tokenizers
+
+    from megatron_blackmamba.formats.shards import token_dtype, write_idx
+
+    tokenizer = tokenizers.Tokenizer.from_file(name)
+    tokenizer.encode_batch_fast(["warm"])
+    eod, dtype = load_tokenizer(name).eod_id, token_dtype(tokenizer.get_vocab_size())
+
+    def work() -> int:
+        lengths = []
+        with open(folder / "out.bin", "wb") as file:
+            for lines in batches_of_lines(corpus, 1000):
+                texts = [orjson.loads(line)["text"] for line in lines]
+                for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+                    ids = encoding.ids
+                    ids.append(eod)
+                    file.write(np.array(ids, dtype).tobytes())
+                    lengths.append(len(ids))
+        with open(folder / "out.idx", "wb") as file:
+            write_idx(file, dtype, np.array(lengths))
+        return sum(lengths)
+
+    return cpu_seconds(work)
+
+
+def one_document_at_a_time(encode: Callable[[str], list[int]], eod: int, corpus: Path, folder: Path) -> Measured:
+    import torch
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(folder / "out.bin"), dtype=DType.optimal_dtype(50277))
+    encode("warm")
+
+    def work() -> int:
+        tokens = 0
+        with open(corpus, encoding="utf-8") as file:
+            for line in file:
+                ids = encode(json.loads(line)["text"])
+                ids.append(eod)
+                builder.add_document(torch.IntTensor(ids), [len(ids)])
+                tokens += len(ids)
+        builder.finalize(str(folder / "out.idx"))
+        return tokens
+
+    return cpu_seconds(work)
+
+
+def plain_tokenizers(corpus: Path, name: str, folder: Path) -> Measured:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(name)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    return one_document_at_a_time(encode, load_tokenizer(name).eod_id, corpus, folder)
+
+
+def classic(corpus: Path, name: str, folder: Path) -> Measured:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=name)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text).input_ids
+
+    return one_document_at_a_time(encode, load_tokenizer(name).eod_id, corpus, folder)
+
+
+def datatrove(corpus: Path, name: str, folder: Path) -> Measured:
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    eod = load_tokenizer(name).eod_token
+    steps = [
+        JsonlReader(str(corpus.parent), glob_pattern=corpus.name),
+        DocumentTokenizer(str(folder / "out"), tokenizer_name_or_path=name, eos_token=eod, shuffle_documents=False),
+    ]
+
+    def work() -> int:
+        LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir=str(folder / "logs")).run()
+        return sum(path.stat().st_size for path in (folder / "out").rglob("*.ds")) // 2
+
+    return cpu_seconds(work)
+
+
+WAYS: dict[str, Callable[[Path, str, Path], Measured]] = {
+    "ours": ours,
+    "ours, in order": ours_in_order,
+    "encode_batch_fast": encode_batch_fast,
+    "tokenizers": plain_tokenizers,
+    "classic": classic,
+    "datatrove": datatrove,
+}
+
+
+def batches_of_lines(path: Path, count: int) -> Iterator[list[bytes]]:
+    with open(path, "rb") as file:
+        lines: list[bytes] = []
+        for line in file:
+            lines.append(line)
+            if len(lines) == count:
+                yield lines
+                lines = []
+        yield lines
+
+
+def write_corpus(path: Path, given: Path | None, most: float) -> int:
+    """Copy whole lines of the input, or gather this machine's Python sources; return how many documents."""
+    documents, size = 0, 0
+    with open(path, "wb") as file:
+        for line in lines_of(given) if given else python_sources():
+            if size + len(line) > most:
+                break
+            file.write(line)
+            documents, size = documents + 1, size + len(line)
+    return documents
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from file
+
+
+def python_sources() -> Iterator[bytes]:
+    for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if text := source.read_text(errors="replace"):  # an empty __init__.py is no document
+            yield json.dumps({"text": text}).encode() + b"\n"
+
+
+def machine() -> str:
+    from benchmarks._common import cpu_model
+
+    return f"{cpu_model()}, one core used of {os.cpu_count()}"
+
+
+def table(result: dict[str, Any]) -> str:
+    corpus = result["corpus"]
+    lines = [
+        f"{corpus['documents']:,} documents, {corpus['bytes'] / 1e6:.1f} MB, {result['tokens']:,} tokens; "
+        f"median of {result['repeats']}; {result['machine']}",
+        f"{'':18}  Mtok/CPU-s  times classic",
+    ]
+    for way, rate in result["tokens_per_cpu_second"].items():
+        lines.append(f"{way:18}  {rate / 1e6:10.2f}  {result['times_classic'][way]:13.1f}")
+    lines += [f"{way:18}  not installed" for way in result["absent"]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A step of the training loop beside the bare arithmetic it is made of, and beside itself with other scans.
+
+    python -m benchmarks.train_step [CONFIG] [a.b=c ...] [--nproc 2] [--repeats 20] [--scans] [--json]
+
+the loop    as `blackmamba train` takes a step: data, gradients, guard, update, records, agreement on stopping
+the step    training/step.py alone: megatron-core's schedule, gradient reduction, distributed optimizer
+bare        the same model on the same batch: forward, backward, clipping and AdamW by PyTorch, nothing reduced
+
+With --scans, the loop of one process with the model's scan replaced: chunked PyTorch, mambapy, transformers, as far as
+installed. The loop reads new data at every step, the others repeat one batch. Without a configuration: tiny. One
+process is timed by its CPU time, threads that read data included; several by the wall.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks import _common
+from benchmarks.selective_scan import peers
+from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.formats.run_folder import RunFolder
+
+LOOP, STEP, BARE = "the loop", "the step", "bare"
+Ways = dict[str, Callable[[], Any]]
+
+
+def main() -> None:
+    parser = _common.arguments(__doc__, repeats=20)
+    parser.add_argument("config", nargs="*", help="as for blackmamba train")
+    parser.add_argument("--nproc", type=int, default=1)
+    parser.add_argument("--scans", action="store_true", help="also the loop with other scans")
+    options = parser.parse_args()
+    if options.nproc > 1 and "RANK" not in os.environ:
+        raise SystemExit(_start_workers(options.nproc))
+    if options.nproc > 1 and options.scans:
+        parser.error("--scans is for one process")
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory(prefix="train_step_") as folder:
+        files = [word for word in options.config if "=" not in word] or ["tiny"]
+        overrides = [word for word in options.config if "=" in word]
+        config = load(files, [*overrides, f"folder={folder}", "checkpoint.every=0", "training.evaluate_every=0"])
+        result = measure(config, options)
+    if os.environ.get("RANK", "0") == "0":
+        _common.show(result, options.json)
+
+
+def measure(config: RunConfig, options: Any) -> dict[str, Any]:
+    from megatron_blackmamba.runtime import world
+    from megatron_blackmamba.runtime.signals import StopRequest, Watchdog
+
+    here = world.start(config.parallel)
+    with Watchdog(3600) as watchdog, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        start = partial(_start_trainer, config, here, StopRequest(()), watchdog)
+        ways = against_bare_arithmetic(config, here, start)
+        if options.scans:
+            ways |= with_other_scans(start)
+        alone = options.nproc == 1
+        clock = options.device if alone else "the wall"
+        seconds = _common.interleaved(
+            ways, repeats=options.repeats, device=clock, patience=30.0 if alone else float("inf")
+        )
+    world.shutdown()
+    bare, loop = (_common.median(seconds[name]) for name in (BARE, LOOP))
+    table = [
+        {
+            "": name,
+            "ms": 1e3 * _common.median(runs),
+            "times bare": _common.median(runs) / bare,
+            "times the loop": _common.median(runs) / loop,
+            "runs": len(runs),
+        }
+        for name, runs in seconds.items()
+    ]
+    title = f"a step of {config.name}: {config.tokens_per_step} tokens, {config.training.precision}"
+    return {
+        "machine": _common.machine("megatron-core", "mambapy", "transformers"),
+        "tables": {f"{title}, {here.size} process(es)": table},
+    }
+
+
+def against_bare_arithmetic(config: RunConfig, here: Any, start: Callable) -> Ways:
+    """The loop, its step, and what PyTorch alone needs for the same model and batch."""
+    trainer, other = start(name="loop"), start(name="step")
+    batch = [next(other.batches) for _ in range(other.batches.micro_batches)]
+
+    def step() -> None:
+        other.step.gradients(iter(batch))
+        other.step.update()
+
+    return {LOOP: partial(step_of_loop, trainer), STEP: step, BARE: bare_step(config, here, batch)}
+
+
+def with_other_scans(start: Callable) -> Ways:
+    """The loop with another scan in every Mamba layer."""
+    from megatron_blackmamba.model import mamba
+
+    ways: Ways = {"the loop, chunked scan": partial(step_of_loop, start(name="chunked", scan="chunked"))}
+    for name, scan in peers("float32").items():
+
+        def call(trainer: Any, scan: Callable) -> None:
+            with mock.patch.object(mamba, "selective_scan", partial(peer_scan, scan)):
+                step_of_loop(trainer)
+
+        ways[f"the loop, {name}'s scan"] = partial(call, start(name=name), scan)
+    return ways
+
+
+def peer_scan(scan: Callable, u, delta, A, B, C, D, *, z_BLI, delta_bias_I, **ignored):
+    """Our scan's signature, a peer's scan."""
+    return scan({"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z_BLI, "delta_bias": delta_bias_I})
+
+
+def step_of_loop(trainer: Any) -> None:
+    """What Trainer.run does at every step."""
+    trainer.take_step()
+    trainer.saver.after_step(trainer.progress.step)
+    trainer.stop.agreed()
+
+
+def bare_step(config: RunConfig, here: Any, batch: list[dict]) -> Callable[[], None]:
+    """PyTorch's own training step on the same model and batch."""
+    from megatron_blackmamba import model as modelling
+
+    model = modelling.build(config, here).train()
+    parameters = list(model.parameters())
+    settings = config.optimizer
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=1e-5,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for micro_batch in batch:
+            losses = model(micro_batch["tokens"], micro_batch["labels"])
+            (losses.mean() / len(batch)).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+        optimizer.step()
+
+    return step
+
+
+def _start_trainer(config: RunConfig, here: Any, stop: Any, watchdog: Any, name: str, scan: str | None = None) -> Any:
+    from megatron_blackmamba.training.loop import Trainer
+
+    model = config.model.model_copy(update={"scan": scan or config.model.scan})
+    trainer = Trainer(config.model_copy(update={"model": model, "name": name}), here, stop, watchdog)
+    trainer.begin()
+    return trainer
+
+
+def _start_workers(processes: int) -> int:
+    from megatron_blackmamba.training.launcher import launch
+
+    with tempfile.TemporaryDirectory(prefix="train_step_") as folder:
+        command = [sys.executable, "-m", "benchmarks.train_step", *sys.argv[1:]]
+        return launch(command, processes, RunFolder(Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""What the Triton kernels ask of a GPU, read from their machine code: no GPU needed.
+
+    python -m benchmarks.triton_resources [--arch 80 90] [--json]
+
+The operations run as in training, forward and backward, on tensors without data. Each kernel they launch is compiled
+for the architecture, with the specialisation that a real call would give it, and not launched; registers, spills and
+shared memory come from the binary, and so does the mix of instructions in the loop that does the work. `ptxas`,
+`cuobjdump` and `nvdisasm` come with Triton.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+BATCH, LENGTH, INNER, STATE, TAPS, EXPERTS = 8, 2048, 2304, 16, 4, 8  # the 1.5B model, 8 sequences
+
+
+@dataclass
+class Loop:
+    """The innermost loop with most exponentials, as machine code."""
+
+    instructions: int = 0
+    mix: dict[str, int] = field(default_factory=dict)
+
+    def count(self, *prefixes: str) -> int:
+        return sum(n for opcode, n in self.mix.items() if opcode.startswith(prefixes))
+
+
+@dataclass
+class Kernel:
+    name: str
+    arch: int
+    warps: int
+    constants: dict[str, int | str]
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    loop: Loop
+
+
+def kernels_of(run: Callable[..., object], arch: int, **options: bool) -> list[Kernel]:
+    """Compile, without a GPU, every kernel that `run(arch, **options)` launches."""
+    with _compiling_only(arch) as launches:
+        run(arch, **options)
+    return [_read(name, constants, compiled, arch) for name, constants, compiled in launches]
+
+
+class _NoDevice(DriverBase):
+    """Tells Triton what to compile for, where there is nothing to run on."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def is_active(self) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("nothing is launched")
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def get_benchmarker(self):
+        raise NotImplementedError("nothing is launched")
+
+    def get_current_device(self) -> str:
+        return f"sm_{self.arch}"
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@contextmanager
+def _compiling_only(arch: int) -> Iterator[list]:
+    launches: list = []
+    launch = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        constants = {k: v for k, v in kwargs.items() if k.isupper()}
+        if not any(compiled is seen for _, _, seen in launches):
+            launches.append((self.fn.__name__, constants, compiled))
+        return compiled
+
+    JITFunction.run = compile_only
+    driver.set_active(_NoDevice(arch))
+    try:
+        yield launches
+    finally:
+        JITFunction.run = launch
+        driver._active = None
+
+
+def _read(name: str, constants: dict[str, int | str], compiled, arch: int) -> Kernel:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = _tool("cuobjdump", "-res-usage", cubin.name)
+        code = _tool("nvdisasm", "-c", cubin.name)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return Kernel(
+        name,
+        arch,
+        compiled.metadata.num_warps,
+        constants,
+        int(registers),
+        int(stack),
+        compiled.metadata.shared,
+        _loop(code),
+    )
+
+
+def _tool(name: str, *args: str) -> str:
+    return subprocess.run([TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
+
+
+def _loop(code: str) -> Loop:
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops = [Loop()]
+    for line in code.splitlines():
+        if label := re.match(r"\.(L_x_\d+):", line.strip()):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(re.sub(r"^@!?U?P\w+ ", "", instruction[1]))
+            target = re.match(r"BRA.*`\(\.(L_x_\d+)\)", instructions[-1])
+            if target and labels.get(target[1], len(instructions)) < len(instructions) - 1:
+                body = instructions[labels[target[1]] :]
+                loops.append(Loop(len(body), dict(Counter(i.split()[0] for i in body).most_common())))
+    return max(loops, key=lambda loop: (loop.count("MUFU") / max(1, loop.instructions), loop.instructions))
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+
+
+def fp32(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta", requires_grad=True)
+
+
+def scan_launches(arch: int, reset: bool = False) -> None:
+    """The selective scan of a training step: gate, skip, bias, softplus."""
+    from megatron_blackmamba.ops.selective_scan.triton import scan
+    from megatron_blackmamba.ops.selective_scan.triton_tuning import rule
+
+    u, delta, z = (bf16(BATCH, LENGTH, INNER) for _ in range(3))
+    B, C = (bf16(BATCH, LENGTH, STATE) for _ in range(2))
+    resets = torch.empty(BATCH, LENGTH, device="meta", dtype=torch.bool) if reset else None
+    plan = rule(BATCH, LENGTH, INNER, major=arch // 10)
+    y, _ = scan(u, delta, fp32(INNER, STATE), B, C, fp32(INNER), z, fp32(INNER), True, None, resets, plan)
+    y.sum().backward()
+
+
+def convolution_launches(arch: int, reset: bool = False) -> None:
+    from megatron_blackmamba.ops.causal_conv1d.triton import convolve
+
+    resets = torch.empty(BATCH, LENGTH, device="meta", dtype=torch.bool) if reset else None
+    convolve(bf16(BATCH, LENGTH, INNER), bf16(INNER, TAPS), bf16(INNER), "silu", None, resets).sum().backward()
+
+
+def sinkhorn_launches(arch: int, reset: bool = False) -> None:
+    from megatron_blackmamba.ops.sinkhorn.triton import choice
+
+    choice(fp32(BATCH * LENGTH, EXPERTS).detach(), 1, 2.0, "balanced", None)
+
+
+OPERATIONS = {
+    "selective_scan": scan_launches,
+    "causal_conv1d": convolution_launches,
+    "sinkhorn": sinkhorn_launches,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    kernels = [k for arch in options.arch for run in OPERATIONS.values() for k in kernels_of(run, arch)]
+    if options.json:
+        print(json.dumps([asdict(k) for k in kernels], indent=1))
+    else:
+        print(table(kernels))
+
+
+def issue_slots(kernel: Kernel) -> tuple[float, float] | None:
+    """Of a scan kernel, a state and token: instructions, and issue slots its special functions fill (eight each)."""
+    if not {"STEPS", "N", "BLOCK_I"} <= kernel.constants.keys():
+        return None
+    a_thread = kernel.constants["STEPS"] * kernel.constants["N"] * kernel.constants["BLOCK_I"] / (32 * kernel.warps)
+    return kernel.loop.instructions / a_thread, 8 * kernel.loop.count("MUFU") / a_thread
+
+
+def table(kernels: list[Kernel]) -> str:
+    columns = ("sm", "warps", "registers", "spilled B", "shared B", "loop", "MUFU", "SHFL", "instr/state", "MUFU slots")
+    lines = [f"{'kernel':<18}" + "".join(f"{name:>12}" for name in columns)]
+    for k in kernels:
+        cells = [k.arch, k.warps, k.registers, k.spilled_bytes, k.shared_bytes]
+        cells += [k.loop.instructions, k.loop.count("MUFU"), k.loop.count("SHFL")]
+        slots = [f"{x:.1f}" for x in issue_slots(k) or ()]
+        lines.append(f"{k.name:<18}" + "".join(f"{cell:>12}" for cell in cells + slots))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What README and docs tell people to type is understood, and what they point to is there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from megatron_blackmamba.cli import app
+from megatron_blackmamba.config import RunConfig, load
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACEHOLDER = re.compile(r"…|\.\.\.| \| |[<>{]|(?<=[ =])[A-Z][A-Z_]*(?= |$)")
+TAKES_A_RUN = {"config", "train", "plan", "launch"}
+FROM_THE_READER = ("my_", "mixture.yaml", "mix.yaml", "run.yaml", "RUN", "CONFIG")
+
+
+def blocks(page):
+    """The fenced blocks of a page, their continued lines joined."""
+    for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        yield from block.replace("\\\n", " ").splitlines()
+
+
+def commands():
+    for page in PAGES:
+        inline = re.findall(r"`(blackmamba [^`]+)`", page.read_text())
+        for line in [*blocks(page), *inline]:
+            found = re.match(r"\s*(?:\$ )?(?:\w+=\S+ )*(?:srun )?(blackmamba .*)", line)
+            if found and not PLACEHOLDER.search(found[1]):
+                yield pytest.param(found[1], id=f"{page.name}: {found[1].split('#')[0].strip()[:70]}")
+
+
+@pytest.mark.parametrize("line", list(commands()))
+def test_a_command_is_understood(line):
+    words = shlex.split(line, comments=True)[1:]
+    command = typer.main.get_command(app)
+    context = typer.Context(command, info_name="blackmamba")
+    while hasattr(command, "commands"):
+        if not words or words[0].startswith("-"):
+            return
+        command = command.commands[words.pop(0)]
+    if not words:  # the verb alone, named in a sentence
+        return
+    parsed = command.make_context(command.name, words, parent=context)
+    if command.name in TAKES_A_RUN and parsed.params.get("configs"):
+        arguments = parsed.params["configs"]
+        files = [a for a in arguments if "=" not in a]
+        if not any(file.startswith(FROM_THE_READER) for file in files):
+            assert isinstance(load(files, [a for a in arguments if "=" in a]), RunConfig)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_a_page_points_to_exists(page):
+    text = page.read_text()
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    named = re.findall(
+        r"`((?:scripts|configs|docs|benchmarks|tests|data_tools|megatron_blackmamba|csrc)/[\w./-]+)`", text
+    )
+    missing = [path for path in linked if not (page.parent / path).exists()]
+    missing += [path for path in named if not (ROOT / path).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_target_named_exists(page):
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {word for line in blocks(page) for word in re.findall(r"^make ([a-z]+)", line)}
+    assert named <= targets

@@ -1,0 +1,11 @@
+"""Tests that need a CUDA device, and skip themselves where there is none."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device("cuda")

@@ -1,0 +1,50 @@
+"""The runtime with a GPU: the patches for machines without CUDA stay away, and a model trains a few steps."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+PROBE = """
+import json, torch
+names = ("current_device", "synchronize", "Stream", "Event", "current_stream")
+before = {name: getattr(torch.cuda, name) for name in names}
+factories = (torch.empty, torch.zeros, torch.Tensor.cuda, torch.Tensor.type)
+from megatron_blackmamba.runtime import patches
+applied = patches.install()
+print(json.dumps({
+    "applied": applied,
+    "for_missing_cuda": [patch.name for patch in patches.PATCHES if patch.needed is patches._without_cuda],
+    "untouched": all(getattr(torch.cuda, name) is value for name, value in before.items())
+    and factories == (torch.empty, torch.zeros, torch.Tensor.cuda, torch.Tensor.type),
+}))
+"""
+
+
+def test_patches_for_a_missing_cuda_are_not_applied_and_touch_nothing():
+    run = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    seen = json.loads(run.stdout.splitlines()[-1])
+    assert seen["for_missing_cuda"] and not set(seen["applied"]) & set(seen["for_missing_cuda"])
+    assert seen["untouched"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_tiny_model_learns_on_the_gpu(tmp_path, precision):
+    command = [
+        *(sys.executable, "-m", "megatron_blackmamba.cli", "train", "tiny"),
+        *(f"training.precision={precision}", "training.tokens=40960", "training.evaluate_every=0"),
+        f"folder={tmp_path}",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines() if '"loss"' in line]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.2
+    assert all(torch.isfinite(torch.tensor(losses)))
