@@ -24,8 +24,8 @@ def log(folder):
     return RunFolder(folder / "run").log.read_text()
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.02)
