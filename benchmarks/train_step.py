@@ -4,7 +4,8 @@
 
 the loop    as `blackmamba train` takes a step: data, gradients, guard, update, records, agreement on stopping
 the step    training/step.py alone: megatron-core's schedule, gradient reduction, distributed optimizer
-bare        the same model on the same batch: forward, backward, clipping and AdamW by PyTorch, nothing reduced
+bare        the same model on the same batch: forward, backward, clipping and AdamW by PyTorch; with several processes
+            what any correct step exchanges: the gradients, once and in one piece, and the experts' part of their norm
 
 With --scans, the loop of one process with the model's scan replaced: chunked PyTorch, mambapy, transformers, as far as
 installed. The loop reads new data at every step, the others repeat one batch. Without a configuration: tiny. One
@@ -23,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from benchmarks import _common
 from benchmarks.selective_scan import peers
@@ -133,6 +135,9 @@ def bare_step(config: RunConfig, here: Any, batch: list[dict]) -> Callable[[], N
 
     model = modelling.build(config, here).train()
     parameters = list(model.parameters())
+    is_expert = [not getattr(parameter, "allreduce", True) for parameter in parameters]
+    dense = [parameter for parameter, expert in zip(parameters, is_expert, strict=True) if not expert]
+    experts = [parameter for parameter, expert in zip(parameters, is_expert, strict=True) if expert]
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
         parameters,
@@ -146,11 +151,29 @@ def bare_step(config: RunConfig, here: Any, batch: list[dict]) -> Callable[[], N
         optimizer.zero_grad()
         for micro_batch in batch:
             losses = model(micro_batch["tokens"], micro_batch["labels"])
-            (losses.mean() / len(batch)).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+            (losses.mean() / (len(batch) * here.data_size)).backward()
+        add_over_ranks(dense, here.groups.dp)
+        add_over_ranks(experts, here.groups.expt_dp)
+        squares = norm(dense) ** 2, norm(experts) ** 2
+        if here.groups.ep.size() > 1:
+            dist.all_reduce(squares[1], group=here.groups.ep)
+        torch.nn.utils.clip_grads_with_norm_(parameters, settings.clip, sum(squares).sqrt())
         optimizer.step()
 
     return step
+
+
+def add_over_ranks(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        gradients = [parameter.grad for parameter in parameters]
+        together = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(together, group=group)
+        parts = together.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+def norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
 
 
 def _start_trainer(config: RunConfig, here: Any, stop: Any, watchdog: Any, name: str, scan: str | None = None) -> Any:

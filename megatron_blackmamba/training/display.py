@@ -63,7 +63,8 @@ class Display:
         self._seconds.append(metrics.step_seconds)
         self._validation = metrics.validation_loss or self._validation
         if not self.console.is_terminal:
-            self._print(step_line(metrics) + f"  ETA {self._eta(metrics.step)}")
+            with contextlib.suppress(OSError):  # as below; laying out a plain line would take longer than the rest
+                print(step_line(metrics), f" ETA {self._eta(metrics.step)}", file=self.console.file, flush=True)
             return
         self._bar.update(self._task, completed=metrics.step, eta=self._eta(metrics.step))
         self._show(Panel(Group(self._bar, self._table(metrics)), border_style="dim"))

@@ -105,7 +105,8 @@ class Step:
                 of_source += micro_batch["of_source"]
         expert_tokens_LE = self.model.take_expert_tokens()
         together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double()])
-        dist.all_reduce(together)
+        if self.world.size > 1:
+            dist.all_reduce(together)
         source_sums, source_tokens, experts = together.cpu().split(
             [self.sources, self.sources, expert_tokens_LE.numel()]
         )
