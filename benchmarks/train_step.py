@@ -12,11 +12,9 @@ installed. The loop reads new data at every step, the others repeat one batch. W
 process is timed by its CPU time, threads that read data included; several by the wall.
 """
 
-import contextlib
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import _common
+from benchmarks._trainer import Start, a_run
 from benchmarks.selective_scan import peers
-from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.run_folder import RunFolder
 
 LOOP, STEP, BARE = "the loop", "the step", "bare"
@@ -45,24 +44,14 @@ def main() -> None:
         raise SystemExit(_start_workers(options.nproc))
     if options.nproc > 1 and options.scans:
         parser.error("--scans is for one process")
-    warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory(prefix="train_step_") as folder:
-        files = [word for word in options.config if "=" not in word] or ["tiny"]
-        overrides = [word for word in options.config if "=" in word]
-        config = load(files, [*overrides, f"folder={folder}", "checkpoint.every=0", "training.evaluate_every=0"])
-        result = measure(config, options)
+    result = measure(options)
     if os.environ.get("RANK", "0") == "0":
         _common.show(result, options.json)
 
 
-def measure(config: RunConfig, options: Any) -> dict[str, Any]:
-    from megatron_blackmamba.runtime import world
-    from megatron_blackmamba.runtime.signals import StopRequest, Watchdog
-
-    here = world.start(config.parallel)
-    with Watchdog(3600) as watchdog, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        start = partial(_start_trainer, config, here, StopRequest(()), watchdog)
+def measure(options: Any) -> dict[str, Any]:
+    with a_run(options.config) as (config, here, start):
         ways = against_bare_arithmetic(config, here, start)
         if options.scans:
             ways |= with_other_scans(start)
@@ -71,7 +60,6 @@ def measure(config: RunConfig, options: Any) -> dict[str, Any]:
         seconds = _common.interleaved(
             ways, repeats=options.repeats, device=clock, patience=30.0 if alone else float("inf")
         )
-    world.shutdown()
     bare, loop = (_common.median(seconds[name]) for name in (BARE, LOOP))
     table = [
         {
@@ -90,7 +78,7 @@ def measure(config: RunConfig, options: Any) -> dict[str, Any]:
     }
 
 
-def against_bare_arithmetic(config: RunConfig, here: Any, start: Callable) -> Ways:
+def against_bare_arithmetic(config: RunConfig, here: Any, start: Start) -> Ways:
     """The loop, its step, and what PyTorch alone needs for the same model and batch."""
     trainer, other = start(name="loop"), start(name="step")
     batch = [next(other.batches) for _ in range(other.batches.micro_batches)]
@@ -102,7 +90,7 @@ def against_bare_arithmetic(config: RunConfig, here: Any, start: Callable) -> Wa
     return {LOOP: partial(step_of_loop, trainer), STEP: step, BARE: bare_step(config, here, batch)}
 
 
-def with_other_scans(start: Callable) -> Ways:
+def with_other_scans(start: Start) -> Ways:
     """The loop with another scan in every Mamba layer."""
     from megatron_blackmamba.model import mamba
 
@@ -174,15 +162,6 @@ def add_over_ranks(parameters: list[torch.nn.Parameter], group: dist.ProcessGrou
 
 def norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     return torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-
-
-def _start_trainer(config: RunConfig, here: Any, stop: Any, watchdog: Any, name: str, scan: str | None = None) -> Any:
-    from megatron_blackmamba.training.loop import Trainer
-
-    model = config.model.model_copy(update={"scan": scan or config.model.scan})
-    trainer = Trainer(config.model_copy(update={"model": model, "name": name}), here, stop, watchdog)
-    trainer.begin()
-    return trainer
 
 
 def _start_workers(processes: int) -> int:

@@ -1,0 +1,83 @@
+"""How a training step grows with the length of the sequence: nothing in it should grow faster than the sequence does.
+
+    python -m benchmarks.step_length [CONFIG] [a.b=c ...] [--lengths 512 2048 16384] [--repeats 5] [--json]
+    python -m benchmarks.step_length model.pattern=ME model.hidden_size=1152 model.expert_hidden_size=3072 --repeats 1
+
+cut         the gradients of as many tokens as the longest sequence has, in one micro-batch of sequences of each length
+alone       the gradients of one sequence; what a step costs whatever its length weighs on the short ones
+update      the optimizer's part, the same for every length
+
+In microseconds a token, and as ratios to the shortest. Without a configuration: tiny. CPU time of one process.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import _common
+from benchmarks._trainer import a_run
+from megatron_blackmamba.config import RunConfig
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+UPDATE = (0, 0)
+
+
+def main() -> None:
+    parser = _common.arguments(__doc__)
+    parser.add_argument("config", nargs="*", help="as for blackmamba train")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    longest = max(options.lengths)
+    one = ("training.global_batch=1", "training.micro_batch=1", f"data.sequence_length={longest}")
+    with a_run(options.config, *one) as (config, here, start):
+        trainer = start(name="step")
+        shapes = dict.fromkeys((length, many) for length in options.lengths for many in (longest // length, 1))
+        calls: dict[Any, Callable] = {shape: gradients(config, here, trainer, *shape) for shape in shapes}
+        calls[UPDATE] = trainer.step.update
+        seconds = _common.interleaved(calls, repeats=options.repeats, device=options.device, patience=float("inf"))
+    _common.show(
+        {
+            "machine": _common.machine("megatron-core"),
+            "tables": {f"a step of {config.name}, {config.model.pattern} of {config.model.hidden_size}": rows(seconds)},
+            "notes": [f"update: {1e3 * _common.median(seconds[UPDATE]):.1f} ms"],
+        },
+        options.json,
+    )
+
+
+def gradients(config: RunConfig, here: Any, trainer: Any, length: int, many: int) -> Callable[[], Any]:
+    """The gradients of one micro-batch of so many sequences of this length, on the trainer's model."""
+    from megatron_blackmamba.training.step import Step
+
+    data = config.data.model_copy(update={"sequence_length": length})
+    training = config.training.model_copy(update={"global_batch": many, "micro_batch": many})
+    step = Step(config.model_copy(update={"data": data, "training": training}), here, trainer.trainable, 1)
+    text = torch.randint(config.model.vocab_size, (many, length + 1), generator=torch.Generator().manual_seed(length))
+    batch = {
+        "tokens": text[:, :-1],
+        "labels": text[:, 1:],
+        "loss_mask": torch.ones(many, length),
+        "source_ids": torch.zeros(many, dtype=torch.int64),
+    }
+    return partial(lambda step, batch: step.gradients(iter([batch])), step, batch)
+
+
+def rows(seconds: dict[tuple[int, int], list[float]]) -> list[dict[str, Any]]:
+    a_token = {shape: 1e6 * _common.median(runs) / max(shape[0] * shape[1], 1) for shape, runs in seconds.items()}
+    lengths = sorted({length for length, _ in seconds if length})
+    longest = lengths[-1]
+    table = []
+    for length in lengths:
+        row: dict[str, Any] = {"length": f"{length:,}"}
+        for name, many in (("cut", lambda length: longest // length), ("alone", lambda length: 1)):
+            row[f"{name}, µs a token"] = a_token[length, many(length)]
+            row[f"{name}, times the shortest"] = a_token[length, many(length)] / a_token[lengths[0], many(lengths[0])]
+        table.append(row)
+    return table
+
+
+if __name__ == "__main__":
+    main()
