@@ -1,13 +1,19 @@
-"""Model and optimizer as megatron-core's sharded state: saved by any layout, loaded by any other."""
+"""Model and optimizer as megatron-core's sharded state: saved by any layout, loaded by any other.
 
+The files are the same under every version of megatron-core: tensors here, plain values in `common.py`.
+"""
+
+import inspect
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime.world import World
 
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip  (the model's package installed the patches)
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # isort: skip
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isort: skip
@@ -24,7 +30,20 @@ FORMAT = {
 }
 
 
-def begin_save(folder: Path, world: World, model: LanguageModel, optimizer: MegatronOptimizer) -> AsyncRequest:
+# From 0.17 on the writer has to be named, and the default is that of a package which is not required.
+WRITER = (
+    {"async_strategy": "mcore"}
+    if "async_strategy" in inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
+    else {}
+)
+
+
+def state_to_save(model: LanguageModel, optimizer: MegatronOptimizer) -> tuple[dict, dict[str, Any]]:
+    """What this rank holds, and the plain values that all ranks have in common."""
+    return save_preprocess(_state(model, optimizer, is_loading=False))
+
+
+def begin_save(folder: Path, world: World, state: dict) -> AsyncRequest:
     """Take a picture of the state; the request writes it, in a process of its own, when it is scheduled."""
     if filesystem_async._results_queue is None:  # else a server process is started for it and imports everything anew
         filesystem_async._results_queue = multiprocessing.get_context("fork").Queue()
@@ -32,8 +51,7 @@ def begin_save(folder: Path, world: World, model: LanguageModel, optimizer: Mega
     if world.data_size > 1:  # replicas share the writing
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
-    state = _state(model, optimizer, is_loading=False)
-    return dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
+    return strategy.async_save(state, str(folder), **WRITER)
 
 
 def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_blackmamba import __version__
-from megatron_blackmamba.checkpoint import manifest, safety, sharded
+from megatron_blackmamba.checkpoint import common, manifest, safety, sharded
 from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
@@ -93,7 +93,9 @@ class Checkpoints:
         self.finish(wait=True)
         partial = self._partial(step)
         self._together(lambda: self._prepare(partial), "prepare")
-        request = sharded.begin_save(partial, self.world, self.model, self.optimizer)
+        tensors, values = sharded.state_to_save(self.model, self.optimizer)
+        self._together(lambda: common.write(partial, values), "begin")
+        request = sharded.begin_save(partial, self.world, tensors)
         self.writing.schedule_async_request(request)
         self.step_being_written, self.state_being_written = step, state
 

@@ -17,18 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba import __version__
-from megatron_blackmamba.checkpoint import CheckpointReader, manifest
+from megatron_blackmamba.checkpoint import CheckpointReader, common, manifest
 from megatron_blackmamba.checkpoint.reading import STATE
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, require_mamba_and_experts, tokenizer_of
 
-MEGATRON_FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 _ONE_EXPERT = re.compile(r"(.*\.mixer)\.local_experts\.(\d+)\.linear_(fc[12])\.weight")
 
 
@@ -53,8 +47,7 @@ def write(model: Canonical, folder: Path) -> None:
     """A checkpoint of weights alone, in one file: `init.from` starts any layout from it."""
     folder.mkdir(parents=True, exist_ok=True)
     _save(_stacked(model), folder)
-    torch.save({}, folder / "common.pt")
-    atomic.write_json(folder / "metadata.json", MEGATRON_FORMAT)
+    common.write(folder, {})
     run = run_config(model)
     atomic.write_json(folder / STATE, {"config": run.model_dump(mode="json", by_alias=True)})
     atomic.write_text(folder / "config.yaml", to_yaml(run))

@@ -8,6 +8,7 @@ this project that import megatron-core do so in their `__init__`.
 
 import importlib
 import importlib.util
+import logging
 import sys
 import types
 import warnings
@@ -43,13 +44,18 @@ def install(skip: frozenset[str] = frozenset()) -> list[str]:
     if unknown:
         raise ValueError(f"no patch named {sorted(unknown)}; there are: {', '.join(p.name for p in PATCHES)}")
     if not _applied:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-            for patch in PATCHES:
-                if patch.name not in skip and patch.needed():
-                    patch.apply()
-                    _applied.append(patch.name)
+        _quiet()
+        for patch in PATCHES:
+            if patch.name not in skip and patch.needed():
+                patch.apply()
+                _applied.append(patch.name)
     return list(_applied)
+
+
+def _quiet() -> None:
+    """What is missing here, `doctor` says in a line each; megatron-core and torch say it at every start."""
+    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc without a GPU, as on login nodes
 
 
 def _without_cuda() -> bool:

@@ -5,6 +5,7 @@ No random number is drawn in a step and the learning rate is a function of the s
 resume exactly.
 """
 
+import logging
 import math
 import os
 import signal
@@ -58,6 +59,7 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
     """
     for package in (r"megatron\.core", r"torch\.distributed"):  # what they warn of is for their developers
         warnings.filterwarnings("ignore", module=package)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
     stop = StopRequest(CATCH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, CATCH)  # the launcher has them wait until someone listens
     place = world.find_place()

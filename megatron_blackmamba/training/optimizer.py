@@ -84,6 +84,7 @@ def make_trainable(config: RunConfig, model: LanguageModel, world: World) -> Tra
     )
     _refuse_non_finite(optimizer)
     _number_as_stored(optimizer)
+    _forget_rates(optimizer)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
     if overlap:
@@ -116,6 +117,17 @@ def _refuse_non_finite(optimizer: MegatronOptimizer) -> None:
         return norm
 
     optimizer.get_grad_norm = finite_norm
+
+
+def _forget_rates(optimizer: MegatronOptimizer) -> None:
+    """Have the schedule alone know the learning rates.
+
+    megatron-core notes them in every group, from 0.17 on finds a checkpoint's groups by them, and so would not load one
+    whose run had another rate.
+    """
+    for group in optimizer.param_groups:
+        group.pop("max_lr", None)
+        group.pop("min_lr", None)
 
 
 def _number_as_stored(optimizer: MegatronOptimizer) -> None:

@@ -17,15 +17,12 @@ class Schedule:
 
     def __init__(self, config: RunConfig, optimizer: MegatronOptimizer) -> None:
         self.batch = config.training.global_batch
-        self.peak = config.optimizer.learning_rate
-        self.lowest = config.optimizer.min_learning_rate
-        self.optimizer = optimizer
         decay = config.optimizer.weight_decay
         self.scheduler = OptimizerParamScheduler(
             optimizer,
             init_lr=0.0,
-            max_lr=self.peak,
-            min_lr=self.lowest,
+            max_lr=config.optimizer.learning_rate,
+            min_lr=config.optimizer.min_learning_rate,
             lr_warmup_steps=config.warmup_steps * self.batch,
             lr_decay_steps=config.steps * self.batch,
             lr_decay_style=config.optimizer.decay,
@@ -40,8 +37,6 @@ class Schedule:
 
         The step is given the rate at its end, so that the first one is not lost to a rate of 0.
         """
-        for group in self.optimizer.param_groups:  # a loaded optimizer brings the rates it was saved with
-            group["max_lr"], group["min_lr"] = self.peak, self.lowest
         self.scheduler.num_steps = consumed_samples + self.batch
         self.scheduler.step(0)
         return self.scheduler.get_lr({})

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_blackmamba.checkpoint import CheckpointReader, sharded
+from megatron_blackmamba.checkpoint import CheckpointReader, common, sharded
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.model import build
 from megatron_blackmamba.runtime import world
 from tests.runtime.ranks import fork_ranks
 
 from megatron.core import dist_checkpointing  # isort: skip
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
 from megatron.core.dist_checkpointing.validation import StrictHandling  # isort: skip
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # isort: skip
 
@@ -48,8 +49,10 @@ def run(folder: Path, activation: str, layout: str) -> bool:
         saved = folder / f"{layout}_saved"
         if place.is_main:
             saved.mkdir()
+            common.write(saved, {})
         dist.barrier()
-        dist_checkpointing.save({"model": sharded._weights(model)}, str(saved))
+        weights, _ = save_preprocess({"model": sharded._weights(model)})
+        sharded.begin_save(saved, place, weights).execute_sync()
     world.shutdown()
     return True
 

@@ -48,13 +48,6 @@ def test_every_group_gets_the_rate_and_its_own_weight_decay():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-def test_a_loaded_optimizer_does_not_bring_back_the_rate_it_was_saved_with():
-    plan, optimizer = schedule("optimizer.learning_rate=1e-3")
-    optimizer.param_groups[0].update(max_lr=3e-3, min_lr=3e-4, lr=3e-3)
-    assert plan.set(9 * 16) == pytest.approx(1e-3)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
-
-
 def test_the_rate_follows_the_samples_whatever_was_asked_before():
     plan, _ = schedule()
     straight = rates(plan, range(1, 201))
