@@ -62,10 +62,18 @@ def find(name: str | Path) -> Path:
     candidates = [folder / f"{tail}.yaml", *(folder / kind / f"{tail}.yaml" for kind in ("run", "model", "data"))]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
+        if (path / "config.yaml").is_file():
+            raise ConfigError(f"{name} is a run's folder: name the config in it, {path / 'config.yaml'}")
         near = difflib.get_close_matches(Path(tail).name, shipped(), n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"no config file {str(name)!r}{hint} Shipped runs: {', '.join(shipped())}.")
     return found
+
+
+def keys() -> list[str]:
+    """Every key that a run can set, as `a.b`."""
+    paths = list(_key_paths(RunConfig))
+    return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
 
 
 def load(files: str | Path | Sequence[str | Path], overrides: Iterable[str] = ()) -> RunConfig:
