@@ -1,12 +1,19 @@
-// Work shared among threads that live for one call.
+// Work shared among threads that stay, waiting for more.
 #pragma once
 #include <cstdint>
 
-// Runs work(context, index) for every index below count, on at most `threads` threads, the caller's among them.
-// No pool stays behind: nothing spins beside PyTorch's own threads, and a process may fork at any time.
-void run_in_parallel(int64_t count, int threads, void (*work)(void* context, int64_t index), void* context);
+// How long helpers look out for more work before they sleep. Waking them takes tens of microseconds; a step of decoding
+// shares out work every few. Everything else sleeps at once, so as not to spin beside PyTorch's own threads.
+constexpr int64_t SLEEP_AT_ONCE = 0, MORE_COMES_SOON = 100000;  // nanoseconds
+
+// Runs work(context, index) for every index below count, on at most `threads` threads, the caller's among them. A helper
+// that wakes too late is not waited for, and a caller that finds the helpers busy with another's work does its own alone.
+// After a fork the child starts helpers of its own.
+void run_in_parallel(int64_t count, int threads, void (*work)(void* context, int64_t index), void* context,
+                     int64_t patience = SLEEP_AT_ONCE);
 
 template <class Work>
-static inline void run_in_parallel(int64_t count, int threads, Work& work) {
-  run_in_parallel(count, threads, [](void* context, int64_t index) { (*static_cast<Work*>(context))(index); }, &work);
+static inline void run_in_parallel(int64_t count, int threads, Work& work, int64_t patience = SLEEP_AT_ONCE) {
+  auto call = [](void* context, int64_t index) { (*static_cast<Work*>(context))(index); };
+  run_in_parallel(count, threads, call, &work, patience);
 }

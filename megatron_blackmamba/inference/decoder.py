@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_blackmamba.inference.linear import linear, threads_for_matrices_alone
 from megatron_blackmamba.inference.weights import ExpertsLayer, MambaLayer, Weights
+from megatron_blackmamba.ops import decoding
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 from megatron_blackmamba.ops.experts import grouped_experts
 from megatron_blackmamba.ops.selective_scan import selective_scan, selective_scan_step
@@ -53,6 +54,13 @@ class Decoder:
         self.config = weights.config
         self.threads: int | None = None
         self.gate: Callable[[Tensor], Tensor] = F.silu if weights.config.activation == "silu" else F.gelu
+        self.compiled = [] if decoding.why_not(weights.embedding_VD, 1) else [self._compile(x) for x in weights.layers]
+
+    def _compile(self, layer: MambaLayer | ExpertsLayer) -> decoding.Step:
+        """The layer's step in C++."""
+        if isinstance(layer, MambaLayer):
+            return decoding.mamba_step(**vars(layer), eps=self.config.norm_eps)
+        return decoding.experts_step(**vars(layer), activation=self.config.activation, eps=self.config.norm_eps)
 
     def start(self, batch: int) -> State:
         config, device = self.config, self.weights.device
@@ -82,15 +90,27 @@ class Decoder:
         residual_BD = F.embedding(tokens_B, self.weights.embedding_VD).float()
         with threads_for_matrices_alone(residual_BD, self.weights.embedding_VD) as self.threads:
             self._restart(state)
-            windows, states = iter(state.windows), iter(state.states)
-            for layer in self.weights.layers:
-                x_BD = _rms_norm(residual_BD, layer.norm_D, self.config.norm_eps)
-                if isinstance(layer, MambaLayer):
-                    residual_BD += self._mamba_step(layer, next(windows), next(states), x_BD)
-                else:
-                    residual_BD += self._experts_step(layer, x_BD)
+            if decoding.why_not(self.weights.embedding_VD, len(tokens_B)) is None:
+                self._layers_in_cpp(state, residual_BD)
+            else:
+                self._layers(state, residual_BD)
             state.last_B.copy_(tokens_B)
             return self._logits(self._final_norm(residual_BD))
+
+    def _layers_in_cpp(self, state: State, residual_BD: Tensor) -> None:
+        memories = zip(state.windows, state.states, strict=True)
+        for layer, step in zip(self.weights.layers, self.compiled, strict=True):
+            memory = next(memories) if isinstance(layer, MambaLayer) else ()
+            step(residual_BD, *memory, threads=self.threads)
+
+    def _layers(self, state: State, residual_BD: Tensor) -> None:
+        memories = zip(state.windows, state.states, strict=True)
+        for layer in self.weights.layers:
+            x_BD = _rms_norm(residual_BD, layer.norm_D, self.config.norm_eps)
+            if isinstance(layer, MambaLayer):
+                residual_BD += self._mamba_step(layer, *next(memories), x_BD)
+            else:
+                residual_BD += self._experts_step(layer, x_BD)
 
     def _restart(self, state: State) -> None:
         if self.config.eod_reset is None:

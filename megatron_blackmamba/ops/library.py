@@ -65,6 +65,12 @@ class Arguments(ctypes.Structure):
                 value = value.data_ptr()
             setattr(self, name, value)
 
+    def copy(self) -> "Arguments":
+        """The same values; it keeps no tensor alive but those it is given, so keep the original."""
+        other = type(self).from_buffer_copy(self)
+        other.tensors = []
+        return other
+
 
 class Probe(ctypes.Structure):
     """struct Probe of csrc/probe.cpp: how many exponentials to compute."""

@@ -12,7 +12,21 @@ from torch import Tensor
 from megatron_blackmamba.ops import library
 
 MAX_VECTORS = {torch.float32: 8, torch.bfloat16: 1}  # above, a matrix product does better
-BYTES_PER_THREAD = 2 << 20  # less work than this does not pay for starting a thread
+BYTES_PER_THREAD = 1 << 18  # less work than this does not pay for calling a thread
+
+
+class Matrix(ctypes.Structure):
+    """struct Matrix of csrc/dots.h. Whoever makes one keeps its tensor alive."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "stride", "is_bf16")),
+    )
+
+
+def matrix(weight_OI: Tensor) -> Matrix:
+    is_bf16 = weight_OI.dtype == torch.bfloat16
+    return Matrix(weight_OI.data_ptr(), *weight_OI.shape, weight_OI.stride(0), is_bf16)
 
 
 @torch.no_grad()
@@ -23,12 +37,11 @@ def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None = None) -> Tenso
     """
     if why_not_cpp(weight_OI, x_BI):
         return F.linear(x_BI.to(weight_OI.dtype), weight_OI).to(x_BI.dtype)
-    (O, I), B = weight_OI.shape, x_BI.shape[0]
-    y_BO = torch.empty(B, O, dtype=torch.float32)
-    arguments = _Arguments(B=B, O=O, I=I, is_bf16=weight_OI.dtype == torch.bfloat16)
-    arguments.set(weight=weight_OI, weight_stride=weight_OI.stride(0), x=x_BI.float().contiguous(), y=y_BO)
+    y_BO = torch.empty(x_BI.shape[0], weight_OI.shape[0], dtype=torch.float32)
     most = torch.get_num_threads() if threads is None else threads
+    arguments = _Arguments(weight=matrix(weight_OI), B=x_BI.shape[0])
     arguments.set(threads=min(most, 1 + weight_OI.numel() * weight_OI.itemsize // BYTES_PER_THREAD))
+    arguments.set(x=x_BI.float().contiguous(), y=y_BO)
     library.call("matvec", arguments, library.isa())
     return y_BO.to(x_BI.dtype)
 
@@ -47,9 +60,8 @@ class _Arguments(library.Arguments):
     """struct Matvec of csrc/matvec.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("B", "O", "I", "is_bf16", "threads")),
-        ("weight", ctypes.c_void_p),
-        ("weight_stride", ctypes.c_int64),
+        ("weight", Matrix),
+        *((name, ctypes.c_int64) for name in ("B", "threads")),
         ("x", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
     )

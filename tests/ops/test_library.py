@@ -1,12 +1,14 @@
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from megatron_blackmamba.ops import library
-from tests.ops.implementations import CPP, ISAS
+from tests.ops.implementations import CPP, ISAS, implementation
 
 
 @pytest.mark.skipif(not ISAS, reason="the C++ kernels are not built")
@@ -52,3 +54,27 @@ def test_a_kernel_runs_after_a_fork(name, monkeypatch):
     if child == 0:
         os._exit(0 if matvec(weight, x)[0, 999] == 2100 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("name", CPP[-1:])
+def test_callers_in_several_threads_get_their_own_results(name):
+    """There is one set of helpers: who finds them busy must not wait for them, nor give them a second task."""
+    from megatron_blackmamba.ops.matvec import matvec
+
+    weight = torch.randn(700, 1100)
+    x_N = torch.randn(4, 60, 1100)
+    with implementation(name), ThreadPoolExecutor(4) as callers:
+        answers = callers.map(lambda xs: torch.cat([matvec(weight, x[None], threads=3) for x in xs]), x_N)
+        for x, y in zip(x_N, answers, strict=True):
+            torch.testing.assert_close(y, x @ weight.t(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CPP[-1:])
+def test_helpers_that_went_to_sleep_wake_up(name):
+    from megatron_blackmamba.ops.matvec import matvec
+
+    weight, x = torch.ones(1000, 2100), torch.ones(1, 2100)
+    with implementation(name):
+        for pause in (0, 1e-5, 1e-4, 1e-3, 1e-2) * 10:
+            time.sleep(pause)
+            assert (matvec(weight, x, threads=4) == 2100).all()

@@ -1,0 +1,155 @@
+"""One token of a few sequences through a whole block, norm and residual included, in C++ (csrc/decoding.cpp).
+
+At batch 1 a block lasts as long as memory takes to deliver its weights, if little else happens between two matrices.
+
+Shapes: B sequences, D model, I inner, W window, K = W + 1 taps, N state, R rank of dt, E experts, F expert hidden,
+G = 2F gate and up.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops.matvec import Matrix, matrix
+
+MAX_SEQUENCES = 8  # as MAX_VECTORS in csrc/dots.h
+
+
+def why_not(weight: Tensor, batch: int) -> str | None:
+    """Why blocks of weights like this one cannot take so many sequences along here, or None."""
+    if reason := library.unavailable():
+        return reason
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or batch > MAX_SEQUENCES:
+        return f"{batch} sequences, {weight.dtype} on {weight.device.type}"
+    return None
+
+
+class Step:
+    """A block. Its weights are checked and described once; a call brings what changes with every token."""
+
+    def __init__(self, arguments: library.Arguments, workspace: int, **moving: tuple[int, ...]):
+        self.arguments, self.workspace, self.moving = arguments, workspace, moving
+
+    def __call__(self, *moving_B: Tensor, threads: int | None = None) -> None:
+        """Take the residual stream `[B, D]`, and what the block remembers, one token further, in place."""
+        B = moving_B[0].shape[0]
+        arguments = self.arguments.copy()
+        for (name, shape), tensor in zip(self.moving.items(), moving_B, strict=True):
+            _check(name, tensor, (B, *shape))
+            arguments.set(**{name: tensor})
+        arguments.set(B=B, threads=torch.get_num_threads() if threads is None else threads)
+        arguments.set(workspace=torch.empty(B * self.workspace))
+        library.call(arguments.function, arguments, library.isa())
+
+
+def mamba_step(
+    *,
+    norm_D: Tensor,
+    in_proj: Tensor,
+    conv_weight_IK: Tensor,
+    conv_bias_I: Tensor,
+    x_proj: Tensor,
+    dt_proj_IR: Tensor,
+    dt_bias_I: Tensor,
+    A_IN: Tensor,
+    D_I: Tensor,
+    out_proj: Tensor,
+    eps: float,
+) -> Step:
+    """residual_BD += out_proj(scan(convolution(in_proj(norm(residual))))); window_BWI and state_BIN move on.
+
+    Window and state lie as for `causal_conv1d_step` and `selective_scan_step`. The rows of in_proj are [x | z],
+    those of x_proj [dt | B | C].
+    """
+    (I, N), K, D, R = A_IN.shape, conv_weight_IK.shape[1], norm_D.shape[0], dt_proj_IR.shape[1]
+    arguments = _MambaStep(D=D, I=I, N=N, R=R, K=K, eps=eps)
+    _describe(arguments, "norm", norm_D, (D,))
+    _describe_matrix(arguments, "in_proj", in_proj, (2 * I, D))
+    _describe(arguments, "conv_weight", conv_weight_IK.t().contiguous(), (K, I))
+    _describe(arguments, "conv_bias", conv_bias_I, (I,))
+    _describe_matrix(arguments, "x_proj", x_proj, (R + 2 * N, I))
+    _describe_matrix(arguments, "dt_proj", dt_proj_IR, (I, R))
+    _describe(arguments, "dt_bias", dt_bias_I, (I,))
+    _describe(arguments, "A", A_IN, (I, N))
+    _describe(arguments, "D_skip", D_I, (I,))
+    _describe_matrix(arguments, "out_proj", out_proj, (D, I))
+    return Step(arguments, D + 2 * I + R + 2 * N, residual=(D,), window=(K - 1, I), state=(I, N))
+
+
+def experts_step(
+    *,
+    norm_D: Tensor,
+    router_ED: Tensor,
+    router_bias_E: Tensor,
+    fc1_EGD: Tensor,
+    fc2_EDF: Tensor,
+    activation: str,
+    eps: float,
+) -> Step:
+    """residual_BD += sigmoid(largest router logit) * its expert(norm(residual)); no other expert's weights are read.
+
+    The experts are those of `grouped_experts`.
+    """
+    E, D, F = fc2_EDF.shape
+    arguments = _ExpertsStep(D=D, E=E, F=F, gelu={"silu": 0, "gelu": 1}[activation], eps=eps)
+    _describe(arguments, "norm", norm_D, (D,))
+    _describe(arguments, "router", router_ED, (E, D))
+    _describe(arguments, "router_bias", router_bias_E, (E,))
+    _describe_matrix(arguments, "fc1", fc1_EGD, (E, 2 * F, D))
+    _describe_matrix(arguments, "fc2", fc2_EDF, (E, D, F))
+    return Step(arguments, D + F, residual=(D,))
+
+
+def _describe(arguments: library.Arguments, name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
+    _check(name, weight, shape)
+    arguments.set(**{name: weight})
+
+
+def _describe_matrix(arguments: library.Arguments, name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
+    """Of stacked experts, the first."""
+    _check(name, weight, shape, (torch.float32, torch.bfloat16))
+    arguments.set(**{name: matrix(weight.view(-1, *shape[-2:])[0])})
+    arguments.tensors.append(weight)
+
+
+def _check(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+) -> None:
+    if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(
+            f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
+            f"where contiguous {wanted} {shape} on the CPU is needed"
+        )
+
+
+class _MambaStep(library.Arguments):
+    """struct MambaStep of csrc/decoding.h."""
+
+    function = "mamba_step"
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("B", "D", "I", "N", "R", "K", "threads")),
+        ("eps", ctypes.c_float),
+        ("norm", ctypes.c_void_p),
+        ("in_proj", Matrix),
+        *((name, ctypes.c_void_p) for name in ("conv_weight", "conv_bias")),
+        *((name, Matrix) for name in ("x_proj", "dt_proj")),
+        *((name, ctypes.c_void_p) for name in ("dt_bias", "A", "D_skip")),
+        ("out_proj", Matrix),
+        *((name, ctypes.c_void_p) for name in ("residual", "window", "state", "workspace")),
+    )
+
+
+class _ExpertsStep(library.Arguments):
+    """struct ExpertsStep of csrc/decoding.h."""
+
+    function = "experts_step"
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("B", "D", "E", "F", "gelu", "threads")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("norm", "router", "router_bias")),
+        *((name, Matrix) for name in ("fc1", "fc2")),
+        *((name, ctypes.c_void_p) for name in ("residual", "workspace")),
+    )
