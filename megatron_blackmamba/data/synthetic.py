@@ -7,6 +7,7 @@ has learned everything reaches `FLOOR` nats a token, and one that has learned no
 
 import hashlib
 import math
+from itertools import accumulate
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -45,17 +46,17 @@ class SyntheticDataset(WindowDataset):
         self._letters = random.permutation(vocab_size)[:letters]
         # Four different letters for each context: the places of a random row's smallest numbers.
         followers = random.random((self._contexts, letters)).argsort(axis=1)[:, : len(ODDS)]
-        self._followers: list[list[int]] = followers.tolist()
+        after = (np.arange(self._contexts)[:, None] * letters + followers) % self._contexts
+        self._next: list[int] = (len(ODDS) * after).ravel().tolist()
+        """Where the row of the next context begins, for each context and draw. A context ends with the last letter."""
 
     def window(self, index: int) -> np.ndarray:
         random = self._random(f"{self.index_split.name} {index}")
         draws = np.searchsorted(np.cumsum(ODDS[:-1]), random.random(self.config.sequence_length + 1), side="right")
-        context, text, letters = int(random.integers(self._contexts)), [], len(self._letters)
-        for draw in draws.tolist():
-            letter = self._followers[context][draw]
-            context = (context * letters + letter) % self._contexts
-            text.append(letter)
-        return self._letters[text]
+        start, following = len(ODDS) * int(random.integers(self._contexts)), self._next
+        rows = accumulate(draws.tolist(), lambda row, draw: following[row + draw], initial=start)
+        contexts = np.fromiter(rows, np.int64, len(draws) + 1)[1:] // len(ODDS)
+        return self._letters[contexts % len(self._letters)]
 
     def _random(self, purpose: str) -> np.random.Generator:
         key = f"{self.config.random_seed} {self.fingerprint} {purpose}".encode()

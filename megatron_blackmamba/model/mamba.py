@@ -105,21 +105,22 @@ class MambaMixer(MegatronModule):
         )
 
     def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
+        # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         xz_SBI, _ = self.in_proj(hidden_SBD)
         x_BSI: Any
-        x_BSI, z_BSI = (half.transpose(0, 1).contiguous() for half in xz_SBI.chunk(2, dim=-1))
+        x_BSI, z_BSI = (half.transpose(0, 1) for half in xz_SBI.chunk(2, dim=-1))
         x_BSI = causal_conv1d(x_BSI, self.conv1d.weight.squeeze(1), self.conv1d.bias, reset_BL=reset_BS)
 
-        dtBC_BS, _ = self.x_proj(x_BSI)
-        dtBC_BS = copy_to_tensor_model_parallel_region(dtBC_BS, group=self.tp_group)
-        dt_BSR, B_BSN, C_BSN = dtBC_BS.split([self.dt_rank, self.state_size, self.state_size], dim=-1)
+        dtBC_SB, _ = self.x_proj(x_BSI.transpose(0, 1))
+        dtBC_SB = copy_to_tensor_model_parallel_region(dtBC_SB, group=self.tp_group)
+        dt_SBR, B_SBN, C_SBN = dtBC_SB.split([self.dt_rank, self.state_size, self.state_size], dim=-1)
 
         y_BSI: Any = selective_scan(
             x_BSI,
-            F.linear(dt_BSR, self.dt_proj.weight),
+            F.linear(dt_SBR, self.dt_proj.weight).transpose(0, 1),
             -torch.exp(self.A_log),
-            B_BSN,
-            C_BSN,
+            B_SBN.transpose(0, 1),
+            C_SBN.transpose(0, 1),
             self.D,
             z_BLI=z_BSI,
             delta_bias_I=self.dt_proj.bias,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_blackmamba.config import ParallelConfig
 from megatron_blackmamba.runtime import device, failure, layout, patches
+from megatron_blackmamba.runtime.memory import keep_freed_memory
 
 LOCAL_ADDRESSES = {"localhost", "127.0.0.1", "::1"}
 
@@ -75,6 +76,8 @@ def find_place(environment: dict[str, str] | None = None) -> Place:
 
 def start(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=30)) -> World:
     """Join the others, take a device, and lay megatron-core's process groups."""
+    if not device.has_cuda():
+        keep_freed_memory()
     patches.install()
     place = find_place()
     layout.check_world(parallel, place.size)
