@@ -87,7 +87,7 @@ def tokenize(
     shard_size: Annotated[
         str, typer.Option(help="Input that shares a shard; a larger file is one alone.", rich_help_panel=SHARDS)
     ] = "4GB",
-    workers: Annotated[int, typer.Option(help="Processor cores to use; 0 is all.", rich_help_panel=SHARDS)] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processor cores to use; 0 is all.", rich_help_panel=SHARDS)] = 0,
     array: Annotated[
         str | None,
         typer.Option(metavar="INDEX/COUNT", help="Make only this part of the shards.", rich_help_panel=SHARDS),
@@ -170,17 +170,16 @@ def mixture(
     """
     from dataclasses import asdict
 
-    from data_tools.mixture import parse_count, plan_mixture, print_plan
-    from megatron_blackmamba.config import find
+    from data_tools.mixture import find_mixture, parse_count, plan_mixture, print_plan
     from megatron_blackmamba.formats.mixture import Mixture
 
-    path = find(name)
+    path = find_mixture(name)
     plan = plan_mixture(Mixture.read(path), None if tokens is None else parse_count(tokens), sequence_length)
     if as_json:
         print(json.dumps(asdict(plan), indent=2))
     else:
         print_plan(plan, path)
-    plan.check_epochs()
+    plan.check()
 
 
 @app.command()
@@ -189,9 +188,9 @@ def inspect(
     document: Annotated[
         list[int] | None, typer.Option("--document", "-d", help="Its number, from 0; repeat for more.")
     ] = None,
-    count: Annotated[int, typer.Option("--count", "-n", help="How many, where no number is given.")] = 3,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many, where no number is given.")] = 3,
     seed: Annotated[int | None, typer.Option(help="Take them at random, not from the beginning.")] = None,
-    chars: Annotated[int, typer.Option(help="Text shown of each; 0 is all.")] = 500,
+    chars: Annotated[int, typer.Option(min=0, help="Text shown of each; 0 is all.")] = 500,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show the token ids too.")] = False,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", "-t", help="If there is no tokenizer.json beside the shards.")
@@ -225,7 +224,7 @@ def verify(
         list[str], typer.Argument(metavar="SHARD|MIXTURE...", help="Shards, folders of them, or mixture files.")
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Sizes, counts and indices only; read no token.")] = False,
-    workers: Annotated[int, typer.Option(help="Shards read at a time; 0 is one a core.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Shards read at a time; 0 is one a core.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Check shards against their manifests: sha256, counts, index, token range, an EOD after every document.
@@ -253,6 +252,8 @@ def verify(
             print(f"{'BAD' if verdict.problems else 'ok '} {verdict.prefix}  {counts}")
             for problem in verdict.problems:
                 print(f"    {problem}")
+            for note in verdict.notes:
+                print(f"    note: {note}")
         tokens = sum(verdict.tokens for verdict in verdicts)
         print(f"{len(verdicts)} shards, {tokens:,} tokens: " + (f"{len(bad)} of them bad" if bad else "all sound"))
     if bad:
@@ -276,12 +277,19 @@ def adopt(
     [dim]blackmamba data adopt old/part_*.bin --tokenizer tokenizer.json[/dim]
     """
     from data_tools.verification import adopt as run
+    from data_tools.verification import documents_without_eod
+    from megatron_blackmamba.formats.shards import shard_prefix
     from megatron_blackmamba.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer, eod=eod)
     for path in paths:
         manifest = run(path, loaded)
         print(f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens")
+        open_ended = documents_without_eod(shard_prefix(path))
+        if open_ended:
+            print(
+                f"    {open_ended:,} of them do not end with {loaded.eod_token}: they run into the next when trained on"
+            )
 
 
 def run_tokenize() -> None:
@@ -290,6 +298,9 @@ def run_tokenize() -> None:
     alone.command()(tokenize)
     try:
         alone()
+    except OSError as error:  # an output that cannot be written, as the rule
+        print(f"tokenize: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None
     except ValueError as error:
         if not type(error).__module__.startswith(("megatron_blackmamba", "data_tools")):
             raise
@@ -310,6 +321,11 @@ def _sentence(summary: "Summary") -> str:
     bad = ", ".join(f"{count:,} {reason}" for reason, count in summary.rejected.items())
     if bad:
         lines.append(f"skipped records, listed in the manifests: {bad}")
+    if summary.copies:
+        copy, original = summary.copies[0]
+        lines.append(
+            f"equal files, whose documents are there twice: {len(summary.copies)} (first: {copy} is {original})"
+        )
     return "\n".join(lines)
 
 

@@ -41,9 +41,11 @@ def _single(field: str, joiner: str) -> TakeText:
                 raise FieldError(MISSING_FIELD, f"no `{field}`; it has {_names(record)}") from None
             text = _walk(record, steps, field, joiner)
         except TypeError:
-            raise FieldError(MISSING_FIELD, f"the record is a {_kind(record)}, not an object with `{field}`") from None
+            raise FieldError(
+                MISSING_FIELD, f"the record is {_kind(record)}, not an object with `{field}`{_advice(record)}"
+            ) from None
         if type(text) is not str:
-            raise FieldError(NOT_A_STRING, f"`{field}` is a {_kind(text)}")
+            raise FieldError(NOT_A_STRING, f"`{field}` is {_kind(text)}")
         return text
 
     return take
@@ -53,18 +55,18 @@ def _walk(value: Any, steps: Sequence[str], field: str, joiner: str) -> Any:
     for depth, step in enumerate(steps):
         name = step.removesuffix("[]")
         if not isinstance(value, dict):
-            raise FieldError(MISSING_FIELD, f"`{field}`: above `{name}` stands a {_kind(value)}, not an object")
+            raise FieldError(MISSING_FIELD, f"`{field}`: above `{name}` stands {_kind(value)}, not an object")
         if name not in value:
             raise FieldError(MISSING_FIELD, f"`{field}`: no `{name}`; there is {_names(value)}")
         value = value[name]
         if name != step:
             if not isinstance(value, list):
-                raise FieldError(NOT_A_STRING, f"`{field}`: `{name}` is a {_kind(value)}, not a list")
+                raise FieldError(NOT_A_STRING, f"`{field}`: `{name}` is {_kind(value)}, not a list")
             rest = steps[depth + 1 :]
             items = [_walk(item, rest, field, joiner) for item in value]
             odd = next((item for item in items if type(item) is not str), None)
             if odd is not None:
-                raise FieldError(NOT_A_STRING, f"`{field}`: an item is a {_kind(odd)}")
+                raise FieldError(NOT_A_STRING, f"`{field}`: an item is {_kind(odd)}")
             return joiner.join(items)
     return value
 
@@ -74,12 +76,17 @@ def _steps(field: str) -> list[str]:
 
 
 def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "boolean", int: "number", float: "number", dict: "object"}
-    return names.get(type(value), type(value).__name__ if not isinstance(value, str) else "string")
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", dict: "an object"}
+    names |= {str: "a string", bytes: "bytes"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _advice(record: Any) -> str:
+    return "; `jq -c '.[]'` makes JSON lines of a list of objects" if isinstance(record, list) else ""
 
 
 def _names(record: Any, most: int = 8) -> str:
     if not isinstance(record, dict):
-        return f"a {_kind(record)}"
+        return _kind(record)
     names = [f"`{name}`" for name in record]
     return ", ".join(names[:most] + ["..."] * (len(names) > most)) or "no field at all"

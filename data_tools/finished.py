@@ -44,7 +44,7 @@ def _difference(manifest: ShardManifest, job: ShardJob, tokenizer: Tokenizer) ->
         return "is shuffled" if manifest.shuffled else "is not shuffled"
     if manifest.shuffled and manifest.seed != settings.seed:
         return f"was shuffled with seed {manifest.seed}, not {settings.seed}"
-    for name, value in settings.recorded().items():
+    for name, value in settings.recorded(job.sources).items():
         if manifest.options.get(name) != value:
             return f"was made with {name} = {manifest.options.get(name)!r}, not {value!r}"
     if len(manifest.sources) != len(job.sources):

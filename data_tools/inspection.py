@@ -55,8 +55,12 @@ def read_documents(
         sha256 = shard.manifest.tokenizer_sha256
         if sha256 not in loaded:
             loaded[sha256] = tokenizer_of(shard, tokenizer)
-        ids = shard.document(place)
-        text = loaded[sha256].decode(ids[:-1] if ids[-1] == shard.manifest.eod_id else ids)
+        try:
+            ids = shard.document(place)
+            last = ids[-1]
+        except (IndexError, ValueError):
+            raise InputError(f"{shard.idx_path}: is damaged: `blackmamba data verify` says where") from None
+        text = loaded[sha256].decode(ids[:-1] if last == shard.manifest.eod_id else ids)
         yield Document(shard, place, ids, origin(shard.manifest, place), text)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_blackmamba.config.load import find, shipped
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError, Source, check_together, content_fingerprint
 from megatron_blackmamba.formats.schedule import Schedule
-from megatron_blackmamba.formats.shards import Shard
+from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard
 
 PREFIXES_CHECKED = 1_000_000
 ALLOWED_DEVIATION = 2.0
@@ -44,8 +45,14 @@ class MixturePlan:
     missing: dict[str, str]
     """Sources without shards here, and why; their epochs are of the tokens that the file states."""
 
-    def check_epochs(self) -> None:
-        """Raise MixtureError if a source would be read more often than its max_epochs."""
+    def check(self) -> None:
+        """Raise MixtureError where training would: a source beyond its max_epochs, or below one sample."""
+        for s in self.sources:
+            if s.shard_tokens is not None and s.shard_tokens < self.sequence_length:
+                raise MixtureError(
+                    f"source {s.name!r}: its shards hold {s.shard_tokens} tokens, less than one sample of "
+                    f"{self.sequence_length}: give it more data, leave it out, or train on shorter sequences"
+                )
         beyond = [s for s in self.sources if s.max_epochs is not None and s.epochs > s.max_epochs]
         if beyond:
             lines = [f"source {s.name!r}: {s.epochs:.4f} epochs, max_epochs is {s.max_epochs:g}" for s in beyond]
@@ -116,9 +123,28 @@ def verify_mixture(mixture: Mixture, sequence_length: int = 2048) -> list[str]:
     return findings
 
 
+def find_mixture(name: str) -> Path:
+    """The file behind a path or the name of a shipped mixture."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    if name in shipped("data"):
+        return find(f"data/{name}")
+    what = "is a folder: name the mixture file" if path.is_dir() else "no such mixture file"
+    raise MixtureError(f"{name}: {what}; shipped ones are {', '.join(shipped('data'))}")
+
+
 def read_mixtures(paths: Iterable[str]) -> dict[str, Mixture]:
-    """The mixture files among these paths."""
-    return {path: Mixture.read(path) for path in paths if path.endswith((".yaml", ".yml"))}
+    """The mixtures among these paths: by suffix, by name, or any other file that is none of a shard's."""
+    return {path: Mixture.read(find_mixture(path)) for path in paths if _is_mixture(path)}
+
+
+def _is_mixture(path: str) -> bool:
+    if path.endswith((".yaml", ".yml")):
+        return True
+    if path.endswith((MANIFEST_SUFFIX, ".bin", ".idx")) or Path(f"{path}{MANIFEST_SUFFIX}").exists():
+        return False
+    return Path(path).is_file() or (path in shipped("data") and not Path(path).exists())
 
 
 def prefix_deviation(schedule: Schedule, samples: int = PREFIXES_CHECKED) -> float:
@@ -149,7 +175,7 @@ def parse_count(text: str) -> int:
     scale = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}.get(text[-1:].lower(), 1)
     try:
         count = round(float(text[:-1] if scale > 1 else text) * scale)
-    except ValueError:
+    except (ValueError, OverflowError):
         count = 0
     if count < 1:
         raise MixtureError(f"{text!r} is not a number of tokens: write 300e9, 300B or 300000000000")

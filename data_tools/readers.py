@@ -173,7 +173,8 @@ class JsonLines(Parser):
         except UnicodeDecodeError as bad:
             broken_end = not terminated and bad.end == len(line)
             reason = rejects.TRUNCATED_LINE if broken_end else rejects.INVALID_UTF8
-            self.reject(self.number, reason, f"byte {bad.start} of the line is 0x{line[bad.start]:02x}")
+            detail = f"byte {bad.start} of the line is 0x{line[bad.start]:02x}" + _utf16(self.number, line)
+            self.reject(self.number, reason, detail)
         except UnicodeEncodeError as bad:
             self.reject(
                 self.number, rejects.LONE_SURROGATE, f"\\u{ord(bad.object[bad.start]):04x} without its other half"
@@ -242,7 +243,8 @@ class Text(Parser):
             try:
                 batch.add(self.number, piece.decode())
             except UnicodeDecodeError as bad:
-                self.reject(self.number, rejects.INVALID_UTF8, f"byte {bad.start} is 0x{piece[bad.start]:02x}")
+                detail = f"byte {bad.start} is 0x{piece[bad.start]:02x}" + _utf16(self.number, piece)
+                self.reject(self.number, rejects.INVALID_UTF8, detail)
         return batch
 
 
@@ -305,6 +307,12 @@ def _rows_per_batch(file: "ParquetFile", columns: list[str]) -> int:
             if column.path_in_schema.split(".")[0] in columns:
                 wanted += column.total_uncompressed_size
     return max(1, min(65536, BATCH_BYTES * metadata.num_rows // max(1, wanted)))
+
+
+def _utf16(number: int, first: bytes) -> str:
+    if number == 1 and first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "; the file is UTF-16: `iconv -f utf-16 -t utf-8` makes UTF-8 of it"
+    return ""
 
 
 def _excerpt(line: bytes, most: int = 60) -> str:

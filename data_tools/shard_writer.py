@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +31,7 @@ from megatron_blackmamba.tokenizer import Tokenizer
 
 RECHECKED_ONE_IN = 1024
 _RECHECKED_AT_FIRST_BYTES = 64 << 10
+_RECHECKED_CHARACTERS = 1 << 20  # of one document: the reference takes 140 bytes of memory for each
 _LONGEST_DOCUMENT = (1 << 31) - 1  # lengths are int32 in an index
 _TOKEN_BYTES_PER_INPUT_BYTE = {False: 0.6, True: 2.5}  # of plain and of compressed text; only sizes the buckets
 
@@ -46,9 +47,10 @@ class ShardSettings:
     shuffle: bool = True
     seed: int = 0
 
-    def recorded(self) -> dict[str, Any]:
-        """As it stands in manifests, to tell whether a shard was made with these settings."""
+    def recorded(self, sources: Iterable[Source]) -> dict[str, Any]:
+        """As it stands in manifests, to tell whether a shard was made from its files with these settings."""
         return {
+            "formats": sorted({source.format for source in sources}),
             "fields": list(self.read.fields),
             "joiner": self.read.joiner,
             "marker": self.read.marker,
@@ -109,9 +111,8 @@ class _Writing:
             sink.finish()
         self.rejects.check(self.documents + self.rejects.bad)
         if not self.documents:
-            names = ", ".join(source.path for source in self.job.sources[:3]) + (
-                ", ..." if len(self.job.sources) > 3 else ""
-            )
+            paths = ["standard input" if source.path == STDIN else source.path for source in self.job.sources]
+            names = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
             raise InputError(f"{names}: not one document in {self.job.prefix.name}: leave these files out")
         lengths = np.concatenate(self.lengths)
         with open(idx_path, "wb") as file:
@@ -201,9 +202,13 @@ class _Writing:
             sample.add(i)
             self.first_bytes += len(text)
         ends = np.cumsum(lengths)
+        special_text = self.settings.special_text
         for i in sorted(sample):
-            expected = self.tokenizer.encode(batch.texts[i], special_text=self.settings.special_text)
-            if ids[ends[i] - lengths[i] : ends[i]].tolist() != expected:
+            text, found = batch.texts[i], ids[ends[i] - lengths[i] : ends[i]]
+            if len(text) > _RECHECKED_CHARACTERS:  # both encode its beginning
+                text = text[:_RECHECKED_CHARACTERS]
+                found, _ = self.tokenizer.encode_batch([text], special_text=special_text)
+            if found.tolist() != self.tokenizer.encode(text, special_text=special_text):
                 raise RuntimeError(
                     f"{source.path}, record {batch.numbers[i]}: {self.tokenizer.batch_backend} and the reference "
                     "tokenizer disagree on it. Run again with --backend tokenizers, and please report this text"
@@ -249,7 +254,7 @@ class _Writing:
             shard=self.job.number,
             shuffled=self.settings.shuffle,
             seed=self.settings.seed if self.settings.shuffle else 0,
-            options=self.settings.recorded(),
+            options=self.settings.recorded(self.job.sources),
             versions={"blackmamba": __version__, **tokenizer.versions},
         )
 

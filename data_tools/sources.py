@@ -3,6 +3,7 @@
 import fnmatch
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from data_tools.readers import Format
 from data_tools.rejects import InputError
 from data_tools.streams import STDIN
+from megatron_blackmamba.formats.tree import files_under
 
 _COMPRESSION = (".gz", ".zst", ".zstd")
 _FORMAT_OF_SUFFIX: dict[str, Format] = {
@@ -60,17 +62,22 @@ class Found:
     ignored: list[Path]  # files in the given folders that are not taken for text
 
 
-def find_sources(inputs: Sequence[str], format: Format | None = None, match: str | None = None) -> Found:
+def find_sources(
+    inputs: Sequence[str], format: Format | None = None, match: str | None = None, apart: str | Path | None = None
+) -> Found:
     """The files named, and those under the folders named, in natural order.
 
     match: patterns for files in folders, separated by |.
+    apart: the folder for the shards, which may lie inside an input and is none.
     """
     if not inputs:
         raise InputError("no input: name files or folders, or - for standard input")
     if STDIN in inputs:
         if len(inputs) > 1:
             raise InputError("standard input (-) stands alone: give the files too through it, or leave it out")
-        if sys.stdin is not None and sys.stdin.isatty():
+        if sys.stdin is None:
+            raise InputError("standard input (-) is closed: pipe the records in, or name a file")
+        if sys.stdin.isatty():
             raise InputError("standard input (-) is this terminal: pipe the records in, or name a file")
         return Found([Source(STDIN, "stdin", _format_of_stdin(format), 0, 0)], [])
     paths: list[Path] = []
@@ -78,8 +85,13 @@ def find_sources(inputs: Sequence[str], format: Format | None = None, match: str
     for given in inputs:
         path = Path(given)
         if path.is_dir():
-            inside = sorted((p for p in path.rglob("*") if p.is_file() and not _hidden(p, path)), key=_natural)
+            inside = sorted(_visible(path, apart), key=_natural)
             taken = [p for p in inside if _wanted(p, format, match)]
+            dangling = next((p for p in taken if not p.exists()), None)
+            if dangling:
+                raise InputError(
+                    f"{dangling}: a link to nothing ({os.readlink(dangling)}): fetch the file, or remove it"
+                )
             if not taken:
                 raise InputError(
                     f"{path}: no input in this folder among its {len(inside)} files" + _advice(format, match)
@@ -131,12 +143,26 @@ def parse_array(text: str) -> tuple[int, int]:
     return index, count
 
 
+def _visible(folder: Path, apart: str | Path | None) -> list[Path]:
+    """The files of an input folder, hidden ones and those in the folder for the shards left out."""
+    files = [path for path in files_under(folder) if not _hidden(path, folder)]
+    shards = None if apart is None else Path(apart).resolve()
+    if shards == folder.resolve():
+        raise InputError(f"{folder}: is an input and the folder for the shards: choose another for these")
+    if shards is None or not shards.is_relative_to(folder.resolve()):
+        return files
+    return [path for path in files if not path.parent.resolve().is_relative_to(shards)]
+
+
 def _source(path: Path, root: Path, format: Format | None) -> Source:
     status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path}: not a file that can be read twice; a pipe is read as standard input: -")
     found = format or format_of(path)
     if found is None:
         raise InputError(f"{path}: cannot tell its format by its name: add --format jsonl, parquet or text")
     name = path.absolute().relative_to(root).as_posix()
+    name = name.encode(errors="surrogateescape").decode(errors="backslashreplace")  # a name need not be UTF-8
     return Source(str(path), name, found, status.st_size, status.st_mtime_ns)
 
 

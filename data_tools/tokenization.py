@@ -67,6 +67,17 @@ class Summary:
         return [made.manifest for made in self.shards if made.written]
 
     @property
+    def copies(self) -> list[tuple[str, str]]:
+        """Raw files with the very bytes of another one, and that one: their documents are there twice."""
+        first: dict[str, str] = {}
+        found = []
+        for source in (source for made in self.shards for source in made.manifest.sources if source.documents):
+            other = first.setdefault(source.sha256, source.name)
+            if other != source.name:
+                found.append((source.name, other))
+        return found
+
+    @property
     def rejected(self) -> dict[str, int]:
         total: dict[str, int] = {}
         for made in self.shards:
@@ -90,7 +101,8 @@ def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -
         raise InputError(f"--preset {options.preset}: there are {', '.join(PRESETS)}")
     preset = PRESETS[options.preset] if options.preset else None
     format = options.format or (preset.format if preset else None)
-    found = find_sources(inputs, format, options.match or (preset.match if preset else None))
+    found = find_sources(inputs, format, options.match or (preset.match if preset else None), apart=out_dir)
+    _refuse_idle_flags(options, {source.format for source in found.sources})
     settings = ShardSettings(
         read=ReadOptions(
             fields=options.fields or ((preset.field,) if preset else ("text",)),
@@ -126,6 +138,7 @@ def tokenize(inputs: Sequence[str | os.PathLike[str]], out_dir: str | Path, opti
         _refuse_surplus(planned, Path(out_dir))
         for job in planned.mine:
             refuse_other_settings(job, tokenizer)
+        _refuse_other_tokenizer(planned, tokenizer)
     _keep_tokenizer(tokenizer, Path(out_dir))
     cores = options.workers or usable_cores()
     try:
@@ -157,6 +170,28 @@ def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say
     assert size is not None
     path = train_or_reuse(sources, Path(out_dir), settings.read, tolerance, size, options.train_bytes, say)
     return load_tokenizer(path, eod=options.eod, backend=options.backend)
+
+
+def _refuse_idle_flags(options: TokenizeOptions, formats: set[Format]) -> None:
+    """A flag that changes nothing was meant to change something."""
+    if options.marker is not None and "text" not in formats:
+        raise InputError(
+            "--marker splits text files, and there is none among the inputs: leave it out, or --format text"
+        )
+    if options.fields and formats == {"text"}:
+        raise InputError("--field chooses from records, and the inputs are plain text: leave it out, or --format jsonl")
+
+
+def _refuse_other_tokenizer(planned: Plan, tokenizer: Tokenizer) -> None:
+    """The shards of the other parts of an array are looked at only for this: a folder has one tokenizer."""
+    for job in planned.jobs:
+        if job.manifest_path.exists():
+            manifest = ShardManifest.read(job.manifest_path)
+            if manifest.tokenizer_sha256 != tokenizer.sha256:
+                raise InputError(
+                    f"{job.prefix} was made with another tokenizer ({manifest.tokenizer}, sha256 "
+                    f"{manifest.tokenizer_sha256[:12]}): choose another folder, or --overwrite"
+                )
 
 
 def _keep_tokenizer(tokenizer: Tokenizer, out_dir: Path) -> None:

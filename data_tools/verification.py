@@ -1,6 +1,8 @@
 """Shards against their manifests: fingerprints, counts, index, token range, EOD at every end and nowhere else."""
 
 import hashlib
+import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from megatron_blackmamba.formats.shards import (
     read_idx,
     shard_prefix,
 )
+from megatron_blackmamba.formats.tree import files_under
 from megatron_blackmamba.tokenizer import Tokenizer
 
 _CHUNK_BYTES = 8 << 20
@@ -35,6 +38,8 @@ class Verdict:
     documents: int = 0
     tokens: int = 0
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What may be meant, and may be a mistake."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Scan:
 
     sha256: str
     tokens: int
+    smallest: int
     largest: int
     eod_misplaced: str | None
 
@@ -65,10 +71,20 @@ def verify(paths: Sequence[str | Path], *, quick: bool = False, cores: int = 1, 
     ):
         verdicts = list(pool.map(check, range(len(prefixes))))
     _compare(verdicts)
+    if any(Path(path).is_dir() for path in paths):  # of shards named one by one, nobody expects the others
+        _note_gaps(verdicts)
     return verdicts
 
 
 def verify_shard(prefix: Path, *, quick: bool = False, advance: Callable[[int], None] = lambda _: None) -> Verdict:
+    """What is wrong with one shard, a file that cannot be read included."""
+    try:
+        return _verify_shard(prefix, quick, advance)
+    except OSError as error:
+        return Verdict(prefix, problems=[f"{error.filename or prefix}: {error.strerror or error}"])
+
+
+def _verify_shard(prefix: Path, quick: bool, advance: Callable[[int], None]) -> Verdict:
     try:
         shard = Shard.open(prefix)
         manifest = shard.manifest
@@ -81,6 +97,9 @@ def verify_shard(prefix: Path, *, quick: bool = False, advance: Callable[[int], 
         problems.append(f"the index says {shard.idx.dtype}, the manifest {manifest.dtype}")
     if manifest.sources and sum(source.documents for source in manifest.sources) != manifest.documents:
         problems.append("the documents of its sources do not add up")
+    tokenizer = prefix.parent / "tokenizer.json"
+    if tokenizer.exists() and file_sha256(tokenizer) != manifest.tokenizer_sha256:
+        problems.append(f"was made with another tokenizer ({manifest.tokenizer}) than the tokenizer.json beside it")
     if quick:
         return verdict
     if file_sha256(shard.idx_path) != manifest.idx_sha256:
@@ -90,6 +109,8 @@ def verify_shard(prefix: Path, *, quick: bool = False, advance: Callable[[int], 
     scan = scan_tokens(shard.bin_path, np.dtype(manifest.dtype), ends, eod_id, _exact(manifest), advance)
     if scan.sha256 != manifest.bin_sha256:
         problems.append(".bin: its sha256 is not the one in the manifest: the file was changed")
+    if scan.smallest < 0:
+        problems.append(f".bin: holds token {scan.smallest}: ids begin at 0")
     if scan.largest >= manifest.vocab_size:
         problems.append(f".bin: holds token {scan.largest}, the vocabulary ends at {manifest.vocab_size - 1}")
     if scan.eod_misplaced:
@@ -107,24 +128,25 @@ def scan_tokens(
 ) -> Scan:
     """Hash, largest token, and whether EOD stands at the `ends` of documents (`exact`: and nowhere else)."""
     digest = hashlib.sha256()
-    tokens, largest, misplaced = 0, -1, None
+    tokens, smallest, largest, misplaced = 0, 0, -1, None
     with open(path, "rb") as file:
         while raw := file.read(_CHUNK_BYTES):
             digest.update(raw)
             chunk = np.frombuffer(raw, dtype)
-            largest = max(largest, int(chunk.max()))
+            smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
             if eod_id is not None and misplaced is None:
                 found = np.flatnonzero(chunk == eod_id) + tokens
                 low, high = np.searchsorted(ends, (tokens + 1, tokens + len(chunk) + 1))
                 misplaced = _misplaced(found, ends[low:high] - 1, exact)
             tokens += len(chunk)
             advance(tokens * dtype.itemsize)
-    return Scan(digest.hexdigest(), tokens, largest, misplaced)
+    return Scan(digest.hexdigest(), tokens, smallest, largest, misplaced)
 
 
 def adopt(path: str | Path, tokenizer: Tokenizer) -> ShardManifest:
     """Write the manifest of a .bin and .idx that another tool made, after checking that they are sound."""
     prefix = shard_prefix(path)
+    _refuse_ours(beside(prefix, MANIFEST_SUFFIX))
     bin_path, idx_path = beside(prefix, ".bin"), beside(prefix, ".idx")
     if not bin_path.exists():
         raise ShardError(f"{bin_path}: no such file")
@@ -132,10 +154,13 @@ def adopt(path: str | Path, tokenizer: Tokenizer) -> ShardManifest:
     check_idx(idx, bin_bytes=bin_path.stat().st_size, name=str(idx_path))
     if idx.dtype.kind not in "iu":
         raise ShardError(f"{idx_path}: holds {idx.dtype}, not token ids")
+    if not idx.documents:
+        raise ShardError(f"{idx_path}: holds no document: leave it out")
     scan = scan_tokens(bin_path, idx.dtype, np.zeros(0, np.int64), None, False)
-    if scan.largest >= tokenizer.vocab_size:
+    if scan.smallest < 0 or scan.largest >= tokenizer.vocab_size:
+        odd = scan.smallest if scan.smallest < 0 else scan.largest
         raise ShardError(
-            f"{bin_path}: holds token {scan.largest}, but {tokenizer.name} has {tokenizer.vocab_size}: "
+            f"{bin_path}: holds token {odd}, but {tokenizer.name} has {tokenizer.vocab_size}: "
             "it was made with another tokenizer"
         )
     itself = SourceFile(
@@ -159,7 +184,24 @@ def adopt(path: str | Path, tokenizer: Tokenizer) -> ShardManifest:
         options={ADOPTED: True},
     )
     manifest.write(beside(prefix, MANIFEST_SUFFIX))
+    if not (prefix.parent / "tokenizer.json").exists():
+        tokenizer.save(prefix.parent / "tokenizer.json")
     return manifest
+
+
+def _refuse_ours(manifest_path: Path) -> None:
+    """The manifest of a shard that was tokenized here knows more than one that is made afterwards."""
+    if manifest_path.exists() and not ShardManifest.read(manifest_path).options.get(ADOPTED):
+        raise ShardError(f"{manifest_path}: is there, from the raw files on: `blackmamba data verify` checks it")
+
+
+def documents_without_eod(prefix: Path) -> int:
+    """Of an adopted shard: documents that run into the next one."""
+    shard = Shard.open(prefix)
+    starts = np.asarray(shard.idx.document_indices)
+    full = np.flatnonzero(np.diff(starts) > 0)  # a document without a sequence ends nowhere
+    ends = np.cumsum(shard.idx.sequence_lengths, dtype=np.int64)[starts[full + 1] - 1]
+    return int(np.count_nonzero(shard.token_ids[ends - 1] != shard.manifest.eod_id))
 
 
 def _misplaced(found: np.ndarray, expected: np.ndarray, exact: bool) -> str | None:
@@ -180,7 +222,7 @@ def _prefixes(paths: Iterable[str | Path]) -> list[Path]:
     """Every shard and every .bin or .idx under the paths, each once, in order of name."""
     prefixes: dict[Path, None] = {}
     for path in map(Path, paths):
-        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        files = list(files_under(path)) if path.is_dir() else [path]
         found = [
             shard_prefix(f) for f in files if not path.is_dir() or f.name.endswith((MANIFEST_SUFFIX, ".bin", ".idx"))
         ]
@@ -193,6 +235,7 @@ def _prefixes(paths: Iterable[str | Path]) -> list[Path]:
 def _compare(verdicts: list[Verdict]) -> None:
     """What only shows between shards: the same tokens twice, or two tokenizers in one folder."""
     first_with: dict[str, Path] = {}
+    first_from: dict[str, Path] = {}
     tokenizer_in: dict[Path, tuple[str, Path]] = {}
     for verdict in verdicts:
         if verdict.problems:
@@ -201,9 +244,28 @@ def _compare(verdicts: list[Verdict]) -> None:
         other = first_with.setdefault(manifest.bin_sha256, verdict.prefix)
         if other != verdict.prefix:
             verdict.problems.append(f"holds the very tokens of {other}: they would be seen twice")
+        files = sorted({source.sha256 for source in manifest.sources if source.documents})
+        raw = json.dumps([files, manifest.options, manifest.tokenizer_sha256])
+        other = first_from.setdefault(raw, verdict.prefix)
+        if files and other != verdict.prefix and not verdict.problems:
+            verdict.problems.append(f"was made from the very raw files of {other}: they would be seen twice")
         sha256, one = tokenizer_in.setdefault(verdict.prefix.parent, (manifest.tokenizer_sha256, verdict.prefix))
         if sha256 != manifest.tokenizer_sha256:
             verdict.problems.append(f"was made with another tokenizer than {one.name} beside it")
+
+
+def _note_gaps(verdicts: list[Verdict]) -> None:
+    """A shard that is gone leaves no file to complain about, but its number."""
+    of_folder: dict[Path, dict[int, Verdict]] = {}
+    for verdict in verdicts:
+        found = re.fullmatch(r"shard_(\d{5})", verdict.prefix.name)
+        if found:
+            of_folder.setdefault(verdict.prefix.parent, {})[int(found[1])] = verdict
+    for folder, there in of_folder.items():
+        gone = sorted(set(range(1, max(there))) - set(there))
+        if gone:
+            names = ", ".join(f"shard_{number:05d}" for number in gone[:5]) + (", ..." if len(gone) > 5 else "")
+            there[max(there)].notes.append(f"{folder} lacks {names}: not made yet, moved, or removed")
 
 
 def _size(path: Path) -> int:

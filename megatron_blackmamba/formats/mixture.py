@@ -4,6 +4,7 @@ A source is drawn with probability ∝ tokens × weight, as in the paper's table
 that the order of samples they imply is the same on every machine.
 """
 
+import difflib
 import glob
 import hashlib
 import os
@@ -20,6 +21,9 @@ from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import ConfigError, read_yaml
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard, shard_prefix
+
+MOST_WEIGHT = 1e12
+"""Tokens × weight stays a number that prints."""
 
 
 class MixtureError(ValueError):
@@ -51,7 +55,7 @@ class Source(Section):
     """Shards held out of training, given like `shards`; they may be among those."""
     tokens: Count | None = Field(None, gt=0)
     """Measured tokens, for the probability; without it, what the shards hold."""
-    weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+    weight: float = Field(1.0, ge=0, le=MOST_WEIGHT, allow_inf_nan=False)
     max_epochs: float | None = Field(None, gt=0)
     """A plan that reads the source more often than this is refused."""
 
@@ -62,7 +66,7 @@ class Phase(Section):
     from_sample: Count | None = Field(None, gt=0)
     from_tokens: Count | None = Field(None, gt=0)
     """Rounded up to whole samples."""
-    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+    weights: dict[str, Annotated[float, Field(ge=0, le=MOST_WEIGHT, allow_inf_nan=False)]]
     """By source; one that is not named keeps the weight it had."""
 
     @model_validator(mode="after")
@@ -184,7 +188,7 @@ def content_fingerprint(shards: Sequence[Shard]) -> str:
 
 def check_together(opened: Mapping[str, tuple[list[Shard], list[Shard]]], vocab_size: int | None = None) -> None:
     """Refuse shards of two tokenizers, of a vocabulary the model lacks, or with the same tokens twice."""
-    seen: dict[str, Path] = {}
+    seen: dict[str, tuple[Path, str]] = {}
     first: Shard | None = None
     for name, (training, held_out) in opened.items():
         for shard in (*training, *held_out):
@@ -200,11 +204,13 @@ def check_together(opened: Mapping[str, tuple[list[Shard], list[Shard]]], vocab_
                     f"than {first.prefix} ({first.manifest.tokenizer}): tokenize one of them again"
                 )
             if manifest.bin_sha256 in seen:
+                other, source = seen[manifest.bin_sha256]
+                same = f"is in source {source!r} too" if other == shard.prefix else f"holds the same tokens as {other}"
                 raise MixtureError(
-                    f"source {name!r}: {shard.prefix} holds the same tokens as {seen[manifest.bin_sha256]}, "
-                    "which would be read twice an epoch: remove one; to see a source more often, raise its weight"
+                    f"source {name!r}: {shard.prefix} {same}, which would be read twice an epoch: "
+                    "remove one; to see a source more often, raise its weight"
                 )
-            seen[manifest.bin_sha256] = shard.prefix
+            seen[manifest.bin_sha256] = shard.prefix, name
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -222,7 +228,15 @@ def _fill_in(text: str, where: str) -> str:
     return filled
 
 
+def _nearest(key: str, top: object, depth: int) -> str:
+    section: type[Section] = Mixture if depth == 1 else Phase if top == "phases" else Source
+    near = difflib.get_close_matches(key, section.model_fields, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(section.model_fields)}"
+
+
 def _explain(problem: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {where!r}; " + _nearest(str(problem["loc"][-1]), problem["loc"][0], len(problem["loc"]))
     message = problem["msg"].removeprefix("Value error, ")
     return f"{where}: {message} (given: {problem['input']!r})" if where else message

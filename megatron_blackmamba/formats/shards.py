@@ -11,12 +11,13 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.tree import files_under
 
 FORMAT_VERSION = 1
 MANIFEST_SUFFIX = ".manifest.json"
@@ -64,7 +65,7 @@ class ShardManifest(BaseModel):
     format_version: int = FORMAT_VERSION
     documents: int
     tokens: int = Field(description="token ids in the .bin, one EOD per document included")
-    dtype: str
+    dtype: Literal["uint16", "int32", "uint8", "int8", "int16", "int64"]
     bin_sha256: str
     idx_sha256: str
     eod_id: int
@@ -284,7 +285,7 @@ def find_shards(*paths: str | os.PathLike[str]) -> list[Shard]:
         if not path.is_dir():
             prefixes.append(shard_prefix(path))
             continue
-        found = sorted(path.rglob(f"*{MANIFEST_SUFFIX}"))
+        found = sorted(file for file in files_under(path) if file.name.endswith(MANIFEST_SUFFIX))
         if not found:
             raise ShardError(f"{path}: no shard in this folder. {_no_manifest_advice(path / 'any')}")
         prefixes.extend(map(shard_prefix, found))

@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -115,3 +117,11 @@ def test_a_log_file_gets_a_line_now_and_then(capsys, monkeypatch):
 )
 def test_large_numbers_are_short(number, text):
     assert short(number) == text
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_exit_code_2(corpus, tokenizer_file):
+    for command in (["megatron_blackmamba", "data", "tokenize"], ["data_tools.tokenization"]):
+        command = [sys.executable, "-m", *command, corpus, "/dev/null/x", "-t", tokenizer_file]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "/dev/null/x: Not a directory" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr

@@ -35,11 +35,11 @@ def test_a_field_a_path_or_several_give_the_text(fields, text):
         (["meta.author"], MISSING_FIELD, "no `author`; there is `title`, `year`"),
         (["text.more"], MISSING_FIELD, "above `more` stands a string"),
         (["text", "content"], MISSING_FIELD, "no `content`"),
-        (["null"], NOT_A_STRING, "`null` is a null"),
+        (["null"], NOT_A_STRING, "`null` is null"),
         (["meta.year"], NOT_A_STRING, "`meta.year` is a number"),
         (["lines"], NOT_A_STRING, "`lines` is a list"),
-        (["meta[].title"], NOT_A_STRING, "`meta` is a object, not a list"),
-        (["body[]"], NOT_A_STRING, "an item is a object"),
+        (["meta[].title"], NOT_A_STRING, "`meta` is an object, not a list"),
+        (["body[]"], NOT_A_STRING, "an item is an object"),
     ],
 )
 def test_a_record_without_it_says_what_it_has_instead(fields, reason, detail):

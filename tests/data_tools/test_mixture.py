@@ -5,7 +5,14 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from data_tools.mixture import parse_count, plan_mixture, prefix_deviation, verify_mixture
+from data_tools.mixture import (
+    find_mixture,
+    parse_count,
+    plan_mixture,
+    prefix_deviation,
+    read_mixtures,
+    verify_mixture,
+)
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data import build
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
@@ -134,7 +141,7 @@ def test_counts_are_read_as_people_write_them(text, count):
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "many", "-5", "0", "B"])
+@pytest.mark.parametrize("text", ["", "many", "-5", "0", "B", "1e400", "nan"])
 def test_what_is_no_count_is_refused(text):
     with pytest.raises(MixtureError, match="write 300e9"):
         parse_count(text)
@@ -143,3 +150,22 @@ def test_what_is_no_count_is_refused(text):
 def test_planning_a_mixture_needs_neither_torch_nor_megatron():
     code = "import sys, data_tools.mixture; assert not {'torch', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_source_below_one_sample_is_refused_as_in_training(tmp_path):
+    path = three_sources(tmp_path)
+    with pytest.raises(MixtureError, match="less than one sample of 2048"):
+        plan_mixture(Mixture.read(path), 10_000, 2048).check()
+    plan_mixture(Mixture.read(path), 1_000, 16).check()
+
+
+@pytest.mark.parametrize("name, message", [("nosuch", "shipped ones are .*paper_mix"), (".", "is a folder")])
+def test_a_mixture_that_is_not_there_names_those_that_are(name, message):
+    with pytest.raises(MixtureError, match=message):
+        find_mixture(name)
+
+
+def test_a_mixture_file_may_have_any_name(tmp_path):
+    path = three_sources(tmp_path)
+    other = path.rename(path.with_suffix(".cfg"))
+    assert list(read_mixtures([str(other), str(tmp_path / "a/one"), str(tmp_path / "a/one.bin")])) == [str(other)]

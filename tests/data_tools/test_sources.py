@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import pytest
 
 from data_tools.rejects import InputError
@@ -107,3 +110,48 @@ def test_an_array_counts_from_zero_and_says_so():
         parse_array("8/8")
     with pytest.raises(InputError, match="INDEX/COUNT"):
         parse_array("3")
+
+
+def test_nothing_behind_links_is_passed_over(corpus):
+    (corpus / "far").mkdir()
+    (corpus / "far/z.jsonl").write_bytes(b"x")
+    (corpus / "c/linked").symlink_to(corpus / "far")
+    (corpus / "c/loop").symlink_to(corpus / "c")
+    assert names(find_sources(["c"]))[1:3] == ["linked/z.jsonl", "part-9.jsonl.zst"]
+    (corpus / "far/gone.jsonl").symlink_to("nowhere.jsonl")
+    with pytest.raises(InputError, match=r"gone\.jsonl: a link to nothing \(nowhere\.jsonl\)"):
+        find_sources(["c"])
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(corpus, monkeypatch):
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("a"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError):
+        find_sources(["c"])
+
+
+def test_the_folder_for_the_shards_is_no_input(corpus):
+    (corpus / "c/tokens").mkdir()
+    (corpus / "c/tokens/tokenizer.json").write_text("{}")
+    assert names(find_sources(["c"], apart="c/tokens")) == names(find_sources(["c"], apart="elsewhere"))[:3]
+    assert names(find_sources(["c/a"], apart="c")) == ["more.txt"]  # the shards may lie above
+    with pytest.raises(InputError, match="is an input and the folder for the shards"):
+        find_sources(["c"], apart="c")
+
+
+def test_a_pipe_by_name_is_sent_to_standard_input(corpus):
+    os.mkfifo("pipe.jsonl")
+    with pytest.raises(InputError, match="a pipe is read as standard input"):
+        find_sources(["pipe.jsonl"])
+
+
+def test_a_file_name_that_is_no_utf8_is_written_as_one(corpus):
+    path = os.fsdecode(b"bad\xff.jsonl")
+    Path(path).write_bytes(b"x")
+    assert names(find_sources([path])) == ["bad\\xff.jsonl"]

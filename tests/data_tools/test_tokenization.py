@@ -130,7 +130,7 @@ def test_all_kinds_of_input_hold_the_same_documents(run, write_jsonl, tokenizer,
     (tmp_path / "e.txt").write_text("|".join(TEXTS))
     expected = None
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt"):
-        run(tmp_path / name, out=f"from_{name}", marker="|")
+        run(tmp_path / name, out=f"from_{name}", marker="|" if name == "e.txt" else None)
         content = files(tmp_path / f"from_{name}")["shard_00001.bin"]
         expected = expected or content
         assert content == expected
@@ -305,6 +305,7 @@ def test_a_second_call_touches_nothing_and_a_damaged_shard_is_made_again(run, wr
         ({"shuffle": False}, "is shuffled"),
         ({"special_text": True}, "special_text = False, not True"),
         ({"fields": ("text", "text")}, "fields = "),
+        ({"format": "text"}, "formats = "),
     ],
 )
 def test_other_settings_in_the_same_folder_are_refused(change, message, run, write_jsonl, tmp_path):
@@ -489,3 +490,36 @@ def test_nothing_heavy_is_imported_to_tokenize():
     probe = f"import sys, {modules}; print(*[m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
+
+
+def test_one_task_of_an_array_cannot_bring_another_tokenizer(run, write_jsonl, tmp_path, tokenizer_file):
+    paths = [write_jsonl(f"{i}.jsonl", TEXTS[i:]) for i in range(2)]
+    run(*paths, shard_size="1", array="0/2")
+    (tmp_path / "other.json").write_bytes(tokenizer_file.read_bytes() + b"\n")
+    before = files(tmp_path / "out")
+    with pytest.raises(InputError, match="was made with another tokenizer"):
+        run(*paths, shard_size="1", array="1/2", tokenizer=str(tmp_path / "other.json"))
+    assert files(tmp_path / "out") == before
+
+
+def test_flags_that_would_change_nothing_are_refused(run, write_jsonl, tmp_path):
+    (tmp_path / "a.txt").write_text("plain")
+    with pytest.raises(InputError, match="--marker splits text files"):
+        run(write_jsonl("a.jsonl", TEXTS), marker="|")
+    with pytest.raises(InputError, match="--field chooses from records"):
+        run(tmp_path / "a.txt", fields=("content",))
+
+
+def test_a_giant_document_is_rechecked_by_its_beginning(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_writer, "_RECHECKED_CHARACTERS", 1000)
+    lengths = []
+    encode = Tokenizer.encode
+
+    def spy(self, text, **options):
+        lengths.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", spy)
+    (tmp_path / "book.txt").write_text("a long story " * 1000)
+    run(tmp_path / "book.txt")
+    assert lengths == [1000]

@@ -6,7 +6,7 @@ import pytest
 
 from data_tools import verification
 from data_tools.tokenization import TokenizeOptions, tokenize
-from data_tools.verification import adopt, verify
+from data_tools.verification import adopt, documents_without_eod, verify
 from megatron_blackmamba.formats.shards import Shard, ShardError, beside, write_idx
 
 TEXTS = [f"document {i} " * (i % 5 + 1) for i in range(60)]
@@ -111,3 +111,67 @@ def test_shards_of_other_tools_are_adopted_after_a_look(tmp_path, tokenizer):
     (tmp_path / "text_document.bin").write_bytes(tokens.tobytes()[:-2])
     with pytest.raises(ShardError, match=r"describes 10 bytes of tokens, the \.bin has 8"):
         adopt(tmp_path / "text_document", tokenizer)
+
+
+def test_a_negative_token_is_no_token(tmp_path, tokenizer):
+    np.array([5, -7, 0], np.int32).tofile(tmp_path / "old.bin")
+    with open(tmp_path / "old.idx", "wb") as file:
+        write_idx(file, np.dtype("int32"), np.array([3]))
+    with pytest.raises(ShardError, match="holds token -7"):
+        adopt(tmp_path / "old", tokenizer)
+
+
+def test_what_is_known_of_a_shard_is_not_overwritten_by_an_adoption(folder, tokenizer):
+    before = (folder / "shard_00001.manifest.json").read_bytes()
+    with pytest.raises(ShardError, match="is there, from the raw files on"):
+        adopt(folder / "shard_00001", tokenizer)
+    assert (folder / "shard_00001.manifest.json").read_bytes() == before
+
+
+def test_documents_without_an_end_are_counted(tmp_path, tokenizer):
+    np.array([5, 6, tokenizer.eod_id, 7, 8], np.uint16).tofile(tmp_path / "old.bin")
+    with open(tmp_path / "old.idx", "wb") as file:
+        write_idx(file, np.dtype("uint16"), np.array([3, 2]))
+    adopt(tmp_path / "old", tokenizer)
+    assert documents_without_eod(tmp_path / "old") == 1
+    assert (tmp_path / "tokenizer.json").read_bytes() == tokenizer.content
+
+
+def test_another_tokenizer_beside_the_shards_is_found(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    assert all("than the tokenizer.json beside it" in text for text in problems(folder, quick=True))
+
+
+def test_the_same_raw_file_twice_is_found_though_each_shard_has_an_order_of_its_own(
+    tokenizer_file, write_jsonl, tmp_path
+):
+    paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("copy.jsonl", TEXTS)]
+    options = TokenizeOptions(tokenizer=str(tokenizer_file), shard_size="1", workers=1, quiet=True)
+    made = tokenize(paths, tmp_path / "out", options)
+    assert made.copies == [("copy.jsonl", "a.jsonl")]
+    first, second = (made.shards[i].manifest.bin_sha256 for i in range(2))
+    assert first != second
+    assert "the very raw files of" in problems(tmp_path / "out")[1]
+
+
+def test_a_shard_that_is_gone_is_noted(folder):
+    for path in folder.glob("shard_00001*"):
+        path.unlink()
+    (verdict,) = verify([folder], quiet=True)
+    assert not verdict.problems and "lacks shard_00001" in verdict.notes[0]
+
+
+def test_shards_behind_a_link_are_verified(folder, tmp_path):
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all/corpus").symlink_to(folder)
+    assert len(verify([tmp_path / "all"], quiet=True)) == 2
+
+
+def test_a_file_that_cannot_be_read_is_a_verdict(folder):
+    (folder / "shard_00001.idx").unlink()
+    (folder / "shard_00001.idx").mkdir()
+    (folder / "shard_00002.manifest.json").write_text(
+        (folder / "shard_00002.manifest.json").read_text().replace('"uint16"', '"words"')
+    )
+    found = problems(folder)
+    assert "Is a directory" in found[0] and "dtype" in found[1]

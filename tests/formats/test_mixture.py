@@ -119,7 +119,7 @@ def test_the_fingerprint_is_of_the_content_not_of_names(tmp_path):
     "text, message",
     [
         ("sources: []", "sources: List should have at least 1 item"),
-        ("sources: [{name: a, wieght: 2}]", r"sources.0.wieght: Extra inputs"),
+        ("sources: [{name: a, wieght: 2}]", r"unknown key 'sources.0.wieght'; did you mean 'weight'"),
         ("sources: [{name: a}, {name: a}]", "'a' is given twice"),
         ("sources: [{name: a, weight: -1}]", "sources.0.weight: .* greater than or equal to 0"),
         ("sources: [{name: a, weight: .nan}]", "sources.0.weight: .* finite"),
