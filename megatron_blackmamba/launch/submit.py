@@ -48,6 +48,8 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     trouble = plan.placed and refusal(plan.placed)
     if trouble:
         raise LaunchError(trouble)
+    if plan.refused_data:
+        raise LaunchError(plan.refused_data)
     taken = [int(entry.name) for entry in run.launches.glob("[0-9]*") if entry.name.isdigit()]
     folder = run.launches / f"{max(taken, default=0) + 1:03d}"
     return Launch(run, folder, render(request, run, folder / "code", folder / "config.yaml"), plan.missing_data)

@@ -65,6 +65,8 @@ class Plan:
     sources: tuple[Source, ...]
     missing_data: str | None
     """Why the sources are not known, if they are not."""
+    refused_data: str | None
+    """Why training would refuse the data that are there, if so."""
     placed: Placed | None
 
 
@@ -77,11 +79,11 @@ def make_plan(
     suggest: bool = False,
 ) -> Plan:
     """Everything that can be told about a run before it starts. `gpu` is needed with `nodes`."""
-    sources, missing = _sources(config)
+    sources, missing, refused = _sources(config)
     placed = None
     if nodes is not None and gpu is not None:
         placed = _place(config, nodes, gpus_per_node, gpu, mfu, suggest)
-    return Plan(config, parameters.count(config), sources, missing, placed)
+    return Plan(config, parameters.count(config), sources, missing, refused, placed)
 
 
 def _place(config: RunConfig, nodes: int, gpus_per_node: int, gpu: Gpu, mfu: float | None, suggest: bool) -> Placed:
@@ -97,7 +99,9 @@ def _place(config: RunConfig, nodes: int, gpus_per_node: int, gpu: Gpu, mfu: flo
         "advice": layout.advice(config, world_size) if refused else "",
         "fitting_nodes": tuple(
             size // gpus_per_node
-            for size in layout.fitting_sizes(config, range(gpus_per_node, 4 * world_size + 1, gpus_per_node))
+            for size in layout.fitting_sizes(
+                config, range(gpus_per_node, _most_useful(config, world_size) + 1, gpus_per_node)
+            )
         ),
     }
     if suggest:
@@ -122,28 +126,38 @@ def _place(config: RunConfig, nodes: int, gpus_per_node: int, gpu: Gpu, mfu: flo
     )
 
 
+def _most_useful(config: RunConfig, world_size: int) -> int:
+    """Four times these GPUs, but no more than give each data-parallel rank a sequence."""
+    return min(4 * world_size, config.training.global_batch * config.parallel.tensor * config.parallel.pipeline)
+
+
 def seconds_per_step(config: RunConfig, world_size: int, gpu: Gpu, mfu: float) -> float:
     """MFU counts the useful FLOPs alone: what it costs to communicate, wait and recompute lowers it."""
     useful = config.tokens_per_step * flops.training(config.model, config.data.sequence_length)
     return useful / (world_size * gpu.peak(config.training.precision) * mfu)
 
 
-def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None]:
+def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | None]:
     if config.data.kind == "synthetic":
         share = 1 / config.data.synthetic.sources
         tokens = config.steps * config.tokens_per_step
         names = [f"synthetic_{i}" for i in range(config.data.synthetic.sources)]
-        return tuple(Source(name, share, round(share * tokens), 0.0) for name in names), None
+        return tuple(Source(name, share, round(share * tokens), 0.0) for name in names), None, None
     from data_tools.mixture import plan_mixture
-    from megatron_blackmamba.formats.mixture import Mixture
+    from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 
     mixture = Path(config.data.mixture or "")
     if not mixture.is_file():
-        return (), f"{mixture}: no such mixture file"
+        return (), f"{mixture}: no such mixture file", None
     length = config.data.sequence_length
     planned = plan_mixture(Mixture.read(mixture), config.steps * config.tokens_per_step, length)
     missing = "; ".join(dict.fromkeys(planned.missing.values())) or None
-    return tuple(Source(s.name, s.probability, s.samples * length, s.epochs) for s in planned.sources), missing
+    refused = None
+    try:
+        planned.check()
+    except MixtureError as error:
+        refused = str(error)
+    return tuple(Source(s.name, s.probability, s.samples * length, s.epochs) for s in planned.sources), missing, refused
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -171,7 +185,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_step": config.tokens_per_step,
             "warmup_steps": config.warmup_steps,
         },
-        "data": {"sources": [asdict(source) for source in plan.sources], "missing": plan.missing_data},
+        "data": {
+            "sources": [asdict(source) for source in plan.sources],
+            "missing": plan.missing_data,
+            "refused": plan.refused_data,
+        },
     }
     return answer | (_placed_as_json(plan.placed, config) if plan.placed else {})
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from megatron_blackmamba.formats.run_folder import RunFolder
 
@@ -29,7 +30,16 @@ def _of_run(folder: Path) -> float:
     if not path.is_file():
         raise MfuError(f"--mfu takes a number or a run folder; {folder} has no {path.name}")
     lines = path.read_text(encoding="utf-8").splitlines()[-LAST_STEPS:]
-    measured = [record["mfu"] for record in map(json.loads, lines) if record.get("mfu")]
+    measured = [record["mfu"] for record in map(_record, lines) if record.get("mfu")]
     if not measured:
         raise MfuError(f"{path} holds no mfu: it is measured on GPUs whose peak is known")
     return median(measured)
+
+
+def _record(line: str) -> dict[str, Any]:
+    """The metrics of a step; nothing of a line that a killed run left half-written, or is just being written."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -18,6 +18,8 @@ def show(plan: Plan, console: Console) -> None:
         console.print(_sources(plan))
     if plan.missing_data:
         console.print(f"Data not here yet: {plan.missing_data}", highlight=False)
+    if plan.refused_data:
+        console.print(f"Training would refuse the data: {plan.refused_data}", highlight=False)
     if plan.placed:
         _show_placed(plan, plan.placed, console)
     else:

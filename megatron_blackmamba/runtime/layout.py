@@ -106,7 +106,8 @@ def fitting_sizes(config: RunConfig, sizes: Iterable[int]) -> list[int]:
 def advice(config: RunConfig, world_size: int) -> str:
     """What to change: the layout at this size, or the size with this layout."""
     layouts = nearest(config, world_size, count=3)
-    sizes = fitting_sizes(config, range(1, 2 * world_size + 1))
+    most = config.training.global_batch * config.parallel.tensor * config.parallel.pipeline  # a sequence a rank
+    sizes = fitting_sizes(config, range(1, min(2 * world_size, most) + 1))
     said = []
     if layouts:
         said.append(f"On {world_size} processes: " + "; or ".join(layout.overrides(config) for layout in layouts) + ".")
