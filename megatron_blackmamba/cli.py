@@ -1,5 +1,9 @@
 """The front door: `blackmamba <verb>`. Every verb imports what it needs when it runs, so that --help is instant."""
 
+import errno
+import os
+import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +16,27 @@ from megatron_blackmamba.interchange.commands import Precision
 app = typer.Typer(
     name="blackmamba",
     help="Pretrain, plan, export and run BlackMamba models (Mamba + mixture of experts) on megatron-core.",
+    epilog="Begin with [bold]blackmamba quickstart[/bold], or [bold]blackmamba doctor[/bold] for this machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-CONFIG_HELP = "Config files or shipped names, later ones win; then a.b=c overrides."
-Configs = Annotated[list[str], typer.Argument(metavar="CONFIG... [a.b=c ...]", help=CONFIG_HELP)]
+
+def _complete_config(incomplete: str) -> list[str]:
+    """What the shell offers for CONFIG: shipped runs and keys; where neither begins so, the shell offers files."""
+    from megatron_blackmamba.config import keys, shipped
+
+    return [word for word in (*shipped(), *(f"{key}=" for key in keys())) if word.startswith(incomplete)]
+
+
+ConfigArgument = typer.Argument(
+    metavar="CONFIG|a.b=c",
+    help="Config files or shipped runs, later ones win; then keys to change.",
+    autocompletion=_complete_config,
+)
+Configs = Annotated[list[str], ConfigArgument]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -27,7 +44,7 @@ def compose(arguments: list[str]):
     """Files and overrides, as given on the command line, to a RunConfig."""
     from megatron_blackmamba.config import load
 
-    overrides = [a for a in arguments if "=" in a and not Path(a).exists()]
+    overrides = [a for a in arguments if "=" in a and not os.path.exists(a)]
     return load([a for a in arguments if a not in overrides], overrides)
 
 
@@ -50,7 +67,7 @@ def _options(
 
 @app.command()
 def config(
-    configs: Annotated[list[str] | None, typer.Argument(metavar="CONFIG... [a.b=c ...]", help=CONFIG_HELP)] = None,
+    configs: Annotated[list[str] | None, ConfigArgument] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema instead, for editors.")] = False,
 ) -> None:
     """Print the composed run, or the JSON Schema of run files.
@@ -94,6 +111,9 @@ def train(
     from megatron_blackmamba.training.launcher import launch_training
 
     layout.check(run, nproc)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if nproc > cores:
+        print(f"blackmamba: {nproc} processes share {cores} cores: it works, no faster", file=sys.stderr)
     raise typer.Exit(launch_training(run, configs, nproc))
 
 
@@ -101,7 +121,7 @@ def train(
 def plan(
     configs: Configs,
     nodes: Annotated[int | None, typer.Option(min=1, help="Lay it over this many nodes.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="One process each.")] = 8,
     gpu: Annotated[str, typer.Option(help="h100, h200, a100, or a YAML file that describes one.")] = "h100",
     mfu: Annotated[str | None, typer.Option(help="Part of the GPU's peak in use, or a run that measured it.")] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank the layouts that fit these nodes.")] = False,
@@ -118,6 +138,7 @@ def plan(
 
     from rich.console import Console
 
+    from megatron_blackmamba.formats.mixture import MixtureError
     from megatron_blackmamba.plan import estimate, gpus, measured, table
     from megatron_blackmamba.runtime.layout import LayoutError
 
@@ -131,6 +152,8 @@ def plan(
         trouble = table.refusal(made.placed)
         if trouble:
             raise LayoutError(trouble)
+    if made.refused_data:
+        raise MixtureError(made.refused_data)
 
 
 @app.command()
@@ -208,6 +231,8 @@ def launch(
         print(json.dumps(done.to_json(), indent=2))
     elif dry_run:
         print(done.script, end="")
+        if done.missing_data:
+            print(f"blackmamba: it cannot be submitted yet: {done.missing_data}", file=sys.stderr)
     else:
         print(announce(done))
 
@@ -231,7 +256,10 @@ def report(
 
 @app.command()
 def quickstart(
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long to train; longer is better.")] = 3.0,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="How long to train; longer is better.", show_default="3, or as it was begun"),
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/quickstart"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of going on.")] = False,
 ) -> None:
@@ -277,7 +305,6 @@ def generate(
     [dim]blackmamba generate exports/blackmamba_1.5b -p "The proof" -p "The recipe" --temperature 0 --json[/dim]
     """
     import json
-    import sys
 
     from megatron_blackmamba.inference import Sampling, load
     from megatron_blackmamba.interchange.commands import torch_dtype
@@ -305,25 +332,51 @@ app.add_typer(interchange_commands.import_app, name="import")
 
 
 def main() -> None:
-    """Run the command line; what the user did wrong ends with one message and exit code 2, not a traceback."""
-    import os
-    import sys
-    import time
+    """Run the command line; what the user can mend ends with one message and exit code 2, not a traceback."""
+    import logging
 
+    # torch warns of a CUDA toolkit on a machine without a GPU, once a process; the doctor says what there is
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         app()
-    except ValueError as error:
-        if not type(error).__module__.startswith(("megatron_blackmamba", "data_tools")):
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception as error:
+        message = _in_words(error)
+        if message is None or os.environ.get("BLACKMAMBA_TRACEBACK"):
             raise
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
         if rank not in (None, "0"):
             time.sleep(3)  # ranks refuse alike: the first one says why, and its launcher ends the others
-        print(f"blackmamba: {error}", file=sys.stderr, flush=True)
+        print(f"blackmamba: {message}", file=sys.stderr, flush=True)
         if rank is not None:
             os._exit(2)  # others may wait for this one: nothing is tidied up with them
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
+NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+
+
+def _in_words(error: Exception) -> str | None:
+    """What to tell the user; None for what is a mistake of ours, whose traceback matters."""
+    if isinstance(error, ValueError) and type(error).__module__.startswith(("megatron_blackmamba", "data_tools")):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in NO_ROOM | NOT_WRITABLE | NOT_THERE:
+        where = f"{error.filename}: " if error.filename else ""
+        advice = (
+            "; make room, or name a folder on another disk"
+            if error.errno in NO_ROOM
+            else "; name a folder that this user can write"
+            if error.errno in NOT_WRITABLE
+            else ""
+        )
+        return f"{where}{error.strerror}{advice}. (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
+    if "EADDRINUSE" in str(error):
+        port = os.environ.get("MASTER_PORT", "?")
+        return f"port {port} is in use by another program: set MASTER_PORT (torchrun: --master-port) to a free one"
+    return None
 
 
 if __name__ == "__main__":

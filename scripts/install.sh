@@ -1,27 +1,44 @@
 #!/usr/bin/env bash
 # Make the virtual environment and install the project in it, editable, with everything the tests need.
-# Called by `make install`; PYTHON names the interpreter, VENV the folder.
+# Called by `make install`; PYTHON names the interpreter, VENV the folder. What was interrupted goes on when called again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
 
-command -v "$PYTHON" >/dev/null || { echo "No '$PYTHON' here. Name one: make install PYTHON=python3.11" >&2; exit 2; }
-"$PYTHON" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || {
-    echo "$("$PYTHON" --version) is not supported: Python 3.10 to 3.13 is. Name one: make install PYTHON=python3.11" >&2; exit 2; }
+fail() { printf '%s\n' "$@" >&2; exit 2; }
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
-if [ -x "$VENV/bin/python" ] && [ "$("$VENV/bin/python" -c 'import sys; print(sys.version_info[:2])')" != "$("$PYTHON" -c 'import sys; print(sys.version_info[:2])')" ]; then
+command -v "$PYTHON" >/dev/null || fail "No '$PYTHON' here. Name one: make install PYTHON=python3.11"
+VERSION=$(version_of "$PYTHON") || fail "'$PYTHON' does not run. Name another: make install PYTHON=python3.11"
+"$PYTHON" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
+    fail "Python $VERSION is not supported: 3.10 to 3.13 is. Name one: make install PYTHON=python3.11"
+
+if [ -x "$VENV/bin/python" ] && [ "$(version_of "$VENV/bin/python")" != "$VERSION" ]; then
     echo "$VENV holds another Python; making it anew."
     rm -rf "$VENV"
 fi
-[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV" || {
-    echo "python -m venv failed; on Debian: apt-get install python3-venv" >&2; exit 2; }
+NEEDS_VENV="On Debian and Ubuntu: apt-get install python$VERSION-venv"
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV" ||
+    fail "$PYTHON could not make the virtual environment $VENV. $NEEDS_VENV"
+# An environment that was interrupted before it had pip gets it now.
+"$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$VENV/bin/python" -m ensurepip >/dev/null 2>&1 ||
+    fail "$VENV has no pip. $NEEDS_VENV"
 
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
-"$VENV/bin/python" -c 'import torch' 2>/dev/null || {
-    echo "Installing PyTorch and the project's requirements into $VENV (once; minutes)..."
-    # One known version, so that a fresh machine gets what the tests ran with; any torch >= 2.6 already there is kept.
-    pip install "torch==2.13.0" || pip install torch
+QUIET=--quiet
+[ -t 1 ] && QUIET=--progress-bar=on # gigabytes: who watches sees them come
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@" "$QUIET"; }
+no_pip() {
+    fail "pip failed, see above. Is there a network, and room ($(df -Ph "$VENV" | awk 'NR == 2 {print $4}') free)? \
+What is installed stays: make install goes on from there."
 }
-pip install --editable ".[dev]"
-echo "Ready: $VENV/bin/blackmamba --help"
+"$VENV/bin/python" -c 'import torch; torch.ones(1)' 2>/dev/null || {
+    echo "Installing PyTorch and the project's requirements into $VENV (once; minutes; up to 6 GB with CUDA's libraries)..."
+    # One known version, so that a fresh machine gets what the tests ran with; any torch >= 2.6 already there is kept.
+    pip install "torch==2.13.0" || pip install torch || no_pip
+}
+pip install --editable ".[dev]" || no_pip
+
+[ -e megatron_blackmamba/ops/libblackmamba.so ] ||
+    echo "Without the C++ kernels: everything works, slower. With a compiler (apt-get install g++): make -B install"
+echo "Ready: source $VENV/bin/activate, then blackmamba --help"

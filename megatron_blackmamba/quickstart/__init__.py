@@ -2,38 +2,62 @@
 
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from megatron_blackmamba.quickstart.stages import STAGES, Quickstart, QuickstartError
+from megatron_blackmamba.quickstart.stages import STAGES, QuickstartError, begin
 
 __all__ = ["QuickstartError", "quickstart"]
 
 
-def quickstart(folder: Path, minutes: float, fresh: bool = False) -> None:
-    """Run every stage that is not done yet, saying what each did and how to do it by hand."""
+STOPPED_ON_REQUEST = 75
+
+
+def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) -> None:
+    """Run every stage that is not done yet, saying what each did and how to do it by hand.
+
+    minutes: how long to train; None is what the folder was begun with, and 3 in a new one.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)
+
+    def say(text: str, **how: Any) -> None:
+        console.print(text, markup=False, soft_wrap=True, **how)  # a command must survive copy and paste
+
     _refuse_full_disk(folder)
     if fresh and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = Quickstart(folder, minutes, processes=2 if len(os.sched_getaffinity(0)) > 1 else 1)
-    begun = time.monotonic()
+    settings = begin(folder, minutes)
+    program, begun = _program(), time.monotonic()
     for number, stage in enumerate(STAGES, start=1):
         console.rule(f"[bold]{number}/{len(STAGES)}  {stage.title}", align="left")
-        console.print(f"$ {stage.command(settings)}", style="dim", markup=False)
+        say(f"$ {stage.command(settings).replace('blackmamba', program, 1)}", style="dim")
         started = time.monotonic()
-        console.print(stage.work(settings), markup=False)
-        console.print(f"{time.monotonic() - started:.0f} s", style="dim")
+        try:
+            said = stage.work(settings)
+        except KeyboardInterrupt:
+            say("Stopped; nothing is lost: run the same command again to go on.")
+            raise SystemExit(STOPPED_ON_REQUEST) from None
+        say(said)
+        say(f"{time.monotonic() - started:.0f} s", style="dim")
     console.rule(f"[bold]Done in {time.monotonic() - begun:.0f} s", align="left")
-    console.print(
-        f"Longer and better: blackmamba quickstart --minutes 20 --fresh\n"
-        f"The paper's model: blackmamba plan blackmamba_1.5b --nodes 7 --gpus-per-node 8\n"
-        f"Everything lies in {folder}.",
-        markup=False,
+    say(
+        f"Longer and better: {program} quickstart --minutes 20 --fresh\n"
+        f"The paper's model: {program} plan blackmamba_1.5b --nodes 7 --gpus-per-node 8\n"
+        f"Everything lies in {folder}."
     )
+
+
+def _program() -> str:
+    """`blackmamba` as this user must type it: its environment may not be on the PATH."""
+    if shutil.which("blackmamba"):
+        return "blackmamba"
+    beside = Path(sys.executable).parent / "blackmamba"
+    return os.path.relpath(beside) if beside.is_file() else f"{sys.executable} -m megatron_blackmamba"
 
 
 def _refuse_full_disk(folder: Path, needed_gb: float = 1.0) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,11 @@ from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.quickstart.corpus import SOURCES, gather
+from megatron_blackmamba.training.metrics import read_metrics
 
 VOCABULARY = 4096
 NAME = "quickstart"
+MINUTES = 3.0
 SPEED_STEPS = 8
 PROMPTS = ("def __init__(self", "The Python language", "Permission is hereby granted")
 
@@ -58,6 +62,30 @@ class Quickstart:
 
     def composed(self) -> RunConfig:
         return load(self.config)
+
+
+def begin(folder: Path, minutes: float | None) -> Quickstart:
+    """The settings of a new folder, or those that an earlier call wrote down in it."""
+    record = folder / "settings.json"
+    if record.is_file():
+        settings = json.loads(record.read_bytes())
+        if minutes not in (None, settings["minutes"]):
+            raise QuickstartError(
+                f"{folder} was begun with --minutes {settings['minutes']:g}: leave --minutes out to go on,"
+                " add --fresh to start over, or name another --folder"
+            )
+    else:
+        settings = {"minutes": minutes or MINUTES, "processes": usable_processes()}
+        atomic.write_json(record, settings)
+    return Quickstart(folder, **settings)
+
+
+def usable_processes() -> int:
+    """Two, to share the experts, where there are two GPUs, or two cores and no GPU; a GPU serves one process."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return min(2, gpus or len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
@@ -128,7 +156,8 @@ def measure(q: Quickstart) -> str:
             "parallel": {"expert": q.processes},
             "data": {"kind": "mixture", "mixture": str(q.mixture.resolve())},
         }
-        trial = q.folder / "trial.yaml"
+        trial, tried = q.folder / "trial.yaml", RunFolder(q.folder / "trial")
+        shutil.rmtree(tried.root, ignore_errors=True)  # of a call that was stopped here
         atomic.write_text(trial, yaml.safe_dump(settings, sort_keys=False))
         quiet = [
             f"training.stop_after_steps={SPEED_STEPS}",
@@ -137,10 +166,11 @@ def measure(q: Quickstart) -> str:
             "logging.tensorboard=false",
         ]
         _train(load([trial], quiet), [str(trial), *quiet], q.processes, silent=True)
-        lines = RunFolder(q.folder / "trial").metrics.read_text().splitlines()
-        seconds = statistics.median(json.loads(line)["step_seconds"] for line in lines[2:])
+        seconds = statistics.median(record["step_seconds"] for record in list(read_metrics(tried.metrics))[2:])
         run = load([trial])
         steps = max(20, round(60 * q.minutes / seconds))
+        shutil.rmtree(tried.root)
+        trial.unlink()
         settings["training"] = {"tokens": steps * run.tokens_per_step}
         atomic.write_text(q.config, yaml.safe_dump(settings, sort_keys=False))
     run = q.composed()
@@ -149,14 +179,8 @@ def measure(q: Quickstart) -> str:
 
 def train(q: Quickstart) -> str:
     if not q.run.done.is_file():
-        code = _train(q.composed(), [str(q.config)], q.processes)
-        if code:
-            raise QuickstartError(
-                "training was stopped and has saved; run the same command again to go on"
-                if code == 75
-                else f"training ended with code {code}; its log is {q.run.log}"
-            )
-    records = [json.loads(line) for line in q.run.metrics.read_text().splitlines()]
+        _train(q.composed(), [str(q.config)], q.processes)
+    records = list(read_metrics(q.run.metrics))
     last = records[-1]
     held_out: dict[str, float] = next((r["validation_loss"] for r in reversed(records) if r.get("validation_loss")), {})
     losses = ", ".join(f"{name} {loss:.2f}" for name, loss in held_out.items())
@@ -186,7 +210,9 @@ def sample(q: Quickstart) -> str:
         texts = {p: model.generate(p, max_new_tokens=90, sampling=sampling) for p in PROMPTS}
         atomic.write_json(record, texts)
     texts = json.loads(record.read_bytes())
-    return "\n\n".join(f"{prompt}⟩{text}" for prompt, text in texts.items())
+    return "What it was given⟩ and what it wrote:\n\n" + "\n\n".join(
+        f"{prompt}⟩{text}" for prompt, text in texts.items()
+    )
 
 
 def report(q: Quickstart) -> str:
@@ -197,12 +223,12 @@ def report(q: Quickstart) -> str:
 
 
 STAGES = (
-    Stage("Gather text from this machine", lambda q: f"ls {q.corpus}", collect),
+    Stage("Gather text from this machine", lambda q: f"head -c 300 {q.corpus}/*/train.jsonl", collect),
     Stage(
         "Train a tokenizer, make token shards",
         lambda q: (
             f"blackmamba data tokenize {q.corpus}/code/train.jsonl {q.tokens}/code/train"
-            f" --tokenizer {q.tokens}/tokenizer.json"
+            f" --tokenizer {q.tokens}/tokenizer.json  # and so the other sources"
         ),
         tokenize,
     ),
@@ -219,16 +245,15 @@ STAGES = (
 )
 
 
-def _train(run: RunConfig, arguments: list[str], processes: int, silent: bool = False) -> int:
-    from megatron_blackmamba.training.launcher import launch_training
+def _train(run: RunConfig, arguments: list[str], processes: int, silent: bool = False) -> None:
+    from megatron_blackmamba.training.launcher import STOPPED_ON_REQUEST, launch_training
 
-    if not silent:
-        return launch_training(run, arguments, processes)
-    with _muted():
+    with _muted() if silent else nullcontext():
         code = launch_training(run, arguments, processes)
+    if code == STOPPED_ON_REQUEST:
+        raise KeyboardInterrupt
     if code:
-        raise QuickstartError(f"a first try at training ended with code {code}; see {run.folder}/{run.name}/log.txt")
-    return code
+        raise QuickstartError(f"training ended with code {code}; its log is {run.folder}/{run.name}/log.txt")
 
 
 class _muted:

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import yaml
 
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.training.metrics import read_metrics
 
 SAMPLES = "samples.json"
 STEPWISE = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu")
@@ -77,8 +77,10 @@ def read_history(run: Path) -> History:
     """Everything the report shows, from a run that is finished or still going on."""
     folder = RunFolder(run)
     if not folder.config.is_file():
-        raise ReportError(f"{run} is not a run: it has no {folder.config.name}. Name a folder such as runs/tiny")
-    records = list(_records(folder.metrics))
+        inside = [path.parent for path in sorted(run.glob(f"*/{folder.metrics.name}"))]
+        hint = f"did you mean {inside[0]}?" if inside else "Name a folder such as runs/tiny"
+        raise ReportError(f"{run} is not a run: it has no {folder.config.name}. {hint}")
+    records = list(read_metrics(folder.metrics))
     if not records:
         raise ReportError(f"{run} has no step in {folder.metrics.name} yet: come back once it has trained one")
     steps = np.array([record["step"] for record in records])
@@ -134,16 +136,6 @@ def thin(x: np.ndarray, y: np.ndarray, points: int = 400) -> Thinned:
         np.minimum.reduceat(y, starts),
         np.maximum.reduceat(y, starts),
     )
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Each whole line; a last one that is still being written is left for the next time."""
-    if not path.is_file():
-        return
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
 
 
 def _column(values: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from megatron_blackmamba.quickstart.corpus import SOURCES, gather
+from megatron_blackmamba.quickstart.stages import QuickstartError, begin, usable_processes
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -33,17 +34,24 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "100"}
 
 
+def interrupted_at(words, steps):
+    """What the command says when Ctrl-C comes once `steps`, a file of metrics, has a line."""
+    running = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and not (steps.is_file() and steps.stat().st_size) and running.poll() is None:
+        time.sleep(0.2)
+    running.send_signal(signal.SIGINT)
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 75, said
+    assert "run the same command again" in said
+    return said
+
+
 def test_it_can_be_interrupted_and_goes_on_to_the_end(command):
     folder, words = command
-    first = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 300
+    interrupted_at(words, folder / "trial" / "metrics.jsonl")
     steps = folder / "quickstart" / "metrics.jsonl"
-    while time.monotonic() < deadline and not (steps.is_file() and steps.stat().st_size) and first.poll() is None:
-        time.sleep(0.2)
-    first.send_signal(signal.SIGINT)
-    said, _ = first.communicate(timeout=120)
-    assert first.returncode != 0, said
-    assert "run the same command again" in said, said
+    interrupted_at(words, steps)
     taken = len(steps.read_text().splitlines())
 
     second = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=400)
@@ -58,11 +66,28 @@ def test_it_can_be_interrupted_and_goes_on_to_the_end(command):
     assert {s.name for s in SOURCES} <= set(json.loads(steps.read_text().splitlines()[-1])["source_samples"])
 
 
-def test_a_third_call_finds_everything_done(command):
+def test_a_call_without_minutes_goes_on_with_those_it_was_begun_with_and_finds_everything_done(command):
     _, words = command
+    words = [word for word in words if word not in ("--minutes", "0.1")]
     third = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120)
     assert third.returncode == 0
+    assert "fit into 0.1 minutes" in third.stdout
     assert "Done in" in third.stdout
+
+
+def test_another_number_of_minutes_is_refused_since_the_run_is_already_sized(tmp_path):
+    assert begin(tmp_path, 3).minutes == begin(tmp_path, None).minutes == 3
+    with pytest.raises(QuickstartError, match="--fresh to start over"):
+        begin(tmp_path, 20)
+
+
+@pytest.mark.parametrize("gpus, cores, processes", [(0, 2, 2), (0, 1, 1), (1, 16, 1), (8, 16, 2)])
+def test_a_gpu_serves_one_process_and_the_experts_are_shared_by_two_where_there_is_room(
+    monkeypatch, gpus, cores, processes
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert usable_processes() == processes
 
 
 def test_this_machine_has_text_of_four_kinds_and_no_document_is_in_both_parts(tmp_path):
