@@ -1,6 +1,7 @@
 """BlackMamba for transformers 4.50 and later: one file, no dependency but torch and transformers.
 
-Where the package `megatron_blackmamba` is installed, its convolution and scan replace the plain PyTorch ones below.
+Where the package `megatron_blackmamba` is installed, its convolution and scan replace the plain PyTorch ones below,
+and on a CPU its matrix-vector product multiplies the few tokens of a step of generation.
 Parameter names are those of the released checkpoint. Routing is the inference kind: the largest logit, in fp32.
 
 Shapes: B batch, L length, D model, I inner, N state, R dt rank, K taps, W = K - 1 window, E experts, T tokens.
@@ -21,11 +22,16 @@ from .configuration_blackmamba import BlackMambaConfig
 
 try:
     from megatron_blackmamba.ops.causal_conv1d import causal_conv1d as fast_conv1d
+    from megatron_blackmamba.ops.matvec import matvec as fast_matvec
     from megatron_blackmamba.ops.selective_scan import selective_scan as fast_scan
 
     HAVE_KERNELS = True
 except ImportError:
     HAVE_KERNELS = False
+
+
+def use_kernels(config):
+    return config.kernels == "auto" and HAVE_KERNELS
 
 
 def widen(x):
@@ -120,6 +126,22 @@ def selective_scan(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, *, z_BLI, delta_bi
     return (y * F.silu(widen(z_BLI))).to(u_BLI.dtype), state
 
 
+def multiply(x, weight, fast):
+    """F.linear, or for the few tokens of a step of generation a kernel as fast as memory delivers the weight."""
+    if fast and x.device.type == "cpu" and not torch.is_grad_enabled():
+        return fast_matvec(weight, x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # with many tokens it is F.linear too
+    return F.linear(x, weight)
+
+
+class Linear(nn.Linear):
+    def __init__(self, inputs, outputs, fast):
+        super().__init__(inputs, outputs, bias=False)
+        self.fast = fast
+
+    def forward(self, x):
+        return multiply(x, self.weight, self.fast)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size, eps):
         super().__init__()
@@ -138,14 +160,14 @@ class MambaMixer(nn.Module):
         D, I, N, K = config.hidden_size, config.inner_size, config.state_size, config.conv_dimension
         self.layer = layer
         self.splits = (config.dt_rank, N, N)
-        self.fast = config.kernels == "auto" and HAVE_KERNELS
-        self.in_proj = nn.Linear(D, 2 * I, bias=False)
+        self.fast = use_kernels(config)
+        self.in_proj = Linear(D, 2 * I, self.fast)
         self.conv1d = nn.Conv1d(I, I, K, groups=I)
-        self.x_proj = nn.Linear(I, sum(self.splits), bias=False)
+        self.x_proj = Linear(I, sum(self.splits), self.fast)
         self.dt_proj = nn.Linear(config.dt_rank, I)
         self.A_log = nn.Parameter(torch.zeros(I, N))
         self.D = nn.Parameter(torch.ones(I))
-        self.out_proj = nn.Linear(I, D, bias=False)
+        self.out_proj = Linear(I, D, self.fast)
 
     def _apply(self, fn, recurse=True):
         """Casting the model to a half precision leaves the recurrence's own parameters in fp32."""
@@ -201,8 +223,9 @@ def _fast_scan(u_BLI, delta_BLI, *args, **kwargs):
 class Expert(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.linear_fc1 = nn.Linear(config.hidden_size, 2 * config.ffn_hidden_size, bias=False)  # rows are [gate | up]
-        self.linear_fc2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+        size, hidden, fast = config.hidden_size, config.ffn_hidden_size, use_kernels(config)
+        self.linear_fc1 = Linear(size, 2 * hidden, fast)  # rows are [gate | up]
+        self.linear_fc2 = Linear(hidden, size, fast)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x_TD):
@@ -417,7 +440,8 @@ class BlackMambaForCausalLM(BlackMambaModel, GenerationMixin):
             output_router_choices=output_router_choices,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = F.linear(output.last_hidden_state[:, kept], self.get_input_embeddings().weight)
+        hidden, weight = output.last_hidden_state[:, kept], self.get_input_embeddings().weight
+        logits = multiply(hidden, weight, use_kernels(self.config))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -116,6 +116,8 @@ class Decoder:
         if self.config.eod_reset is None:
             return
         going_on_B11 = state.last_B.ne(self.config.eod_reset)[:, None, None]
+        if not going_on_B11.is_cuda and going_on_B11.all():
+            return
         for tensor in (*state.windows, *state.states):
             tensor.mul_(going_on_B11)
 

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
-from megatron_blackmamba.ops.matvec import Matrix, matrix
-
-MAX_SEQUENCES = 8  # as MAX_VECTORS in csrc/dots.h
+from megatron_blackmamba.ops.matvec import MAX_VECTORS, Matrix, matrix
 
 
 def why_not(weight: Tensor, batch: int) -> str | None:
     """Why blocks of weights like this one cannot take so many sequences along here, or None."""
     if reason := library.unavailable():
         return reason
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or batch > MAX_SEQUENCES:
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or batch > MAX_VECTORS:
         return f"{batch} sequences, {weight.dtype} on {weight.device.type}"
     return None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops import library
 
-MAX_VECTORS = {torch.float32: 8, torch.bfloat16: 1}  # above, a matrix product does better
+MAX_VECTORS = 8  # as in csrc/dots.h; above, a matrix product does better
 BYTES_PER_THREAD = 1 << 18  # less work than this does not pay for calling a thread
 
 
@@ -49,9 +49,9 @@ def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None = None) -> Tenso
 def why_not_cpp(weight_OI: Tensor, x_BI: Tensor) -> str | None:
     if reason := library.unavailable():
         return reason
-    if weight_OI.device.type != "cpu" or weight_OI.dtype not in MAX_VECTORS:
+    if weight_OI.device.type != "cpu" or weight_OI.dtype not in (torch.float32, torch.bfloat16):
         return f"{weight_OI.dtype} on {weight_OI.device.type}"
-    if weight_OI.stride(1) != 1 or x_BI.dim() != 2 or x_BI.shape[0] > MAX_VECTORS[weight_OI.dtype]:
+    if weight_OI.stride(1) != 1 or x_BI.dim() != 2 or not 0 < x_BI.shape[0] <= MAX_VECTORS:
         return f"weight strides {weight_OI.stride()}, vectors {tuple(x_BI.shape)}"
     return None
 
