@@ -10,6 +10,7 @@ from data_tools.bpe import train
 from data_tools.readers import ReadOptions
 from data_tools.rejects import Tolerance
 from data_tools.sources import find_sources
+from data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.tokenizer import load_tokenizer
 
 SHARED = Path(__file__).resolve().parents[2] / ".." / "shared"
@@ -40,3 +41,14 @@ def write_jsonl(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def run(tokenizer_file, tmp_path):
+    """Tokenize into tmp_path/out, one core, no words."""
+
+    def run(*inputs, out="out", **options):
+        options = {"tokenizer": str(tokenizer_file), "workers": 1, "quiet": True, **options}
+        return tokenize(inputs, tmp_path / out, TokenizeOptions(**options))
+
+    return run

@@ -19,22 +19,11 @@ from data_tools import shard_writer, shuffle, workers
 from data_tools.provenance import origin
 from data_tools.rejects import InputError
 from data_tools.shuffle import document_order
-from data_tools.tokenization import TokenizeOptions, plan, tokenize
-from megatron_blackmamba.formats.shards import Shard, find_shards, token_dtype
+from data_tools.tokenization import TokenizeOptions, plan
+from megatron_blackmamba.formats.shards import Shard, token_dtype
 from megatron_blackmamba.tokenizer import Tokenizer
 
 TEXTS = [f"document {i} " + "def f(x): return x\n" * (i % 7) for i in range(40)]
-
-
-@pytest.fixture
-def run(tokenizer_file, tmp_path):
-    """Tokenize into tmp_path/out, one core, no words."""
-
-    def run(*inputs, out="out", **options):
-        options = {"tokenizer": str(tokenizer_file), "workers": 1, "quiet": True, **options}
-        return tokenize(inputs, tmp_path / out, TokenizeOptions(**options))
-
-    return run
 
 
 def files(folder):
@@ -285,75 +274,6 @@ def test_a_disk_that_is_full_is_named(run, write_jsonl, tmp_path, monkeypatch):
 # --- doing it again -----------------------------------------------------------------------------------------------
 
 
-def test_a_second_call_touches_nothing_and_a_damaged_shard_is_made_again(run, write_jsonl, tmp_path):
-    paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("b.jsonl", TEXTS[:5])]
-    assert len(run(*paths, shard_size="1").written) == 2
-    before = files(tmp_path / "out")
-    assert len(run(*paths, shard_size="1").written) == 0
-    damaged = tmp_path / "out/shard_00002.bin"
-    damaged.write_bytes(bytes([damaged.read_bytes()[0] ^ 1]) + damaged.read_bytes()[1:])
-    assert [manifest.shard for manifest in run(*paths, shard_size="1").written] == [2]
-    (tmp_path / "out/shard_00001.manifest.json").unlink()
-    assert [manifest.shard for manifest in run(*paths, shard_size="1").written] == [1]
-    assert files(tmp_path / "out") == before
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"seed": 1}, "shuffled with seed 0, not 1"),
-        ({"shuffle": False}, "is shuffled"),
-        ({"special_text": True}, "special_text = False, not True"),
-        ({"fields": ("text", "text")}, "fields = "),
-        ({"format": "text"}, "formats = "),
-    ],
-)
-def test_other_settings_in_the_same_folder_are_refused(change, message, run, write_jsonl, tmp_path):
-    path = write_jsonl("a.jsonl", TEXTS)
-    run(path)
-    before = files(tmp_path / "out")
-    with pytest.raises(InputError, match=message):
-        run(path, **change)
-    assert files(tmp_path / "out") == before
-    run(path, **change, overwrite=True)
-    assert files(tmp_path / "out") != before
-
-
-def test_other_inputs_in_the_same_folder_are_refused(run, write_jsonl, tmp_path):
-    paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("b.jsonl", TEXTS[:5])]
-    run(*paths, shard_size="1")
-    with pytest.raises(InputError, match=r"shard_00002.* these inputs make 1 shards"):
-        run(*paths)
-    with pytest.raises(InputError, match=r"was made from a\.jsonl .*b\.jsonl is not"):
-        run(paths[1], paths[0], shard_size="1")
-    write_jsonl("a.jsonl", [text.upper() for text in TEXTS])
-    with pytest.raises(InputError, match=r"was made from a\.jsonl"):
-        run(*paths, shard_size="1")
-    run(*paths, overwrite=True)
-    assert len(find_shards(tmp_path / "out")) == 1
-
-
-def test_a_touched_but_equal_file_is_still_the_same(run, write_jsonl):
-    path = write_jsonl("a.jsonl", TEXTS)
-    run(path)
-    os.utime(path, (1, 1))
-    assert run(path).written == []
-
-
-def test_new_files_at_the_end_add_shards_and_keep_the_others(run, write_jsonl):
-    paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("b.jsonl", TEXTS[:5])]
-    run(paths[0], shard_size="1")
-    assert [manifest.shard for manifest in run(*paths, shard_size="1").written] == [2]
-
-
-def test_an_array_makes_what_one_call_makes(run, write_jsonl, tmp_path):
-    paths = [write_jsonl(f"{i}.jsonl", TEXTS[i:]) for i in range(5)]
-    run(*paths, shard_size="1")
-    for index in (2, 0, 1):
-        run(*paths, shard_size="1", out="array", array=f"{index}/3")
-    assert files(tmp_path / "array") == files(tmp_path / "out")
-
-
 def test_several_processes_make_what_one_makes(run, write_jsonl, tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "BYTES_WORTH_A_PROCESS", 1)
     paths = [write_jsonl(f"{i}.jsonl", TEXTS[i:]) for i in range(5)]
@@ -490,24 +410,6 @@ def test_nothing_heavy_is_imported_to_tokenize():
     probe = f"import sys, {modules}; print(*[m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
-
-
-def test_one_task_of_an_array_cannot_bring_another_tokenizer(run, write_jsonl, tmp_path, tokenizer_file):
-    paths = [write_jsonl(f"{i}.jsonl", TEXTS[i:]) for i in range(2)]
-    run(*paths, shard_size="1", array="0/2")
-    (tmp_path / "other.json").write_bytes(tokenizer_file.read_bytes() + b"\n")
-    before = files(tmp_path / "out")
-    with pytest.raises(InputError, match="was made with another tokenizer"):
-        run(*paths, shard_size="1", array="1/2", tokenizer=str(tmp_path / "other.json"))
-    assert files(tmp_path / "out") == before
-
-
-def test_flags_that_would_change_nothing_are_refused(run, write_jsonl, tmp_path):
-    (tmp_path / "a.txt").write_text("plain")
-    with pytest.raises(InputError, match="--marker splits text files"):
-        run(write_jsonl("a.jsonl", TEXTS), marker="|")
-    with pytest.raises(InputError, match="--field chooses from records"):
-        run(tmp_path / "a.txt", fields=("content",))
 
 
 def test_a_giant_document_is_rechecked_by_its_beginning(run, tmp_path, monkeypatch):
