@@ -375,10 +375,9 @@ def extend(series: dict[Any, dict[str, list]], documents: float) -> dict[str, fl
 
 
 def machine() -> str:
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{len(names)}-core CPU machine, {names[0] if names else 'unknown'}"
+    from benchmarks._common import cpu_model  # it imports torch, which the processes that are measured must not
+
+    return f"{os.cpu_count()}-core CPU machine, {cpu_model()}"
 
 
 def say(text: str) -> None:

@@ -13,6 +13,7 @@ from megatron_blackmamba.model import build
 from megatron_blackmamba.model.stack import layers_of_stage
 from megatron_blackmamba.plan.activations import Activations
 from megatron_blackmamba.runtime import layout, world
+from megatron_blackmamba.runtime.reduction import reduction
 
 GIB = 2**30
 MOMENTS, MAIN = 8, 4
@@ -61,27 +62,16 @@ def state_of(config: RunConfig, world_size: int, rank: int) -> State:
 
 @lru_cache(maxsize=1024)
 def _state_of(described: str, world_size: int, rank: int) -> State:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import DistributedDataParallel
 
     config = RunConfig.model_validate_json(described)
     with world.fake(config.parallel, world_size, rank) as us, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = build(config, us)
-        overlap = config.training.overlap and us.data_size > 1
-        distributed = config.optimizer.distributed
-        reduced = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=distributed,
-                overlap_grad_reduce=overlap,
-                overlap_param_gather=overlap and distributed,
-            ),
-            model,
-        )
+        reduced = DistributedDataParallel(model.config, reduction(config, us.data_size), model)
         buffers = reduced.buffers + reduced.expert_parallel_buffers
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
-        if distributed:
+        if config.optimizer.distributed:
             weights = sum(buffer.param_data.nbytes for buffer in buffers)
             optimizer = sum(_shard_bytes(buffer) for buffer in buffers)
         else:

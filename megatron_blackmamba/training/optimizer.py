@@ -7,11 +7,11 @@ from itertools import chain
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.model.sharding import NO_DECAY
+from megatron_blackmamba.runtime.reduction import reduction
 from megatron_blackmamba.runtime.world import World
 
 from megatron.core.distributed import (  # isort: skip  (the model's package has installed the patches)
     DistributedDataParallel,
-    DistributedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
@@ -48,19 +48,8 @@ class Trainable:
 
 def make_trainable(config: RunConfig, model: LanguageModel, world: World) -> Trainable:
     """Wrap the model and build its optimizer; afterwards the model's config knows how to reduce, scale and overlap."""
-    overlap = config.training.overlap and world.data_size > 1
-    distributed = config.optimizer.distributed
-    reduced = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=distributed,
-            overlap_grad_reduce=overlap,
-            overlap_param_gather=overlap and distributed,
-            check_for_nan_in_grad=False,  # the optimizer's norm tells, and the step is skipped
-        ),
-        model,
-    )
+    how = reduction(config, world.data_size)
+    reduced = DistributedDataParallel(model.config, how, model)
     _count_padding(reduced)
     settings = config.optimizer
     optimizer = get_megatron_optimizer(
@@ -75,8 +64,8 @@ def make_trainable(config: RunConfig, model: LanguageModel, world: World) -> Tra
             clip_grad=settings.clip,
             bf16=model.config.bf16,
             params_dtype=model.config.params_dtype,
-            use_distributed_optimizer=distributed,
-            overlap_param_gather=overlap and distributed,
+            use_distributed_optimizer=how.use_distributed_optimizer,
+            overlap_param_gather=how.overlap_param_gather,
         ),
         [reduced],
         config_overrides={ParamKey(attr=NO_DECAY): ParamGroupOverride(wd_mult=0.0)},
@@ -87,9 +76,9 @@ def make_trainable(config: RunConfig, model: LanguageModel, world: World) -> Tra
     _forget_rates(optimizer)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
-    if overlap:
+    if how.overlap_grad_reduce:
         model.config.no_sync_func = reduced.no_sync
-        if distributed:
+        if how.overlap_param_gather:
             model.config.param_sync_func = reduced.start_param_sync
     return Trainable(model, reduced, optimizer)
 

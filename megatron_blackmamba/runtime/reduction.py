@@ -1,0 +1,22 @@
+"""How gradients are reduced: the settings of megatron-core's wrapper, which training runs and the plan weighs."""
+
+from typing import TYPE_CHECKING
+
+from megatron_blackmamba.config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+
+def reduction(config: RunConfig, data_size: int) -> "DistributedDataParallelConfig":
+    """Settings for a data-parallel group of this size."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    overlap = config.training.overlap and data_size > 1
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.optimizer.distributed,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and config.optimizer.distributed,
+        check_for_nan_in_grad=False,  # the optimizer's norm tells, and the step is skipped
+    )
