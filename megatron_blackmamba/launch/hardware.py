@@ -105,7 +105,7 @@ def all_reduce(gpus: int) -> Iterator[Finding]:
 
 def disk(folder: Path, mebibytes: int) -> Iterator[Finding]:
     """Write, flush and read back a file where the run will live."""
-    place = next(path for path in (folder, *folder.parents) if path.is_dir())
+    place = next(path for path in (folder, *folder.parents) if path.exists())
     content = os.urandom(2**20)
     try:
         with tempfile.TemporaryFile(dir=place) as file:

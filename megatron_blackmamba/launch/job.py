@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_blackmamba.formats.run_folder import RunFolder
 
 LONGEST_WARNING_S = 600
+MOST_WARNING_S = 65535
 
 
 class LaunchError(ValueError):
@@ -44,8 +45,17 @@ class JobRequest:
         for name in ("nodes", "cpus_per_process", "chain"):
             if getattr(self, name) < 1:
                 raise LaunchError(f"{name.replace('_', '-')} is at least 1, not {getattr(self, name)}")
+        if self.gpus_per_node < 0 or (self.processes_per_node or 1) < 1:
+            raise LaunchError("gpus-per-node is 0 or more, processes-per-node 1 or more")
         if self.gpus_per_node and self.processes_per_node not in (None, self.gpus_per_node):
             raise LaunchError("with GPUs there is one process a GPU; processes-per-node is for gpus-per-node 0")
+        if not time_limit_s(self.time):
+            raise LaunchError(f"a limit of {self.time} is none to Slurm: give the time after which the job saves")
+        if self.warn_seconds is not None and not 1 <= self.warn_seconds <= MOST_WARNING_S:
+            raise LaunchError(f"warn is 1 to {MOST_WARNING_S} seconds, as Slurm has it, not {self.warn_seconds}")
+        wrong = next((option for option in self.options if not option.startswith("-")), None)
+        if wrong is not None:
+            raise LaunchError(f"an option of sbatch begins with --, as --qos=high; {wrong!r} does not")
         if self.warning_s >= time_limit_s(self.time):
             raise LaunchError(f"a warning {self.warning_s} s before a limit of {self.time} comes before the start")
 
@@ -89,7 +99,7 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str
         "--requeue",
         "--dependency=singleton",
         "--open-mode=append",
-        f"--output={run.logs}/%j.log",
+        f"--output={_literal(run.logs)}/%j.log",
         f"--partition={request.partition}" if request.partition else "",
         f"--account={request.account}" if request.account else "",
         *request.options,
@@ -103,6 +113,8 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str
         "WHEN_TIME_IS_UP": "exit" if request.chain > 1 else "requeue",
         "CONTAINER": request.container or "",
     }
+    if wrong := next((text for text in (*wishes, *map(str, variables.values())) if re.search(r"[\n\r\\]", text)), None):
+        raise LaunchError(f"{wrong!r}: Slurm takes neither a backslash nor a line feed; choose other names")
     return "\n".join(
         [
             "#!/bin/bash",
@@ -119,5 +131,14 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str
 
 
 def _quoted(option: str) -> str:
+    """As sbatch reads it: outside of quotes a # ends the line, and inside of them \\ escapes a quote."""
     name, equals, value = option.partition("=")
-    return f'{name}="{value}"' if equals and re.search(r"\s", value) else option
+    if not equals or re.fullmatch(r"[\w%@+=:,./^-]*", value, re.ASCII):
+        return option
+    escaped = value.replace('"', '\\"')
+    return f'{name}="{escaped}"'
+
+
+def _literal(path: Path) -> str:
+    """A path in which Slurm finds nothing to fill in."""
+    return str(path).replace("%", "%%")

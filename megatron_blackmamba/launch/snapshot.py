@@ -18,7 +18,7 @@ def take_snapshot(folder: Path) -> None:
     try:
         for name in ("megatron_blackmamba", "data_tools", "configs", "scripts"):
             shutil.copytree(_home(name), temporary / name, ignore=UNWANTED)
-        (temporary / "version.txt").write_text(_version())
+        (temporary / "version.txt").write_text(_version(), encoding="utf-8")
         os.replace(temporary, folder)
         sync_folder(folder.parent)
     finally:
@@ -38,8 +38,11 @@ def _version() -> str:
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(PACKAGE.parent), *arguments]
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+            done = subprocess.run(command, capture_output=True, timeout=30)
+            return done.stdout.decode(errors="replace")  # a file that was changed may be in any encoding
         except (OSError, subprocess.TimeoutExpired):
             return ""
 
+    if not git("ls-files", str(PACKAGE / "__init__.py")):  # installed; the commit of whatever lies around is not ours
+        return f"version {__version__}\n"
     return f"version {__version__}\ncommit {git('rev-parse', 'HEAD')}\n{git('diff', 'HEAD')}"

@@ -20,7 +20,8 @@ OPTIONAL = {
     "wandb": "logging.wandb",
     "lm-eval": "evaluation of an export",
 }
-REPAIR = "`make install` repairs the environment"
+PROJECT = "megatron-blackmamba"
+REPAIR = "`make -B install` repairs the environment"
 GPU_ONLY = {"triton", "mamba-ssm", "causal-conv1d", "transformer-engine"}
 
 
@@ -48,7 +49,7 @@ def packages(gpus: int) -> Iterator[Finding]:
 
 def programs() -> Iterator[Finding]:
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
-    advice = "install one, then `make install`: the compiled CPU scan is several times faster"
+    advice = "install one, then `make -B install`: the compiled CPU scan is several times faster"
     yield Finding.judge("software", "C++ compiler", compiler or "none", compiler is not None, advice, "warning")
     if shutil.which("sbatch"):
         yield Finding("software", "Slurm", str(shutil.which("sbatch")))
@@ -64,6 +65,24 @@ def imports() -> Iterator[Finding]:
         yield Finding("software", "torch", torch.__version__)
     version = _version("megatron-core")
     yield Finding.judge("software", "megatron-core", version or "missing", version is not None, REPAIR)
+    for wrong in unmet():
+        yield Finding("software", "requirements", wrong, "problem", REPAIR)
+
+
+def unmet() -> list[str]:
+    """What is installed in a version that this project does not work with, as its own metadata says."""
+    from packaging.requirements import Requirement
+
+    try:
+        needed = [Requirement(line) for line in metadata.requires(PROJECT) or ()]
+    except metadata.PackageNotFoundError:  # run from a folder, not installed
+        return []
+    found = {need: _version(need.name) for need in needed if not need.marker or need.marker.evaluate({"extra": ""})}
+    return [
+        f"{need.name} {version} is here, and this project needs {need.specifier}"
+        for need, version in found.items()
+        if version and not need.specifier.contains(version, prereleases=True)
+    ]
 
 
 def backends() -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """From a config to jobs in the queue: snapshot, script, sbatch."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from megatron_blackmamba.launch.snapshot import take_snapshot
 from megatron_blackmamba.plan import gpus
 from megatron_blackmamba.plan.estimate import make_plan
 from megatron_blackmamba.plan.table import refusal
+
+GPU_FILE = "gpu.yaml"
+"""The description given with --gpu, as it was at launch."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,12 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
         raise LaunchError(plan.refused_data)
     taken = [int(entry.name) for entry in run.launches.glob("[0-9]*") if entry.name.isdigit()]
     folder = run.launches / f"{max(taken, default=0) + 1:03d}"
+    if request.container and re.search("[,:]", str(run.root)):
+        raise LaunchError(
+            f"{run.root}: a container mounts no folder with a comma or colon in its name: folder=..., name=..."
+        )
+    if Path(request.gpu).is_file() and request.gpu.lower() not in gpus.KNOWN:
+        request = replace(request, gpu=str(folder / GPU_FILE))
     return Launch(run, folder, render(request, run, folder / "code", folder / "config.yaml"), plan.missing_data)
 
 
@@ -66,9 +76,18 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
     launch.run.logs.mkdir(exist_ok=True)
     take_snapshot(launch.folder / "code")
     write_text(launch.folder / "config.yaml", to_yaml(_with_absolute_paths(config)))
+    if str(launch.folder / GPU_FILE) in launch.script:
+        shutil.copyfile(request.gpu, launch.folder / GPU_FILE)
     script = launch.folder / "job.sbatch"
     write_text(script, launch.script)
-    return replace(launch, jobs=tuple(_sbatch(script) for _ in range(request.chain)))
+    jobs: list[str] = []
+    try:
+        for _ in range(request.chain):
+            jobs.append(_sbatch(script))
+    except LaunchError as error:
+        queued = f"\nIn the queue already: {', '.join(jobs)} (scancel {' '.join(jobs)} takes them back)" if jobs else ""
+        raise LaunchError(f"{error}{queued}") from None
+    return replace(launch, jobs=tuple(jobs))
 
 
 def announce(launch: Launch) -> str:

@@ -20,6 +20,9 @@ NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 say() { echo "$(date '+%F %T') $*"; }
 
+# A YAML string, also where the text looks like a number or holds a #.
+string() { local quote="'" && echo "'${1//$quote/$quote$quote}'"; }
+
 newest_checkpoint() { cat "$RUN_FOLDER/checkpoints/latest" 2>/dev/null; }
 
 # Notes a start that brought no new checkpoint; the fifth in a row ends the job.
@@ -64,7 +67,7 @@ preflight() {
     local reports=$LOGS/preflight-$RESTART node
     mkdir -p "$reports"
     say "preflight of $SLURM_NNODES nodes, reports in $reports"
-    srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --output="$reports/%N.txt" "${SRUN_CONTAINER[@]}" \
+    srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --output="${reports//%/%%}/%N.txt" "${SRUN_CONTAINER[@]}" \
         bash -c 'timeout 300 "${@:2}" && touch "$1/$SLURMD_NODENAME.fit"' bash "$reports" "${LAUNCHER[@]}" \
         "${BLACKMAMBA[@]}" doctor --quick --folder "$RUN_FOLDER" --gpus "$GPUS_PER_NODE"
     UNFIT=()
@@ -105,9 +108,9 @@ train() {
     say "follow it with: tail -f $LOGS/rank-0.log"
     (
         trap '' USR1
-        exec srun --kill-on-bad-exit=1 --open-mode=append --output="$LOGS/rank-%t.log" "${SRUN_CONTAINER[@]}" \
+        exec srun --kill-on-bad-exit=1 --open-mode=append --output="${LOGS//%/%%}/rank-%t.log" "${SRUN_CONTAINER[@]}" \
             bash -c 'trap "" USR1; exec "$@"' bash "${LAUNCHER[@]}" "${BLACKMAMBA[@]}" train "${CONFIG[@]}" \
-            folder="$(dirname "$RUN_FOLDER")" name="$(basename "$RUN_FOLDER")"
+            folder="$(string "$(dirname "$RUN_FOLDER")")" name="$(string "$(basename "$RUN_FOLDER")")"
     ) &
     local step=$!
     wait "$step"

@@ -40,7 +40,7 @@ def test_a_torch_that_does_not_import_is_what_the_doctor_is_for(tmp_path, how):
     assert done.returncode == 1, done.stderr
     (problem,) = (finding for finding in json.loads(done.stdout)["findings"] if finding["status"] == "problem")
     assert "libcudart.so.12" in problem["found"]
-    assert "make install" in problem["advice"]
+    assert "make -B install" in problem["advice"]
 
 
 def test_the_preflight_names_a_folder_it_cannot_write():

@@ -108,3 +108,35 @@ def test_the_shipped_jobs_fit_the_runs_they_train(name, sequences):
     assert sequences % config.training.micro_batch == 0
     assert f"{sequences} sequences a GPU" in script
     assert set(options) == set(options_of(rendered()))  # neither has forgotten an option of the other
+
+
+@pytest.mark.parametrize(
+    "changed, complaint",
+    [
+        ({"time": "0"}, "is none to Slurm"),
+        ({"warn_seconds": 0}, "warn is 1 to 65535"),
+        ({"warn_seconds": 70_000, "time": "2-0"}, "warn is 1 to 65535"),
+        ({"options": ("qos=high",)}, "begins with --"),
+        ({"gpus_per_node": -1}, "0 or more"),
+        ({"gpus_per_node": 0, "processes_per_node": -1}, "1 or more"),
+    ],
+)
+def test_numbers_and_options_that_slurm_would_misread_are_refused(changed, complaint):
+    with pytest.raises(LaunchError, match=complaint):
+        JobRequest(nodes=1, **changed)
+
+
+def test_names_reach_slurm_whole():
+    """Outside of quotes a # ends the line, a quote ends the quotes, and Slurm fills in what follows a %."""
+    run = RunFolder(Path('/data/50%j/a #"b"'))
+    text = render(JobRequest(nodes=1, partition="p q"), run, run.root / "code", run.root / "config.yaml")
+    assert '#SBATCH --output="/data/50%%j/a #\\"b\\"/logs/%j.log"\n' in text
+    assert '#SBATCH --job-name="a #\\"b\\""\n' in text
+    assert '#SBATCH --partition="p q"\n' in text
+
+
+@pytest.mark.parametrize("name", ["a\ntouch x", "a\\b"])
+def test_a_name_that_slurm_cannot_carry_is_refused(name):
+    run = RunFolder(Path("/data") / name)
+    with pytest.raises(LaunchError, match="neither a backslash nor a line feed"):
+        render(JobRequest(nodes=1), run, run.root / "code", run.root / "config.yaml")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.config import load
+from megatron_blackmamba.launch import snapshot
 from megatron_blackmamba.launch.job import JobRequest, LaunchError
 from megatron_blackmamba.launch.snapshot import take_snapshot
 from megatron_blackmamba.launch.submit import prepare, submit
@@ -76,3 +77,49 @@ def test_a_snapshot_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         take_snapshot(tmp_path / "code")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def fake_sbatch(tmp_path, monkeypatch):
+    """One that takes the first job it is given and refuses the second."""
+    (tmp_path / "bin").mkdir()
+    script = f"#!/bin/sh\n[ -e {tmp_path}/first ] && echo too many >&2 && exit 1\ntouch {tmp_path}/first; echo 41\n"
+    (tmp_path / "bin/sbatch").write_text(script)
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+
+def test_a_chain_that_slurm_cuts_short_names_the_jobs_it_took(tmp_path, fake_sbatch):
+    with pytest.raises(LaunchError, match=r"too many\nIn the queue already: 41 \(scancel 41"):
+        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2, chain=2))
+
+
+def test_the_gpu_described_is_the_one_at_launch(tmp_path, fake_sbatch, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    speeds = "bf16_tflops: 1\nfp32_tflops: 1\nnvlink_gb_s: 1\nnetwork_gb_s: 1\n"
+    Path("ours.yaml").write_text("name: ours\nmemory_gib: 50\n" + speeds)
+    launched = submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2, gpu="ours.yaml"))
+    copy = launched.folder / "gpu.yaml"
+    assert f"GPU={copy}\n" in launched.script
+    assert copy.read_text() == Path("ours.yaml").read_text()
+
+
+def test_what_was_changed_is_noted_in_any_encoding_and_the_commit_only_if_it_is_ours(tmp_path, monkeypatch):
+    def git(*arguments):
+        subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True
+        )
+
+    package = tmp_path / "site/megatron_blackmamba"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_bytes(b"one\n")
+    (tmp_path / "other.txt").write_text("of the surroundings")
+    git("init", "-q")
+    git("add", "other.txt")
+    git("commit", "-qm", "x")
+    monkeypatch.setattr(snapshot, "PACKAGE", package)
+    assert "commit" not in snapshot._version()
+    git("add", "site")
+    git("commit", "-qm", "y")
+    (package / "__init__.py").write_bytes(b"caf\xe9\n")
+    assert "commit" in snapshot._version() and "+caf\ufffd" in snapshot._version()

@@ -10,6 +10,7 @@ from megatron_blackmamba.config import ParallelConfig, load
 from megatron_blackmamba.model import build
 from megatron_blackmamba.plan import estimate, gpus, layouts, measured, memory, table, traffic
 from megatron_blackmamba.runtime import layout, world
+from tests.data.corpus import three_sources
 
 H100 = gpus.KNOWN["h100"]
 
@@ -127,6 +128,9 @@ def test_the_mfu_is_a_number_or_what_a_run_measured(tmp_path):
     lines = [json.dumps({"step": step, "mfu": 0.1 * step}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert measured.mfu(str(tmp_path)) == pytest.approx(0.2)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('\n{"step": 4, "mf')  # it is being written
+    assert measured.mfu(str(tmp_path)) == pytest.approx(0.2)
 
 
 def test_twice_the_mfu_takes_half_the_time():
@@ -191,3 +195,16 @@ def test_the_table_tells_what_the_json_tells(monkeypatch):
     assert done.exit_code == 0, done.output
     for expected in ("2,783,213,584", "628,770,832", "138,717", "1.2e+21", "6 × 8 H100", "fits", "GPU-hours", "pes2o"):
         assert expected in done.output
+
+
+def test_data_that_training_would_refuse_are_refused_here(tmp_path):
+    path = three_sources(tmp_path)
+    overrides = ["data.kind=mixture", f"data.mixture={path}", "data.sequence_length=16"]
+    assert estimate.make_plan(load("tiny", overrides)).refused_data is None
+    path.write_text(path.read_text().replace("name: b", "name: b\n  max_epochs: 0.5"))
+    assert "max_epochs is 0.5" in estimate.make_plan(load("tiny", overrides)).refused_data
+
+
+def test_node_counts_beyond_a_sequence_a_rank_are_not_even_tried():
+    tried = estimate._most_useful(load("blackmamba_1.5b", ["parallel.tensor=2"]), 8_000_000)
+    assert tried == 2 * 1008
