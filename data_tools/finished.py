@@ -45,8 +45,8 @@ def _difference(manifest: ShardManifest, job: ShardJob, tokenizer: Tokenizer) ->
     if manifest.shuffled and manifest.seed != settings.seed:
         return f"was shuffled with seed {manifest.seed}, not {settings.seed}"
     for name, value in settings.recorded(job.sources).items():
-        if manifest.options.get(name) != value:
-            return f"was made with {name} = {manifest.options.get(name)!r}, not {value!r}"
+        if manifest.options.get(name, value) != value:  # a setting that is newer than the shard had no other value
+            return f"was made with {name} = {manifest.options[name]!r}, not {value!r}"
     if len(manifest.sources) != len(job.sources):
         count = len(manifest.sources)
         return f"was made from {count} files, not {len(job.sources)}: other inputs, or another --shard-size"
