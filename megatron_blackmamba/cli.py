@@ -376,7 +376,10 @@ def _in_words(error: Exception) -> str | None:
     if "EADDRINUSE" in str(error):
         port = os.environ.get("MASTER_PORT", "?")
         return f"port {port} is in use by another program: set MASTER_PORT (torchrun: --master-port) to a free one"
-    return None
+    from megatron_blackmamba.launch.software import unmet
+
+    wrong = unmet()  # an old library fails anywhere, in its own words
+    return f"{'; '.join(wrong)}: make -B install ({type(error).__name__}: {error})" if wrong else None
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
 
+trap 'exit 130' INT # pip ends well when it is interrupted, and what follows must not begin
 fail() { printf '%s\n' "$@" >&2; exit 2; }
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 

@@ -78,7 +78,16 @@ def find_checkpoint(path: str | Path) -> Path:
             raise manifest.DamagedCheckpoint(f"{run.latest} names {latest.name}, which is not a complete checkpoint")
     if not path.exists():
         raise manifest.DamagedCheckpoint(f"{path}: no such file or folder")
+    if RunFolder(path).config.is_file():
+        raise manifest.DamagedCheckpoint(
+            f"{path}: this run has not saved a checkpoint yet (checkpoint.every says when)"
+        )
+    inside = sorted(run for run in path.glob("*") if RunFolder(run).latest.is_file())
     raise manifest.DamagedCheckpoint(
-        f"{path}: not a checkpoint: neither it nor its checkpoints/ has a {manifest.NAME}."
-        " Name a run folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step_00001000)."
+        f"{path}: not a checkpoint: neither it nor its checkpoints/ has a {manifest.NAME}. "
+        + (
+            f"Did you mean {inside[0]}?"
+            if inside
+            else "Name a run folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step_00001000)."
+        )
     )

@@ -127,11 +127,21 @@ def load(
 
     dtype: of the large matrices; by default as stored, or bf16 where fp32 would fill the memory.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = _usable(device)
     source = open_model(Path(model), None if tokenizer is None else Path(tokenizer))
     text = tokenizer_of(source)
     weights = pack(source, dtype or fitting_dtype(source, where), where)
     return Generator(Decoder(weights), text)
+
+
+def _usable(wanted: str | torch.device | None) -> torch.device:
+    try:
+        where = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise GenerationError(f"a device is cpu, cuda or cuda:1, not {wanted!r}") from None
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise GenerationError("PyTorch finds no GPU here: take the cpu, or see `blackmamba doctor`")
+    return where
 
 
 class _Text:

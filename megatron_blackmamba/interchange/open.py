@@ -14,7 +14,8 @@ def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = Fals
     verify: read all of a checkpoint first, and refuse one that is damaged.
     """
     if not path.is_dir():
-        raise InterchangeError(f"{path}: no such folder")
+        what = "a file, and a model is a folder" if path.exists() else "no such folder"
+        raise InterchangeError(f"{path}: {what}. Name a run (runs/NAME), one of its checkpoints, or an export")
     model = _open(path, verify)
     return model if tokenizer is None else replace(model, tokenizer=tokenizer)
 

@@ -10,6 +10,10 @@ import torch
 _placed: list[torch.device] = []
 
 
+class DeviceError(ValueError):
+    """This process has no GPU of its own; the message says what to start instead."""
+
+
 def has_cuda() -> bool:
     """Whether this process can compute on a GPU."""
     return torch.cuda.is_available()
@@ -29,7 +33,7 @@ def claim(local_rank: int) -> torch.device:
     if has_cuda():
         count = torch.cuda.device_count()
         if local_rank >= count:
-            raise RuntimeError(
+            raise DeviceError(
                 f"process {local_rank} of this machine finds only {count} GPU(s)"
                 f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}):"
                 " start as many processes a machine as it has GPUs"

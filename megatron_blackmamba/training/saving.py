@@ -1,5 +1,6 @@
 """When checkpoints are written, and what happens when one cannot be: the one before stays, and it is tried again."""
 
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any
@@ -69,4 +70,9 @@ class Saver:
         self._begun = None
         if step is not None:
             self._retry_at = step + self.config.retry_every
-        self.report(f"a checkpoint could not be saved ({error}); the one before stays, and it is tried again")
+        folder = self.checkpoints.folder.root
+        free = shutil.disk_usage(folder).free / 1e9  # torch does not always say that the disk was full
+        self.report(
+            f"a checkpoint could not be saved ({error}; {free:.3g} GB free in {folder});"
+            " the one before stays, and it is tried again"
+        )

@@ -1,0 +1,123 @@
+"""The first hour's mistakes, made: docs/troubleshooting.md says what they are answered with, and that is what comes."""
+
+import errno
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_blackmamba import cli
+from megatron_blackmamba.config import load, to_yaml
+from megatron_blackmamba.launch import software
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+ROW = re.compile(r"^\| `(blackmamba [^`]+)` \| `([^`]+)` \|", re.MULTILINE)
+
+
+@pytest.fixture
+def first_hour(tmp_path, monkeypatch):
+    """A working folder with a run, a run that has only begun, and a text."""
+    for name in ("tiny", "new"):
+        run = tmp_path / "runs" / name
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "config.yaml").write_text(to_yaml(load("tiny")))
+    (tmp_path / "runs/tiny/checkpoints/latest").write_text("step_00000001\n")
+    record = {"step": 1, "loss": 1.0, "consumed_samples": 16, "consumed_tokens": 2048, "tokens_per_second": 1.0}
+    record |= {"learning_rate": 1e-3, "grad_norm": 1.0, "step_seconds": 1.0}
+    (tmp_path / "runs/tiny/metrics.jsonl").write_text(str(record).replace("'", '"') + "\n")
+    (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n')
+    monkeypatch.chdir(tmp_path)
+
+
+def typed(monkeypatch, *words):
+    """The command line in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", list(words))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize("line, answer", ROW.findall(PAGE))
+def test_what_the_page_says_is_answered(line, answer, first_hour, monkeypatch, capfd):
+    if "--device cuda" in line and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    words = shlex.split(line)
+    if words[1] == "train":  # it joins a process group and catches signals: not in this process
+        command = [sys.executable, "-m", "megatron_blackmamba", *words[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        code, said = done.returncode, done.stderr
+    else:
+        code, said = typed(monkeypatch, *words), capfd.readouterr().err
+    assert code == 2
+    assert answer in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "number, advice",
+    [(errno.ENOSPC, "another disk"), (errno.EROFS, "this user can write"), (errno.EACCES, "this user can write")],
+)
+def test_a_disk_that_takes_nothing_is_named_with_what_to_do(number, advice, first_hour, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise OSError(number, os.strerror(number), "runs/tiny/report.html")
+
+    monkeypatch.setattr("megatron_blackmamba.report.write_report", fails)
+    assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"blackmamba: runs/tiny/report.html: {os.strerror(number)}")
+    assert advice in said
+
+
+def test_an_error_of_ours_keeps_its_traceback_unless_an_old_library_explains_it(first_hour, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise AttributeError("no such name")
+
+    monkeypatch.setattr("megatron_blackmamba.report.write_report", fails)
+    monkeypatch.setattr(sys, "argv", ["blackmamba", "report", "runs/tiny"])
+    with pytest.raises(AttributeError):
+        cli.main()
+    real = software.metadata.version
+    monkeypatch.setattr(software.metadata, "version", lambda name: "2.4.1" if name == "torch" else real(name))
+    assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == 2
+    assert "torch 2.4.1 is here, and this project needs >=2.6" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_named(first_hour, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise RuntimeError("The server socket has failed to listen. code: -98, name: EADDRINUSE")
+
+    monkeypatch.setattr("megatron_blackmamba.report.write_report", fails)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == 2
+    assert "port 29500 is in use" in capsys.readouterr().err
+
+
+def install(tmp_path, python, version):
+    """scripts/install.sh with an interpreter that says it is `version`, and in which nothing can be installed."""
+    fake = tmp_path / python
+    fake.write_text(f'#!/bin/sh\n[ "$1" = -m ] && exit 1\nPATH={os.environ["PATH"]}; exec {sys.executable} -c "'
+                    f'import sys; sys.version_info = {version}; exec(sys.argv[1])" "$2"\n')  # fmt: skip
+    fake.chmod(0o755)
+    return subprocess.run(
+        ["bash", ROOT / "scripts" / "install.sh"],
+        env={**os.environ, "PYTHON": str(fake), "VENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_an_old_python_and_one_without_venv_are_told_what_to_do(tmp_path):
+    old = install(tmp_path, "python3.9", (3, 9, 18))
+    assert (old.returncode, old.stdout) == (2, "")
+    assert "Python 3.9 is not supported: 3.10 to 3.13 is" in old.stderr
+    bare = install(tmp_path, "python3.12", (3, 12, 1))
+    assert bare.returncode == 2
+    assert "could not make the virtual environment" in bare.stderr
+    assert "python3.12-venv" in bare.stderr
