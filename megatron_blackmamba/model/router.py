@@ -37,9 +37,10 @@ class _Counted(Router):
         """Logits in fp32: rounded to bf16, near-equal experts would swap."""
         return F.linear(hidden_SBD.float(), self.weight.float(), self.bias.float())
 
-    def count(self, routing_TE: Tensor) -> None:
-        if not (self.runs_twice and torch.is_grad_enabled()):
-            self.tokens_E += routing_TE.sum(dim=0)
+    @property
+    def counter_E(self) -> Tensor | None:
+        """What this forward adds its counts to; None where it must not."""
+        return None if self.runs_twice and torch.is_grad_enabled() else self.tokens_E
 
 
 class SinkhornRouter(_Counted):
@@ -60,17 +61,17 @@ class SinkhornRouter(_Counted):
                 temperature=self.described.temperature,
                 start=self.described.start,
                 group=self.group,
+                tokens_E=self.counter_E,
             )
         else:
             choice_T = logits_TE.detach().max(dim=-1).indices
+            self.tokens_E.scatter_add_(0, choice_T, torch.ones_like(choice_T))
         chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, choice_T[:, None], True)
         return torch.sigmoid(logits_TE) * chosen_TE, chosen_TE
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits_TE = self.gating(hidden_SBD).flatten(0, 1)
-        weights_TE, chosen_TE = self.routing(logits_TE)
-        self.count(chosen_TE)
-        return weights_TE, chosen_TE
+        return self.routing(logits_TE)
 
 
 class SoftmaxRouter(_Counted, TopKRouter):
@@ -82,7 +83,8 @@ class SoftmaxRouter(_Counted, TopKRouter):
 
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         weights_TE, chosen_TE = super().forward(hidden_SBD, padding_mask)
-        self.count(chosen_TE)
+        if (counter_E := self.counter_E) is not None:
+            counter_E += chosen_TE.sum(dim=0)
         return weights_TE, chosen_TE
 
 

@@ -166,7 +166,7 @@ def main(folder: Path, names: list[str]) -> None:
     errors = {}
     for name in names or RUNS:
         ranks, overrides = RUNS[name]
-        run = load("tiny", [*SMALL, *DECAY, *overrides])
+        run = load("tiny", [*SMALL, *DECAY, "training.overlap=true", *overrides])
 
         def body(run: RunConfig = run, name: str = name) -> bool:
             seen = describe(run)

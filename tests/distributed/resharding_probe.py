@@ -42,7 +42,7 @@ def run(folder: Path, name: str, precision: str, ranks: int, until: int, overrid
         "logging.tensorboard=false",
         "optimizer.weight_decay=0.1",
     ]
-    config = load("tiny", [*settings, *overrides])
+    config = load("tiny", [*settings, "training.overlap=true", *overrides])
     answers = fork_ranks(ranks, lambda: int(train(config)), seconds=120, alone=ranks == 1)
     return next((a.get("trace") or a["error"] for a in answers if "error" in a), None)
 

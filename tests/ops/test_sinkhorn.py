@@ -36,6 +36,13 @@ def test_agrees_with_the_definition_at_any_logit_scale(std, iterations, start):
     assert agreement > 0.999  # float32 may break a tie the other way
 
 
+@pytest.mark.parametrize("iterations", [0, 1])
+def test_the_tokens_of_each_expert_are_added_to_a_count(iterations):
+    tokens_E = torch.arange(8)
+    choice = sinkhorn_choice(trained_router_logits(), iterations=iterations, tokens_E=tokens_E)
+    assert torch.equal(tokens_E, torch.arange(8) + choice.bincount(minlength=8))
+
+
 @pytest.mark.parametrize("iterations", [1, 5, 64])
 def test_logits_of_two_values_far_apart_are_chosen_as_in_float64(iterations):
     likes = torch.rand(4096, 8, generator=torch.Generator().manual_seed(1)) < torch.linspace(0.05, 0.9, 8)

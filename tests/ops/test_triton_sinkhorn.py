@@ -100,3 +100,17 @@ def choice_on_rank(rank, store_file, logits):
         return triton.choice(logits, 2, 2.0, "balanced", dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def triton_choice_and_count(logits, count_E):
+    from megatron_blackmamba.ops.sinkhorn import triton
+
+    triton.PROGRAMS = 4
+    return triton.choice(logits, 1, 2.0, "balanced", None, count_E), count_E
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(1000, 8), (130, 5), (1, 8)])
+def test_counts_the_tokens_of_each_expert_and_none_that_is_not_there(interpreted, tokens, experts):
+    logits = trained_router_logits(tokens, experts, 1.0)
+    choice, count_E = interpreted(triton_choice_and_count, logits, torch.full((experts,), 3))
+    assert torch.equal(count_E, 3 + choice.bincount(minlength=experts))

@@ -74,7 +74,8 @@ class Forks:
     def run(self, folder, overrides=(), ranks=2, trainer="Trainer", config="tiny") -> Job:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        overrides = [f"folder={folder}", "name=run", "logging.tensorboard=false", *overrides]
+        as_on_gpus = ["training.overlap=true", "data.workers=2"]
+        overrides = [f"folder={folder}", "name=run", "logging.tensorboard=false", *as_on_gpus, *overrides]
         pids = self._ask(
             {"config": config, "overrides": overrides, "ranks": ranks, "trainer": trainer, "folder": str(folder)}
         )

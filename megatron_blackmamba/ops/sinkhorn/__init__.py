@@ -27,6 +27,7 @@ def sinkhorn_choice(
     temperature: float = 2.0,
     start: str = "balanced",
     group: dist.ProcessGroup | None = None,
+    tokens_E: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Return the expert of each token, `[T]`, int64. The number of iterations is fixed: nothing waits for the device.
@@ -39,7 +40,7 @@ def sinkhorn_choice(
     if start not in ("balanced", "uniform"):
         raise ValueError(f'start is "balanced" or "uniform", not {start!r}')
     chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
-    return chosen.choice(logits_TE, iterations, temperature, start, group)
+    return chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E)
 
 
 def load_imbalance(choice_T: Tensor, experts: int) -> Tensor:

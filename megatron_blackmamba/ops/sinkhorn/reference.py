@@ -22,7 +22,12 @@ def unsupported(logits_TE: Tensor, group: dist.ProcessGroup | None) -> str | Non
 
 
 def choice(
-    logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None
+    logits_TE: Tensor,
+    iterations: int,
+    temperature: float,
+    start: str,
+    group: dist.ProcessGroup | None,
+    tokens_E: Tensor | None = None,
 ) -> Tensor:
     X_ET = logits_TE.t().to(torch.promote_types(logits_TE.dtype, torch.float32)).contiguous() * temperature
     if start == "uniform" and iterations > 0:
@@ -37,7 +42,10 @@ def choice(
         iterations -= ITERATIONS_PER_REBASE
     K_ET = _kernel(X_ET)
     K_ET *= _column_factors(K_ET, iterations, group)[:, None]
-    return K_ET.max(dim=0).indices  # argmax over a leading dimension is 4x slower on CPUs
+    choice_T = K_ET.max(dim=0).indices  # argmax over a leading dimension is 4x slower on CPUs
+    if tokens_E is not None:
+        tokens_E.scatter_add_(0, choice_T, torch.ones_like(choice_T))  # bincount would wait for the device
+    return choice_T
 
 
 def _kernel(X_ET: Tensor) -> Tensor:

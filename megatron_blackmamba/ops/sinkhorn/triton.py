@@ -39,14 +39,24 @@ def unsupported(logits_TE: Tensor, group: dist.ProcessGroup | None) -> str | Non
 
 
 def choice(
-    logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None
+    logits_TE: Tensor,
+    iterations: int,
+    temperature: float,
+    start: str,
+    group: dist.ProcessGroup | None,
+    tokens_E: Tensor | None = None,
 ) -> Tensor:
     with torch.cuda.device_of(logits_TE):
-        return _choose_experts(logits_TE.contiguous(), iterations, temperature, start == "balanced", group)
+        return _choose_experts(logits_TE.contiguous(), iterations, temperature, start == "balanced", group, tokens_E)
 
 
 def _choose_experts(
-    logits_TE: Tensor, iterations: int, temperature: float, balanced: bool, group: dist.ProcessGroup | None
+    logits_TE: Tensor,
+    iterations: int,
+    temperature: float,
+    balanced: bool,
+    group: dist.ProcessGroup | None,
+    tokens_E: Tensor | None,
 ) -> Tensor:
     T, E = logits_TE.shape
     programs = min(PROGRAMS, triton.cdiv(T, BLOCK_T))
@@ -60,7 +70,10 @@ def _choose_experts(
         )
         columns = left.exchanged(group)
     choice_T = torch.empty(T, device=logits_TE.device, dtype=torch.int64)
-    _choose[(triton.cdiv(T, BLOCK_T),)](logits_TE, *columns.arguments, choice_T, T, temperature, **shape)
+    count = tokens_E is not None
+    _choose[(triton.cdiv(T, BLOCK_T),)](
+        logits_TE, *columns.arguments, choice_T, tokens_E if count else choice_T, T, temperature, COUNT=count, **shape
+    )
     return choice_T
 
 
@@ -145,11 +158,15 @@ def _sum_columns(
 
 @triton.jit(do_not_specialize=["T", "parts"])
 def _choose(
-    logits_TE, offset_1E, largest_PE, sums_PE, parts, choice_T, T, temperature,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
+    logits_TE, offset_1E, largest_PE, sums_PE, parts, choice_T, tokens_E, T, temperature,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, BLOCK_E)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     offset_E = _updated_offset(offset_1E, largest_PE, sums_PE, parts, e, E, BLOCK_P)
     X_TE = _load_tile(logits_TE, offset_E, t, T, e, temperature, E)
-    tl.store(choice_T + t, tl.argmax(X_TE, 1).to(tl.int64), mask=t < T)
+    best_T = tl.argmax(X_TE, 1)
+    tl.store(choice_T + t, best_T.to(tl.int64), mask=t < T)
+    if COUNT:  # whole numbers: the order in which programs add them changes nothing
+        is_best_TE = (best_T[:, None] == e[None, :]) & (t[:, None] < T)
+        tl.atomic_add(tokens_E + e, tl.sum(is_best_TE.to(tl.int64), 0), mask=e < E)
