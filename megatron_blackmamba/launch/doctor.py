@@ -78,6 +78,8 @@ def _everything(folder: Path, gpus: int | None) -> Iterator[Finding]:
     yield from hardware.shared_memory(count)
     yield from hardware.locked_memory()
     if works:
+        if count == 0:
+            yield from hardware.matrix_products()
         yield from hardware.gpus(gpus)
         yield from hardware.all_reduce(count)
     yield from hardware.disk(folder, mebibytes=256)

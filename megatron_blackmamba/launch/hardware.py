@@ -24,6 +24,30 @@ def processors() -> Iterator[Finding]:
     yield Finding("machine", "processor", f"{model}, {usable} usable cores{', ' if vectors else ''}{' '.join(vectors)}")
 
 
+def matrix_products() -> Iterator[Finding]:
+    """Which precision a run without a GPU should ask for: some processors multiply bf16 faster, others much slower."""
+    import torch
+
+    rate = {dtype: _products_per_second(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    flops = 2 * MATMUL_SIZE**3
+    fp32, bf16 = (flops * each / 1e9 for each in rate.values())
+    better = "bf16" if bf16 > fp32 else "fp32"
+    found = f"fp32 {fp32:.0f}, bf16 {bf16:.0f} GFLOP/s: on this processor take training.precision={better}"
+    yield Finding("machine", "matrix products", found)
+
+
+def _products_per_second(dtype: Any) -> float:
+    import torch
+
+    matrix = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - start)
+    return 1 / min(seconds)
+
+
 def memory() -> Iterator[Finding]:
     total, free = _memory()
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_blackmamba.launch import hardware, software
 from megatron_blackmamba.launch.allreduce import AllReduceError, time_all_reduce
@@ -74,3 +75,11 @@ def test_every_op_has_one_backend_in_use():
 def test_a_verdict_carries_advice_only_where_it_is_needed():
     assert Finding.judge("part", "name", "found", True, "do that") == Finding("part", "name", "found")
     assert Finding.judge("part", "name", "found", False, "do that").advice == "do that"
+
+
+@pytest.mark.parametrize(("bf16", "advised"), [(200.0, "bf16"), (5.0, "fp32")])
+def test_the_faster_precision_of_this_processor_is_advised(monkeypatch, bf16, advised):
+    rates = {torch.float32: 100.0, torch.bfloat16: bf16}
+    monkeypatch.setattr(hardware, "_products_per_second", rates.get)
+    (finding,) = hardware.matrix_products()
+    assert finding.found.endswith(f"training.precision={advised}")
