@@ -48,7 +48,8 @@ def log_of(run: RunFolder, job: str) -> Path:
 
 
 def test_a_chain_goes_on_where_its_first_job_stopped_and_ends_in_an_export(slurm, blackmamba, tmp_path):
-    run, (first, second) = launch(blackmamba, "tiny", "training.stop_after_steps=60", "--chain", "2")
+    odd = 'name=7\'s "a#b" 50%j'  # what shells, sbatch and YAML each read in their own way
+    run, (first, second) = launch(blackmamba, "tiny", odd, "training.stop_after_steps=60", "--chain", "2")
     export = slurm.submit(
         *(f"--dependency=afterok:{second}", "--kill-on-invalid-dep=yes", "--cpus-per-task=2", "--mem=4G"),
         *(f"--output={tmp_path}/export.log", SCRIPTS / "convert.sbatch", "hf", run.root, tmp_path / "export"),
