@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks import _common
 from megatron_blackmamba.ops import library
 from megatron_blackmamba.ops.selective_scan import available_backends, selective_scan
+from megatron_blackmamba.runtime.memory import keep_freed_memory
 
 OURS = {"cpu": "C++", "chunked": "chunked PyTorch", "triton": "Triton", "mamba_ssm": "mamba_ssm"}
 SHORT = 256  # tokens of transformers' forward + backward
@@ -40,6 +41,8 @@ def main() -> None:
     parser.add_argument("--without-slow-peers", action="store_true", help="leave out transformers and mambapy")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.device == "cpu":
+        keep_freed_memory()  # as a training process does; the peers gain from it too
 
     inputs = scan_inputs(options)
     ways = backends(options.device)

@@ -8,6 +8,7 @@ every rank is one and the same integer: the next sample.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class BatchStream:
         self.stop_sample, self.source_id = stop_sample, source_id
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, "read-ahead") if workers else None
-        self._ahead: deque[tuple[Future | list[int], int | None]] = deque()
+        self._ahead: deque[tuple[Future | Batch, int | None]] = deque()
         self._planned = self._plan(start_sample)
 
     @property
@@ -65,17 +66,17 @@ class BatchStream:
         return self
 
     def __next__(self) -> Batch:
-        while len(self._ahead) < 1 + 2 * self._workers:
-            planned = next(self._planned, None)
-            if planned is None:
-                break
-            samples, position = planned
-            self._ahead.append((self._pool.submit(self._read, samples) if self._pool else samples, position))
+        if self._pool:
+            for samples, position in islice(self._planned, 1 + 2 * self._workers - len(self._ahead)):
+                self._ahead.append((self._pool.submit(self._read, samples), position))
+        elif not self._ahead:  # a global batch at once: between two micro-batches the caches forget how to read
+            for samples, position in islice(self._planned, self.micro_batches):
+                self._ahead.append((self._read(samples), position))
         if not self._ahead:
             self.close()
             raise StopIteration
         reading, position = self._ahead.popleft()
-        batch = reading.result() if isinstance(reading, Future) else self._read(reading)
+        batch = reading.result() if isinstance(reading, Future) else reading
         if position is not None:
             self.position = position
         return batch
