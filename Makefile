@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: install test check bench quickstart clean help
+.PHONY: install test check bench quickstart clean help otherpython
 
 help:
 	@echo "make install     the environment in $(VENV), the package in it, the C++ extension if there is a compiler"
@@ -17,6 +17,15 @@ install: $(VENV)/installed
 $(VENV)/installed: setup.py pyproject.toml $(wildcard csrc/*)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/install.sh
 	@touch $@
+
+# PYTHON=… on the command line means this interpreter, also where an environment of another is ready.
+VERSION_OF = $(shell $(1) -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null)
+ifeq ($(origin PYTHON),command line)
+ifneq ($(call VERSION_OF,$(PYTHON)),$(call VERSION_OF,$(BIN)/python))
+$(VENV)/installed: otherpython
+endif
+endif
+otherpython:
 
 quickstart: install
 	$(BIN)/blackmamba quickstart $(ARGS)

@@ -64,6 +64,8 @@ def export_hf(
     """Write a folder that `AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)` loads.
 
     [dim]blackmamba export hf runs/blackmamba_1.5b exports/blackmamba_1.5b --dtype bf16[/dim]
+
+    [dim]blackmamba export hf runs/tiny/checkpoints/step_00000100 exports/tiny_100[/dim]
     """
     from megatron_blackmamba.interchange import convert
 
@@ -79,6 +81,8 @@ def export_zyphra(
     """Write config.json and pytorch_model.bin as the released BlackMamba inference code loads them.
 
     [dim]blackmamba export zyphra runs/blackmamba_1.5b exports/released[/dim]
+
+    [dim]blackmamba export zyphra exports/blackmamba_1.5b exports/released --dtype bf16[/dim]
     """
     from megatron_blackmamba.interchange import convert, zyphra
 
@@ -128,6 +132,8 @@ def import_zyphra(
     """Read the released BlackMamba files into a checkpoint, or straight into a Hugging Face folder.
 
     [dim]blackmamba import zyphra BlackMamba-2.8B exports/blackmamba_2.8b --to hf --tokenizer 20B_tokenizer.json[/dim]
+
+    [dim]blackmamba import zyphra BlackMamba-1.5B checkpoints/released --activation silu[/dim]
     """
     from megatron_blackmamba.interchange import convert, zyphra
 

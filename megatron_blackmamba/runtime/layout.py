@@ -113,7 +113,7 @@ def advice(config: RunConfig, world_size: int) -> str:
         said.append(f"On {world_size} processes: " + "; or ".join(layout.overrides(config) for layout in layouts) + ".")
     if sizes:
         around = sorted(sorted(sizes, key=lambda size: abs(size - world_size))[:4])
-        said.append(f"As it is, on {_listed(around)} processes.")
+        said.append(f"As it is, on {_listed(around)} processes (--nproc).")
     if not said:
         said.append("Nothing near it does: change training.global_batch.")
     return "What works: " + " ".join(said)

@@ -243,8 +243,9 @@ class Trainer:
         }
 
     def validation_if_due(self) -> dict[str, float] | None:
-        every = self.config.training.evaluate_every
-        if not every or self.progress.step % every or not self.data.validation:
+        every, step = self.config.training.evaluate_every, self.progress.step
+        due = every and (step % every == 0 or step == self.config.steps)
+        if not due or not self.data.validation:
             return None
         self.watchdog.alive(f"validation after step {self.progress.step}")
         self.trainable.settle()

@@ -1,7 +1,10 @@
 """What README and docs tell people to type is understood, and what they point to is there."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +73,16 @@ def test_every_make_target_named_exists(page):
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {word for line in blocks(page) for word in re.findall(r"^make ([a-z]+)", line)}
     assert named <= targets
+
+
+@pytest.mark.parametrize(
+    "typed, offered",
+    [("qu", "quickstart"), ("train --np", "--nproc"), ("train blackmamba_1", "blackmamba_1.5b"),
+     ("plan tiny parallel.exp", "parallel.expert="), ("export h", "hf")],
+)  # fmt: skip
+def test_the_shell_completes_verbs_options_shipped_runs_and_keys(typed, offered):
+    words = ["blackmamba", *typed.split()]
+    asked = {"_BLACKMAMBA_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    program = Path(sys.executable).parent / "blackmamba"
+    done = subprocess.run([program], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60)
+    assert offered in done.stdout.splitlines()
