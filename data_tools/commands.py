@@ -167,6 +167,8 @@ def mixture(
     """Print probability, samples and epochs of every source for a planned number of tokens.
 
     [dim]blackmamba data mixture paper_mix --tokens 300e9[/dim]
+
+    [dim]blackmamba data mixture mixture.yaml --json[/dim]
     """
     from dataclasses import asdict
 
