@@ -3,15 +3,15 @@
     python -m benchmarks.generation [--lengths 10 100 1000 2000 4000] [--repeats 15] [--threads 2] [--plot FILE]
 
 The paper's figure: one-token prompt, growing length, batch 1. Random weights in bf16, as speed asks no more of them.
-Every model stands at every length at once and they take turns of two tokens, so that what else runs meets all alike; the
-token before these two is not counted, as the threads of the model before may still be looking out for work.
+Every model stands at every length at once and they take turns of two tokens, so that what else runs meets all alike.
+The token before these two is not counted: the threads of the model before may still be looking out for work.
 
 ours             `megatron_blackmamba.inference`, generated from a one-token prompt to the last length
 export           the exported modeling files in plain PyTorch (`kernels="torch"`)
 mamba            transformers' own Mamba with as many parameters as ours has for a token
 transformer      transformers' Llama of the same size with a KV cache, filled to that length
-bound            bytes that a step of ours must read, over what the fastest of three ways of reading memory reaches here,
-                 once a round; as of the times, the median counts
+bound            bytes that a step of ours must read, over what the fastest of three ways of reading memory reaches
+                 here; tried once a round, and the median counts as for the times
 
 The size of a state does not depend on its past, so peers that have one start from eight tokens; ours runs to the end.
 """

@@ -193,24 +193,20 @@ struct ExpertsWork {
   }
 };
 
-template <class Round>
-void share(int64_t units, int64_t threads, Round round) {
-  run_in_parallel(units, (int)threads, round, MORE_COMES_SOON);
-}
-
 }  // namespace
 
 EXPORT(mamba_step)(const MambaStep* s) {
   const MambaWork work{*s};
   work.prepare();
-  share(2 * units_of(s->I), s->threads, [&](int64_t unit) { work.project_and_convolve(unit); });
-  share((work.x_proj_rows + work.FEW_ROWS - 1) / work.FEW_ROWS, s->threads, [&](int64_t unit) { work.project_dt_B_C(unit); });
-  share(units_of(s->I), s->threads, [&](int64_t unit) { work.scan(unit); });
-  share(units_of(s->D), s->threads, [&](int64_t unit) { work.project_out(unit); });
+  run_in_stretches(2 * units_of(s->I), s->threads, [&](int64_t unit) { work.project_and_convolve(unit); });
+  const int64_t few = (work.x_proj_rows + work.FEW_ROWS - 1) / work.FEW_ROWS;
+  run_in_stretches(few, s->threads, [&](int64_t unit) { work.project_dt_B_C(unit); });
+  run_in_stretches(units_of(s->I), s->threads, [&](int64_t unit) { work.scan(unit); });
+  run_in_stretches(units_of(s->D), s->threads, [&](int64_t unit) { work.project_out(unit); });
 }
 
 EXPORT(experts_step)(const ExpertsStep* s) {
   const ExpertsWork work(*s);
-  share(work.experts * units_of(s->F), s->threads, [&](int64_t unit) { work.gate_and_up(unit); });
-  share(work.experts * units_of(s->D), s->threads, [&](int64_t unit) { work.down(unit); });
+  run_in_stretches(work.experts * units_of(s->F), s->threads, [&](int64_t unit) { work.gate_and_up(unit); });
+  run_in_stretches(work.experts * units_of(s->D), s->threads, [&](int64_t unit) { work.down(unit); });
 }
