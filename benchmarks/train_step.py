@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_step [CONFIG] [a.b=c ...] [--nproc 2] [--repeats 20] [--scans] [--json]
 
-the loop    as `blackmamba train` takes a step: data, gradients, guard, update, records, agreement on stopping
+the loop    as `blackmamba train` takes a step: data, gradients, guard, update, records
 the step    training/step.py alone: megatron-core's schedule, gradient reduction, distributed optimizer
 bare        the same model on the same batch: forward, backward, clipping and AdamW by PyTorch; with several processes
             what any correct step exchanges: the gradients, once and in one piece, and the experts' part of their norm
@@ -114,7 +114,6 @@ def step_of_loop(trainer: Any) -> None:
     """What Trainer.run does at every step."""
     trainer.take_step()
     trainer.saver.after_step(trainer.progress.step)
-    trainer.stop.agreed()
 
 
 def bare_step(config: RunConfig, here: Any, batch: list[dict]) -> Callable[[], None]:

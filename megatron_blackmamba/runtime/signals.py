@@ -8,18 +8,13 @@ import threading
 import time
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
-from megatron_blackmamba.runtime import device
-
 ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
 HUNG = 70
 """Exit code of a process that its watchdog ended."""
 
 
 class StopRequest:
-    """Remembers a signal; at the end of a step `agreed()` tells all ranks whether any of them got one.
+    """Remembers a signal. That one rank got it, the others learn with the losses of the next step.
 
     A second Ctrl-C ends the process as if none had been caught. The other signals may come again and again: a job
     script repeats its request until it is heard.
@@ -35,14 +30,10 @@ class StopRequest:
             os.kill(os.getpid(), number)
         self.received = signal.Signals(number)
 
-    def agreed(self) -> bool:
-        """Whether any rank was asked to stop; every rank calls this at the same step and gets the same answer."""
-        asked = self.received is not None
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return asked
-        flag = torch.tensor([asked], dtype=torch.int32, device=device.device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+    @property
+    def asked(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self.received is not None
 
     def release(self) -> None:
         """Give the signals back to whom they belonged."""

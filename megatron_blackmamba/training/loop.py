@@ -97,6 +97,7 @@ class Trainer:
         self.utilisation = Utilisation(config, world.size)
         self.tracing = Tracing(config.training.profile, self.folder.profile, world.rank)
         self.first_sample = 0
+        self.asked_to_stop = False
         self.bad_samples: list[tuple[int, int]] = []
         self.rewinds: Counter[int] = Counter()
         self.note: str | None = None
@@ -113,7 +114,7 @@ class Trainer:
                 if action is Action.STOP:
                     return self.end(Outcome.GAVE_UP)
                 self.saver.after_step(self.progress.step)
-                if self.stop.agreed():
+                if self.asked_to_stop:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
             return self.end(Outcome.DONE)
         except BaseException as error:
@@ -185,7 +186,8 @@ class Trainer:
         self.tracing.before(self.progress.step + 1)
         self.first_sample = self.progress.next_sample
         learning_rate = self.schedule.set(self.progress.consumed_samples)
-        losses = self.step.gradients(self.batches)
+        losses = self.step.gradients(self.batches, self.stop.asked)
+        self.asked_to_stop = losses.asked_to_stop
         seen = self.guard.look(losses.loss)
         update = self.step.update() if seen.action is Action.APPLY else Update(applied=False, grad_norm=math.nan)
         verdict = self.guard.settle(seen, losses.loss, update.grad_norm)

@@ -33,6 +33,8 @@ class Losses:
     source_tokens: list[int]
     expert_tokens: list[list[int]]
     """`[L][E]`: tokens each expert of each layer got."""
+    asked_to_stop: bool
+    """Whether any rank said so."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,15 @@ class Step:
         self.micro_batches = config.training.global_batch // (config.training.micro_batch * world.data_size)
         self.forward_backward = get_forward_backward_func()
 
-    def gradients(self, batches: Iterator[Batch]) -> Losses:
-        """Forward and backward over this rank's micro-batches of a global batch; gradients are reduced over all."""
+    def gradients(self, batches: Iterator[Batch], asked_to_stop: bool = False) -> Losses:
+        """Forward and backward over this rank's micro-batches of a global batch; gradients are reduced over all.
+
+        asked_to_stop: this rank was. All of them learn it here, at no exchange of its own.
+        """
         self.trainable.reduced.train()
         self.trainable.reduced.zero_grad_buffer()
         self.trainable.optimizer.zero_grad()
-        return self._run(batches, forward_only=False)
+        return self._run(batches, forward_only=False, asked_to_stop=asked_to_stop)
 
     def update(self) -> Update:
         """Change the weights by the gradients at hand, or leave them alone if these are not finite."""
@@ -72,7 +77,7 @@ class Step:
         finally:
             self.trainable.reduced.train()
 
-    def _run(self, batches: Iterator[Batch], forward_only: bool) -> Losses:
+    def _run(self, batches: Iterator[Batch], forward_only: bool, asked_to_stop: bool = False) -> Losses:
         data = self.config.data
         sums = self.forward_backward(
             forward_step_func=self._forward,
@@ -83,7 +88,7 @@ class Step:
             micro_batch_size=self.config.training.micro_batch,
             forward_only=forward_only,
         )
-        return self._over_the_world(sums)
+        return self._over_the_world(sums, asked_to_stop)
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
         batch = {name: x.to(device.device(), non_blocking=True) for name, x in next(batches).items()}
@@ -97,18 +102,19 @@ class Step:
         of_source[1].index_add_(0, batch["source_ids"], mask_BS.sum(dim=1).double())
         return masked_BS.mean(), {"of_source": of_source}
 
-    def _over_the_world(self, sums: list[dict[str, Tensor]]) -> Losses:
+    def _over_the_world(self, sums: list[dict[str, Tensor]], asked_to_stop: bool) -> Losses:
         """Add up over all ranks what each counted, in one exchange."""
         of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=device.device())
         if self.world.is_last_stage and self.world.tensor_rank == 0:
             for micro_batch in sums:
                 of_source += micro_batch["of_source"]
         expert_tokens_LE = self.model.take_expert_tokens()
-        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double()])
+        asked = of_source.new_full((1,), asked_to_stop)
+        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), asked])
         if self.world.size > 1:
             dist.all_reduce(together)
-        source_sums, source_tokens, experts = together.cpu().split(
-            [self.sources, self.sources, expert_tokens_LE.numel()]
+        source_sums, source_tokens, experts, asked = together.cpu().split(
+            [self.sources, self.sources, expert_tokens_LE.numel(), 1]
         )
         tokens = source_tokens.sum()
         return Losses(
@@ -117,4 +123,5 @@ class Step:
             source_loss=(source_sums / source_tokens).tolist(),
             source_tokens=source_tokens.long().tolist(),
             expert_tokens=experts.view_as(expert_tokens_LE).long().tolist(),
+            asked_to_stop=bool(asked),
         )

@@ -23,7 +23,7 @@ from megatron_blackmamba.runtime.signals import StopRequest
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 how = signal.Signals[sys.argv[1]]
 stop = StopRequest(catch=(how,))
-os.kill(os.getpid(), how); assert stop.agreed()
+os.kill(os.getpid(), how); assert stop.asked
 os.kill(os.getpid(), how); print("still here")
 """
 
@@ -62,9 +62,9 @@ def test_a_job_script_may_repeat_its_request():
 def test_a_signal_sets_the_flag_and_letting_go_restores_what_was_there():
     before = signal.getsignal(signal.SIGUSR1)
     stop = signals.StopRequest(catch=(signal.SIGUSR1,))
-    assert not stop.agreed()
+    assert not stop.asked
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert stop.agreed()
+    assert stop.asked
     assert stop.received is signal.SIGUSR1
     stop.release()
     assert signal.getsignal(signal.SIGUSR1) == before

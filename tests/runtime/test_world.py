@@ -30,13 +30,6 @@ def test_four_ranks_lie_in_megatrons_order_and_know_their_neighbours(probe):
     assert [r["sum_of_tensor_group"] for r in square] == [1, 1, 5, 5]
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(probe):
-    square = answers(probe["square"])
-    assert not any(r["asked_before"] for r in square)
-    assert all(r["asked_after"] for r in square)
-    assert [r["received"] for r in square] == [False, False, True, False]
-
-
 def test_a_world_can_be_left_and_started_again_with_the_same_random_numbers(probe):
     assert all(r["left"] for r in answers(probe["square"]))
     (alone,) = answers(probe["alone"])

@@ -1,7 +1,6 @@
 """What ranks find when they start a world: started by torchrun, by Slurm's variables, or forked as torchrun would."""
 
 import json
-import os
 import sys
 import time
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.config import ParallelConfig
-from megatron_blackmamba.runtime import layout, patches, seeding, signals, world
+from megatron_blackmamba.runtime import layout, patches, seeding, world
 from tests.runtime.ranks import fork_ranks
 
 
@@ -31,16 +30,9 @@ def describe(us: world.World) -> dict:
 
 
 def four_in_a_square() -> dict:
-    """TP2 × PP2: who is where, and do they agree on stopping when only one was asked?"""
+    """TP2 × PP2: who is where?"""
     us = world.start(ParallelConfig(tensor=2, pipeline=2, expert=1, expert_tensor=2))
     seen = describe(us)
-    stop = signals.StopRequest()
-    seen["asked_before"] = stop.agreed()
-    if us.rank == 2:
-        os.kill(os.getpid(), signals.signal.SIGUSR1)
-    seen["asked_after"] = stop.agreed()
-    seen["received"] = stop.received is not None
-    stop.release()
     total = torch.tensor([us.rank])
     dist.all_reduce(total, group=us.groups.tp)
     seen["sum_of_tensor_group"] = int(total)
