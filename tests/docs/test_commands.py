@@ -68,6 +68,13 @@ def test_every_file_a_page_points_to_exists(page):
     assert missing == []
 
 
+def test_the_study_of_sinkhorn_s_iterations_prints_what_the_page_says():
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == printed, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_make_target_named_exists(page):
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
