@@ -18,7 +18,7 @@ STOPPED_ON_REQUEST = 75
 def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) -> None:
     """Run every stage that is not done yet, saying what each did and how to do it by hand.
 
-    minutes: how long to train; None is what the folder was begun with, and 3 in a new one.
+    minutes: how long to train; None is what the folder was begun with, and 4 in a new one.
     """
     from rich.console import Console
 

@@ -19,7 +19,7 @@ from megatron_blackmamba.training.metrics import read_metrics
 
 VOCABULARY = 4096
 NAME = "quickstart"
-MINUTES = 3.0
+MINUTES = 4.0
 SPEED_STEPS = 8
 PROMPTS = ("def __init__(self", "The Python language", "Permission is hereby granted")
 

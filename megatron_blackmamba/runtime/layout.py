@@ -110,7 +110,7 @@ def advice(config: RunConfig, world_size: int) -> str:
     sizes = fitting_sizes(config, range(1, min(2 * world_size, most) + 1))
     said = []
     if layouts:
-        said.append(f"On {world_size} processes: " + "; or ".join(layout.overrides(config) for layout in layouts) + ".")
+        said.append(f"On {_processes(world_size)}: " + "; or ".join(layout.overrides(config) for layout in layouts) + ".")
     if sizes:
         around = sorted(sorted(sizes, key=lambda size: abs(size - world_size))[:4])
         said.append(f"As it is, on {_listed(around)} processes (--nproc).")
@@ -124,13 +124,13 @@ def _world_problems(parallel: ParallelConfig, world_size: int) -> list[str]:
     dense = parallel.tensor * parallel.pipeline
     if world_size % dense:
         wrong.append(
-            f"{world_size} processes cannot be divided by parallel.tensor={parallel.tensor}"
+            f"{_processes(world_size)} cannot be divided by parallel.tensor={parallel.tensor}"
             f" × parallel.pipeline={parallel.pipeline} = {dense}."
         )
     experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
     if experts != parallel.pipeline and world_size % experts:
         wrong.append(
-            f"{world_size} processes cannot be divided by parallel.expert={parallel.expert} ×"
+            f"{_processes(world_size)} cannot be divided by parallel.expert={parallel.expert} ×"
             f" parallel.expert_tensor={parallel.expert_tensor} × parallel.pipeline={parallel.pipeline} = {experts}."
         )
     return wrong
@@ -177,7 +177,7 @@ def _batch_problems(config: RunConfig, world_size: int) -> list[str]:
         near = sorted({data * max(1, batch // data), data * -(-batch // data)})
         return [
             f"training.global_batch={batch} sequences cannot be divided by {data} data-parallel ranks"
-            f" ({world_size} processes / parallel.tensor={parallel.tensor} / parallel.pipeline={parallel.pipeline});"
+            f" ({_processes(world_size)} / parallel.tensor={parallel.tensor} / parallel.pipeline={parallel.pipeline});"
             f" {_listed(near)} could."
         ]
     if batch // data % micro:
@@ -196,3 +196,7 @@ def _divisors(number: int) -> list[int]:
 def _listed(numbers: list[int]) -> str:
     *most, last = map(str, numbers)
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
