@@ -80,9 +80,10 @@ def run(config: ModelConfig, lengths: list[int], repeats: int, peers: list[str])
             steps[peer, length] = step
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
     bandwidths = []
-    for _ in range(repeats):
+    for repeat in range(repeats):
         bandwidths.append(read_bandwidth())
-        for key, step in steps.items():
+        turns = list(steps.items())
+        for key, step in turns if repeat % 2 else reversed(turns):  # so that each comes after both of its neighbours
             step()
             start = time.perf_counter()
             for _ in range(TURN):
