@@ -110,7 +110,9 @@ def advice(config: RunConfig, world_size: int) -> str:
     sizes = fitting_sizes(config, range(1, min(2 * world_size, most) + 1))
     said = []
     if layouts:
-        said.append(f"On {_processes(world_size)}: " + "; or ".join(layout.overrides(config) for layout in layouts) + ".")
+        said.append(
+            f"On {_processes(world_size)}: " + "; or ".join(layout.overrides(config) for layout in layouts) + "."
+        )
     if sizes:
         around = sorted(sorted(sizes, key=lambda size: abs(size - world_size))[:4])
         said.append(f"As it is, on {_listed(around)} processes (--nproc).")
