@@ -39,6 +39,7 @@ check: install
 	$(BIN)/mypy
 
 bench: install
+	@$(BIN)/python -c 'import mambapy' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[bench]"
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 clean:

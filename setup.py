@@ -53,7 +53,7 @@ EXTRAS = {
         "pytest-xdist>=3.5",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
-        "ruff>=0.9",
+        "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions
         "mypy>=1.10",
         "types-PyYAML",
         "triton>=3.6; sys_platform == 'linux'",  # compiles and interprets the kernels without a GPU
