@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 from megatron_blackmamba.runtime import signals
 from tests.runtime.ranks import ROOT, environment
@@ -10,9 +9,9 @@ from tests.runtime.ranks import ROOT, environment
 HANGS = """
 import time
 from megatron_blackmamba.runtime.signals import Watchdog
-with Watchdog(0.4, rank=3) as dog:
+with Watchdog(3, rank=3) as dog:
     for step in range(4):
-        dog.alive(f"step {step}"); time.sleep(0.2)
+        dog.alive(f"step {step}"); time.sleep(1)
     def stuck_in_a_collective():
         time.sleep(60)
     stuck_in_a_collective()
@@ -68,10 +67,3 @@ def test_a_signal_sets_the_flag_and_letting_go_restores_what_was_there():
     assert stop.received is signal.SIGUSR1
     stop.release()
     assert signal.getsignal(signal.SIGUSR1) == before
-
-
-def test_a_watchdog_leaves_a_busy_process_alone():
-    with signals.Watchdog(0.4) as dog:
-        for _ in range(6):
-            time.sleep(0.1)
-            dog.alive("working")

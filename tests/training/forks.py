@@ -28,7 +28,7 @@ class Job:
     forks: "Forks"
     codes: dict[int, int] = field(default_factory=dict)
 
-    def wait(self, seconds: float = 60) -> list[int]:
+    def wait(self, seconds: float = 150) -> list[int]:
         """Exit codes of all ranks, as shells give them: 128 + signal for the killed."""
         end = time.monotonic() + seconds
         while not self.ended():

@@ -115,7 +115,7 @@ def test_killed_ten_times_at_random_and_while_saving_it_still_follows_the_same_c
         victims = [[0], [1], [0, 1]][attempt % 3]
         job.kill(victims)
         if attempt == 1:
-            assert job.wait(20)[0] == 1  # nobody waits for ever for the dead
+            assert job.wait(60)[0] == 1  # nobody waits for ever for the dead
         job.kill()
         codes = job.wait()
         assert all(codes[rank] == 137 for rank in victims), job.output()

@@ -43,7 +43,7 @@ def start(folder, body):
     )
 
 
-def wait_for(*paths, seconds=20):
+def wait_for(*paths, seconds=60):
     end = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         assert time.monotonic() < end, f"{paths} did not appear"
@@ -51,7 +51,7 @@ def wait_for(*paths, seconds=20):
 
 
 def finish(process):
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=90)
     return process.returncode, errors
 
 
@@ -113,7 +113,7 @@ def test_a_killed_launcher_takes_its_workers_along(tmp_path):
     process.kill()
     process.communicate()
     pids = [int((tmp_path / f"pid_{rank}").read_text()) for rank in (0, 1)]
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while any(running(pid) for pid in pids):
         assert time.monotonic() < end
         time.sleep(0.05)
