@@ -19,7 +19,7 @@ static inline void run_in_parallel(int64_t count, int threads, Work& work, int64
 }
 
 // The same in a few stretches of neighbouring indices for each thread: memory is fastest when a thread reads much of it
-// from front to back (two threads in turns of 128 KB get a sixth less than in turns of 2 MB). What comes next comes soon.
+// from front to back. What comes next comes soon.
 template <class Work>
 static inline void run_in_stretches(int64_t count, int64_t threads, Work work) {
   const int64_t stretches = count < 4 * threads ? count : 4 * threads;

@@ -34,7 +34,7 @@ ALLOWED = {
 
 
 def _member(kind: Any, name: str) -> enum.Enum:
-    """All that `getattr` may do Python before 3.11.4 (Debian 12) pickles the member of an enum as a call of it."""
+    """All that `getattr` may do here: Python before 3.11.4 (Debian 12) pickles an enum member as a call of it."""
     if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f"it takes {name} from {kind!r}, which no checkpoint needs")

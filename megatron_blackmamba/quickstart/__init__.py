@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.quickstart.stages import STAGES, QuickstartError, begin
+from megatron_blackmamba.training.launcher import STOPPED_ON_REQUEST
 
 __all__ = ["QuickstartError", "quickstart"]
-
-
-STOPPED_ON_REQUEST = 75
 
 
 def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) -> None:
