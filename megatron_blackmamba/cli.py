@@ -368,7 +368,7 @@ def _in_words(error: Exception) -> str | None:
         advice = (
             "; make room, or name a folder on another disk"
             if error.errno in NO_ROOM
-            else "; name a folder that this user can write"
+            else "; name a file or folder that this user may use"
             if error.errno in NOT_WRITABLE
             else ""
         )

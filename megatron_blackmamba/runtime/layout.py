@@ -117,7 +117,7 @@ def advice(config: RunConfig, world_size: int) -> str:
         around = sorted(sorted(sizes, key=lambda size: abs(size - world_size))[:4])
         said.append(f"As it is, on {_listed(around)} processes (--nproc).")
     if not said:
-        said.append("Nothing near it does: change training.global_batch.")
+        said.append("Nothing near it does: try another number of processes (--nproc) or another training.global_batch.")
     return "What works: " + " ".join(said)
 
 

@@ -61,7 +61,7 @@ def test_what_the_page_says_is_answered(line, answer, first_hour, monkeypatch, c
 
 @pytest.mark.parametrize(
     "number, advice",
-    [(errno.ENOSPC, "another disk"), (errno.EROFS, "this user can write"), (errno.EACCES, "this user can write")],
+    [(errno.ENOSPC, "another disk"), (errno.EROFS, "this user may use"), (errno.EACCES, "this user may use")],
 )
 def test_a_disk_that_takes_nothing_is_named_with_what_to_do(number, advice, first_hour, monkeypatch, capsys):
     def fails(*_, **__):

@@ -60,7 +60,7 @@ def test_without_experts_tensor_parallelism_needs_no_expert_layout():
 
 
 def test_where_nothing_near_works_it_says_what_to_change():
-    assert "change training.global_batch" in refusal(
+    assert "another training.global_batch" in refusal(
         "tiny", 7, "parallel.tensor=8", "parallel.expert=8", "parallel.pipeline=2"
     )
 
