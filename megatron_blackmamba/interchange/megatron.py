@@ -123,14 +123,19 @@ def _stack(model: Canonical, first: str, shape: tuple[int, ...]) -> Tensor:
 def _save(entries: Mapping[str, Entry], folder: Path) -> None:
     """torch's checkpoint format, each tensor loaded when its turn to be written comes."""
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
-    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+
+    class Placeless(FileSystemWriter):
+        def storage_meta(self) -> StorageMeta:
+            """Without this machine's path, which some Pythons cannot read from the pickle of another."""
+            return StorageMeta()
 
     class Streaming(DefaultSavePlanner):
         def lookup_object(self, index: MetadataIndex) -> Tensor:
             return entries[index.fqn].load()
 
     planned = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in entries.items()}
-    writer = FileSystemWriter(str(folder))
+    writer = Placeless(str(folder))
     _quietly(save)(planned, storage_writer=writer, planner=Streaming(flatten_state_dict=False), no_dist=True)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from pathlib import PosixPath
 
 import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as FORMAT
@@ -30,6 +31,12 @@ def test_a_member_of_an_enum_is_read_however_this_python_pickles_it(tmp_path):
     as_debian_12_does = table(tmp_path, Asks(getattr, FORMAT, "TORCH_PRESERVE_FORMAT"))
     assert safety.read_table(as_debian_12_does).state_dict_metadata["weight"] is FORMAT.TORCH_PRESERVE_FORMAT
     assert safety.read_table(table(tmp_path, FORMAT.TORCH_CHANNELS_LAST)).state_dict_metadata  # as this one does
+
+
+def test_a_path_is_read_whichever_python_wrote_it(tmp_path):
+    for module in (b"pathlib", b"pathlib._local"):  # the second is that of Python 3.13
+        (tmp_path / safety.METADATA).write_bytes(b"c" + module + b"\nPosixPath\n(Vfolder\ntR.")
+        assert safety.read_table(tmp_path) == PosixPath("folder")
 
 
 @pytest.mark.parametrize("name", ["__reduce__", "__class__", "mro", "_member_map_"])

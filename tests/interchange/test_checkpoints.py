@@ -66,6 +66,11 @@ def test_the_whole_round_gives_back_the_same_bits(silu, tokenizer_file, tmp_path
     assert megatron.read(tmp_path / "back").tokenizer.read_bytes() == tokenizer_file.read_bytes()
 
 
+def test_a_checkpoint_does_not_tell_where_it_was_written(silu, tmp_path):
+    megatron.write(canonical(silu), tmp_path / "somewhere")
+    assert b"somewhere" not in (tmp_path / "somewhere/.metadata").read_bytes()
+
+
 def test_weights_in_bf16_keep_the_recurrence_in_fp32_in_a_checkpoint(silu, tmp_path):
     rounded = tiny("silu").with_weights(**{name: w.bfloat16() for name, w in silu.weights.items()})
     convert.to_checkpoint(canonical(rounded), tmp_path / "out", verify=False)
