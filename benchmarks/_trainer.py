@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_blackmamba.config import RunConfig, load
 
-OFF = ("checkpoint.every=0", "training.evaluate_every=0")
+OFF = ("checkpoint.every=0", "training.evaluate_every=0", "logging.tensorboard=false")
 Start = Callable[..., Any]
 """start(name=…, scan=…): another trainer of the same run."""
 

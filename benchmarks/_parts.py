@@ -1,0 +1,148 @@
+"""Where the time of a training step goes, by part of the model, forward and backward together.
+
+Modules mark their forward passes; an operation of the backward pass belongs to the part whose forward pass made it,
+which autograd's sequence numbers tell. On a GPU an operation's time is that of the kernels it launched, on a CPU the
+processor's.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+MARK = "part: "
+PARTS = {
+    "MambaMixer": "Mamba, but scan and convolution",
+    "MoEMixer": "dispatch",
+    "SinkhornRouter": "router",
+    "SoftmaxRouter": "router",
+    "GroupedExperts": "experts",
+    "SelfAttention": "attention",
+    "DenseMLP": "MLP",
+    "RMSNorm": "norms",
+    "LayerNorm": "norms",
+    "LanguageModelEmbedding": "embedding, head",
+    "ColumnParallelLinear": "embedding, head",  # those inside the mixers are under a mark already
+}
+BY_OPERATION = {
+    "adding up gradients": (
+        "torch::autograd::AccumulateGrad",
+        "autograd::engine::evaluate_function: torch::autograd::Acc",
+    ),
+    "selective scan": ("_Scan", "SelectiveScanFn", "_Recurrence"),
+    "convolution": ("_Convolution", "CausalConv1dFn"),
+}
+BACKWARD = 1  # of an event's scope
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_dot_product")
+REST = "loss, residual stream, others"
+
+
+class Breakdown:
+    """Milliseconds a step by part; of a GPU also the time in which no kernel ran, and the kernels that took longest."""
+
+    def __init__(self, events: list[Any], steps: int, step_ms: float, on_gpu: bool):
+        made_by = _part_of_sequence(events)
+        parts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for event in events:
+            if event.device_type != DeviceType.CPU:
+                continue
+            own = sum(kernel.duration for kernel in event.kernels) if on_gpu else event.self_cpu_time_total
+            if own:
+                milliseconds = parts[_part(event, made_by)]
+                milliseconds[0] += own / 1e3 / steps
+                milliseconds[1] += own / 1e3 / steps if event.name.startswith(PRODUCTS) else 0.0
+        self.parts = dict(parts)
+        self.together_ms = max(step_ms, sum(ms for ms, _ in parts.values()))
+        self.kernels = _longest_kernels(events, steps) if on_gpu else []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A table, the largest part first; `products` is the share of matrix products within a part."""
+        rows = [
+            {"part": part, "ms": ms, "share": f"{ms / self.together_ms:.1%}", "products": f"{products / ms:.0%}"}
+            for part, (ms, products) in sorted(self.parts.items(), key=lambda item: -item[1][0])
+        ]
+        idle = self.together_ms - sum(ms for ms, _ in self.parts.values())
+        return [*rows, {"part": "no operation running", "ms": idle, "share": f"{idle / self.together_ms:.1%}"}]
+
+
+def breakdown(
+    model: nn.Module, gradients: Callable[[], Any], update: Callable[[], Any], steps: int, step_ms: float
+) -> Breakdown:
+    """Profile some steps. They must have run before, and `step_ms` is what one takes when nobody looks."""
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with marked(model), profile(activities=activities, acc_events=True) as recorded:
+        for _ in range(steps):
+            with record_function(MARK + REST):
+                gradients()
+            with record_function(MARK + "optimizer"):
+                update()
+        if on_gpu:
+            torch.cuda.synchronize()
+    return Breakdown(recorded.events(), steps, step_ms, on_gpu)
+
+
+@contextmanager
+def marked(model: nn.Module) -> Iterator[None]:
+    """Within, the forward passes of the model's parts carry their names into a profile."""
+    open_marks: list[Any] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        open_marks.append(record_function(MARK + PARTS[type(module).__name__]))
+        open_marks[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        open_marks.pop().__exit__(None, None, None)
+
+    hooks = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in PARTS and not (kind == "ColumnParallelLinear" and ".mixer." in name):
+            hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _part_of_sequence(events: list[Any]) -> dict[int, str]:
+    """Autograd's sequence number of a forward operation -> its part."""
+    made_by = {}
+    for event in events:
+        if event.device_type == DeviceType.CPU and event.sequence_nr >= 0 and not _is_backward(event):
+            made_by[event.sequence_nr] = _part(event, {})
+    return made_by
+
+
+def _is_backward(event: Any) -> bool:
+    return event.scope == BACKWARD or event.name.startswith("autograd::engine::evaluate_function")
+
+
+def _part(event: Any, made_by: dict[int, str]) -> str:
+    """Of the innermost mark, backward operation or operation with a name of its own around an event."""
+    while event is not None:
+        for part, names in BY_OPERATION.items():
+            if event.name.startswith(names):
+                return part
+        if event.name.startswith(MARK):
+            return event.name.removeprefix(MARK)
+        if _is_backward(event) and event.sequence_nr in made_by:
+            return made_by[event.sequence_nr]
+        event = event.cpu_parent
+    return REST
+
+
+def _longest_kernels(events: list[Any], steps: int, count: int = 20) -> list[dict[str, Any]]:
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in events:
+        for kernel in event.kernels:
+            totals[kernel.name][0] += kernel.duration / 1e3 / steps
+            totals[kernel.name][1] += 1 / steps
+    longest = sorted(totals.items(), key=lambda item: -item[1][0])[:count]
+    return [{"kernel": name[:90], "ms": ms, "calls": round(calls)} for name, (ms, calls) in longest]

@@ -1,0 +1,227 @@
+"""Training steps at full size on one GPU: as many sequences as fit, tokens a second, MFU, and where the time goes.
+
+    python -m benchmarks.gpu_step [MODEL] [--beside MODEL ...] [--length 2048] [--sequences N] [--json FILE]
+
+First MODEL (blackmamba_340m_1.5b) alone, with as many sequences in one micro-batch as its memory allows; then it stands
+beside the dense models of equal active size, which take turns with it at one number of sequences that fits them all.
+A step is training/step.py's: gradients of one micro-batch of random tokens, then the update, in bf16. Data and records
+are left out. On a machine without a GPU it takes what --sequences says and knows no MFU.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import _common
+from benchmarks._parts import breakdown
+from benchmarks._trainer import a_run
+from megatron_blackmamba.config import RunConfig, load
+
+DENSE = ("mamba_343m", "transformer_340m")
+WARM_UP = 3  # steps that compile and fill the allocator
+SPARE = 0.04  # of the memory: what fragments, and what the driver and libraries take later
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="blackmamba_340m_1.5b")
+    parser.add_argument("--beside", nargs="*", default=DENSE, metavar="MODEL")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--sequences", type=int, help="instead of as many as fit")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--profiled", type=int, default=2, metavar="STEPS")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the results there too, rewritten after each part")
+    options = parser.parse_args()
+    report = Report(options.json)
+    settings = (
+        f"data.sequence_length={options.length}",
+        *("training.precision=bf16", "training.global_batch=1", "training.micro_batch=1"),
+    )
+    with a_run(["tiny", options.model], *settings) as (config, here, _):
+        alone = Subject(options.model, config, here)
+        sequences = options.sequences or most_sequences(alone.peak_bytes, capacity())
+        report.add("alone", measure([alone], sequences, options.repeats))
+        parts = profile(alone, sequences, options.profiled, report.ms("alone", options.model))
+        report.add("parts", parts.rows())
+        report.add("kernels", parts.kernels)
+        if not options.beside:
+            return
+        others = [Subject(name, load(["tiny", name], list(settings)), here) for name in options.beside]
+        together = [alone, *others]
+        if not options.sequences:
+            sequences = most_sequences(lambda n: most(subject.peak_bytes(n) for subject in together), capacity())
+        report.add("beside", measure(together, sequences, options.repeats))
+
+
+class Subject:
+    """A model that takes steps on any number of sequences."""
+
+    def __init__(self, name: str, config: RunConfig, here: Any):
+        from megatron_blackmamba import model as modelling
+        from megatron_blackmamba.runtime.device import device
+        from megatron_blackmamba.training.optimizer import make_trainable
+
+        self.name, self.config, self.here, self.device = name, config, here, device()
+        self.trainable = make_trainable(config, modelling.build(config, here), here)
+
+    def step_on(self, sequences: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Gradients and update of a step on so many sequences."""
+        from megatron_blackmamba.training.step import Step
+
+        sized = {"global_batch": sequences, "micro_batch": sequences}
+        config = self.config.model_copy(update={"training": self.config.training.model_copy(update=sized)})
+        step = Step(config, self.here, self.trainable, sources=1)
+        length = config.data.sequence_length
+        text = torch.randint(config.model.vocab_size, (sequences, length + 1), device=self.device)
+        batch = {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "loss_mask": torch.ones(sequences, length, device=self.device),
+            "source_ids": torch.zeros(sequences, dtype=torch.long, device=self.device),
+        }
+        return lambda: step.gradients(iter([batch])), step.update
+
+    def peak_bytes(self, sequences: int) -> int | None:
+        """What two steps take at most (the first allocates the optimizer's state); None if that is too much."""
+        _forget()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            gradients, update = self.step_on(sequences)
+            for _ in range(2):
+                gradients()
+                update()
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated()
+        except torch.OutOfMemoryError:
+            return None  # here the exception is gone, and with it what its traceback held
+        finally:
+            _forget()
+
+    def flops_a_token(self) -> int:
+        from megatron_blackmamba.plan import flops
+
+        return flops.training(self.config.model, self.config.data.sequence_length)
+
+
+def most_sequences(peak_bytes: Callable[[int], int | None], capacity: int) -> int:
+    """The most sequences whose step fits: a line through one and two, then down from there if it was too much."""
+    one, two = peak_bytes(1), peak_bytes(2)
+    if one is None:
+        raise SystemExit("gpu_step: not even one sequence fits into this GPU's memory")
+    if two is None:
+        return 1
+    sequences = max(2, 1 + int((capacity * (1 - SPARE) - one) // max(1, two - one)))
+    while sequences > 2 and peak_bytes(sequences) is None:
+        sequences -= max(1, sequences // 12)
+    return sequences
+
+
+def capacity() -> int:
+    """Bytes that this process can have on its GPU."""
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved()
+
+
+def most(values: Any) -> int | None:
+    known = list(values)
+    return None if None in known else max(known)
+
+
+def measure(subjects: list[Subject], sequences: int, repeats: int) -> list[dict[str, Any]]:
+    """Each subject in turn, `repeats` times after the warm-up: one row each."""
+    steps = {subject.name: subject.step_on(sequences) for subject in subjects}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    _forget()
+    for round_ in range(-WARM_UP, repeats):
+        for name, (gradients, update) in steps.items():
+            taken = clocked(gradients, update)
+            if round_ >= 0:
+                times[name].append(taken)
+    rows = []
+    for subject in subjects:
+        gradients_ms, update_ms = (statistics.median(column) for column in zip(*times[subject.name], strict=True))
+        tokens = sequences * subject.config.data.sequence_length
+        per_second = 1e3 * tokens / (gradients_ms + update_ms)
+        rows.append(
+            {
+                "model": subject.name,
+                "sequences": sequences,
+                "gradients ms": gradients_ms,
+                "update ms": update_ms,
+                "tokens/s": per_second,
+                "GFLOP/token": subject.flops_a_token() / 1e9,
+                "MFU": utilisation(per_second * subject.flops_a_token()),
+                "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+            }
+        )
+    return rows
+
+
+def clocked(*calls: Callable[[], Any]) -> tuple[float, ...]:
+    """Milliseconds of each of the calls, which follow each other without a wait in between."""
+    if not torch.cuda.is_available():
+        return tuple(1e3 * _common.timed(call) for call in calls)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for call, mark in zip(calls, marks[1:], strict=True):
+        call()
+        mark.record()
+    marks[-1].synchronize()
+    return tuple(before.elapsed_time(after) for before, after in pairwise(marks))
+
+
+def utilisation(flops_a_second: float) -> str | None:
+    """Of the GPU's peak in bf16, where that is known."""
+    from megatron_blackmamba.training.speed import known_gpu
+
+    gpu = known_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return f"{flops_a_second / gpu.peak('bf16'):.1%}" if gpu else None
+
+
+def profile(subject: Subject, sequences: int, steps: int, step_ms: float) -> Any:
+    _forget()
+    gradients, update = subject.step_on(sequences)
+    gradients(), update()
+    return breakdown(subject.trainable.model, gradients, update, steps, step_ms)
+
+
+class Report:
+    """Prints each table when it is there, and keeps all of them in a file."""
+
+    def __init__(self, file: Path | None):
+        self.file, self.output = file, sys.stdout  # what a run says itself goes nowhere
+        self.result: dict[str, Any] = {"machine": _common.machine("megatron-core", "triton", "mamba-ssm"), "tables": {}}
+        print(json.dumps(self.result["machine"]), file=self.output, flush=True)
+        self.begun = time.monotonic()
+
+    def add(self, title: str, rows: list[dict[str, Any]]) -> None:
+        self.result["tables"][title] = rows
+        if rows:
+            heading = f"{title}, after {time.monotonic() - self.begun:.0f} s"
+            print(f"\n{heading}\n{_common.table(rows)}", file=self.output, flush=True)
+        if self.file:
+            self.file.write_text(json.dumps(self.result, indent=1))
+
+    def ms(self, title: str, model: str) -> float:
+        (row,) = (row for row in self.result["tables"][title] if row["model"] == model)
+        return row["gradients ms"] + row["update ms"]
+
+
+def _forget() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
