@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_blackmamba.ops.sinkhorn import available_backends, load_imbalance, sinkhorn_choice, study
-from tests.ops.implementations import PROPERTY
+from tests.ops.implementations import CPP, ISAS, PROPERTY, implementation
+
+
+@pytest.fixture(params=["reference", *CPP])
+def backend(request):
+    with implementation(request.param) as name:
+        yield name
 
 
 def trained_router_logits(tokens=4096, experts=8, std=1.0, seed=0):
@@ -29,25 +35,56 @@ def exact_choice(logits_TE, iterations, temperature=2.0, start="balanced"):
 @pytest.mark.parametrize("start", ["balanced", "uniform"])
 @pytest.mark.parametrize("std", [0.1, 1.0, 4.0, 1e2, 1e4])
 @pytest.mark.parametrize("iterations", [0, 1, 3, 9, 64])
-def test_agrees_with_the_definition_at_any_logit_scale(std, iterations, start):
+def test_agrees_with_the_definition_at_any_logit_scale(std, iterations, start, backend):
     logits = trained_router_logits(std=std)
-    choice = sinkhorn_choice(logits, iterations=iterations, start=start)
+    choice = sinkhorn_choice(logits, iterations=iterations, start=start, backend=backend)
     agreement = (choice == exact_choice(logits, iterations, start=start)).float().mean()
     assert agreement > 0.999  # float32 may break a tie the other way
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "temperature"), [(1, 8, 2.0), (17, 3, 2.0), (513, 1, 0.5), (1100, 40, 0.5), (4095, 256, 1.0)]
+)
+def test_agrees_with_the_definition_whatever_the_shape(tokens, experts, temperature, backend):
+    logits = trained_router_logits(tokens, experts)
+    for start in ("balanced", "uniform"):
+        choice = sinkhorn_choice(logits, iterations=2, temperature=temperature, start=start, backend=backend)
+        if tokens > 1 or start == "uniform":  # one token alone, balanced, likes all experts alike
+            assert (choice == exact_choice(logits, 2, temperature, start)).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("backend", CPP)
+def test_no_tokens_are_no_choices(backend):
+    with implementation(backend) as name:
+        assert sinkhorn_choice(torch.zeros(0, 8), backend=name).shape == (0,)
+
+
+@pytest.mark.parametrize("tokens", [4096, 1003, 5])
 @pytest.mark.parametrize("iterations", [0, 1])
-def test_the_tokens_of_each_expert_are_added_to_a_count(iterations):
+def test_the_tokens_of_each_expert_are_added_to_a_count(iterations, tokens, backend):
     tokens_E = torch.arange(8)
-    choice = sinkhorn_choice(trained_router_logits(), iterations=iterations, tokens_E=tokens_E)
+    choice = sinkhorn_choice(trained_router_logits(tokens), iterations=iterations, tokens_E=tokens_E, backend=backend)
     assert torch.equal(tokens_E, torch.arange(8) + choice.bincount(minlength=8))
 
 
+def test_logits_laid_out_otherwise_are_chosen_alike(backend):
+    logits = trained_router_logits()
+    choice = sinkhorn_choice(logits, backend=backend)
+    assert torch.equal(sinkhorn_choice(logits.t().contiguous().t(), backend=backend), choice)
+
+
+def test_logits_that_are_not_numbers_choose_an_expert_that_is_there(backend):
+    logits = trained_router_logits(100)
+    logits[3, 2], logits[50] = float("inf"), float("nan")
+    choice = sinkhorn_choice(logits, backend=backend)
+    assert choice.min() >= 0 and choice.max() < 8
+
+
 @pytest.mark.parametrize("iterations", [1, 5, 64])
-def test_logits_of_two_values_far_apart_are_chosen_as_in_float64(iterations):
+def test_logits_of_two_values_far_apart_are_chosen_as_in_float64(iterations, backend):
     likes = torch.rand(4096, 8, generator=torch.Generator().manual_seed(1)) < torch.linspace(0.05, 0.9, 8)
     logits = likes * 2e4 - 1e4
-    choice = sinkhorn_choice(logits, iterations=iterations)
+    choice = sinkhorn_choice(logits, iterations=iterations, backend=backend)
     assert (choice == exact_choice(logits, iterations)).float().mean() > 0.999
     assert likes[likes.any(1), choice[likes.any(1)]].all()  # no token goes to an expert 2e4 below its best
 
@@ -95,19 +132,26 @@ def test_the_logits_are_left_alone_and_need_no_gradient():
 
 def _choose_half(rank, store_file, results):
     dist.init_process_group("gloo", store=dist.FileStore(store_file, 2), rank=rank, world_size=2)
-    for (iterations, start), expected in results.items():
-        half = trained_router_logits(tokens=1024).chunk(2)[rank]
-        choice = sinkhorn_choice(half, iterations=iterations, start=start, group=dist.group.WORLD)
-        assert torch.equal(choice, expected.chunk(2)[rank]), (iterations, start)
+    half = trained_router_logits(tokens=1024).chunk(2)[rank]
+    for (backend, iterations, start), expected in results.items():
+        choice = sinkhorn_choice(half, iterations=iterations, start=start, group=dist.group.WORLD, backend=backend)
+        assert torch.equal(choice, expected.chunk(2)[rank]), (backend, iterations, start)
     dist.destroy_process_group()
 
 
 def test_two_ranks_sharing_the_tokens_choose_as_one_rank_holding_all(tmp_path):
     logits = trained_router_logits(tokens=1024)
-    cases = [(1, "balanced"), (2, "uniform"), (9, "balanced")]
-    expected = {case: sinkhorn_choice(logits, iterations=case[0], start=case[1]) for case in cases}
+    cases = [
+        (backend, *case)
+        for backend in (["cpu"] if ISAS else []) + ["reference"]
+        for case in [(0, "balanced"), (1, "balanced"), (2, "uniform"), (9, "balanced")]
+    ]
+    expected = {
+        (backend, n, start): sinkhorn_choice(logits, iterations=n, start=start, backend=backend)
+        for backend, n, start in cases
+    }
     alone = sinkhorn_choice(logits.chunk(2)[0])
-    assert not torch.equal(alone, expected[cases[0]].chunk(2)[0])  # else the exchange would prove nothing
+    assert not torch.equal(alone, expected[cases[1]].chunk(2)[0])  # else the exchange would prove nothing
     mp.spawn(_choose_half, args=(str(tmp_path / "store"), expected), nprocs=2)
 
 
@@ -138,6 +182,8 @@ def test_wrong_calls_are_refused_by_name():
         sinkhorn_choice(torch.zeros(2, 2), start="warm")
     with pytest.raises(ValueError, match="fast"):
         sinkhorn_choice(torch.zeros(2, 2), backend="fast")
+    with pytest.raises(ValueError, match="int32"):
+        sinkhorn_choice(torch.zeros(2, 2), tokens_E=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="exact"):
         study(torch.zeros(2, 2), rule="exact")
     assert available_backends()["reference"] is None

@@ -16,7 +16,7 @@ from megatron_blackmamba.ops.sinkhorn.study import Study, study
 
 __all__ = ["Study", "available_backends", "load_imbalance", "sinkhorn_choice", "study"]
 
-BACKENDS = ("triton", "reference")  # best first, each where it applies
+BACKENDS = ("triton", "cpu", "reference")  # best first, each where it applies
 
 
 @torch.no_grad()
@@ -36,9 +36,12 @@ def sinkhorn_choice(
     of training; "uniform" is the textbook start.
     group: ranks whose tokens are balanced together. They exchange E numbers an iteration, and the result is that of one
     rank holding all the tokens.
+    tokens_E: the tokens of each expert are added to it; int64 and contiguous.
     """
     if start not in ("balanced", "uniform"):
         raise ValueError(f'start is "balanced" or "uniform", not {start!r}')
+    if tokens_E is not None and not (tokens_E.dtype == torch.int64 and tokens_E.is_contiguous()):
+        raise ValueError(f"tokens_E is int64 and contiguous, not {tokens_E.dtype} with strides {tokens_E.stride()}")
     chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
     return chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E)
 

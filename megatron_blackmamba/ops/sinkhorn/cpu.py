@@ -1,0 +1,72 @@
+"""Sinkhorn routing in C++ (csrc/sinkhorn.cpp): a pass over the tokens for the start, each iteration and the choice.
+
+Over a process group the ranks' sums, E numbers, are added here between the passes.
+
+Shapes: T tokens, E experts.
+"""
+
+import ctypes
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_blackmamba.ops import library
+
+unavailable = library.unavailable
+
+LOG2_E = 1.4426950408889634
+MAX_EXPERTS = 1024  # as in csrc/sinkhorn.cpp
+
+
+def unsupported(logits_TE: Tensor, group: dist.ProcessGroup | None) -> str | None:
+    if logits_TE.device.type != "cpu":
+        return f"the tensors are on {logits_TE.device}"
+    if logits_TE.dtype == torch.float64:
+        return "computes in float32, the input is float64"
+    return None if logits_TE.shape[1] <= MAX_EXPERTS else f"up to {MAX_EXPERTS} experts, not {logits_TE.shape[1]}"
+
+
+def choice(
+    logits_TE: Tensor,
+    iterations: int,
+    temperature: float,
+    start: str,
+    group: dist.ProcessGroup | None,
+    tokens_E: Tensor | None = None,
+) -> Tensor:
+    T, E = logits_TE.shape
+    choice_T = torch.empty(T, dtype=torch.int64)
+    offset_E, largest_E, sum_E = torch.zeros(3, E).unbind()
+    # The uniform start's first iteration is: normalise the tokens, then the experts. From there on both are alike.
+    normalised = start == "uniform" and iterations > 0
+    summed = normalised or start == "balanced"
+    arguments = _Arguments(T=T, E=E, sum_columns=summed, normalise_rows=normalised, scale=temperature * LOG2_E)
+    arguments.set(logits=logits_TE.float().contiguous(), X=torch.empty(T + -T % 16, E))
+    arguments.set(offset=offset_E, largest=largest_E, sum=sum_E, choice=choice_T, tokens=tokens_E)
+
+    isa = library.isa()
+    library.call("sinkhorn_load", arguments, isa)
+    if group is not None and summed:
+        here_E = largest_E.clone()
+        dist.all_reduce(largest_E, op=dist.ReduceOp.MAX, group=group)
+        sum_E *= torch.exp2(here_E - largest_E)
+        dist.all_reduce(sum_E, group=group)
+    left = iterations - normalised
+    for together in [left] if group is None else [1] * left:
+        arguments.set(iterations=together)
+        library.call("sinkhorn_iterate", arguments, isa)
+        if group is not None:
+            dist.all_reduce(sum_E, group=group)
+    library.call("sinkhorn_choose", arguments, isa)
+    return choice_T
+
+
+class _Arguments(library.Arguments):
+    """struct Sinkhorn of csrc/sinkhorn.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("T", "E", "sum_columns", "normalise_rows", "iterations")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("logits", "X", "offset", "largest", "sum", "choice", "tokens")),
+    )
