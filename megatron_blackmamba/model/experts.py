@@ -45,8 +45,10 @@ class GroupedExperts(MegatronModule):
         return parameter
 
     def forward(self, x_TD: Tensor, tokens_per_expert_E: Tensor, weights_T: Tensor) -> tuple[Tensor, None]:
-        y_TD = grouped_experts(x_TD, tokens_per_expert_E, self.fc1.flatten(1, 2), self.fc2, activation=self.activation)
-        return (y_TD * weights_T[:, None]).to(x_TD.dtype), None
+        fc1_EGD = self.fc1.flatten(1, 2)
+        return grouped_experts(
+            x_TD, tokens_per_expert_E, fc1_EGD, self.fc2, weights_T, activation=self.activation
+        ), None
 
     def backward_dw(self) -> None:
         """Nothing is delayed: weight gradients come with the backward pass."""

@@ -8,13 +8,14 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.linears import ColumnLinear
 from megatron_blackmamba.model.stack import LayerInputs
+from megatron_blackmamba.ops.cross_entropy import cross_entropy, why_not_cpp
 
 
 class LanguageModel(LanguageModule):
@@ -46,7 +47,7 @@ class LanguageModel(LanguageModule):
             pg_collection=pg_collection,
         )
         if self.post_process:
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = ColumnLinear(
                 model.hidden_size,
                 model.vocab_size,
                 config=config,
@@ -74,7 +75,13 @@ class LanguageModel(LanguageModule):
         logits_SBV, _ = self.output_layer(x_SBD, weight=weight)
         if labels_BS is None:
             return logits_SBV.transpose(0, 1)
-        return self.compute_language_model_loss(labels_BS, logits_SBV)
+        return self._losses(logits_SBV, labels_BS)
+
+    def _losses(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
+        if self.pg_collection.tp.size() > 1 or why_not_cpp(logits_SBV):
+            return self.compute_language_model_loss(labels_BS, logits_SBV)
+        losses_T = cross_entropy(logits_SBV.flatten(0, 1), labels_BS.t().flatten())
+        return losses_T.view(logits_SBV.shape[:2]).t()
 
     def take_expert_tokens(self) -> Tensor:
         """Tokens of this rank that each expert of each layer of the whole model got since the last call, `[L, E]`."""

@@ -8,18 +8,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
+from megatron_blackmamba.ops.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
-        self.dtype = config.params_dtype
-        self.weight = without_decay(replicated(empty(hidden_size, dtype=self.dtype), config.sequence_parallel))
+        self.weight = without_decay(replicated(empty(hidden_size, dtype=config.params_dtype), config.sequence_parallel))
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return normed.to(self.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

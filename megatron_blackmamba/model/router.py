@@ -52,26 +52,34 @@ class SinkhornRouter(_Counted):
         self.described = config.described.router
         self.group = _balanced_over(self.described.scope, pg_collection)
 
+    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.routing(self.gating(hidden_SBD).flatten(0, 1))
+
     def routing(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weights_TE, chosen_TE): zero and False but for the chosen expert of each token."""
+        choice_T = self._choice(logits_TE.detach())
+        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, choice_T[:, None], True)
+        return torch.sigmoid(logits_TE) * chosen_TE, chosen_TE
+
+    def choose(self, hidden_SBD: Tensor) -> tuple[Tensor, Tensor]:
+        """The same as (weights_T, choice_T)."""
+        logits_TE = self.gating(hidden_SBD).flatten(0, 1)
+        choice_T = self._choice(logits_TE.detach())
+        return torch.sigmoid(logits_TE.gather(1, choice_T[:, None])[:, 0]), choice_T
+
+    def _choice(self, logits_TE: Tensor) -> Tensor:
         if self.training:
-            choice_T = sinkhorn_choice(
-                logits_TE.detach(),
+            return sinkhorn_choice(
+                logits_TE,
                 iterations=self.described.iterations,
                 temperature=self.described.temperature,
                 start=self.described.start,
                 group=self.group,
                 tokens_E=self.counter_E,
             )
-        else:
-            choice_T = logits_TE.detach().max(dim=-1).indices
-            self.tokens_E.scatter_add_(0, choice_T, torch.ones_like(choice_T))
-        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, choice_T[:, None], True)
-        return torch.sigmoid(logits_TE) * chosen_TE, chosen_TE
-
-    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logits_TE = self.gating(hidden_SBD).flatten(0, 1)
-        return self.routing(logits_TE)
+        choice_T = logits_TE.max(dim=-1).indices
+        self.tokens_E.scatter_add_(0, choice_T, torch.ones_like(choice_T))
+        return choice_T
 
 
 class SoftmaxRouter(_Counted, TopKRouter):

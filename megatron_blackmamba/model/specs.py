@@ -1,16 +1,17 @@
 """Which module plugs in where: one spec a letter of the pattern."""
 
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.model.attention import CausalAttention
 from megatron_blackmamba.model.experts import GroupedExperts
+from megatron_blackmamba.model.linears import ColumnLinear, RowLinear
 from megatron_blackmamba.model.mamba import MambaMixer, MambaMixerSubmodules
+from megatron_blackmamba.model.moe import MoEMixer
 from megatron_blackmamba.model.norms import LayerNorm, RMSNorm
 from megatron_blackmamba.model.router import SinkhornRouter, SoftmaxRouter
 from megatron_blackmamba.model.stack import (
@@ -52,7 +53,7 @@ def stack_spec(model: ModelConfig) -> ModuleSpec:
 def linears(kind: str) -> tuple[type, type]:
     """Column- and row-parallel linears: megatron-core's, or Transformer Engine's under the same parameter names."""
     if kind == "local":
-        return ColumnParallelLinear, RowParallelLinear
+        return ColumnLinear, RowLinear
     try:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
     except ImportError as error:
@@ -61,13 +62,6 @@ def linears(kind: str) -> tuple[type, type]:
             " (pip install 'megatron-blackmamba[cuda]'); model.linear=local needs nothing"
         ) from error
     return TEColumnParallelLinear, TERowParallelLinear
-
-
-class MoEMixer(MoELayer):
-    """megatron-core's MoE layer, built by keyword as the other mixers are."""
-
-    def set_layer_number(self, layer_number: int) -> None:
-        self.layer_number = layer_number
 
 
 class DenseMLP(MLP):

@@ -6,16 +6,15 @@ the released checkpoint hold them per expert: fc1 `[E, 2F, D]`, gate rows first;
 Shapes: T tokens, D model, E experts, F expert hidden, G = 2F gate and up, O out.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.gated import ACTIVATIONS, gated, why_not_cpp
+
 BACKENDS = ("grouped_mm", "loop")  # best first, each where it applies
-# SwiGLU, and GeGLU with the exact (erf) GELU.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 ROW_ALIGNMENT = 16  # bytes, which grouped_mm asks of every row
 
 
@@ -24,15 +23,19 @@ def grouped_experts(
     tokens_per_expert_E: Tensor,
     fc1_EGD: Tensor,
     fc2_EDF: Tensor,
+    weights_T: Tensor | None = None,
     *,
     activation: str = "silu",
     backend: str = "auto",
 ) -> Tensor:
-    """Return `[T, D]`: the output of each token's expert. Experts without tokens, and T = 0, are fine."""
+    """Return `[T, D]`: the output of each token's expert, times its weight. Experts without tokens and T = 0 are fine."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"grouped_experts: activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
-    gate_TF, up_TF = grouped_linear(x_TD, tokens_per_expert_E, fc1_EGD, backend=backend).chunk(2, dim=-1)
-    return grouped_linear(ACTIVATIONS[activation](gate_TF) * up_TF, tokens_per_expert_E, fc2_EDF, backend=backend)
+    gate_up_TG = grouped_linear(x_TD, tokens_per_expert_E, fc1_EGD, backend=backend)
+    early = why_not_cpp(gate_up_TG) is None  # the weights cost nothing there; elsewhere they meet the smaller tensor
+    hidden_TF = gated(gate_up_TG, activation, weights_T if early else None)
+    y_TD = grouped_linear(hidden_TF, tokens_per_expert_E, fc2_EDF, backend=backend)
+    return y_TD if early or weights_T is None else (y_TD * weights_T[:, None]).to(x_TD.dtype)
 
 
 def grouped_linear(x_TD: Tensor, tokens_per_expert_E: Tensor, weight_EOD: Tensor, *, backend: str = "auto") -> Tensor:

@@ -35,7 +35,7 @@ def tokens_of(config: RunConfig) -> Tokens:
 
 
 class Activations:
-    """Sizes for one run on one kind of device; fp32 runs on a CPU keep more than bf16 ones on a GPU."""
+    """Sizes for one run on one kind of device."""
 
     def __init__(self, config: RunConfig, device: str) -> None:
         self.config, self.model, self.device = config, config.model, device
@@ -56,11 +56,12 @@ class Activations:
 
     def head(self) -> int:
         """The last norm and the head's input, without the logits."""
-        return self._norm(statistics=2, composite=False) + self.width * self.model.hidden_size * self.tokens.here
+        return self._norm(statistics=2) + self.width * self.model.hidden_size * self.tokens.here
 
     def logits(self) -> int:
-        """The fp32 softmax that the loss keeps."""
-        return self.tokens.whole * (FP32 * self.model.vocab_size // self.tensor + INT64 + BOOL)
+        """The fp32 softmax that the loss keeps; on a CPU with the whole vocabulary it keeps the logits as they are."""
+        width = self.width if self.device == "cpu" and self.tensor == 1 else FP32
+        return self.tokens.whole * (width * self.model.vocab_size // self.tensor + INT64 + BOOL)
 
     def logits_peak(self) -> int:
         """Beside the softmax, the logits in the width of computation, and later their gradient."""
@@ -69,10 +70,9 @@ class Activations:
     def embedding(self) -> int:
         return INT64 * self.tokens.whole
 
-    def _norm(self, statistics: int = 1, composite: bool | None = None) -> int:
-        """Its fp32 input and statistics; on a CPU PyTorch's rms_norm also keeps the normed values."""
-        composite = self.device == "cpu" if composite is None else composite
-        return self.tokens.here * FP32 * ((2 if composite else 1) * self.model.hidden_size + statistics)
+    def _norm(self, statistics: int = 1) -> int:
+        """Its fp32 input and statistics."""
+        return self.tokens.here * FP32 * (self.model.hidden_size + statistics)
 
     def _mamba(self) -> int:
         """in_proj's input; x before and after the convolution, delta, z and y; dt, B and C, the last two also in fp32;
@@ -84,11 +84,13 @@ class Activations:
         return int(self.tokens.here * self.width * model.hidden_size + self.tokens.whole * (channels + shared))
 
     def _experts(self) -> int:
-        """The router's fp32 input, logits and maps; the experts' input, gate and up, activation and product, output."""
+        """The router's fp32 input, logits and maps; the experts' input, gate and up, and product. GPUs also keep the
+        activation, and the output that the weight of its token meets."""
         model, routed = self.model, self.tokens.routed
         F = (model.expert_hidden_size or 0) // self.config.parallel.expert_tensor
         router = FP32 * model.hidden_size + (2 * FP32 + 2 * BOOL) * model.experts
-        expert = self.width * (2 * model.hidden_size + 4 * F) + FP32 + INT64
+        apart = 0 if self.device == "cpu" else model.hidden_size + F
+        expert = self.width * (model.hidden_size + 3 * F + apart) + FP32 + INT64
         return self.tokens.here * router + routed * expert
 
     def _mlp(self) -> int:

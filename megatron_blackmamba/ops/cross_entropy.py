@@ -1,0 +1,67 @@
+"""The cross entropy of each token over a whole vocabulary, in C++: it keeps the logits, and their gradient takes their
+place.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from megatron_blackmamba.ops import library
+
+
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the fp32 loss of each token. The backward pass overwrites the logits: nobody may need them after it."""
+    if reason := why_not_cpp(logits_TV):
+        raise ValueError(f"cross_entropy cannot run here: {reason}")
+    return _CrossEntropy.apply(logits_TV, labels_T)
+
+
+def why_not_cpp(logits_TV: Tensor) -> str | None:
+    if logits_TV.device.type != "cpu" or logits_TV.dtype not in (torch.float32, torch.bfloat16):
+        return f"{logits_TV.dtype} on {logits_TV.device.type}"
+    return library.unavailable()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels):
+        logits, labels = logits.contiguous(), labels.contiguous()
+        low, high = labels.aminmax()
+        if low < 0 or high >= logits.shape[1]:
+            raise IndexError(f"labels from {low} to {high}, where the vocabulary has {logits.shape[1]} entries")
+        loss, log_sum = logits.new_empty((2, len(labels)), dtype=torch.float32)
+        library.call("cross_entropy_forward", _arguments(logits, labels, log_sum, loss=loss), library.isa())
+        ctx.save_for_backward(logits, labels, log_sum)
+        ctx.overwritten = False
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss):
+        if ctx.overwritten:
+            raise RuntimeError(
+                "cross_entropy: its logits are overwritten by their gradient, there is no second backward"
+            )
+        ctx.overwritten = True
+        logits, labels, log_sum = ctx.saved_tensors
+        gradients = {"grad_loss": grad_loss.contiguous(), "grad_logits": logits}
+        library.call("cross_entropy_backward", _arguments(logits, labels, log_sum, **gradients), library.isa())
+        return logits, None
+
+
+def _arguments(logits, labels, log_sum, **others):
+    arguments = _Arguments(T=logits.shape[0], V=logits.shape[1], is_bf16=logits.dtype == torch.bfloat16)
+    arguments.set(threads=torch.get_num_threads(), logits=logits, labels=labels, log_sum=log_sum, **others)
+    return arguments
+
+
+class _Arguments(library.Arguments):
+    """struct CrossEntropy of csrc/cross_entropy.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("T", "V", "is_bf16", "threads")),
+        *((name, ctypes.c_void_p) for name in ("logits", "labels", "loss", "log_sum", "grad_loss", "grad_logits")),
+    )

@@ -1,0 +1,67 @@
+"""Gated activations: activation(gate) * up, times a weight for each token; forward and backward one call of C++ each.
+
+Shapes: T tokens, F hidden units, G = 2F gate and up, gate first.
+"""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_blackmamba.ops import library
+
+# SwiGLU, and GeGLU with the exact (erf) GELU.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+
+
+def gated(gate_up_TG: Tensor, activation: str, weights_T: Tensor | None = None) -> Tensor:
+    """Return `[T, F]` in the dtype of gate and up."""
+    if why_not_cpp(gate_up_TG):
+        gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
+        y_TF = ACTIVATIONS[activation](gate_TF) * up_TF
+        return y_TF if weights_T is None else (y_TF * weights_T[:, None]).to(y_TF.dtype)
+    return _Gated.apply(gate_up_TG, weights_T, activation == "gelu")
+
+
+def why_not_cpp(gate_up_TG: Tensor) -> str | None:
+    if gate_up_TG.device.type != "cpu" or gate_up_TG.dtype not in (torch.float32, torch.bfloat16):
+        return f"{gate_up_TG.dtype} on {gate_up_TG.device.type}"
+    return library.unavailable()
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, weights, gelu):
+        gate_up = gate_up.contiguous()
+        weights = None if weights is None else weights.float().contiguous()
+        y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        library.call("gated_forward", _arguments(gate_up, weights, gelu, y=y), library.isa())
+        ctx.save_for_backward(gate_up, weights)
+        ctx.gelu = gelu
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        gate_up, weights = ctx.saved_tensors
+        grad_gate_up, grad_weights = torch.empty_like(gate_up), None if weights is None else torch.empty_like(weights)
+        gradients = {"grad_y": grad_y.contiguous(), "grad_gate_up": grad_gate_up, "grad_weights": grad_weights}
+        library.call("gated_backward", _arguments(gate_up, weights, ctx.gelu, **gradients), library.isa())
+        return grad_gate_up, grad_weights, None
+
+
+def _arguments(gate_up, weights, gelu, **others):
+    arguments = _Arguments(T=gate_up.shape[0], F=gate_up.shape[1] // 2, gelu=gelu)
+    arguments.set(is_bf16=gate_up.dtype == torch.bfloat16, threads=torch.get_num_threads())
+    arguments.set(gate_up=gate_up, weights=weights, **others)
+    return arguments
+
+
+class _Arguments(library.Arguments):
+    """struct Gated of csrc/gated.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("T", "F", "is_bf16", "gelu", "threads")),
+        *((name, ctypes.c_void_p) for name in ("gate_up", "weights", "y", "grad_y", "grad_gate_up", "grad_weights")),
+    )

@@ -1,0 +1,32 @@
+"""Tokens sorted by expert where all experts are here, beside megatron-core's way through its dispatcher."""
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+
+def values_and_gradients(mixer, forward, hidden_SBD):
+    mixer.zero_grad()
+    leaf = hidden_SBD.clone().requires_grad_()
+    out, _ = forward(leaf)
+    (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    parameters = {name: parameter.grad for name, parameter in mixer.named_parameters()}
+    return {"out": out.detach(), "hidden": leaf.grad} | parameters | {"counted": mixer.router.tokens_E.clone()}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_sorting_gives_what_dispatching_gives(build, training):
+    mixer = build("model.pattern=E").decoder.layers[0].mixer.train(training)
+    with torch.no_grad():
+        mixer.router.weight.normal_(generator=torch.Generator().manual_seed(0))
+    hidden_SBD = torch.randn(32, 4, 64, generator=torch.Generator().manual_seed(1))
+    sorts = values_and_gradients(mixer, mixer, hidden_SBD)
+    mixer.router.tokens_E.zero_()
+    dispatches = values_and_gradients(mixer, lambda x: MoELayer.forward(mixer, x), hidden_SBD)
+    assert mixer.sorts and sorts["counted"].sum() == 128
+    for name, value in sorts.items():
+        torch.testing.assert_close(value, dispatches[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_several_experts_a_token_are_dispatched(build):
+    assert not build("model.pattern=E", "model.router.kind=softmax", "model.top_k=2").decoder.layers[0].mixer.sorts

@@ -1,0 +1,62 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_blackmamba.ops import rms_norm as module
+from megatron_blackmamba.ops.rms_norm import rms_norm
+from tests.ops.implementations import CPP, PROPERTY, assert_close, implementation
+
+EPS = 1e-5
+
+
+def by_hand(x, weight):
+    return x / (x.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def values_and_gradients(function, x, weight, grad_y):
+    x, weight = x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    y = function(x, weight)
+    y.backward(grad_y.to(y.dtype))
+    return {"y": y.detach(), "gradient of x": x.grad, "gradient of weight": weight.grad}
+
+
+@pytest.mark.parametrize("name", [*CPP, "pytorch"])
+@PROPERTY
+@given(
+    tokens=st.sampled_from([1, 3, 64, 65, 200]),
+    D=st.integers(1, 70),
+    scale=st.sampled_from([1e-4, 1.0, 1e4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**20),
+)
+def test_agrees_with_float64_in_values_and_gradients(name, tokens, D, scale, dtype, seed):
+    g = torch.Generator().manual_seed(seed)
+    x, grad_y = torch.randn(tokens, D, generator=g) * scale, torch.randn(tokens, D, generator=g).to(dtype)
+    weight = torch.randn(D, generator=g).to(dtype)
+    expected = values_and_gradients(by_hand, x.double(), weight.double(), grad_y.double())
+    with implementation(name), pytest.MonkeyPatch.context() as patch:
+        if name == "pytorch":
+            patch.setattr(module, "why_not_cpp", lambda *_: "the test asks for PyTorch")
+        actual = values_and_gradients(lambda x, w: rms_norm(x, w, EPS), x, weight, grad_y)
+    assert actual["y"].dtype == actual["gradient of weight"].dtype == dtype
+    assert_close(actual, expected, tolerance=2e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("name", CPP)
+def test_threads_change_no_bit_and_strides_no_value(name, monkeypatch):
+    x, weight, grad_y = torch.randn(5, 90, 48), torch.randn(48), torch.randn(5, 90, 48)
+    norm = lambda x, w: rms_norm(x, w, EPS)
+    with implementation(name):
+        one = values_and_gradients(norm, x, weight, grad_y)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+        three = values_and_gradients(norm, x, weight, grad_y)
+        strided = values_and_gradients(norm, x.transpose(0, 1), weight, grad_y.transpose(0, 1))
+    for key, value in one.items():
+        assert torch.equal(value, three[key]), key
+    torch.testing.assert_close(strided["gradient of x"].transpose(0, 1), one["gradient of x"])
+
+
+def test_what_cpp_cannot_do_goes_to_pytorch():
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    torch.testing.assert_close(rms_norm(x.bfloat16(), weight, EPS), by_hand(x.bfloat16().float(), weight))
