@@ -87,9 +87,10 @@ def with_channels_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def empty_like_rows(x_BLI: Tensor) -> Tensor:
+def empty_like_rows(x_BLI: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor of x's shape and order of dimensions in memory, without gaps."""
     B, L, I = x_BLI.shape
+    like = {"dtype": dtype or x_BLI.dtype, "device": x_BLI.device}
     if x_BLI.stride(0) < x_BLI.stride(1):
-        return torch.empty(L, B, I, dtype=x_BLI.dtype).transpose(0, 1)
-    return torch.empty(B, L, I, dtype=x_BLI.dtype)
+        return torch.empty(L, B, I, **like).transpose(0, 1)
+    return torch.empty(B, L, I, **like)

@@ -74,6 +74,15 @@ def test_values_and_gradients_agree_with_the_definition(interpreted, shape, feat
     assert_close(interpreted(triton_results, inputs, activation, 8), exact, 2e-6)
 
 
+def test_what_lies_sequence_first_as_in_megatron_comes_out_and_back_so(interpreted):
+    inputs = problem(2, 11, 5, 4)
+    exact = results(reference.convolve, inputs, "silu", torch.float64)
+    inputs["x"] = inputs["x"].transpose(0, 1).contiguous().transpose(0, 1)
+    actual = interpreted(triton_results, inputs, "silu", 8)
+    assert_close(actual, exact, 2e-6)
+    assert actual["y"].stride() == actual["dx"].stride() == inputs["x"].stride()
+
+
 def test_bfloat16_is_rounded_once_at_the_end(interpreted):
     inputs = problem(1, 8, 128, 4, dtype=torch.bfloat16)
     exact = results(reference.convolve, inputs, "silu", torch.float64)

@@ -145,6 +145,20 @@ def strided_results(inputs, wide, plan):
     return {"y": y, "end": end}
 
 
+def sequence_first(x):
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def test_what_lies_sequence_first_as_in_megatron_comes_out_and_back_so(interpreted):
+    inputs = problem(2, 9, 37, 4)
+    exact = results(reference.scan, inputs, dtype=torch.float64)
+    inputs |= {name: sequence_first(inputs[name]) for name in ("u", "delta", "B", "C", "z")}
+    actual = interpreted(triton_results, inputs, PLAN)
+    assert_close(actual, exact, 2e-6)
+    for name in ("y", "du", "ddelta", "dz"):
+        assert actual[name].stride() == inputs["u"].stride(), name
+
+
 def test_extreme_time_steps_neither_overflow_nor_vanish(interpreted):
     inputs = problem(1, 8, 4, 4, EVERYTHING - {"reset"})
     inputs["delta"][0, :, 0], inputs["delta"][0, :, 1], inputs["delta"][0, :, 2] = 60.0, -60.0, -16.0

@@ -2,7 +2,7 @@
 
 Every input is read once: a program walks over time with the last K - 1 inputs of its channels in registers. The
 backward walks the other way, recomputing what SiLU was given. Weight and bias gradients leave each tile of time as a
-partial sum and are summed in a fixed order, so results repeat bit by bit.
+partial sum and are summed in a fixed order, so results repeat bit by bit. What comes out lies in memory as x does.
 
 Shapes: B batch, L length, I inner channels, K taps, W = K - 1 the window, P tiles of time.
 """
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens
 from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
@@ -49,13 +50,14 @@ class _Convolution(torch.autograd.Function):
         x = x if x.stride(-1) == 1 else x.contiguous()
         reset = None if reset is None else reset.contiguous().view(torch.uint8)
         window = None if window is None else window.to(x.dtype).contiguous()
-        y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+        y = empty_like_rows(x)
         ctx.save_for_backward(x, weight, bias, window, reset)
         ctx.silu = silu
         B, L, I = x.shape
         with torch.cuda.device_of(x):
             convolve_forward[(triton.cdiv(I, BLOCK), B, triton.cdiv(L, TILE))](
-                *_inputs(x, weight, bias, window, reset), y, L, I, x.stride(0), x.stride(1),
+                *_inputs(x, weight, bias, window, reset), y,
+                L, I, x.stride(0), x.stride(1), y.stride(0), y.stride(1),
                 EVEN=I % BLOCK == 0 and L % STEPS == 0, **_switches(weight, bias, window, reset, silu),
             )  # fmt: skip
         return y
@@ -66,12 +68,12 @@ class _Convolution(torch.autograd.Function):
         B, L, I = x.shape
         K = weight.shape[1]
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        dx = torch.empty(B, L, I, device=x.device, dtype=x.dtype)
+        dx = empty_like_rows(x)
         tiles = triton.cdiv(L, TILE)
         sums_BPTI = torch.empty(B, tiles, K + 1, I, device=x.device)
         convolve_backward[(triton.cdiv(I, BLOCK), B, tiles)](
             *_inputs(x, weight, bias, window, reset), dy, dx, sums_BPTI,
-            L, I, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1),
+            L, I, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), dx.stride(0), dx.stride(1),
             **_switches(weight, bias, window, reset, ctx.silu),
         )  # fmt: skip
         sums_TI = sums_BPTI.sum((0, 1))
@@ -127,7 +129,7 @@ def _advance(past, x_I, restarts, K: tl.constexpr, HAS_RESET: tl.constexpr):
 
 @triton.jit(do_not_specialize=["L"])
 def convolve_forward(
-    x, weight_KI, bias, window, reset, y, L, I, x_b, x_l,
+    x, weight_KI, bias, window, reset, y, L, I, x_b, x_l, y_b, y_l,
     K: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RESET: tl.constexpr,
     BLOCK_I: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +139,7 @@ def convolve_forward(
     weights = _load_weights(weight_KI, I, i, inside, K)
     bias_I = tl.load(bias + i, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros((BLOCK_I,), tl.float32)
     x += b * x_b
-    y += b * L * I
+    y += b * y_b
     window += b * (K - 1) * I
     reset += b * L
     first = tl.program_id(2).to(tl.int64) * TILE
@@ -158,12 +160,12 @@ def convolve_forward(
             for back in tl.static_range(K):
                 y_I += weights[back] * past[back]
             ys = ys + (y_I * sigmoid(y_I) if SILU else y_I,)
-        store_tokens(y, I, ys, t, last, i, inside, STEPS, EVEN)
+        store_tokens(y, y_l, ys, t, last, i, inside, STEPS, EVEN)
 
 
 @triton.jit(do_not_specialize=["L"])
 def convolve_backward(
-    x, weight_KI, bias, window, reset, dy, dx, sums_BPTI, L, I, x_b, x_l, dy_b, dy_l,
+    x, weight_KI, bias, window, reset, dy, dx, sums_BPTI, L, I, x_b, x_l, dy_b, dy_l, dx_b, dx_l,
     K: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RESET: tl.constexpr,
     BLOCK_I: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +177,7 @@ def convolve_backward(
     bias_I = tl.load(bias + i, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros((BLOCK_I,), tl.float32)
     x += b * x_b
     dy += b * dy_b
-    dx += b * L * I
+    dx += b * dx_b
     window += b * (K - 1) * I
     reset += b * L
     first = tl.program_id(2).to(tl.int64) * TILE
@@ -216,7 +218,7 @@ def convolve_backward(
             for reach in tl.static_range(K - 1):
                 dx_I += weights[reach + 1] * later[reach]
             own = (back > 0) & (t + k < L)
-            tl.store(dx + (t + k) * I + i, dx_I.to(dx.dtype.element_ty), mask=inside & own)
+            tl.store(dx + (t + k) * dx_l + i, dx_I.to(dx.dtype.element_ty), mask=inside & own)
 
             later = _advance(later, g_I, False, K - 1, False)
             if HAS_RESET:  # nothing before this token reaches it or the ones after it

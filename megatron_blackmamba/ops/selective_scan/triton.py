@@ -1,6 +1,7 @@
 """The selective scan in Triton: fp32 state in registers, bf16 in and out, no atomics, no compiler but Triton's own.
 
-Saved for the backward pass are the inputs and the state every `chunk` tokens; everything else is recomputed.
+Saved for the backward pass are the inputs and the state every `chunk` tokens; everything else is recomputed. What comes
+out lies in memory as u does, [B, L] or [L, B], so that nobody around the scan has to copy.
 
 Shapes: B batch, L length, I inner channels, N state, S segments, G checkpoints, K blocks of channels.
 """
@@ -12,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.selective_scan import triton_backward, triton_forward
 from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan, plan_for
 from megatron_blackmamba.ops.triton_support import interpreted, unavailable
@@ -166,8 +168,8 @@ def _run_forward(p: _Problem, start_BNI: Tensor | None, plan: Plan, save: bool) 
         starts_BSNI = ends_BSNI
     else:
         starts_BSNI = start_BNI
-    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z))
-    y = torch.empty(B, L, I, device=p.u.device, dtype=p.u.dtype)
+    y = empty_like_rows(p.u)
+    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), y=y)
     checkpoints = torch.empty(B, triton.cdiv(L, plan.chunk), N, I, **fp32) if save else None
     final_BNI = torch.empty(B, N, I, **fp32)
     triton_forward.forward[(blocks, B, segments)](
@@ -184,9 +186,8 @@ def _run_backward(
 ) -> tuple[Tensor | None, ...]:
     B, L, I, N = p.sizes
     like = {"device": p.u.device}
-    du = torch.empty(B, L, I, dtype=p.u.dtype, **like)
-    ddelta = torch.empty(B, L, I, dtype=p.delta.dtype, **like)
-    dz = None if p.z is None else torch.empty(B, L, I, dtype=p.z.dtype, **like)
+    du, ddelta = empty_like_rows(p.u), empty_like_rows(p.u, p.delta.dtype)
+    dz = None if p.z is None else empty_like_rows(p.u, p.z.dtype)
     dBC = torch.empty(B, L, 2 * N, dtype=torch.float32, **like)
     dstart_BNI = torch.empty(B, N, I, dtype=torch.float32, **like)
     sums = []
@@ -216,7 +217,7 @@ def _backward_of_part(
     states_BTNI = torch.empty(B, triton.cdiv(L, steps), N, I, **fp32)
     dD_BGI = torch.empty(B, chunks, I, **fp32)
     inputs = (p.u, p.delta, p.or_u(p.z), dy, p.A_NI, p.BC, p.or_u(p.D), p.or_u(p.bias), p.or_u(p.reset))
-    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy)
+    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, du=du)
     triton_backward.chunk_parts[(triton.cdiv(I, plan.block), B, chunks)](
         *inputs, checkpoints, parts_BGNI, decays_BGNI, states_BTNI, p.or_u(dz), dD_BGI,
         L, *batch_strides, **token_strides,

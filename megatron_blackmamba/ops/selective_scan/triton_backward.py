@@ -26,15 +26,16 @@ from megatron_blackmamba.ops.triton_math import (
     store_tokens,
 )
 
-SIZES = ["L", "u_b", "delta_b", "z_b", "dy_b"]
+SIZES = ["L", "u_b", "delta_b", "z_b", "dy_b", "du_b"]  # every gradient lies as du does
 
 
 @triton.jit(do_not_specialize=SIZES)
 def chunk_parts(
     u, delta, z, dy, A_NI, BC, D, bias, reset, checkpoints_BGNI,
     parts_BGNI, decays_BGNI, states_BTNI, dz, dD_BGI,
-    L, u_b, delta_b, z_b, dy_b,
+    L, u_b, delta_b, z_b, dy_b, du_b,
     I: tl.constexpr, U_L: tl.constexpr, DELTA_L: tl.constexpr, Z_L: tl.constexpr, DY_L: tl.constexpr,
+    DU_L: tl.constexpr,
     N: tl.constexpr, BLOCK_I: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESET: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +56,7 @@ def chunk_parts(
     delta += b * delta_b
     z += b * z_b
     dy += b * dy_b
-    dz += b * L * I
+    dz += b * du_b
     BC += b * L * (2 * N)
     reset += b * L
     states_BTNI += b * tl.cdiv(L, STEPS) * N * I
@@ -92,7 +93,7 @@ def chunk_parts(
             part_NI += product_NI * (g_I[None, :] * C_N[:, None])
             dD_I += g_I * u_I
         if HAS_Z:
-            store_tokens(dz, I, dzs, t, last, i, inside, STEPS, EVEN)
+            store_tokens(dz, DU_L, dzs, t, last, i, inside, STEPS, EVEN)
     tl.store(state_at(parts_BGNI + chunk_BG * N * I, n, i, I, True), part_NI, mask=inside[None, :])
     tl.store(state_at(decays_BGNI + chunk_BG * N * I, n, i, I, True), product_NI, mask=inside[None, :])
     tl.store(dD_BGI + chunk_BG * I + i, dD_I, mask=inside)
@@ -102,8 +103,9 @@ def chunk_parts(
 def backward(
     u, delta, z, dy, A_NI, BC, D, bias, reset, carried_BGNI, states_BTNI,
     du, ddelta, dA_BGNI, dBC_KBLM, dbias_BGI,
-    L, u_b, delta_b, z_b, dy_b,
+    L, u_b, delta_b, z_b, dy_b, du_b,
     I: tl.constexpr, U_L: tl.constexpr, DELTA_L: tl.constexpr, Z_L: tl.constexpr, DY_L: tl.constexpr,
+    DU_L: tl.constexpr,
     N: tl.constexpr, BLOCK_I: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESET: tl.constexpr,
 ):  # fmt: skip
@@ -123,8 +125,8 @@ def backward(
     delta += b * delta_b
     z += b * z_b
     dy += b * dy_b
-    du += b * L * I
-    ddelta += b * L * I
+    du += b * du_b
+    ddelta += b * du_b
     BC += b * L * (2 * N)
     dBC_KBLM += (tl.program_id(0) * tl.num_programs(1).to(tl.int64) + b) * L * (2 * N)
     reset += b * L
@@ -174,7 +176,7 @@ def backward(
             if not EVEN:
                 ddelta_I = tl.where(t + k < last, ddelta_I, 0.0)
             dbias_I += ddelta_I
-            store_token(du, I, dinput_I * deltas[k] + g_I * D_I, t + k, last, i, inside, EVEN)
-            store_token(ddelta, I, ddelta_I, t + k, last, i, inside, EVEN)
+            store_token(du, DU_L, dinput_I * deltas[k] + g_I * D_I, t + k, last, i, inside, EVEN)
+            store_token(ddelta, DU_L, ddelta_I, t + k, last, i, inside, EVEN)
     tl.store(state_at(dA_BGNI + chunk_BG * N * I, n, i, I, False), dA_NI, mask=inside[None, :])
     tl.store(dbias_BGI + chunk_BG * I + i, dbias_I, mask=inside)

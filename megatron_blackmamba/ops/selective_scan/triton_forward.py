@@ -16,14 +16,14 @@ import triton.language as tl
 from megatron_blackmamba.ops.selective_scan.triton_step import decay, reset_exponent, state_at, time_step
 from megatron_blackmamba.ops.triton_math import LOG2E, load_channels, load_tokens, sigmoid, store_tokens
 
-SIZES = ["L", "u_b", "delta_b", "z_b", "segment"]
+SIZES = ["L", "u_b", "delta_b", "z_b", "y_b", "segment"]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward(
     u, delta, z, A_NI, BC, D, bias, reset, starts_BSNI, y, checkpoints_BGNI, final_BNI,
-    L, u_b, delta_b, z_b, segment,
-    I: tl.constexpr, U_L: tl.constexpr, DELTA_L: tl.constexpr, Z_L: tl.constexpr,
+    L, u_b, delta_b, z_b, y_b, segment,
+    I: tl.constexpr, U_L: tl.constexpr, DELTA_L: tl.constexpr, Z_L: tl.constexpr, Y_L: tl.constexpr,
     N: tl.constexpr, BLOCK_I: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESET: tl.constexpr,
     HAS_START: tl.constexpr, SAVE: tl.constexpr,
@@ -45,7 +45,7 @@ def forward(
     delta += b * delta_b
     z += b * z_b
     BC += b * L * (2 * N)
-    y += b * L * I
+    y += b * y_b
     reset += b * L
     checkpoints_BGNI += b * tl.cdiv(L, CHUNK) * N * I
     first = s * segment
@@ -81,12 +81,12 @@ def forward(
                     z_I = zs[k].to(tl.float32)
                     y_I *= z_I * sigmoid(z_I)
                 ys = ys + (y_I,)
-            store_tokens(y, I, ys, t, last, i, inside, STEPS, EVEN)
+            store_tokens(y, Y_L, ys, t, last, i, inside, STEPS, EVEN)
     if last == L:
         tl.store(state_at(final_BNI + b * N * I, n, i, I, True), h_NI, mask=inside[None, :])
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["L", "u_b", "delta_b", "segment"])
 def segment_ends(
     u, delta, A_NI, BC, bias, reset, ends_BSNI, decays_BSNI,
     L, u_b, delta_b, segment,
