@@ -140,8 +140,19 @@ class Decoder:
 
     def _experts_step(self, layer: ExpertsLayer, x_BD: Tensor) -> Tensor:
         best_B, choice_B = F.linear(x_BD, layer.router_ED, layer.router_bias_E).max(dim=-1)
-        y_BD = self._grouped(layer, x_BD, choice_B) if x_BD.is_cuda else self._chosen(layer, x_BD, choice_B.tolist())
+        y_BD = self._gathered(layer, x_BD, choice_B) if x_BD.is_cuda else self._chosen(layer, x_BD, choice_B.tolist())
         return y_BD * torch.sigmoid(best_B)[:, None]
+
+    def _gathered(self, layer: ExpertsLayer, x_BD: Tensor, choice_B: Tensor) -> Tensor:
+        """As `_chosen`, without asking the device for the choice: a step that is captured must not wait."""
+        x = x_BD.to(layer.fc1_EGD.dtype)
+        if len(x) < self.config.experts:  # copy each row's expert
+            x_B1D, fc1, fc2 = x[:, None], layer.fc1_EGD[choice_B], layer.fc2_EDF[choice_B]
+        else:  # all experts for all rows read less than that
+            x_B1D, fc1, fc2 = x.expand(self.config.experts, *x.shape), layer.fc1_EGD, layer.fc2_EDF
+        gate, up = torch.bmm(x_B1D, fc1.mT).chunk(2, dim=-1)
+        y = torch.bmm(self.gate(gate.float()).mul(up).to(x.dtype), fc2.mT).float()
+        return y[:, 0] if len(x) < self.config.experts else y[choice_B, torch.arange(len(x), device=x.device)]
 
     def _chosen(self, layer: ExpertsLayer, x_BD: Tensor, choice_B: list[int]) -> Tensor:
         experts = sorted(set(choice_B))
