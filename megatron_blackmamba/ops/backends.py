@@ -35,6 +35,8 @@ def why_not(package: str, name: str) -> str | None:
         return _load(package, name).unavailable()
     except ImportError as error:
         return str(error)
+    except Exception as error:  # a package built for another torch or Triton fails in ways of its own
+        return f"it fails to load: {type(error).__name__}: {error}"
 
 
 @cache

@@ -22,6 +22,8 @@ def pretend_interpreted(monkeypatch):
         ((1, 8, 4), 10, torch.float32, "not 10"),
         ((1, 0, 4), 16, torch.float32, "empty"),
         ((1, 1_000_000, 2304), 16, torch.bfloat16, None),
+        ((1, 3_000_000, 4), 16, torch.bfloat16, "at most 2,097,120 tokens"),  # a launch has no room for more chunks
+        ((70_000, 1, 4), 16, torch.bfloat16, "at most 65,535 sequences"),
     ],
 )
 def test_the_scan_names_what_is_not_for_it(shape, state, dtype, reason):

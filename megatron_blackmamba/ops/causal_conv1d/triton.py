@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens
-from megatron_blackmamba.ops.triton_support import interpreted, unavailable
+from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
 
 __all__ = ["convolve", "unavailable", "unsupported"]
 
@@ -30,7 +30,9 @@ def unsupported(x_BLI: Tensor, weight_IK: Tensor, initial_window: Tensor | None,
         return f"2 to {STEPS + 1} taps, not {weight_IK.shape[1]}"
     if initial_window is not None and initial_window.requires_grad:
         return "gives no gradient to the initial window"
-    return "the input is empty" if x_BLI.numel() == 0 else None
+    if x_BLI.numel() == 0:
+        return "the input is empty"
+    return too_long(*x_BLI.shape[:2], TILE)
 
 
 def convolve(

@@ -16,12 +16,13 @@ from torch import Tensor
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.selective_scan import triton_backward, triton_forward
 from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan, plan_for
-from megatron_blackmamba.ops.triton_support import interpreted, unavailable
+from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
 
 __all__ = ["scan", "unavailable", "unsupported"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CARRY_BLOCK = 256
+SHORTEST_CHUNK = 32  # of any plan
 WARP = 32
 
 
@@ -33,7 +34,9 @@ def unsupported(u_BLI: Tensor, A_IN: Tensor, initial_state_BIN: Tensor | None, r
     N = A_IN.shape[1]
     if N not in (4, 8, 16, 32, 64):
         return f"the state size is 4, 8, 16, 32 or 64, not {N}"
-    return "the input is empty" if u_BLI.numel() == 0 else None
+    if u_BLI.numel() == 0:
+        return "the input is empty"
+    return too_long(*u_BLI.shape[:2], SHORTEST_CHUNK)
 
 
 def scan(

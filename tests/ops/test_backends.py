@@ -1,0 +1,28 @@
+"""A backend that is broken on this machine is one that is not there: the next one does the work, and doctor says why."""
+
+import sys
+
+import pytest
+
+from megatron_blackmamba.ops import backends
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise ImportError('undefined symbol: _ZN2at')", "undefined symbol"),
+        ("raise AttributeError('no autotune')", "fails to load: AttributeError: no autotune"),
+    ],
+)
+def test_a_backend_that_cannot_be_imported_is_passed_over(tmp_path, monkeypatch, body, reason):
+    (tmp_path / "an_op").mkdir()
+    (tmp_path / "an_op/__init__.py").touch()
+    (tmp_path / "an_op/broken.py").write_text(body)
+    (tmp_path / "an_op/plain.py").write_text("def unavailable(): return None\ndef unsupported(): return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("an_op", "an_op.plain"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for cached in (backends.why_not, backends._load):
+        cached.cache_clear()
+    assert backends.choose("an_op", ("broken", "plain"), "auto").__name__ == "an_op.plain"
+    assert reason in backends.available("an_op", ("broken", "plain"))["broken"]
