@@ -258,7 +258,7 @@ def report(
 def quickstart(
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.1, help="How long to train; longer is better.", show_default="3, or as it was begun"),
+        typer.Option(min=0.1, help="How long to train; longer is better.", show_default="4, or as it was begun"),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/quickstart"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of going on.")] = False,
@@ -373,6 +373,8 @@ def _in_words(error: Exception) -> str | None:
             else ""
         )
         return f"{where}{error.strerror}{advice}. (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
+    if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
+        return f"{error.strerror}: raise the limit (`ulimit -n`). (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
     if "EADDRINUSE" in str(error):
         port = os.environ.get("MASTER_PORT", "?")
         return f"port {port} is in use by another program: set MASTER_PORT (torchrun: --master-port) to a free one"

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from megatron_blackmamba.data.open_files import allow_open_files
 from megatron_blackmamba.formats.shards import Shard
 
 
@@ -25,6 +26,7 @@ class TokenStream:
 
     @classmethod
     def of_shards(cls, shards: Sequence[Shard]) -> "TokenStream":
+        allow_open_files(len(shards))
         return cls([_map(shard) for shard in shards])
 
     def __len__(self) -> int:

@@ -243,9 +243,10 @@ class Shard:
                 f"{shard.bin_path}: {shard.bin_path.stat().st_size} bytes, its manifest says {size}: "
                 "the file is cut or was replaced; `blackmamba data tokenize` makes it again"
             )
-        if shard.idx.documents != shard.manifest.documents:
+        documents = read_idx(shard.idx_path).documents  # not kept: every mapping holds an open file
+        if documents != shard.manifest.documents:
             raise ShardError(
-                f"{shard.idx_path}: {shard.idx.documents} documents, its manifest says {shard.manifest.documents}: "
+                f"{shard.idx_path}: {documents} documents, its manifest says {shard.manifest.documents}: "
                 "the files do not belong together"
             )
         return shard
