@@ -31,7 +31,6 @@ class World:
     tensor_rank: int
     pipeline_rank: int
     expert_rank: int
-    expert_tensor_rank: int
     data_rank: int
     data_size: int
     expert_data_size: int
@@ -178,7 +177,6 @@ def _lay_groups(parallel: ParallelConfig, place: Place) -> World:
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
-        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         expert_data_size=parallel_state.get_expert_data_parallel_world_size(),
