@@ -20,9 +20,6 @@ class MoEMixer(MoELayer):
         ranks = pg_collection.ep.size() * pg_collection.expt_tp.size()
         self.sorts = ranks == 1 and isinstance(self.router, SinkhornRouter)
 
-    def set_layer_number(self, layer_number: int) -> None:
-        self.layer_number = layer_number
-
     def forward(self, hidden_SBD: Tensor) -> tuple[Tensor, None]:
         if not self.sorts:
             return super().forward(hidden_SBD)
