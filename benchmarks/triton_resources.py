@@ -177,15 +177,25 @@ def convolution_launches(arch: int, reset: bool = False) -> None:
 
 
 def sinkhorn_launches(arch: int, reset: bool = False) -> None:
+    """The default: the start, an iteration, and the choice with its counts."""
     from megatron_blackmamba.ops.sinkhorn.triton import choice
 
-    choice(fp32(BATCH * LENGTH, EXPERTS).detach(), 1, 2.0, "balanced", None)
+    counts = torch.empty(EXPERTS, device="meta", dtype=torch.int64)
+    choice(fp32(BATCH * LENGTH, EXPERTS).detach(), 1, 2.0, "balanced", None, counts)
+
+
+def large_sinkhorn_launches(arch: int, reset: bool = False) -> None:
+    """More logits than one program takes, and as many experts as can be."""
+    from megatron_blackmamba.ops.sinkhorn.triton import ONE_PROGRAM, choice
+
+    choice(fp32(2 * ONE_PROGRAM // 256, 256).detach(), 1, 2.0, "balanced", None)
 
 
 OPERATIONS = {
     "selective_scan": scan_launches,
     "causal_conv1d": convolution_launches,
     "sinkhorn": sinkhorn_launches,
+    "sinkhorn, large": large_sinkhorn_launches,
 }
 
 
@@ -202,15 +212,21 @@ def main() -> None:
 
 
 def issue_slots(kernel: Kernel) -> tuple[float, float] | None:
-    """Of a scan kernel, a state and token: instructions, and issue slots its special functions fill (eight each)."""
-    if not {"STEPS", "N", "BLOCK_I"} <= kernel.constants.keys():
+    """Instructions, and issue slots that special functions fill (eight each): a state and token of a scan kernel, a
+    logit of the router's one program."""
+    constants = kernel.constants
+    if {"STEPS", "N", "BLOCK_I"} <= constants.keys():
+        items = constants["STEPS"] * constants["N"] * constants["BLOCK_I"]
+    elif kernel.name == "_find_offsets":
+        items = constants["BLOCK_T"] * constants["BLOCK_E"]
+    else:
         return None
-    a_thread = kernel.constants["STEPS"] * kernel.constants["N"] * kernel.constants["BLOCK_I"] / (32 * kernel.warps)
+    a_thread = items / (32 * kernel.warps)
     return kernel.loop.instructions / a_thread, 8 * kernel.loop.count("MUFU") / a_thread
 
 
 def table(kernels: list[Kernel]) -> str:
-    columns = ("sm", "warps", "registers", "spilled B", "shared B", "loop", "MUFU", "SHFL", "instr/state", "MUFU slots")
+    columns = ("sm", "warps", "registers", "spilled B", "shared B", "loop", "MUFU", "SHFL", "instr/item", "MUFU slots")
     lines = [f"{'kernel':<18}" + "".join(f"{name:>12}" for name in columns)]
     for k in kernels:
         cells = [k.arch, k.warps, k.registers, k.spilled_bytes, k.shared_bytes]

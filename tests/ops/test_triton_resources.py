@@ -4,13 +4,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.triton_resources import OPERATIONS, kernels_of, table
+from benchmarks.triton_resources import OPERATIONS, issue_slots, kernels_of, table
 
 pytestmark = pytest.mark.xdist_group("triton")
 KERNELS = {
     "selective_scan": {"forward", "chunk_parts", "carry", "backward"},
     "causal_conv1d": {"convolve_forward", "convolve_backward"},
-    "sinkhorn": {"_sum_columns", "_choose"},
+    "sinkhorn": {"_find_offsets", "_choose"},
+    "sinkhorn, large": {"_sum_columns", "_choose"},
 }
 
 
@@ -25,7 +26,7 @@ def test_no_kernel_spills_at_the_paper_s_shape(kernels, operation):
     assert {kernel.name for kernel in kernels[operation]} == KERNELS[operation]
     for kernel in kernels[operation]:
         assert kernel.spilled_bytes == 0, f"{kernel.name} spills {kernel.spilled_bytes} bytes on sm_{kernel.arch}"
-        assert kernel.shared_bytes <= 1024
+        assert kernel.shared_bytes <= 2048
 
 
 def by_name(kernels):
@@ -59,3 +60,12 @@ def test_resets_cost_the_forward_scan_a_few_instructions_a_token_and_none_a_stat
     ]
     assert resetting.loop.count("LDL", "STL") == 0
     assert resetting.loop.instructions - plain.loop.instructions <= 10 * plain.constants["STEPS"]
+
+
+def test_the_router_s_one_program_needs_neither_memory_nor_other_warps_in_its_loop(kernels):
+    """One processor does it all, so a pass over the tokens takes as long as this loop's instructions."""
+    found = {kernel.name: kernel for kernel in kernels["sinkhorn"]}["_find_offsets"]
+    assert found.loop.count("LDL", "STL", "LDS", "STS", "BAR", "RED", "ATOM") == 0
+    instructions, exponentials = issue_slots(found)
+    assert exponentials <= 10 and instructions <= 12
+    assert found.loop.count("LDG.E.128") == found.loop.count("LDG") > 0

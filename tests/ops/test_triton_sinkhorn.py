@@ -33,13 +33,15 @@ def exact_choice(logits, iterations, start="balanced"):
     return (X + column).argmax(1)
 
 
-def triton_choice(logits, iterations, start="balanced", programs=4):
+def triton_choice(logits, iterations, start="balanced", one_program=True, count_E=None, temperature=2.0):
     from megatron_blackmamba.ops.sinkhorn import triton
 
-    triton.PROGRAMS = programs  # few, so that each has several blocks of tokens
-    return triton.choice(logits, iterations, 2.0, start, None)
+    triton.ONE_PROGRAM = logits.numel() if one_program else 0
+    triton.PROGRAMS = 4  # few, so that each has several blocks of tokens
+    return triton.choice(logits, iterations, temperature, start, None, count_E), count_E
 
 
+@pytest.mark.parametrize("one_program", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "experts", "std", "iterations", "start"),
     [
@@ -49,43 +51,65 @@ def triton_choice(logits, iterations, start="balanced", programs=4):
         (300, 5, 1e4, 2, "balanced"),
         (130, 1, 1.0, 1, "balanced"),
         (1, 8, 1.0, 0, "uniform"),
+        (1, 8, 1.0, 3, "uniform"),
+        (2500, 8, 16.0, 16, "balanced"),
+        (1025, 3, 1.0, 1, "uniform"),
         (400, 8, 1.0, 0, "balanced"),
         (200, 40, 1.0, 2, "balanced"),
+        (300, 256, 1.0, 2, "balanced"),
+        (1000, 8, 1e4, 5, "uniform"),
         (500, 8, 90.0, 8, "balanced"),
         (500, 8, 90.0, 8, "uniform"),
     ],
 )
-def test_chooses_as_the_definition_does(interpreted, tokens, experts, std, iterations, start):
+def test_chooses_as_the_definition_does(interpreted, tokens, experts, std, iterations, start, one_program):
     logits = trained_router_logits(tokens, experts, std)
     exact = exact_choice(logits, iterations, start)
-    choice = interpreted(triton_choice, logits, iterations, start)
+    choice, _ = interpreted(triton_choice, logits, iterations, start, one_program)
     assert choice.dtype == torch.int64
     assert (choice == exact).float().mean() > 0.995  # float32 may break a tie the other way
 
 
-def test_balances_what_argmax_would_overload_also_at_many_iterations(interpreted):
+@pytest.mark.parametrize("one_program", [True, False])
+def test_the_temperature_scales_the_logits(interpreted, one_program):
+    logits = trained_router_logits(600, 8, 1.0)
+    choice, _ = interpreted(triton_choice, logits, 2, "balanced", one_program, None, 0.5)
+    assert (choice == exact_choice(logits / 4, 2)).float().mean() > 0.995
+    assert (choice == exact_choice(logits, 2)).float().mean() < 0.98  # else it would prove nothing
+
+
+@pytest.mark.parametrize("one_program", [True, False])
+def test_balances_what_argmax_would_overload_also_at_many_iterations(interpreted, one_program):
     logits = trained_router_logits(2048, 8, 2.0)
     assert load_imbalance(logits.argmax(1), 8) > 1.5
-    assert load_imbalance(interpreted(triton_choice, logits, 20), 8) < 1.1
+    assert load_imbalance(interpreted(triton_choice, logits, 20, "balanced", one_program)[0], 8) < 1.1
 
 
-def test_two_valued_logits_stay_finite_and_agree(interpreted):
+def test_one_program_keeps_its_precision_over_very_many_iterations(interpreted):
+    """Offsets that sank by log(T / E) an iteration would be at -1300 here, where float32 tells 1e-4 apart."""
+    logits = trained_router_logits(1000, 8, 1.0)
+    choice, _ = interpreted(triton_choice, logits, 200)
+    assert (choice == exact_choice(logits, 200)).float().mean() > 0.998
+
+
+@pytest.mark.parametrize("one_program", [True, False])
+def test_two_valued_logits_stay_finite_and_agree(interpreted, one_program):
     g = torch.Generator().manual_seed(0)
     logits = torch.where(torch.rand(256, 8, generator=g) < 0.5, 1e4, -1e4)
     exact = exact_choice(logits, 2)
-    assert (interpreted(triton_choice, logits, 2) == exact).float().mean() > 0.99
+    assert (interpreted(triton_choice, logits, 2, "balanced", one_program)[0] == exact).float().mean() > 0.99
 
 
 def test_tokens_on_two_ranks_are_balanced_as_on_one(interpreted, tmp_path):
     logits = trained_router_logits(512, 8, 1.0)
-    together = interpreted(triton_choice, logits, 2)
+    together, _ = interpreted(triton_choice, logits, 2)
     with interpreter() as other:
         halves = [
             run.start(choice_on_rank, rank, str(tmp_path / "store"), logits.chunk(2)[rank].clone())
             for rank, run in enumerate((interpreted, other))
         ]
         shared = torch.cat([half.result() for half in halves])
-    alone = interpreted(triton_choice, logits.chunk(2)[0].clone(), 2)
+    alone, _ = interpreted(triton_choice, logits.chunk(2)[0].clone(), 2)
     assert (shared == together).float().mean() > 0.995
     assert (alone == together.chunk(2)[0]).float().mean() < 0.98  # else the exchange would prove nothing
 
@@ -102,15 +126,9 @@ def choice_on_rank(rank, store_file, logits):
         dist.destroy_process_group()
 
 
-def triton_choice_and_count(logits, count_E):
-    from megatron_blackmamba.ops.sinkhorn import triton
-
-    triton.PROGRAMS = 4
-    return triton.choice(logits, 1, 2.0, "balanced", None, count_E), count_E
-
-
-@pytest.mark.parametrize(("tokens", "experts"), [(1000, 8), (130, 5), (1, 8)])
-def test_counts_the_tokens_of_each_expert_and_none_that_is_not_there(interpreted, tokens, experts):
+@pytest.mark.parametrize("one_program", [True, False])
+@pytest.mark.parametrize(("tokens", "experts"), [(1000, 8), (130, 5), (1, 8), (70, 200)])
+def test_counts_the_tokens_of_each_expert_and_none_that_is_not_there(interpreted, tokens, experts, one_program):
     logits = trained_router_logits(tokens, experts, 1.0)
-    choice, count_E = interpreted(triton_choice_and_count, logits, torch.full((experts,), 3))
+    choice, count_E = interpreted(triton_choice, logits, 1, "balanced", one_program, torch.full((experts,), 3))
     assert torch.equal(count_E, 3 + choice.bincount(minlength=experts))

@@ -1,8 +1,13 @@
-"""Sinkhorn routing in Triton: from logits to choices in two launches and one an iteration, and no word to the host.
+"""Sinkhorn routing in Triton: from logits to choices in two launches, and no word to the host.
 
-Each launch ends where a sum over all tokens is needed: programs leave their partial sums, and every program of the next
-launch adds them up in the same order. (A barrier inside one launch would hang wherever not all programs fit at once.)
-With a process group the partial sums are added here and exchanged, E numbers a time, before the next launch reads them.
+Every pass ends at a sum over all tokens, which the next one needs. Up to ONE_PROGRAM logits, one program makes all the
+passes and leaves the experts' offsets; a second launch, of many programs, chooses and counts. One processor of the GPU
+then works while the others wait, for a few microseconds a pass, which is about what a launch takes.
+
+More logits, or a process group, take a launch a pass: programs leave their partial sums, and every program of the next
+launch adds them up in the same order. With a group the partial sums are added here and exchanged, E numbers a time,
+before the next launch reads them. (A barrier among programs would save these launches. It hangs where they do not all
+fit on the GPU at once, and cannot be tested without one.)
 
 All of it stays in logarithms (of base 2, which GPUs prefer): X = temperature * logits + offset of the expert. An update
 of the experts subtracts from each offset the log of its column's sum of exp(X); before it, an iteration divides each
@@ -24,7 +29,9 @@ from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
 __all__ = ["choice", "unavailable", "unsupported"]
 
-BLOCK_T, PROGRAMS = 128, 128
+ONE_PROGRAM = 1 << 18  # logits: twice those of 16,384 tokens and 8 experts
+TILE = 8192  # the most numbers a program looks at together
+BLOCK_T, PROGRAMS = 128, 128  # where there are many programs, if TILE allows
 LOWEST = tl.constexpr(-1e38)
 
 
@@ -59,22 +66,59 @@ def _choose_experts(
     tokens_E: Tensor | None,
 ) -> Tensor:
     T, E = logits_TE.shape
-    programs = min(PROGRAMS, triton.cdiv(T, BLOCK_T))
-    shape = {"E": E, "BLOCK_E": triton.next_power_of_2(E), "BLOCK_T": BLOCK_T, "BLOCK_P": PROGRAMS, "num_warps": 4}
+    passes = [False] * balanced + [True] * iterations  # whether rows are normalised first
+    if not passes:
+        columns = _Columns.settled(torch.zeros(1, E, device=logits_TE.device))
+    elif group is None and T * E <= ONE_PROGRAM:
+        columns = _by_one_program(logits_TE, temperature, passes)
+    else:
+        columns = _by_a_launch_each(logits_TE, temperature, passes, group)
+    choice_T = torch.empty(T, device=logits_TE.device, dtype=torch.int64)
+    count = tokens_E is not None
+    shape = _shape(E, columns.parts)
+    _choose[(triton.cdiv(T, shape["BLOCK_T"]),)](
+        logits_TE, *columns.arguments, choice_T, tokens_E if count else choice_T, T, temperature, COUNT=count, **shape
+    )
+    return choice_T
 
-    columns = _Columns.at_zero(logits_TE)
-    for normalise in [False] * balanced + [True] * iterations:
+
+def _shape(E: int, parts: int) -> dict[str, int]:
+    block_E = triton.next_power_of_2(E)
+    most = TILE // block_E
+    return {
+        "E": E,
+        "BLOCK_E": block_E,
+        "BLOCK_T": min(BLOCK_T, most),
+        "BLOCK_P": min(PROGRAMS, most) if parts else 1,
+        "num_warps": 4,
+    }
+
+
+def _by_one_program(logits_TE: Tensor, temperature: float, passes: list[bool]) -> "_Columns":
+    T, E = logits_TE.shape
+    block_E = triton.next_power_of_2(E)
+    offset_1E = torch.empty(1, E, device=logits_TE.device)
+    _find_offsets[(1,)](
+        logits_TE, offset_1E, T, len(passes) - 1, temperature,
+        E=E, BLOCK_E=block_E, BLOCK_T=TILE // block_E, NORMALISE=passes[0], num_warps=16,
+    )  # fmt: skip
+    return _Columns.settled(offset_1E)
+
+
+def _by_a_launch_each(
+    logits_TE: Tensor, temperature: float, passes: list[bool], group: dist.ProcessGroup | None
+) -> "_Columns":
+    T, E = logits_TE.shape
+    columns = _Columns.settled(torch.zeros(1, E, device=logits_TE.device))
+    for normalise in passes:
+        shape = _shape(E, columns.parts)
+        programs = min(PROGRAMS, TILE // shape["BLOCK_E"], triton.cdiv(T, shape["BLOCK_T"]))
         left = _Columns(*(torch.empty(rows, E, device=logits_TE.device) for rows in (1, programs, programs)))
         _sum_columns[(programs,)](
             logits_TE, *columns.arguments, *left.tensors, T, temperature, NORMALISE=normalise, **shape
         )
         columns = left.exchanged(group)
-    choice_T = torch.empty(T, device=logits_TE.device, dtype=torch.int64)
-    count = tokens_E is not None
-    _choose[(triton.cdiv(T, BLOCK_T),)](
-        logits_TE, *columns.arguments, choice_T, tokens_E if count else choice_T, T, temperature, COUNT=count, **shape
-    )
-    return choice_T
+    return columns
 
 
 @dataclass
@@ -87,9 +131,8 @@ class _Columns:
     parts: int = 0
 
     @staticmethod
-    def at_zero(logits_TE: Tensor) -> "_Columns":
-        nothing = torch.zeros(1, logits_TE.shape[1], device=logits_TE.device)
-        return _Columns(nothing, nothing, nothing, parts=0)
+    def settled(offset_1E: Tensor) -> "_Columns":
+        return _Columns(offset_1E, offset_1E, offset_1E, parts=0)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,6 +173,49 @@ def _load_tile(logits_TE, offset_E, t, T, e, temperature, E: tl.constexpr):
     return tl.where(e[None, :] < E, logits * (temperature * LOG2E) + offset_E[None, :], LOWEST)
 
 
+@triton.jit
+def _normalised(X_TE):
+    X_TE -= tl.max(X_TE, 1)[:, None]
+    return X_TE - tl.log2(tl.sum(tl.exp2(X_TE), 1))[:, None]
+
+
+@triton.jit(do_not_specialize=["T", "iterations"])
+def _find_offsets(
+    logits_TE, found_E, T, iterations, temperature,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """All passes, by one program. Each place in the tile keeps sums of its own: threads meet once a pass.
+
+    After the first sums each expert has a token that makes up 1 / T of its sum or more, and an iteration changes the
+    ratio of two experts by at most T * E: from there on no sum is too large or too small for float32.
+    """
+    e = tl.arange(0, BLOCK_E)
+    offset_E = tl.zeros((BLOCK_E,), tl.float32)
+    largest_TE = tl.full((BLOCK_T, BLOCK_E), LOWEST, tl.float32)
+    sums_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    for first in range(0, T, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        X_TE = _load_tile(logits_TE, offset_E, t, T, e, temperature, E)
+        if NORMALISE:
+            X_TE = _normalised(X_TE)
+        X_TE = tl.where(t[:, None] < T, X_TE, LOWEST)
+        ratio_TE = tl.exp2(-tl.abs(X_TE - largest_TE))  # of the smaller one to the larger one
+        sums_TE = tl.where(largest_TE < X_TE, sums_TE * ratio_TE + 1.0, sums_TE + ratio_TE)
+        largest_TE = tl.maximum(largest_TE, X_TE)
+    largest_E = tl.max(largest_TE, 0)
+    offset_E = -largest_E - tl.log2(tl.sum(sums_TE * tl.exp2(largest_TE - largest_E[None, :]), 0))
+    for _ in range(iterations):
+        sums_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+        for first in range(0, T, BLOCK_T):
+            t = first + tl.arange(0, BLOCK_T)
+            X_TE = _load_tile(logits_TE, offset_E, t, T, e, temperature, E)
+            share_TE = tl.exp2(X_TE - tl.max(X_TE, 1)[:, None])
+            sums_TE += share_TE * tl.where(t < T, 1.0 / tl.sum(share_TE, 1), 0.0)[:, None]
+        # In units of T / E, what a balanced expert has, or the offsets would sink without end.
+        offset_E -= tl.log2(tl.where(e < E, tl.sum(sums_TE, 0) * (E / T), 1.0))
+    tl.store(found_E + e, offset_E, mask=e < E)
+
+
 @triton.jit(do_not_specialize=["T", "parts"])
 def _sum_columns(
     logits_TE, offset_1E, largest_PE, sums_PE, parts, next_offset_1E, next_largest_PE, next_sums_PE, T, temperature,
@@ -144,8 +230,7 @@ def _sum_columns(
         t = first + tl.arange(0, BLOCK_T)
         X_TE = _load_tile(logits_TE, offset_E, t, T, e, temperature, E)
         if NORMALISE:
-            X_TE -= tl.max(X_TE, 1)[:, None]
-            X_TE -= tl.log2(tl.sum(tl.exp2(X_TE), 1))[:, None]
+            X_TE = _normalised(X_TE)
         X_TE = tl.where(t[:, None] < T, X_TE, LOWEST)
         grown_E = tl.maximum(largest_E, tl.max(X_TE, 0))
         added_TE = tl.where(t[:, None] < T, tl.exp2(X_TE - grown_E[None, :]), 0.0)
