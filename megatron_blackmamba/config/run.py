@@ -89,7 +89,7 @@ class GuardConfig(Section):
 
 class TrainingConfig(Section):
     tokens: int = Field(gt=0)
-    """Tokens of the whole run; steps are derived."""
+    """Tokens of the whole run; steps are derived: the run ends with the first whole batch that reaches them."""
     global_batch: int = Field(gt=0)
     """Sequences a step, over all ranks."""
     micro_batch: int = Field(1, gt=0)
@@ -204,15 +204,28 @@ class RunConfig(Section):
         return self.training.global_batch * self.data.sequence_length
 
     @property
+    def samples(self) -> int:
+        """Sequences of the whole run: `tokens` rounded up to whole ones, however many of them make a batch."""
+        return -(-self.training.tokens // self.data.sequence_length)
+
+    @property
+    def warmup_samples(self) -> int:
+        return int(self.optimizer.warmup_fraction * self.samples)
+
+    @property
     def steps(self) -> int:
-        """Steps of the whole run: `tokens` rounded up to whole batches."""
-        return -(-self.training.tokens // self.tokens_per_step)
+        """Steps of the whole run, if it has this global batch from its start."""
+        return self.steps_left(0)
 
     @property
     def warmup_steps(self) -> int:
-        return round(self.optimizer.warmup_fraction * self.steps)
+        return round(self.warmup_samples / self.training.global_batch)
 
-    @property
-    def last_step(self) -> int:
-        """Where this job ends: the run's end, or training.stop_after_steps."""
-        return min(self.steps, self.training.stop_after_steps or self.steps)
+    def steps_left(self, consumed_samples: int) -> int:
+        """Steps until all samples are consumed. The last batch is a whole one too, and may go past `tokens`."""
+        return -(-max(0, self.samples - consumed_samples) // self.training.global_batch)
+
+    def last_step(self, step: int, consumed_samples: int) -> int:
+        """Where a job ends that is after `step`: at the run's end, or at training.stop_after_steps."""
+        end = step + self.steps_left(consumed_samples)
+        return min(end, self.training.stop_after_steps or end)

@@ -154,10 +154,12 @@ def _facts(reader: CheckpointReader, run: RunConfig) -> dict[str, Any]:
     """What the model card tells of the run."""
     data = reader.state.get("data", {})
     sources = ", ".join(source["name"] for source in data.get("sources", []))
-    tokens = reader.state.get("progress", {}).get("consumed_samples", 0) * run.data.sequence_length
+    samples = reader.state.get("progress", {}).get("consumed_samples", 0)
+    batch, tokens = run.training.global_batch, samples * run.data.sequence_length
     facts: dict[str, Any] = {"Run": run.name}
     if tokens:
-        facts["Trained on"] = f"{tokens:,} tokens in {reader.step:,} steps of {run.training.global_batch} sequences"
+        of = " of" if samples == reader.step * batch else ", the last one of"
+        facts["Trained on"] = f"{tokens:,} tokens in {reader.step:,} steps{of} {batch} sequences"
         facts["Sequence length"] = f"{run.data.sequence_length:,}"
         facts["Learning rate"] = (
             f"{run.optimizer.learning_rate:g} to {run.optimizer.min_learning_rate:g}, {run.optimizer.decay}"

@@ -45,9 +45,11 @@ class History:
 
     @property
     def total_steps(self) -> int:
+        """Those taken, and those that the tokens still to train make: the batch may have changed on the way."""
         training = self.config["training"]
         per_step = training["global_batch"] * self.config["data"]["sequence_length"]
-        return -(-training["tokens"] // per_step)
+        left = max(0, training["tokens"] - self.last["consumed_tokens"])
+        return self.last["step"] + -(-left // per_step)
 
     @property
     def finished(self) -> bool:

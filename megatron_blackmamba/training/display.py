@@ -42,9 +42,8 @@ class Display:
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self.console = console or Console(file=sys.stdout)
-        self._title = config.name
+        self._config = config
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
-        self._last_step = config.last_step
         self._validation: dict[str, float] | None = None
         self._live: Live | None = None
         if self.console.is_terminal:
@@ -57,16 +56,17 @@ class Display:
                 console=self.console,
                 expand=True,
             )
-            self._task = self._bar.add_task(self._title, total=self._last_step, eta="–")
+            self._task = self._bar.add_task(config.name, total=config.last_step(0, 0), eta="–")
 
     def step(self, metrics: StepMetrics) -> None:
         self._seconds.append(metrics.step_seconds)
         self._validation = metrics.validation_loss or self._validation
+        last = self._config.last_step(metrics.step, metrics.consumed_samples)
         if not self.console.is_terminal:
             with contextlib.suppress(OSError):  # as below; laying out a plain line would take longer than the rest
-                print(step_line(metrics), f" ETA {self._eta(metrics.step)}", file=self.console.file, flush=True)
+                print(step_line(metrics), f" ETA {self._eta(metrics, last)}", file=self.console.file, flush=True)
             return
-        self._bar.update(self._task, completed=metrics.step, eta=self._eta(metrics.step))
+        self._bar.update(self._task, completed=metrics.step, total=last, eta=self._eta(metrics, last))
         self._show(Panel(Group(self._bar, self._table(metrics)), border_style="dim"))
 
     def message(self, text: str) -> None:
@@ -90,8 +90,8 @@ class Display:
         with contextlib.suppress(OSError):  # standard output may lie on a full disk: log.txt keeps the line
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _eta(self, step: int) -> str:
-        left = max(0, self._last_step - step) * median(self._seconds)
+    def _eta(self, metrics: StepMetrics, last: int) -> str:
+        left = max(0, last - metrics.step) * median(self._seconds)
         return str(timedelta(seconds=round(left)))
 
     def _table(self, metrics: StepMetrics) -> Table:

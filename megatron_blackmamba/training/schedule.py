@@ -1,6 +1,7 @@
 """The learning rate, on megatron-core's scheduler: a function of the samples consumed and of nothing else.
 
-Having no state of its own, it resumes exactly, and a changed learning rate acts from the next step on.
+Having no state of its own, it resumes exactly, and a changed learning rate acts from the next step on. A changed global
+batch leaves the curve over the samples as it was.
 """
 
 from megatron_blackmamba.config import RunConfig
@@ -23,8 +24,8 @@ class Schedule:
             init_lr=0.0,
             max_lr=config.optimizer.learning_rate,
             min_lr=config.optimizer.min_learning_rate,
-            lr_warmup_steps=config.warmup_steps * self.batch,
-            lr_decay_steps=config.steps * self.batch,
+            lr_warmup_steps=config.warmup_samples,
+            lr_decay_steps=config.samples,
             lr_decay_style=config.optimizer.decay,
             start_wd=decay,
             end_wd=decay,

@@ -28,6 +28,12 @@ def test_without_a_terminal_a_step_is_one_plain_line():
     assert "\x1b" not in text and "ETA 0:00:02" in text
 
 
+def test_the_time_left_follows_the_tokens_left_when_the_batch_was_another_before():
+    half_way = metrics(50, consumed_samples=1600)  # of 3,200
+    text = shown(True, half_way)
+    assert "50/150" in text and "ETA 0:02:40" in text
+
+
 def test_a_line_says_that_a_step_was_skipped_and_why_its_loss_is_missing():
     line = step_line(metrics(3, loss=None, skipped=True))
     assert "skipped" in line and "loss –" in line

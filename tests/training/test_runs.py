@@ -1,5 +1,6 @@
 """Runs from their config to what they leave on disk, and how they go on under other circumstances."""
 
+import json
 import os
 import subprocess
 from contextlib import suppress
@@ -7,7 +8,9 @@ from hashlib import sha256
 
 import pytest
 
+from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.report.history import read_history
 from tests.data.corpus import write_mixture, write_shard
 from tests.training.runs import ON_TWO, SMALL, log, losses, metrics, wait_until
 
@@ -99,6 +102,20 @@ def test_a_learning_rate_changed_by_name_acts_from_the_next_step_on(forks, copy_
     rates = [record["learning_rate"] for record in metrics(copy_of_half)]
     assert rates[9] > 2e-3 and rates[10:] == [6e-4, 6e-4]
     assert "optimizer.learning_rate: 0.0006 from step 11 on, 0.003 before" in log(copy_of_half)
+
+
+def test_a_global_batch_changed_by_name_trains_the_tokens_that_are_left_and_ends_as_a_run_ends(forks, copy_of_half):
+    larger = [*ON_TWO, "training.global_batch=48", "init.allow=[training.global_batch]", "training.evaluate_every=1000"]
+    job = forks.run(copy_of_half, [*larger, "training.evaluate_batches=1"])
+    assert job.wait() == [0, 0], job.output()
+    records, run = metrics(copy_of_half), RunFolder(copy_of_half / "run")
+    assert [record["consumed_samples"] for record in records[9:]] == list(range(160, 160 + 8 * 48, 48))  # of 480
+    last, lowest = records[-1], load("tiny").optimizer.min_learning_rate
+    assert last["step"] == 17 and run.checkpoint(17).exists() and run.done.exists()
+    assert "validation_loss" in last and last["learning_rate"] == pytest.approx(lowest)
+    assert "7 steps of 3072 tokens to go" in log(copy_of_half) and "done at step 17" in log(copy_of_half)
+    assert json.loads(run.data_plan.read_bytes())["planned"]["samples"] == 496
+    assert read_history(run.root).total_steps == 17
 
 
 def test_weights_of_another_run_start_a_new_one_at_step_one_with_a_fresh_optimizer(forks, half, tmp_path):

@@ -37,8 +37,23 @@ def test_linear_and_constant_decays():
 def test_the_paper_s_run_at_its_own_numbers():
     config = load("blackmamba_1.5b")
     plan = Schedule(config, SimpleNamespace(param_groups=[{}]))
-    assert plan.set(1008 * (config.warmup_steps - 1)) == pytest.approx(2e-4, rel=1e-12)
+    highest = max(range(config.steps), key=lambda step: plan.set(1008 * step))
+    assert highest == config.warmup_steps and plan.set(1008 * highest) == pytest.approx(2e-4, rel=1e-3)
     assert plan.set(1008 * (config.steps - 1)) == pytest.approx(2e-5, rel=1e-12)
+
+
+@pytest.mark.parametrize("batch", [4, 12, 32, 400])
+def test_another_global_batch_leaves_the_curve_over_the_samples_as_it_was(batch):
+    other = schedule(f"training.global_batch={batch}")[0]
+    ends = range(batch, 3200 + batch, batch)
+    assert [other.set(end - batch) for end in ends] == [schedule()[0].set(end - 16) for end in ends]
+    assert other.set(ends[-1] - batch) == pytest.approx(3e-4, rel=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [1, 128 * 50])
+def test_a_run_of_a_few_samples_has_a_schedule_too(tokens):
+    shortest = schedule(f"training.tokens={tokens}", "optimizer.warmup_fraction=0.99")[0]
+    assert shortest.set(48) == pytest.approx(3e-4, rel=1e-12)
 
 
 def test_every_group_gets_the_rate_and_its_own_weight_decay():
