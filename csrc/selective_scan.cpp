@@ -1,9 +1,8 @@
 // The selective scan of Mamba-1, forward and backward, in one pass over the activations each.
 //
-// The lanes of a vector are neighbouring channels. Time advances in chunks of 16 tokens; inside a chunk, eight states of
-// a block of channels stay in registers over all its tokens, so every number of states runs at the same speed per state.
-// The forward keeps the state before each chunk. The backward walks the chunks from the last to the first and computes
-// the states inside a chunk again, which costs less than reading them from memory would.
+// The lanes of a vector are neighbouring channels. Time advances in chunks of 16 tokens; scan_chunk.h is what happens
+// inside one. The forward keeps the state before each chunk. The backward walks the chunks from the last to the first and
+// computes the states inside a chunk again, which costs less than reading them from memory would.
 //
 // Sums over channels (the gradients of B and C) are kept per group of 128 channels and added up in a fixed order by the
 // caller: the result does not depend on the number of threads.
@@ -11,28 +10,13 @@
 
 #include "parallel.h"
 #include "rows.h"
+#include "scan_chunk.h"
 #include "simd.h"
 
 namespace {
 
-constexpr int SLICE = 8;  // states held in registers at once
 constexpr int GROUP_BLOCKS = GROUP_CHANNELS / W;
 constexpr int MAX_STATES = 64;
-
-// What a block of channels needs of each token of a chunk.
-struct Chunk {
-  Ahead ahead;
-  int tokens;
-  const uint8_t* reset;       // [token], or null
-  const float *B_in, *C_out;  // [token][N]
-  vfloat delta[CHUNK], delta_u[CHUNK], y[CHUNK];
-};
-
-struct BackwardChunk : Chunk {
-  vfloat u[CHUNK], softplus_slope[CHUNK], gate[CHUNK], grad_y[CHUNK];
-  vfloat grad_delta_u[CHUNK], grad_exponent[CHUNK];
-  vfloat before[CHUNK * SLICE], decay[CHUNK * SLICE];  // the state before each token, and what it is multiplied with
-};
 
 // [channel][state] <-> [block][state][lane]; lanes beyond the last channel are zero.
 void to_lanes(float* lanes, const float* matrix, const Unit& unit, int64_t N, float scale) {
@@ -49,71 +33,6 @@ void from_lanes(float* matrix, const float* lanes, const Unit& unit, int64_t N) 
 
 INLINE vfloat per_channel(const float* values, int64_t channel, int lanes) {
   return values ? load(values + channel, lanes) : vfloat{};
-}
-
-// Takes SLICE states over the chunk and adds their part of y. The backward also keeps what it will need, and adds the
-// gradient of C, lane by lane.
-template <bool KEEP, class C>
-INLINE void advance(C& c, const float* A, float* state, int64_t n, int64_t N, float* grad_C) {
-  vfloat h[SLICE], a[SLICE];
-#pragma GCC unroll 8
-  for (int j = 0; j < SLICE; j++) h[j] = load(state + j * W), a[j] = load(A + j * W);
-  for (int t = 0; t < c.tokens; t++) {
-    if (c.reset && c.reset[t]) {
-#pragma GCC unroll 8
-      for (int j = 0; j < SLICE; j++) h[j] = vfloat{};
-    }
-    const float *B_in = c.B_in + t * N + n, *C_out = c.C_out + t * N + n;
-    vfloat delta = c.delta[t], delta_u = c.delta_u[t], y = c.y[t];
-    c.ahead.prefetch(t, n / SLICE * (KEEP ? 2 : 1), N / SLICE * (KEEP ? 2 : 1));
-#pragma GCC unroll 8
-    for (int j = 0; j < SLICE; j++) {
-      vfloat decay = exp2(delta * a[j]);
-      if constexpr (KEEP) c.before[t * SLICE + j] = h[j], c.decay[t * SLICE + j] = decay;
-      h[j] = fma(decay, h[j], delta_u * B_in[j]);
-      y = fma(h[j], all(C_out[j]), y);
-      if constexpr (KEEP) {
-        float* g = grad_C + (t * N + n + j) * W;
-        store(g, fma(c.grad_y[t], h[j], load(g)));
-      }
-    }
-    c.y[t] = y;
-  }
-#pragma GCC unroll 8
-  for (int j = 0; j < SLICE; j++) store(state + j * W, h[j]);
-}
-
-// Takes the gradient of SLICE states back over the chunk.
-INLINE void retreat(BackwardChunk& c, const float* A, float* grad_state, float* grad_A, int64_t n, int64_t N,
-                    float* grad_B) {
-  vfloat g[SLICE], gA[SLICE];
-#pragma GCC unroll 8
-  for (int j = 0; j < SLICE; j++) g[j] = load(grad_state + j * W), gA[j] = load(grad_A + j * W);
-  for (int t = c.tokens - 1; t >= 0; t--) {
-    const float *B_in = c.B_in + t * N + n, *C_out = c.C_out + t * N + n;
-    vfloat delta = c.delta[t], delta_u = c.delta_u[t], grad_y = c.grad_y[t];
-    vfloat grad_delta_u = c.grad_delta_u[t], grad_exponent = c.grad_exponent[t];
-    c.ahead.prefetch(t, n / SLICE * 2 + 1, N / SLICE * 2);
-#pragma GCC unroll 8
-    for (int j = 0; j < SLICE; j++) {
-      vfloat grad_h = fma(grad_y, all(C_out[j]), g[j]);
-      float* gB = grad_B + (t * N + n + j) * W;
-      store(gB, fma(grad_h, delta_u, load(gB)));
-      grad_delta_u = fma(grad_h, all(B_in[j]), grad_delta_u);
-      g[j] = grad_h * c.decay[t * SLICE + j];
-      vfloat grad_log_decay = g[j] * c.before[t * SLICE + j];
-      grad_exponent = fma(grad_log_decay, load(A + j * W), grad_exponent);
-      gA[j] = fma(grad_log_decay, delta, gA[j]);
-    }
-    c.grad_delta_u[t] = grad_delta_u;
-    c.grad_exponent[t] = grad_exponent;
-    if (c.reset && c.reset[t]) {
-#pragma GCC unroll 8
-      for (int j = 0; j < SLICE; j++) g[j] = vfloat{};
-    }
-  }
-#pragma GCC unroll 8
-  for (int j = 0; j < SLICE; j++) store(grad_state + j * W, g[j]), store(grad_A + j * W, gA[j]);
 }
 
 INLINE void place(Chunk& c, const SelectiveScan& s, const Unit& unit, int64_t q) {
@@ -204,15 +123,15 @@ void backward_unit(const SelectiveScan& s, const Unit unit) {
       for (int t = 0; t < c.tokens; t++) {
         vfloat ut = u.load(t), dt = delta.load(t) + bias;
         c.u[t] = ut;
-        c.delta[t] = s.softplus ? softplus(dt) : dt;
-        c.softplus_slope[t] = s.softplus ? sigmoid(dt) : all(1.0f);
+        c.softplus_slope[t] = all(1.0f);
+        c.delta[t] = s.softplus ? softplus(dt, c.softplus_slope[t]) : dt;
         c.delta_u[t] = c.delta[t] * ut;
         c.y[t] = D * ut;
         c.grad_y[t] = grad_y.load(t);
         if (s.z) {
-          vfloat zt = z.load(t);
-          c.gate[t] = sigmoid(zt);
-          c.grad_y[t] *= zt * c.gate[t];
+          vfloat zt = z.load(t), gate = sigmoid(zt), silu = zt * gate;
+          c.grad_gate[t] = c.grad_y[t] * fma(silu, 1.0f - gate, gate);
+          c.grad_y[t] *= silu;
         }
         c.grad_delta_u[t] = c.grad_exponent[t] = vfloat{};
       }
@@ -230,10 +149,7 @@ void backward_unit(const SelectiveScan& s, const Unit unit) {
         grad_delta.store(t, grad_dt);
         grad_bias += grad_dt;
         grad_D = fma(c.grad_y[t], c.u[t], grad_D);
-        if (s.z) {
-          vfloat silu_slope = c.gate[t] * fma(z.load(t), 1.0f - c.gate[t], all(1.0f));
-          grad_z.store(t, grad_y.load(t) * c.y[t] * silu_slope);
-        }
+        if (s.z) grad_z.store(t, c.grad_gate[t] * c.y[t]);
       }
       store(s.grad_D + unit.b * s.I + channel, grad_D, lanes);
       store(s.grad_delta_bias + unit.b * s.I + channel, grad_bias, lanes);

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-// Shapes: B batch, L length, I inner channels, N states (a multiple of 8, at most 64), Q chunks of 16 tokens,
+// Shapes: B batch, L length, I inner channels, N states (a multiple of 4, at most 64), Q chunks of 16 tokens,
 // R groups of 128 channels, P the channels padded to whole vectors.
 // u, delta, z, y and their gradients are fp32 or bf16 with channels contiguous and any batch and token strides;
 // everything else is fp32 and contiguous.

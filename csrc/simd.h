@@ -157,8 +157,8 @@ INLINE vfloat reciprocal(vfloat x) {
 INLINE vfloat sigmoid(vfloat x) { return reciprocal(exp2(min(x * -LOG2_E, all(126.0f))) + 1.0f); }
 
 // max(x, 0) + log1p(w), w = exp(-|x|), with log1p(w) = 2 atanh(s), s = w / (2 + w) <= 1/3, and
-// 2 atanh(s) / s a polynomial in s^2 with an error of 1.1e-8. NaN stays NaN.
-INLINE vfloat softplus(vfloat x) {
+// 2 atanh(s) / s a polynomial in s^2 with an error of 1.1e-8. NaN stays NaN. The slope, sigmoid(x), takes the same w.
+INLINE vfloat softplus(vfloat x, vfloat& slope) {
   vfloat w = exp2((x < 0.0f ? x : -x) * LOG2_E);
   vfloat s = w * reciprocal(w + 2.0f);
   vfloat s2 = s * s;
@@ -166,7 +166,13 @@ INLINE vfloat softplus(vfloat x) {
   p = fma(p, s2, all(4.002511432e-01f));
   p = fma(p, s2, all(6.666631015e-01f));
   p = fma(p, s2, all(2.000000008e+00f));
+  slope = reciprocal(w + 1.0f) * (x < 0.0f ? w : all(1.0f));
   return fma(p, s, x < 0.0f ? vfloat{} : x);
+}
+
+INLINE vfloat softplus(vfloat x) {
+  vfloat slope;
+  return softplus(x, slope);
 }
 
 // The normal distribution Phi as a polynomial times exp(-x^2 / 2) (Abramowitz and Stegun 7.1.26), with an absolute error

@@ -1,6 +1,6 @@
 """The selective scan in C++ (csrc/selective_scan.cpp): forward and backward in one pass over the activations each.
 
-Shapes: B batch, L length, I inner channels, N states (padded to a multiple of 8), R groups of 128 channels.
+Shapes: B batch, L length, I inner channels, N states (padded to a multiple of 4), R groups of 128 channels.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_blackmamba.ops import library
 from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
 
-CHUNK, SLICE, GROUP_CHANNELS, MAX_STATES = 16, 8, 128, 64  # as in csrc/selective_scan.cpp
+CHUNK, SLICE, GROUP_CHANNELS, MAX_STATES = 16, 4, 128, 64  # as in csrc/rows.h, scan_chunk.h and selective_scan.cpp
 
 unavailable = library.unavailable
 
