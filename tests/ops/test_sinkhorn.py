@@ -187,3 +187,14 @@ def test_wrong_calls_are_refused_by_name():
     with pytest.raises(ValueError, match="exact"):
         study(torch.zeros(2, 2), rule="exact")
     assert available_backends()["reference"] is None
+
+
+def test_the_benchmark_ends_a_peer_that_never_ends_itself():
+    from benchmarks.sinkhorn import comes_back
+
+    def iterate_for_ever():
+        while True:
+            torch.ones(8).sum()
+
+    assert not comes_back(iterate_for_ever, 0.1)
+    assert comes_back(lambda: torch.ones(8).sum(), 60.0)
