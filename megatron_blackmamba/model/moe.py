@@ -23,7 +23,7 @@ class MoEMixer(MoELayer):
     def forward(self, hidden_SBD: Tensor) -> tuple[Tensor, None]:
         if not self.sorts:
             return super().forward(hidden_SBD)
-        weights_T, choice_T = self.router.choose(hidden_SBD)
+        weights_T, choice_T = self.router(hidden_SBD, as_map=False)
         tokens_E = torch.zeros_like(self.router.tokens_E).scatter_add_(0, choice_T, torch.ones_like(choice_T))
         order_T = choice_T.argsort(stable=True)
         place_T = torch.empty_like(order_T).scatter_(0, order_T, torch.arange(len(order_T), device=order_T.device))

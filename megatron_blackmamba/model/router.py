@@ -52,22 +52,20 @@ class SinkhornRouter(_Counted):
         self.described = config.described.router
         self.group = _balanced_over(self.described.scope, pg_collection)
 
-    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.routing(self.gating(hidden_SBD).flatten(0, 1))
-
-    def routing(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (weights_TE, chosen_TE): zero and False but for the chosen expert of each token."""
-        choice_T = self._choice(logits_TE.detach())
+    def forward(
+        self, hidden_SBD: Tensor, padding_mask: Tensor | None = None, *, as_map: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return (weights_TE, chosen_TE), zero and False but for the chosen expert of each token, as dispatchers take
+        them; else (weight_T, choice_T)."""
+        logits_TE = self.gating(hidden_SBD).flatten(0, 1)
+        choice_T = self.routing(logits_TE.detach())
+        if not as_map:
+            return torch.sigmoid(logits_TE.gather(1, choice_T[:, None])[:, 0]), choice_T
         chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, choice_T[:, None], True)
         return torch.sigmoid(logits_TE) * chosen_TE, chosen_TE
 
-    def choose(self, hidden_SBD: Tensor) -> tuple[Tensor, Tensor]:
-        """The same as (weights_T, choice_T)."""
-        logits_TE = self.gating(hidden_SBD).flatten(0, 1)
-        choice_T = self._choice(logits_TE.detach())
-        return torch.sigmoid(logits_TE.gather(1, choice_T[:, None])[:, 0]), choice_T
-
-    def _choice(self, logits_TE: Tensor) -> Tensor:
+    def routing(self, logits_TE: Tensor) -> Tensor:
+        """Return the expert of each token, `[T]`."""
         if self.training:
             return sinkhorn_choice(
                 logits_TE,

@@ -28,7 +28,7 @@ def grouped_experts(
     activation: str = "silu",
     backend: str = "auto",
 ) -> Tensor:
-    """Return `[T, D]`: the output of each token's expert, times its weight. Experts without tokens and T = 0 are fine."""
+    """Return `[T, D]`: the output of each token's expert, times its weight. Experts and T may be empty."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"grouped_experts: activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
     gate_up_TG = grouped_linear(x_TD, tokens_per_expert_E, fc1_EGD, backend=backend)

@@ -77,12 +77,13 @@ class Choices:
             self.samples.append(batch["sample_ids"].tolist())
             yield batch
 
-    def keep(self, layer: str, router: torch.nn.Module, chosen_TE: torch.Tensor) -> None:
+    def keep(self, layer: str, router: torch.nn.Module, chosen: torch.Tensor) -> None:
         if router.runs_twice and torch.is_grad_enabled():
             return
         call = self.calls[layer] = self.calls.get(layer, -1) + 1
         samples = len(self.samples[0])
-        chosen_BS = chosen_TE.int().argmax(dim=1).view(-1, samples).t()
+        choice_T = chosen if chosen.dim() == 1 else chosen.int().argmax(dim=1)
+        chosen_BS = choice_T.view(-1, samples).t()
         self.seen.append((layer, call, chosen_BS.tolist()))
 
     def done(self) -> dict[tuple[str, int, int], list[int]]:
