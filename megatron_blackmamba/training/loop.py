@@ -80,15 +80,11 @@ class Trainer:
         self.config, self.world, self.stop, self.watchdog = config, world, stop, watchdog
         _be_deterministic(config.training.deterministic)
         self.trainable = make_trainable(config, modelling.build(config, world), world)
-        self.data = serving.build(
-            config.data,
-            vocab_size=config.model.vocab_size,
-            total_samples=config.steps * config.training.global_batch,
-        )
+        self.progress = Progress()
+        self.data = self.open_data()
         self.step = Step(config, world, self.trainable, len(self.data.source_names))
         self.schedule = Schedule(config, self.trainable.optimizer)
         self.guard = Guard(config.training.guard)
-        self.progress = Progress()
         self.folder = RunFolder(Path(config.folder) / config.name)
         self.lock = Lock(self.folder.lock) if world.is_main else None
         self.loggers = Loggers.for_run(config, self.folder, world.is_main)
@@ -108,7 +104,7 @@ class Trainer:
     def run(self) -> Outcome:
         try:
             self.begin()
-            while self.progress.step < self.config.last_step:
+            while self.progress.step < self.config.last_step(self.progress.step, self.progress.consumed_samples):
                 self.watchdog.alive(f"step {self.progress.step + 1}")
                 action = self.take_step().action
                 if action is Action.REWIND:
@@ -129,7 +125,11 @@ class Trainer:
         newest = self.checkpoints.newest()
         if newest is not None:
             allowed = self.resume(newest)
-            self.say("\n".join([f"resumes after step {newest}, at sample {self.progress.next_sample}", *allowed]))
+            if self.end_of_data != len(self.data.train):  # another batch, or ranges passed over
+                self.data = self.open_data()
+            where = f"resumes after step {newest}, at sample {self.progress.next_sample}"
+            left = f"{self.steps_left} steps of {self.config.tokens_per_step} tokens to go"
+            self.say("\n".join([f"{where}, {left}", *allowed]))
         elif self.config.init.from_:
             self.checkpoints.load_weights(self.config.init.from_)
             self.say(f"starts from the weights of {self.config.init.from_}")
@@ -169,6 +169,18 @@ class Trainer:
             "guard": self.guard.state(),
             "data": self.data.record,
         }
+
+    @property
+    def steps_left(self) -> int:
+        return self.config.steps_left(self.progress.consumed_samples)
+
+    @property
+    def end_of_data(self) -> int:
+        """Samples in order up to the last one that the run will read, those passed over among them."""
+        return self.progress.next_sample + self.steps_left * self.config.training.global_batch
+
+    def open_data(self) -> serving.DataPlan:
+        return serving.build(self.config.data, vocab_size=self.config.model.vocab_size, total_samples=self.end_of_data)
 
     def open_batches(self) -> serving.BatchStream:
         training = self.config.training
@@ -249,7 +261,7 @@ class Trainer:
 
     def validation_if_due(self) -> dict[str, float] | None:
         every, step = self.config.training.evaluate_every, self.progress.step
-        due = every and (step % every == 0 or step == self.config.steps)
+        due = every and (step % every == 0 or not self.steps_left)
         if not due or not self.data.validation:
             return None
         self.watchdog.alive(f"validation after step {self.progress.step}")
