@@ -8,9 +8,10 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,43 @@ def arguments(description: str | None, **defaults: Any) -> argparse.ArgumentPars
     return parser
 
 
+def settle(calls: Iterable[Callable[[], Any]], rounds: int = 6) -> None:
+    """Make the calls until a round of them leaves the process's peak of memory where it was.
+
+    Where freed memory is kept, calls of different sizes share it in pieces, and the process grows for some rounds until
+    it has a place for each; the kernel clears what it gives, which can take a third of a call."""
+    calls = list(calls)
+    for _ in range(rounds):
+        before = _peak_of_memory()
+        for call in calls:
+            call()
+        if _peak_of_memory() <= before * 1.001:
+            return
+
+
+def _peak_of_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def interleaved(
-    peers: dict[str, Callable[[], Any]], *, repeats: int, device: str = "cpu", patience: float = 30.0
+    peers: dict[str, Callable[[], Any]],
+    *,
+    repeats: int,
+    device: str = "cpu",
+    patience: float = 30.0,
+    uncounted: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of each call of each peer. One uncounted round comes first; a peer that has used up `patience` seconds in
+    """Seconds of each call of each peer. An uncounted round comes first; a peer that has used up `patience` seconds in
     all sits out the remaining rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     used = dict.fromkeys(peers, 0.0)
-    for round_ in range(repeats + 1):
+    for round_ in range(repeats + uncounted):
         for name, call in peers.items():
             if seconds[name] and used[name] > patience:
                 continue
             elapsed = timed(call, device)
             used[name] += elapsed
-            if round_ > 0 or elapsed > patience:
+            if round_ >= uncounted or elapsed > patience:
                 seconds[name].append(elapsed)
     return seconds
 

@@ -7,7 +7,8 @@ cut         the gradients of as many tokens as the longest sequence has, in one 
 alone       the gradients of one sequence; what a step costs whatever its length weighs on the short ones
 update      the optimizer's part, the same for every length
 
-In microseconds a token, and as ratios to the shortest. Without a configuration: tiny. CPU time of one process.
+In microseconds a token, and as ratios to the shortest. Without a configuration: tiny. CPU time of one process, after
+enough rounds that it has all the memory it will need.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,10 @@ def main() -> None:
         shapes = dict.fromkeys((length, many) for length in options.lengths for many in (longest // length, 1))
         calls: dict[Any, Callable] = {shape: gradients(config, here, trainer, *shape) for shape in shapes}
         calls[UPDATE] = trainer.step.update
-        seconds = _common.interleaved(calls, repeats=options.repeats, device=options.device, patience=float("inf"))
+        _common.settle(calls.values())
+        seconds = _common.interleaved(
+            calls, repeats=options.repeats, device=options.device, patience=float("inf"), uncounted=0
+        )
     _common.show(
         {
             "machine": _common.machine("megatron-core"),
