@@ -2,7 +2,8 @@
 
     make bench                        or: python -m benchmarks.run [--only sinkhorn experts] [--out FILE]
 
-What is on a GPU is measured by scripts/gpu_check.sh; its part of the file is left as it is.
+A benchmark that is not run, or does not come to its end, keeps the block it has there. What is on a GPU is measured by
+scripts/gpu_check.sh; its part of the file is left as it is.
 """
 
 import argparse
@@ -55,14 +56,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     begun = time.monotonic()
-    sections, failed = [], []
-    for benchmark in CPU:
-        if benchmark.name in options.only:
-            section = _run(benchmark)
-            sections.append(section or "")
-            failed += [] if section else [benchmark.name]
-    _write(options.out, "\n".join(sections))
-    print(f"{options.out}: {len(sections) - len(failed)} benchmarks in {time.monotonic() - begun:.0f} s")
+    printed = {benchmark.name: _run(benchmark) for benchmark in CPU if benchmark.name in options.only}
+    failed = [name for name, section in printed.items() if section is None]
+    sections = _sections(options.out) | {name: section for name, section in printed.items() if section}
+    _write(options.out, "\n".join(sections[b.name] for b in CPU if b.name in sections))
+    print(f"{options.out}: {len(printed) - len(failed)} benchmarks in {time.monotonic() - begun:.0f} s")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
@@ -88,8 +86,15 @@ def _run(benchmark: Benchmark) -> str | None:
         print(done.stderr[-2000:], flush=True)
         return None
     print(done.stdout, flush=True)
-    seconds = time.monotonic() - begun
-    return f"### {benchmark.name}: {benchmark.what}\n\n```\n$ {shown}\n{done.stdout.strip()}\n```\n\n{seconds:.0f} s\n"
+    took = f"{time.monotonic() - begun:.0f} s, {time.strftime('%Y-%m-%d')}"
+    return f"### {benchmark.name}: {benchmark.what}\n\n```\n$ {shown}\n{done.stdout.strip()}\n```\n\n{took}\n"
+
+
+def _sections(path: Path) -> dict[str, str]:
+    """The blocks the file has already, by the benchmark's name."""
+    text = path.read_text() if path.is_file() else ""
+    blocks = re.findall(r"^### .*?(?=^### |^<!-- )", text.partition(BEGIN)[2], flags=re.DOTALL | re.MULTILINE)
+    return {block[4:].partition(":")[0]: block.rstrip() + "\n" for block in blocks}
 
 
 def _write(path: Path, cpu: str) -> None:
