@@ -1,9 +1,17 @@
 """Checkpoints: sharded, written while training goes on, complete or absent, loaded under any layout."""
 
-from megatron_blackmamba.checkpoint.manifest import DamagedCheckpoint, verify
+from megatron_blackmamba.checkpoint.manifest import CheckpointError, DamagedCheckpoint, verify
 from megatron_blackmamba.checkpoint.reading import CheckpointReader, find_checkpoint
 
-__all__ = ["CheckpointReader", "Checkpoints", "DamagedCheckpoint", "SaveError", "find_checkpoint", "verify"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointReader",
+    "Checkpoints",
+    "DamagedCheckpoint",
+    "SaveError",
+    "find_checkpoint",
+    "verify",
+]
 
 
 def __getattr__(name: str):

@@ -12,8 +12,12 @@ VERSION = 1
 CHUNK = 1 << 22
 
 
-class DamagedCheckpoint(ValueError):
-    """A checkpoint that cannot be trusted; the message names it, the file and what is wrong."""
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used as things are; the message names it, the file and what is wrong."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """What lies there is not what was written. A disk that does not answer, or another version's format, is no such."""
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -38,24 +42,31 @@ def read(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{folder}: no {NAME}: it was never finished") from None
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path}: not a manifest: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict) or "step" not in content:
         raise DamagedCheckpoint(f"{path}: not a checkpoint's manifest")
     if content.get("format") != VERSION:
-        raise DamagedCheckpoint(
+        raise CheckpointError(
             f"{path}: format {content.get('format')!r}; this version of megatron_blackmamba reads format {VERSION}"
         )
     return content
 
 
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The file may be as it was written; the file system does not hand it out now."""
+    return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
+
+
 def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
-    """Check a checkpoint's files against its manifest, or every `parts`-th of them; returns the manifest."""
+    """Check a checkpoint's files against its manifest, or every `parts`-th of them; returns the manifest.
+
+    Files that the manifest does not know (.DS_Store, .nfs0001) are nobody's concern: nothing reads them.
+    """
     content = read(folder)
     files = content["files"]
-    unknown = {path.name for path in folder.iterdir()} - files.keys() - {NAME}
-    if unknown:
-        raise DamagedCheckpoint(f"{folder}: files that its manifest does not know: {', '.join(sorted(unknown))}")
     for name in sorted(files)[part::parts]:
         _verify_file(folder / name, files[name])
     return content
@@ -71,4 +82,4 @@ def _verify_file(path: Path, expected: dict[str, Any]) -> None:
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path}: missing") from None
     except OSError as error:
-        raise DamagedCheckpoint(f"{path}: cannot be read: {error}") from None
+        raise unreadable(path, error) from None

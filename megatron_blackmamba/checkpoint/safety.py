@@ -11,7 +11,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.checkpoint.manifest import DamagedCheckpoint
+from megatron_blackmamba.checkpoint.manifest import CheckpointError, DamagedCheckpoint, unreadable
 
 METADATA = ".metadata"
 ALLOWED = {
@@ -57,15 +57,17 @@ def read_table(folder: Path) -> Any:
         return _TableOnly(io.BytesIO(path.read_bytes())).load()
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path}: missing") from None
-    except Exception as error:  # a damaged pickle can fail in any way
-        raise DamagedCheckpoint(f"{path}: refused: {error}") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except Exception as error:  # a pickle can fail in any way; whether it is as it was written, its sha256 says
+        raise CheckpointError(f"{path}: refused: {error}") from None
 
 
 def refuse_code(folder: Path) -> None:
-    """Raise DamagedCheckpoint unless everything in the folder can be read as numbers and plain values."""
+    """Raise CheckpointError unless everything in the folder can be read as numbers and plain values."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     table = read_table(folder)
     objects = [name for name, entry in table.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
     if objects:
-        raise DamagedCheckpoint(f"{folder}: holds objects that are not tensors ({', '.join(objects[:3])}): refused")
+        raise CheckpointError(f"{folder}: holds objects that are not tensors ({', '.join(objects[:3])}): refused")

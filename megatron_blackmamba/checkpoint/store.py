@@ -3,10 +3,14 @@
 A checkpoint is written to a hidden folder. When every rank has written and synced its part, each describes its own
 files, rank 0 writes the manifest, renames the folder, and only then moves `latest`. A kill at any moment leaves the
 checkpoints before it untouched and a hidden folder that the next save sweeps away.
+
+A damaged checkpoint is renamed `step_N.damaged` when the run goes on from one before it, so that no number on disk is
+above the run's own. Nothing deletes it but a person.
 """
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +34,9 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.optimizer import MegatronOptimizer  # isort: skip
 
 
+NAME = re.compile(r"step_(\d+)")
+
+
 class SaveError(OSError):
     """A checkpoint could not be written; the ones before it are as they were."""
 
@@ -45,25 +52,42 @@ class Checkpoints:
         model: LanguageModel,
         optimizer: MegatronOptimizer,
         say: Callable[[str], None] = print,
+        alive: Callable[[str], None] = lambda what: None,
     ):
-        self.folder, self.config, self.world, self.say = folder, config, world, say
+        """say: what people should know; alive: told before anything long, for a watchdog."""
+        self.folder, self.config, self.world, self.say, self.alive = folder, config, world, say, alive
         self.model, self.optimizer = model, optimizer
         self.writing = AsyncCallsQueue()
         self.step_being_written: int | None = None
         self.state_being_written: dict[str, Any] = {}
 
     def newest(self) -> int | None:
-        """The newest checkpoint that is complete and undamaged; None if there is none."""
+        """The newest checkpoint that is complete and undamaged; None if none was ever there.
+
+        Damaged ones are passed over and set aside. Where nothing is left, or one cannot be read for another reason than
+        its content, it raises: only a person may decide that a run starts over.
+        """
+        damaged: list[tuple[int, str]] = []
         for step in reversed(self.steps()):
-            problem = self._problem(step)
-            if problem is None:
-                return step
-            if self.config.checkpoint.if_damaged == "stop":
-                raise manifest.DamagedCheckpoint(
-                    f"{problem}. Remove that folder to go on from the checkpoint before it,"
-                    " or set checkpoint.if_damaged=older."
-                )
-            self.say(f"passes over a damaged checkpoint: {problem}")
+            try:
+                self._check(self.folder.checkpoint(step))
+            except manifest.DamagedCheckpoint as error:
+                if self.config.checkpoint.if_damaged == "stop":
+                    raise manifest.DamagedCheckpoint(
+                        f"{error}. Remove that folder to go on from the checkpoint before it,"
+                        " or set checkpoint.if_damaged=older."
+                    ) from None
+                damaged.append((step, str(error)))
+                continue
+            if damaged:
+                self._set_aside(damaged, step)
+            return step
+        if damaged:
+            raise manifest.DamagedCheckpoint(
+                f"every checkpoint in {self.folder.checkpoints} is damaged; of the newest: {damaged[0][1]}. If the file"
+                " system is at fault, start again when it is well. To begin anew, name another run (name=...) or move"
+                " that folder away."
+            )
         return None
 
     def steps(self) -> list[int]:
@@ -78,19 +102,19 @@ class Checkpoints:
 
     def load(self, step: int) -> None:
         """Weights and optimizer state; `newest` has verified them."""
+        self.alive(f"loading step {step}")
         sharded.load(self.folder.checkpoint(step), self.model, self.optimizer)
 
     def load_weights(self, path: str | Path) -> None:
         """Weights alone, from a checkpoint of this or another run."""
         folder = find_checkpoint(path)
-        problem = self._problem_of(folder)
-        if problem is not None:
-            raise manifest.DamagedCheckpoint(problem)
+        self._check(folder)
+        self.alive(f"loading the weights of {folder}")
         sharded.load_weights(folder, self.model, self.optimizer)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Begin a checkpoint of `step`; `finish` says when it is there. Waits for the one before."""
-        self.finish(wait=True)
+        """Begin a checkpoint of `step`; `finish` says when it is there. The one before must be finished."""
+        self.alive(f"beginning to save step {step}")
         partial = self._partial(step)
         self._together(lambda: self._prepare(partial), "prepare")
         tensors, values = sharded.state_to_save(self.model, self.optimizer)
@@ -104,6 +128,8 @@ class Checkpoints:
         step = self.step_being_written
         if step is None:
             return []
+        if wait:
+            self.alive(f"saving step {step}")
         try:
             if not self.writing.maybe_finalize_async_calls(blocking=wait):
                 return []
@@ -133,11 +159,20 @@ class Checkpoints:
             )
 
     def _described(self, partial: Path) -> dict[str, dict[str, Any]]:
-        """Every rank reads back what it wrote; rank 0 the rest."""
-        mine = [path for path in partial.iterdir() if _written_by(path.name) == self.world.rank]
-        parts: list[dict | None] = [None] * self.world.size
-        dist.all_gather_object(parts, {path.name: manifest.describe(path) for path in mine})
-        return {name: entry for part in parts for name, entry in (part or {}).items()}
+        """Every rank reads back what it wrote; rank 0 the rest. What one cannot read, all raise as SaveError."""
+        mine: dict[str, dict[str, Any]] = {}
+        failed = None
+        try:
+            for path in partial.iterdir():
+                if _written_by(path.name) == self.world.rank:
+                    mine[path.name] = manifest.describe(path)
+        except OSError as error:
+            failed = f"reading back {partial.name} on rank {self.world.rank}: {_reason(error)}"
+        parts = self._gathered((mine, failed))
+        for _, failed in parts:
+            if failed is not None:
+                raise SaveError(failed)
+        return {name: entry for files, _ in parts for name, entry in files.items()}
 
     def _publish(self, partial: Path, step: int, files: dict[str, dict[str, Any]]) -> None:
         atomic.write_json(partial / STATE, self.state_being_written)
@@ -148,41 +183,68 @@ class Checkpoints:
         facts = {"version": __version__, "torch": torch.__version__, "world_size": self.world.size}
         manifest.write(partial, step, files, {**facts, "parallel": self.world.parallel.model_dump()})
         final = self.folder.checkpoint(step)
-        if final.exists():  # a damaged one, passed over
+        if final.exists():  # published, but then `latest` could not be moved
             shutil.rmtree(final)
         os.rename(partial, final)
         atomic.sync_folder(self.folder.checkpoints)
         atomic.write_text(self.folder.latest, final.name + "\n")
-        self._thin_out()
+        self._thin_out(step)
 
-    def _thin_out(self) -> None:
+    def _thin_out(self, newest: int) -> None:
+        """Of what lies behind the checkpoint just published, keep as many as the config says."""
         settings = self.config.checkpoint
-        for step, path in sorted(self._folders())[: -settings.keep_last]:
+        behind = sorted(found for found in self._folders() if found[0] <= newest)
+        for step, path in behind[: -settings.keep_last]:
             if not settings.keep_every or step % settings.keep_every:
                 shutil.rmtree(path)
 
+    def _set_aside(self, damaged: list[tuple[int, str]], step: int) -> None:
+        """Go back to `step`, past the damaged ones. `latest` first: a kill in between, and they are found again."""
+
+        def rename() -> None:
+            atomic.write_text(self.folder.latest, self.folder.checkpoint(step).name + "\n")
+            for number, _ in damaged:
+                folder = self.folder.checkpoint(number)
+                aside = folder.with_name(f"{folder.name}.damaged")
+                if aside.exists():
+                    shutil.rmtree(aside)
+                os.rename(folder, aside)
+
+        for number, problem in damaged:
+            self.say(f"passes over a damaged checkpoint, now {self.folder.checkpoint(number).name}.damaged: {problem}")
+        self._together(rename, "set damaged checkpoints aside")
+
     def _folders(self) -> list[tuple[int, Path]]:
-        return [(int(path.name.removeprefix("step_")), path) for path in self.folder.checkpoints.glob("step_*")]
+        """Step and folder of every checkpoint; a folder that cannot be listed is an error, not an empty one."""
+        try:
+            paths = list(self.folder.checkpoints.iterdir())
+        except FileNotFoundError:
+            return []
+        return [(int(name[1]), path) for path in paths if (name := NAME.fullmatch(path.name))]
 
     def _partial(self, step: int) -> Path:
         final = self.folder.checkpoint(step)
         return final.with_name(f".{final.name}")
 
-    def _problem(self, step: int) -> str | None:
-        return self._problem_of(self.folder.checkpoint(step))
-
-    def _problem_of(self, folder: Path) -> str | None:
-        """What is wrong with a checkpoint, if anything; the ranks share the reading."""
+    def _check(self, folder: Path) -> None:
+        """Verify a checkpoint, the ranks sharing the reading; what one finds, all raise. Damage says the most."""
+        self.alive(f"verifying {folder}")
         problem = None
         try:
             manifest.verify(folder, self.world.rank, self.world.size)
             if self.world.is_main:
                 safety.refuse_code(folder)
-        except manifest.DamagedCheckpoint as error:
-            problem = str(error)
-        problems: list[str | None] = [None] * self.world.size
-        dist.all_gather_object(problems, problem)
-        return next((found for found in problems if found), None)
+        except manifest.CheckpointError as error:
+            problem = error
+        problems = [found for found in self._gathered(problem) if found is not None]
+        for found in sorted(problems, key=lambda found: not isinstance(found, manifest.DamagedCheckpoint)):
+            raise found
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """What every rank gave."""
+        values = [None] * self.world.size
+        dist.all_gather_object(values, value)
+        return values
 
     def _together(self, on_main: Callable[[], None], what: str) -> None:
         """Have rank 0 do it; if that fails, every rank raises SaveError."""

@@ -79,8 +79,10 @@ class Trainer:
     def __init__(self, config: RunConfig, world: World, stop: StopRequest, watchdog: Watchdog) -> None:
         self.config, self.world, self.stop, self.watchdog = config, world, stop, watchdog
         _be_deterministic(config.training.deterministic)
+        watchdog.alive("building the model")
         self.trainable = make_trainable(config, modelling.build(config, world), world)
         self.progress = Progress()
+        watchdog.alive("opening the data")
         self.data = self.open_data()
         self.step = Step(config, world, self.trainable, len(self.data.source_names))
         self.schedule = Schedule(config, self.trainable.optimizer)
@@ -88,8 +90,9 @@ class Trainer:
         self.folder = RunFolder(Path(config.folder) / config.name)
         self.lock = Lock(self.folder.lock) if world.is_main else None
         self.loggers = Loggers.for_run(config, self.folder, world.is_main)
+        model, optimizer = self.trainable.model, self.trainable.optimizer
         self.checkpoints = Checkpoints(
-            self.folder, config, world, self.trainable.model, self.trainable.optimizer, self.loggers.message
+            self.folder, config, world, model, optimizer, self.loggers.message, watchdog.alive
         )
         self.saver = Saver(config.checkpoint, self.checkpoints, self.state, self.loggers.message)
         self.utilisation = Utilisation(config, world.size)
@@ -264,9 +267,8 @@ class Trainer:
         due = every and (step % every == 0 or not self.steps_left)
         if not due or not self.data.validation:
             return None
-        self.watchdog.alive(f"validation after step {self.progress.step}")
         self.trainable.settle()
-        return validate(self.config, self.world, self.data, self.step)
+        return validate(self.config, self.world, self.data, self.step, self.watchdog.alive)
 
     def report(self, verdict: Verdict) -> None:
         """Say what was wrong with a step, and with which samples; when giving up, with those of all in a row."""
@@ -304,7 +306,7 @@ class Trainer:
 
     def end(self, outcome: Outcome) -> Outcome:
         """Save, leave the marker that scripts decide by, and close."""
-        self.watchdog.alive(f"saving after step {self.progress.step}")
+        self.saver.wait()  # giving up takes nothing back that was well before
         saved = outcome is not Outcome.GAVE_UP and self.saver.last(self.progress.step)
         self.batches.close()
         if not saved and outcome is Outcome.DONE:

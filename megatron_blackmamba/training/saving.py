@@ -46,12 +46,17 @@ class Saver:
                 return True
         return False
 
-    def settled(self) -> int | None:
-        """Wait for what is being written; the newest checkpoint to go back to."""
+    def wait(self) -> None:
+        """For what is being written, if anything."""
         self._finish(None, wait=True)
+
+    def settled(self) -> int | None:
+        """The newest checkpoint to go back to, what is being written included."""
+        self.wait()
         return self.checkpoints.newest()
 
     def _begin(self, step: int) -> None:
+        self.wait()
         self._retry_at = None
         try:
             self.checkpoints.save(step, self.state())

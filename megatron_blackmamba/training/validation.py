@@ -1,16 +1,25 @@
 """The held-out loss of every source, the router choosing as it will in use."""
 
+from collections.abc import Callable
+
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.data import BatchStream, DataPlan
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.step import Step
 
 
-def validate(config: RunConfig, world: World, data: DataPlan, step: Step) -> dict[str, float]:
-    """Mean loss of each source that holds samples out, over the same samples every time and on every layout."""
-    return {
-        name: _of_source(config, world, data, step, data.source_names.index(name)) for name in sorted(data.validation)
-    }
+def validate(
+    config: RunConfig, world: World, data: DataPlan, step: Step, alive: Callable[[str], None]
+) -> dict[str, float]:
+    """Mean loss of each source that holds samples out, over the same samples every time and on every layout.
+
+    alive: told before each source, for a watchdog.
+    """
+    losses = {}
+    for name in sorted(data.validation):
+        alive(f"validation on {name}")
+        losses[name] = _of_source(config, world, data, step, data.source_names.index(name))
+    return losses
 
 
 def _of_source(config: RunConfig, world: World, data: DataPlan, step: Step, source: int) -> float:

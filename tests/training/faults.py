@@ -1,12 +1,18 @@
 """Trainers to which something happens, made from the real one by replacing one of its parts."""
 
+import errno
+import os
 import time
 
 import torch
 
+from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.training.loop import Trainer
 
-__all__ = ["NaN", "NaNGradient", "OnlyNaN", "Sleeping", "Spike", "Trainer"]
+__all__ = [
+    *("EarlyNaN", "NaN", "NaNGradient", "Narrating", "OnlyNaN", "ReadsBackBadlyOnce"),
+    *("Shift", "Sleeping", "Spike", "Trainer"),
+]
 
 BAD_SAMPLE = 16 * 20 + 5
 """In the batch of step 21."""
@@ -65,12 +71,29 @@ class OnlyNaN(NaN):
     samples = frozenset(range(BAD_SAMPLE, BAD_SAMPLE + 1000))
 
 
+class EarlyNaN(OnlyNaN):
+    """None has a loss from step 3 on."""
+
+    samples = frozenset(range(32, 1000))
+
+
 class Spike(Trainer):
     """A batch of text in a language of its own."""
 
     def open_batches(self):
         def scramble(batch):
             if (batch["sample_ids"] // 16 == BAD_SAMPLE // 16).any():
+                batch["labels"].copy_((batch["labels"] * 7 + 3) % self.config.model.vocab_size)
+
+        return Altered(super().open_batches(), scramble)
+
+
+class Shift(Trainer):
+    """From one batch on, all text is in another language."""
+
+    def open_batches(self):
+        def scramble(batch):
+            if (batch["sample_ids"] // 16 >= BAD_SAMPLE // 16).any():
                 batch["labels"].copy_((batch["labels"] * 7 + 3) % self.config.model.vocab_size)
 
         return Altered(super().open_batches(), scramble)
@@ -83,3 +106,32 @@ class Sleeping(Trainer):
         if self.world.rank == 1 and self.progress.step == 3:
             time.sleep(1000)
         return super().take_step()
+
+
+class ReadsBackBadlyOnce(Trainer):
+    """The file system fails one rank as it reads back the first checkpoint it wrote."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        if self.world.rank == 1:
+            describe = manifest.describe
+
+            def fail(path):
+                manifest.describe = describe
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+            manifest.describe = fail
+
+
+class Narrating(Trainer):
+    """What the watchdog is told stands in the log."""
+
+    def __init__(self, config, world, stop, watchdog):
+        alive = watchdog.alive
+        self.told = []
+        watchdog.alive = lambda what: (alive(what), self.told.append(what))
+        super().__init__(config, world, stop, watchdog)
+
+    def end(self, outcome):
+        self.say("the watchdog was told: " + "; ".join(self.told))
+        return super().end(outcome)
