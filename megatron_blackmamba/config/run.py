@@ -75,12 +75,14 @@ class GuardConfig(Section):
     """What happens when a step goes wrong."""
 
     max_bad_steps: int = Field(5, ge=1)
-    """Stop after this many steps in a row with a loss or gradient that is not finite."""
+    """Stop after this many steps in a row with a loss or gradient that is not finite. Spikes never stop a run."""
     spike: Literal["off", "warn", "skip", "rewind"] = "warn"
     spike_deviations: float = Field(8.0, gt=0)
     """A spike: a loss this many median absolute deviations above the running median."""
     spike_window: int = Field(128, ge=8)
     """Steps whose losses the median is taken of."""
+    max_spikes: int = Field(5, ge=2)
+    """This many spikes in a row, or rewinds to one checkpoint, are a new level of the loss, which becomes the usual."""
     rewind_batches: int = Field(1, ge=1)
     """Batches a rewind passes over: the one that spiked, and those before it up to the checkpoint."""
     hang_seconds: float = Field(600.0, gt=0)

@@ -1,12 +1,15 @@
 """What happens when a step goes wrong: its loss or gradient is not finite, or its loss leaps far above the last ones.
 
 Every rank judges the same numbers with the same history, so all come to the same verdict without talking.
+
+A loss that rises and stays there, as with other data, is a new level and no spike: at most `max_spikes` steps in a row
+are lost to spikes, whatever is done about them, and they never end a run.
 """
 
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import median
 from typing import Any
@@ -25,7 +28,7 @@ class Action(Enum):
     REWIND = "rewind"
     """Go back to the last checkpoint and past this batch."""
     STOP = "stop"
-    """Too many bad steps in a row: end the run."""
+    """Too many steps in a row that were not finite: end the run."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Verdict:
 
     action: Action
     reason: str | None = None
+    spike: bool = False
 
 
 class Guard:
@@ -43,6 +47,7 @@ class Guard:
         self.config = config
         self.losses: deque[float] = deque(maxlen=config.spike_window)
         self.bad_in_a_row = 0
+        self.spikes_in_a_row = 0
         self.skipped = 0
 
     def look(self, loss: float) -> Verdict:
@@ -56,29 +61,49 @@ class Guard:
         if loss <= usual + self.config.spike_deviations * max(deviation, SMALLEST_DEVIATION * abs(usual)):
             return Verdict(Action.APPLY)
         action = {"warn": Action.APPLY, "skip": Action.SKIP, "rewind": Action.REWIND}[self.config.spike]
-        return Verdict(action, f"a spike: the loss is {loss:.4f}, the median of {len(self.losses)} steps {usual:.4f}")
+        usual_was = f"the median of {len(self.losses)} steps {usual:.4f}"
+        return Verdict(action, f"a spike: the loss is {loss:.4f}, {usual_was}", spike=True)
 
     def settle(self, seen: Verdict, loss: float, grad_norm: float) -> Verdict:
         """The last word on a step, and the next ones are judged by it. `grad_norm` counts if an update was tried."""
         if seen.action is Action.APPLY and not math.isfinite(grad_norm):
             seen = Verdict(Action.SKIP, f"the gradient norm is {grad_norm}")
+        self.skipped += seen.action is not Action.APPLY
+        if not (seen.spike or seen.action is Action.APPLY):
+            return self._not_finite(seen)
+        self.bad_in_a_row = 0
         if seen.action is Action.APPLY:
-            self.bad_in_a_row = 0
             self.losses.append(loss)
+        self.spikes_in_a_row = self.spikes_in_a_row + 1 if seen.spike else 0
+        if self.spikes_in_a_row < self.config.max_spikes:
             return seen
+        self.forget()
+        level = f"{self.config.max_spikes} in a row are a new level (training.guard.max_spikes), trained on from here"
+        return replace(seen, reason=f"{seen.reason}; {level}")
+
+    def _not_finite(self, seen: Verdict) -> Verdict:
         self.bad_in_a_row += 1
-        self.skipped += 1
-        if self.bad_in_a_row >= self.config.max_bad_steps:
-            return Verdict(
-                Action.STOP, f"{seen.reason}; bad steps in a row: {self.bad_in_a_row} (training.guard.max_bad_steps)"
-            )
-        return seen
+        if self.bad_in_a_row < self.config.max_bad_steps:
+            return seen
+        counted = f"bad steps in a row: {self.bad_in_a_row} (training.guard.max_bad_steps)"
+        return Verdict(Action.STOP, f"{seen.reason}; {counted}")
+
+    def forget(self) -> None:
+        """What was usual so far will not be so from here on: learn anew what is."""
+        self.losses.clear()
+        self.spikes_in_a_row = 0
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: with it, a resumed run judges as one that never stopped."""
-        return {"losses": list(self.losses), "bad_in_a_row": self.bad_in_a_row, "skipped": self.skipped}
+        return {
+            "losses": list(self.losses),
+            "bad_in_a_row": self.bad_in_a_row,
+            "spikes_in_a_row": self.spikes_in_a_row,
+            "skipped": self.skipped,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.losses = deque(state["losses"], maxlen=self.config.spike_window)
         self.bad_in_a_row = state["bad_in_a_row"]
+        self.spikes_in_a_row = state.get("spikes_in_a_row", 0)  # older checkpoints have none
         self.skipped = state["skipped"]

@@ -206,6 +206,8 @@ class Trainer:
         learning_rate = self.schedule.set(self.progress.consumed_samples)
         losses = self.step.gradients(self.batches, self.stop.asked)
         self.asked_to_stop = losses.asked_to_stop
+        if any(self.first_sample <= start < self.batches.position for start in self.data.train.schedule.starts):
+            self.guard.forget()  # a phase of the mixture begins, with a loss of its own
         seen = self.guard.look(losses.loss)
         update = self.step.update() if seen.action is Action.APPLY else Update(applied=False, grad_norm=math.nan)
         verdict = self.guard.settle(seen, losses.loss, update.grad_norm)
@@ -273,7 +275,7 @@ class Trainer:
     def report(self, verdict: Verdict) -> None:
         """Say what was wrong with a step, and with which samples; when giving up, with those of all in a row."""
         samples = self.progress.between(self.first_sample, self.progress.next_sample)
-        if verdict.action is Action.APPLY:
+        if verdict.spike or verdict.action is Action.APPLY:
             self.bad_samples.clear()
         else:
             self.bad_samples += samples
@@ -289,10 +291,12 @@ class Trainer:
             self.say("no checkpoint to rewind to yet: the step is skipped")
             return Action.SKIP
         self.rewinds[step] += 1
-        if self.rewinds[step] > self.config.training.guard.max_bad_steps:
-            self.say(f"rewound to step {step} {self.rewinds[step] - 1} times (training.guard.max_bad_steps): stops")
-            return Action.STOP
-        self.watchdog.alive(f"rewinding to step {step}")
+        most = self.config.training.guard.max_spikes
+        if self.rewinds[step] > most:
+            counted = f"rewound to step {step} {most} times (training.guard.max_spikes)"
+            self.say(f"{counted}: a new level of the loss, trained on from here")
+            self.guard.forget()
+            return Action.SKIP
         passed_over = self.progress.passed_over
         self.resume(step)
         more = (self.config.training.guard.rewind_batches - 1) * self.config.training.global_batch

@@ -1,5 +1,6 @@
 import json
 import math
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -60,8 +61,89 @@ def test_without_history_nothing_is_a_spike():
 
 
 def test_skipped_losses_do_not_move_the_median_they_are_judged_by():
-    guard = guard_that_saw(STEADY, spike="skip", spike_window=8, max_bad_steps=100)
+    guard = guard_that_saw(STEADY, spike="skip", spike_window=8, max_spikes=100)
     assert all(judged(guard, 9.0).action is Action.SKIP for _ in range(30))
+
+
+def noise(seed, steps):
+    random = Random(seed)
+    return [random.gauss(0, 0.02) for _ in range(steps)]
+
+
+def verdicts(losses, **config):
+    guard = Guard(GuardConfig(**config))
+    return [judged(guard, loss) for loss in losses]
+
+
+@pytest.mark.parametrize("spike", ["warn", "skip", "rewind"])
+@pytest.mark.parametrize("shift", [0.15, 0.3, 5.0])
+def test_a_loss_that_rises_and_stays_costs_a_few_steps_and_then_is_the_usual(spike, shift):
+    seen = verdicts([2 + (step >= 200) * shift + x for step, x in enumerate(noise(0, 1000))], spike=spike)
+    named = [step for step, verdict in enumerate(seen) if verdict.reason]
+    assert named[0] >= 200 and named[-1] < 230 and len(named) <= 10
+    assert "a new level" in seen[named[-1]].reason
+    lost = [step for step, verdict in enumerate(seen) if verdict.action is not Action.APPLY]
+    assert lost == ([] if spike == "warn" else named)
+
+
+@pytest.mark.parametrize("shift", [0.06, 0.08, 0.1, 0.12])
+def test_a_rise_at_the_border_of_a_spike_becomes_the_usual_too(shift):
+    seen = verdicts([2 + (step >= 200) * shift + x for step, x in enumerate(noise(1, 1000))], spike="skip")
+    skipped = [step for step, verdict in enumerate(seen) if verdict.action is Action.SKIP]
+    assert len(skipped) < 40 and all(step < 400 for step in skipped)
+
+
+def test_a_spike_alone_costs_its_step_and_no_other():
+    losses = [2 + x for x in noise(2, 500)]
+    for step in range(100, 500, 40):
+        losses[step] += 1
+    seen = verdicts(losses, spike="skip")
+    assert [step for step, verdict in enumerate(seen) if verdict.reason] == list(range(100, 500, 40))
+
+
+def test_spikes_between_good_steps_never_make_a_new_level():
+    seen = verdicts([9.0 if step > 50 and step % 3 else 2 + x for step, x in enumerate(noise(3, 500))], spike="skip")
+    assert sum(verdict.action is Action.SKIP for verdict in seen) == sum(step % 3 > 0 for step in range(51, 500))
+
+
+@pytest.mark.parametrize("slope", [1e-4, 1e-3, 0.1])
+def test_a_loss_that_drifts_up_is_followed(slope):
+    seen = verdicts([2 + slope * step + 0.01 * math.sin(7 * step) for step in range(500)], spike="skip")
+    assert all(verdict.action is Action.APPLY for verdict in seen)
+
+
+@pytest.mark.parametrize("step", range(5, 120, 23))
+def test_a_spike_while_the_loss_falls_steeply_costs_its_step_at_most(step):
+    losses = [4 + 7 * 0.97**i + x for i, x in enumerate(noise(4, 300))]
+    losses[step] = 60.0
+    seen = verdicts(losses, spike="skip")
+    assert [i for i, verdict in enumerate(seen) if verdict.action is not Action.APPLY] == [step] * (step >= 8)
+
+
+@given(
+    st.lists(st.floats(0, 100), max_size=150),
+    st.sampled_from(["off", "warn", "skip", "rewind"]),
+    st.integers(2, 6),
+    st.integers(8, 32),
+)
+def test_whatever_finite_losses_come_no_run_ends_and_few_steps_in_a_row_are_lost(losses, spike, most, window):
+    in_a_row = 0
+    for verdict in verdicts(losses, spike=spike, max_spikes=most, spike_window=window, max_bad_steps=1):
+        assert verdict.action is not Action.STOP
+        in_a_row = 0 if verdict.action is Action.APPLY else in_a_row + 1
+        assert in_a_row <= most
+
+
+def test_only_what_is_not_finite_counts_towards_giving_up():
+    guard = guard_that_saw(STEADY, spike="skip", max_bad_steps=2)
+    actions = [judged(guard, loss).action.value for loss in (9.0, math.nan, 9.0, math.nan, math.nan)]
+    assert actions == ["skip", "skip", "skip", "skip", "stop"]
+
+
+def test_a_guard_saved_before_spikes_were_counted_is_restored():
+    guard = Guard(GuardConfig(spike="skip"))
+    guard.restore({"losses": STEADY, "bad_in_a_row": 0, "skipped": 3})
+    assert judged(guard, 9.0).action is Action.SKIP and guard.skipped == 4
 
 
 def test_a_loss_is_looked_at_before_the_update_and_remembered_only_after():

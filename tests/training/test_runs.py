@@ -8,6 +8,7 @@ from hashlib import sha256
 
 import pytest
 
+from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.history import read_history
@@ -164,6 +165,8 @@ def test_a_mixture_may_change_from_here_on_but_not_what_was_read(forks, tmp_path
     job = forks.run(tmp_path, [*mixed, "training.stop_after_steps=6"], ranks=1)
     assert job.wait() == [0], job.output()
     assert metrics(tmp_path)[-1]["source_samples"] == {"a": 40, "b": 56}
+    guard = CheckpointReader(tmp_path / "run").state["guard"]
+    assert guard["losses"] == losses(tmp_path)[4:]  # what was usual before the phase is forgotten
 
 
 @pytest.fixture
