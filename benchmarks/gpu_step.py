@@ -91,14 +91,14 @@ class Subject:
         return lambda: step.gradients(iter([batch])), step.update
 
     def peak_bytes(self, sequences: int) -> int | None:
-        """What two steps take at most (the first allocates the optimizer's state); None if that is too much."""
+        """What gradients take at most, beside weights and the optimizer's state; None if that is too much."""
         _forget()
-        torch.cuda.reset_peak_memory_stats()
         try:
             gradients, update = self.step_on(sequences)
-            for _ in range(2):
-                gradients()
-                update()
+            gradients()
+            update()  # the first one makes the optimizer's state
+            torch.cuda.reset_peak_memory_stats()
+            gradients()
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated()
         except torch.OutOfMemoryError:

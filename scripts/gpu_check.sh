@@ -34,7 +34,7 @@ within() {
     shift 2
     timeout --kill-after=5 "$((seconds < $(left) ? seconds : $(left)))" "$@" >"$RESULTS/$log" 2>&1
 }
-pip() { "$PYTHON" -m pip --disable-pip-version-check --quiet install --no-index --no-deps --target "$WORK/site" "$@"; }
+pip() { "$PYTHON" -m pip --disable-pip-version-check --quiet install --no-cache-dir --no-index --no-deps --target "$WORK/site" "$@"; }
 
 "$PYTHON" - <<'EOF' || exit 2
 import os

@@ -1,4 +1,4 @@
-"""A backend that is broken on this machine is one that is not there: the next one does the work, and doctor says why."""
+"""A backend that is broken on a machine is one that is not there: the next one does the work, and doctor says why."""
 
 import sys
 
