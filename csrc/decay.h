@@ -6,7 +6,7 @@ namespace {
 
 #if defined(__AVX512F__)
 // 2^(a b) is 2^n times 2^r, n a multiple of 1/32 and so r at most 1/64: 1 + r (c1 + r c2) has a relative error of at most
-// 2.1e-7, and it vanishes with r, so a decay close to 1 that is applied thousands of times does not drift. Two registers
+// 2.2e-7, and it vanishes with r, so a decay close to 1 that is applied thousands of times does not drift. Two registers
 // hold the powers of 2^(1/32) for the last five bits of n, scalef takes the others. For a b below 2^80 in size.
 alignas(64) constexpr float ROOTS[32] = {
     1.0f, 1.02189715f, 1.04427378f, 1.0671404f, 1.09050773f, 1.11438674f, 1.13878863f, 1.16372486f,
