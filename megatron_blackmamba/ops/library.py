@@ -7,6 +7,7 @@ import ctypes
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ def with_channels_contiguous(x: Tensor) -> Tensor:
 def empty_like_rows(x_BLI: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor of x's shape and order of dimensions in memory, without gaps."""
     B, L, I = x_BLI.shape
-    like = {"dtype": dtype or x_BLI.dtype, "device": x_BLI.device}
+    like: dict[str, Any] = {"dtype": dtype or x_BLI.dtype, "device": x_BLI.device}
     if x_BLI.stride(0) < x_BLI.stride(1):
         return torch.empty(L, B, I, **like).transpose(0, 1)
     return torch.empty(B, L, I, **like)
