@@ -53,6 +53,7 @@ EXTRAS = {
         "pytest-xdist>=3.5",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
+        "accelerate>=0.26",  # exports with offloaded weights
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions
         "mypy>=1.10",
         "types-PyYAML",

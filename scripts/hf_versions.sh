@@ -21,7 +21,7 @@ for version in "$@"; do
         "$VENV/bin/python" -m venv "$folder"
         own=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
         echo "$shared" > "$own/shared.pth"  # comes after the environment's own packages
-        # datasets and accelerate, for lm-eval, in versions that go with this one
+        # datasets for lm-eval, accelerate for it and for offloading, in versions that go with this one
         "$folder/bin/python" -m pip --disable-pip-version-check --quiet install "transformers==$version.*" datasets accelerate
         touch "$folder/ready"
     fi

@@ -3,12 +3,15 @@
 Where the package `megatron_blackmamba` is installed, its convolution and scan replace the plain PyTorch ones below,
 and on a CPU its matrix-vector product multiplies the few tokens of a step of generation.
 Parameter names are those of the released checkpoint. Routing is the inference kind: the largest logit, in fp32.
+A weight is read only in the forward of the module that holds it, and goes no further: that is where offloading and
+device_map bring it, and where they bring the module's inputs to it.
 
 Shapes: B batch, L length, D model, I inner, N state, R dt rank, K taps, W = K - 1 window, E experts, T tokens.
 """
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -142,6 +145,23 @@ class Linear(nn.Linear):
         return multiply(x, self.weight, self.fast)
 
 
+class Words(nn.Embedding):
+    """Ids to vectors and, since the output layer is the same matrix, hidden states to logits."""
+
+    def __init__(self, words, size, fast):
+        super().__init__(words, size)
+        self.fast = fast
+
+    def forward(self, x):
+        return multiply(x, self.weight, self.fast) if x.is_floating_point() else super().forward(x)
+
+
+class FinalNorm(nn.LayerNorm):
+    def forward(self, x):
+        y = F.layer_norm(x, self.normalized_shape, widen(self.weight), widen(self.bias), self.eps)
+        return y.to(self.weight.dtype)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size, eps):
         super().__init__()
@@ -154,6 +174,33 @@ class RMSNorm(nn.Module):
         return (x * widen(self.weight)).to(self.weight.dtype)
 
 
+class Convolution(nn.Conv1d):
+    def __init__(self, size, taps, fast):
+        super().__init__(size, size, taps, groups=size)
+        self.fast = fast
+
+    def forward(self, x_BLI, window_BWI, reset_BL):
+        convolve = _fast_convolve if self.fast else causal_conv1d
+        return convolve(x_BLI, self.weight[:, 0], self.bias, initial_window=window_BWI, reset_BL=reset_BL)
+
+
+class TimeStep(nn.Module):
+    """The projection to delta, and the bias beside it: the scan adds that in fp32, also where delta is rounded."""
+
+    def __init__(self, rank, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, rank))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, dt_BLR):
+        return F.linear(dt_BLR.to(self.weight.dtype), self.weight), self.bias
+
+
+class Router(nn.Linear):
+    def forward(self, x):
+        return F.linear(widen(x), widen(self.weight), widen(self.bias))
+
+
 class MambaMixer(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
@@ -162,9 +209,9 @@ class MambaMixer(nn.Module):
         self.splits = (config.dt_rank, N, N)
         self.fast = use_kernels(config)
         self.in_proj = Linear(D, 2 * I, self.fast)
-        self.conv1d = nn.Conv1d(I, I, K, groups=I)
+        self.conv1d = Convolution(I, K, self.fast)
         self.x_proj = Linear(I, sum(self.splits), self.fast)
-        self.dt_proj = nn.Linear(config.dt_rank, I)
+        self.dt_proj = TimeStep(config.dt_rank, I)
         self.A_log = nn.Parameter(torch.zeros(I, N))
         self.D = nn.Parameter(torch.ones(I))
         self.out_proj = Linear(I, D, self.fast)
@@ -183,27 +230,26 @@ class MambaMixer(nn.Module):
         x, z = self.in_proj(u_BLD).chunk(2, dim=-1)
         if keep_BL1 is not None:
             x = x * keep_BL1
-        weight_IK = self.conv1d.weight[:, 0]
-        I, K = weight_IK.shape
         window, state = (None, None) if cache is None else (cache.windows.get(self.layer), cache.states.get(self.layer))
         if window is None:
-            window, state = x.new_zeros(B, K - 1, I), self.A_log.new_zeros(B, *self.A_log.shape)
+            window = x.new_zeros(B, self.conv1d.kernel_size[0] - 1, x.shape[2])
+            state = self.A_log.new_zeros(B, *self.A_log.shape)
 
-        convolve = _fast_convolve if self.fast else causal_conv1d
-        x, window = convolve(x, weight_IK, self.conv1d.bias, initial_window=window, reset_BL=reset_BL)
+        x, window = self.conv1d(x, window, reset_BL)
         if keep_BL1 is not None:
             x = x * keep_BL1  # the convolution's bias alone must not feed the state at padding
         dt_BLR, B_BLN, C_BLN = self.x_proj(x).split(self.splits, dim=-1)
+        delta_BLI, delta_bias_I = self.dt_proj(dt_BLR)
         scan = _fast_scan if self.fast else selective_scan
         y, state = scan(
             x,
-            F.linear(dt_BLR.to(self.dt_proj.weight.dtype), self.dt_proj.weight),
+            delta_BLI,
             -torch.exp(self.A_log),
             B_BLN,
             C_BLN,
             self.D,
             z_BLI=z,
-            delta_bias_I=self.dt_proj.bias,
+            delta_bias_I=delta_bias_I,
             initial_state_BIN=state,
             reset_BL=reset_BL,
         )
@@ -236,21 +282,20 @@ class Expert(nn.Module):
 class Experts(nn.Module):
     def __init__(self, config, experts):
         super().__init__()
-        self.router = nn.Linear(config.hidden_size, experts)
+        self.router = Router(config.hidden_size, experts)
         self.local_experts = nn.ModuleList([Expert(config) for _ in range(experts)])
 
-    def forward(self, u_BLD, choices):
+    def forward(self, u_BLD):
+        """The output, and the expert of every token."""
         x_TD = u_BLD.flatten(0, 1)
-        logits_TE = F.linear(widen(x_TD), widen(self.router.weight), widen(self.router.bias))
-        best_T, choice_T = logits_TE.max(dim=-1)  # of the logits: their sigmoids saturate, and then tie
+        best_T, choice_T = self.router(x_TD).max(dim=-1)  # of the logits: their sigmoids saturate, and then tie
         order_T = choice_T.argsort(stable=True)
         counts_E = torch.bincount(choice_T, minlength=len(self.local_experts)).tolist()
         parts = zip(self.local_experts, x_TD[order_T].split(counts_E), strict=True)
         sorted_TD = torch.cat([expert(part) for expert, part in parts if part.shape[0]])
         y_TD = torch.empty_like(sorted_TD).index_copy(0, order_T, sorted_TD)
-        if choices is not None:
-            choices.append(choice_T.view(u_BLD.shape[:2]))
-        return (widen(y_TD) * torch.sigmoid(best_T)[:, None]).to(u_BLD.dtype).view_as(u_BLD)
+        y_BLD = (widen(y_TD) * torch.sigmoid(best_T)[:, None]).to(u_BLD.dtype).view_as(u_BLD)
+        return y_BLD, choice_T.view(u_BLD.shape[:2])
 
 
 class Layer(nn.Module):
@@ -261,23 +306,24 @@ class Layer(nn.Module):
         self.is_mamba = kind == "r"
         self.mixer = MambaMixer(config, index) if self.is_mamba else Experts(config, int(kind))
 
-    def forward(self, residual_BLD, keep_BL1, reset_BL, cache, choices):
+    def forward(self, residual_BLD, keep_BL1, reset_BL, cache):
+        """The residual stream, and of a mixture the expert of every token."""
         x = self.norm(residual_BLD)
-        y = self.mixer(x, keep_BL1, reset_BL, cache) if self.is_mamba else self.mixer(x, choices)
-        return residual_BLD + y
+        y, choice_BL = (self.mixer(x, keep_BL1, reset_BL, cache), None) if self.is_mamba else self.mixer(x)
+        return residual_BLD + y, choice_BL
 
 
 class Embedding(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.word_embeddings = Words(config.vocab_size, config.hidden_size, use_kernels(config))
 
 
 class Decoder(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
-        self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.final_layernorm = FinalNorm(config.hidden_size, eps=config.norm_eps)
 
 
 @dataclass
@@ -306,6 +352,7 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
     base_model_prefix = ""
     _no_split_modules = ["Layer"]  # noqa: RUF012
     _is_stateful = True
+    supports_gradient_checkpointing = True
     _supports_cache_class = True  # asked by 4.50
     # 4.50 reads the first name, later versions the second. Whole modules, since that is what they can name.
     _keep_in_fp32_modules = ["A_log", "D", "dt_proj"]  # noqa: RUF012
@@ -314,7 +361,7 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         std = self.config.initializer_range
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, (nn.Linear, nn.Embedding, TimeStep)):
             nn.init.normal_(module.weight, std=std)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
@@ -338,13 +385,16 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         super().__init__(config)
         self.embedding = Embedding(config)
         self.decoder = Decoder(config)
+        self.gradient_checkpointing = False  # gradient_checkpointing_enable() finds it and sets it
         self.post_init()
 
     def get_input_embeddings(self):
         return self.embedding.word_embeddings
 
     def set_input_embeddings(self, embeddings):
-        self.embedding.word_embeddings = embeddings
+        """Only the weight: the module may be a plain nn.Embedding, which gives no logits."""
+        words = self.embedding.word_embeddings
+        words.weight, words.num_embeddings = embeddings.weight, embeddings.num_embeddings
 
     def forward(
         self,
@@ -365,24 +415,31 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         if use_cache is None:
             use_cache = past_key_values is not None  # scoring needs no state; generate() asks for one
         cache = (BlackMambaCache() if past_key_values is None else past_key_values) if use_cache else None
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if checkpointing and cache is not None:
+            raise ValueError(
+                "gradient checkpointing runs each layer a second time, when the state has moved on: train without "
+                "use_cache and past_key_values, or call gradient_checkpointing_disable()"
+            )
         keep_BL1 = self._keep(attention_mask, residual)
         reset_BL = self._resets(input_ids, past_key_values)
         hidden_states = [residual] if output_hidden_states else None
-        choices: list | None = [] if output_router_choices else None
+        choices = []
         for layer in self.decoder.layers:
-            residual = layer(residual, keep_BL1, reset_BL, cache, choices)
+            run = partial(self._gradient_checkpointing_func, layer.__call__) if checkpointing else layer
+            residual, choice_BL = run(residual, keep_BL1, reset_BL, cache)
+            if choice_BL is not None:
+                choices.append(choice_BL)
             if hidden_states is not None:
                 hidden_states.append(residual)
         if cache is not None:
             cache.seen += residual.shape[1]
             cache.last_tokens = None if input_ids is None else input_ids[:, -1]
-        norm = self.decoder.final_layernorm
-        hidden = F.layer_norm(residual, norm.normalized_shape, widen(norm.weight), widen(norm.bias), norm.eps)
         output = BlackMambaOutput(
-            last_hidden_state=hidden.to(norm.weight.dtype),
+            last_hidden_state=self.decoder.final_layernorm(residual),
             past_key_values=cache,
             hidden_states=None if hidden_states is None else tuple(hidden_states),
-            router_choices=None if choices is None else tuple(choices),
+            router_choices=tuple(choices) if output_router_choices else None,
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -440,8 +497,7 @@ class BlackMambaForCausalLM(BlackMambaModel, GenerationMixin):
             output_router_choices=output_router_choices,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden, weight = output.last_hidden_state[:, kept], self.get_input_embeddings().weight
-        logits = multiply(hidden, weight, use_kernels(self.config))
+        logits = self.get_input_embeddings()(output.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

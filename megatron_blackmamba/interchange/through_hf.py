@@ -31,9 +31,8 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
     for i, letter in enumerate(model.config.pattern):
         layer = _layer(code, config, model, i)
         if letter == "E":
-            logits = F.linear(layer.norm(residual), layer.mixer.router.weight, layer.mixer.router.bias)
-            routers.append(Router.of(i, logits))
-        residual = layer(residual, None, reset_BS, None, None)
+            routers.append(Router.of(i, layer.mixer.router(layer.norm(residual))))
+        residual, _ = layer(residual, None, reset_BS, None)
     weight, bias = (model.entries[f"decoder.final_layernorm.{name}"].load().float() for name in ("weight", "bias"))
     hidden = F.layer_norm(residual, weight.shape, weight, bias, model.config.norm_eps)
     return Observation(F.linear(hidden, embedding_VD), routers)

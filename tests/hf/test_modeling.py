@@ -107,6 +107,65 @@ def test_gradients_reach_every_parameter_and_match_finite_differences(export, si
     assert (losses[0] - losses[1]) / 2e-4 == pytest.approx(weight.grad[3, 2].item(), rel=1e-4)
 
 
+@pytest.fixture(params=[{}, {"use_reentrant": True}, {"use_reentrant": False}], ids=["default", "reentrant", "not"])
+def checkpointing(request):
+    return request.param
+
+
+def test_gradient_checkpointing_runs_each_layer_twice_for_the_same_gradients(export, silu, kernels, checkpointing):
+    model = load(export(silu), kernels=kernels).train()
+    runs = []
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(lambda layer, inputs: runs.append(layer))
+    tokens = torch.tensor([TOKENS, TOKENS[::-1]])
+
+    def gradients():
+        runs.clear()
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    plain = gradients()
+    assert len(runs) == 4 and all(gradient.abs().max() > 0 for gradient in plain.values())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing or None)
+    again = gradients()
+    assert len(runs) == 8
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+    model.eval()
+    gradients()
+    assert len(runs) == 4  # as in every model of transformers, only in training mode
+
+
+def test_gradient_checkpointing_trains_adapters_behind_a_frozen_embedding(export, silu):
+    model = load(export(silu), kernels="torch").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    model.requires_grad_(False)
+    weight = model.decoder.layers[0].mixer.in_proj.weight.requires_grad_(True)
+    model(torch.tensor([TOKENS]), labels=torch.tensor([TOKENS])).loss.backward()
+    assert weight.grad.abs().max() > 0
+
+
+def test_gradient_checkpointing_and_a_state_to_go_on_from_are_refused(export, silu):
+    model = load(export(silu), kernels="torch").train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        model(torch.tensor([TOKENS]), use_cache=True)
+    assert model.generate(torch.tensor([TOKENS]), max_new_tokens=2).shape == (1, 42)  # no gradient, nothing to save
+
+
+def test_a_resized_vocabulary_has_as_many_logits(export, silu):
+    model = load(export(silu), kernels="torch")
+    before = model(torch.tensor([TOKENS])).logits
+    model.resize_token_embeddings(70)
+    after = model(torch.tensor([TOKENS])).logits
+    assert after.shape[-1] == 70 and torch.equal(after[..., :64], before)
+    model.set_input_embeddings(torch.nn.Embedding.from_pretrained(torch.eye(70, 32)))
+    assert torch.equal(model.get_input_embeddings()(torch.tensor([3])), torch.eye(70, 32)[3:4])
+    assert model(torch.tensor([TOKENS])).logits.shape[-1] == 70
+
+
 def greedy_by_hand(model, prompt, new):
     tokens = list(prompt)
     for _ in range(new):

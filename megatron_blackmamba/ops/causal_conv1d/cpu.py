@@ -79,13 +79,14 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        x, weight_KP, bias_P, initial_window, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: torch's checkpointing gives them no second time
+        x, weight_KP, bias_P, initial_window, _ = saved
         (batch, _, inner), (K, P) = x.shape, weight_KP.shape
         grad_x = empty_like_rows(x)
         grad_initial_window = None if initial_window is None else torch.empty_like(initial_window)
         grad_weight, grad_bias = weight_KP.new_zeros(batch, K, P), bias_P.new_zeros(batch, P)
         arguments = _arguments(
-            *ctx.saved_tensors,
+            *saved,
             ctx.silu,
             grad_y=with_channels_contiguous(grad_y),
             grad_x=grad_x,

@@ -101,7 +101,8 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y, grad_final_state):
-        u, delta, A, B, C, D, z, delta_bias, initial_state, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: torch's checkpointing gives them no second time
+        u, delta, A, B, C, D, z, delta_bias, initial_state, *_ = saved
         (batch, _, inner), N = u.shape, A.shape[1]
         groups = -(-inner // GROUP_CHANNELS)
         grad_y = u.new_zeros(()).expand_as(u) if grad_y is None else grad_y
@@ -111,7 +112,7 @@ class _Scan(torch.autograd.Function):
         grad_B, grad_C = A.new_empty(groups, *B.shape), A.new_empty(groups, *C.shape)
         grad_D, grad_delta_bias = A.new_empty(batch, inner), A.new_empty(batch, inner)
         arguments = _arguments(
-            *ctx.saved_tensors,
+            *saved,
             ctx.softplus,
             grad_y=with_channels_contiguous(grad_y),
             grad_final_state=None if grad_final_state is None else grad_final_state.contiguous(),
