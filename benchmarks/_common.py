@@ -33,7 +33,7 @@ def settle(calls: Iterable[Callable[[], Any]], rounds: int = 6) -> None:
     """Make the calls until a round of them leaves the process's peak of memory where it was.
 
     Where freed memory is kept, calls of different sizes share it in pieces, and the process grows for some rounds until
-    it has a place for each; the kernel clears what it gives, which can take a third of a call."""
+    it has a place for each; the kernel clears what it gives, and that takes a good part of a call."""
     calls = list(calls)
     for _ in range(rounds):
         before = _peak_of_memory()
