@@ -80,6 +80,15 @@ def test_logits_that_are_not_numbers_choose_an_expert_that_is_there(backend):
     assert choice.min() >= 0 and choice.max() < 8
 
 
+@pytest.mark.parametrize("backend", ["reference", *CPP[-1:]])
+def test_very_many_iterations_stay_where_they_converged(backend):
+    """Left alone the offsets sink by log(T / E) each time, and take their own last digits with them."""
+    logits = trained_router_logits()
+    with implementation(backend) as name:
+        choice = sinkhorn_choice(logits, iterations=20_000, backend=name)
+    assert (choice == exact_choice(logits, 100)).float().mean() > 0.999
+
+
 @pytest.mark.parametrize("iterations", [1, 5, 64])
 def test_logits_of_two_values_far_apart_are_chosen_as_in_float64(iterations, backend):
     likes = torch.rand(4096, 8, generator=torch.Generator().manual_seed(1)) < torch.linspace(0.05, 0.9, 8)
