@@ -13,10 +13,12 @@ from megatron_blackmamba.runtime.world import World
 
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip  (the model's package installed the patches)
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy  # isort: skip
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # isort: skip
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isort: skip
+    FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
@@ -57,7 +59,7 @@ def begin_save(folder: Path, world: World, state: dict) -> AsyncRequest:
 def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:
     """Weights and optimizer state, from whatever layout wrote them."""
     state = dist_checkpointing.load(
-        _state(model, optimizer, is_loading=True), str(folder), strict=StrictHandling.RAISE_ALL
+        _state(model, optimizer, is_loading=True), str(folder), _reader(folder), strict=StrictHandling.RAISE_ALL
     )
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -65,9 +67,17 @@ def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> No
 
 def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:
     """Weights alone; the optimizer starts afresh from them."""
-    state = dist_checkpointing.load({"model": _weights(model)}, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+    state = dist_checkpointing.load(
+        {"model": _weights(model)}, str(folder), _reader(folder), strict=StrictHandling.RAISE_UNEXPECTED
+    )
     model.load_state_dict(state["model"])
     optimizer.reload_model_params()
+
+
+def _reader(folder: Path) -> FullyParallelLoadStrategyWrapper:
+    """Replicas share the reading: each would read the whole optimizer state of its group, to keep its part of it."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
 
 
 def _state(model: LanguageModel, optimizer: MegatronOptimizer, is_loading: bool) -> dict:
