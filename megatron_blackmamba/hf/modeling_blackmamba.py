@@ -106,7 +106,7 @@ def causal_conv1d(x_BLI, weight_IK, bias_I, *, initial_window, reset_BL):
     return F.silu(y), inputs[:, L:] * ongoing[:, :, None]
 
 
-def selective_scan(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, *, z_BLI, delta_bias_I, initial_state_BIN, reset_BL):
+def selective_scan(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, initial_state_BIN, reset_BL):
     """The recurrence of Mamba-1, token by token in fp32; returns y_BLI in u's dtype and the last state."""
     u, B, C = widen(u_BLI), widen(B_BLN), widen(C_BLN)
     delta = F.softplus(widen(delta_BLI) + delta_bias_I)
@@ -148,9 +148,7 @@ class Linear(nn.Linear):
 class Words(nn.Embedding):
     """Ids to vectors and, since the output layer is the same matrix, hidden states to logits."""
 
-    def __init__(self, words, size, fast):
-        super().__init__(words, size)
-        self.fast = fast
+    fast = False
 
     def forward(self, x):
         return multiply(x, self.weight, self.fast) if x.is_floating_point() else super().forward(x)
@@ -158,8 +156,8 @@ class Words(nn.Embedding):
 
 class FinalNorm(nn.LayerNorm):
     def forward(self, x):
-        y = F.layer_norm(x, self.normalized_shape, widen(self.weight), widen(self.bias), self.eps)
-        return y.to(self.weight.dtype)
+        weight, bias = widen(self.weight), widen(self.bias)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -175,12 +173,10 @@ class RMSNorm(nn.Module):
 
 
 class Convolution(nn.Conv1d):
-    def __init__(self, size, taps, fast):
-        super().__init__(size, size, taps, groups=size)
-        self.fast = fast
+    fast = False
 
     def forward(self, x_BLI, window_BWI, reset_BL):
-        convolve = _fast_convolve if self.fast else causal_conv1d
+        convolve = partial(fast_conv1d, return_final_window=True) if self.fast else causal_conv1d
         return convolve(x_BLI, self.weight[:, 0], self.bias, initial_window=window_BWI, reset_BL=reset_BL)
 
 
@@ -209,7 +205,8 @@ class MambaMixer(nn.Module):
         self.splits = (config.dt_rank, N, N)
         self.fast = use_kernels(config)
         self.in_proj = Linear(D, 2 * I, self.fast)
-        self.conv1d = Convolution(I, K, self.fast)
+        self.conv1d = Convolution(I, I, K, groups=I)
+        self.conv1d.fast = self.fast
         self.x_proj = Linear(I, sum(self.splits), self.fast)
         self.dt_proj = TimeStep(config.dt_rank, I)
         self.A_log = nn.Parameter(torch.zeros(I, N))
@@ -234,36 +231,21 @@ class MambaMixer(nn.Module):
         if window is None:
             window = x.new_zeros(B, self.conv1d.kernel_size[0] - 1, x.shape[2])
             state = self.A_log.new_zeros(B, *self.A_log.shape)
-
         x, window = self.conv1d(x, window, reset_BL)
         if keep_BL1 is not None:
             x = x * keep_BL1  # the convolution's bias alone must not feed the state at padding
         dt_BLR, B_BLN, C_BLN = self.x_proj(x).split(self.splits, dim=-1)
-        delta_BLI, delta_bias_I = self.dt_proj(dt_BLR)
+        delta_BLI, bias_I = self.dt_proj(dt_BLR)
         scan = _fast_scan if self.fast else selective_scan
-        y, state = scan(
-            x,
-            delta_BLI,
-            -torch.exp(self.A_log),
-            B_BLN,
-            C_BLN,
-            self.D,
-            z_BLI=z,
-            delta_bias_I=delta_bias_I,
-            initial_state_BIN=state,
-            reset_BL=reset_BL,
-        )
+        y, state = scan(x, delta_BLI, -torch.exp(self.A_log), B_BLN, C_BLN, self.D, z, bias_I, state, reset_BL)
         if cache is not None:
             cache.windows[self.layer], cache.states[self.layer] = window, state
         return self.out_proj(y.to(u_BLD.dtype))
 
 
-def _fast_convolve(*args, **kwargs):
-    return fast_conv1d(*args, **kwargs, return_final_window=True)
-
-
-def _fast_scan(u_BLI, delta_BLI, *args, **kwargs):
-    return fast_scan(u_BLI, delta_BLI.to(u_BLI.dtype), *args, **kwargs, return_final_state=True)
+def _fast_scan(u, delta, A, B, C, D, z, bias, state, reset):
+    options = {"z_BLI": z, "delta_bias_I": bias, "initial_state_BIN": state, "reset_BL": reset}
+    return fast_scan(u, delta.to(u.dtype), A, B, C, D, **options, return_final_state=True)
 
 
 class Expert(nn.Module):
@@ -286,7 +268,6 @@ class Experts(nn.Module):
         self.local_experts = nn.ModuleList([Expert(config) for _ in range(experts)])
 
     def forward(self, u_BLD):
-        """The output, and the expert of every token."""
         x_TD = u_BLD.flatten(0, 1)
         best_T, choice_T = self.router(x_TD).max(dim=-1)  # of the logits: their sigmoids saturate, and then tie
         order_T = choice_T.argsort(stable=True)
@@ -316,7 +297,8 @@ class Layer(nn.Module):
 class Embedding(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.word_embeddings = Words(config.vocab_size, config.hidden_size, use_kernels(config))
+        self.word_embeddings = Words(config.vocab_size, config.hidden_size)
+        self.word_embeddings.fast = use_kernels(config)
 
 
 class Decoder(nn.Module):
@@ -361,12 +343,9 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         std = self.config.initializer_range
-        if isinstance(module, (nn.Linear, nn.Embedding, TimeStep)):
-            nn.init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, (RMSNorm, nn.LayerNorm)):
-            nn.init.ones_(module.weight)
+        norms = (RMSNorm, nn.LayerNorm)
+        if isinstance(module, (nn.Linear, nn.Embedding, TimeStep, *norms)):
+            nn.init.ones_(module.weight) if isinstance(module, norms) else nn.init.normal_(module.weight, std=std)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, MambaMixer) and not getattr(module.A_log, "_is_hf_initialized", False):
@@ -392,8 +371,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         return self.embedding.word_embeddings
 
     def set_input_embeddings(self, embeddings):
-        """Only the weight: the module may be a plain nn.Embedding, which gives no logits."""
-        words = self.embedding.word_embeddings
+        words = self.embedding.word_embeddings  # kept, since a plain nn.Embedding gives no logits
         words.weight, words.num_embeddings = embeddings.weight, embeddings.num_embeddings
 
     def forward(
@@ -418,8 +396,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if checkpointing and cache is not None:
             raise ValueError(
-                "gradient checkpointing runs each layer a second time, when the state has moved on: train without "
-                "use_cache and past_key_values, or call gradient_checkpointing_disable()"
+                "gradient checkpointing goes with no state: no use_cache, or gradient_checkpointing_disable()"
             )
         keep_BL1 = self._keep(attention_mask, residual)
         reset_BL = self._resets(input_ids, past_key_values)
@@ -428,19 +405,15 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         for layer in self.decoder.layers:
             run = partial(self._gradient_checkpointing_func, layer.__call__) if checkpointing else layer
             residual, choice_BL = run(residual, keep_BL1, reset_BL, cache)
-            if choice_BL is not None:
-                choices.append(choice_BL)
+            choices += [] if choice_BL is None else [choice_BL]
             if hidden_states is not None:
                 hidden_states.append(residual)
         if cache is not None:
             cache.seen += residual.shape[1]
             cache.last_tokens = None if input_ids is None else input_ids[:, -1]
-        output = BlackMambaOutput(
-            last_hidden_state=self.decoder.final_layernorm(residual),
-            past_key_values=cache,
-            hidden_states=None if hidden_states is None else tuple(hidden_states),
-            router_choices=tuple(choices) if output_router_choices else None,
-        )
+        states = None if hidden_states is None else tuple(hidden_states)
+        routes = tuple(choices) if output_router_choices else None
+        output = BlackMambaOutput(self.decoder.final_layernorm(residual), cache, states, routes)
         return output.to_tuple() if return_dict is False else output
 
     def _keep(self, attention_mask, residual_BLD):
@@ -487,27 +460,16 @@ class BlackMambaForCausalLM(BlackMambaModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ):
-        output = super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_router_choices=output_router_choices,
+        body = super().forward(
+            *(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache),
+            *(output_hidden_states, output_router_choices),
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.get_input_embeddings()(output.last_hidden_state[:, kept])
+        logits = self.get_input_embeddings()(body.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = BlackMambaCausalOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
-            router_choices=output.router_choices,
-        )
+        output = BlackMambaCausalOutput(loss, logits, body.past_key_values, body.hidden_states, body.router_choices)
         return output.to_tuple() if return_dict is False else output
 
     def prepare_inputs_for_generation(
