@@ -1,5 +1,6 @@
 """Installation: the package, its configs and scripts as package data, and the optional C++ extension."""
 
+import hashlib
 import os
 import platform
 import shutil
@@ -89,12 +90,14 @@ class BuildKernels(build_ext):
         folder = Path(self.build_temp)
         folder.mkdir(parents=True, exist_ok=True)
         isas = ISA_FLAGS if platform.machine() in ("x86_64", "AMD64") else {"plain": []}
+        digest = hashlib.sha256(b"".join(Path(path).read_bytes() for path in sorted([*ext.sources, *ext.depends])))
+        digest_flag = f'-DBLACKMAMBA_SOURCES="{digest.hexdigest()}"'
         objects = []
         for source in ext.sources:
             versions = isas if '"simd.h"' in Path(source).read_text() else {"any": []}
             for isa, flags in versions.items():
                 objects.append(str(folder / f"{Path(source).stem}.{isa}.o"))
-                self.run_compiler(*flags, f"-DBLACKMAMBA_ISA={isa}", "-c", source, "-o", objects[-1])
+                self.run_compiler(*flags, f"-DBLACKMAMBA_ISA={isa}", digest_flag, "-c", source, "-o", objects[-1])
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
         self.run_compiler("-shared", *objects, "-o", f"{library}.new")

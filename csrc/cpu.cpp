@@ -9,3 +9,6 @@ extern "C" __attribute__((visibility("default"))) const char* blackmamba_best_is
 #endif
   return "plain";
 }
+
+// Digest of the sources, by which the package knows a library that is older than they are.
+extern "C" __attribute__((visibility("default"))) const char* blackmamba_built_from() { return BLACKMAMBA_SOURCES; }

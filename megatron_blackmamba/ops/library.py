@@ -4,7 +4,9 @@ BLACKMAMBA_ISA=avx512|avx2|plain takes another version, for tests and comparison
 """
 
 import ctypes
+import hashlib
 import os
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ import torch
 from torch import Tensor
 
 LIBRARY = Path(__file__).parent / "libblackmamba.so"
+SOURCES = Path(__file__).parents[2] / "csrc"
+"""Where the package runs from its source tree; an installed one has none, and its library fits it."""
 ISAS = ("plain", "avx2", "avx512")  # each machine that runs one runs those before it
 
 
+@cache
 def unavailable() -> str | None:
     """Why the C++ kernels cannot be used here, or None."""
     if not LIBRARY.exists():
@@ -24,7 +29,27 @@ def unavailable() -> str | None:
         _load()
     except OSError as error:
         return f"the C++ kernels do not load: {error}"
+    if SOURCES.is_dir() and _built_from() != _digest():
+        reason = "the C++ kernels were built from other sources than csrc/ holds now: run `make install`"
+        warnings.warn(f"{reason}. Until then PyTorch does their work, several times slower.", stacklevel=2)
+        return reason
     return None
+
+
+def _built_from() -> str | None:
+    """The digest that the build left in the library; those before it left none."""
+    try:
+        built_from = _load().blackmamba_built_from
+    except AttributeError:
+        return None
+    built_from.restype = ctypes.c_char_p
+    return built_from().decode()
+
+
+def _digest() -> str:
+    """Of what the library is made of, as setup.py computes it."""
+    files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 @cache

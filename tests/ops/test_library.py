@@ -41,6 +41,16 @@ print(matvec(torch.randn(3, 4), y[0]).shape)
     assert done.returncode == 0 and "torch.Size([5, 3])" in done.stdout, done.stderr
 
 
+@pytest.mark.skipif(not ISAS, reason="the C++ kernels are not built")
+def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
+    """As after a `git pull` without a new build: its structures may be others, a symbol may be missing."""
+    assert library.unavailable() is None
+    (tmp_path / "scan.cpp").write_text("// another day's")
+    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    with pytest.warns(UserWarning, match="several times slower"):
+        assert "run `make install`" in library.unavailable.__wrapped__()
+
+
 @pytest.mark.parametrize("name", CPP)
 def test_a_kernel_runs_after_a_fork(name, monkeypatch):
     """Data loaders fork: threads that a kernel had started before must not be waited for after."""
