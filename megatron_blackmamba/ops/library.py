@@ -85,6 +85,8 @@ class Arguments(ctypes.Structure):
     def set(self, **values: object) -> None:
         for name, value in values.items():
             if isinstance(value, Tensor):
+                if not value.is_cpu:  # its address would end the process
+                    raise ValueError(f"{name} is on {value.device}, and the C++ kernels compute on the CPU")
                 self.tensors.append(value)
                 if hasattr(self, f"{name}_strides"):
                     getattr(self, f"{name}_strides")[:] = value.stride()[:2]

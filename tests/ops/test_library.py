@@ -51,6 +51,11 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
         assert "run `make install`" in library.unavailable.__wrapped__()
 
 
+def test_a_tensor_that_is_elsewhere_is_refused_and_not_read():
+    with pytest.raises(ValueError, match="weight is on meta"):
+        library.Arguments(weight=torch.empty(2, device="meta"))
+
+
 @pytest.mark.parametrize("name", CPP)
 def test_a_kernel_runs_after_a_fork(name, monkeypatch):
     """Data loaders fork: threads that a kernel had started before must not be waited for after."""
