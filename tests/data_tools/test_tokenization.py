@@ -372,7 +372,12 @@ def test_two_at_once_on_one_shard_is_refused(tokenizer_file, run, write_jsonl, t
 def test_ctrl_c_stops_all_processes_and_cleans_up(tokenizer_file, tmp_path):
     paths = [large_file(tmp_path / f"{i}.jsonl", 30) for i in range(2)]
     arguments = command(tokenizer_file, *paths, tmp_path / "out", "--shard-size", "1", "--workers", "2")
-    process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        arguments,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     wait_for(lambda: has_content(tmp_path / "out"), process)
     os.killpg(process.pid, signal.SIGINT)
     process.wait(60)
