@@ -40,6 +40,7 @@ SEQUENCE_LENGTH = 2048
 PAPER_SAMPLES = 146_484_375
 PAPER_TOKENS_PER_DOCUMENT = 1035  # 1.2 billion documents
 SHARD_TOKENS = 10**9
+HELD_OUT_TOKENS = 10**7
 SHARDS_OF_SERIES = 10
 BATCH = 8
 READS = 500
@@ -107,18 +108,19 @@ def write_paper(folder: Path) -> int:
     (folder / "mixture.yaml").write_text(mixture)
     count = 0
     for source in Mixture.read(folder / "mixture.yaml").sources:
-        left, number = source.tokens or 0, 1
-        while left > 0:
-            tokens = min(left, SHARD_TOKENS) if number > 1 else 10**7  # the first is held out
-            left -= tokens if number > 1 else 0
+        whole, rest = divmod(source.tokens or 0, SHARD_TOKENS)
+        shards = {f"{source.name}/shard_{number:05}": SHARD_TOKENS for number in range(1, whole + 1)}
+        shards |= {f"{source.name}/shard_{whole + 1:05}": rest} if rest else {}
+        shards |= {f"{place}/shard_00001": HELD_OUT_TOKENS for place in source.validation}
+        for name, tokens in shards.items():
             documents = -(-tokens // PAPER_TOKENS_PER_DOCUMENT)
-            prefix = folder / source.name / f"shard_{number:05}"
-            prefix.parent.mkdir(exist_ok=True)
+            prefix = folder / name
+            prefix.parent.mkdir(parents=True, exist_ok=True)
             header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1)
             sparse(beside(prefix, ".idx"), idx_bytes(documents, documents), header)
             sparse(beside(prefix, ".bin"), 2 * tokens)
             write_manifest(prefix, tokens, documents)
-            number, count = number + 1, count + 1
+        count += len(shards)
     return count
 
 
