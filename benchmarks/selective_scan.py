@@ -9,6 +9,9 @@ transformers   mamba_selective_scan of transformers 5, its path without CUDA ker
 mambapy        its parallel scan, with softplus, skip and gate around it
 mamba_ssm      its CUDA kernel (GPUs only)
 
+On a CPU the peers spend much of their time on pages that the kernel clears for them, since PyTorch gives freed memory
+back. With --keep-memory all of them hold it, as our training runs do: the slow peers gain most.
+
 limit          the exponentials of the scan (N + 2 a channel and token forward, 2 N + 6 forward + backward) at the
                rate at which this machine computes them in a loop that does nothing else
 """
@@ -39,10 +42,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--without-slow-peers", action="store_true", help="leave out transformers and mambapy")
+    parser.add_argument("--keep-memory", action="store_true", help="hold freed memory, as training runs on CPUs do")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.device == "cpu":
-        keep_freed_memory()  # as a training process does; the peers gain from it too
+    if options.keep_memory:
+        keep_freed_memory()
 
     inputs = scan_inputs(options)
     ways = backends(options.device)
