@@ -11,18 +11,14 @@ from torch import Tensor
 
 from megatron_blackmamba.ops import library
 
+why_not_cpp = library.unsupported
+
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """Return the fp32 loss of each token. The backward pass overwrites the logits: nobody may need them after it."""
     if reason := why_not_cpp(logits_TV):
         raise ValueError(f"cross_entropy cannot run here: {reason}")
     return _CrossEntropy.apply(logits_TV, labels_T)
-
-
-def why_not_cpp(logits_TV: Tensor) -> str | None:
-    if logits_TV.device.type != "cpu" or logits_TV.dtype not in (torch.float32, torch.bfloat16):
-        return f"{logits_TV.dtype} on {logits_TV.device.type}"
-    return library.unavailable()
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops import library
 
+why_not_cpp = library.unsupported
 # SwiGLU, and GeGLU with the exact (erf) GELU.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
@@ -23,12 +24,6 @@ def gated(gate_up_TG: Tensor, activation: str, weights_T: Tensor | None = None) 
         y_TF = ACTIVATIONS[activation](gate_TF) * up_TF
         return y_TF if weights_T is None else (y_TF * weights_T[:, None]).to(y_TF.dtype)
     return _Gated.apply(gate_up_TG, weights_T, activation == "gelu")
-
-
-def why_not_cpp(gate_up_TG: Tensor) -> str | None:
-    if gate_up_TG.device.type != "cpu" or gate_up_TG.dtype not in (torch.float32, torch.bfloat16):
-        return f"{gate_up_TG.dtype} on {gate_up_TG.device.type}"
-    return library.unavailable()
 
 
 class _Gated(torch.autograd.Function):

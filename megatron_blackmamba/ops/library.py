@@ -36,6 +36,13 @@ def unavailable() -> str | None:
     return None
 
 
+def unsupported(x: Tensor) -> str | None:
+    """Why the C++ kernels cannot take this tensor here, or None: they compute in fp32 on CPUs, and also read bf16."""
+    if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16):
+        return f"{x.dtype} on {x.device.type}"
+    return unavailable()
+
+
 def _built_from() -> str | None:
     """The digest that the build left in the library; those before it left none."""
     try:
