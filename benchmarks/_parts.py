@@ -8,6 +8,7 @@ processor's.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ PARTS = {
     "RMSNorm": "norms",
     "LayerNorm": "norms",
     "LanguageModelEmbedding": "embedding, head",
-    "ColumnParallelLinear": "embedding, head",  # those inside the mixers are under a mark already
+    "ColumnLinear": "embedding, head",  # those inside the mixers are under a mark already
 }
 BY_OPERATION = {
     "adding up gradients": (
@@ -87,13 +88,19 @@ def breakdown(
     return Breakdown(recorded.events(), steps, step_ms, on_gpu)
 
 
+def part_of(name: str, module: nn.Module) -> str | None:
+    """The part that a module's forward pass is, if it is one."""
+    kind = type(module).__name__
+    return None if kind == "ColumnLinear" and ".mixer." in name else PARTS.get(kind)
+
+
 @contextmanager
 def marked(model: nn.Module) -> Iterator[None]:
     """Within, the forward passes of the model's parts carry their names into a profile."""
     open_marks: list[Any] = []
 
-    def enter(module: nn.Module, _: Any) -> None:
-        open_marks.append(record_function(MARK + PARTS[type(module).__name__]))
+    def enter(part: str, *_: Any) -> None:
+        open_marks.append(record_function(MARK + part))
         open_marks[-1].__enter__()
 
     def leave(*_: Any) -> None:
@@ -101,9 +108,8 @@ def marked(model: nn.Module) -> Iterator[None]:
 
     hooks = []
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if kind in PARTS and not (kind == "ColumnParallelLinear" and ".mixer." in name):
-            hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        if part := part_of(name, module):
+            hooks += [module.register_forward_pre_hook(partial(enter, part)), module.register_forward_hook(leave)]
     try:
         yield
     finally:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatron_blackmamba.config import RunConfig, load
 
 OFF = ("checkpoint.every=0", "training.evaluate_every=0", "logging.tensorboard=false")
@@ -39,3 +41,24 @@ def _start(config: RunConfig, here: Any, stop: Any, watchdog: Any, name: str, sc
     trainer = Trainer(config.model_copy(update={"model": model, "name": name}), here, stop, watchdog)
     trainer.begin()
     return trainer
+
+
+def on_random_tokens(
+    config: RunConfig, here: Any, trainable: Any, length: int, sequences: int
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Gradients and update of a step on one micro-batch of so many sequences of this length."""
+    from megatron_blackmamba.runtime.device import device
+    from megatron_blackmamba.training.step import Step
+
+    data = config.data.model_copy(update={"sequence_length": length})
+    training = config.training.model_copy(update={"global_batch": sequences, "micro_batch": sequences})
+    step = Step(config.model_copy(update={"data": data, "training": training}), here, trainable, sources=1)
+    seeded = torch.Generator().manual_seed(length)
+    text = torch.randint(config.model.vocab_size, (sequences, length + 1), generator=seeded).to(device())
+    batch = {
+        "tokens": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "loss_mask": torch.ones(sequences, length, device=text.device),
+        "source_ids": torch.zeros(sequences, dtype=torch.int64, device=text.device),
+    }
+    return lambda: step.gradients(iter([batch])), step.update

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import _common
 from benchmarks._parts import breakdown
-from benchmarks._trainer import a_run
+from benchmarks._trainer import a_run, on_random_tokens
 from megatron_blackmamba.config import RunConfig, load
 
 DENSE = ("mamba_343m", "transformer_340m")
@@ -67,28 +67,14 @@ class Subject:
 
     def __init__(self, name: str, config: RunConfig, here: Any):
         from megatron_blackmamba import model as modelling
-        from megatron_blackmamba.runtime.device import device
         from megatron_blackmamba.training.optimizer import make_trainable
 
-        self.name, self.config, self.here, self.device = name, config, here, device()
+        self.name, self.config, self.here = name, config, here
         self.trainable = make_trainable(config, modelling.build(config, here), here)
 
     def step_on(self, sequences: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Gradients and update of a step on so many sequences."""
-        from megatron_blackmamba.training.step import Step
-
-        sized = {"global_batch": sequences, "micro_batch": sequences}
-        config = self.config.model_copy(update={"training": self.config.training.model_copy(update=sized)})
-        step = Step(config, self.here, self.trainable, sources=1)
-        length = config.data.sequence_length
-        text = torch.randint(config.model.vocab_size, (sequences, length + 1), device=self.device)
-        batch = {
-            "tokens": text[:, :-1].contiguous(),
-            "labels": text[:, 1:].contiguous(),
-            "loss_mask": torch.ones(sequences, length, device=self.device),
-            "source_ids": torch.zeros(sequences, dtype=torch.long, device=self.device),
-        }
-        return lambda: step.gradients(iter([batch])), step.update
+        return on_random_tokens(self.config, self.here, self.trainable, self.config.data.sequence_length, sequences)
 
     def peak_bytes(self, sequences: int) -> int | None:
         """What gradients take at most, beside weights and the optimizer's state; None if that is too much."""

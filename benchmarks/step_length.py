@@ -12,14 +12,12 @@ enough rounds that it has all the memory it will need.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks import _common
-from benchmarks._trainer import a_run
-from megatron_blackmamba.config import RunConfig
+from benchmarks._trainer import a_run, on_random_tokens
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 UPDATE = (0, 0)
@@ -36,7 +34,9 @@ def main() -> None:
     with a_run(options.config, *one) as (config, here, start):
         trainer = start(name="step")
         shapes = dict.fromkeys((length, many) for length in options.lengths for many in (longest // length, 1))
-        calls: dict[Any, Callable] = {shape: gradients(config, here, trainer, *shape) for shape in shapes}
+        calls: dict[Any, Callable] = {
+            shape: on_random_tokens(config, here, trainer.trainable, *shape)[0] for shape in shapes
+        }
         calls[UPDATE] = trainer.step.update
         _common.settle(calls.values())
         seconds = _common.interleaved(
@@ -50,23 +50,6 @@ def main() -> None:
         },
         options.json,
     )
-
-
-def gradients(config: RunConfig, here: Any, trainer: Any, length: int, many: int) -> Callable[[], Any]:
-    """The gradients of one micro-batch of so many sequences of this length, on the trainer's model."""
-    from megatron_blackmamba.training.step import Step
-
-    data = config.data.model_copy(update={"sequence_length": length})
-    training = config.training.model_copy(update={"global_batch": many, "micro_batch": many})
-    step = Step(config.model_copy(update={"data": data, "training": training}), here, trainer.trainable, 1)
-    text = torch.randint(config.model.vocab_size, (many, length + 1), generator=torch.Generator().manual_seed(length))
-    batch = {
-        "tokens": text[:, :-1],
-        "labels": text[:, 1:],
-        "loss_mask": torch.ones(many, length),
-        "source_ids": torch.zeros(many, dtype=torch.int64),
-    }
-    return partial(lambda step, batch: step.gradients(iter([batch])), step, batch)
 
 
 def rows(seconds: dict[tuple[int, int], list[float]]) -> list[dict[str, Any]]:

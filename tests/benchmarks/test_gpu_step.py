@@ -5,8 +5,11 @@ from types import SimpleNamespace
 import pytest
 from torch.autograd import DeviceType
 
-from benchmarks._parts import REST, Breakdown
+from benchmarks._parts import REST, Breakdown, part_of
 from benchmarks.gpu_step import most_sequences
+from megatron_blackmamba import model
+from megatron_blackmamba.config import ParallelConfig, load
+from megatron_blackmamba.runtime import world
 
 GIB = 2**30
 
@@ -63,3 +66,17 @@ def test_kernels_of_the_backward_pass_count_for_the_part_that_made_them():
     assert found.parts["router"][1] == 3.0  # all of it matrix products
     assert found.rows()[-1]["ms"] == 2.5  # of 10, nothing ran
     assert [kernel["kernel"] for kernel in found.kernels][:2] == ["gemm", "forward"]
+
+
+def test_every_part_of_a_model_is_found_under_the_class_it_has():
+    """A renamed class would leave its time to the others without a word."""
+    with world.fake(ParallelConfig(), world_size=1) as place:
+        modules = dict(model.build(load("tiny"), place).named_modules())
+    found = {name: part for name, module in modules.items() if (part := part_of(name, module))}
+    assert found["embedding"] == found["output_layer"] == "embedding, head"
+    assert {found["decoder.layers.0.mixer"], found["decoder.layers.1.mixer"]} == {
+        "Mamba, but scan and convolution",
+        "dispatch",
+    }
+    assert set(found.values()) >= {"router", "experts", "norms"}
+    assert not any(".mixer.in_proj" in name for name in found)
