@@ -18,8 +18,6 @@ INLINE vfloat load_logits(const T* p, int n) {
   return v;
 }
 
-INLINE int lanes_at(int64_t i, int64_t V) { return (int)(V - i < W ? V - i : W); }
-
 INLINE float value(const float* p) { return *p; }
 INLINE float value(const bfloat16* p) { return load(p, 1)[0]; }
 
@@ -53,21 +51,16 @@ void backward_row(const CrossEntropy& s, int64_t t) {
   }
 }
 
-template <class Row>
-void for_rows(const CrossEntropy& s, Row row) {
-  auto work = [&](int64_t unit) {
-    const int64_t end = (unit + 1) * ROWS_OF_A_UNIT;
-    for (int64_t t = unit * ROWS_OF_A_UNIT; t < (end < s.T ? end : s.T); t++) row(s, t);
-  };
-  run_in_parallel((s.T + ROWS_OF_A_UNIT - 1) / ROWS_OF_A_UNIT, (int)s.threads, work);
+void for_tokens(const CrossEntropy& s, void (*row)(const CrossEntropy&, int64_t)) {
+  for_rows(s.T, ROWS_OF_A_UNIT, s.threads, [&](int64_t t, int64_t) { row(s, t); });
 }
 
 }  // namespace
 
 EXPORT(cross_entropy_forward)(const CrossEntropy* s) {
-  for_rows(*s, s->is_bf16 ? forward_row<bfloat16> : forward_row<float>);
+  for_tokens(*s, s->is_bf16 ? forward_row<bfloat16> : forward_row<float>);
 }
 
 EXPORT(cross_entropy_backward)(const CrossEntropy* s) {
-  for_rows(*s, s->is_bf16 ? backward_row<bfloat16> : backward_row<float>);
+  for_tokens(*s, s->is_bf16 ? backward_row<bfloat16> : backward_row<float>);
 }

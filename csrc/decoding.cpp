@@ -18,8 +18,6 @@ struct Places {
   }
 };
 
-INLINE int lanes_at(int64_t i, int64_t end) { return end - i < W ? (int)(end - i) : W; }
-
 void rms_norm(float* y, const float* x, const float* weight, int64_t size, float eps) {
   vfloat squares = {};
   for (int64_t i = 0; i < size; i += W) {

@@ -31,7 +31,7 @@ void forward_row(const Gated& s, int64_t t) {
   T* y = (T*)s.y + t * s.F;
   const float weight = s.weights ? s.weights[t] : 1.0f;
   for (int64_t i = 0; i < s.F; i += W) {
-    const int n = (int)(s.F - i < W ? s.F - i : W);
+    const int n = lanes_at(i, s.F);
     store(y + i, Activation::at(load(gate + i, n)).value * load(up + i, n) * weight, n);
   }
 }
@@ -44,7 +44,7 @@ void backward_row(const Gated& s, int64_t t) {
   const float weight = s.weights ? s.weights[t] : 1.0f;
   vfloat grad_weight = {};
   for (int64_t i = 0; i < s.F; i += W) {
-    const int n = (int)(s.F - i < W ? s.F - i : W);
+    const int n = lanes_at(i, s.F);
     const Activation act = Activation::at(load(gate + i, n));
     const vfloat u = load(up + i, n), g = load(grad_y + i, n);
     grad_weight = fma(g, act.value * u, grad_weight);
@@ -54,23 +54,18 @@ void backward_row(const Gated& s, int64_t t) {
   if (s.grad_weights) s.grad_weights[t] = sum(grad_weight);
 }
 
-template <class Row>
-void for_rows(const Gated& s, Row row) {
-  auto work = [&](int64_t unit) {
-    const int64_t end = (unit + 1) * ROWS_OF_A_UNIT;
-    for (int64_t t = unit * ROWS_OF_A_UNIT; t < (end < s.T ? end : s.T); t++) row(s, t);
-  };
-  run_in_parallel((s.T + ROWS_OF_A_UNIT - 1) / ROWS_OF_A_UNIT, (int)s.threads, work);
+void for_tokens(const Gated& s, void (*row)(const Gated&, int64_t)) {
+  for_rows(s.T, ROWS_OF_A_UNIT, s.threads, [&](int64_t t, int64_t) { row(s, t); });
 }
 
 template <class Activation>
 void forward(const Gated& s) {
-  for_rows(s, s.is_bf16 ? forward_row<bfloat16, Activation> : forward_row<float, Activation>);
+  for_tokens(s, s.is_bf16 ? forward_row<bfloat16, Activation> : forward_row<float, Activation>);
 }
 
 template <class Activation>
 void backward(const Gated& s) {
-  for_rows(s, s.is_bf16 ? backward_row<bfloat16, Activation> : backward_row<float, Activation>);
+  for_tokens(s, s.is_bf16 ? backward_row<bfloat16, Activation> : backward_row<float, Activation>);
 }
 
 }  // namespace

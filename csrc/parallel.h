@@ -18,7 +18,18 @@ static inline void run_in_parallel(int64_t count, int threads, Work& work, int64
   run_in_parallel(count, threads, call, &work, patience);
 }
 
-// The same in a few stretches of neighbouring indices for each thread: memory is fastest when a thread reads much of it
+// row(t, unit) for every row of a tensor, in units of neighbouring rows: their size and not the number of threads decides
+// which rows share what a unit leaves.
+template <class Row>
+static inline void for_rows(int64_t rows, int64_t rows_of_a_unit, int64_t threads, Row row) {
+  auto work = [&](int64_t unit) {
+    const int64_t end = (unit + 1) * rows_of_a_unit;
+    for (int64_t t = unit * rows_of_a_unit; t < (end < rows ? end : rows); t++) row(t, unit);
+  };
+  run_in_parallel((rows + rows_of_a_unit - 1) / rows_of_a_unit, (int)threads, work);
+}
+
+// As run_in_parallel, in a few stretches of neighbouring indices for each thread: memory is fastest when a thread reads much of it
 // from front to back. What comes next comes soon.
 template <class Work>
 static inline void run_in_stretches(int64_t count, int64_t threads, Work work) {

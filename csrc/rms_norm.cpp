@@ -12,8 +12,6 @@ namespace {
 
 constexpr int64_t ROWS_OF_A_UNIT = 64;  // as in megatron_blackmamba/ops/rms_norm.py
 
-INLINE int lanes_at(int64_t i, int64_t D) { return (int)(D - i < W ? D - i : W); }
-
 template <class T>
 void forward_row(const RmsNorm& s, int64_t t) {
   const float* x = s.x + t * s.D;
@@ -50,23 +48,16 @@ void backward_row(const RmsNorm& s, int64_t t, float* grad_weight) {
   }
 }
 
-template <class Row>
-void for_units(const RmsNorm& s, Row row) {
-  auto work = [&](int64_t unit) {
-    const int64_t end = (unit + 1) * ROWS_OF_A_UNIT;
-    for (int64_t t = unit * ROWS_OF_A_UNIT; t < (end < s.T ? end : s.T); t++) row(t, unit);
-  };
-  run_in_parallel((s.T + ROWS_OF_A_UNIT - 1) / ROWS_OF_A_UNIT, (int)s.threads, work);
-}
-
 }  // namespace
 
 EXPORT(rms_norm_forward)(const RmsNorm* s) {
-  for_units(*s, [s](int64_t t, int64_t) { s->is_bf16 ? forward_row<bfloat16>(*s, t) : forward_row<float>(*s, t); });
+  for_rows(s->T, ROWS_OF_A_UNIT, s->threads, [s](int64_t t, int64_t) {
+    s->is_bf16 ? forward_row<bfloat16>(*s, t) : forward_row<float>(*s, t);
+  });
 }
 
 EXPORT(rms_norm_backward)(const RmsNorm* s) {
-  for_units(*s, [s](int64_t t, int64_t unit) {
+  for_rows(s->T, ROWS_OF_A_UNIT, s->threads, [s](int64_t t, int64_t unit) {
     float* grad_weight = s->grad_weight + unit * s->D;
     if (t == unit * ROWS_OF_A_UNIT) memset(grad_weight, 0, s->D * sizeof(float));
     s->is_bf16 ? backward_row<bfloat16>(*s, t, grad_weight) : backward_row<float>(*s, t, grad_weight);

@@ -56,6 +56,9 @@ INLINE vfloat load(const float* p) {
 
 INLINE void store(float* p, vfloat v) { memcpy(p, &v, sizeof v); }
 
+// How many of the W numbers from i on lie before the end.
+INLINE int lanes_at(int64_t i, int64_t end) { return end - i < W ? (int)(end - i) : W; }
+
 // Loads and stores of the first n lanes: the last block of channels may be narrower than a vector.
 INLINE vfloat load(const float* p, int n) {
   if (n == W) return load(p);
