@@ -1,0 +1,49 @@
+"""Every promise in the tables "Fault | What happens | Test" names tests that exist."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = "| Fault | What happens | Test |"
+PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if HEADER in page.read_text()]
+TEST = re.compile(r"`(?:(tests/[\w/]+\.py)::)?(test_\w+)`")
+
+
+def promises(page):
+    """Yield fault, outcome and the named tests of every row; a name without a file is in the file named before it."""
+    for table in page.read_text().split(HEADER)[1:]:
+        for line in table.strip().splitlines()[1:]:
+            if not line.startswith("|"):
+                break
+            fault, outcome, tests = (cell.strip() for cell in line.strip().strip("|").split(" | "))
+            found, file = [], None
+            for named, test in TEST.findall(tests):
+                file = named or file
+                found.append((file, test))
+            yield fault, outcome, found
+
+
+@cache
+def named_tests(file):
+    tree = ast.parse((ROOT / file).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_training_promises_are_in_a_table():
+    assert ROOT / "docs" / "training.md" in PAGES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_promise_names_existing_tests(page):
+    rows = list(promises(page))
+    assert len(rows) > 3
+    for fault, outcome, tests in rows:
+        assert fault and outcome
+        assert tests, f"{page.name}: no test is named for: {fault}"
+        for file, test in tests:
+            assert file and (ROOT / file).is_file(), f"{page.name}: {file} for {test} does not exist"
+            assert test in named_tests(file), f"{page.name}: {file} has no {test}"
