@@ -35,6 +35,8 @@ class DataConfig(Section):
     seed: int = 1234
     workers: int = Field(2, ge=0)
     """Threads that read ahead."""
+    verify_rate: float = Field(100.0, ge=0)
+    """Megabytes per second that each rank reads to compare the shards with their manifests; 0 switches this off."""
     synthetic: SyntheticConfig = SyntheticConfig()
 
     @model_validator(mode="after")

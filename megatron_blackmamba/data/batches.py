@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.data.datasets import DataError
+from megatron_blackmamba.formats.shards import ShardError
 
 Batch = dict[str, Tensor]
 """tokens, labels, loss_mask [B, S]; source_ids, sample_ids [B]."""
@@ -112,9 +113,15 @@ class BatchStream:
         return sample
 
     def _read(self, samples: list[int]) -> Batch:
-        rows = [self.dataset[max(sample, 0)] for sample in samples]
+        rows = [self._row(max(sample, 0)) for sample in samples]
         batch = {key: torch.stack([row[key] for row in rows]) for key in ("tokens", "labels", "loss_mask")}
         batch["source_ids"] = torch.tensor([row.get("dataset_id", self.source_id) for row in rows])
         batch["sample_ids"] = torch.tensor(samples)
         batch["loss_mask"] *= (batch["sample_ids"] >= 0)[:, None]
         return batch
+
+    def _row(self, sample: int) -> dict[str, Any]:
+        try:
+            return self.dataset[sample]
+        except ShardError as error:
+            raise ShardError(f"sample {sample}: {error}") from None

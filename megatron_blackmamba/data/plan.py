@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class DataPlan:
     validation: dict[str, WindowDataset]
     record: dict[str, Any]
     """For data_plan.json: everything that decides the samples, and where the data lay."""
+    shards: list[Shard] = field(default_factory=list)
+    """All training and validation shards; empty for synthetic data."""
 
     @property
     def source_names(self) -> list[str]:
@@ -116,7 +118,8 @@ def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int) -> D
     record = _record(
         config, sources, schedule, _describe_tokenizer([shard for shards, _ in opened for shard in shards])
     )
-    return DataPlan(MixtureDataset(train, schedule, total_samples, core), validation, record)
+    shards = [shard for both in opened for part in both for shard in part]
+    return DataPlan(MixtureDataset(train, schedule, total_samples, core), validation, record, shards)
 
 
 def _core_config(config: DataConfig, names: list[str]) -> BlendedMegatronDatasetConfig:

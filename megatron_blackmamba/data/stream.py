@@ -13,27 +13,30 @@ from itertools import accumulate
 import numpy as np
 
 from megatron_blackmamba.data.open_files import allow_open_files
-from megatron_blackmamba.formats.shards import Shard
+from megatron_blackmamba.formats.shards import Shard, ShardError, check_idx
 
 
 class TokenStream:
     """All tokens of some shards, memory-mapped, in the given order."""
 
-    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+    def __init__(self, parts: Sequence[np.ndarray], shards: Sequence[Shard] = ()) -> None:
+        """shards: those of the parts, to name what is outside their vocabulary; without them nothing is checked."""
         self._parts = [part for part in parts if len(part)]
+        self._shards = [shard for shard in shards if shard.manifest.tokens]
+        self._vocab_size = max((shard.manifest.vocab_size for shard in shards), default=None)
         self._ends = list(accumulate(len(part) for part in self._parts))
         self.tokens = self._ends[-1] if self._ends else 0
 
     @classmethod
     def of_shards(cls, shards: Sequence[Shard]) -> "TokenStream":
         allow_open_files(len(shards))
-        return cls([_map(shard) for shard in shards])
+        return cls([_map(shard) for shard in shards], shards)
 
     def __len__(self) -> int:
         return self.tokens
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """`length` tokens from `start`, as int64; after the last token comes the first again."""
+        """Return `length` tokens from `start`, as int64; after the last token comes the first again."""
         window = np.empty(length, np.int64)
         part = bisect.bisect_right(self._ends, start)
         inside = start - (self._ends[part] - len(self._parts[part]))
@@ -43,7 +46,30 @@ class TokenStream:
             window[filled : filled + len(piece)] = piece
             filled += len(piece)
             part, inside = (part + 1) % len(self._parts), 0
+        if self._vocab_size is not None and window.view(np.uint64).max() >= self._vocab_size:  # or negative
+            self._refuse(window, start)
         return window
+
+    def _refuse(self, window: np.ndarray, start: int) -> None:
+        """Name the first id outside the vocabulary. On a GPU the embedding would fail without saying which it was."""
+        at = int((window.view(np.uint64) >= self._vocab_size).argmax())
+        place = (start + at) % self.tokens
+        part = bisect.bisect_right(self._ends, place)
+        shard, place = self._shards[part], place - (self._ends[part] - len(self._parts[part]))
+        raise ShardError(
+            f"{shard.bin_path}: token {place} ({_document_at(shard, place)}; position {at} of its sample) is "
+            f"{window[at]}, but ids end at {shard.manifest.vocab_size - 1}: the file was changed or damaged. "
+            f"Put it back; `blackmamba data verify {shard.prefix}` checks it"
+        )
+
+
+def _document_at(shard: Shard, place: int) -> str:
+    try:
+        check_idx(shard.idx, bin_bytes=shard.manifest.bin_bytes)
+    except (ShardError, OSError):
+        return "the index is damaged too"
+    sequence = int(np.searchsorted(shard.idx.pointers, place * shard.idx.dtype.itemsize, side="right")) - 1
+    return f"document {int(np.searchsorted(shard.idx.document_indices, sequence, side='right')) - 1}"
 
 
 def _map(shard: Shard) -> np.ndarray:

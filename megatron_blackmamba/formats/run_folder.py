@@ -29,6 +29,11 @@ class RunFolder:
         return self.root / "tokenizer.json"
 
     @property
+    def verified(self) -> Path:
+        """Which token shards were read and found correct, one small file each."""
+        return self.root / "verified"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

@@ -103,6 +103,7 @@ class Trainer:
         self.rewinds: Counter[int] = Counter()
         self.note: str | None = None
         self.batches = self.open_batches()
+        self.shard_check = self.open_shard_check()
 
     def run(self) -> Outcome:
         try:
@@ -119,6 +120,7 @@ class Trainer:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
             return self.end(Outcome.DONE)
         except BaseException as error:
+            self.shard_check.stop()
             self.say(f"fails after step {self.progress.step}: {type(error).__name__}: {error}")
             self.loggers.close()
             raise
@@ -140,6 +142,7 @@ class Trainer:
             self.say(f"starts: {self.config.steps} steps of {self.config.tokens_per_step} tokens")
         self.loggers.rewind(self.progress.step)
         self.batches = self.open_batches()
+        self.shard_check.start()
         _look_for_garbage_in_what_steps_leave()
         if self.world.is_main:
             self.folder.requeue.unlink(missing_ok=True)
@@ -198,13 +201,23 @@ class Trainer:
             skips=self.progress.passed_over,
         )
 
+    def open_shard_check(self) -> serving.ShardCheck:
+        return serving.ShardCheck(
+            self.data.shards,
+            self.folder.verified,
+            rank=self.world.rank,
+            ranks=self.world.size,
+            mb_per_second=self.config.data.verify_rate,
+        )
+
     def take_step(self) -> Verdict:
         """One global batch: gradients, a look at the loss, the update, and the record of it all."""
         begun = time.perf_counter()
         self.tracing.before(self.progress.step + 1)
         self.first_sample = self.progress.next_sample
         learning_rate = self.schedule.set(self.progress.consumed_samples)
-        losses = self.step.gradients(self.batches, self.stop.asked)
+        losses = self.step.gradients(self.batches, self.stop.asked, self.shard_check.findings)
+        self.shard_check.after_step(*losses.shards, self.say)
         self.asked_to_stop = losses.asked_to_stop
         if any(self.first_sample <= start < self.batches.position for start in self.data.train.schedule.starts):
             self.guard.forget()  # a phase of the mixture begins, with a loss of its own
@@ -313,6 +326,7 @@ class Trainer:
         self.saver.wait()  # giving up takes nothing back that was well before
         saved = outcome is not Outcome.GAVE_UP and self.saver.last(self.progress.step)
         self.batches.close()
+        self.shard_check.end(self.say)
         if not saved and outcome is Outcome.DONE:
             outcome = Outcome.GAVE_UP
         where = f"at step {self.progress.step}" + ("" if saved else ", which is not saved")

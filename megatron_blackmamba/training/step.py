@@ -35,6 +35,8 @@ class Losses:
     """`[L][E]`: tokens each expert of each layer got."""
     asked_to_stop: bool
     """Whether any rank said so."""
+    shards: tuple[int, int] = (0, 0)
+    """`ShardCheck.findings`, summed over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,17 @@ class Step:
         self.micro_batches = config.training.global_batch // (config.training.micro_batch * world.data_size)
         self.forward_backward = get_forward_backward_func()
 
-    def gradients(self, batches: Iterator[Batch], asked_to_stop: bool = False) -> Losses:
+    def gradients(
+        self, batches: Iterator[Batch], asked_to_stop: bool = False, shards: tuple[int, int] = (0, 0)
+    ) -> Losses:
         """Forward and backward over this rank's micro-batches of a global batch; gradients are reduced over all.
 
-        asked_to_stop: this rank was. All of them learn it here, at no exchange of its own.
+        asked_to_stop, shards: what this rank knows. All ranks learn it here, without an exchange of its own.
         """
         self.trainable.reduced.train()
         self.trainable.reduced.zero_grad_buffer()
         self.trainable.optimizer.zero_grad()
-        return self._run(batches, forward_only=False, asked_to_stop=asked_to_stop)
+        return self._run(batches, forward_only=False, asked_to_stop=asked_to_stop, shards=shards)
 
     def update(self) -> Update:
         """Change the weights by the gradients at hand, or leave them alone if these are not finite."""
@@ -77,7 +81,13 @@ class Step:
         finally:
             self.trainable.reduced.train()
 
-    def _run(self, batches: Iterator[Batch], forward_only: bool, asked_to_stop: bool = False) -> Losses:
+    def _run(
+        self,
+        batches: Iterator[Batch],
+        forward_only: bool,
+        asked_to_stop: bool = False,
+        shards: tuple[int, int] = (0, 0),
+    ) -> Losses:
         data = self.config.data
         sums = self.forward_backward(
             forward_step_func=self._forward,
@@ -88,7 +98,7 @@ class Step:
             micro_batch_size=self.config.training.micro_batch,
             forward_only=forward_only,
         )
-        return self._over_the_world(sums, asked_to_stop)
+        return self._over_the_world(sums, asked_to_stop, shards)
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
         batch = {name: x.to(device.device(), non_blocking=True) for name, x in next(batches).items()}
@@ -102,20 +112,21 @@ class Step:
         of_source[1].index_add_(0, batch["source_ids"], mask_BS.sum(dim=1).double())
         return masked_BS.mean(), {"of_source": of_source}
 
-    def _over_the_world(self, sums: list[dict[str, Tensor]], asked_to_stop: bool) -> Losses:
+    def _over_the_world(self, sums: list[dict[str, Tensor]], asked_to_stop: bool, shards: tuple[int, int]) -> Losses:
         """Add up over all ranks what each counted, in one exchange."""
         of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=device.device())
         if self.world.is_last_stage and self.world.tensor_rank == 0:
             for micro_batch in sums:
                 of_source += micro_batch["of_source"]
         expert_tokens_LE = self.model.take_expert_tokens()
-        asked = of_source.new_full((1,), asked_to_stop)
-        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), asked])
+        known = of_source.new_tensor([asked_to_stop, *shards])
+        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), known])
         if self.world.size > 1:
             dist.all_reduce(together)
-        source_sums, source_tokens, experts, asked = together.cpu().split(
-            [self.sources, self.sources, expert_tokens_LE.numel(), 1]
+        source_sums, source_tokens, experts, known = together.cpu().split(
+            [self.sources, self.sources, expert_tokens_LE.numel(), len(known)]
         )
+        asked, different, pending = known.tolist()
         tokens = source_tokens.sum()
         return Losses(
             loss=float(source_sums.sum() / tokens),
@@ -124,4 +135,5 @@ class Step:
             source_tokens=source_tokens.long().tolist(),
             expert_tokens=experts.view_as(expert_tokens_LE).long().tolist(),
             asked_to_stop=bool(asked),
+            shards=(int(different), int(pending)),
         )

@@ -5,6 +5,7 @@ import pytest
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
+from megatron_blackmamba.config.run import DataConfig
 from megatron_blackmamba.data import BatchStream, DataError, build, refuse_changed_data
 from megatron_blackmamba.formats.mixture import MixtureError
 from tests.data.corpus import VOCAB, data_config, three_sources, write_mixture, write_shard
@@ -134,6 +135,15 @@ def test_changed_content_is_refused_by_name(mixture, tmp_path):
     ):
         assert line in message
     refuse_changed_data(before, after.record, 0)  # nothing was read yet
+
+
+def test_changed_content_without_shards_is_refused():
+    """Synthetic sources have a fingerprint and no files."""
+    config = DataConfig(kind="synthetic", sequence_length=16)
+    before, after = (build(config, vocab_size=vocab, total_samples=10) for vocab in (512, 256))
+    with pytest.raises(DataError, match=r"'synthetic_0': .*of 512 letters then, .*of 256 letters now"):
+        refuse_changed_data(saved(before), after.record, 1)
+    refuse_changed_data(saved(before), before.record, 1)
 
 
 @pytest.mark.parametrize("key, value", [("seed", 7), ("sequence_length", 8)])

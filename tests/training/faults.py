@@ -11,7 +11,7 @@ from megatron_blackmamba.training.loop import Trainer
 
 __all__ = [
     *("EarlyNaN", "NaN", "NaNGradient", "Narrating", "OnlyNaN", "ReadsBackBadlyOnce"),
-    *("Shift", "Sleeping", "Spike", "Trainer"),
+    *("Shift", "Sleeping", "Spike", "Trainer", "Watchful"),
 ]
 
 BAD_SAMPLE = 16 * 20 + 5
@@ -135,3 +135,12 @@ class Narrating(Trainer):
     def end(self, outcome):
         self.say("the watchdog was told: " + "; ".join(self.told))
         return super().end(outcome)
+
+
+class Watchful(Trainer):
+    """A trainer that looks at its shards ten times a second instead of once a minute."""
+
+    def open_shard_check(self):
+        check = super().open_shard_check()
+        check.look_again_seconds = 0.1
+        return check
