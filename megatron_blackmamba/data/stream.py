@@ -47,12 +47,12 @@ class TokenStream:
             filled += len(piece)
             part, inside = (part + 1) % len(self._parts), 0
         if self._vocab_size is not None and window.view(np.uint64).max() >= self._vocab_size:  # or negative
-            self._refuse(window, start)
+            self._refuse(window, start, self._vocab_size)
         return window
 
-    def _refuse(self, window: np.ndarray, start: int) -> None:
+    def _refuse(self, window: np.ndarray, start: int, vocab_size: int) -> None:
         """Name the first id outside the vocabulary. On a GPU the embedding would fail without saying which it was."""
-        at = int((window.view(np.uint64) >= self._vocab_size).argmax())
+        at = int((window.view(np.uint64) >= vocab_size).argmax())
         place = (start + at) % self.tokens
         part = bisect.bisect_right(self._ends, place)
         shard, place = self._shards[part], place - (self._ends[part] - len(self._parts[part]))
