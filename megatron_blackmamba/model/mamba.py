@@ -37,12 +37,32 @@ class MambaMixerSubmodules:
 
 
 class Channels(nn.Module):
-    """The parameters of one operation on this rank's channels: a weight and a bias, split along the first axis."""
+    """A weight and a bias for this rank's channels, split along the first axis.
+
+    Subclasses compute in `forward`, and the mixer calls them as modules: only a module's call waits for its parameters
+    while `training.overlap` gathers them.
+    """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter):
         super().__init__()
         self.weight = sharded(weight, 0)
         self.bias = without_decay(sharded(bias, 0))
+
+
+class Convolution(Channels):
+    """The causal convolution along the sequence, one filter a channel, then SiLU."""
+
+    def forward(self, x_BSI: Tensor, reset_BS: Tensor | None) -> Tensor:
+        y_BSI: Any = causal_conv1d(x_BSI, self.weight.squeeze(1), self.bias, reset_BL=reset_BS)
+        return y_BSI
+
+
+class DeltaProjection(Channels):
+    """The projection of dt from its low rank to the channels."""
+
+    def forward(self, dt_SBR: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the product and the bias, which the scan adds."""
+        return F.linear(dt_SBR, self.weight), self.bias
 
 
 class MambaMixer(MegatronModule):
@@ -77,7 +97,7 @@ class MambaMixer(MegatronModule):
             gather_output=False,
             **linear,
         )
-        self.conv1d = Channels(
+        self.conv1d = Convolution(
             empty(local, 1, model.conv_kernel, dtype=config.params_dtype), empty(local, dtype=config.params_dtype)
         )
         self.x_proj = build_module(
@@ -90,7 +110,7 @@ class MambaMixer(MegatronModule):
         )
         # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
         self.x_proj.sequence_parallel = False
-        self.dt_proj = Channels(
+        self.dt_proj = DeltaProjection(
             empty(local, self.dt_rank, dtype=config.params_dtype), empty(local, dtype=torch.float32)
         )
         self.A_log = without_decay(sharded(empty(local, model.state_size, dtype=torch.float32), 0))
@@ -107,23 +127,23 @@ class MambaMixer(MegatronModule):
     def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         xz_SBI, _ = self.in_proj(hidden_SBD)
-        x_BSI: Any
         x_BSI, z_BSI = (half.transpose(0, 1) for half in xz_SBI.chunk(2, dim=-1))
-        x_BSI = causal_conv1d(x_BSI, self.conv1d.weight.squeeze(1), self.conv1d.bias, reset_BL=reset_BS)
+        x_BSI = self.conv1d(x_BSI, reset_BS)
 
         dtBC_SB, _ = self.x_proj(x_BSI.transpose(0, 1))
         dtBC_SB = copy_to_tensor_model_parallel_region(dtBC_SB, group=self.tp_group)
         dt_SBR, B_SBN, C_SBN = dtBC_SB.split([self.dt_rank, self.state_size, self.state_size], dim=-1)
+        delta_SBI, delta_bias_I = self.dt_proj(dt_SBR)
 
         y_BSI: Any = selective_scan(
             x_BSI,
-            F.linear(dt_SBR, self.dt_proj.weight).transpose(0, 1),
+            delta_SBI.transpose(0, 1),
             -torch.exp(self.A_log),
             B_SBN.transpose(0, 1),
             C_SBN.transpose(0, 1),
             self.D,
             z_BLI=z_BSI,
-            delta_bias_I=self.dt_proj.bias,
+            delta_bias_I=delta_bias_I,
             reset_BL=reset_BS,
             backend=self.backend,
         )

@@ -17,6 +17,7 @@ def reduction(config: RunConfig, data_size: int) -> "DistributedDataParallelConf
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.optimizer.distributed,
         overlap_grad_reduce=overlap,
+        bucket_size=config.training.bucket_size,
         overlap_param_gather=overlap and config.optimizer.distributed,
         check_for_nan_in_grad=False,  # the optimizer's norm tells, and the step is skipped
     )

@@ -9,6 +9,7 @@ from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.model.sharding import NO_DECAY
 from megatron_blackmamba.runtime.reduction import reduction
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.gathering import FirstForward
 
 from megatron.core.distributed import (  # isort: skip  (the model's package has installed the patches)
     DistributedDataParallel,
@@ -80,6 +81,7 @@ def make_trainable(config: RunConfig, model: LanguageModel, world: World) -> Tra
         model.config.no_sync_func = reduced.no_sync
         if how.overlap_param_gather:
             model.config.param_sync_func = reduced.start_param_sync
+            FirstForward(reduced, model)
     return Trainable(model, reduced, optimizer)
 
 

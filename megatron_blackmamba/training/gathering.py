@@ -1,0 +1,65 @@
+"""Refuse a model whose weights the overlapped gather would deliver too late.
+
+With `training.overlap` each rank updates its part of the weights, and the next forward pass gathers the rest while it
+computes. megatron-core waits for a bucket of weights when a module that holds one of them is called. A weight that is
+read before, or whose module is never called, may be that of the step before: nothing fails, and the run is wrong.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+
+class UngatheredParameter(RuntimeError):
+    """A forward pass that does not wait for its weights; the message names them."""
+
+
+class FirstForward(TorchFunctionMode):
+    """Watch the first forward pass of `wrapper`, when all weights are still the same everywhere, then disappear.
+
+    Raise UngatheredParameter if an operation reads a parameter before a module that holds it is called, or if no such
+    module is called at all.
+    """
+
+    def __init__(self, wrapper: nn.Module, model: nn.Module):
+        super().__init__()
+        self.waiting = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        self.early: list[str] = []
+        self.hooks = [module.register_forward_pre_hook(self._called) for module in model.modules()]
+        self.hooks += [
+            wrapper.register_forward_pre_hook(self._begin),
+            wrapper.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not _reads_an_attribute(function):
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor) and id(value) in self.waiting:
+                    self.early.append(self.waiting.pop(id(value)))
+        return function(*args, **(kwargs or {}))
+
+    def _begin(self, *_: Any) -> None:
+        self.__enter__()
+
+    def _called(self, module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            self.waiting.pop(id(parameter), None)
+
+    def _end(self, wrapper: nn.Module, inputs: Any, output: Any) -> None:
+        self.__exit__(None, None, None)
+        for hook in self.hooks:
+            hook.remove()
+        found = [*self.early, *self.waiting.values()]
+        if found and output is not None:  # None: forward raised, and that says more
+            raise UngatheredParameter(
+                f"these weights are read before they are gathered: {', '.join(found)}. Have forward call the module that"
+                " holds them before anything reads them, or set training.overlap=false."
+            )
+
+
+def _reads_an_attribute(function: Any) -> bool:
+    """Tell reads of a shape or a device from those of numbers."""
+    return getattr(function, "__name__", "") == "__get__" and function.__self__ is not torch.Tensor.data
