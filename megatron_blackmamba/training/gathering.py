@@ -1,8 +1,8 @@
 """Refuse a model whose weights the overlapped gather would deliver too late.
 
-With `training.overlap` each rank updates its part of the weights, and the next forward pass gathers the rest while it
-computes. megatron-core waits for a bucket of weights when a module that holds one of them is called. A weight that is
-read before, or whose module is never called, may be that of the step before: nothing fails, and the run is wrong.
+With `training.overlap` each rank updates its part of the weights. The next forward pass gathers the rest while it
+computes: megatron-core waits for a bucket of weights when a module that holds one of them is called. A weight that is
+read earlier, or whose module is never called, may still be the previous step's. Nothing fails, and the run is wrong.
 """
 
 from typing import Any
@@ -55,11 +55,11 @@ class FirstForward(TorchFunctionMode):
         found = [*self.early, *self.waiting.values()]
         if found and output is not None:  # None: forward raised, and that says more
             raise UngatheredParameter(
-                f"these weights are read before they are gathered: {', '.join(found)}. Have forward call the module that"
+                f"weights are read before they are gathered: {', '.join(found)}. Have forward call the module that"
                 " holds them before anything reads them, or set training.overlap=false."
             )
 
 
 def _reads_an_attribute(function: Any) -> bool:
-    """Tell reads of a shape or a device from those of numbers."""
+    """Tell whether `function` reads an attribute, such as a shape, rather than numbers."""
     return getattr(function, "__name__", "") == "__get__" and function.__self__ is not torch.Tensor.data

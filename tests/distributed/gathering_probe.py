@@ -112,7 +112,7 @@ def sizes_that_begin_a_bucket(place: world.World) -> list[int]:
 
 
 def refused(place: world.World, spoil) -> str:
-    """What the first forward pass says of a model after `spoil(its first mixer)`."""
+    """Return the error of the first forward pass after `spoil(first mixer)`."""
     config, trainable = build(place, "training.overlap=true")
     spoil(trainable.model.decoder.layers[0].mixer)
     try:
