@@ -88,7 +88,7 @@ class GuardConfig(Section):
     rewind_batches: int = Field(1, ge=1)
     """Batches a rewind passes over: the one that spiked, and those before it up to the checkpoint."""
     hang_seconds: float = Field(600.0, gt=0)
-    """A step that takes longer than this: every rank prints its stack and the job fails."""
+    """Longest time without progress: after it every rank writes a report and exits with 70."""
 
 
 class TrainingConfig(Section):

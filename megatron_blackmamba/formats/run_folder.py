@@ -89,5 +89,5 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """What each rank of each job printed."""
+        """Output, heartbeats and reports of hangs of each rank of each job."""
         return self.root / "logs"

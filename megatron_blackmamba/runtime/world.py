@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.config import ParallelConfig
-from megatron_blackmamba.runtime import device, failure, layout, patches
+from megatron_blackmamba.runtime import device, failure, hangs, layout, patches
 from megatron_blackmamba.runtime.memory import keep_freed_memory
 
 LOCAL_ADDRESSES = {"localhost", "127.0.0.1", "::1"}
@@ -126,6 +126,7 @@ def fake(parallel: ParallelConfig, world_size: int, rank: int = 0, where: str = 
 
 def _join(place: Place, timeout: timedelta) -> None:
     backend = "nccl" if device.has_cuda() else "gloo"
+    hangs.record_collectives()
     if place.launcher == "alone":
         _loopback_only()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

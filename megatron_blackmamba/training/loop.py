@@ -66,7 +66,8 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, CATCH)  # the launcher has them wait until someone listens
     place = world.find_place()
     layout.check(config, place.size)
-    with Watchdog(config.training.guard.hang_seconds, place.rank) as watchdog:
+    logs = RunFolder(Path(config.folder) / config.name).logs
+    with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
         outcome = (trainer or Trainer)(config, world.start(config.parallel), stop, watchdog).run()
         world.shutdown()
     stop.release()

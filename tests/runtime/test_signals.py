@@ -16,6 +16,15 @@ with Watchdog(3, rank=3) as dog:
         time.sleep(60)
     stuck_in_a_collective()
 """
+KEEPS_PYTHON_S_LOCK = """
+import ctypes
+from megatron_blackmamba.runtime.signals import Watchdog
+def stuck_with_the_lock():
+    ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the lock, CDLL would release it
+with Watchdog(1, rank=3):
+    import time; time.sleep(0.5)
+    stuck_with_the_lock()
+"""
 ASKED_TWICE = """
 import os, signal, sys
 from megatron_blackmamba.runtime.signals import StopRequest
@@ -44,6 +53,12 @@ def test_a_process_that_hangs_ends_itself_and_says_where():
     assert "rank 3 hangs" in done.stderr
     assert "'step 3'" in done.stderr
     assert "stuck_in_a_collective" in done.stderr
+
+
+def test_hang_that_keeps_the_gil_is_ended():
+    done = run(KEEPS_PYTHON_S_LOCK)
+    assert done.returncode == 1  # by faulthandler, which cannot choose
+    assert "stuck_with_the_lock" in done.stderr
 
 
 def test_a_second_interrupt_ends_the_process_at_once():

@@ -134,11 +134,3 @@ def test_killed_ten_times_at_random_and_while_saving_it_still_follows_the_same_c
     assert job.wait() == [0, 0], job.output()
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 31))
     assert losses(tmp_path) == undisturbed
-
-
-def test_a_rank_that_sleeps_for_ever_ends_the_job_with_everyone_s_stack_and_step(forks, tmp_path):
-    job = forks.run(tmp_path, [*ON_TWO, "training.guard.hang_seconds=10"], trainer="Sleeping")
-    assert job.wait(90) == [70, 70]
-    for rank in (0, 1):
-        said = (tmp_path / f"output_{rank}").read_text()
-        assert f"rank {rank} hangs" in said and "'step 4'" in said and "take_step" in said

@@ -1,0 +1,70 @@
+import os
+import time
+
+import pytest
+
+from megatron_blackmamba.runtime import hangs
+from megatron_blackmamba.runtime.hangs import Beat, Heartbeats, Seen
+
+
+def seen(rank, started, age=1.0, **group):
+    group = {"group": "DATA", "ranks": [0, 1, 2, 3], "started": started} | group
+    beat = Beat(rank, f"node{rank}", "1", "step 120", 600.0, "data/batches.py:88 __next__", True, {"7": group})
+    return Seen(beat, age)
+
+
+def is_alive(each):
+    return each.age < 300
+
+
+def test_ranks_behind_silent_or_absent_are_named():
+    beats = {0: seen(0, 57), 1: seen(1, 56), 3: seen(3, 57, age=612)}
+    named = hangs.missing(beats, 4, is_alive)
+    assert list(named) == [1, 2, 3]
+    assert named[1].startswith("rank 1 (node1) has not arrived at collective 57 of DATA (ranks 0-3; it started 56)")
+    assert "rank 2 has left no heartbeat" in named[2]
+    assert "last seen 612 s ago in 'step 120'" in named[3] and "data/batches.py:88" in named[3]
+
+
+def test_nobody_is_blamed_when_all_arrived():
+    beats = {rank: seen(rank, 57) for rank in range(4)}
+    assert hangs.missing(beats, 4, is_alive) == {}
+    assert hangs.describe(beats, 4, is_alive).startswith("every rank has started the same collectives")
+
+
+def test_heartbeats_of_an_earlier_start_are_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    Heartbeats(tmp_path, 1, 2, 60).write("step 7", 0.0)
+    monkeypatch.setenv("SLURM_STEP_ID", "2")
+    now = Heartbeats(tmp_path, 0, 2, 60)
+    now.write("step 8", 0.0)
+    assert list(now.read()) == [0]
+    assert now.read()[0].beat.at.startswith(("runtime/", "/")) and "test_heartbeats" not in now.read()[0].beat.doing
+
+
+def test_reports_of_an_earlier_hang_do_not_end_a_run(tmp_path):
+    beats = Heartbeats(tmp_path, 0, 2, 60)
+    beats.reports.mkdir()
+    os.utime(beats.reports, (time.time() - 100,) * 2)
+    beats.write("step 1", 0.0)
+    assert not beats.another_hangs()
+    os.utime(beats.reports, (time.time() + 100,) * 2)
+    assert beats.another_hangs()
+
+
+def test_damaged_heartbeat_does_not_hide_the_others(tmp_path):
+    beats = Heartbeats(tmp_path, 0, 3, 60)
+    beats.write("step 1", 0.0)
+    (beats.folder / "rank-1.json").write_text('{"rank": 1')
+    assert list(beats.read()) == [0]
+
+
+@pytest.mark.parametrize("variable", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_the_flight_recorder_is_on_unless_set(variable):
+    environment: dict[str, str] = {}
+    hangs.record_collectives(environment)
+    assert environment[variable] == "2000"
+    environment[variable] = "0"
+    hangs.record_collectives(environment)
+    assert environment[variable] == "0"
