@@ -133,5 +133,5 @@ setup(
     cmdclass={"build_ext": BuildKernels},
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["blackmamba = megatron_blackmamba.cli:main"]},
+    entry_points={"console_scripts": ["blackmamba = megatron_blackmamba.__main__:main"]},
 )

@@ -1,6 +1,18 @@
-"""`python -m megatron_blackmamba` is `blackmamba`."""
+"""The entry point of `blackmamba` and `python -m megatron_blackmamba`."""
 
-from megatron_blackmamba.cli import main
+import sys
+
+from megatron_blackmamba.runtime.signals import hold
+
+
+def main() -> None:
+    """Run the command line. Training holds signals first: the imports take seconds, and none may kill it meanwhile."""
+    if sys.argv[1:2] == ["train"]:
+        hold()
+    from megatron_blackmamba import cli
+
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

@@ -116,7 +116,7 @@ class TrainingConfig(Section):
     router_every: int = Field(10, ge=1)
     """Steps between reports of the experts' shares."""
     stop_after_steps: int | None = Field(None, ge=1)
-    """End early at this step (schedules still follow `tokens`)."""
+    """End the job at this step. The schedule follows `tokens`, and the run is done only after all of them."""
     profile: tuple[int, int] | None = None
     """First and last step to trace."""
     guard: GuardConfig = GuardConfig()
@@ -153,7 +153,7 @@ class StartConfig(Section):
     """Where the weights come from."""
 
     from_: str | None = Field(None, alias="from")
-    """A checkpoint whose weights start this run, with a fresh optimizer and schedule."""
+    """A checkpoint whose weights start this run, with a fresh optimizer and schedule; not read on resume."""
     allow: list[str] = Field([])
     """Keys that may differ from what a resumed run's checkpoint was made with, such as optimizer.learning_rate."""
 

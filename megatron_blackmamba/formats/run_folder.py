@@ -74,7 +74,7 @@ class RunFolder:
 
     @property
     def done(self) -> Path:
-        """There when the last step has been taken and saved."""
+        """Exists once the run has consumed its tokens and its last step is saved."""
         return self.root / "done"
 
     @property

@@ -1,4 +1,4 @@
-"""Being asked to stop, and noticing that nothing moves: two signals set a flag, a watchdog ends what hangs."""
+"""Stop requests by signal, and a watchdog that ends a process that hangs."""
 
 import contextlib
 import faulthandler
@@ -17,11 +17,16 @@ HUNG = 70
 """Exit code of a process that its watchdog ended."""
 
 
-class StopRequest:
-    """Remembers a signal. That one rank got it, the others learn with the losses of the next step.
+def hold() -> None:
+    """Block the signals that ask a run to stop. They stay pending until the training loop or the launcher listens."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKS_TO_STOP)
 
-    A second Ctrl-C ends the process as if none had been caught. The other signals may come again and again: a job
-    script repeats its request until it is heard.
+
+class StopRequest:
+    """A remembered signal. The other ranks learn of it from the next step's loss all-reduce.
+
+    A second Ctrl-C ends the process at once. The other signals may repeat: a job script sends its request until the
+    run stops.
     """
 
     def __init__(self, catch: tuple[signal.Signals, ...] = ASKS_TO_STOP) -> None:
@@ -36,11 +41,11 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """True once this rank was asked to stop."""
         return self.received is not None
 
     def release(self) -> None:
-        """Give the signals back to whom they belonged."""
+        """Restore the handlers that were there before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

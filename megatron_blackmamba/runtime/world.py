@@ -48,6 +48,14 @@ class World:
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.parallel.pipeline - 1
 
+    def any_rank(self, said: bool) -> bool:
+        """Return True on every rank if any rank says so."""
+        if self.size == 1:
+            return said
+        together = torch.tensor([int(said)], device=device.device())
+        dist.all_reduce(together, dist.ReduceOp.MAX)
+        return bool(together)
+
 
 @dataclass(frozen=True)
 class Place:

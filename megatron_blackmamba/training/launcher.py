@@ -42,6 +42,7 @@ def launch(command: Sequence[str], processes: int, run: RunFolder) -> int:
     run.requeue.unlink(missing_ok=True)
     group = _Group(command, processes)
     before = {number: signal.signal(number, group.forward) for number in FORWARDED}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # held since the process began
     try:
         code = group.wait()
     finally:

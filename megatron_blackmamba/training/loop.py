@@ -47,9 +47,10 @@ CATCH = (*ASKS_TO_STOP, signal.SIGINT)
 
 
 class Outcome(IntEnum):
-    """How a run ended, as an exit code."""
+    """How a job ended, as an exit code."""
 
     DONE = 0
+    """The run has consumed its tokens, or has reached training.stop_after_steps."""
     GAVE_UP = 1
     STOPPED_ON_REQUEST = 75
 
@@ -109,6 +110,8 @@ class Trainer:
     def run(self) -> Outcome:
         try:
             self.begin()
+            if self.world.any_rank(self.stop.asked):  # while the model was built or loaded
+                return self.end(Outcome.STOPPED_ON_REQUEST)
             while self.progress.step < self.config.last_step(self.progress.step, self.progress.consumed_samples):
                 self.watchdog.alive(f"step {self.progress.step + 1}")
                 action = self.take_step().action
@@ -325,21 +328,24 @@ class Trainer:
     def end(self, outcome: Outcome) -> Outcome:
         """Save, leave the marker that scripts decide by, and close."""
         self.saver.wait()  # giving up takes nothing back that was well before
-        saved = outcome is not Outcome.GAVE_UP and self.saver.last(self.progress.step)
+        saved = outcome is not Outcome.GAVE_UP and (self.progress.step == 0 or self.saver.last(self.progress.step))
         self.batches.close()
         self.shard_check.end(self.say)
         if not saved and outcome is Outcome.DONE:
             outcome = Outcome.GAVE_UP
         where = f"at step {self.progress.step}" + ("" if saved else ", which is not saved")
+        early = f"stops {where}, as training.stop_after_steps says; {self.steps_left} steps of the run are left"
         words = {
-            Outcome.DONE: f"done {where}",
+            Outcome.DONE: early if self.steps_left else f"done {where}",
             Outcome.GAVE_UP: f"gives up {where}",
-            Outcome.STOPPED_ON_REQUEST: f"stops on request {where}; start it again to go on",
+            Outcome.STOPPED_ON_REQUEST: f"stops on request {where}; start it again to resume",
         }
         self.say(words[outcome])
-        marker = {Outcome.DONE: self.folder.done, Outcome.STOPPED_ON_REQUEST: self.folder.requeue}.get(outcome)
-        if marker and self.world.is_main:
-            marker.touch()  # empty: a full disk has room for it
+        if self.world.is_main:  # an empty file can be made on a full disk too
+            if outcome is Outcome.DONE and not self.steps_left:
+                self.folder.done.touch()
+            elif outcome is Outcome.STOPPED_ON_REQUEST:
+                self.folder.requeue.touch()
         self.loggers.close()
         if self.lock:
             self.lock.release()

@@ -1,4 +1,7 @@
-"""Whether a run may go on from its checkpoint: what must be as it was, what may change if named, what may change."""
+"""What may change when a run resumes: FIXED keys may not, BY_NAME keys only if the user says so, FREE keys may.
+
+Every key of the config is in one of the three; tests/training/test_resume.py holds the table.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,13 +10,21 @@ from megatron_blackmamba.config import RunConfig
 
 FIXED = (
     *("model.", "data.kind", "data.sequence_length", "data.seed", "data.synthetic."),
-    *("training.precision", "optimizer.distributed"),
+    *("training.precision", "training.seed", "optimizer.distributed"),
 )
-"""A different model or different data, or optimizer state of another form: the checkpoint does not belong to it."""
+"""Another model, other data or other optimizer state: the checkpoint does not fit."""
 BY_NAME = ("optimizer.", "training.tokens", "training.global_batch")
-"""May change from here on, if the user says so in init.allow. Everything in neither list may change freely."""
-FREE = ("model.linear", "model.dispatcher", "model.scan")
-"""How the same numbers are computed, not which."""
+"""May change from here on, if init.allow names them."""
+FREE = (
+    *("name", "folder", "parallel.", "data.mixture", "data.workers", "checkpoint.", "logging.", "init."),
+    *("model.linear", "model.dispatcher", "model.scan", "training.micro_batch", "training.recompute"),
+    *("training.overlap", "training.deterministic", "training.evaluate_every", "training.evaluate_batches"),
+    *("training.router_every", "training.stop_after_steps", "training.profile", "training.guard."),
+)
+"""May change at any time: they decide how numbers are computed, watched and saved, not which numbers.
+
+data.mixture is a path: its content is compared on its own. init.from is read only when a run starts.
+"""
 
 
 class ResumeError(ValueError):

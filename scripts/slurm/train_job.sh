@@ -149,6 +149,10 @@ if [ -e "$RUN_FOLDER/done" ]; then
     say "the run is complete"
     exit 0
 fi
+if [ "${STATUS:-1}" -eq 0 ] && [ ! -e "$RUN_FOLDER/requeue" ]; then
+    say "training ended before its last step, as training.stop_after_steps says"
+    exit 0
+fi
 if [ "$(newest_checkpoint)" = "$SAVED_BEFORE" ]; then SAVED=0; else SAVED=1; fi
 [ "$SAVED" -eq 1 ] && rm -f "$LOGS/idle_starts"
 if [ -e "$RUN_FOLDER/requeue" ]; then

@@ -16,6 +16,8 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_blackmamba.runtime import signals
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -99,6 +101,7 @@ def _serve() -> None:
     from megatron_blackmamba.training import loop  # noqa: F401
     from tests.training import faults  # noqa: F401
 
+    signals.hold()  # every rank inherits it: a signal waits for the rank to listen, as under the command line
     running: set[int] = set()
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)

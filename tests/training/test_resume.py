@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_blackmamba.config import load
+from megatron_blackmamba.config import keys, load
 from megatron_blackmamba.training.resume import ResumeError, refuse_changes, refuse_tokenizer
 
 
@@ -21,6 +21,7 @@ def resumed(*overrides):
         ("data.seed=7", "1234", "7"),
         ("data.synthetic.order=1", "2", "1"),
         ("training.precision=bf16", "fp32", "bf16"),
+        ("training.seed=7", "1234", "7"),
         ("optimizer.distributed=false", "True", "False"),
     ],
 )
@@ -37,6 +38,63 @@ def test_a_changed_learning_rate_is_refused_until_it_is_named():
         resumed("optimizer.learning_rate=1e-3")
     allowed = resumed("optimizer.learning_rate=1e-3", "init.allow=[optimizer.learning_rate]")
     assert allowed == ["optimizer.learning_rate: 0.001 from step 51 on, 0.003 before"]
+
+
+RULES = {
+    "fixed": (
+        *("model.pattern", "model.vocab_size", "model.hidden_size", "model.state_size", "model.conv_kernel"),
+        *("model.expand", "model.dt_rank", "model.experts", "model.top_k", "model.expert_hidden_size"),
+        *("model.mlp_hidden_size", "model.activation", "model.norm_eps", "model.tie_embeddings", "model.eod_reset"),
+        *("model.router.kind", "model.router.iterations", "model.router.temperature", "model.router.start"),
+        *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
+        *("model.attention.rotary_base", "model.init.std", "model.init.scale_outputs_by_depth", "model.init.dt_min"),
+        *("model.init.dt_max", "model.init.dt_floor", "data.kind", "data.sequence_length", "data.seed"),
+        *("data.synthetic.sources", "data.synthetic.order", "training.precision", "training.seed"),
+    ),
+    "by name": ("training.tokens", "training.global_batch"),
+    "free, the losses stay the same": (
+        *("name", "folder", "data.workers", "training.recompute", "training.overlap"),
+        *("training.evaluate_every", "training.evaluate_batches", "training.router_every", "training.profile"),
+        *("training.guard.max_bad_steps", "training.guard.hang_seconds", "checkpoint.every", "checkpoint.keep_last"),
+        *("checkpoint.keep_every", "checkpoint.asynchronous", "checkpoint.retry_every", "checkpoint.if_damaged"),
+        *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "init.from", "init.allow"),
+    ),
+    "free, the losses agree within rounding": (
+        *("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor"),
+        *("training.micro_batch", "model.linear", "model.dispatcher", "model.scan", "training.deterministic"),
+    ),
+    "free, with the effect that the docs describe": (
+        *("data.mixture", "training.stop_after_steps", "training.guard.spike", "training.guard.spike_deviations"),
+        *("training.guard.spike_window", "training.guard.max_spikes", "training.guard.rewind_batches"),
+    ),
+}
+"""What may change on resume, by key; the keys of the optimizer have tests of their own."""
+
+
+def test_every_key_has_a_rule_for_resuming():
+    ruled = [key for names in RULES.values() for key in names]
+    assert sorted(ruled) == sorted(key for key in keys() if not key.startswith("optimizer."))
+
+
+@pytest.mark.parametrize("rule, key", [(rule, key) for rule, names in RULES.items() for key in names])
+def test_a_changed_key_follows_its_rule(rule, key):
+    before = saved()
+    *sections, last = key.split(".")
+    section = before
+    for name in sections:
+        section = section[name]
+    section[last] = "another value"
+    if rule.startswith("free"):
+        assert refuse_changes(before, load("tiny"), step=50) == []
+        return
+    with pytest.raises(ResumeError, match=rf"{key}=another value, and now it is"):
+        refuse_changes(before, load("tiny"), step=50)
+    named = load("tiny", [f"init.allow=[{key}]"])
+    if rule == "by name":
+        assert len(refuse_changes(before, named, step=50)) == 1
+    else:
+        with pytest.raises(ResumeError, match="start another run"):
+            refuse_changes(before, named, step=50)
 
 
 def test_naming_a_section_allows_all_of_it_and_nothing_beside_it():

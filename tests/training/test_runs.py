@@ -44,7 +44,7 @@ def test_a_run_leaves_everything_one_looks_for(forks, tmp_path):
     )
     assert job.wait() == [0], job.output()
     run, records = RunFolder(tmp_path / "run"), metrics(tmp_path)
-    for path in (run.config, run.data_plan, run.log, run.done, run.checkpoint(6), run.latest):
+    for path in (run.config, run.data_plan, run.log, run.checkpoint(6), run.latest):
         assert path.exists(), path
     assert list(run.tensorboard.iterdir())
     assert [path.name for path in run.profile.iterdir()] == ["steps_2_3_rank_0.json.gz"]
@@ -58,12 +58,32 @@ def test_a_run_leaves_everything_one_looks_for(forks, tmp_path):
     assert last["memory_bytes"] > 2**27
 
 
-def test_a_finished_run_started_again_has_nothing_to_do(forks, copy_of_half):
-    before = RunFolder(copy_of_half / "run").metrics.read_text()
+def test_a_run_stopped_early_is_not_done_and_a_restart_adds_nothing(forks, copy_of_half):
+    run = RunFolder(copy_of_half / "run")
+    before = run.metrics.read_text()
     job = forks.run(copy_of_half, [*ON_TWO, "training.stop_after_steps=10"])
     assert job.wait() == [0, 0], job.output()
-    assert RunFolder(copy_of_half / "run").metrics.read_text() == before
-    assert RunFolder(copy_of_half / "run").done.exists()
+    assert run.metrics.read_text() == before
+    assert not run.done.exists() and not run.requeue.exists()
+    assert "20 steps of the run are left" in log(copy_of_half)
+
+
+def test_keys_that_may_change_freely_leave_the_losses_alone(forks, half, copy_of_half):
+    """Change at once every key that test_resume.py lists so, but the name and the folder."""
+    other = copy_of_half / "other"
+    subprocess.run(["cp", "-r", half, other], check=True)
+    until = "training.stop_after_steps=14"
+    changed = [
+        *("data.workers=0", "training.overlap=false", "training.recompute=layers"),
+        *("training.evaluate_every=3", "training.evaluate_batches=1", "training.router_every=3"),
+        *("training.profile=[12,12]", "training.guard.max_bad_steps=2", "training.guard.hang_seconds=300"),
+        *("checkpoint.every=3", "checkpoint.keep_last=1", "checkpoint.keep_every=4", "checkpoint.asynchronous=false"),
+        *("checkpoint.retry_every=2", "checkpoint.if_damaged=stop", "logging.tensorboard=true"),
+        *("logging.wandb_project=other", "init.from=nowhere", "init.allow=[optimizer]"),
+    ]
+    jobs = [forks.run(copy_of_half, [*ON_TWO, until, *changed]), forks.run(other, [*ON_TWO, until])]
+    assert [job.wait() for job in jobs] == [[0, 0], [0, 0]], jobs[0].output()
+    assert losses(copy_of_half) == losses(other)
 
 
 def test_on_one_process_a_run_of_two_goes_on_with_the_same_data_and_the_same_losses(forks, half, copy_of_half):

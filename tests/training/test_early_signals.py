@@ -1,0 +1,55 @@
+"""A request to stop that comes before training listens: during imports, while the model is built or loaded."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_blackmamba.formats.run_folder import RunFolder
+from tests.training.runs import ON_TWO, SMALL, log, metrics, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.xdist_group("forks")
+
+
+def holds_signals(pid):
+    """Return True once the process has blocked SIGTERM, as it does before its first import that takes long."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    blocked = next(line for line in status.splitlines() if line.startswith("SigBlk"))
+    return int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the signal mask from /proc")
+@pytest.mark.parametrize("more", [[], ["--nproc", "2"]], ids=["alone", "nproc"])
+def test_sigterm_during_imports_exits_with_75(tmp_path, more):
+    command = [sys.executable, "-m", "megatron_blackmamba", "train", "tiny", *more, *SMALL]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, f"folder={tmp_path}", "name=run"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
+    )
+    wait_until(lambda: holds_signals(process.pid))
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(150) == 75
+    run = RunFolder(tmp_path / "run")
+    assert run.requeue.exists() and not run.done.exists()
+    assert not list(run.checkpoints.glob("*")) and not metrics(tmp_path)
+
+
+def test_stopped_while_building_or_loading_it_resumes_later(forks, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    until = "training.stop_after_steps=2"
+    for step in (0, 2):
+        stopped = forks.run(tmp_path, [*ON_TWO, until])
+        stopped.send(signal.SIGTERM, ranks=[1])
+        assert stopped.wait() == [75, 75], stopped.output()
+        assert run.requeue.exists() and len(metrics(tmp_path)) == step
+        assert f"stops on request at step {step}; start it again" in log(tmp_path)
+        if step == 0:
+            job = forks.run(tmp_path, [*ON_TWO, until])
+            assert job.wait() == [0, 0], job.output()
