@@ -42,7 +42,8 @@ def tokenize(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="pile, slimpajama, starcoder, pes2o, proofpile or pg19: format, field and files.", rich_help_panel=FROM
+            help="pile, slimpajama, starcoder, pes2o, proofpile or pg19: format, field and training files.",
+            rich_help_panel=FROM,
         ),
     ] = None,
     format: Annotated[
@@ -61,7 +62,25 @@ def tokenize(
         typer.Option(help="Text files: documents end here; else a file is one document.", rich_help_panel=FROM),
     ] = None,
     match: Annotated[
-        str | None, typer.Option(help="Files to take from folders, as '*.md|*.rst'.", rich_help_panel=FROM)
+        str | None,
+        typer.Option(
+            help="Files to take from folders, as '*.md|*.rst'; with a slash, a pattern is for the path.",
+            rich_help_panel=FROM,
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Files to leave out of folders, as 'drafts/*'; repeat for more.",
+            rich_help_panel=FROM,
+        ),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="train, validation, test or all, by the path \\[train with --preset, else all].", rich_help_panel=FROM
+        ),
     ] = None,
     max_bad: Annotated[
         str,
@@ -107,6 +126,7 @@ def tokenize(
     [dim]blackmamba data tokenize notes.jsonl tokens/notes --train-tokenizer 8192 --field title --field body[/dim]
     """
     from data_tools.rejects import InputError
+    from data_tools.selection import SPLITS
     from data_tools.sources import parse_size
     from data_tools.tokenization import TokenizeOptions, plan
     from data_tools.tokenization import tokenize as run
@@ -126,6 +146,8 @@ def tokenize(
         joiner=_unescape(joiner),
         marker=None if marker is None else _unescape(marker),
         match=match,
+        exclude=tuple(exclude or ()),
+        split=_one_of("--split", split, (*SPLITS, "all")),
         eod=eod,
         backend=_one_of("--backend", backend, ("auto", "fastokens", "tokenizers")),
         special_text=special_text,

@@ -1,6 +1,5 @@
 """Which raw files there are, what they hold, and which of them make which shard."""
 
-import fnmatch
 import os
 import re
 import stat
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from data_tools.readers import Format
 from data_tools.rejects import InputError
+from data_tools.selection import Selection, split_of
 from data_tools.streams import STDIN
 from megatron_blackmamba.formats.tree import files_under
 
@@ -63,13 +63,20 @@ class Found:
 
 
 def find_sources(
-    inputs: Sequence[str], format: Format | None = None, match: str | None = None, apart: str | Path | None = None
+    inputs: Sequence[str],
+    format: Format | None = None,
+    match: str | None = None,
+    apart: str | Path | None = None,
+    *,
+    exclude: Sequence[str] = (),
+    split: str | None = None,
 ) -> Found:
-    """The files named, and those under the folders named, in natural order.
+    """Return the files named, and those under the folders named, in natural order.
 
-    match: patterns for files in folders, separated by |.
+    match, exclude: patterns for files in folders, separated by |. split: train, validation or test, by their path.
     apart: the folder for the shards, which may lie inside an input and is none.
     """
+    selection = Selection(match, tuple(exclude), split)
     if not inputs:
         raise InputError("no input: name files or folders, or - for standard input")
     if STDIN in inputs:
@@ -86,7 +93,7 @@ def find_sources(
         path = Path(given)
         if path.is_dir():
             inside = sorted(_visible(path, apart), key=_natural)
-            taken = [p for p in inside if _wanted(p, format, match)]
+            taken = [p for p in inside if _wanted(p, path, format, selection)]
             dangling = next((p for p in taken if not p.exists()), None)
             if dangling:
                 raise InputError(
@@ -94,7 +101,8 @@ def find_sources(
                 )
             if not taken:
                 raise InputError(
-                    f"{path}: no input in this folder among its {len(inside)} files" + _advice(format, match)
+                    f"{path}: no input in this folder among its {len(inside)} files"
+                    + _advice(path, inside, format, selection)
                 )
             paths += taken
             ignored += sorted(set(inside) - set(taken), key=_natural)
@@ -180,18 +188,20 @@ def _format_of_stdin(format: Format | None) -> Format:
     return format or "jsonl"
 
 
-def _wanted(path: Path, format: Format | None, match: str | None) -> bool:
-    if match:
-        return any(fnmatch.fnmatch(path.name, pattern) for pattern in match.split("|"))
-    return format_of(path) is not None if format is None else format_of(path) == format
+def _wanted(path: Path, folder: Path, format: Format | None, selection: Selection) -> bool:
+    if not selection.takes(path, folder):
+        return False
+    return bool(selection.match) or (format_of(path) is not None if format is None else format_of(path) == format)
 
 
-def _advice(format: Format | None, match: str | None) -> str:
-    if match:
-        return f" that matches {match}"
-    return (
-        f" that is {format} by its suffix: choose with --match '*.xyz'" if format else ": choose with --match '*.xyz'"
-    )
+def _advice(folder: Path, inside: Sequence[Path], format: Format | None, selection: Selection) -> str:
+    named = {split_of(path.relative_to(folder).as_posix()) or split_of(folder.name) or "train" for path in inside}
+    if selection.split and selection.split not in named and inside:
+        return f" that belongs to the {selection.split} split by its path: add --split {min(named)}"
+    if selection.match:
+        return f" that matches {selection.match}" + (" and is not excluded" if selection.exclude else "")
+    suffix = f" that is {format} by its suffix" if format else ""
+    return f"{suffix}: choose with --match '*.xyz'"
 
 
 def _hidden(path: Path, top: Path) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from data_tools.finished import refuse_other_settings
 from data_tools.readers import Format, ReadOptions
 from data_tools.rejects import InputError, Tolerance
+from data_tools.selection import split_of
 from data_tools.shard_writer import ShardJob, ShardSettings
 from data_tools.sources import PRESETS, find_sources, parse_array, parse_size, plan_shards
 from data_tools.workers import Made, make_shards
@@ -33,6 +34,9 @@ class TokenizeOptions:
     joiner: str = "\n\n"
     marker: str | None = None
     match: str | None = None
+    exclude: tuple[str, ...] = ()
+    split: str | None = None
+    """train, validation, test or all; by default train with a preset, all without."""
     eod: str | None = None
     backend: Backend = "auto"
     special_text: bool = False
@@ -101,7 +105,11 @@ def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -
         raise InputError(f"--preset {options.preset}: there are {', '.join(PRESETS)}")
     preset = PRESETS[options.preset] if options.preset else None
     format = options.format or (preset.format if preset else None)
-    found = find_sources(inputs, format, options.match or (preset.match if preset else None), apart=out_dir)
+    match = options.match or (preset.match if preset else None)
+    split = options.split or ("train" if preset else "all")
+    found = find_sources(
+        inputs, format, match, apart=out_dir, exclude=options.exclude, split=None if split == "all" else split
+    )
     _refuse_idle_flags(options, {source.format for source in found.sources})
     settings = ShardSettings(
         read=ReadOptions(
@@ -131,6 +139,9 @@ def tokenize(inputs: Sequence[str | os.PathLike[str]], out_dir: str | Path, opti
     if planned.ignored:
         names = ", ".join(path.name for path in planned.ignored[:5]) + (", ..." if len(planned.ignored) > 5 else "")
         say(f"not taken for input: {len(planned.ignored)} files ({names})")
+    splits = sorted({split_of(source.name) or "" for job in planned.jobs for source in job.sources} - {""})
+    if len(splits) > 1 and options.split is None:
+        say(f"the inputs hold files of several splits ({', '.join(splits)}): --split train takes only one")
     tokenizer = _tokenizer(planned, out_dir, options, say)
     if options.overwrite:
         _remove_surplus(planned, Path(out_dir))

@@ -236,6 +236,7 @@ def _compare(verdicts: list[Verdict]) -> None:
     """What only shows between shards: the same tokens twice, or two tokenizers in one folder."""
     first_with: dict[str, Path] = {}
     first_from: dict[str, Path] = {}
+    first_of_file: dict[str, Path] = {}
     tokenizer_in: dict[Path, tuple[str, Path]] = {}
     for verdict in verdicts:
         if verdict.problems:
@@ -249,9 +250,24 @@ def _compare(verdicts: list[Verdict]) -> None:
         other = first_from.setdefault(raw, verdict.prefix)
         if files and other != verdict.prefix and not verdict.problems:
             verdict.problems.append(f"was made from the very raw files of {other}: they would be seen twice")
+        if not verdict.problems:
+            _compare_raw_files(verdict, manifest, first_of_file)
         sha256, one = tokenizer_in.setdefault(verdict.prefix.parent, (manifest.tokenizer_sha256, verdict.prefix))
         if sha256 != manifest.tokenizer_sha256:
             verdict.problems.append(f"was made with another tokenizer than {one.name} beside it")
+
+
+def _compare_raw_files(verdict: Verdict, manifest: ShardManifest, first_of_file: dict[str, Path]) -> None:
+    """Find raw files that are in two shards. Inside one folder that was reported when the folder was made."""
+    decisive = [manifest.options, manifest.tokenizer_sha256]
+    for raw in manifest.sources:
+        if not raw.documents:
+            continue
+        other = first_of_file.setdefault(json.dumps([raw.sha256, *decisive]), verdict.prefix)
+        if other.parent != verdict.prefix.parent:
+            verdict.problems.append(f"was made from {raw.name}, which is in {other} too: it would be seen twice")
+        elif other != verdict.prefix:
+            verdict.notes.append(f"was made from {raw.name}, which is in {other} too")
 
 
 def _note_gaps(verdicts: list[Verdict]) -> None:

@@ -187,7 +187,7 @@ def content_fingerprint(shards: Sequence[Shard]) -> str:
 
 
 def check_together(opened: Mapping[str, tuple[list[Shard], list[Shard]]], vocab_size: int | None = None) -> None:
-    """Refuse shards of two tokenizers, of a vocabulary the model lacks, or with the same tokens twice."""
+    """Refuse two tokenizers, a vocabulary that the model lacks, tokens that are there twice, and validation leaks."""
     seen: dict[str, tuple[Path, str]] = {}
     first: Shard | None = None
     for name, (training, held_out) in opened.items():
@@ -211,6 +211,29 @@ def check_together(opened: Mapping[str, tuple[list[Shard], list[Shard]]], vocab_
                     "remove one; to see a source more often, raise its weight"
                 )
             seen[manifest.bin_sha256] = shard.prefix, name
+    _refuse_leaks(opened)
+
+
+def _refuse_leaks(opened: Mapping[str, tuple[list[Shard], list[Shard]]]) -> None:
+    """Refuse a raw file whose documents are in training and in validation, whatever seed or fields made the shards."""
+    held_out = {
+        raw.sha256: (raw.name, shard.prefix, name)
+        for name, (_, validation) in opened.items()
+        for shard in validation
+        for raw in shard.manifest.sources
+        if raw.documents
+    }
+    for name, (training, _) in opened.items():
+        for shard in training:
+            for raw in shard.manifest.sources:
+                if raw.documents and raw.sha256 in held_out:
+                    other_name, other, source = held_out[raw.sha256]
+                    alias = "" if other_name == raw.name else f" (there called {other_name})"
+                    raise MixtureError(
+                        f"source {name!r}: {shard.prefix} trains on {raw.name}, which {other}{alias} of source "
+                        f"{source!r} holds out for validation: tokenize the training files again without it "
+                        "(--exclude PATTERN or --split train)"
+                    )
 
 
 def _matches(pattern: str) -> list[Path]:

@@ -5,6 +5,7 @@ import pytest
 
 from data_tools.rejects import InputError
 from data_tools.sources import PRESETS, Source, find_sources, format_of, parse_array, parse_size, plan_shards
+from data_tools.tokenization import TokenizeOptions, plan
 
 
 @pytest.fixture
@@ -73,24 +74,51 @@ def test_small_files_share_a_shard_and_large_ones_have_their_own():
     assert sizes == [[3, 3, 3], [50], [1], [12], [2]]
 
 
-def test_every_preset_finds_the_files_of_its_corpus_and_their_format(tmp_path):
-    published = {
-        "pile": "train/00.jsonl.zst",
-        "slimpajama": "train/chunk1/example_train_0.jsonl.zst",
-        "starcoder": "python/train-00000-of-00059.parquet",
-        "pes2o": "s2orc/train-00000-of-00010.json.gz",
-        "proofpile": "train/proofpile_train_0.jsonl.gz",
-        "pg19": "train/10000.txt",
-    }
-    assert published.keys() == PRESETS.keys()
-    for name, file in published.items():
+PUBLISHED = {
+    "pile": ("train/00.jsonl.zst", "val.jsonl.zst", "test.jsonl.zst"),
+    "slimpajama": ("train/chunk1/example_train_0.jsonl.zst", "validation/chunk1/example_holdout_0.jsonl.zst"),
+    "starcoder": ("python/train-00000-of-00059.parquet",),
+    "pes2o": ("data/v2/train-00000-of-00010.json.gz", "data/v2/validation-00000-of-00002.json.gz"),
+    "proofpile": ("arxiv/train/a.jsonl.zst", "arxiv/validation/a.jsonl.zst", "arxiv/test/a.jsonl.zst"),
+    "pg19": ("train/10000.txt", "validation/1022.txt", "test/10146.txt"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_take_training_files_only(tmp_path, name):
+    assert PUBLISHED.keys() == PRESETS.keys()
+    training, *held_out = PUBLISHED[name]
+    for file in (*PUBLISHED[name], "metadata.csv"):
         path = tmp_path / name / file
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        (tmp_path / name / "metadata.csv").touch()
-        found = find_sources([str(tmp_path / name)], PRESETS[name].format, PRESETS[name].match)
-        assert [source.path for source in found.sources] == [str(path)]
-        assert format_of(path) == PRESETS[name].format
+        assert format_of(path) in (PRESETS[name].format, None)
+
+    def taken(**options):
+        jobs = plan([str(tmp_path / name)], tmp_path / "out", TokenizeOptions(preset=name, **options)).jobs
+        return [source.name for job in jobs for source in job.sources]
+
+    assert taken() == [training]
+    assert sorted(taken(split="all")) == sorted(PUBLISHED[name])
+    if held_out:
+        assert taken(split="validation") == held_out[:1]
+    else:
+        with pytest.raises(InputError, match="belongs to the validation split by its path: add --split train"):
+            taken(split="validation")
+
+
+def test_a_folder_of_another_split_is_refused_with_the_flag(corpus):
+    (corpus / "c").rename(corpus / "validation")
+    with pytest.raises(InputError, match="belongs to the train split by its path: add --split validation"):
+        find_sources(["validation"], split="train")
+    assert names(find_sources(["validation"], split="validation"))[0] == "a/more.txt"
+    assert names(find_sources(["validation/a/more.txt"], split="train")) == ["more.txt"]  # named by itself
+
+
+def test_excluded_files_are_ignored_and_listed(corpus):
+    found = find_sources(["c"], exclude=["a/*", "*-9.*"])
+    assert names(found) == ["part-10.jsonl.zst"]
+    assert [path.name for path in found.ignored] == ["README.md", "more.txt", "part-9.jsonl.zst"]
 
 
 @pytest.mark.parametrize("text, size", [("4GB", 4 * 10**9), ("1.5kb", 1500), ("2MiB", 2**21), ("77", 77)])
