@@ -12,11 +12,12 @@ from megatron_blackmamba.runtime.world import World
 
 
 def build(config: RunConfig, world: World) -> LanguageModel:
-    """This rank's part of the model, on this process's device; without values where the device is `meta`."""
+    """Return this rank's part of the model on this process's device; without values where the device is `meta`."""
     seed_process(config.training.seed)
-    model = LanguageModel(
-        to_megatron(config), stack_spec(config.model), config.data.sequence_length, pg_collection=world.groups
-    )
+    with device.device():  # megatron-core's router names no device for its weight
+        model = LanguageModel(
+            to_megatron(config), stack_spec(config.model), config.data.sequence_length, pg_collection=world.groups
+        )
     mark_linears(model)
     if device.device().type != "meta":
         initialise(model, config.model, config.training.seed)

@@ -246,6 +246,8 @@ def _rng() -> None:
                 yield
             finally:
                 self.states_[name] = torch.get_rng_state()
+                if outside_name != "default-rng":  # a fork inside this one may have moved it on
+                    outside = self.states_[outside_name]
                 torch.set_rng_state(outside)
                 self._current_state_name = outside_name
 
