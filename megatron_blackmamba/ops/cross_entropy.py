@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops.dtypes import require_floats
 
 why_not_cpp = library.unsupported
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """Return the fp32 loss of each token. The backward pass overwrites the logits: nobody may need them after it."""
+    require_floats("cross_entropy", logits=logits_TV)
+    if labels_T.dtype != torch.int64:
+        raise ValueError(f"cross_entropy: labels are {labels_T.dtype}. Pass int64.")
     if reason := why_not_cpp(logits_TV):
         raise ValueError(f"cross_entropy cannot run here: {reason}")
     return _CrossEntropy.apply(logits_TV, labels_T)

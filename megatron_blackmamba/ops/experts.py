@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.dtypes import require_floats
 from megatron_blackmamba.ops.gated import ACTIVATIONS, gated, why_not_cpp
 
 BACKENDS = ("grouped_mm", "loop")  # best first, each where it applies
@@ -31,6 +32,7 @@ def grouped_experts(
     """Return `[T, D]`: the output of each token's expert, times its weight. Experts and T may be empty."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"grouped_experts: activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    require_floats("grouped_experts", x=x_TD, fc1=fc1_EGD, fc2=fc2_EDF, weights=weights_T)
     gate_up_TG = grouped_linear(x_TD, tokens_per_expert_E, fc1_EGD, backend=backend)
     early = why_not_cpp(gate_up_TG) is None  # the weights cost nothing there; elsewhere they meet the smaller tensor
     hidden_TF = gated(gate_up_TG, activation, weights_T if early else None)
@@ -40,6 +42,9 @@ def grouped_experts(
 
 def grouped_linear(x_TD: Tensor, tokens_per_expert_E: Tensor, weight_EOD: Tensor, *, backend: str = "auto") -> Tensor:
     """Return `[T, O]`: the first tokens times the first weight, transposed, and so on."""
+    require_floats("grouped_linear", x=x_TD, weight=weight_EOD)
+    if x_TD.dtype != weight_EOD.dtype:
+        raise ValueError(f"grouped_linear: x is {x_TD.dtype}, weight is {weight_EOD.dtype}. Pass one dtype.")
     tokens, experts = x_TD.shape[0], weight_EOD.shape[0]
     if tokens_per_expert_E.shape != (experts,):
         raise ValueError(

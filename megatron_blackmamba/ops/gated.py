@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops.dtypes import require_floats
 
 why_not_cpp = library.unsupported
 # SwiGLU, and GeGLU with the exact (erf) GELU.
@@ -19,6 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.
 
 def gated(gate_up_TG: Tensor, activation: str, weights_T: Tensor | None = None) -> Tensor:
     """Return `[T, F]` in the dtype of gate and up."""
+    require_floats("gated", gate_up=gate_up_TG, weights=weights_T)
     if why_not_cpp(gate_up_TG):
         gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
         y_TF = ACTIVATIONS[activation](gate_TF) * up_TF

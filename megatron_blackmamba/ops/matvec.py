@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops.dtypes import require_floats
 
 MAX_VECTORS = 8  # as in csrc/dots.h; above, a matrix product does better
 BYTES_PER_THREAD = 1 << 18  # less work than this does not pay for calling a thread
@@ -35,6 +36,7 @@ def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None = None) -> Tenso
 
     threads: at most so many, by default as many as torch uses.
     """
+    require_floats("matvec", weight=weight_OI, x=x_BI)
     if why_not_cpp(weight_OI, x_BI):
         return F.linear(x_BI.to(weight_OI.dtype), weight_OI).to(x_BI.dtype)
     y_BO = torch.empty(x_BI.shape[0], weight_OI.shape[0], dtype=torch.float32)

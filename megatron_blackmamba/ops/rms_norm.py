@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops.dtypes import require_floats
 
 ROWS_OF_A_UNIT = 64  # as in csrc/rms_norm.cpp
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight, computed in fp32, in the weight's dtype."""
+    require_floats("rms_norm", x=x, weight=weight_D)
     if why_not_cpp(x, weight_D):
         return F.rms_norm(x.float(), weight_D.shape, weight_D.float(), eps).to(weight_D.dtype)
     return _RmsNorm.apply(x, weight_D, eps)

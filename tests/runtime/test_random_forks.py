@@ -26,7 +26,7 @@ def draw(tracker):
     for name, seed in SEEDS.items():
         tracker.add(name, seed)
 
-    def draw(name, inside=lambda: []):
+    def draw(name, inside=list):
         with tracker.fork(name):
             return [*torch.rand(2).tolist(), *inside(), *torch.rand(2).tolist()]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.causal_conv1d.step import causal_conv1d_step
+from megatron_blackmamba.ops.dtypes import require_floats
 
 __all__ = ["available_backends", "causal_conv1d", "causal_conv1d_step"]
 
@@ -85,6 +86,7 @@ def _check(
             raise ValueError(
                 f"causal_conv1d: {name} has shape {tuple(tensor.shape)}, expected {shape} (x is {(B, L, I)})"
             )
+    require_floats("causal_conv1d", x=x_BLI, weight=weight_IK, bias=bias_I, initial_window=initial_window)
     if activation not in ("silu", None):
         raise ValueError(f'causal_conv1d: activation is "silu" or None, not {activation!r}')
     if reset_BL is not None and reset_BL.dtype != torch.bool:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.dtypes import require_floats
+
 
 @torch.no_grad()
 def causal_conv1d_step(
@@ -17,6 +19,7 @@ def causal_conv1d_step(
     activation: str | None = "silu",
 ) -> Tensor:
     """Put `x_BI` at the end of `window_BWI`, its oldest input dropped, in place, and return y_BI in x's dtype."""
+    require_floats("causal_conv1d_step", window=window_BWI, x=x_BI, weight=weight_IK, bias=bias_I)
     compute = torch.promote_types(x_BI.dtype, torch.float32)
     inputs_BKI = torch.cat((window_BWI, x_BI[:, None].to(window_BWI.dtype)), dim=1)
     y = (inputs_BKI.to(compute) * weight_IK.t().to(compute)).sum(dim=1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.dtypes import require_floats
 from megatron_blackmamba.ops.selective_scan.step import selective_scan_step
 
 __all__ = ["available_backends", "selective_scan", "selective_scan_step"]
@@ -42,9 +43,9 @@ def selective_scan(
 
     A_IN, D_I, delta_bias_I and the states are fp32; A_IN is negative (-exp(A_log)).
     reset_BL: True where the state restarts at zero before that token, the first one of a new document.
-    backend: "auto" or a name of `available_backends()`; float64 inputs always take the reference.
+    backend: "auto" or a name of `available_backends()`; "auto" takes the reference for float64 u.
     """
-    _check_shapes(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, initial_state_BIN, reset_BL)
+    _check(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, initial_state_BIN, reset_BL)
     chosen = backends.choose(__name__, BACKENDS, backend, u_BLI, A_IN, initial_state_BIN, reset_BL)
     y_BLI, final_state_BIN = chosen.scan(
         u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, delta_softplus, initial_state_BIN, reset_BL
@@ -57,7 +58,7 @@ def available_backends() -> dict[str, str | None]:
     return backends.available(__name__, BACKENDS)
 
 
-def _check_shapes(
+def _check(
     u_BLI: Tensor,
     delta_BLI: Tensor,
     A_IN: Tensor,
@@ -87,5 +88,7 @@ def _check_shapes(
             raise ValueError(
                 f"selective_scan: {name} has shape {tuple(tensor.shape)}, expected {shape} (u is {(B, L, I)})"
             )
+    floats = {name: tensor for name, (tensor, _) in expected.items() if name != "reset"}
+    require_floats("selective_scan", u=u_BLI, **floats)
     if reset_BL is not None and reset_BL.dtype != torch.bool:
         raise ValueError(f"selective_scan: reset is a bool tensor, not {reset_BL.dtype}")

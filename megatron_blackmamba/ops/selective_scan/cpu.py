@@ -40,10 +40,8 @@ def scan(
     initial_state_BIN: Tensor | None,
     reset_BL: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    dtype = u_BLI.dtype
-    for other in (delta_BLI, z_BLI):
-        if other is not None:
-            dtype = torch.promote_types(dtype, other.dtype)
+    activations = [x for x in (u_BLI, delta_BLI, z_BLI) if x is not None]
+    dtype = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in activations) else torch.float32
     N = A_IN.shape[1]
     padding = (0, -N % SLICE)
     y_BLI, final_state_BIN = _Scan.apply(

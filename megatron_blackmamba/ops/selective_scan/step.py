@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.dtypes import require_floats
+
 
 @torch.no_grad()
 def selective_scan_step(
@@ -22,6 +24,8 @@ def selective_scan_step(
     delta_softplus: bool = True,
 ) -> Tensor:
     """Advance `state_BIN` by one token in place and return y_BI in u's dtype."""
+    require_floats("selective_scan_step", state=state_BIN, u=u_BI, delta=delta_BI, A=A_IN, B=B_BN, C=C_BN)
+    require_floats("selective_scan_step", D=D_I, z=z_BI, delta_bias=delta_bias_I)
     compute = torch.promote_types(u_BI.dtype, torch.float32)
     u, delta, B, C = (x.to(compute) for x in (u_BI, delta_BI, B_BN, C_BN))
     if delta_bias_I is not None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.dtypes import require_floats
 from megatron_blackmamba.ops.sinkhorn.study import Study, study
 
 __all__ = ["Study", "available_backends", "load_imbalance", "sinkhorn_choice", "study"]
@@ -38,6 +39,7 @@ def sinkhorn_choice(
     rank holding all the tokens.
     tokens_E: the tokens of each expert are added to it; int64 and contiguous.
     """
+    require_floats("sinkhorn_choice", logits=logits_TE)
     if start not in ("balanced", "uniform"):
         raise ValueError(f'start is "balanced" or "uniform", not {start!r}')
     if tokens_E is not None and not (tokens_E.dtype == torch.int64 and tokens_E.is_contiguous()):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_blackmamba.ops.dtypes import require_floats
+
 RULES = {"marginals": 1e-3, "absolute": 1e-4}  # and their usual tolerances
 
 
@@ -40,6 +42,7 @@ def study(
     and the paper test (tokens at weight 1 / T, experts at 1 / E). The balanced start makes the factors themselves about
     1e-5, so that the rule is satisfied at once, whatever the plan.
     """
+    require_floats("study", logits=logits_TE)
     if rule not in RULES:
         raise ValueError(f"rule is one of {', '.join(RULES)}, not {rule!r}")
     if start not in ("balanced", "uniform"):
