@@ -34,6 +34,15 @@ def is_finished(job: ShardJob, tokenizer: Tokenizer) -> bool:
     )
 
 
+def with_count(job: ShardJob) -> ShardManifest:
+    """Return the manifest of a finished shard. Update its count of shards: inputs may have been added since."""
+    manifest = ShardManifest.read(job.manifest_path)
+    if manifest.shards != job.of:
+        manifest = manifest.model_copy(update={"shards": job.of})
+        manifest.write(job.manifest_path)
+    return manifest
+
+
 def _difference(manifest: ShardManifest, job: ShardJob, tokenizer: Tokenizer) -> str | None:
     settings = job.settings
     if manifest.tokenizer_sha256 != tokenizer.sha256:

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from megatron_blackmamba.config.load import find, shipped
-from megatron_blackmamba.formats.mixture import Mixture, MixtureError, Source, check_together, content_fingerprint
+from megatron_blackmamba.formats.mixture import (
+    IncompleteError,
+    Mixture,
+    MixtureError,
+    Source,
+    check_together,
+    content_fingerprint,
+)
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard
 
@@ -163,6 +170,8 @@ def prefix_deviation(schedule: Schedule, samples: int = PREFIXES_CHECKED) -> flo
 def _open_if_there(mixture: Mixture, source: Source, missing: dict[str, str]) -> tuple[list[Shard], list[Shard]] | None:
     try:
         return mixture.open_shards(source)
+    except IncompleteError:
+        raise
     except MixtureError as error:
         if source.tokens is None:
             raise MixtureError(f"{error}; without shards, state the source's `tokens`") from None

@@ -63,6 +63,8 @@ class ShardJob:
     """One shard to write."""
 
     number: int
+    of: int
+    """Shards of the whole plan."""
     sources: tuple[Source, ...]
     out_dir: Path
     settings: ShardSettings
@@ -252,6 +254,7 @@ class _Writing:
             text_bytes=self.text_bytes,
             rechecked=self.rechecked,
             shard=self.job.number,
+            shards=self.job.of,
             shuffled=self.settings.shuffle,
             seed=self.settings.seed if self.settings.shuffle else 0,
             options=self.settings.recorded(self.job.sources),

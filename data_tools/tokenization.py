@@ -124,7 +124,7 @@ def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -
     tolerance = Tolerance.parse(options.max_bad)
     groups = plan_shards(found.sources, parse_size(options.shard_size))
     jobs = [
-        ShardJob(number, tuple(group), Path(out_dir), settings, tolerance)
+        ShardJob(number, len(groups), tuple(group), Path(out_dir), settings, tolerance)
         for number, group in enumerate(groups, start=1)
     ]
     index, count = parse_array(options.array) if options.array else (0, 1)

@@ -20,7 +20,9 @@ from megatron_blackmamba.formats.shards import (
     SourceFile,
     beside,
     check_idx,
+    missing_parts,
     read_idx,
+    shard_names,
     shard_prefix,
 )
 from megatron_blackmamba.formats.tree import files_under
@@ -72,7 +74,7 @@ def verify(paths: Sequence[str | Path], *, quick: bool = False, cores: int = 1, 
         verdicts = list(pool.map(check, range(len(prefixes))))
     _compare(verdicts)
     if any(Path(path).is_dir() for path in paths):  # of shards named one by one, nobody expects the others
-        _note_gaps(verdicts)
+        _find_gaps(verdicts)
     return verdicts
 
 
@@ -270,18 +272,27 @@ def _compare_raw_files(verdict: Verdict, manifest: ShardManifest, first_of_file:
             verdict.notes.append(f"was made from {raw.name}, which is in {other} too")
 
 
-def _note_gaps(verdicts: list[Verdict]) -> None:
-    """A shard that is gone leaves no file to complain about, but its number."""
+def _find_gaps(verdicts: list[Verdict]) -> None:
+    """A missing shard leaves no file to complain about, but its number, and the count in the other manifests."""
     of_folder: dict[Path, dict[int, Verdict]] = {}
     for verdict in verdicts:
         found = re.fullmatch(r"shard_(\d{5})", verdict.prefix.name)
         if found:
             of_folder.setdefault(verdict.prefix.parent, {})[int(found[1])] = verdict
     for folder, there in of_folder.items():
-        gone = sorted(set(range(1, max(there))) - set(there))
-        if gone:
-            names = ", ".join(f"shard_{number:05d}" for number in gone[:5]) + (", ..." if len(gone) > 5 else "")
-            there[max(there)].notes.append(f"{folder} lacks {names}: not made yet, moved, or removed")
+        sound = [number for number, verdict in there.items() if not verdict.problems]
+        manifests = [ShardManifest.read(beside(there[number].prefix, MANIFEST_SUFFIX)) for number in sound]
+        missing, expected = missing_parts(manifests)
+        missing = sorted(set(missing) - set(there))
+        last = there[max(there)]
+        if missing:
+            last.problems.append(
+                f"{folder} lacks {shard_names(missing)} of {expected} shards: not made yet, or removed"
+            )
+        elif not expected and manifests:
+            gone = sorted(set(range(1, max(there))) - set(there))
+            lacks = f"{folder} lacks {shard_names(gone)}: not made yet, moved, or removed; " if gone else ""
+            last.notes.append(f"{lacks}older manifests do not say how many shards there should be")
 
 
 def _size(path: Path) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from data_tools.finished import is_finished
+from data_tools.finished import is_finished, with_count
 from data_tools.progress import Count, Progress
 from data_tools.rejects import InputError
 from data_tools.shard_writer import ShardJob, write_shard
@@ -66,7 +66,7 @@ class _Task:
     def __call__(self, slot: int, job: ShardJob) -> Made:
         if not self.overwrite and job.sources[0].path != STDIN and is_finished(job, self.tokenizer):
             self._report(slot, job.input_bytes, 0, 0)
-            return Made(ShardManifest.read(job.manifest_path), written=False)
+            return Made(with_count(job), written=False)
         return Made(write_shard(job, self.tokenizer, lambda *so_far: self._report(slot, *so_far)), written=True)
 
     def _report(self, slot: int, input_bytes: int, tokens: int, documents: int) -> None:

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import ConfigError, read_yaml
 from megatron_blackmamba.formats.schedule import Schedule
-from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard, shard_prefix
+from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard, missing_parts, shard_names, shard_prefix
 
 MOST_WEIGHT = 1e12
 """Tokens × weight stays a number that prints."""
@@ -43,6 +43,10 @@ def _list(value: object) -> object:
 
 Count = Annotated[int, BeforeValidator(_whole)]
 Paths = Annotated[list[str], BeforeValidator(_list)]
+
+
+class IncompleteError(MixtureError):
+    """A folder of shards in which some are missing."""
 
 
 class Source(Section):
@@ -155,6 +159,7 @@ class Mixture(Section):
             sorted((Shard.open(prefix) for prefix in prefixes), key=lambda shard: shard.manifest.bin_sha256)
             for prefixes in (training, held_out)
         ]
+        self._refuse_incomplete(source, [*shards, *validation])
         return shards, validation
 
     def prefixes(self) -> list[Path]:
@@ -165,12 +170,25 @@ class Mixture(Section):
         held_out = self._prefixes(source, "validation", source.validation)
         return [p for p in self._prefixes(source, "shards", source.shards) if p not in set(held_out)], held_out
 
+    def _refuse_incomplete(self, source: Source, opened: Sequence[Shard]) -> None:
+        """Refuse a folder that lacks shards. Shards that are named one by one or by a glob may be a part."""
+        named = [self._path(source, pattern) for pattern in (*source.shards, *source.validation)]
+        folders = [path for path in map(Path, named) if path.is_dir()]
+        for folder in sorted({shard.prefix.parent for shard in opened}):
+            missing, expected = missing_parts(shard.manifest for shard in opened if shard.prefix.parent == folder)
+            if missing and any(folder.is_relative_to(given) for given in folders):
+                raise IncompleteError(
+                    f"source {source.name!r}: {folder} is incomplete: it lacks {shard_names(missing)} of {expected} "
+                    f"shards. Make them with `blackmamba data tokenize`, or name what is there: {folder}/shard_*"
+                )
+
+    def _path(self, source: Source, pattern: str) -> str:
+        return os.path.normpath(os.path.join(self._folder, _fill_in(self.root, "root"), _fill_in(pattern, source.name)))
+
     def _prefixes(self, source: Source, key: str, patterns: list[str]) -> list[Path]:
         found: dict[Path, None] = {}
         for pattern in patterns:
-            full = os.path.normpath(
-                os.path.join(self._folder, _fill_in(self.root, "root"), _fill_in(pattern, source.name))
-            )
+            full = self._path(source, pattern)
             matches = _matches(full)
             if not matches:
                 raise MixtureError(f"source {source.name!r}: {key}: {pattern!r} names no shard (looked for {full})")

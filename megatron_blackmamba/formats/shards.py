@@ -6,8 +6,10 @@ sequences. Here every document is one sequence, as Megatron's own preprocessing 
 """
 
 import hashlib
+import json
 import os
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -80,6 +82,7 @@ class ShardManifest(BaseModel):
         default=0, description="documents encoded a second time by the reference tokenizer: all equal"
     )
     shard: int = Field(default=1, description="number of this shard in its folder, from 1")
+    shards: int = Field(default=0, description="shards in its folder once all are made; 0 where that is not known")
     shuffled: bool = False
     seed: int = 0
     options: dict[str, Any] = Field(default_factory=dict, description="settings that decide the content")
@@ -93,22 +96,42 @@ class ShardManifest(BaseModel):
     def read(cls, path: str | os.PathLike[str]) -> "ShardManifest":
         path = Path(path)
         try:
-            manifest = cls.model_validate_json(path.read_bytes())
+            content = path.read_bytes()
+            _refuse_other_version(path, content)
+            return cls.model_validate_json(content)
         except FileNotFoundError:
             raise ShardError(f"{path}: no such manifest. {_no_manifest_advice(path)}") from None
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
             raise ShardError(f"{path}: not a shard manifest: {where}: {first['msg']}") from None
-        if manifest.format_version != FORMAT_VERSION:
-            raise ShardError(
-                f"{path}: manifest format {manifest.format_version}, this version reads {FORMAT_VERSION}: "
-                "tokenize again, or use the version of blackmamba that wrote it"
-            )
-        return manifest
 
     def write(self, path: str | os.PathLike[str]) -> None:
         atomic.write_text(path, self.model_dump_json(indent=2) + "\n")
+
+
+def missing_parts(manifests: Iterable[ShardManifest]) -> tuple[list[int], int]:
+    """Return the shard numbers that a folder lacks, and how many it should have; older manifests do not know."""
+    manifests = list(manifests)
+    expected = max((manifest.shards for manifest in manifests), default=0)
+    return sorted(set(range(1, expected + 1)) - {manifest.shard for manifest in manifests}), expected
+
+
+def shard_names(numbers: Sequence[int], most: int = 5) -> str:
+    return ", ".join(f"shard_{number:05d}" for number in numbers[:most]) + (", ..." if len(numbers) > most else "")
+
+
+def _refuse_other_version(path: Path, content: bytes) -> None:
+    """A newer version may have other keys: say that, not which key is unknown."""
+    try:
+        version = json.loads(content).get("format_version", FORMAT_VERSION)
+    except (ValueError, AttributeError):
+        return
+    if version != FORMAT_VERSION:
+        raise ShardError(
+            f"{path}: manifest format {version}, this version reads {FORMAT_VERSION}: "
+            "tokenize again, or use the version of blackmamba that wrote it"
+        )
 
 
 @dataclass(frozen=True)

@@ -154,11 +154,23 @@ def test_the_same_raw_file_twice_is_found_though_each_shard_has_an_order_of_its_
     assert "the very raw files of" in problems(tmp_path / "out")[1]
 
 
-def test_a_shard_that_is_gone_is_noted(folder):
+@pytest.mark.parametrize("gone, left", [("shard_00001", "shard_00002"), ("shard_00002", "shard_00001")])
+def test_a_missing_shard_is_found(folder, gone, left):
+    for path in folder.glob(f"{gone}*"):
+        path.unlink()
+    assert f"lacks {gone} of 2 shards" in problems(folder)[0]
+    (verdict,) = verify([folder / left], quiet=True)  # of shards named one by one, nobody expects the others
+    assert not verdict.problems
+
+
+def test_older_manifests_say_what_they_cannot_tell(folder):
+    for path in folder.glob("*.manifest.json"):
+        path.write_text(path.read_text().replace('"shards": 2', '"shards": 0'))
     for path in folder.glob("shard_00001*"):
         path.unlink()
     (verdict,) = verify([folder], quiet=True)
-    assert not verdict.problems and "lacks shard_00001" in verdict.notes[0]
+    assert not verdict.problems
+    assert "lacks shard_00001" in verdict.notes[0] and "do not say how many shards" in verdict.notes[0]
 
 
 def test_shards_behind_a_link_are_verified(folder, tmp_path):
