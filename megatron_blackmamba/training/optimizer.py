@@ -75,6 +75,7 @@ def make_trainable(config: RunConfig, model: LanguageModel, world: World) -> Tra
     _refuse_non_finite(optimizer)
     _number_as_stored(optimizer)
     _forget_rates(optimizer)
+    _keep_settings(optimizer)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
     if how.overlap_grad_reduce:
@@ -119,6 +120,24 @@ def _forget_rates(optimizer: MegatronOptimizer) -> None:
     for group in optimizer.param_groups:
         group.pop("max_lr", None)
         group.pop("min_lr", None)
+
+
+def _keep_settings(optimizer: MegatronOptimizer) -> None:
+    """Have a loaded checkpoint bring moments and the step count, but not the betas and eps it was made with.
+
+    The config decides those. Resuming compares it with the checkpoint's and refuses or announces each difference.
+    """
+    load = optimizer.load_state_dict
+
+    def load_state(state: dict) -> None:
+        configured = [
+            {k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups
+        ]
+        load(state)
+        for group, settings in zip(optimizer.param_groups, configured, strict=True):
+            group.update(settings)
+
+    optimizer.load_state_dict = load_state
 
 
 def _number_as_stored(optimizer: MegatronOptimizer) -> None:

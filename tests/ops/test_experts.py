@@ -4,6 +4,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_blackmamba.ops import experts as experts_module
+from megatron_blackmamba.ops import gated as gated_module
 from megatron_blackmamba.ops.experts import available_backends, grouped_experts, grouped_linear
 from tests.ops.implementations import PROPERTY, assert_close
 
@@ -57,6 +59,24 @@ def test_agrees_with_float64_in_values_and_all_gradients(backend, activation, co
         assert_close(values_and_gradients(rounded, tokens_per_expert, run, torch.bfloat16), expected, tolerance=3e-2)
     else:
         assert values_and_gradients(tensors, tokens_per_expert, run, torch.float32)["y"].shape == (0, 16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_token_weights_scale_the_output_once(backend, dtype, in_cpp, monkeypatch):
+    if not in_cpp:  # as on a GPU: the weights meet the output, not the activation
+        for module in (experts_module, gated_module):
+            monkeypatch.setattr(module, "why_not_cpp", lambda *_: "the test asks for PyTorch")
+    tensors, counts = expert_inputs([4, 0, 7])
+    tensors = {name: tensor.to(dtype).float() for name, tensor in tensors.items()}
+    tensors["weights"] = torch.rand(11, generator=torch.Generator().manual_seed(2)).to(dtype).float()
+    run = lambda t, n: grouped_experts(t["x"], n, t["fc1"], t["fc2"], t["weights"], backend=backend)
+    exact = lambda t, n: by_hand(t["x"], t["fc1"], t["fc2"], n, "silu") * t["weights"][:, None]
+    actual = values_and_gradients(tensors, counts, run, dtype)
+    assert actual["y"].dtype == dtype
+    expected = values_and_gradients(tensors, counts, exact, torch.float64)
+    assert_close(actual, expected, tolerance=1e-5 if dtype == torch.float32 else 3e-2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
