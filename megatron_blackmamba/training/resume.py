@@ -16,9 +16,25 @@ FIXED = (
 BY_NAME = ("optimizer.", "training.tokens", "training.global_batch")
 """May change from here on, if init.allow names them."""
 FREE = (
-    *("name", "folder", "parallel.", "data.mixture", "data.workers", "checkpoint.", "logging.", "init."),
+    *(
+        "name",
+        "folder",
+        "parallel.",
+        "data.mixture",
+        "data.workers",
+        "data.verify_rate",
+        "checkpoint.",
+        "logging.",
+        "init.",
+    ),
     *("model.linear", "model.dispatcher", "model.scan", "training.micro_batch", "training.recompute"),
-    *("training.overlap", "training.deterministic", "training.evaluate_every", "training.evaluate_batches"),
+    *(
+        "training.overlap",
+        "training.bucket_size",
+        "training.deterministic",
+        "training.evaluate_every",
+        "training.evaluate_batches",
+    ),
     *("training.router_every", "training.stop_after_steps", "training.profile", "training.guard."),
 )
 """May change at any time: they decide how numbers are computed, watched and saved, not which numbers.

@@ -53,7 +53,8 @@ RULES = {
     ),
     "by name": ("training.tokens", "training.global_batch"),
     "free, the losses stay the same": (
-        *("name", "folder", "data.workers", "training.recompute", "training.overlap"),
+        *("name", "folder", "data.workers", "data.verify_rate", "training.recompute", "training.overlap"),
+        "training.bucket_size",
         *("training.evaluate_every", "training.evaluate_batches", "training.router_every", "training.profile"),
         *("training.guard.max_bad_steps", "training.guard.hang_seconds", "checkpoint.every", "checkpoint.keep_last"),
         *("checkpoint.keep_every", "checkpoint.asynchronous", "checkpoint.retry_every", "checkpoint.if_damaged"),
