@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
 FLOORS = [
-    {"config", "tokenizer", "formats", "ops", "hf"},
+    {"config", "kinds", "tokenizer", "formats", "ops", "hf"},
     {"runtime"},
     {"model", "data"},
     {"checkpoint"},

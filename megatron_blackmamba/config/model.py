@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_blackmamba import kinds
 from megatron_blackmamba.config.base import Section
 
 Activation = Literal["silu", "gelu"]
@@ -49,7 +50,7 @@ class InitConfig(Section):
 
 
 class ModelConfig(Section):
-    """One stack of layers; `pattern` has a letter a layer: M Mamba, E experts, * attention, - dense MLP."""
+    """One stack of layers; `pattern` has one letter per layer: M Mamba, E experts, * attention, - dense MLP."""
 
     pattern: str
     vocab_size: int = Field(gt=0)
@@ -84,28 +85,21 @@ class ModelConfig(Section):
     @field_validator("pattern")
     @classmethod
     def _letters(cls, pattern: str) -> str:
-        wrong = sorted(set(pattern) - set("ME*-"))
+        wrong = sorted(set(pattern) - {kind.letter for kind in kinds.all_kinds()})
         if wrong or not pattern:
-            raise ValueError(
-                f"a pattern is made of M (Mamba), E (experts), * (attention), - (MLP); found {wrong or 'nothing'}"
-            )
+            raise ValueError(f"a pattern is made of {kinds.described()}; found {wrong or 'nothing'}")
         return pattern
 
     @model_validator(mode="after")
     def _widths(self) -> "ModelConfig":
-        if "E" in self.pattern and self.expert_hidden_size is None:
-            raise ValueError("the pattern has E layers: set model.expert_hidden_size")
-        if "-" in self.pattern and self.mlp_hidden_size is None:
-            raise ValueError("the pattern has - layers: set model.mlp_hidden_size")
+        for kind in kinds.kinds_in(self.pattern):
+            if problems := kind.problems(self):
+                raise ValueError("; ".join(problems))
         if self.top_k > self.experts:
             raise ValueError(f"model.top_k={self.top_k} is more than model.experts={self.experts}")
         if self.router.kind == "sinkhorn" and self.top_k != 1:
             raise ValueError(
                 f"the sinkhorn router chooses one expert; model.top_k={self.top_k} needs model.router.kind=softmax"
-            )
-        if "*" in self.pattern and self.hidden_size % self.attention.heads:
-            raise ValueError(
-                f"model.hidden_size={self.hidden_size} is not divisible by model.attention.heads={self.attention.heads}"
             )
         if self.eod_reset is not None and self.eod_reset >= self.vocab_size:
             raise ValueError(f"model.eod_reset={self.eod_reset} is outside the vocabulary of {self.vocab_size}")

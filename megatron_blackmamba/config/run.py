@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_blackmamba import kinds
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.model import ModelConfig
 
@@ -183,8 +184,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
         parallel, model, training = self.parallel, self.model, self.training
-        if parallel.expert > 1 and "E" not in model.pattern:
-            raise ValueError(f"parallel.expert={parallel.expert}, but the pattern {model.pattern!r} has no E layer")
+        if parallel.expert > 1 and not kinds.routes(model.pattern):
+            raise ValueError(
+                f"parallel.expert={parallel.expert}, but the pattern {model.pattern!r} has no layer with experts"
+            )
         if model.experts % parallel.expert:
             raise ValueError(
                 f"model.experts={model.experts} cannot be spread evenly over parallel.expert={parallel.expert}"

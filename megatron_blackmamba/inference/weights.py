@@ -1,9 +1,10 @@
-"""A model's weights as decoding wants them: fused where the step reads them together, experts stacked, read once.
+"""A model's weights as decoding reads them; each kind of layer packs its own (`kinds`).
 
-Shapes: V vocabulary, D model, I inner, K taps, N state, R rank of dt, E experts, F expert hidden, G = 2F gate and up.
+Shapes: V vocabulary, D model.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,38 +13,15 @@ from torch import Tensor
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import Canonical
-
-
-@dataclass(frozen=True)
-class MambaLayer:
-    """The recurrence's own parameters, and all norms, are fp32 whatever the rest is."""
-
-    norm_D: Tensor
-    in_proj: Tensor
-    conv_weight_IK: Tensor
-    conv_bias_I: Tensor
-    x_proj: Tensor
-    dt_proj_IR: Tensor
-    dt_bias_I: Tensor
-    A_IN: Tensor
-    D_I: Tensor
-    out_proj: Tensor
-
-
-@dataclass(frozen=True)
-class ExpertsLayer:
-    norm_D: Tensor
-    router_ED: Tensor
-    router_bias_E: Tensor
-    fc1_EGD: Tensor
-    fc2_EDF: Tensor
+from megatron_blackmamba.kinds import Cannot, Decoding, kinds_in
 
 
 @dataclass(frozen=True)
 class Weights:
     config: ModelConfig
     embedding_VD: Tensor
-    layers: tuple[MambaLayer | ExpertsLayer, ...]
+    layers: tuple[Any, ...]
+    """Each as its kind packed it."""
     final_norm_D: Tensor
     final_bias_D: Tensor
 
@@ -57,13 +35,19 @@ class Weights:
 
     @property
     def bytes_a_token(self) -> int:
-        """What one step at batch 1 reads: everything but the experts that were not chosen."""
-        total = self.embedding_VD.nbytes + self.final_norm_D.nbytes + self.final_bias_D.nbytes
-        for layer in self.layers:
-            for tensor in vars(layer).values():
-                stacked = tensor.dim() == 3
-                total += tensor.nbytes // (tensor.shape[0] if stacked else 1)
-        return total
+        """Return what one step at batch 1 reads: everything but the experts that were not chosen."""
+        ends = self.embedding_VD.nbytes + self.final_norm_D.nbytes + self.final_bias_D.nbytes
+        how = decodings(self.config)
+        return ends + sum(one.bytes_a_token(layer) for one, layer in zip(how, self.layers, strict=True))
+
+
+def decodings(config: ModelConfig) -> list[Decoding]:
+    """Return how each layer decodes, or refuse the model by the name of the layer that cannot."""
+    by_letter = {kind.letter: kind.decoding(config) for kind in kinds_in(config.pattern)}
+    reasons = [answer.reason for answer in by_letter.values() if isinstance(answer, Cannot)]
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    return [answer for letter in config.pattern if isinstance(answer := by_letter[letter], Decoding)]
 
 
 def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu") -> Weights:
@@ -72,47 +56,16 @@ def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu
     def get(name: str, as_type: torch.dtype = torch.float32) -> Tensor:
         return model.entries[name].load().to(device=device, dtype=as_type)
 
-    layers: list[MambaLayer | ExpertsLayer] = []
-    for i, letter in enumerate(model.config.pattern):
-        layer = f"decoder.layers.{i}."
-        layers.append((_mamba if letter == "M" else _experts)(get, layer, model.config, dtype, device))
+    def of_layer(i: int) -> Callable[..., Tensor]:
+        return lambda name, as_type=torch.float32: get(f"decoder.layers.{i}.{name}", as_type)
+
+    layers = [how.pack(of_layer(i), model.config, dtype, device) for i, how in enumerate(decodings(model.config))]
     return Weights(
         model.config,
         get("embedding.word_embeddings.weight", dtype),
         tuple(layers),
         get("decoder.final_layernorm.weight"),
         get("decoder.final_layernorm.bias"),
-    )
-
-
-def _mamba(get: Any, layer: str, config: ModelConfig, dtype: torch.dtype, device: Any) -> MambaLayer:
-    return MambaLayer(
-        norm_D=get(layer + "norm.weight"),
-        in_proj=get(layer + "mixer.in_proj.weight", dtype),
-        conv_weight_IK=get(layer + "mixer.conv1d.weight")[:, 0].contiguous(),
-        conv_bias_I=get(layer + "mixer.conv1d.bias"),
-        x_proj=get(layer + "mixer.x_proj.weight", dtype),
-        dt_proj_IR=get(layer + "mixer.dt_proj.weight", dtype),
-        dt_bias_I=get(layer + "mixer.dt_proj.bias"),
-        A_IN=-torch.exp(get(layer + "mixer.A_log")),
-        D_I=get(layer + "mixer.D"),
-        out_proj=get(layer + "mixer.out_proj.weight", dtype),
-    )
-
-
-def _experts(get: Any, layer: str, config: ModelConfig, dtype: torch.dtype, device: Any) -> ExpertsLayer:
-    D, E, F = config.hidden_size, config.experts, config.expert_hidden_size or 0
-    fc1_EGD = torch.empty(E, 2 * F, D, dtype=dtype, device=device)
-    fc2_EDF = torch.empty(E, D, F, dtype=dtype, device=device)
-    for e in range(E):
-        fc1_EGD[e] = get(f"{layer}mixer.local_experts.{e}.linear_fc1.weight", dtype)
-        fc2_EDF[e] = get(f"{layer}mixer.local_experts.{e}.linear_fc2.weight", dtype)
-    return ExpertsLayer(
-        norm_D=get(layer + "norm.weight"),
-        router_ED=get(layer + "mixer.router.weight"),
-        router_bias_E=get(layer + "mixer.router.bias"),
-        fc1_EGD=fc1_EGD,
-        fc2_EDF=fc2_EDF,
     )
 
 

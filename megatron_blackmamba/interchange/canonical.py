@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.kinds import Cannot, kinds_in, layers_of
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-KEPT_IN_FP32 = ("mixer.A_log", "mixer.D", "mixer.dt_proj.bias")
 
 
 class InterchangeError(ValueError):
@@ -50,7 +50,8 @@ class Canonical:
     """What is known of the run behind it, for the model card."""
 
     def __post_init__(self) -> None:
-        require_mamba_and_experts(self.config, self.source)
+        if not self.config.tie_embeddings:
+            raise InterchangeError(f"{self.source}: model.tie_embeddings is false; only tied embeddings convert")
         expected = shapes(self.config)
         missing = [name for name in expected if name not in self.entries]
         unexpected = [name for name in self.entries if name not in expected]
@@ -108,8 +109,10 @@ def in_memory(
 def cast(model: Canonical, dtype: torch.dtype) -> Canonical:
     """The same model in another precision; what the recurrence keeps in fp32 stays there."""
 
+    kept = tuple(f".mixer.{name}" for kind in kinds_in(model.config.pattern) for name in kind.kept_in_fp32)
+
     def converted(name: str, entry: Entry) -> Entry:
-        to = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
+        to = torch.float32 if name.endswith(kept) else dtype
         return entry if entry.dtype == to else Entry(entry.shape, to, lambda: entry.load().to(to))
 
     return replace(model, entries={name: converted(name, entry) for name, entry in model.entries.items()})
@@ -130,46 +133,22 @@ def watched(model: Canonical, loaded: Callable[[int], None]) -> Canonical:
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a model by its canonical name, in the order of the network."""
-    D, I, N, K = config.hidden_size, config.inner_size, config.state_size, config.conv_kernel
-    R, E, F = config.dt_rank_or_default, config.experts, config.expert_hidden_size or 0
-    mamba = {
-        "in_proj.weight": (2 * I, D),  # rows [x | z]
-        "conv1d.weight": (I, 1, K),
-        "conv1d.bias": (I,),
-        "x_proj.weight": (R + 2 * N, I),  # rows [dt | B | C]
-        "dt_proj.weight": (I, R),
-        "dt_proj.bias": (I,),
-        "A_log": (I, N),
-        "D": (I,),
-        "out_proj.weight": (D, I),
-    }
-    experts = {"router.weight": (E, D), "router.bias": (E,)}
-    for e in range(E):
-        experts[f"local_experts.{e}.linear_fc1.weight"] = (2 * F, D)  # rows [gate | up]
-        experts[f"local_experts.{e}.linear_fc2.weight"] = (D, F)
+    """Return every tensor of a model by its canonical name, in the order of the network."""
+    D = config.hidden_size
     result: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (config.vocab_size, D)}
-    for i, letter in enumerate(config.pattern):
+    for i, kind in enumerate(layers_of(config.pattern)):
         result[f"decoder.layers.{i}.norm.weight"] = (D,)
-        for name, shape in (mamba if letter == "M" else experts).items():
-            result[f"decoder.layers.{i}.mixer.{name}"] = shape
+        result |= {f"decoder.layers.{i}.mixer.{name}": shape for name, shape in kind.shapes(config).items()}
     return result | {"decoder.final_layernorm.weight": (D,), "decoder.final_layernorm.bias": (D,)}
 
 
-def require_mamba_and_experts(config: ModelConfig, source: str) -> None:
-    """The formats beside our own know BlackMamba only; say which field of any other model is in the way."""
-    letters = {"*": "attention", "-": "dense MLP"}
-    other = [letters[letter] for letter in letters if letter in config.pattern]
-    if other:
-        raise InterchangeError(
-            f"{source}: model.pattern has {' and '.join(other)} layers; only Mamba (M) and experts (E) convert"
-        )
-    if not config.tie_embeddings:
-        raise InterchangeError(f"{source}: model.tie_embeddings is false; only tied embeddings convert")
-    if "E" in config.pattern and config.router.kind != "sinkhorn":
-        raise InterchangeError(
-            f"{source}: model.router.kind is {config.router.kind}; only the top-1 sigmoid router (sinkhorn) converts"
-        )
+def require_convertible(config: ModelConfig, source: str) -> None:
+    """Refuse a model that other formats cannot hold, naming the field that is in the way."""
+    reasons = [
+        answer.reason for kind in kinds_in(config.pattern) if isinstance(answer := kind.exported(config), Cannot)
+    ]
+    if reasons:
+        raise InterchangeError(f"{source}: {'; '.join(reasons)}")
 
 
 def _some(names: list[str], most: int = 3) -> str:

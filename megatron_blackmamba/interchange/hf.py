@@ -10,7 +10,13 @@ import torch
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json, write_text
 from megatron_blackmamba.interchange import safetensors_io
-from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError, tokenizer_of
+from megatron_blackmamba.interchange.canonical import (
+    Canonical,
+    Entry,
+    InterchangeError,
+    require_convertible,
+    tokenizer_of,
+)
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
 
@@ -40,6 +46,7 @@ _SAME = {
 
 def write(model: Canonical, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Fill `folder` with all that `from_pretrained(folder, trust_remote_code=True)` needs."""
+    require_convertible(model.config, model.source)
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(model, folder, shard_bytes)
     tokens = _write_tokenizer(model, folder)

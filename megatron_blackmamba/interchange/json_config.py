@@ -9,22 +9,24 @@ from pydantic import ValidationError
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.kinds import LayerKind, all_kinds, layers_of
 
 
 def layer_list(config: ModelConfig) -> list[str]:
-    """The pattern `ME…` as `["r", "8", …]`."""
-    return ["r" if letter == "M" else str(config.experts) for letter in config.pattern]
+    """Return the pattern `ME…` as `["r", "8", …]`."""
+    entries = [kind.exported(config) for kind in layers_of(config.pattern)]
+    return [entry for entry in entries if isinstance(entry, str)]
 
 
 def model_config(fields: dict[str, Any], content: dict[str, Any], path: Path, names: Mapping[str, str]) -> ModelConfig:
     """ModelConfig from its own fields and the list of layers. `names`: their name of a field → ours, for messages."""
-    pattern, experts = parse_layers(need(content, "mamba_moe_layers", path), path)
+    pattern, of_layers = parse_layers(need(content, "mamba_moe_layers", path), path)
     if content.get("num_layers", len(pattern)) != len(pattern):
         raise InterchangeError(
             f"{path}: num_layers is {content['num_layers']}, mamba_moe_layers has {len(pattern)} entries"
         )
     try:
-        return ModelConfig.model_validate({**fields, "pattern": pattern, "experts": experts})
+        return ModelConfig.model_validate({**fields, **of_layers, "pattern": pattern})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "the config"
@@ -32,18 +34,31 @@ def model_config(fields: dict[str, Any], content: dict[str, Any], path: Path, na
         raise InterchangeError(f"{path}: {theirs}: {first['msg']}") from None
 
 
-def parse_layers(layers: Any, path: Path) -> tuple[str, int]:
-    """`["r", "8", …]` to the pattern `ME…` and the number of experts, which is one for the whole model here."""
+def parse_layers(layers: Any, path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the pattern that `["r", "8", …]` means, and the config fields that its entries set."""
     if not isinstance(layers, list) or not layers:
         raise InterchangeError(f"{path}: mamba_moe_layers is a list with an entry a layer, not {layers!r}")
-    kinds = [str(kind) for kind in layers]
-    wrong = next((kind for kind in kinds if kind != "r" and not (kind.isdecimal() and int(kind) > 0)), None)
-    if wrong is not None:
-        raise InterchangeError(f'{path}: mamba_moe_layers: an entry is "r" or a number of experts, not {wrong!r}')
-    counts = sorted({int(kind) for kind in kinds if kind != "r"})
-    if len(counts) > 1:
-        raise InterchangeError(f"{path}: mamba_moe_layers has layers of {counts} experts; all need the same number")
-    return "".join("M" if kind == "r" else "E" for kind in kinds), counts[0] if counts else 1
+    pattern = ""
+    fields: dict[str, Any] = {}
+    for entry in map(str, layers):
+        kind, means = _imported(entry, path)
+        pattern += kind.letter
+        for field, value in means.items():
+            if fields.setdefault(field, value) != value:
+                raise InterchangeError(
+                    f"{path}: mamba_moe_layers: {field} is {fields[field]} in one layer and {value} in another;"
+                    " all layers need the same number"
+                )
+    return pattern, fields
+
+
+def _imported(entry: str, path: Path) -> tuple[LayerKind, Mapping[str, Any]]:
+    for kind in all_kinds():
+        means = kind.imported(entry)
+        if means is not None:
+            return kind, means
+    forms = " or ".join(kind.entry for kind in all_kinds() if kind.entry)
+    raise InterchangeError(f"{path}: mamba_moe_layers: an entry is {forms}, not {entry!r}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

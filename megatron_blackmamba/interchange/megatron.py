@@ -21,7 +21,7 @@ from megatron_blackmamba.checkpoint import CheckpointReader, common, manifest
 from megatron_blackmamba.checkpoint.reading import STATE
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.interchange.canonical import Canonical, Entry, require_mamba_and_experts, tokenizer_of
+from megatron_blackmamba.interchange.canonical import Canonical, Entry, tokenizer_of
 
 _ONE_EXPERT = re.compile(r"(.*\.mixer)\.local_experts\.(\d+)\.linear_(fc[12])\.weight")
 
@@ -32,7 +32,6 @@ def read(path: Path, *, verify: bool = False) -> Canonical:
     if verify:
         reader.verify()
     run = reader.config
-    require_mamba_and_experts(run.model, str(reader.folder))
     return Canonical(
         run.model,
         _entries(reader),

@@ -1,6 +1,9 @@
 """The README.md of an export: what the model is, what it was trained on as far as is known, and how to load it."""
 
+from collections import Counter
+
 from megatron_blackmamba.interchange.canonical import Canonical
+from megatron_blackmamba.kinds import layers_of, routes
 
 _GATES = {
     "silu": "SwiGLU (the experts gate with SiLU)",
@@ -10,10 +13,11 @@ _GATES = {
 
 def model_card(model: Canonical) -> str:
     config = model.config
-    mamba, moe = config.pattern.count("M"), config.pattern.count("E")
+    layers = Counter(kind.name for kind in layers_of(config.pattern))
+    counted = ", ".join(f"{number} {name}" for name, number in layers.items())
     rows = {
         "Parameters": f"{model.parameters:,}, of which {forward_parameters(model):,} work on a token",
-        "Layers": f"{config.layers}: {mamba} Mamba, {moe} mixture of experts (`{config.pattern}`)",
+        "Layers": f"{config.layers}: {counted} (`{config.pattern}`)",
         "Width": f"{config.hidden_size}; state {config.state_size}, convolution {config.conv_kernel}",
         "Experts": f"{config.experts} of {config.expert_hidden_size}, one a token, scaled by the sigmoid of its logit",
         "Activation": _GATES[config.activation],
@@ -24,7 +28,7 @@ def model_card(model: Canonical) -> str:
         else f"the state restarts after token {config.eod_reset}",
         **{str(name): str(value) for name, value in model.facts.items()},
     }
-    if not moe:
+    if not routes(config.pattern):
         del rows["Experts"], rows["Activation"]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
+from megatron_blackmamba.kinds import layers_of
 
 
 @torch.inference_mode()
@@ -28,9 +29,9 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
     residual = embedding_VD[tokens_BS]
     reset_BS = _resets(model, tokens_BS)
     routers = []
-    for i, letter in enumerate(model.config.pattern):
+    for i, kind in enumerate(layers_of(model.config.pattern)):
         layer = _layer(code, config, model, i)
-        if letter == "E":
+        if kind.routed:
             routers.append(Router.of(i, layer.mixer.router(layer.norm(residual))))
         residual, _ = layer(residual, None, reset_BS, None)
     weight, bias = (model.entries[f"decoder.final_layernorm.{name}"].load().float() for name in ("weight", "bias"))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron_blackmamba.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.interchange.observation import Observation, Router
+from megatron_blackmamba.kinds import layers_of
 
 
 @torch.inference_mode()
@@ -26,10 +27,10 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
         inputs: LayerInputs = network._layer_inputs(tokens_BS)
         residual = network.embedding(tokens_BS, position_ids=None)
         routers = []
-        for i, letter in enumerate(model.config.pattern):
-            block = network.decoder.layers[letters.index(letter)]
+        for i, kind in enumerate(layers_of(model.config.pattern)):
+            block = network.decoder.layers[letters.index(kind.letter)]
             _fill(block, _stacked(_below(model, f"decoder.layers.{i}."), model.config))
-            if letter == "E":
+            if kind.routed:
                 logits_SBE = block.mixer.router.gating(block.norm(residual))
                 routers.append(Router.of(i, logits_SBE.transpose(0, 1)))
             residual = block(residual, inputs)

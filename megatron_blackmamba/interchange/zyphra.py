@@ -12,8 +12,9 @@ from typing import Any
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json
 from megatron_blackmamba.interchange import torch_file
-from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError
+from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, require_convertible
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
+from megatron_blackmamba.kinds import routes
 
 CONFIG, WEIGHTS, TRUTH = "config.json", "pytorch_model.bin", "blackmamba.json"
 """The last one is ours: what the model really is, where the format cannot say it."""
@@ -89,7 +90,7 @@ def to_json(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
 
 def warning_about(config: ModelConfig) -> str | None:
     """What the released code will get wrong about this model, in so many words."""
-    if config.activation == "gelu" or "E" not in config.pattern:
+    if config.activation == "gelu" or not routes(config.pattern):
         return None
     return (
         "This model's experts gate with SiLU (SwiGLU). The released BlackMamba inference code always gates with "
@@ -101,9 +102,10 @@ def warning_about(config: ModelConfig) -> str | None:
 
 def require_expressible(config: ModelConfig, source: str) -> None:
     """The format has a character a layer and no field for what is fixed in its code."""
+    require_convertible(config, source)
     default_rank = math.ceil(config.hidden_size / 16)
     problems = {
-        "experts": "E" in config.pattern
+        "experts": routes(config.pattern)
         and not 2 <= config.experts <= 9
         and f"{config.experts}; the released format writes 2 to 9, one character a layer",
         "dt_rank": config.dt_rank_or_default != default_rank

@@ -2,12 +2,14 @@
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_blackmamba.config import ModelConfig, RunConfig
+from megatron_blackmamba.kinds import kinds_in
 
 GATES = {"silu": F.silu, "gelu": F.gelu}
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -37,16 +39,16 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
     model, parallel = config.model, config.parallel
     dtype = PRECISIONS[config.training.precision]
     softmax = model.router.kind == "softmax"
-    has_experts = "E" in model.pattern
+    of_kinds: dict[str, Any] = {"num_attention_heads": parallel.tensor}  # divided even where no layer has any
+    for kind in kinds_in(model.pattern):
+        of_kinds |= kind.megatron(model)
     return MegatronConfig(
         blackmamba=model,
         recompute=config.training.recompute,
         num_layers=model.layers,
         hidden_size=model.hidden_size,
-        num_attention_heads=model.attention.heads if "*" in model.pattern else parallel.tensor,
         num_query_groups=model.attention.kv_heads,
         ffn_hidden_size=model.mlp_hidden_size or model.expert_hidden_size or model.inner_size,
-        kv_channels=model.hidden_size // model.attention.heads if "*" in model.pattern else None,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         gated_linear_unit=True,
@@ -60,8 +62,6 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         fp32_residual_connection=True,
         bf16=dtype is torch.bfloat16,
         # The experts
-        num_moe_experts=model.experts if has_experts else None,
-        moe_ffn_hidden_size=model.expert_hidden_size if has_experts else None,
         moe_router_topk=model.top_k,
         moe_router_load_balancing_type="aux_loss" if softmax else "none",
         moe_aux_loss_coeff=model.router.aux_loss if softmax else 0.0,
@@ -72,7 +72,7 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         # The layout
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        expert_model_parallel_size=parallel.expert if has_experts else 1,
+        expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.tensor > 1,
         batch_p2p_comm=torch.cuda.is_available(),
@@ -86,4 +86,5 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         apply_rope_fusion=False,
         moe_permute_fusion=False,
         cross_entropy_loss_fusion=False,
+        **of_kinds,
     )

@@ -5,6 +5,7 @@ core and on 256 GPUs.
 """
 
 import math
+import re
 from collections.abc import Iterator
 
 import torch
@@ -14,9 +15,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.kinds import kind_of
 from megatron_blackmamba.runtime.seeding import generator
 
-WRITES_TO_RESIDUAL = ("out_proj.weight", "fc2", "linear_fc2.weight", "linear_proj.weight")
+_MIXER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.mixer\.(?P<name>experts\.\w+|.+)(?:\.\d+)?")
+"""A parameter of a mixer, of stacked experts with the expert's number at the end."""
 
 
 @torch.no_grad()
@@ -36,26 +39,20 @@ def initialise(model: MegatronModule, described: ModelConfig, seed: int) -> None
 
 
 def draw(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int) -> Tensor:
-    """The initial value of a whole parameter, fp32."""
+    """Return the initial value of a whole parameter, fp32."""
     init, random = model.init, generator(seed, name)
-    kind = _without_expert(name)
-    if kind.endswith(("norm.weight", ".D")):
+    if name.endswith("norm.weight"):
         return torch.ones(shape)
-    if kind.endswith(("norm.bias", "router.bias")):
+    if name.endswith("norm.bias"):
         return torch.zeros(shape)
-    if kind.endswith(".A_log"):
-        return torch.log(torch.arange(1, shape[1] + 1, dtype=torch.float32)).expand(shape)
-    if kind.endswith("dt_proj.bias"):
-        low, high = math.log(init.dt_min), math.log(init.dt_max)
-        dt = torch.exp(torch.rand(shape, generator=random) * (high - low) + low).clamp(min=init.dt_floor)
-        return dt + torch.log(-torch.expm1(-dt))  # softplus of this is dt
-    if kind.endswith("dt_proj.weight"):
-        return _uniform(shape, model.dt_rank_or_default**-0.5, random)
-    if kind.endswith(("conv1d.weight", "conv1d.bias")):
-        return _uniform(shape, model.conv_kernel**-0.5, random)
     std = init.std
-    if init.scale_outputs_by_depth and kind.endswith(WRITES_TO_RESIDUAL):
-        std /= math.sqrt(2 * model.layers)
+    if mixer := _MIXER.fullmatch(name):
+        kind, own = kind_of(model.pattern[int(mixer["layer"])]), mixer["name"]
+        value = kind.initial(own, shape, model, random)
+        if value is not None:
+            return value
+        if init.scale_outputs_by_depth and own.endswith(kind.writes_to_residual):
+            std /= math.sqrt(2 * model.layers)
     return torch.randn(shape, generator=random) * std
 
 
@@ -68,15 +65,6 @@ def shards(state: dict) -> Iterator[ShardedTensor]:
             yield value
 
 
-def _uniform(shape: tuple[int, ...], bound: float, random: torch.Generator) -> Tensor:
-    return (torch.rand(shape, generator=random) * 2 - 1) * bound
-
-
 def _keep(shard: Tensor, whole: Tensor, offset: tuple[int, ...]) -> None:
     here = tuple(slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True))
     shard.copy_(whole[here])
-
-
-def _without_expert(name: str) -> str:
-    head, _, last = name.rpartition(".")
-    return head if last.isdigit() else name

@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
+from megatron_blackmamba.kinds import kinds_in
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import ColumnLinear
 from megatron_blackmamba.model.stack import LayerInputs
@@ -38,7 +39,7 @@ class LanguageModel(LanguageModule):
                 position_embedding_type="none",
                 tp_group=pg_collection.tp,
             )
-        self.rotary = _rotary(config, pg_collection) if "*" in model.pattern else None
+        self.rotary = _rotary(config, pg_collection) if any(kind.rotary for kind in kinds_in(model.pattern)) else None
         self.decoder = build_module(
             spec,
             config=config,

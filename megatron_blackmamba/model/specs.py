@@ -1,4 +1,6 @@
-"""Which module plugs in where: one spec a letter of the pattern."""
+"""Which module plugs in where: the spec of the stack, and of the block of each kind of layer."""
+
+from importlib import import_module
 
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -7,6 +9,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.kinds import LayerKind, kinds_in
 from megatron_blackmamba.model.attention import CausalAttention
 from megatron_blackmamba.model.experts import GroupedExperts
 from megatron_blackmamba.model.linears import ColumnLinear, RowLinear
@@ -27,31 +30,44 @@ from megatron_blackmamba.model.stack import (
 
 
 def stack_spec(model: ModelConfig) -> ModuleSpec:
-    """The whole stack of a model."""
+    """Return the spec of a model's whole stack."""
+    blocks = {kind.letter: _block_of(kind, model) for kind in kinds_in(model.pattern)}
+    return ModuleSpec(Stack, submodules=StackSubmodules(blocks, final_norm=LayerNorm))
+
+
+def mamba_block(model: ModelConfig) -> ModuleSpec:
     column, row = linears(model.linear)
+    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, x_proj=row, out_proj=row))
+    return block(MambaBlock, mixer)
+
+
+def experts_block(model: ModelConfig) -> ModuleSpec:
     router = {"sinkhorn": SinkhornRouter, "softmax": SoftmaxRouter}[model.router.kind]
-    mamba = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, x_proj=row, out_proj=row))
-    experts = ModuleSpec(MoEMixer, submodules=MoESubmodules(router=router, experts=GroupedExperts))
-    attention = ModuleSpec(
+    return block(ExpertsBlock, ModuleSpec(MoEMixer, submodules=MoESubmodules(router=router, experts=GroupedExperts)))
+
+
+def attention_block(model: ModelConfig) -> ModuleSpec:
+    column, row = linears(model.linear)
+    mixer = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(linear_qkv=column, core_attention=CausalAttention, linear_proj=row),
     )
-    mlp = ModuleSpec(DenseMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
-    return ModuleSpec(
-        Stack,
-        submodules=StackSubmodules(
-            mamba=_block(MambaBlock, mamba),
-            experts=_block(ExpertsBlock, experts),
-            attention=_block(AttentionBlock, attention),
-            mlp=_block(MLPBlock, mlp),
-            final_norm=LayerNorm,
-        ),
-    )
+    return block(AttentionBlock, mixer)
+
+
+def mlp_block(model: ModelConfig) -> ModuleSpec:
+    column, row = linears(model.linear)
+    return block(MLPBlock, ModuleSpec(DenseMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)))
+
+
+def block(kind: type[Block], mixer: ModuleSpec) -> ModuleSpec:
+    """Return the spec of a residual block: a norm, then the mixer."""
+    return ModuleSpec(kind, submodules=BlockSubmodules(norm=RMSNorm, mixer=mixer))
 
 
 def linears(kind: str) -> tuple[type, type]:
-    """Column- and row-parallel linears: megatron-core's, or Transformer Engine's under the same parameter names."""
+    """Return the column- and row-parallel linears: megatron-core's, or Transformer Engine's with the same names."""
     if kind == "local":
         return ColumnLinear, RowLinear
     try:
@@ -71,5 +87,7 @@ class DenseMLP(MLP):
         super().__init__(config, submodules, tp_group=pg_collection.tp)
 
 
-def _block(kind: type[Block], mixer: ModuleSpec) -> ModuleSpec:
-    return ModuleSpec(kind, submodules=BlockSubmodules(norm=RMSNorm, mixer=mixer))
+def _block_of(kind: LayerKind, model: ModelConfig) -> ModuleSpec:
+    """Call the kind's function, which is named because a kind's file must not import megatron-core."""
+    module, _, function = kind.block.partition(":")
+    return getattr(import_module(module), function)(model)

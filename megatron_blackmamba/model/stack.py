@@ -1,7 +1,7 @@
 """The stack: pre-norm blocks on a residual stream that is fp32 from the embedding to the last norm.
 
 A letter of the pattern is a block: x + mix(norm(x)). Blocks are named by their place in the whole model, so a parameter
-has the same name whatever pipeline stage holds it.
+has the same name on every pipeline stage.
 
 Shapes: S sequence (of this rank), B batch, D model.
 """
@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
+from megatron_blackmamba.kinds import kind_of
 from megatron_blackmamba.model.config import MegatronConfig
 
 
@@ -34,9 +35,7 @@ class BlockSubmodules:
 
 
 class Block(MegatronModule):
-    """One residual layer; subclasses say how their mixer is called."""
-
-    recomputed: tuple[str, ...] = ("layers",)
+    """One residual layer; a subclass says how its mixer is called."""
 
     def __init__(
         self,
@@ -44,11 +43,12 @@ class Block(MegatronModule):
         submodules: BlockSubmodules,
         layer_number: int,
         pg_collection: ProcessGroupCollection,
+        recompute: bool = False,
     ):
         super().__init__(config)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
-        self.recompute = config.recompute in self.recomputed
+        self.recompute = recompute
         self.norm = build_module(submodules.norm, config, config.hidden_size, eps=config.layernorm_epsilon)
         self.mixer = build_module(
             submodules.mixer, config=config, layer_number=layer_number, pg_collection=pg_collection
@@ -72,8 +72,6 @@ class MambaBlock(Block):
 
 
 class ExpertsBlock(Block):
-    recomputed = ("layers", "experts")
-
     def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
         return self.mixer(hidden_SBD)[0]
 
@@ -92,14 +90,8 @@ class MLPBlock(Block):
 class StackSubmodules:
     """A spec for each letter, and the last norm."""
 
-    mamba: ModuleSpec
-    experts: ModuleSpec
-    attention: ModuleSpec
-    mlp: ModuleSpec
+    blocks: dict[str, ModuleSpec]
     final_norm: ModuleSpec | type
-
-    def of(self, letter: str) -> ModuleSpec:
-        return {"M": self.mamba, "E": self.experts, "*": self.attention, "-": self.mlp}[letter]
 
 
 class Stack(MegatronModule):
@@ -120,7 +112,11 @@ class Stack(MegatronModule):
         self.layers = nn.ModuleList()  # megatron-core's schedules iterate over it
         for i in here:
             block = build_module(
-                submodules.of(pattern[i]), config=config, layer_number=i + 1, pg_collection=pg_collection
+                submodules.blocks[pattern[i]],
+                config=config,
+                layer_number=i + 1,
+                pg_collection=pg_collection,
+                recompute=config.recompute in kind_of(pattern[i]).recompute,
             )
             self.layers.add_module(str(i), block)  # named by the place in the whole model, not in this stage
         self.final_layernorm = (

@@ -1,16 +1,18 @@
 """Floating-point operations of one token, part by part: this model's exactly, and the paper's formulas for comparison.
 
 A multiplication, an addition and an exponential count as one each. Norms, activation functions and the router's choice
-are left out: together below 0.1%. The backward pass costs twice the forward.
-
-D model, I inner, N state, R rank of dt, K convolution width, E experts.
+are left out: together below 0.1%. The backward pass costs twice the forward. Each kind of layer counts its own
+(`kinds`).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from megatron_blackmamba.config import ModelConfig, RunConfig
+from megatron_blackmamba.kinds import layers_of
 
 BACKWARD = 2
+HEAD = "head"
 PAPER = {"BlackMamba 340M/1.5B": 6.4e20, "BlackMamba 630M/2.8B": 1.2e21, "Mamba 343M": 8.0e20}
 """Training FLOPs in the paper's table of results."""
 
@@ -27,22 +29,10 @@ class PaperFormula:
 
 def forward_by_part(model: ModelConfig, sequence: int) -> dict[str, int]:
     """Of the whole model, forward, per token of a sequence of this length."""
-    D, I, N, R, K = model.hidden_size, model.inner_size, model.state_size, model.dt_rank_or_default, model.conv_kernel
-    mamba, experts, attention, mlp = (model.pattern.count(letter) for letter in "ME*-")
-    heads, kv_heads = model.attention.heads, model.attention.kv_heads or model.attention.heads
-    key_values = D * kv_heads // heads
-    parts = {
-        "mamba_projections": mamba * 2 * (2 * D * I + I * (R + 2 * N) + R * I + I * D),
-        "convolution": mamba * 2 * K * I,
-        "scan": mamba * I * (7 * N + 4),
-        "router": experts * 2 * D * model.experts,
-        "experts": experts * model.top_k * 6 * D * (model.expert_hidden_size or 0),
-        "attention_projections": attention * 2 * D * (2 * D + 2 * key_values),
-        "attention_scores": attention * 4 * D * (sequence + 1) // 2,
-        "mlp": mlp * 6 * D * (model.mlp_hidden_size or 0),
-        "head": 2 * D * model.vocab_size,
-    }
-    return {name: count for name, count in parts.items() if count}
+    parts: Counter[str] = Counter()
+    for kind in layers_of(model.pattern):
+        parts.update(kind.flops(model, sequence))
+    return {**parts, HEAD: 2 * model.hidden_size * model.vocab_size}
 
 
 def forward(model: ModelConfig, sequence: int) -> int:
@@ -57,22 +47,19 @@ def training(model: ModelConfig, sequence: int) -> int:
 
 def recomputed(config: RunConfig) -> int:
     """Per token, what `training.recompute` does a second time."""
-    parts = forward_by_part(config.model, config.data.sequence_length)
-    kept = {"none": set(parts), "experts": set(parts) - {"router", "experts"}, "layers": {"head"}}
-    return sum(count for name, count in parts.items() if name not in kept[config.training.recompute])
+    model, sequence = config.model, config.data.sequence_length
+    again = [kind for kind in layers_of(model.pattern) if config.training.recompute in kind.recompute]
+    return sum(sum(kind.flops(model, sequence).values()) for kind in again)
 
 
 def paper_formula(model: ModelConfig, tokens_per_step: int) -> PaperFormula | None:
     """The paper's own count of this model; None for layers it has no formula for."""
-    if set(model.pattern) - set("ME"):
-        return None
-    D, I, N, R, K = model.hidden_size, model.inner_size, model.state_size, model.dt_rank_or_default, model.conv_kernel
-    E, mamba, experts = model.experts, model.pattern.count("M"), model.pattern.count("E")
-    state_space = I * (11 * N + 4 * R + 1) + I * N / tokens_per_step
-    printed = mamba * state_space + experts * D * E * (16 * D + 2)
-    repaired = (
-        mamba * (6 * I * D + 2 * I * K + state_space) + experts * (16 * D * D + 2 * D * E) + 2 * D * model.vocab_size
-    )
+    printed, repaired = 0.0, 2.0 * model.hidden_size * model.vocab_size
+    for kind in layers_of(model.pattern):
+        formula = kind.paper_flops(model, tokens_per_step)
+        if formula is None:
+            return None
+        printed, repaired = printed + formula[0], repaired + formula[1]
     return PaperFormula(printed, repaired)
 
 

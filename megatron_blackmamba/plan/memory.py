@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.kinds import LayerKind, kind_of
 from megatron_blackmamba.model import build
 from megatron_blackmamba.model.stack import layers_of_stage
 from megatron_blackmamba.plan.activations import Activations
@@ -126,8 +127,7 @@ def _memory(config: RunConfig, world_size: int, stage: int, state: State, device
     stages = config.parallel.pipeline
     sizes = Activations(config, device)
     last = stage == stages - 1
-    letters = [config.model.pattern[i] for i in layers_of_stage(config.model.layers, stage, stages)]
-    at_work = max(sizes.block(letter, "none") for letter in letters)
+    at_work = max(sizes.block(kind, "none") for kind in _kinds_of_stage(config, stage))
     return Memory(
         **asdict(state),
         activations=in_flight(config, world_size, stage) * kept(config, stage, config.training.recompute, device),
@@ -147,15 +147,19 @@ def kept(config: RunConfig, stage: int, recompute: str, device: str) -> int:
     """Bytes of one micro-batch that a stage keeps for the backward pass, without the logits."""
     stages = config.parallel.pipeline
     sizes = Activations(config, device)
-    blocks = [config.model.pattern[i] for i in layers_of_stage(config.model.layers, stage, stages)]
-    total = sum(sizes.block(letter, recompute) for letter in blocks)
+    total = sum(sizes.block(kind, recompute) for kind in _kinds_of_stage(config, stage))
     total += sizes.embedding() if stage == 0 else 0
     return total + (sizes.head() if stage == stages - 1 else 0)
 
 
+def _kinds_of_stage(config: RunConfig, stage: int) -> list[LayerKind]:
+    layers = layers_of_stage(config.model.layers, stage, config.parallel.pipeline)
+    return [kind_of(config.model.pattern[i]) for i in layers]
+
+
 def _communication(config: RunConfig, sizes: Activations) -> int:
     parallel, D = config.parallel, config.model.hidden_size
-    gathered = sizes.tokens.whole * D * sizes.width if parallel.tensor > 1 else 0
-    dispatched = 2 * sizes.tokens.routed * D * sizes.width if parallel.expert > 1 else 0
+    gathered = sizes.sizes.stream if parallel.tensor > 1 else 0
+    dispatched = 2 * sizes.sizes.routed * D * sizes.width if parallel.expert > 1 else 0
     streams = 2 * sizes.residual() if parallel.pipeline > 1 else 0
     return gathered + dispatched + streams

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron_blackmamba.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_blackmamba.kinds import kind_of, kinds_in
 from megatron_blackmamba.model import build
 from megatron_blackmamba.runtime import world
-
-KINDS = {"M": "mamba", "*": "attention", "-": "mlp"}
 
 
 @dataclass(frozen=True)
@@ -26,20 +25,20 @@ def count(config: RunConfig) -> Parameters:
     alone = config.model_copy(update={"parallel": ParallelConfig()})
     with world.fake(alone.parallel, world_size=1) as us:
         by_kind = _by_kind(build(alone, us), config.model)
-    experts = by_kind.get("experts", 0)
-    total = sum(by_kind.values())
-    return Parameters(total, total - experts + experts * config.model.top_k // config.model.experts, by_kind)
+    used = {part: share for kind in kinds_in(config.model.pattern) for part, share in kind.parts(config.model).items()}
+    forward = sum(int(number * used.get(part, 1)) for part, number in by_kind.items())
+    return Parameters(sum(by_kind.values()), forward, by_kind)
 
 
 def _by_kind(model: nn.Module, described: ModelConfig) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        counts[kind_of(name, described.pattern)] += parameter.numel()
+        counts[part_of(name, described.pattern)] += parameter.numel()
     return dict(counts)
 
 
-def kind_of(name: str, pattern: str) -> str:
-    """The kind of layer that a parameter's name belongs to."""
+def part_of(name: str, pattern: str) -> str:
+    """Return the part of the model that a parameter belongs to."""
     parts = name.split(".")
     if parts[0] == "embedding":
         return "embedding"
@@ -47,7 +46,4 @@ def kind_of(name: str, pattern: str) -> str:
         return "head"
     if "layers" not in parts or parts[3] == "norm":
         return "norms"
-    letter = pattern[int(parts[2])]
-    if letter == "E":
-        return "router" if parts[4] == "router" else "experts"
-    return KINDS[letter]
+    return kind_of(pattern[int(parts[2])]).part_of(".".join(parts[4:]))

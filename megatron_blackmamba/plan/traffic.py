@@ -7,7 +7,8 @@ expert inside data inside pipeline, so a group is `size` ranks, `stride` apart.
 from dataclasses import dataclass
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.plan.activations import FP32, Activations
+from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.plan.activations import Activations, sizes_of
 from megatron_blackmamba.plan.gpus import Gpu
 from megatron_blackmamba.plan.memory import State
 from megatron_blackmamba.runtime import layout
@@ -33,10 +34,11 @@ def flows(
     p = config.parallel
     data = layout.data_parallel_size(p, world_size)
     expert_data = world_size // (p.pipeline * p.expert * p.expert_tensor)
+    layers = _layers(config, world_size)
     sent = {
-        "tensor": (_tensor(config, world_size), 1, p.tensor),
-        "expert": (_expert(config, world_size), p.expert_tensor, p.expert),
-        "expert_tensor": (_expert_tensor(config, world_size), 1, p.expert_tensor),
+        "tensor": (layers["tensor"], 1, p.tensor),
+        "expert": (layers["expert"], p.expert_tensor, p.expert),
+        "expert_tensor": (layers["expert_tensor"], 1, p.expert_tensor),
         "pipeline": (_pipeline(config, world_size), world_size // p.pipeline, p.pipeline),
         "data": (_data(config, state, data, expert_data) if state else 0.0, p.tensor, data),
     }
@@ -63,45 +65,17 @@ def _part(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _letters_of_a_stage(config: RunConfig) -> dict[str, float]:
-    return {letter: config.model.pattern.count(letter) / config.parallel.pipeline for letter in "ME*-"}
-
-
-def _passes(config: RunConfig, letter: str) -> int:
-    """Forward, backward, and the forward that recomputation repeats."""
-    recompute = config.training.recompute
-    return 3 if recompute == "layers" or (recompute == "experts" and letter == "E") else 2
-
-
-def _tensor(config: RunConfig, world_size: int) -> float:
-    """Around each split block the stream is gathered and scattered, forward and backward, and gathered once more for
-    the weight gradient; the Mamba block's dt, B and C are summed; the head gathers its input."""
-    model, sizes, ranks = config.model, Activations(config, "cuda"), config.parallel.tensor
-    stream = sizes.tokens.whole * model.hidden_size * sizes.width
-    shared = sizes.tokens.whole * (model.dt_rank_or_default + 2 * model.state_size) * sizes.width
-    blocks = _letters_of_a_stage(config)
-    volume: float = 3 * stream  # the head; the embedding of the first stage moves less
-    for letter in "M*-":
-        volume += blocks[letter] * (2 * _passes(config, letter) + 1) * stream
-    volume += blocks["M"] * _passes(config, "M") * 2 * shared
-    return _part(ranks) * volume * layout.micro_batches(config, world_size)
-
-
-def _expert(config: RunConfig, world_size: int) -> float:
-    """Tokens go to their experts and back, forward and backward."""
-    model, sizes = config.model, Activations(config, "cuda")
-    tokens = sizes.tokens.here * model.top_k
-    crossings = 2 * _passes(config, "E") * _letters_of_a_stage(config)["E"]
-    each = tokens * (model.hidden_size * sizes.width + FP32)
-    return _part(config.parallel.expert) * crossings * each * layout.micro_batches(config, world_size)
-
-
-def _expert_tensor(config: RunConfig, world_size: int) -> float:
-    """The tokens of an expert are gathered on the ranks that share it, and its outputs summed back."""
-    model, sizes, ranks = config.model, Activations(config, "cuda"), config.parallel.expert_tensor
-    stream = sizes.tokens.routed * model.hidden_size * sizes.width
-    crossings = 2 * _passes(config, "E") * _letters_of_a_stage(config)["E"]
-    return _part(ranks) * crossings * stream * layout.micro_batches(config, world_size)
+def _layers(config: RunConfig, world_size: int) -> dict[str, float]:
+    """Return what the layers of a stage, and the head, send in a step."""
+    p, sizes = config.parallel, sizes_of(config, "cuda")
+    moved = {"tensor": 3.0 * sizes.stream, "expert": 0.0, "expert_tensor": 0.0}
+    # The head gathers its input; the embedding of the first stage moves less.
+    for kind in layers_of(config.model.pattern):
+        passes = 3 if config.training.recompute in kind.recompute else 2
+        for axis, volume in kind.traffic(sizes, passes).items():
+            moved[axis] += volume / p.pipeline
+    batches = layout.micro_batches(config, world_size)
+    return {axis: _part(getattr(p, axis)) * volume * batches for axis, volume in moved.items()}
 
 
 def _pipeline(config: RunConfig, world_size: int) -> float:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from megatron_blackmamba import kinds
 from megatron_blackmamba.config import ParallelConfig, RunConfig
 
 LARGEST_TENSOR = 16
@@ -65,7 +66,7 @@ def problems(config: RunConfig, world_size: int) -> list[str]:
 
 def working_layouts(config: RunConfig, world_size: int) -> Iterator[Layout]:
     """Every layout of this many processes that passes the checks, its micro-batch no larger than the config's."""
-    experts = config.model.experts if "E" in config.model.pattern else 1
+    experts = config.model.experts if kinds.routes(config.model.pattern) else 1
     batch, micro = config.training.global_batch, config.training.micro_batch
     for tensor in [size for size in _divisors(world_size) if size <= LARGEST_TENSOR]:
         for pipeline in _divisors(world_size // tensor):
@@ -144,29 +145,22 @@ def _layout_problems(config: RunConfig, parallel: ParallelConfig, world_size: in
 
 def _model_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
     model = config.model
-    has_experts, has_mlp, has_attention = (letter in model.pattern for letter in "E-*")
-    heads, kv_heads = model.attention.heads, model.attention.kv_heads or model.attention.heads
     divisions = [
-        (True, "model.vocab_size", model.vocab_size, "tensor"),
-        ("M" in model.pattern, "the inner width (model.expand × model.hidden_size)", model.inner_size, "tensor"),
-        (has_mlp, "model.mlp_hidden_size", model.mlp_hidden_size, "tensor"),
-        (has_attention, "model.attention.heads", heads, "tensor"),
-        (has_attention, "model.attention.kv_heads", kv_heads, "tensor"),
-        (has_experts, "model.expert_hidden_size", model.expert_hidden_size, "expert_tensor"),
-        (has_experts, "model.experts", model.experts, "expert"),
-        (True, "data.sequence_length", config.data.sequence_length, "tensor"),
+        kinds.Division("model.vocab_size", model.vocab_size, "tensor"),
+        *(division for kind in kinds.kinds_in(model.pattern) for division in kind.divisions(model)),
+        kinds.Division("data.sequence_length", config.data.sequence_length, "tensor"),
     ]
     wrong = [
         f"{what}={size} cannot be divided by parallel.{axis}={getattr(parallel, axis)}."
-        for applies, what, size, axis in divisions
-        if applies and size is not None and size % getattr(parallel, axis)
+        for what, size, axis in divisions
+        if size % getattr(parallel, axis)
     ]
     if model.layers < parallel.pipeline:
         wrong.append(f"{model.layers} layers cannot fill parallel.pipeline={parallel.pipeline} stages.")
-    if not has_experts and (parallel.expert, parallel.expert_tensor) != (1, 1):
+    if not kinds.routes(model.pattern) and (parallel.expert, parallel.expert_tensor) != (1, 1):
         wrong.append(
             f"parallel.expert={parallel.expert} and parallel.expert_tensor={parallel.expert_tensor} need experts,"
-            f" and the pattern {model.pattern!r} has no E layer."
+            f" and the pattern {model.pattern!r} has no layer with experts."
         )
     return wrong
 

@@ -26,6 +26,7 @@ from megatron_blackmamba.checkpoint import Checkpoints
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.kinds import layers_of
 from megatron_blackmamba.runtime import layout, world
 from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
 from megatron_blackmamba.runtime.world import World
@@ -277,8 +278,10 @@ class Trainer:
     def router_loads(self, losses: Losses) -> dict[str, RouterLoad]:
         return {
             f"layer_{number}": router_load(counts)
-            for number, (letter, counts) in enumerate(zip(self.config.model.pattern, losses.expert_tokens, strict=True))
-            if letter == "E"
+            for number, (kind, counts) in enumerate(
+                zip(layers_of(self.config.model.pattern), losses.expert_tokens, strict=True)
+            )
+            if kind.routed
         }
 
     def validation_if_due(self) -> dict[str, float] | None:

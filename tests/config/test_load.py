@@ -89,7 +89,7 @@ def test_errors_name_the_file_that_holds_the_key(write):
     [
         (["training.micro_batch=5"], "training.global_batch=16 is not a multiple of training.micro_batch=5"),
         (["parallel.expert=3"], "parallel.expert=3"),
-        (["model.pattern=MM", "parallel.expert=2"], "has no E layer"),
+        (["model.pattern=MM", "parallel.expert=2"], "has no layer with experts"),
         (["model.pattern=MX"], "found ['X']"),
         (["model.top_k=2"], "model.router.kind=softmax"),
         (["model.eod_reset=512"], "outside the vocabulary of 512"),

@@ -7,6 +7,7 @@ import torch
 from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange.canonical import cast
+from megatron_blackmamba.kinds.experts import chosen, gathered
 from tests.reference import forward, tiny
 from tests.reference.canonical import canonical
 
@@ -84,23 +85,23 @@ def test_a_step_touches_no_expert_but_the_chosen(model):
     decoder = Decoder(pack(canonical(model), torch.float32))
     routes = forward(model.weights, model.config, TOKENS[:1]).routes
     experts = [layer for layer in decoder.weights.layers if hasattr(layer, "fc1_EGD")]
-    for layer, (chosen,) in zip(experts, routes.values(), strict=True):
+    for layer, (expert,) in zip(experts, routes.values(), strict=True):
         for e in range(4):
-            if e != chosen:
+            if e != expert:
                 layer.fc1_EGD[e] = layer.fc2_EDF[e] = float("nan")
     assert_close(decoder.step(decoder.start(1), torch.tensor(TOKENS[:1])), reference(model, TOKENS[:1]))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 9])
-def test_what_a_captured_step_does_is_what_a_step_does_and_never_asks_the_device(decoder, batch):
+def test_captured_step_equals_step_without_host_wait(decoder, batch):
     layer = next(layer for layer in decoder.weights.layers if hasattr(layer, "fc1_EGD"))
     x_BD = torch.randn(batch, decoder.config.hidden_size, generator=torch.Generator().manual_seed(0))
     choice_B = torch.arange(batch) * 3 % 4
-    expected = decoder._chosen(layer, x_BD, choice_B.tolist())
-    torch.testing.assert_close(decoder._gathered(layer, x_BD, choice_B), expected)
+    expected = chosen(decoder, layer, x_BD, choice_B.tolist())
+    torch.testing.assert_close(gathered(decoder, layer, x_BD, choice_B), expected)
 
     elsewhere = type(layer)(**{name: tensor.to("meta") for name, tensor in vars(layer).items()})
-    decoder._gathered(elsewhere, x_BD.to("meta"), choice_B.to("meta"))  # which has no values to tell
+    gathered(decoder, elsewhere, x_BD.to("meta"), choice_B.to("meta"))  # which has no values to tell
 
 
 def test_bytes_a_token_are_those_of_the_weights_that_a_step_reads():

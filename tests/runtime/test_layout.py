@@ -56,7 +56,7 @@ def test_experts_need_not_be_split_as_the_rest_is():
 
 def test_without_experts_tensor_parallelism_needs_no_expert_layout():
     layout.check(load("tiny", ["model.pattern=MM", "parallel.tensor=2"]), 2)
-    assert "has no E layer" in refusal("tiny", 2, "model.pattern=MM", "parallel.expert_tensor=2")
+    assert "has no layer with experts" in refusal("tiny", 2, "model.pattern=MM", "parallel.expert_tensor=2")
 
 
 def test_where_nothing_near_works_it_says_what_to_change():

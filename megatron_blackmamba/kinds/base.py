@@ -1,0 +1,199 @@
+"""The questions that a layer kind answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.ops.decoding import Step
+
+FP32, INT64, BOOL = 4, 8, 1
+"""Bytes of a number."""
+
+
+@dataclass(frozen=True)
+class Cannot:
+    """The answer of a kind that does not support something, with the reason as users read it."""
+
+    reason: str
+
+
+class Division(NamedTuple):
+    """A size that must be divisible by a kind of parallelism."""
+
+    what: str
+    size: int
+    axis: str
+    """A field of ParallelConfig."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One micro-batch on one rank, for counting bytes."""
+
+    model: ModelConfig
+    sequence: int
+    here: int
+    """Tokens whose residual stream this rank holds."""
+    whole: int
+    """Tokens of the whole micro-batch."""
+    routed: int
+    """Tokens that this rank's experts compute under equal load."""
+    width: int
+    """Bytes of a number in the precision of training."""
+    device: str
+    """cpu or cuda: their kernels keep different things."""
+    tensor: int
+    expert_tensor: int
+
+    @property
+    def stream(self) -> int:
+        """Bytes of the whole micro-batch's hidden states."""
+        return self.whole * self.model.hidden_size * self.width
+
+
+class Runner(Protocol):
+    """What a decoder lends to the layers that it runs."""
+
+    config: ModelConfig
+    gate: Callable[[Tensor], Tensor]
+
+    def times(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Multiply a few rows by a weight."""
+        ...
+
+
+class Decoding(ABC):
+    """A layer as a recurrence: its weights as decoding reads them, its memory, and one or many tokens through it.
+
+    Norm and residual belong to the decoder, except in `compiled`, whose step contains both.
+    """
+
+    @abstractmethod
+    def pack(self, get: Callable[..., Tensor], model: ModelConfig, dtype: torch.dtype, device: Any) -> Any:
+        """Return the weights as a dataclass with `norm_D`. `get(name, dtype)` loads one tensor of this layer."""
+
+    @abstractmethod
+    def memory(self, model: ModelConfig, batch: int, device: Any) -> tuple[Tensor, ...]:
+        """Return the memory of `batch` sequences before their first token; the first axis is the batch."""
+
+    @abstractmethod
+    def step(self, run: Runner, layer: Any, memory: tuple[Tensor, ...], x_BD: Tensor) -> Tensor:
+        """Return the output for one token of each sequence; update `memory` in place."""
+
+    @abstractmethod
+    def read(
+        self,
+        run: Runner,
+        layer: Any,
+        memory: tuple[Tensor, ...],
+        x_BLD: Tensor,
+        keep_BL1: Tensor | None,
+        reset_BL: Tensor | None,
+    ) -> Tensor:
+        """Return the outputs for many tokens at once; update `memory` in place.
+
+        keep_BL1 is 0 at padding, which must leave no trace. reset_BL is true where the memory restarts first.
+        """
+
+    def compiled(self, layer: Any, model: ModelConfig) -> Step | None:
+        """Return the whole block's step in C++, if there is one."""
+        return None
+
+    def bytes_a_token(self, layer: Any) -> int:
+        """Return the bytes of weights that one step reads at batch 1."""
+        return sum(tensor.nbytes for tensor in vars(layer).values())
+
+
+class LayerKind(ABC):
+    """One kind of layer: everything that the rest of the project asks about a letter of `model.pattern`.
+
+    Answers are arithmetic, strings and calls of `ops`. Import torch inside methods: the config reads kinds too.
+    """
+
+    letter: ClassVar[str]
+    name: ClassVar[str]
+    """For messages and tables, such as "dense MLP"."""
+    block: ClassVar[str]
+    """The place of a function that returns the spec of a block for a ModelConfig: "package.module:function"."""
+
+    routed: ClassVar[bool] = False
+    """Has a `mixer.router` that sends tokens to experts."""
+    rotary: ClassVar[bool] = False
+    """Needs rotary position embeddings."""
+    recompute: ClassVar[frozenset[str]] = frozenset({"layers"})
+    """The values of training.recompute that recompute this layer."""
+    writes_to_residual: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of weights whose output joins the residual stream."""
+    kept_in_fp32: ClassVar[tuple[str, ...]] = ()
+    """Parameters of the mixer that stay fp32 in a bf16 model."""
+
+    def problems(self, model: ModelConfig) -> list[str]:
+        """Return what the config lacks or gets wrong for this kind."""
+        return []
+
+    def megatron(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields of megatron-core's TransformerConfig that this kind sets."""
+        return {}
+
+    @abstractmethod
+    def divisions(self, model: ModelConfig) -> list[Division]:
+        """Return the sizes that parallelism splits."""
+
+    @abstractmethod
+    def parts(self, model: ModelConfig) -> dict[str, Fraction]:
+        """Return the parts that parameters are counted by, and the fraction of each that one token uses."""
+
+    @abstractmethod
+    def part_of(self, parameter: str) -> str:
+        """Return the part that a parameter of the mixer belongs to."""
+
+    @abstractmethod
+    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Return the mixer's parameters: canonical name and whole shape."""
+
+    @abstractmethod
+    def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
+        """Return the initial value of a parameter of the mixer, fp32; None: normal, with model.init's deviation."""
+
+    @abstractmethod
+    def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
+        """Return the forward FLOPs of one layer per token, by part."""
+
+    @abstractmethod
+    def kept(self, at: Sizes) -> int:
+        """Return the bytes that the mixer keeps for the backward pass."""
+
+    @abstractmethod
+    def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
+        """Return the bytes that one layer moves in a micro-batch by field of ParallelConfig, if nothing stayed local.
+
+        passes: forward, backward, and the forward that recomputation repeats.
+        """
+
+    def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
+        """Return the paper's own FLOPs of the layer per token, as printed and repaired; None: it has no formula."""
+        return None
+
+    @abstractmethod
+    def exported(self, model: ModelConfig) -> str | Cannot:
+        """Return the layer's entry in an export's list of layers."""
+
+    def imported(self, entry: str) -> Mapping[str, Any] | None:
+        """Return the config fields that an entry of that list means; None: it is not this kind's."""
+        return None
+
+    entry: ClassVar[str] = ""
+    """What such an entry looks like, for messages."""
+
+    @abstractmethod
+    def decoding(self, model: ModelConfig) -> Decoding | Cannot:
+        """Return how the layer decodes."""

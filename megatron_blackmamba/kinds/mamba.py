@@ -1,0 +1,229 @@
+"""Mamba-1: a causal convolution and a selective scan between two projections.
+
+Shapes: B batch, L length, D model, I inner, N state, R rank of dt, K convolution width, W = K - 1 window.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from megatron_blackmamba.kinds.base import FP32, Decoding, Division, LayerKind, Runner, Sizes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.ops.decoding import Step
+
+SCAN_CHUNK = {"cpu": 16, "cuda": 64}
+"""Tokens between the states that the scan keeps."""
+
+
+class Mamba(LayerKind):
+    letter, name = "M", "Mamba"
+    block = "megatron_blackmamba.model.specs:mamba_block"
+    writes_to_residual = ("out_proj.weight",)
+    kept_in_fp32 = ("A_log", "D", "dt_proj.bias")
+    entry = '"r"'
+
+    def divisions(self, model: ModelConfig) -> list[Division]:
+        return [Division("the inner width (model.expand × model.hidden_size)", model.inner_size, "tensor")]
+
+    def parts(self, model: ModelConfig) -> dict[str, Fraction]:
+        return {"mamba": Fraction(1)}
+
+    def part_of(self, parameter: str) -> str:
+        return "mamba"
+
+    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        D, I, N, K, R = _sizes(model)
+        return {
+            "in_proj.weight": (2 * I, D),  # rows [x | z]
+            "conv1d.weight": (I, 1, K),
+            "conv1d.bias": (I,),
+            "x_proj.weight": (R + 2 * N, I),  # rows [dt | B | C]
+            "dt_proj.weight": (I, R),
+            "dt_proj.bias": (I,),
+            "A_log": (I, N),
+            "D": (I,),
+            "out_proj.weight": (D, I),
+        }
+
+    def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
+        import torch
+
+        if name == "D":
+            return torch.ones(shape)
+        if name == "A_log":
+            return torch.log(torch.arange(1, shape[1] + 1, dtype=torch.float32)).expand(shape)
+        if name == "dt_proj.bias":
+            init = model.init
+            low, high = math.log(init.dt_min), math.log(init.dt_max)
+            dt = torch.exp(torch.rand(shape, generator=random) * (high - low) + low).clamp(min=init.dt_floor)
+            return dt + torch.log(-torch.expm1(-dt))  # softplus of this is dt
+        fans = {"dt_proj": model.dt_rank_or_default, "conv1d": model.conv_kernel}
+        if fan := fans.get(name.partition(".")[0]):
+            return (torch.rand(shape, generator=random) * 2 - 1) * fan**-0.5
+        return None
+
+    def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
+        D, I, N, K, R = _sizes(model)
+        return {
+            "mamba_projections": 2 * (2 * D * I + I * (R + 2 * N) + R * I + I * D),
+            "convolution": 2 * K * I,
+            "scan": I * (7 * N + 4),
+        }
+
+    def kept(self, at: Sizes) -> int:
+        """in_proj's input; x before and after the convolution, delta, z and y; dt, B and C, the last two also in fp32;
+        the scan's states between chunks."""
+        D, inner, N, _, R = _sizes(at.model)
+        I = inner // at.tensor
+        channels = at.width * 5 * I + FP32 * N * I / SCAN_CHUNK[at.device]
+        shared = at.width * (R + 2 * N) + FP32 * 2 * N
+        return int(at.here * at.width * D + at.whole * (channels + shared))
+
+    def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
+        """The stream is gathered and scattered, and gathered once more for the weight gradient; dt, B and C are
+        summed."""
+        shared = at.whole * (at.model.dt_rank_or_default + 2 * at.model.state_size) * at.width
+        return {"tensor": (2 * passes + 1) * at.stream + passes * 2 * shared}
+
+    def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
+        D, I, N, K, R = _sizes(model)
+        state_space = I * (11 * N + 4 * R + 1) + I * N / tokens
+        return state_space, 6 * I * D + 2 * I * K + state_space
+
+    def exported(self, model: ModelConfig) -> str:
+        return "r"
+
+    def imported(self, entry: str) -> dict[str, Any] | None:
+        return {} if entry == "r" else None
+
+    def decoding(self, model: ModelConfig) -> Decoding:
+        return MambaDecoding()
+
+
+def _sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:
+    """D, I, N, K, R."""
+    return model.hidden_size, model.inner_size, model.state_size, model.conv_kernel, model.dt_rank_or_default
+
+
+@dataclass(frozen=True)
+class MambaLayer:
+    """The weights of one layer. The recurrence's own parameters are fp32 whatever the rest is."""
+
+    norm_D: Tensor
+    in_proj: Tensor
+    conv_weight_IK: Tensor
+    conv_bias_I: Tensor
+    x_proj: Tensor
+    dt_proj_IR: Tensor
+    dt_bias_I: Tensor
+    A_IN: Tensor
+    D_I: Tensor
+    out_proj: Tensor
+
+
+class MambaDecoding(Decoding):
+    """The memory is the last inputs of the convolution `[B, W, I]` and the fp32 state of the scan `[B, I, N]`."""
+
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> MambaLayer:
+        return MambaLayer(
+            norm_D=get("norm.weight"),
+            in_proj=get("mixer.in_proj.weight", dtype),
+            conv_weight_IK=get("mixer.conv1d.weight")[:, 0].contiguous(),
+            conv_bias_I=get("mixer.conv1d.bias"),
+            x_proj=get("mixer.x_proj.weight", dtype),
+            dt_proj_IR=get("mixer.dt_proj.weight", dtype),
+            dt_bias_I=get("mixer.dt_proj.bias"),
+            A_IN=-get("mixer.A_log").exp(),
+            D_I=get("mixer.D"),
+            out_proj=get("mixer.out_proj.weight", dtype),
+        )
+
+    def memory(self, model: ModelConfig, batch: int, device: Any) -> tuple[Tensor, ...]:
+        import torch
+
+        _, I, N, K, _ = _sizes(model)
+        return torch.zeros(batch, K - 1, I, device=device), torch.zeros(batch, I, N, device=device)
+
+    def compiled(self, layer: MambaLayer, model: ModelConfig) -> Step:
+        from megatron_blackmamba.ops.decoding import mamba_step
+
+        return mamba_step(**vars(layer), eps=model.norm_eps)
+
+    def step(self, run: Runner, layer: MambaLayer, memory: tuple[Tensor, ...], x_BD: Tensor) -> Tensor:
+        from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
+        from megatron_blackmamba.ops.selective_scan import selective_scan_step
+
+        window_BWI, state_BIN = memory
+        x_BI, z_BI = run.times(x_BD, layer.in_proj).chunk(2, dim=-1)
+        x_BI = causal_conv1d_step(window_BWI, x_BI, layer.conv_weight_IK, layer.conv_bias_I)
+        dt_BR, B_BN, C_BN = _dt_B_C(run.times(x_BI, layer.x_proj), run.config)
+        y_BI = selective_scan_step(
+            state_BIN,
+            x_BI,
+            run.times(dt_BR, layer.dt_proj_IR),
+            layer.A_IN,
+            B_BN,
+            C_BN,
+            layer.D_I,
+            z_BI,
+            layer.dt_bias_I,
+        )
+        return run.times(y_BI, layer.out_proj)
+
+    def read(
+        self,
+        run: Runner,
+        layer: MambaLayer,
+        memory: tuple[Tensor, ...],
+        x_BLD: Tensor,
+        keep_BL1: Tensor | None,
+        reset_BL: Tensor | None,
+    ) -> Tensor:
+        import torch.nn.functional as F
+
+        from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+        from megatron_blackmamba.ops.selective_scan import selective_scan
+
+        window_BWI, state_BIN = memory
+        x_BLI, z_BLI = F.linear(x_BLD, layer.in_proj).chunk(2, dim=-1)
+        if keep_BL1 is not None:
+            x_BLI = x_BLI * keep_BL1
+        x_BLI, last_window_BWI = causal_conv1d(
+            x_BLI,
+            layer.conv_weight_IK,
+            layer.conv_bias_I,
+            initial_window=window_BWI,
+            reset_BL=reset_BL,
+            return_final_window=True,
+        )
+        if keep_BL1 is not None:
+            x_BLI = x_BLI * keep_BL1  # the convolution's bias alone must not feed the state at padding
+        dt_BLR, B_BLN, C_BLN = _dt_B_C(F.linear(x_BLI, layer.x_proj), run.config)
+        y_BLI, last_state_BIN = selective_scan(
+            x_BLI,
+            F.linear(dt_BLR, layer.dt_proj_IR),
+            layer.A_IN,
+            B_BLN,
+            C_BLN,
+            layer.D_I,
+            z_BLI=z_BLI,
+            delta_bias_I=layer.dt_bias_I,
+            initial_state_BIN=state_BIN,
+            reset_BL=reset_BL,
+            return_final_state=True,
+        )
+        window_BWI.copy_(last_window_BWI)
+        state_BIN.copy_(last_state_BIN)
+        return F.linear(y_BLI, layer.out_proj)
+
+
+def _dt_B_C(x: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+    return x.split([model.dt_rank_or_default, model.state_size, model.state_size], dim=-1)

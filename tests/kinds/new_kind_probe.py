@@ -1,0 +1,103 @@
+"""A run whose layers are of a kind that the package does not have: trained, stopped, resumed, decoded, exported.
+
+`python -m tests.kinds.new_kind_probe FOLDER`: imports once, forks the ranks, and prints what they found as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_blackmamba import kinds
+from megatron_blackmamba.config import load
+from megatron_blackmamba.interchange import megatron
+from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.plan import flops, memory, parameters
+from megatron_blackmamba.plan.activations import Activations
+from megatron_blackmamba.runtime import world
+from tests.kinds.running_mean import RunningMean
+from tests.runtime.ranks import fork_ranks
+
+kinds.register(RunningMean)
+STEPS = 6
+RUN = ["model.pattern=MAEA", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
+RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3"]
+
+
+def trained(folder: Path, name: str, *overrides: str) -> None:
+    from megatron_blackmamba.training.loop import train
+
+    train(load("tiny", [*RUN, f"folder={folder}", f"name={name}", *overrides]))
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def counted() -> list[int]:
+    """FLOPs and bytes kept by one micro-batch, as torch sees them."""
+    from megatron_blackmamba.model import build
+    from tests.plan.memory_probe import _kept_for_backward
+
+    config = load("tiny", [*RUN, "model.pattern=AA"])
+    model = build(config, world.start(config.parallel))
+    tokens = torch.randint(config.model.vocab_size, (4, 32))
+    kept = _kept_for_backward(model, tokens)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens)
+    return [counter.get_total_flops(), kept]
+
+
+def planned() -> list[int]:
+    """The same by the plan, and the parameters of the new kind."""
+    config = load("tiny", [*RUN, "model.pattern=AA"])
+    kept = memory.kept(config, 0, "none", "cpu") + Activations(config, "cpu").logits()
+    return [4 * 32 * flops.forward(config.model, 32), kept, parameters.count(config).by_kind["mean"]]
+
+
+def decoded(folder: Path) -> float:
+    """How far a token at a time is from all tokens at once, in the logits of a checkpoint."""
+    from megatron_blackmamba.inference import Decoder
+    from megatron_blackmamba.inference.weights import pack
+    from megatron_blackmamba.interchange import through_megatron
+
+    model = megatron.read(folder / "solo")
+    decoder = Decoder(pack(model, torch.float32))
+    tokens_BL = torch.randint(512, (2, 12), generator=torch.Generator().manual_seed(1))
+    state = decoder.start(2)
+    stepped = torch.stack([decoder.step(state, tokens_B) for tokens_B in tokens_BL.unbind(1)], dim=1)
+    whole = through_megatron.observe(model, tokens_BL).logits_BSV
+    read = decoder.read_all(decoder.start(2), tokens_BL)
+    return max(float((whole - stepped).abs().max()), float((whole - read).abs().max()))
+
+
+def refused(folder: Path) -> str:
+    from megatron_blackmamba.interchange.convert import to_hf
+
+    try:
+        to_hf(megatron.read(folder / "solo"), folder / "exported")
+    except InterchangeError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: Path) -> dict:
+    jobs = {
+        "solo": (1, lambda: trained(folder, "solo")),
+        "tp2": (2, lambda: trained(folder, "tp2", "parallel.tensor=2")),
+        "stopped": (1, lambda: trained(folder, "again", "training.stop_after_steps=3")),
+        "resumed": (1, lambda: trained(folder, "again")),
+        "counted": (1, counted),
+        "planned": (1, planned),
+        "decoded": (1, lambda: decoded(folder)),
+        "refused": (1, lambda: refused(folder)),
+    }
+    answers = {name: fork_ranks(ranks, body)[0] for name, (ranks, body) in jobs.items()}
+    return answers | {"losses": {name: losses(folder, name) for name in ("solo", "tp2", "again")}}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

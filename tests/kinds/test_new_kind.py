@@ -1,0 +1,90 @@
+"""A kind of layer in one file of its own goes the whole way; one that leaves a question open is refused."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from megatron_blackmamba import kinds
+from tests.kinds.running_mean import RunningMean
+from tests.runtime.ranks import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megatron_blackmamba"
+
+
+@pytest.fixture(scope="module")
+def went(tmp_path_factory):
+    found = run_script("tests.kinds.new_kind_probe", str(tmp_path_factory.mktemp("new_kind")))
+    for name, answer in found.items():
+        assert "error" not in answer, (name, answer)
+    return found
+
+
+def test_new_kind_trains_alike_under_tensor_parallelism(went):
+    assert went["losses"]["tp2"] == pytest.approx(went["losses"]["solo"], abs=1e-4)
+    assert went["losses"]["solo"][-1] < went["losses"]["solo"][0]
+
+
+def test_new_kind_resumes_exactly(went):
+    assert went["losses"]["again"] == went["losses"]["solo"]
+
+
+def test_plan_counts_new_kind(went):
+    flops, kept = went["counted"]["answer"]
+    planned_flops, planned_kept, parameters = went["planned"]["answer"]
+    assert planned_flops == flops
+    assert planned_kept == pytest.approx(kept, rel=0.05)
+    assert parameters == 2 * 2 * 64 * 64
+
+
+def test_new_kind_decodes(went):
+    assert went["decoded"]["answer"] < 1e-4
+
+
+def test_export_refuses_new_kind_by_name(went):
+    assert "running mean layers (A) have no class in the modeling files" in went["refused"]["answer"]
+
+
+def test_registry_refuses_missing_answers_by_name():
+    class Silent(RunningMean):
+        letter = "S"
+        flops = kinds.LayerKind.flops
+        traffic = kinds.LayerKind.traffic
+
+    with pytest.raises(TypeError, match="Silent does not answer: flops, traffic"):
+        kinds.register(Silent)
+
+
+def test_registry_refuses_taken_letters():
+    class Second(RunningMean):
+        letter = "M"
+
+    with pytest.raises(TypeError, match="'M' is taken by Mamba"):
+        kinds.register(Second)
+
+
+def test_unknown_letters_name_the_known():
+    with pytest.raises(KeyError, match=r"no layer kind has the letter 'Z'.*E \(mixture of experts\).*M \(Mamba\)"):
+        kinds.kind_of("Z")
+
+
+def compares_letters(path):
+    """Yield the lines of a file that decide by a letter of the pattern."""
+    letters = {kind.letter for kind in kinds.all_kinds()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "count":
+            sides = [node.func.value, *node.args]
+        else:
+            continue
+        text = " ".join(ast.unparse(side) for side in sides)
+        constants = {side.value for side in sides if isinstance(side, ast.Constant)}
+        if constants & letters and ("letter" in text or "pattern" in text):
+            yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_file_compares_letters():
+    files = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "kinds"]
+    assert [line for path in files for line in compares_letters(path)] == []
