@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.generation import machine
 from megatron_blackmamba.config import ModelConfig, load
 from megatron_blackmamba.interchange import zyphra
-from megatron_blackmamba.interchange.canonical import KEPT_IN_FP32, Canonical, Entry, shapes
+from megatron_blackmamba.interchange.canonical import Canonical, Entry, kept_in_fp32, shapes
 
 VERBS = (
     ("import zyphra", "released", "checkpoint"),
@@ -82,7 +82,7 @@ def random_model(config: ModelConfig, dtype: torch.dtype) -> Canonical:
     """Weights of the scale that training starts from, drawn when they are read, the same each time."""
 
     def entry(name: str, shape: tuple[int, ...], seed: int) -> Entry:
-        kept = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
+        kept = torch.float32 if name.endswith(kept_in_fp32(config)) else dtype
 
         def draw() -> Tensor:
             noise = torch.empty(shape).normal_(std=0.02, generator=torch.Generator().manual_seed(seed))

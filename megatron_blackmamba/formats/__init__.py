@@ -1,1 +1,1 @@
-"""What lies on disk between the rooms: shards, mixtures, run folders. Imports no torch."""
+"""File formats that packages share: shards, mixtures, run folders. Imports no torch."""

@@ -109,13 +109,18 @@ def in_memory(
 def cast(model: Canonical, dtype: torch.dtype) -> Canonical:
     """The same model in another precision; what the recurrence keeps in fp32 stays there."""
 
-    kept = tuple(f".mixer.{name}" for kind in kinds_in(model.config.pattern) for name in kind.kept_in_fp32)
+    kept = kept_in_fp32(model.config)
 
     def converted(name: str, entry: Entry) -> Entry:
         to = torch.float32 if name.endswith(kept) else dtype
         return entry if entry.dtype == to else Entry(entry.shape, to, lambda: entry.load().to(to))
 
     return replace(model, entries={name: converted(name, entry) for name, entry in model.entries.items()})
+
+
+def kept_in_fp32(config: ModelConfig) -> tuple[str, ...]:
+    """Return the ends of the names that stay fp32 in every precision."""
+    return tuple(f".mixer.{name}" for kind in kinds_in(config.pattern) for name in kind.kept_in_fp32)
 
 
 def watched(model: Canonical, loaded: Callable[[int], None]) -> Canonical:

@@ -1,4 +1,4 @@
-"""The stages of the quickstart, each through a room's public functions; each leaves files by which it is skipped."""
+"""The stages of the quickstart, each through a package's public functions; the files it leaves let it be skipped."""
 
 import json
 import os

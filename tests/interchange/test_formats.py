@@ -7,6 +7,7 @@ import zipfile
 import pytest
 import torch
 
+from megatron_blackmamba.config.model import AttentionConfig
 from megatron_blackmamba.interchange import convert, hf, zyphra
 from megatron_blackmamba.interchange.canonical import InterchangeError, cast, in_memory, shapes
 from tests.reference import tiny, write_released
@@ -194,11 +195,15 @@ def test_another_model_s_config_is_refused(silu, tmp_path):
         (tmp_path / "config.json").write_text(kept)
 
 
-@pytest.mark.parametrize(("pattern", "named"), [("M*ME", "attention"), ("M-", "dense MLP")])
-def test_layers_that_are_neither_mamba_nor_experts_are_refused_by_name(silu, pattern, named):
-    config = config_of(silu).model_copy(update={"pattern": pattern, "mlp_hidden_size": 8})
-    with pytest.raises(InterchangeError, match=f"model.pattern has {named}"):
-        in_memory(config, silu.weights)
+@pytest.mark.parametrize(("pattern", "named"), [("*E", r"attention layers \(\*\)"), ("M-", r"dense MLP layers \(-\)")])
+@pytest.mark.parametrize("writer", [hf, zyphra])
+def test_layers_without_a_format_are_refused(silu, tmp_path, pattern, named, writer):
+    more = {"pattern": pattern, "mlp_hidden_size": 8, "attention": AttentionConfig(heads=4)}
+    config = config_of(silu).model_copy(update=more)
+    weights = {name: torch.zeros(shape) for name, shape in shapes(config).items()}
+    with pytest.raises(InterchangeError, match=f"{named} do not convert"):
+        writer.write(in_memory(config, weights), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_left_when_a_conversion_fails_midway(silu, tmp_path):

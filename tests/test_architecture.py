@@ -1,0 +1,138 @@
+"""The package's structure: layers import downwards only, files stay short, and docs/architecture.md matches exactly."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "megatron_blackmamba"
+LAYERS = [
+    {"config", "kinds", "tokenizer", "formats", "ops", "hf"},
+    {"runtime"},
+    {"model", "data"},
+    {"checkpoint"},
+    {"interchange", "plan"},
+    {"training", "inference"},
+    {"report", "launch"},
+    {"quickstart"},
+    {"cli"},
+]
+LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
+TOOLS_MAY_USE = {"config", "tokenizer", "formats"}
+MOST_LINES = 500
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def files_of(folder):
+    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def package_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path, at_import=False):
+    """Full names of everything a file imports anywhere, or only what it imports when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_import else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def packages_imported(path):
+    names = (name.split(".") for name in imported(path))
+    return {parts[1] for parts in names if parts[0] == "megatron_blackmamba" and len(parts) > 1 and parts[1] in LAYER}
+
+
+def section(title):
+    """A section of docs/architecture.md."""
+    return re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)[1]
+
+
+def first_column(text):
+    """Every name in backticks in the first column of a table."""
+    cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize("path", files_of(PACKAGE), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_packages_import_only_lower_layers(path):
+    package = package_of(path)
+    if package == "__init__":
+        assert not packages_imported(path)
+        return
+    assert package in LAYER, f"{package} has no layer: give it one here and in docs/architecture.md"
+    for other in packages_imported(path) - {package}:
+        both_at_the_bottom = LAYER[other] == LAYER[package] == 0
+        assert LAYER[other] < LAYER[package] or both_at_the_bottom, f"{package} imports {other}"
+
+
+def test_modeling_files_import_only_ops():
+    for path in files_of(PACKAGE / "hf"):
+        assert packages_imported(path) <= {"ops", "hf"}, path
+
+
+def test_ops_and_kinds_do_not_import_megatron():
+    for path in [*files_of(PACKAGE / "ops"), *files_of(PACKAGE / "kinds")]:
+        assert not any(name.split(".")[0] == "megatron" for name in imported(path)), path
+
+
+def test_kinds_import_torch_only_inside_methods():
+    for path in files_of(PACKAGE / "kinds"):
+        assert not any(name.split(".")[0] == "torch" for name in imported(path, at_import=True)), path
+
+
+@pytest.mark.parametrize("path", files_of(ROOT / "data_tools"), ids=lambda path: path.name)
+def test_data_tools_import_neither_torch_nor_upper_layers(path):
+    assert not any(name.split(".")[0] in ("torch", "megatron") for name in imported(path))
+    assert packages_imported(path) <= TOOLS_MAY_USE
+
+
+@pytest.mark.parametrize("module", ["megatron_blackmamba.cli", "megatron_blackmamba.config"])
+def test_command_line_and_config_start_without_torch(module):
+    heavies = ("torch", "megatron.core", "transformers")
+    check = f"import sys, {module}; print([m for m in {heavies} if m in sys.modules])"
+    heavy = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert heavy.strip() == "[]"
+
+
+def test_architecture_page_lists_exactly_the_packages():
+    packages = {package_of(path) for path in files_of(PACKAGE)} - {"__init__", "__main__"}
+    listed = first_column(section("Packages"))
+    assert sorted(listed) == sorted(packages)
+
+
+def test_architecture_page_shows_exactly_the_layers():
+    drawn = re.search(r"```\n(.*?)```", section("Layers"), re.DOTALL)[1].splitlines()
+    assert [set(line.split()) for line in drawn] == LAYERS
+
+
+def test_architecture_page_lists_exactly_the_patches():
+    from megatron_blackmamba.runtime.patches import PATCHES
+
+    assert first_column(section("The runtime")) == [patch.name for patch in PATCHES]
+
+
+def test_architecture_page_lists_exactly_the_plans_files():
+    files = {path.name for path in files_of(PACKAGE / "plan")} - {"__init__.py"}
+    assert sorted(first_column(section("The plan"))) == sorted(files)
+
+
+def test_files_stay_under_500_lines():
+    code = [
+        path
+        for folder in ("megatron_blackmamba", "data_tools", "tests", "benchmarks")
+        for path in files_of(ROOT / folder)
+    ]
+    assert [f"{p.relative_to(ROOT)}: {n}" for p in code if (n := len(p.read_text().splitlines())) > MOST_LINES] == []
+
+
+def test_no_benchmark_hides_a_standard_module():
+    assert not {path.stem for path in files_of(ROOT / "benchmarks")} & set(sys.stdlib_module_names)
