@@ -54,6 +54,7 @@ EXTRAS = {
         "pytest-xdist>=3.5",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
+        "coverage>=7.10",  # scripts/mutate.py
         "accelerate>=0.26",  # exports with offloaded weights
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions
         "mypy>=1.10",

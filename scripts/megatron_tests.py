@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Run megatron-core's own unit tests on CPUs, under the patches of `megatron_blackmamba.runtime.patches`.
+
+    git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM
+    pip install einops nltk pytest-mock requests six                   # what those tests import
+    python scripts/megatron_tests.py Megatron-LM                       # everything below, hours on two cores
+    python scripts/megatron_tests.py Megatron-LM tensor_parallel/test_layers.py
+
+The checkout must be of the installed version of megatron-core (its wheel has no tests); its
+`megatron/core` is not used. Each file runs in eight gloo ranks. A test has passed if it passed on all ranks.
+What fails or hangs runs once more alone, since a failed collective leaves the other ranks waiting.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+FOLDERS = ("tensor_parallel", "pipeline_parallel", "distributed", "dist_checkpointing", "transformer/moe", "data")
+LEFT_OUT = {
+    "distributed/megatron_fsdp": "Megatron-FSDP builds its device mesh on CUDA",
+    "distributed/test_torch_fully_sharded_parallel.py": "FSDP2 shards on CUDA streams",
+    "dist_checkpointing/test_fp8.py": "FP8 tensors are Transformer Engine's",
+    "dist_checkpointing/models/test_bert_model.py": "builds its layers from Transformer Engine",
+    "dist_checkpointing/models/test_moe_experts.py": "builds its experts from Transformer Engine",
+    "pipeline_parallel/test_fine_grained_activation_offloading.py": "offloads with CUDA streams and pinned memory",
+    "transformer/moe/test_multihot_indices_converter.py": "a CUDA kernel",
+    "data/test_preprocess_mmdata.py": "reads images with torchvision",
+    "data/test_preprocess_data.py": "downloads a tokenizer",
+}
+HERE = Path(__file__).resolve().parent
+PASSED, SKIPPED, FAILED, HUNG = "passed", "skipped", "failed", "hung"
+
+
+def main() -> int:
+    options = parse()
+    work = options.work or Path(tempfile.mkdtemp(prefix="megatron_tests_"))
+    prepare(options.checkout, work)
+    results = work / "results.jsonl"
+    done = {json.loads(line)["file"] for line in results.read_text().splitlines()} if results.exists() else set()
+    for name in test_files(work, options.tests):
+        if name in done:
+            continue
+        began = time.monotonic()
+        outcomes = run_file(work, name, options)
+        record = {"file": name, "seconds": round(time.monotonic() - began), "outcomes": outcomes}
+        with open(results, "a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(f"{name}: {counts(outcomes)} in {record['seconds']} s", flush=True)
+        for test, (outcome, why) in outcomes.items():
+            if outcome in (FAILED, HUNG):
+                print(f"  {outcome} {test.split('::', 1)[-1]}: {why[:300]}", flush=True)
+    everything: dict[str, list[str]] = {}
+    for line in results.read_text().splitlines():
+        everything |= json.loads(line)["outcomes"]
+    print(f"all: {counts(everything)}; results: {results}")
+    return int(any(outcome in (FAILED, HUNG) for outcome, _ in everything.values()))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="Source tree of Megatron-LM, of the installed version.")
+    parser.add_argument("tests", nargs="*", default=FOLDERS, help="Files or folders below tests/unit_tests.")
+    parser.add_argument("--ranks", type=int, default=8, help="Number of ranks (default 8; the tests expect it).")
+    parser.add_argument("--limit", type=float, default=900, help="Seconds for one file (default 900).")
+    parser.add_argument("--test-limit", type=float, default=180, help="Seconds without news from a test (default 180).")
+    parser.add_argument("--work", type=Path, help="Folder for copies and results; a second call resumes in it.")
+    return parser.parse_args()
+
+
+def prepare(checkout: Path, work: Path) -> None:
+    """Copy what the tests need next to each other, so that the installed megatron.core is the one they import."""
+    version = importlib.metadata.version("megatron-core")
+    info = checkout / "megatron" / "core" / "package_info.py"
+    if not (checkout / "tests" / "unit_tests").is_dir() or not info.exists():
+        sys.exit(
+            f"no source tree of Megatron-LM with its tests: {checkout}. Clone it: git clone --branch core_v{version}"
+        )
+    found = runpy.run_path(str(info))["__version__"]
+    if found != version:
+        sys.exit(f"megatron-core {version} is installed, but {checkout} is {found}: check out core_v{version}.")
+    packages = [path for path in (checkout / "megatron").iterdir() if path.is_dir() and path.name != "core"]
+    for source in [checkout / "tests", checkout / "tools", *packages, *checkout.glob("*.py")]:
+        target = work / source.relative_to(checkout)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        elif source.exists():
+            shutil.copy(source, target)
+
+
+def test_files(work: Path, names: list[str]) -> list[str]:
+    top = work / "tests" / "unit_tests"
+    files = []
+    for name in names:
+        path = top / name
+        if not path.exists():
+            sys.exit(f"no such test: {path}.")
+        files += [path] if path.is_file() else sorted(path.rglob("test_*.py"))
+    relative = [str(file.relative_to(top)) for file in files]
+    for name in relative:
+        reason = next((why for part, why in LEFT_OUT.items() if name == part or name.startswith(part + "/")), None)
+        if reason:
+            print(f"{name}: left out: {reason}")
+    return [name for name in relative if not any(name == part or name.startswith(part + "/") for part in LEFT_OUT)]
+
+
+def run_file(work: Path, name: str, options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return each test's outcome and reason: first in company, then once more alone if it failed."""
+    deadline = time.monotonic() + options.limit
+    outcomes: dict[str, list[str]] = {}
+    while time.monotonic() < deadline:
+        news = run_ranks(work, name, sorted(outcomes), [], options, deadline)
+        outcomes |= news
+        if not any(outcome == HUNG for outcome, _ in news.values()):
+            break
+    for test, (outcome, _) in list(outcomes.items()):
+        if outcome in (FAILED, HUNG) and time.monotonic() < deadline and len(outcomes) > 1:
+            alone = run_ranks(work, name, [], [test], options, deadline)
+            outcomes[test] = alone.get(test, outcomes[test])
+    if time.monotonic() >= deadline:
+        outcomes[f"{name}::the rest"] = [HUNG, f"the limit of {options.limit:g} s for the file"]
+    return outcomes
+
+
+def run_ranks(work, name, skip, only, options, deadline) -> dict[str, list[str]]:
+    """Run a file's tests in all ranks until they end, or until none has had news for a while."""
+    news = Path(tempfile.mkdtemp(dir=work, prefix="news_"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(options.ranks),
+        "LOCAL_WORLD_SIZE": str(options.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(work), str(HERE)]),
+        "MEGATRON_TESTS": json.dumps({"news": str(news), "skip": skip, "only": only}),
+    }
+    base = work / "temporary"
+    shutil.rmtree(base, ignore_errors=True)
+    command = [sys.executable, str(HERE / "megatron_tests_plugin.py"), "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "megatron_tests_plugin", f"--basetemp={base}", "-o", "addopts=", f"tests/unit_tests/{name}"]
+    with open(news / "ranks.log", "wb") as log:
+        ranks = subprocess.Popen(
+            command, cwd=work, env=os.environ | common, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        hung = wait(ranks, news, deadline, options.test_limit)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+    return merge(news, options.ranks, hung)
+
+
+def wait(ranks: subprocess.Popen, news: Path, deadline: float, patience: float) -> bool:
+    """Return whether the ranks had to be given up."""
+    last, size = time.monotonic(), -1
+    while ranks.poll() is None:
+        time.sleep(0.5)
+        now = time.monotonic()
+        written = sum(file.stat().st_size for file in news.glob("*.jsonl"))
+        if written != size:
+            last, size = now, written
+        if now > deadline or now > last + patience:
+            return True
+    return False
+
+
+def merge(news: Path, ranks: int, hung: bool) -> dict[str, list[str]]:
+    """Merge the ranks' reports: the worst outcome of a test counts; one that some rank began and not all ended hung."""
+    reports: dict[str, dict[int, list[str]]] = {}
+    begun: dict[str, set[int]] = {}
+    for rank in range(ranks):
+        file = news / f"{rank}.jsonl"
+        for line in file.read_text().splitlines() if file.exists() else []:
+            entry = json.loads(line)
+            begun.setdefault(entry["test"], set()).add(rank)
+            if "outcome" in entry:
+                reports.setdefault(entry["test"], {})[rank] = [entry["outcome"], entry["why"]]
+    outcomes = {}
+    for test in begun:
+        of_test = reports.get(test, {})
+        failed = [f"rank {rank}: {why}" for rank, (outcome, why) in sorted(of_test.items()) if outcome == FAILED]
+        if failed:
+            outcomes[test] = [FAILED, failed[0]]
+        elif len(of_test) < ranks:
+            waiting = sorted(set(range(ranks)) - set(of_test))
+            outcomes[test] = [HUNG, f"no end on ranks {waiting}" + ("" if hung else "; a rank died")]
+        else:
+            kinds = {outcome for outcome, _ in of_test.values()}
+            outcomes[test] = [PASSED if PASSED in kinds else SKIPPED, next(why for _, why in of_test.values())]
+    if not begun:
+        logs = [file for file in (news / "ranks.log", news / "0.log") if file.exists()]
+        log = [line for file in logs for line in file.read_text(errors="replace").splitlines()]
+        outcomes["collection"] = [FAILED, next((line for line in reversed(log) if "Error" in line), "no test ran")]
+    return outcomes
+
+
+def counts(outcomes: dict[str, list[str]]) -> str:
+    found = Counter(outcome for outcome, _ in outcomes.values())
+    return ", ".join(f"{found[kind]} {kind}" for kind in (PASSED, SKIPPED, FAILED, HUNG) if found[kind]) or "no tests"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The pytest plugin of megatron_tests.py: the project's patches, and a CPU wherever the tests themselves name CUDA.
+
+megatron-core sees only the patches that the project installs. What the tests themselves ask of CUDA (is there one, how
+many, tensors with device="cuda", the nccl backend) is answered here, and only where the caller is a test.
+Run as a program it imports megatron once and forks the ranks.
+"""
+
+import importlib
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_blackmamba.runtime import patches
+
+patches.install()
+utils = importlib.import_module("megatron.core.utils")
+utils.is_te_min_version = lambda *_args, **_kwargs: False  # it raises TypeError without Transformer Engine
+
+ORDERS = json.loads(os.environ["MEGATRON_TESTS"])
+
+
+def called_by_a_test() -> bool:
+    """Say whether the nearest caller outside torch and this file is a test or a helper of the tests."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != __name__ and name.split(".")[0] not in ("torch", "contextlib"):
+            return name.startswith("tests.")
+        frame = frame.f_back
+    return False
+
+
+def on_cpu(value):
+    named = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+    return torch.device("cpu") if named else value
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors that tests make or move with a CUDA device stay on the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        names_cuda = any(on_cpu(value) is not value for value in [*args, *kwargs.values()])
+        if names_cuda and called_by_a_test():
+            args, kwargs = [on_cpu(value) for value in args], {key: on_cpu(value) for key, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def answer_tests(name: str, answer):
+    real = getattr(torch.cuda, name)
+    setattr(torch.cuda, name, lambda *args, **kwargs: answer if called_by_a_test() else real(*args, **kwargs))
+
+
+answer_tests("is_available", True)
+answer_tests("device_count", 8)
+answer_tests("get_device_capability", (8, 0))
+answer_tests("empty_cache", None)
+answer_tests("reset_peak_memory_stats", None)
+torch.cuda.manual_seed_all = torch.cuda.manual_seed  # patched by the project
+
+download = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
+download.download_and_extract_asset = lambda assets_dir: print("nothing is downloaded here")
+sys.modules[download.__name__] = download
+
+init_process_group = torch.distributed.init_process_group
+
+
+def with_gloo(backend=None, *args, **kwargs):
+    return init_process_group("gloo" if backend in (None, "nccl") else backend, *args, **kwargs)
+
+
+torch.distributed.init_process_group = with_gloo
+
+
+def tell(test: str, **more: str) -> None:
+    with open(Path(ORDERS["news"]) / f"{os.environ['RANK']}.jsonl", "a") as news:
+        news.write(json.dumps({"test": test, **more}) + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    wanted = ORDERS["only"] or [item.nodeid for item in items if item.nodeid not in ORDERS["skip"]]
+    items[:] = [item for item in items if item.nodeid in set(wanted)]
+    for item in items:  # limits for GPUs; megatron_tests.py has its own
+        item.own_markers = [mark for mark in item.own_markers if mark.name not in ("timeout", "flaky", "flaky_in_dev")]
+
+
+def pytest_configure(config):
+    for mark in ("internal", "flaky", "flaky_in_dev", "experimental", "asyncio"):
+        config.addinivalue_line("markers", f"{mark}: megatron-core's own")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    tell(item.nodeid)
+    with OnCpu():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makemodule():
+    with OnCpu():
+        return (yield)
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        why = ""
+        if report.skipped:
+            why = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
+        elif report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = f"{crash.message} ({crash.path}:{crash.lineno})" if crash else str(report.longrepr)[-500:]
+        tell(report.nodeid, outcome=report.outcome, why=why)
+
+
+def fork_ranks(count: int, arguments: list[str]) -> None:
+    for rank in range(count):
+        if os.fork() == 0:
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+            log = os.open(Path(ORDERS["news"]) / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            code = pytest.main(arguments)
+            sys.stdout.flush()
+            os._exit(code)
+    for _ in range(count):
+        os.wait()
+
+
+if __name__ == "__main__":
+    import megatron_tests_plugin as plugin  # under the name by which pytest finds it
+
+    importlib.import_module("megatron.training.training")
+    plugin.fork_ranks(int(os.environ["WORLD_SIZE"]), sys.argv[1:])

@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Plant small faults in the package, one at a time, and say which of them the tests do not notice.
+
+    python scripts/mutate.py --sample 50 --seed 1 megatron_blackmamba/plan
+
+The repository is copied to build/mutation and only the copy is changed. The first run measures which test runs which
+line, in the processes that tests start too, and takes as long as the suite; later runs measure again only the test
+files that ran a changed file. A sample that was interrupted goes on where it was: results are JSON lines.
+"""
+
+import argparse
+import ast
+import difflib
+import json
+import signal
+import sys
+from pathlib import Path
+
+from mutation.coverage_map import CoverageMap, build
+from mutation.mutants import Mutant, find_mutants, sample
+from mutation.processes import adopt_orphans, run_tests
+from mutation.tree import Tree
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTICED, SURVIVED, UNFINISHED, UNCOVERED = "noticed", "survived", "unfinished", "uncovered"
+SLACK = 10  # a test may take this many times as long as it took when the map was made
+
+
+def main() -> int:
+    options = parse()
+    root = options.root.resolve()
+    packages = options.paths or [name for name in ("megatron_blackmamba", "data_tools") if (root / name).exists()]
+    chosen = sample(list(find_mutants(root, packages)), options.sample, options.seed)
+    if options.list:
+        print(*(f"{m.path}:{m.line} {m.kind}: {m.line_before} => {m.line_after}" for m in chosen), sep="\n")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are ended on the way out
+    tree = Tree(root, options.work or root / "build" / "mutation")
+    with tree.locked():
+        adopt_orphans()
+        tree.refresh()
+        results = options.results or tree.work / f"results-{options.seed}.jsonl"
+        tops = sorted({path.split("/")[0] for path in packages})
+        covered = build(tree, test_files(root, options.tests), tops, options.map_limit, say)
+        run(tree, chosen, covered, results, options.limit)
+    return summarize(root, chosen, results)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", help="Files or folders to mutate (default: the package and data_tools).")
+    parser.add_argument("--sample", type=int, default=50, help="Number of mutants (default 50).")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the sample (default 0).")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="Test files or folders to run (default tests).")
+    parser.add_argument("--limit", type=float, default=300, help="Seconds for the tests of one mutant (default 300).")
+    parser.add_argument(
+        "--map-limit", type=float, default=1800, help="Seconds to measure one test file (default 1800)."
+    )
+    parser.add_argument("--results", type=Path, help="JSON lines file (default build/mutation/results-SEED.jsonl).")
+    parser.add_argument("--work", type=Path, help="Folder of the private copy (default build/mutation).")
+    parser.add_argument("--root", type=Path, default=ROOT, help="Repository to test (default this one).")
+    parser.add_argument("--list", action="store_true", help="List the sampled mutants and stop.")
+    return parser.parse_args()
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def test_files(root: Path, names: list[str]) -> list[str]:
+    files = []
+    for name in names:
+        top = root / name
+        files += [top] if top.is_file() else sorted(top.rglob("test_*.py"))
+    return [str(file.relative_to(root)) for file in files]
+
+
+def run(tree: Tree, chosen: list[Mutant], covered: CoverageMap, results: Path, limit: float) -> None:
+    """Try the mutants that `results` does not hold yet, and append each outcome."""
+    done = read_results(results)
+    with open(results, "a") as file:
+        for place, mutant in enumerate(chosen, 1):
+            source = (tree.root / mutant.path).read_bytes()
+            if mutant.id(source) in done or not changes_the_program(mutant, source):
+                continue
+            outcome = try_mutant(tree, mutant, source, covered, limit)
+            record = {"id": mutant.id(source), "path": mutant.path, "line": mutant.line, "kind": mutant.kind}
+            file.write(json.dumps(record | {"key": mutant.key()} | outcome) + "\n")
+            file.flush()
+            took = f"{outcome['status']} in {outcome['seconds']:.0f} s"
+            say(f"{place}/{len(chosen)} {took}: {mutant.path}:{mutant.line} {outcome.get('by', '')}")
+
+
+def try_mutant(tree: Tree, mutant: Mutant, source: bytes, covered: CoverageMap, limit: float) -> dict:
+    tests = covered.select(mutant)
+    if not tests:
+        return {"status": UNCOVERED, "seconds": 0.0, "tests": 0}
+    file = tree.root / mutant.path
+    try:
+        file.write_bytes(mutant.apply(source))
+        code, output, seconds = run_tests(tree, {t.name: max(60, SLACK * t.seconds) for t in tests}, limit)
+    finally:
+        file.write_bytes(source)
+    status = {0: SURVIVED, 5: SURVIVED, None: UNFINISHED}.get(code, NOTICED)
+    outcome = {"status": status, "seconds": round(seconds, 1), "tests": len(tests)}
+    if status == NOTICED:
+        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        outcome["by"] = failed[0][:200] if failed else f"pytest ended with {code}: {output[-300:]}"
+    return outcome
+
+
+def changes_the_program(mutant: Mutant, source: bytes) -> bool:
+    """Refuse edits that are no Python, or the same Python."""
+    try:
+        return ast.dump(ast.parse(mutant.apply(source))) != ast.dump(ast.parse(source))
+    except SyntaxError:
+        return False
+
+
+def read_results(results: Path) -> dict[str, dict]:
+    lines = results.read_text().splitlines() if results.exists() else []
+    records = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # cut off by a kill
+            continue
+    return {record["id"]: record for record in records}
+
+
+def equivalents(root: Path) -> dict[str, str]:
+    """Return the keys of mutants judged by hand to change nothing that can be seen, with the reason."""
+    file = root / "scripts" / "mutation" / "equivalents.txt"
+    lines = file.read_text().splitlines() if file.exists() else []
+    pairs = [line.rsplit(" # ", 1) for line in lines if line.strip() and not line.startswith("#")]
+    return {key.strip(): reason for key, reason in pairs}
+
+
+def summarize(root: Path, chosen: list[Mutant], results: Path) -> int:
+    """Print survivors as diffs, then the counts; return 1 if something survived."""
+    done, known = read_results(results), equivalents(root)
+    counts = dict.fromkeys([NOTICED, "equivalent", SURVIVED, UNFINISHED, UNCOVERED], 0)
+    for mutant in chosen:
+        source = (root / mutant.path).read_bytes()
+        record = done.get(mutant.id(source))
+        if record is None:
+            continue
+        status = record["status"]
+        if status != NOTICED and mutant.key() in known:
+            status = "equivalent"
+        counts[status] += 1
+        if status not in (NOTICED, "equivalent"):
+            print(f"\n{status}: {mutant.kind}, {record['tests']} tests\n{mutant.key()}\n{diff(mutant, source)}")
+    judged = sum(counts.values()) - counts["equivalent"]
+    print(f"\n{sum(counts.values())} mutants: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
+    if judged:
+        print(f"noticed without the equivalent ones: {counts[NOTICED] / judged:.1%}; results: {results}")
+    return int(counts[NOTICED] < judged)
+
+
+def diff(mutant: Mutant, source: bytes) -> str:
+    before, after = source.decode().splitlines(), mutant.apply(source).decode().splitlines()
+    return "\n".join(list(difflib.unified_diff(before, after, mutant.path, "mutant", lineterm="", n=1))[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

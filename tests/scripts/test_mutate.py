@@ -1,0 +1,80 @@
+"""The mutation tool tells what tests notice from what they do not, and leaves the files it was given alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MUTATE = ROOT / "scripts" / "mutate.py"
+MODULE = """\
+def share(part, whole):
+    if whole == 0:
+        raise ValueError(f"no share of nothing: {part}. Give a whole.")
+    return part / whole
+"""
+TEST = """\
+import subprocess
+import sys
+
+def test_share_in_a_process_of_its_own():
+    program = "from toy.shares import share; assert share(1, 2) == 0.5"
+    subprocess.run([sys.executable, "-c", program], env={}, check=True)
+
+def test_nothing():
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    root = tmp_path_factory.mktemp("toy")
+    for name, text in {"toy/__init__.py": "", "toy/shares.py": MODULE, "tests/test_shares.py": TEST}.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    command = [sys.executable, MUTATE, "toy", "--root", root, "--sample", "9", "--tests", "tests/test_shares.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    again = subprocess.run(command, capture_output=True, text=True)
+    return root, done, again
+
+
+def outcomes(root):
+    lines = (root / "build/mutation/results-0.jsonl").read_text().splitlines()
+    return {record["line"]: record for record in map(json.loads, lines)}
+
+
+def test_subprocess_coverage_selects_the_killing_test(toy):
+    root, done, _ = toy
+    record = outcomes(root)[4]
+    assert record["status"] == "noticed", done.stderr
+    assert "test_share_in_a_process_of_its_own" in record["by"]
+
+
+def test_dropped_raise_survives_and_is_printed(toy):
+    root, done, _ = toy
+    assert outcomes(root)[3]["status"] == "survived"
+    assert done.returncode == 1
+    assert '-        raise ValueError(f"no share of nothing' in done.stdout
+    assert "+        pass" in done.stdout
+
+
+def test_user_files_are_never_changed(toy):
+    root, _, _ = toy
+    assert (root / "toy/shares.py").read_text() == MODULE
+    assert (root / "build/mutation/tree/toy/shares.py").read_text() == MODULE
+
+
+def test_second_run_reuses_map_and_results(toy):
+    root, done, again = toy
+    assert "tests passed" in done.stderr and again.stderr == ""
+    assert again.stdout == done.stdout
+    assert len(outcomes(root)) == 3
+
+
+def test_documented_command_samples_the_package():
+    printed = next(line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if "scripts/mutate.py" in line)
+    words = printed.split("#")[0].split()[1:]
+    listed = [subprocess.run([sys.executable, *words, "--list"], capture_output=True, cwd=ROOT) for _ in range(2)]
+    assert listed[0].stdout == listed[1].stdout != b""
