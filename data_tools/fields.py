@@ -64,9 +64,9 @@ def _walk(value: Any, steps: Sequence[str], field: str, joiner: str) -> Any:
                 raise FieldError(NOT_A_STRING, f"`{field}`: `{name}` is {_kind(value)}, not a list")
             rest = steps[depth + 1 :]
             items = [_walk(item, rest, field, joiner) for item in value]
-            odd = next((item for item in items if type(item) is not str), None)
-            if odd is not None:
-                raise FieldError(NOT_A_STRING, f"`{field}`: an item is {_kind(odd)}")
+            odd = [item for item in items if type(item) is not str]
+            if odd:
+                raise FieldError(NOT_A_STRING, f"`{field}`: an item is {_kind(odd[0])}")
             return joiner.join(items)
     return value
 

@@ -10,6 +10,7 @@ RECORD = {
     "body": [{"text": "one"}, {"text": "two"}],
     "lines": ["x", "y"],
     "null": None,
+    "gaps": [{"text": "a"}, {"text": None}],
 }
 
 
@@ -40,6 +41,7 @@ def test_a_field_a_path_or_several_give_the_text(fields, text):
         (["lines"], NOT_A_STRING, "`lines` is a list"),
         (["meta[].title"], NOT_A_STRING, "`meta` is an object, not a list"),
         (["body[]"], NOT_A_STRING, "an item is an object"),
+        (["gaps[].text"], NOT_A_STRING, "an item is null"),
     ],
 )
 def test_a_record_without_it_says_what_it_has_instead(fields, reason, detail):
