@@ -24,8 +24,8 @@ from megatron_blackmamba.formats.shards import (
     read_idx,
     shard_names,
     shard_prefix,
+    shards_at,
 )
-from megatron_blackmamba.formats.tree import files_under
 from megatron_blackmamba.tokenizer import Tokenizer
 
 _CHUNK_BYTES = 8 << 20
@@ -73,8 +73,7 @@ def verify(paths: Sequence[str | Path], *, quick: bool = False, cores: int = 1, 
     ):
         verdicts = list(pool.map(check, range(len(prefixes))))
     _compare(verdicts)
-    if any(Path(path).is_dir() for path in paths):  # of shards named one by one, nobody expects the others
-        _find_gaps(verdicts)
+    _find_gaps(verdicts, [Path(path) for path in paths if Path(path).is_dir()])
     return verdicts
 
 
@@ -224,13 +223,10 @@ def _prefixes(paths: Iterable[str | Path]) -> list[Path]:
     """Every shard and every .bin or .idx under the paths, each once, in order of name."""
     prefixes: dict[Path, None] = {}
     for path in map(Path, paths):
-        files = list(files_under(path)) if path.is_dir() else [path]
-        found = [
-            shard_prefix(f) for f in files if not path.is_dir() or f.name.endswith((MANIFEST_SUFFIX, ".bin", ".idx"))
-        ]
-        if not found:
+        found = shards_at(path)
+        if not found and path.is_dir():
             raise ShardError(f"{path}: no shard in this folder")
-        prefixes.update(dict.fromkeys(found))
+        prefixes.update(dict.fromkeys(found or [shard_prefix(path)]))
     return list(prefixes)
 
 
@@ -272,12 +268,12 @@ def _compare_raw_files(verdict: Verdict, manifest: ShardManifest, first_of_file:
             verdict.notes.append(f"was made from {raw.name}, which is in {other} too")
 
 
-def _find_gaps(verdicts: list[Verdict]) -> None:
-    """A missing shard leaves no file to complain about, but its number, and the count in the other manifests."""
+def _find_gaps(verdicts: list[Verdict], given: list[Path]) -> None:
+    """Find missing shards by the numbers of the others. Of shards that were named one by one, nobody expects more."""
     of_folder: dict[Path, dict[int, Verdict]] = {}
     for verdict in verdicts:
         found = re.fullmatch(r"shard_(\d{5})", verdict.prefix.name)
-        if found:
+        if found and any(verdict.prefix.is_relative_to(folder) for folder in given):
             of_folder.setdefault(verdict.prefix.parent, {})[int(found[1])] = verdict
     for folder, there in of_folder.items():
         sound = [number for number, verdict in there.items() if not verdict.problems]

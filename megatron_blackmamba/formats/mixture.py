@@ -20,7 +20,14 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import ConfigError, read_yaml
 from megatron_blackmamba.formats.schedule import Schedule
-from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard, missing_parts, shard_names, shard_prefix
+from megatron_blackmamba.formats.shards import (
+    SUFFIXES,
+    Shard,
+    missing_parts,
+    shard_names,
+    shard_prefix,
+    shards_at,
+)
 
 MOST_WEIGHT = 1e12
 """Tokens × weight stays a number that prints."""
@@ -183,13 +190,23 @@ class Mixture(Section):
                 )
 
     def _path(self, source: Source, pattern: str) -> str:
-        return os.path.normpath(os.path.join(self._folder, _fill_in(self.root, "root"), _fill_in(pattern, source.name)))
+        return os.path.normpath(os.path.join(self._root, _fill_in(pattern, source.name)))
+
+    @property
+    def _root(self) -> str:
+        return os.path.join(self._folder, _fill_in(self.root, "root"))
+
+    def _glob(self, source: Source, pattern: str) -> list[Path]:
+        """Return the shards that a pattern matches; brackets belong to a name if there is one."""
+        filled, root = _fill_in(pattern, source.name), glob.escape(self._root)
+        literal, wild = (os.path.join(root, text) for text in (filled.replace("[", "[[]"), filled))
+        return _glob(os.path.normpath(literal)) or _glob(os.path.normpath(wild))
 
     def _prefixes(self, source: Source, key: str, patterns: list[str]) -> list[Path]:
         found: dict[Path, None] = {}
         for pattern in patterns:
             full = self._path(source, pattern)
-            matches = _matches(full)
+            matches = shards_at(full) or self._glob(source, pattern)
             if not matches:
                 raise MixtureError(f"source {source.name!r}: {key}: {pattern!r} names no shard (looked for {full})")
             found.update(dict.fromkeys(matches))
@@ -254,10 +271,9 @@ def _refuse_leaks(opened: Mapping[str, tuple[list[Shard], list[Shard]]]) -> None
                     )
 
 
-def _matches(pattern: str) -> list[Path]:
-    """Shards with any of their files there: what is incomplete Shard.open refuses, a glob must not pass over it."""
-    prefix = os.path.join(pattern, "**", "*") if os.path.isdir(pattern) else str(shard_prefix(pattern))
-    files = [glob.glob(prefix + suffix, recursive=True) for suffix in (MANIFEST_SUFFIX, ".bin", ".idx")]
+def _glob(pattern: str) -> list[Path]:
+    """Return shards that have any of their files: Shard.open refuses incomplete ones, so a glob must not hide them."""
+    files = [glob.glob(str(shard_prefix(pattern)) + suffix, recursive=True) for suffix in SUFFIXES]
     return sorted({shard_prefix(path) for path in chain.from_iterable(files)})
 
 

@@ -23,6 +23,7 @@ from megatron_blackmamba.formats.tree import files_under
 
 FORMAT_VERSION = 1
 MANIFEST_SUFFIX = ".manifest.json"
+SUFFIXES = (MANIFEST_SUFFIX, ".bin", ".idx")
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -235,7 +236,7 @@ def check_idx(idx: Idx, *, bin_bytes: int, name: str = "index") -> None:
 def shard_prefix(path: str | os.PathLike[str]) -> Path:
     """`pile/shard_00001` from any of its files, or from itself."""
     path = Path(path)
-    for suffix in (MANIFEST_SUFFIX, ".bin", ".idx"):
+    for suffix in SUFFIXES:
         if path.name.endswith(suffix):
             return path.with_name(path.name[: -len(suffix)])
     return path
@@ -302,17 +303,33 @@ class Shard:
         return self.token_ids[start : start + int(self.idx.sequence_lengths[first:last].sum())]
 
 
+def shards_at(path: str | os.PathLike[str], suffixes: Sequence[str] = SUFFIXES) -> list[Path]:
+    """Return the prefixes of all shards under a folder, or of the one shard with this name; empty if there is none.
+
+    A folder may lie beside a shard with the same name, as megatron-core's cache does: it counts if it holds shards.
+    Hidden files and folders are skipped.
+    """
+    path = Path(path)
+    files = files_under(path) if path.is_dir() else iter(())
+    inside = {shard_prefix(file) for file in files if file.name.endswith(tuple(suffixes)) and not _hidden(file, path)}
+    if inside:
+        return sorted(inside)
+    prefix = shard_prefix(path)
+    return [prefix] if any(beside(prefix, suffix).is_file() for suffix in suffixes) else []
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
 def find_shards(*paths: str | os.PathLike[str]) -> list[Shard]:
     """The shards named by prefixes, files and folders (searched to any depth), in order of name."""
     prefixes: list[Path] = []
     for path in map(Path, paths):
-        if not path.is_dir():
-            prefixes.append(shard_prefix(path))
-            continue
-        found = sorted(file for file in files_under(path) if file.name.endswith(MANIFEST_SUFFIX))
-        if not found:
+        found = shards_at(path, (MANIFEST_SUFFIX,))
+        if not found and path.is_dir():
             raise ShardError(f"{path}: no shard in this folder. {_no_manifest_advice(path / 'any')}")
-        prefixes.extend(map(shard_prefix, found))
+        prefixes.extend(found or [shard_prefix(path)])
     return [Shard.open(prefix) for prefix in prefixes]
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from data_tools import verification
+from data_tools.inspection import read_documents
 from data_tools.tokenization import TokenizeOptions, tokenize
 from data_tools.verification import adopt, documents_without_eod, verify
 from megatron_blackmamba.formats.shards import Shard, ShardError, beside, write_idx
@@ -187,3 +188,10 @@ def test_a_file_that_cannot_be_read_is_a_verdict(folder):
     )
     found = problems(folder)
     assert "Is a directory" in found[0] and "dtype" in found[1]
+
+
+def test_a_folder_with_the_name_of_a_shard_does_not_hide_it(folder):
+    (folder / "shard_00001/cache").mkdir(parents=True)  # as megatron-core's GPTDataset makes
+    assert problems(folder) == ["", ""]
+    assert problems(folder / "shard_00001") == [""]
+    assert len(list(read_documents([str(folder / "shard_00001")]))) == 3

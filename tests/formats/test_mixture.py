@@ -4,8 +4,8 @@ import pytest
 
 from megatron_blackmamba.config import find
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError, content_fingerprint
-from megatron_blackmamba.formats.shards import ShardError
-from tests.data.corpus import write_shard
+from megatron_blackmamba.formats.shards import ShardError, find_shards
+from tests.data.corpus import write_mixture, write_shard
 
 PAPER = {
     "pile": 0.324588,
@@ -148,3 +148,31 @@ def test_a_path_without_shards_is_an_error_that_says_where_it_looked(tmp_path):
     mixture = read(tmp_path, "sources: [{name: a, shards: nothing/*}]")
     with pytest.raises(MixtureError, match=f"'a': shards: 'nothing/\\*' names no shard .looked for {tmp_path}"):
         mixture.open_shards(mixture.sources[0])
+
+
+def test_a_folder_with_the_name_of_a_shard_does_not_hide_it(tmp_path):
+    prefix = write_shard(tmp_path / "a/shard_00001", 0, 100)
+    (prefix / "cache").mkdir(parents=True)  # as megatron-core's GPTDataset makes
+    (prefix / "cache/order.npy").touch()
+    for shards in ("a/shard_00001", "a", "a/shard_*", "a/shard_00001.bin"):
+        mixture = Mixture.read(write_mixture(tmp_path, [{"name": "a", "shards": shards}]))
+        assert mixture.prefixes() == [prefix]
+    assert [shard.prefix for shard in find_shards(prefix)] == [prefix]
+
+
+@pytest.mark.parametrize("shards", ["a", "a/shard_*", "a/shard_0000[12]", "a/shard_00001"])
+def test_brackets_in_a_path_are_part_of_its_name(tmp_path, shards):
+    folder = tmp_path / "corpus [v2]"
+    wanted = write_shard(folder / "a/shard_00001", 0, 100)
+    write_shard(tmp_path / "corpus v/a/shard_00001", 500, 100)  # what a character class would match
+    mixture = Mixture.read(write_mixture(folder, [{"name": "a", "shards": shards}]))
+    assert mixture.prefixes() == [wanted]
+    if "[" not in shards:
+        above = Mixture.read(write_mixture(tmp_path, [{"name": "a", "shards": f"corpus [v2]/{shards}"}]))
+        assert above.prefixes() == [wanted]
+
+
+def test_hidden_folders_hold_no_shards(tmp_path):
+    prefix = write_shard(tmp_path / "a/shard_00001", 0, 100)
+    write_shard(tmp_path / "a/.snapshot/shard_00001", 500, 100)
+    assert Mixture.read(write_mixture(tmp_path, [{"name": "a", "shards": "a"}])).prefixes() == [prefix]
