@@ -99,7 +99,8 @@ class TrainingConfig(Section):
     """Sequences a step, over all ranks."""
     micro_batch: int = Field(1, gt=0)
     """Sequences a rank processes at once; the rest of its share is accumulated."""
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Precision of weights and activations. fp64 is for comparing runs on CPUs: slow, and refused on GPUs."""
     seed: int = 1234
     recompute: Literal["none", "experts", "layers"] = "none"
     """What is computed again in the backward pass instead of being kept: nothing, the experts, whole layers."""
@@ -202,12 +203,30 @@ class RunConfig(Section):
                 "optimizer.distributed=false needs training.precision=fp32: megatron-core's plain optimizer cannot save"
                 " bf16 weights beside the fp32 ones of a Mamba layer. The distributed one works on one process too."
             )
+        self._supports_float64()
         if self.data.sequence_length % parallel.tensor:
             raise ValueError(
                 f"data.sequence_length={self.data.sequence_length} is not divisible by"
                 f" parallel.tensor={parallel.tensor} (sequence parallelism splits it)"
             )
         return self
+
+    def _supports_float64(self) -> None:
+        """Refuse fp64 with implementations that would compute in a lower precision."""
+        model = self.model
+        if self.training.precision != "fp64":
+            return
+        if model.linear == "te":
+            raise ValueError("model.linear=te has no float64: training.precision=fp64 needs model.linear=local")
+        if model.scan not in ("auto", "chunked", "reference"):
+            raise ValueError(
+                f"model.scan={model.scan} computes in fp32: training.precision=fp64 needs auto, chunked or reference"
+            )
+        if "E" in model.pattern and model.router.kind == "softmax":
+            raise ValueError(
+                "model.router.kind=softmax rounds to fp32 in megatron-core:"
+                " training.precision=fp64 needs model.router.kind=sinkhorn"
+            )
 
     @property
     def tokens_per_step(self) -> int:

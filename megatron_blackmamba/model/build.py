@@ -13,6 +13,11 @@ from megatron_blackmamba.runtime.world import World
 
 def build(config: RunConfig, world: World) -> LanguageModel:
     """Return this rank's part of the model on this process's device; without values where the device is `meta`."""
+    if config.training.precision == "fp64" and device.device().type == "cuda":
+        raise device.DeviceError(
+            "training.precision=fp64 runs on CPUs only, and this process has a GPU."
+            " Use bf16 or fp32, or hide the GPUs: CUDA_VISIBLE_DEVICES= blackmamba train ..."
+        )
     seed_process(config.training.seed)
     with device.device():  # megatron-core's router names no device for its weight
         model = LanguageModel(

@@ -12,7 +12,7 @@ from megatron_blackmamba.config import ModelConfig, RunConfig
 from megatron_blackmamba.kinds import kinds_in
 
 GATES = {"silu": F.silu, "gelu": F.gelu}
-PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass
@@ -21,6 +21,11 @@ class MegatronConfig(TransformerConfig):
 
     blackmamba: ModelConfig | None = None
     recompute: str = "none"
+
+    @property
+    def full_precision(self) -> torch.dtype:
+        """fp32, or float64 in a float64 model: the residual stream, the router and the scan's own parameters."""
+        return torch.promote_types(self.params_dtype, torch.float32)
 
     @property
     def described(self) -> ModelConfig:
@@ -58,15 +63,15 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         attention_dropout=0.0,
         perform_initialization=False,  # initialise.py fills every parameter by its name
         params_dtype=dtype,
-        pipeline_dtype=torch.float32,  # what stages exchange is the residual stream
-        fp32_residual_connection=True,
+        pipeline_dtype=torch.promote_types(dtype, torch.float32),  # what stages exchange is the residual stream
+        fp32_residual_connection=dtype is not torch.float64,  # else the embedding would round to fp32
         bf16=dtype is torch.bfloat16,
         # The experts
         moe_router_topk=model.top_k,
         moe_router_load_balancing_type="aux_loss" if softmax else "none",
         moe_aux_loss_coeff=model.router.aux_loss if softmax else 0.0,
         moe_router_pre_softmax=softmax or model.top_k == 1,
-        moe_router_dtype="fp32",
+        moe_router_dtype="fp64" if dtype is torch.float64 else "fp32",
         moe_token_dispatcher_type=model.dispatcher,
         moe_grouped_gemm=False,
         # The layout

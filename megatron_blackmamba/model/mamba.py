@@ -111,10 +111,10 @@ class MambaMixer(MegatronModule):
         # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
         self.x_proj.sequence_parallel = False
         self.dt_proj = DeltaProjection(
-            empty(local, self.dt_rank, dtype=config.params_dtype), empty(local, dtype=torch.float32)
+            empty(local, self.dt_rank, dtype=config.params_dtype), empty(local, dtype=config.full_precision)
         )
-        self.A_log = without_decay(sharded(empty(local, model.state_size, dtype=torch.float32), 0))
-        self.D = without_decay(sharded(empty(local, dtype=torch.float32), 0))
+        self.A_log = without_decay(sharded(empty(local, model.state_size, dtype=config.full_precision), 0))
+        self.D = without_decay(sharded(empty(local, dtype=config.full_precision), 0))
         self.out_proj = build_module(
             submodules.out_proj,
             inner,

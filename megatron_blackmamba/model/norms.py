@@ -1,8 +1,9 @@
-"""Norms over the fp32 residual stream; they return what the layer behind them computes in.
+"""Norms over the residual stream (fp32, or float64); they return what the layer behind them computes in.
 
 megatron-core's WrappedTorchNorm refuses sequence parallelism, where all it takes is a mark on the parameters.
 """
 
+import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -28,9 +29,10 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.dtype = config.params_dtype
+        self.compute = torch.promote_types(self.dtype, torch.float32)
         self.weight = without_decay(replicated(empty(hidden_size, dtype=self.dtype), config.sequence_parallel))
         self.bias = without_decay(replicated(empty(hidden_size, dtype=self.dtype), config.sequence_parallel))
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps)
-        return normed.to(self.dtype)
+        x, weight, bias = (t.to(self.compute) for t in (x, self.weight, self.bias))
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps).to(self.dtype)

@@ -34,8 +34,8 @@ class _Counted(Router):
         )
 
     def gating(self, hidden_SBD: Tensor) -> Tensor:
-        """Logits in fp32: rounded to bf16, near-equal experts would swap."""
-        return F.linear(hidden_SBD.float(), self.weight.float(), self.bias.float())
+        """Return logits in fp32 (or float64): rounded to bf16, near-equal experts would swap."""
+        return F.linear(*(x.to(self.config.full_precision) for x in (hidden_SBD, self.weight, self.bias)))
 
     @property
     def counter_E(self) -> Tensor | None:

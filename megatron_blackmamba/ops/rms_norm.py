@@ -16,10 +16,11 @@ ROWS_OF_A_UNIT = 64  # as in csrc/rms_norm.cpp
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x²) + eps) * weight, computed in fp32, in the weight's dtype."""
+    """Return x / sqrt(mean(x²) + eps) * weight, computed in fp32 (float64 if x is), in the weight's dtype."""
     require_floats("rms_norm", x=x, weight=weight_D)
     if why_not_cpp(x, weight_D):
-        return F.rms_norm(x.float(), weight_D.shape, weight_D.float(), eps).to(weight_D.dtype)
+        compute = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(compute), weight_D.shape, weight_D.to(compute), eps).to(weight_D.dtype)
     return _RmsNorm.apply(x, weight_D, eps)
 
 

@@ -10,6 +10,9 @@ from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.kinds import LayerKind, Sizes
 from megatron_blackmamba.kinds.base import BOOL, FP32, INT64
 
+WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of a number, by training.precision."""
+
 
 def sizes_of(config: RunConfig, device: str) -> Sizes:
     """Return one micro-batch of a run on one kind of device."""
@@ -22,7 +25,7 @@ def sizes_of(config: RunConfig, device: str) -> Sizes:
         here=here,
         whole=whole,
         routed=here * config.model.top_k * parallel.expert_tensor,
-        width=2 if config.training.precision == "bf16" else FP32,
+        width=WIDTH[config.training.precision],
         device=device,
         tensor=parallel.tensor,
         expert_tensor=parallel.expert_tensor,

@@ -27,7 +27,11 @@ class Gpu(Section):
     """Its share of the node's network, one direction."""
 
     def peak(self, precision: str) -> float:
-        """FLOP/s."""
+        """Return FLOP/s of dense matrix products."""
+        if precision == "fp64":
+            raise GpuError(
+                "training.precision=fp64 runs on CPUs only, and a plan is for GPUs. Plan with training.precision=fp32."
+            )
         return 1e12 * (self.bf16_tflops if precision == "bf16" else self.fp32_tflops)
 
 

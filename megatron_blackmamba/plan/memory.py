@@ -17,8 +17,6 @@ from megatron_blackmamba.runtime import layout, world
 from megatron_blackmamba.runtime.reduction import reduction
 
 GIB = 2**30
-MOMENTS, MAIN = 8, 4
-"""Bytes of Adam's two moments, and of the fp32 copy of a 16-bit weight."""
 RESERVED = int(2.5 * GIB)
 """Assumed: the CUDA context, NCCL's buffers, and what the allocator cannot use."""
 
@@ -99,7 +97,9 @@ def _ranges(buffer: Any) -> Iterator[tuple[int, int]]:
 
 
 def _optimizer_bytes(dtype: torch.dtype) -> int:
-    return MOMENTS + (0 if dtype == torch.float32 else MAIN)
+    """Adam's two moments of one weight in full precision, and the fp32 copy of a 16-bit weight."""
+    full = torch.promote_types(dtype, torch.float32)
+    return full.itemsize * (2 if dtype == full else 3)
 
 
 def fullest(config: RunConfig, world_size: int, device: str = "cuda") -> tuple[Memory, int]:

@@ -211,6 +211,7 @@ def _tensor_cuda() -> None:
 def _tensor_type() -> None:
     type_of = torch.Tensor.type
     renamed = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+    renamed["torch.DoubleTensor"] = "torch.cuda.FloatTensor"  # full precision; the patch `float64` keeps it
 
     @wraps(type_of)
     def type_on_this_device(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -284,3 +285,10 @@ def _adam() -> None:
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
     distrib_optimizer.Adam = Adam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+@_patch("float64", "optimizer, gradient norm, optimizer checkpoint and loss round a float64 model to fp32")
+def _float64() -> None:
+    from megatron_blackmamba.runtime import float64
+
+    float64.apply()

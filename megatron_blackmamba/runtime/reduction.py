@@ -14,7 +14,7 @@ def reduction(config: RunConfig, data_size: int) -> "DistributedDataParallelConf
 
     overlap = config.training.overlap and data_size > 1
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=config.training.precision != "fp64",  # else in the parameters' precision
         use_distributed_optimizer=config.optimizer.distributed,
         overlap_grad_reduce=overlap,
         bucket_size=config.training.bucket_size,

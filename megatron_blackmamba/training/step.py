@@ -106,7 +106,7 @@ class Step:
 
     def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BS = batch["loss_mask"]
-        masked_BS = losses_BS.float() * mask_BS
+        masked_BS = losses_BS * mask_BS
         of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=losses_BS.device)
         of_source[0].index_add_(0, batch["source_ids"], masked_BS.detach().sum(dim=1).double())
         of_source[1].index_add_(0, batch["source_ids"], mask_BS.sum(dim=1).double())

@@ -151,3 +151,16 @@ def test_the_composed_config_printed_is_yaml_and_the_schema_knows_every_section(
     assert yaml.safe_load(printed)["model"]["pattern"] == "MEME"
     schema = yaml.safe_load(subprocess.run([*command, "--schema"], capture_output=True, text=True, check=True).stdout)
     assert {"model", "parallel", "data", "training"} <= schema["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    "override, named",
+    [
+        ("model.linear=te", "model.linear=local"),
+        ("model.scan=cpu", "auto, chunked or reference"),
+        ("model.router.kind=softmax", "model.router.kind=sinkhorn"),
+    ],
+)
+def test_fp64_refuses_what_would_round(override, named):
+    message = refusal("tiny", ["training.precision=fp64", override])
+    assert override in message and named in message

@@ -1,4 +1,6 @@
-"""Trains the same small run under many layouts, each on real gloo ranks, and writes down what every one saw.
+"""Train the same small run under many layouts on real gloo ranks, and record what every rank saw.
+
+In float64 no rounding decides between two experts, so layouts agree to the last digits on every processor.
 
 `python -m tests.distributed.layouts_probe FOLDER`: torch and megatron-core are loaded once, the ranks are forks.
 """
@@ -33,7 +35,9 @@ TRANSFORMER = [
 TRANSFORMER_MOE = ["model.pattern=*E*E", "model.attention.heads=4"]
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
+FP32 = ["training.precision=fp32"]
 STEPS = 50
+SHIPPED_STEPS = 30
 
 RUNS: dict[str, tuple[int, list[str]]] = {
     "solo": (1, []),
@@ -49,6 +53,10 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "bf16_solo": (1, BF16),
     "bf16_ep2": (2, [*BF16, "parallel.expert=2"]),
     "bf16_tp2": (2, [*BF16, "parallel.tensor=2"]),
+    "fp32_solo": (1, FP32),
+    "fp32_tp2_ep2": (4, [*FP32, "parallel.tensor=2", "parallel.expert=2"]),
+    "shipped_solo": (1, []),
+    "shipped_dp2": (2, []),
     "transformer_solo": (1, TRANSFORMER),
     "transformer_tp2": (2, [*TRANSFORMER, "parallel.tensor=2"]),
     "transformer_moe_solo": (1, TRANSFORMER_MOE),
@@ -96,7 +104,7 @@ class Choices:
         }
 
 
-def describe(run: RunConfig) -> dict:
+def describe(run: RunConfig, steps: int) -> dict:
     place = world.start(run.parallel)
     language_model = model.build(run, place)
     initial = _digests(language_model)
@@ -114,7 +122,7 @@ def describe(run: RunConfig) -> dict:
     )
     choices = Choices(language_model, place.tensor_rank)
     losses, norms, expert_tokens = [], [], []
-    for number in range(STEPS):
+    for number in range(steps):
         schedule.set(number * run.training.global_batch)
         found = step.gradients(choices.watch(batches) if number == 0 else batches)
         if number == 0:
@@ -167,10 +175,12 @@ def main(folder: Path, names: list[str]) -> None:
     errors = {}
     for name in names or RUNS:
         ranks, overrides = RUNS[name]
-        run = load("tiny", [*SMALL, *DECAY, "training.overlap=true", *overrides])
+        shipped = name.startswith("shipped")  # the config as it is, but for its precision
+        changes = [] if shipped else [*SMALL, *DECAY, "training.overlap=true"]
+        run = load("tiny", [*changes, "training.precision=fp64", *overrides])
 
-        def body(run: RunConfig = run, name: str = name) -> bool:
-            seen = describe(run)
+        def body(run: RunConfig = run, name: str = name, steps: int = SHIPPED_STEPS if shipped else STEPS) -> bool:
+            seen = describe(run, steps)
             if int(os.environ.get("RANK", 0)) == 0:
                 (folder / f"{name}.pickle").write_bytes(pickle.dumps(seen))
             return True

@@ -1,21 +1,25 @@
-"""The same run under every kind of parallelism: one model, one loss curve, whatever the layout."""
+"""The same run under every kind of parallelism: one model, one loss curve, whatever the layout.
+
+The layouts are compared in float64. In fp32 a rounding difference may send a token to another expert, see `agreeing`.
+"""
 
 import pickle
 
 import pytest
 
-from tests.distributed.layouts_probe import RUNS
+from tests.distributed.layouts_probe import RUNS, SHIPPED_STEPS, STEPS
 from tests.runtime.ranks import run_script
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
-EXACT = [name for name in RUNS if not name.endswith("solo") and not name.startswith("bf16")]
-ROUNDED = [name for name in RUNS if name.startswith("bf16") and not name.endswith("solo")]
+LAYOUTS = [name for name in RUNS if not name.endswith("solo")]
+EXACT = [name for name in LAYOUTS if not name.startswith(("bf16", "fp32"))]
 
 
 def alone(name: str) -> str:
     """The run of one process that a layout is compared with."""
-    family = next((f for f in ("bf16", "transformer_moe", "transformer") if name.startswith(f)), "")
+    families = ("bf16", "fp32", "shipped", "transformer_moe", "transformer")
+    family = next((f for f in families if name.startswith(f)), "")
     return f"{family}_solo".lstrip("_")
 
 
@@ -31,21 +35,36 @@ def furthest(a, b):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_fifty_steps_follow_the_losses_and_gradient_norms_of_one_process(runs, name):
-    assert furthest(runs[name]["losses"], runs[alone(name)]["losses"]) < 1e-5
-    assert furthest(runs[name]["norms"], runs[alone(name)]["norms"]) < 1e-4
-
-
-@pytest.mark.parametrize("name", ROUNDED)
-def test_in_bf16_the_losses_stay_close(runs, name):
-    assert furthest(runs[name]["losses"], runs[alone(name)]["losses"]) < 2e-2
+def agreeing(a, b):
+    """Steps until the first one in which an expert gets another number of tokens."""
+    same = [x == y for x, y in zip(a["expert_tokens"], b["expert_tokens"], strict=True)]
+    return same.index(False) if False in same else len(same)
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_every_token_of_the_first_step_goes_to_the_same_expert(runs, name):
+def test_float64_losses_match_one_process(runs, name):
+    assert len(runs[name]["losses"]) == (SHIPPED_STEPS if name.startswith("shipped") else STEPS)
+    assert furthest(runs[name]["losses"], runs[alone(name)]["losses"]) < 1e-10
+    assert furthest(runs[name]["norms"], runs[alone(name)]["norms"]) < 1e-10
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_float64_routing_matches_one_process(runs, name):
     assert runs[name]["choices"] == runs[alone(name)]["choices"]
-    assert runs[name]["expert_tokens"][0] == runs[alone(name)]["expert_tokens"][0]
+    assert runs[name]["expert_tokens"] == runs[alone(name)]["expert_tokens"]
+
+
+def test_fp32_losses_match_until_a_token_changes_experts(runs):
+    one, many = runs["fp32_solo"], runs["fp32_tp2_ep2"]
+    until = agreeing(one, many)
+    assert until > 0
+    assert furthest(one["losses"][:until], many["losses"][:until]) < 1e-5
+    assert furthest(one["losses"], many["losses"]) < 2e-2
+
+
+@pytest.mark.parametrize("name", ["bf16_ep2", "bf16_tp2"])
+def test_bf16_losses_stay_close(runs, name):
+    assert furthest(runs[name]["losses"], runs[alone(name)]["losses"]) < 2e-2
 
 
 @pytest.mark.parametrize("name", list(RUNS))

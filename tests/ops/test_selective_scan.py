@@ -237,6 +237,15 @@ def test_a_backward_uses_the_instruction_set_of_its_forward():
     assert_close(actual, {key: expected[key] for key in actual}, tolerance=1e-5)
 
 
+@pytest.mark.parametrize("reset", [None, "some"])
+def test_chunked_scan_keeps_float64(reset):
+    tensors, options = scan_inputs(L=40, I=19, reset=reset)
+    inputs = {key: tensor.double() for key, tensor in tensors.items()}, options
+    actual = values_and_gradients(*inputs, "chunked", torch.float64)
+    assert {value.dtype for value in actual.values()} == {torch.float64}
+    assert_close(actual, values_and_gradients(*inputs, "float64", torch.float64), tolerance=1e-12)
+
+
 def test_the_best_backend_that_can_is_chosen():
     tensors, options = scan_inputs(N=65, L=3)
     assert call(tensors, options, "auto")[0].shape == tensors["u"].shape  # too many states for C++

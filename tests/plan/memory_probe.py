@@ -25,6 +25,7 @@ MORE = {
     "layers": (1, "wide", ["training.recompute=layers"]),
     "experts": (1, "wide", ["training.recompute=experts"]),
     "whole_optimizer": (2, "wide", ["optimizer.distributed=false"]),
+    "float64": (2, "wide", ["training.precision=fp64"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
 }
 COMMON = ["data.sequence_length=96", "training.micro_batch=2", "training.global_batch=8"]

@@ -26,7 +26,7 @@ def test_weights_gradients_and_optimizer_are_predicted_to_the_byte(measured, nam
         assert predicted == memory.State(held["weights"], held["gradients"], held["optimizer"])
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", [name for name in cases() if name != "float64"])  # whose plan is refused
 def test_what_is_kept_for_the_backward_pass_is_predicted_within_15_percent(measured, name):
     _, overrides = cases()[name]
     config = load("tiny", overrides)

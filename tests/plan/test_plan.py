@@ -208,3 +208,8 @@ def test_data_that_training_would_refuse_are_refused_here(tmp_path):
 def test_node_counts_beyond_a_sequence_a_rank_are_not_even_tried():
     tried = estimate._most_useful(load("blackmamba_1.5b", ["parallel.tensor=2"]), 8_000_000)
     assert tried == 2 * 1008
+
+
+def test_fp64_has_no_plan_for_gpus():
+    with pytest.raises(gpus.GpuError, match="fp64 runs on CPUs only"):
+        gpus.find("h100").peak("fp64")

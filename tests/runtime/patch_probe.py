@@ -92,6 +92,36 @@ def gate_as_megatron_does() -> dict:
     return {"gated": float(swiglu(torch.ones(1, 2)))}
 
 
+def train_in_float64() -> dict:
+    """Two steps of a run in float64, and the optimizer's state as a checkpoint would hold it."""
+    from megatron_blackmamba import model
+    from megatron_blackmamba.checkpoint import sharded
+    from megatron_blackmamba.runtime import world
+    from megatron_blackmamba.training.optimizer import make_trainable
+
+    config = load("tiny", [*SMALL, "training.precision=fp64"])
+    us = world.start(config.parallel)
+    net = model.build(config, us)
+    trainable = make_trainable(config, net, us)
+    losses = trainable.reduced(torch.zeros(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64))
+    losses.mean().backward()
+    exact = sum(float(p.main_grad.square().sum()) for p in net.parameters()) ** 0.5
+    _, norm, _ = trainable.optimizer.step()
+    saved, _ = sharded.state_to_save(net, trainable.optimizer)
+    dtypes = {str(x.dtype) for x in _tensors(saved)} - {"torch.int64"}
+    if losses.dtype is not torch.float64 or dtypes != {"torch.float64"} or abs(norm - exact) > 1e-12 * exact:
+        raise ArithmeticError(f"rounded to fp32: losses {losses.dtype}, saved {dtypes}, norm {norm} for {exact}")
+    return {"norm": norm}
+
+
+def _tensors(state: object) -> list:
+    """Return the sharded tensors of a nested state."""
+    if isinstance(state, (dict, list)):
+        inside = state.values() if isinstance(state, dict) else state
+        return [tensor for value in inside for tensor in _tensors(value)]
+    return [state] if hasattr(state, "global_shape") and hasattr(state, "dtype") else []
+
+
 def save() -> dict:
     """A checkpoint of the tiny model."""
     from megatron.core import dist_checkpointing
@@ -132,10 +162,11 @@ SCENARIOS = {
     "split-sizes": SPREAD_EXPERTS,
     "router-gemm": (1, route_as_megatron_does),
     "adam": ONE,
+    "float64": (1, train_in_float64),
 }
 
 
-COMPLETE = ("jit", "synchronize", "streams", "tensor-cuda", "router-gemm", "adam")
+COMPLETE = ("jit", "synchronize", "streams", "tensor-cuda", "router-gemm", "adam", "float64")
 
 
 def refuse_to_compile() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
 from tests.training.faults import BAD_SAMPLE
-from tests.training.runs import ON_TWO, log, losses, metrics, wait_until
+from tests.training.runs import ON_TWO, line_of, log, losses, metrics, wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
 
@@ -49,10 +49,10 @@ def test_one_micro_batch_that_is_not_a_number_costs_its_step_and_no_more(forks, 
 def test_nothing_but_nan_stops_the_run_with_the_sample_ids_and_without_a_checkpoint_of_it(forks, tmp_path):
     job = forks.run(tmp_path, [*ON_TWO, "training.guard.max_bad_steps=3"], trainer="OnlyNaN")
     assert job.wait() == [1, 1]
-    last = log(tmp_path).splitlines()[-2:]
-    assert "3 (training.guard.max_bad_steps)" in last[0] and "gives up" in last[1]
+    given_up = line_of(log(tmp_path), "3 (training.guard.max_bad_steps)")
     ranges = [f"{16 * step}–{16 * step + 15}" for step in range(BAD_STEP - 1, BAD_STEP + 2)]
-    assert ", ".join(ranges) in last[0]
+    assert ", ".join(ranges) in given_up
+    assert "gives up" in log(tmp_path).partition(given_up)[2]
     run = RunFolder(tmp_path / "run")
     assert not run.done.exists() and not run.requeue.exists() and not run.checkpoint(BAD_STEP + 2).exists()
 

@@ -6,7 +6,7 @@ For each channel i and state n, with delta = softplus(delta + bias) where asked 
     y[t]     = (sum over n of C[t] * state[t] + D * u[t]) * silu(z[t])
 
 Every tensor is token-major, which is how the projections around the scan produce and consume them. The state is fp32
-whatever the activations are.
+whatever the activations are, or float64 where they are.
 
 Shapes: B batch, L length, I inner channels, N state.
 """
@@ -43,7 +43,7 @@ def selective_scan(
 
     A_IN, D_I, delta_bias_I and the states are fp32; A_IN is negative (-exp(A_log)).
     reset_BL: True where the state restarts at zero before that token, the first one of a new document.
-    backend: "auto" or a name of `available_backends()`; "auto" takes the reference for float64 u.
+    backend: "auto" or a name of `available_backends()`; "auto" takes a PyTorch one for float64 u.
     """
     _check(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, initial_state_BIN, reset_BL)
     chosen = backends.choose(__name__, BACKENDS, backend, u_BLI, A_IN, initial_state_BIN, reset_BL)

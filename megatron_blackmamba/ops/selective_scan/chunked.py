@@ -21,7 +21,7 @@ def unavailable() -> str | None:
 
 
 def unsupported(u_BLI: Tensor, A_IN: Tensor, initial_state_BIN: Tensor | None, reset_BL: Tensor | None) -> str | None:
-    return None if u_BLI.dtype != torch.float64 else "float64: it computes in fp32"
+    return None
 
 
 def scan(
@@ -37,19 +37,20 @@ def scan(
     initial_state_BIN: Tensor | None,
     reset_BL: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    u, delta, B, C = (x.float().transpose(0, 1).contiguous() for x in (u_BLI, delta_BLI, B_BLN, C_BLN))
+    compute = torch.promote_types(u_BLI.dtype, torch.float32)
+    u, delta, B, C = (x.to(compute).transpose(0, 1).contiguous() for x in (u_BLI, delta_BLI, B_BLN, C_BLN))
     if delta_bias_I is not None:
         delta = delta + delta_bias_I
     if delta_softplus:
         delta = F.softplus(delta)
     state_BNI = u.new_zeros(u.shape[1], *A_IN.t().shape) if initial_state_BIN is None else initial_state_BIN.mT
-    keep = None if reset_BL is None else (~reset_BL).float().t()
+    keep = None if reset_BL is None else (~reset_BL).to(compute).t()
     y_LBI, state_BNI = _Recurrence.apply(u, delta, A_IN.t().contiguous(), B, C, state_BNI.contiguous(), keep)
     if D_I is not None:
         y_LBI = torch.addcmul(y_LBI, u, D_I)
     y_BLI = y_LBI.transpose(0, 1)
     if z_BLI is not None:
-        y_BLI = y_BLI * F.silu(z_BLI.float())
+        y_BLI = y_BLI * F.silu(z_BLI.to(compute))
     return y_BLI.to(u_BLI.dtype), state_BNI.mT
 
 

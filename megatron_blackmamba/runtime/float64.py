@@ -1,0 +1,82 @@
+"""Keep float64 models in float64 where megatron-core rounds to fp32.
+
+Training in float64 exists to compare layouts on CPUs. megatron-core calls its full precision fp32 by name: in the
+gradients given to the optimizer, their norm, the optimizer's checkpoint, and the loss. Every function here checks the
+model's precision first, so that other models take megatron-core's own path.
+"""
+
+import math
+import types
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def apply() -> None:
+    """Replace the methods that round."""
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+
+    distributed = distrib_optimizer.DistributedOptimizer
+    _in_float64(distributed, "_copy_model_grads_to_main_grads", _copy_gradients)
+    for name in ("load_state_dict", "get_parameter_state_dp_zero", "load_parameter_state_from_dp_zero"):
+        _in_float64(distributed, name, _with_float64_buffers(distrib_optimizer, getattr(distributed, name)))
+    for kind in (optimizer.MegatronOptimizer, optimizer.ChainedOptimizer):
+        _in_float64(kind, "get_grad_norm", _gradient_norm)
+    VocabParallelCrossEntropy.calculate_logits_max = staticmethod(_logits_max)
+
+
+def _in_float64(kind: type, name: str, replacement: Callable) -> None:
+    """Give optimizers of float64 models another method, and leave the others as they are."""
+    original = getattr(kind, name)
+
+    @wraps(original)
+    def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        float64 = getattr(self.config, "params_dtype", None) is torch.float64
+        return (replacement if float64 else original)(self, *args, **kwargs)
+
+    setattr(kind, name, choose)
+
+
+def _copy_gradients(self: Any) -> None:
+    """Hand the reduced gradients of this rank's shards to the optimizer."""
+    for parameters, shards in zip(self.model_fp32_groups, self.shard_fp32_groups, strict=True):
+        for parameter, shard in zip(parameters, shards, strict=True):
+            here = self._get_model_param_range_map(parameter)["param"]
+            shard.grad = parameter.main_grad.view(-1)[here.start : here.end]
+
+
+def _with_float64_buffers(module: types.ModuleType, original: Callable) -> Callable:
+    """Run a function of `module` that builds buffers with dtype=torch.float32 as if it asked for float64."""
+    namespace = types.ModuleType("torch")
+    vars(namespace).update(vars(torch), float32=torch.float64)
+
+    @wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(module, "torch", namespace):
+            return original(*args, **kwargs)
+
+    return run
+
+
+def _gradient_norm(self: Any) -> float:
+    """Return the norm over all ranks and all optimizers of a chain."""
+    squares = 0.0
+    for part in getattr(self, "chained_optimizers", [self]):
+        here = torch.zeros((), dtype=torch.float64)
+        for gradient in part.get_main_grads_for_grad_norm():
+            here += gradient.square().sum()
+        dist.all_reduce(here, group=part.get_grad_stats_parallel_group())
+        squares += float(here)
+    return math.sqrt(squares)
+
+
+def _logits_max(logits_SBV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits in at least fp32, and the largest of each token."""
+    logits_SBV = logits_SBV.to(torch.promote_types(logits_SBV.dtype, torch.float32))
+    return logits_SBV, logits_SBV.amax(dim=-1)
