@@ -222,7 +222,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"model.scan={model.scan} computes in fp32: training.precision=fp64 needs auto, chunked or reference"
             )
-        if "E" in model.pattern and model.router.kind == "softmax":
+        if model.router.kind == "softmax":
             raise ValueError(
                 "model.router.kind=softmax rounds to fp32 in megatron-core:"
                 " training.precision=fp64 needs model.router.kind=sinkhorn"
