@@ -8,6 +8,7 @@ __all__ = [
     "CheckpointReader",
     "Checkpoints",
     "DamagedCheckpoint",
+    "NotFiniteError",
     "SaveError",
     "find_checkpoint",
     "verify",
@@ -15,8 +16,8 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """`Checkpoints` brings megatron-core with it; who only reads a checkpoint does not need that."""
-    if name in ("Checkpoints", "SaveError"):
+    """Import `Checkpoints` on demand: it imports megatron-core, which code that only reads checkpoints should not."""
+    if name in ("Checkpoints", "NotFiniteError", "SaveError"):
         from megatron_blackmamba.checkpoint import store
 
         return getattr(store, name)

@@ -1,4 +1,4 @@
-"""What megatron-core keeps beside the tensors: plain values, and the file by which it knows a folder as a checkpoint.
+"""The files that megatron-core keeps beside the tensors: plain values, and the one that marks a checkpoint.
 
 Written here for every version of it: 0.19 alone would pickle the values among the tensors, where 0.16 looks in vain.
 """
@@ -11,6 +11,8 @@ import torch
 
 from megatron_blackmamba.formats import atomic
 
+VALUES = "common.pt"
+FORMAT_FILE = "metadata.json"
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -20,7 +22,8 @@ FORMAT = {
 
 
 def write(folder: Path, values: dict[str, Any]) -> None:
+    """Write both files, each whole or not at all."""
     buffer = io.BytesIO()  # torch, writing to a full disk, would raise something else than OSError
     torch.save(values, buffer)
-    atomic.write_bytes(folder / "common.pt", buffer.getvalue())
-    atomic.write_json(folder / "metadata.json", FORMAT)
+    atomic.write_bytes(folder / VALUES, buffer.getvalue())
+    atomic.write_json(folder / FORMAT_FILE, FORMAT)

@@ -1,7 +1,10 @@
-"""What makes a checkpoint complete: a manifest, written last, with the size and sha256 of every file."""
+"""The manifest of a checkpoint: written last, with the size and sha256 of every file that anything reads."""
 
 import hashlib
 import json
+import os
+import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +13,25 @@ from megatron_blackmamba.formats import atomic
 NAME = "manifest.json"
 VERSION = 1
 CHUNK = 1 << 22
+TABLE = ".metadata"
+REQUIRED = ("common.pt", "metadata.json", TABLE, "state.json", "config.yaml")
+"""Every checkpoint has these, beside its shards."""
+SMALL = (*REQUIRED, "tokenizer.json")
+SHARD = ".distcp"
+STEP = re.compile(r"step_([0-9]+)")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used as things are; the message names it, the file and what is wrong."""
+    """A checkpoint that cannot be used as it is. The message names it, the file and what is wrong."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """What lies there is not what was written. A disk that does not answer, or another version's format, is no such."""
+    """The files differ from what was written. I/O errors and unknown formats raise `CheckpointError` instead."""
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """A file's entry in the manifest."""
+    """Return a file's entry in the manifest."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
@@ -36,7 +46,7 @@ def write(folder: Path, step: int, files: dict[str, dict[str, Any]], facts: dict
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest, if it is one."""
+    """Return the manifest. Raise DamagedCheckpoint if it is not this folder's, or leaves out one of its files."""
     path = folder / NAME
     try:
         content = json.loads(path.read_bytes())
@@ -44,7 +54,7 @@ def read(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{folder}: no {NAME}: it was never finished") from None
     except OSError as error:
         raise unreadable(path, error) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: not a manifest: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict) or "step" not in content:
         raise DamagedCheckpoint(f"{path}: not a checkpoint's manifest")
@@ -52,18 +62,58 @@ def read(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: format {content.get('format')!r}; this version of megatron_blackmamba reads format {VERSION}"
         )
+    _check_step(folder, content["step"])
+    for name, entry in content["files"].items():
+        if not _is_entry(name, entry):
+            raise DamagedCheckpoint(f"{path}: its entry {name!r} is not that of a file")
+    unlisted = sorted(_files_read(folder) - content["files"].keys())
+    if unlisted:
+        raise DamagedCheckpoint(f"{path}: it has no entry for {', '.join(unlisted[:3])}")
     return content
 
 
+def step_in_name(folder: Path) -> int | None:
+    """Return N of a folder named step_N."""
+    name = STEP.fullmatch(os.path.basename(os.path.abspath(folder)))
+    return int(name[1]) if name else None
+
+
+def _check_step(folder: Path, step: Any) -> None:
+    """Refuse a checkpoint under another step's name. Any name that is not step_N is fine, for copies."""
+    if type(step) is not int or step < 0:
+        raise DamagedCheckpoint(f"{folder / NAME}: its step {step!r} is not a number of steps")
+    if step_in_name(folder) not in (None, step):
+        raise DamagedCheckpoint(
+            f"{folder}: holds step {step} according to its {NAME}. If it was renamed, rename it to step_{step:08d}"
+        )
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """Return whether an entry describes a file inside the folder itself."""
+    plain = name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
+    if not plain or not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+        return False
+    return isinstance(entry.get("sha256"), str) and SHA256.fullmatch(entry["sha256"]) is not None
+
+
+def _files_read(folder: Path) -> set[str]:
+    """Return the names of the files that a reader of this checkpoint may open."""
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise unreadable(folder, error) from None
+    return {name for name in names if name in SMALL or name.endswith(SHARD)} | set(REQUIRED)
+
+
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The file may be as it was written; the file system does not hand it out now."""
+    """Return the error for a file that may be intact, but cannot be read now."""
     return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
-    """Check a checkpoint's files against its manifest, or every `parts`-th of them; returns the manifest.
+    """Check a checkpoint's files against its manifest, or every `parts`-th of them. Return the manifest.
 
-    Files that the manifest does not know (.DS_Store, .nfs0001) are nobody's concern: nothing reads them.
+    Other files (.DS_Store, .nfs0001) are ignored: nothing reads them.
     """
     content = read(folder)
     files = content["files"]
@@ -74,9 +124,11 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
 
 def _verify_file(path: Path, expected: dict[str, Any]) -> None:
     try:
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise DamagedCheckpoint(f"{path}: {size:,} bytes, its manifest says {expected['bytes']:,}")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedCheckpoint(f"{path}: not a file")
+        if found.st_size != expected["bytes"]:
+            raise DamagedCheckpoint(f"{path}: {found.st_size:,} bytes, its manifest says {expected['bytes']:,}")
         if describe(path)["sha256"] != expected["sha256"]:
             raise DamagedCheckpoint(f"{path}: its content changed (sha256 differs from the manifest's)")
     except FileNotFoundError:

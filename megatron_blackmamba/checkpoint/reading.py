@@ -1,11 +1,12 @@
 """Reading a checkpoint tensor by tensor: no GPU, no process group, memory for one tensor at a time."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_blackmamba.checkpoint import manifest, safety
@@ -22,9 +23,9 @@ class CheckpointReader:
     def __init__(self, folder: str | Path):
         self.folder = find_checkpoint(folder)
         self.manifest = manifest.read(self.folder)
-        safety.refuse_code(self.folder)
-        self.state: dict[str, Any] = json.loads((self.folder / STATE).read_bytes())
-        self.config = RunConfig.model_validate(self.state["config"])
+        safety.refuse_code(self.folder, self.manifest["files"])
+        self.state = read_state(self.folder)
+        self.config = _config(self.folder, self.state["config"])
         self._table = safety.read_table(self.folder).state_dict_metadata
 
     @property
@@ -65,17 +66,40 @@ class CheckpointReader:
         manifest.verify(self.folder)
 
 
+def read_state(folder: Path, parts: Sequence[str] = ("config",)) -> dict[str, Any]:
+    """Return what a checkpoint holds beside its tensors. Raise CheckpointError unless it has these parts."""
+    path = folder / STATE
+    try:
+        state = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise manifest.DamagedCheckpoint(f"{path}: missing") from None
+    except OSError as error:
+        raise manifest.unreadable(path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise manifest.CheckpointError(f"{path}: refused: not JSON: {error}") from None
+    lacks = [part for part in parts if not isinstance(state, dict) or not isinstance(state.get(part), dict)]
+    if lacks:
+        raise manifest.CheckpointError(f"{path}: refused: it has no {lacks[0]}")
+    return state
+
+
+def _config(folder: Path, saved: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(saved)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise manifest.CheckpointError(f"{folder / STATE}: refused: its config: {where}: {first['msg']}") from None
+
+
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint behind a checkpoint's folder, a run's folder (its latest), or a folder of checkpoints."""
+    """Return the checkpoint at a path: a checkpoint, a run folder (its latest) or a folder of checkpoints."""
     path = Path(path)
     if (path / manifest.NAME).is_file():
         return path
     for run in (RunFolder(path), RunFolder(path.parent)):
         if run.latest.is_file() and path in (run.root, run.checkpoints):
-            latest = run.checkpoints / run.latest.read_text().strip()
-            if (latest / manifest.NAME).is_file():
-                return latest
-            raise manifest.DamagedCheckpoint(f"{run.latest} names {latest.name}, which is not a complete checkpoint")
+            return _latest(run)
     if not path.exists():
         raise manifest.DamagedCheckpoint(f"{path}: no such file or folder")
     if RunFolder(path).config.is_file():
@@ -91,3 +115,20 @@ def find_checkpoint(path: str | Path) -> Path:
             else "Name a run folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step_00001000)."
         )
     )
+
+
+def _latest(run: RunFolder) -> Path:
+    """Return the checkpoint that `latest` names, which must lie beside it."""
+    try:
+        name = run.latest.read_bytes()[:256].decode().strip()
+    except OSError as error:
+        raise manifest.unreadable(run.latest, error) from None
+    except UnicodeDecodeError:
+        name = ""
+    if not manifest.STEP.fullmatch(name):
+        raise manifest.DamagedCheckpoint(
+            f"{run.latest}: does not name a checkpoint. Write the name of the newest one into it, such as step_00001000"
+        )
+    if not (run.checkpoints / name / manifest.NAME).is_file():
+        raise manifest.DamagedCheckpoint(f"{run.latest} names {name}, which is not a complete checkpoint")
+    return run.checkpoints / name

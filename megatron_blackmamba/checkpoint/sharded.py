@@ -8,6 +8,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.checkpoint.writing import Strategy, Write
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime.world import World
 
@@ -16,12 +17,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: ski
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy  # isort: skip
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # isort: skip
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isort: skip
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 from megatron.core.dist_checkpointing.validation import StrictHandling  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer  # isort: skip
 
@@ -33,11 +32,7 @@ FORMAT = {
 
 
 # From 0.17 on the writer has to be named, and the default is that of a package which is not required.
-WRITER = (
-    {"async_strategy": "mcore"}
-    if "async_strategy" in inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
-    else {}
-)
+WRITER = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(Strategy.async_save).parameters else {}
 
 
 def state_to_save(model: LanguageModel, optimizer: MegatronOptimizer) -> tuple[dict, dict[str, Any]]:
@@ -45,11 +40,11 @@ def state_to_save(model: LanguageModel, optimizer: MegatronOptimizer) -> tuple[d
     return save_preprocess(_state(model, optimizer, is_loading=False))
 
 
-def begin_save(folder: Path, world: World, state: dict) -> AsyncRequest:
-    """Take a picture of the state; the request writes it, in a process of its own, when it is scheduled."""
+def begin_save(folder: Path, world: World, state: dict) -> Write:
+    """Plan how the ranks share the writing of the state; `Write.start` takes a copy of it and begins."""
     if filesystem_async._results_queue is None:  # else a server process is started for it and imports everything anew
         filesystem_async._results_queue = multiprocessing.get_context("fork").Queue()
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    strategy = Strategy()
     if world.data_size > 1:  # replicas share the writing
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)

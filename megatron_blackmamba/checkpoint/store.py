@@ -1,16 +1,17 @@
 """The checkpoints of a run: written beside training, published whole, verified when found, thinned out.
 
-A checkpoint is written to a hidden folder. When every rank has written and synced its part, each describes its own
-files, rank 0 writes the manifest, renames the folder, and only then moves `latest`. A kill at any moment leaves the
-checkpoints before it untouched and a hidden folder that the next save sweeps away.
+A checkpoint is written to a hidden folder. When every rank has written and synced its part, rank 0 writes the manifest,
+renames the folder, and only then moves `latest`. A kill at any moment leaves the checkpoints before it untouched and a
+hidden folder that the next save removes.
+
+A save may fail on any rank at any moment. No rank raises while others may wait for it: the ranks exchange how their
+parts ended, and raise the same SaveError together.
 
 A damaged checkpoint is renamed `step_N.damaged` when the run goes on from one before it, so that no number on disk is
 above the run's own. Nothing deletes it but a person.
 """
 
-import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_blackmamba import __version__
 from megatron_blackmamba.checkpoint import common, manifest, safety, sharded
-from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint
+from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_state
+from megatron_blackmamba.checkpoint.writing import Part, Write, reason
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -30,15 +31,15 @@ from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
 
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer  # isort: skip
 
 
-NAME = re.compile(r"step_(\d+)")
-
-
 class SaveError(OSError):
-    """A checkpoint could not be written; the ones before it are as they were."""
+    """A checkpoint that could not be written. The ones before it are as they were."""
+
+
+class NotFiniteError(SaveError):
+    """A checkpoint that was not written, since a weight or an optimizer state is NaN or infinite."""
 
 
 class Checkpoints:
@@ -57,7 +58,7 @@ class Checkpoints:
         """say: what people should know; alive: told before anything long, for a watchdog."""
         self.folder, self.config, self.world, self.say, self.alive = folder, config, world, say, alive
         self.model, self.optimizer = model, optimizer
-        self.writing = AsyncCallsQueue()
+        self.write: Write | None = None
         self.step_being_written: int | None = None
         self.state_being_written: dict[str, Any] = {}
 
@@ -97,8 +98,12 @@ class Checkpoints:
         return found[0] or []
 
     def state(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the tensors."""
-        return json.loads((self.folder.checkpoint(step) / STATE).read_bytes())
+        """Return what `save` was given beside the tensors."""
+        state = read_state(self.folder.checkpoint(step), ("config", "progress", "guard", "data"))
+        if state["progress"].get("step") != step:
+            path = self.folder.checkpoint(step) / STATE
+            raise manifest.CheckpointError(f"{path}: refused: it is the state of step {state['progress'].get('step')}")
+        return state
 
     def load(self, step: int) -> None:
         """Weights and optimizer state; `newest` has verified them."""
@@ -116,11 +121,11 @@ class Checkpoints:
         """Begin a checkpoint of `step`; `finish` says when it is there. The one before must be finished."""
         self.alive(f"beginning to save step {step}")
         partial = self._partial(step)
-        self._together(lambda: self._prepare(partial), "prepare")
+        self._together(lambda: self._prepare(partial), f"step {step}: prepare")
         tensors, values = sharded.state_to_save(self.model, self.optimizer)
-        self._together(lambda: common.write(partial, values), "begin")
-        request = sharded.begin_save(partial, self.world, tensors)
-        self.writing.schedule_async_request(request)
+        self._together(lambda: common.write(partial, values), f"step {step}: begin")
+        self.write = sharded.begin_save(partial, self.world, tensors)
+        self.write.start()
         self.step_being_written, self.state_being_written = step, state
 
     def finish(self, wait: bool) -> list[int]:
@@ -128,24 +133,22 @@ class Checkpoints:
         step = self.step_being_written
         if step is None:
             return []
+        assert self.write is not None
         if wait:
             self.alive(f"saving step {step}")
-        try:
-            if not self.writing.maybe_finalize_async_calls(blocking=wait):
-                return []
-        except (Exception, CheckpointException) as error:  # every rank gets torch's, which is no Exception
-            self.step_being_written = None
-            raise SaveError(f"step {step}: {_reason(error)}") from error
+        elif self._any(self.write.running()):
+            return []
         self.step_being_written = None
-        partial = self._partial(step)
-        files = self._described(partial)
-        self._together(lambda: self._publish(partial, step, files), f"publish step {step}")
+        parts = self._parts(step, self.write)
+        self._together(lambda: self._publish(step, parts), f"step {step}: publish")
+        if self.world.is_main:
+            self._thin_out(step)
         return [step]
 
     def _prepare(self, partial: Path) -> None:
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.checkpoints.glob(".step_*"):
-            shutil.rmtree(left_over)
+            shutil.rmtree(left_over, ignore_errors=True)
         self._refuse_full_disk()
         partial.mkdir()
 
@@ -158,45 +161,60 @@ class Checkpoints:
                 f"{self.folder.checkpoints}: {free / 2**30:.1f} GiB free, a checkpoint takes {needed / 2**30:.1f} GiB"
             )
 
-    def _described(self, partial: Path) -> dict[str, dict[str, Any]]:
-        """Every rank reads back what it wrote; rank 0 the rest. What one cannot read, all raise as SaveError."""
-        mine: dict[str, dict[str, Any]] = {}
-        failed = None
-        try:
-            for path in partial.iterdir():
-                if _written_by(path.name) == self.world.rank:
-                    mine[path.name] = manifest.describe(path)
-        except OSError as error:
-            failed = f"reading back {partial.name} on rank {self.world.rank}: {_reason(error)}"
-        parts = self._gathered((mine, failed))
-        for _, failed in parts:
-            if failed is not None:
-                raise SaveError(failed)
-        return {name: entry for files, _ in parts for name, entry in files.items()}
+    def _parts(self, step: int, write: Write) -> list[Part]:
+        """Wait for every rank's part, and return them on rank 0. If one failed, every rank raises SaveError."""
+        mine = write.wait()
+        ends = list(enumerate(self._gathered((mine.not_finite, mine.problem))))
+        for rank, (not_finite, _) in ends:
+            if not_finite is not None:
+                raise NotFiniteError(f"step {step}: {not_finite} is not finite on rank {rank}")
+        for rank, (_, problem) in ends:
+            if problem is not None:
+                raise SaveError(f"step {step}: rank {rank}: {problem}")
+        parts: list[Any] = [None] * self.world.size
+        dist.gather_object(mine, parts if self.world.is_main else None, dst=0)
+        return parts
 
-    def _publish(self, partial: Path, step: int, files: dict[str, dict[str, Any]]) -> None:
+    def _publish(self, step: int, parts: list[Part]) -> None:
+        partial, final = self._partial(step), self.folder.checkpoint(step)
+        assert self.write is not None
+        self.write.write_table(parts)
         atomic.write_json(partial / STATE, self.state_being_written)
         atomic.write_text(partial / "config.yaml", to_yaml(self.config))
         if self.folder.tokenizer.is_file():
             atomic.write_bytes(partial / "tokenizer.json", self.folder.tokenizer.read_bytes())
-        files |= {path.name: manifest.describe(path) for path in partial.iterdir() if path.name not in files}
-        facts = {"version": __version__, "torch": torch.__version__, "world_size": self.world.size}
-        manifest.write(partial, step, files, {**facts, "parallel": self.world.parallel.model_dump()})
-        final = self.folder.checkpoint(step)
-        if final.exists():  # published, but then `latest` could not be moved
-            shutil.rmtree(final)
+        manifest.write(partial, step, self._entries(partial, parts), self._facts())
+        if final.exists():  # published before, but then `latest` could not be moved
+            os.rename(final, _out_of_the_way(final))
         os.rename(partial, final)
         atomic.sync_folder(self.folder.checkpoints)
         atomic.write_text(self.folder.latest, final.name + "\n")
-        self._thin_out(step)
+
+    def _entries(self, partial: Path, parts: list[Part]) -> dict[str, dict[str, Any]]:
+        """Return the manifest's entries: the shards as their ranks read them back, and rank 0's own files."""
+        shards = {name: entry for part in parts for name, entry in part.files.items()}
+        for name, entry in shards.items():
+            if (partial / name).stat().st_size != entry["bytes"]:
+                raise SaveError(f"{partial / name} changed while the checkpoint was being written")
+        small = [name for name in manifest.SMALL if name in manifest.REQUIRED or (partial / name).exists()]
+        return shards | {name: manifest.describe(partial / name) for name in small}
+
+    def _facts(self) -> dict[str, Any]:
+        facts = {"version": __version__, "torch": torch.__version__, "world_size": self.world.size}
+        return {**facts, "parallel": self.world.parallel.model_dump()}
 
     def _thin_out(self, newest: int) -> None:
         """Of what lies behind the checkpoint just published, keep as many as the config says."""
         settings = self.config.checkpoint
-        behind = sorted(found for found in self._folders() if found[0] <= newest)
-        for step, path in behind[: -settings.keep_last]:
-            if not settings.keep_every or step % settings.keep_every:
-                shutil.rmtree(path)
+        try:
+            behind = sorted(found for found in self._folders() if found[0] <= newest)
+            for step, path in behind[: -settings.keep_last]:
+                if not settings.keep_every or step % settings.keep_every:
+                    gone = _out_of_the_way(path)
+                    os.rename(path, gone)  # whole or hidden, whatever happens meanwhile
+                    shutil.rmtree(gone)
+        except OSError as error:  # the new one is published all the same
+            self.say(f"old checkpoints could not be removed: {error}")
 
     def _set_aside(self, damaged: list[tuple[int, str]], step: int) -> None:
         """Go back to `step`, past the damaged ones. `latest` first: a kill in between, and they are found again."""
@@ -211,7 +229,7 @@ class Checkpoints:
                 os.rename(folder, aside)
 
         for number, problem in damaged:
-            self.say(f"passes over a damaged checkpoint, now {self.folder.checkpoint(number).name}.damaged: {problem}")
+            self.say(f"skips a damaged checkpoint, now {self.folder.checkpoint(number).name}.damaged: {problem}")
         self._together(rename, "set damaged checkpoints aside")
 
     def _folders(self) -> list[tuple[int, Path]]:
@@ -220,7 +238,13 @@ class Checkpoints:
             paths = list(self.folder.checkpoints.iterdir())
         except FileNotFoundError:
             return []
-        return [(int(name[1]), path) for path in paths if (name := NAME.fullmatch(path.name))]
+        return [
+            (step, path)
+            for path in paths
+            if (step := manifest.step_in_name(path)) is not None
+            and path == self.folder.checkpoint(step)
+            and path.is_dir()
+        ]
 
     def _partial(self, step: int) -> Path:
         final = self.folder.checkpoint(step)
@@ -231,17 +255,23 @@ class Checkpoints:
         self.alive(f"verifying {folder}")
         problem = None
         try:
-            manifest.verify(folder, self.world.rank, self.world.size)
+            content = manifest.verify(folder, self.world.rank, self.world.size)
             if self.world.is_main:
-                safety.refuse_code(folder)
+                safety.refuse_code(folder, content["files"])
         except manifest.CheckpointError as error:
             problem = error
         problems = [found for found in self._gathered(problem) if found is not None]
         for found in sorted(problems, key=lambda found: not isinstance(found, manifest.DamagedCheckpoint)):
             raise found
 
+    def _any(self, value: bool) -> bool:
+        """Return whether it is true on any rank."""
+        flag = torch.tensor([int(value)], dtype=torch.int32, device=device.device())
+        dist.all_reduce(flag)
+        return bool(flag.item())
+
     def _gathered(self, value: Any) -> list[Any]:
-        """What every rank gave."""
+        """Return every rank's value."""
         values = [None] * self.world.size
         dist.all_gather_object(values, value)
         return values
@@ -252,24 +282,13 @@ class Checkpoints:
         if self.world.is_main:
             try:
                 on_main()
-            except OSError as error:
-                failed[0] = f"{what}: {_reason(error)}"
+            except Exception as error:
+                failed[0] = f"{what}: {reason(error)}"
         dist.broadcast_object_list(failed, src=0, device=device.device())
         if failed[0] is not None:
             raise SaveError(failed[0])
 
 
-def _written_by(name: str) -> int:
-    """The rank that wrote a file: torch names shards `__RANK_PART.distcp`; the rest is rank 0's."""
-    return int(name.split("_")[2]) if name.startswith("__") else 0
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost cause, in one line; of several writers' failures, the first."""
-    if isinstance(error, CheckpointException):
-        failures = list(error.failures.values())
-        error = failures[0][0] if failures else RuntimeError("other ranks could not write")
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+def _out_of_the_way(checkpoint: Path) -> Path:
+    """Return a hidden name for a checkpoint that is about to be removed. Every save removes what has such a name."""
+    return checkpoint.with_name(f".{checkpoint.name}.removed")

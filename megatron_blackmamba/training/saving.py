@@ -1,11 +1,12 @@
-"""When checkpoints are written, and what happens when one cannot be: the one before stays, and it is tried again."""
+"""When checkpoints are written. A save that fails is reported and tried again, and training continues."""
 
 import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.checkpoint import Checkpoints, SaveError
+from megatron_blackmamba.checkpoint import Checkpoints, NotFiniteError, SaveError
 from megatron_blackmamba.config.run import CheckpointConfig
 
 State = Callable[[], dict[str, Any]]
@@ -14,7 +15,7 @@ LAST_PAUSE_SECONDS = 5.0
 
 
 class Saver:
-    """Saves every so many steps while training goes on, and once more at the end."""
+    """Saves every `checkpoint.every` steps while training continues, and once more at the end."""
 
     def __init__(
         self, config: CheckpointConfig, checkpoints: Checkpoints, state: State, report: Callable[[str], None]
@@ -22,20 +23,21 @@ class Saver:
         self.config, self.checkpoints, self.state, self.report = config, checkpoints, state, report
         self._begun: int | None = None
         self._retry_at: int | None = None
+        self._not_finite = False
 
     def resumed_at(self, step: int) -> None:
-        """This step is on disk already."""
+        """Note that this step is on disk already."""
         self._begun = step
 
     def after_step(self, step: int) -> None:
-        """Begin a save if one is due; look after the one that is being written."""
+        """Begin a save if one is due. Publish the one being written if it is done."""
         self._finish(step, wait=False)
         if step == self._retry_at or (self.config.every and step % self.config.every == 0):
             self._begin(step)
             self._finish(step, wait=not self.config.asynchronous)
 
     def last(self, step: int) -> bool:
-        """Save `step` and wait until it is on disk, trying for a while if the disk is full; False if it never was."""
+        """Save `step`, wait until it is on disk, and return whether it is. On a full disk, try for a while."""
         for attempt in range(LAST_ATTEMPTS):
             if attempt:
                 time.sleep(LAST_PAUSE_SECONDS)
@@ -44,14 +46,16 @@ class Saver:
             self._finish(step, wait=True)
             if self._begun == step:
                 return True
+            if self._not_finite:  # waiting does not change the weights
+                return False
         return False
 
     def wait(self) -> None:
-        """For what is being written, if anything."""
+        """Wait for the save under way, if there is one."""
         self._finish(None, wait=True)
 
     def settled(self) -> int | None:
-        """The newest checkpoint to go back to, what is being written included."""
+        """Return the newest checkpoint to go back to, the one being written included."""
         self.wait()
         return self.checkpoints.newest()
 
@@ -67,17 +71,27 @@ class Saver:
     def _finish(self, step: int | None, wait: bool) -> None:
         try:
             for saved in self.checkpoints.finish(wait):
+                self._not_finite = False
                 self.report(f"saved step {saved}")
         except SaveError as error:
             self._failed(step, error)
 
     def _failed(self, step: int | None, error: SaveError) -> None:
         self._begun = None
+        self._not_finite = isinstance(error, NotFiniteError)
+        if self._not_finite:
+            self.report(f"not saved: {error}; a run cannot continue from such weights, the previous checkpoint stays")
+            return
         if step is not None:
             self._retry_at = step + self.config.retry_every
-        folder = self.checkpoints.folder.root
-        free = shutil.disk_usage(folder).free / 1e9  # torch does not always say that the disk was full
+        free = _free_space(self.checkpoints.folder.root)  # torch does not always say that the disk was full
         self.report(
-            f"a checkpoint could not be saved ({error}; {free:.3g} GB free in {folder});"
-            " the one before stays, and it is tried again"
+            f"a checkpoint could not be saved ({error}; {free}); the one before stays, and the save is tried again"
         )
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.3g} GB free in {folder}"
+    except OSError as error:
+        return f"{folder}: {error.strerror}"

@@ -1,15 +1,18 @@
-"""What a checkpoint's table of contents may ask for when it is read."""
+"""Whatever is in a checkpoint, reading it runs no code and fails in one line."""
 
+import io
+import json
 import os
 import pickle
+import random
 from pathlib import PosixPath
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as FORMAT
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from megatron_blackmamba.checkpoint import safety
-from megatron_blackmamba.checkpoint.manifest import CheckpointError
+from megatron_blackmamba.checkpoint import CheckpointError, CheckpointReader, DamagedCheckpoint, manifest, safety
 
 
 class Asks:
@@ -27,25 +30,188 @@ def table(folder, entry):
     return folder
 
 
-def test_a_member_of_an_enum_is_read_however_this_python_pickles_it(tmp_path):
+def test_enum_members_are_read_however_pickled(tmp_path):
     as_debian_12_does = table(tmp_path, Asks(getattr, FORMAT, "TORCH_PRESERVE_FORMAT"))
     assert safety.read_table(as_debian_12_does).state_dict_metadata["weight"] is FORMAT.TORCH_PRESERVE_FORMAT
     assert safety.read_table(table(tmp_path, FORMAT.TORCH_CHANNELS_LAST)).state_dict_metadata  # as this one does
 
 
-def test_a_path_is_read_whichever_python_wrote_it(tmp_path):
+def test_paths_are_read_whichever_python_wrote_them():
     for module in (b"pathlib", b"pathlib._local"):  # the second is that of Python 3.13
-        (tmp_path / safety.METADATA).write_bytes(b"c" + module + b"\nPosixPath\n(Vfolder\ntR.")
-        assert safety.read_table(tmp_path) == PosixPath("folder")
+        pickled = io.BytesIO(b"c" + module + b"\nPosixPath\n(Vfolder\ntR.")
+        assert safety._TableOnly(pickled).load() == PosixPath("folder")
 
 
 @pytest.mark.parametrize("name", ["__reduce__", "__class__", "mro", "_member_map_"])
-def test_nothing_but_a_member_of_an_enum_is_reached_by_its_name(tmp_path, name):
+def test_only_members_of_enums_are_reached_by_name(tmp_path, name):
     with pytest.raises(CheckpointError, match="which no checkpoint needs"):
         safety.read_table(table(tmp_path, Asks(getattr, FORMAT, name)))
 
 
-def test_a_function_that_no_table_needs_is_refused_and_not_run(tmp_path):
+def test_members_are_taken_from_enums_alone(tmp_path):
+    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+        safety.read_table(table(tmp_path, Asks(getattr, (), "count")))
+
+
+def test_function_in_a_table_is_refused_unrun(tmp_path):
     with pytest.raises(CheckpointError, match="which no checkpoint needs"):
         safety.read_table(table(tmp_path, Asks(os.mkdir, str(tmp_path / "ran"))))
     assert not (tmp_path / "ran").exists()
+
+
+def replace(folder, name, content):
+    """Put another file into a checkpoint, its manifest saying that this is right."""
+    (folder / name).write_bytes(content)
+    path = folder / manifest.NAME
+    declared = json.loads(path.read_bytes())
+    declared["files"][name] = manifest.describe(folder / name)
+    path.write_text(json.dumps(declared))
+
+
+def refused(run, checkpoints, why=""):
+    """Both ways of reading refuse the checkpoint in one line; return it."""
+    with pytest.raises(CheckpointError, match=why) as raised:
+        CheckpointReader(run.root)
+    assert "\n" not in str(raised.value) and str(run.checkpoint(7)) in str(raised.value)
+    with pytest.raises(CheckpointError):
+        found = checkpoints()
+        found.newest()
+        found.state(7)
+    return raised.value
+
+
+def test_whole_checkpoint_is_read(run, checkpoints):
+    assert CheckpointReader(run.root).step == 7
+    found = checkpoints()
+    assert found.newest() == 7 and found.state(7)["progress"] == {"step": 7}
+
+
+def edited_table(change):
+    def edit(content):
+        loaded = pickle.loads(content)
+        change(loaded)
+        return pickle.dumps(loaded)
+
+    return edit
+
+
+def elsewhere(loaded):
+    for place in loaded.storage_data.values():
+        place.relative_path = "../../../other/__0_0.distcp"
+
+
+def pickled(value):
+    return pickle.dumps(value)
+
+
+NONSENSE = {"nothing": b"", "zeros": b"\0" * 5000, "text": b"hello", "a number": pickled(7), "a table": pickled({})}
+TABLES = {
+    "objects": edited_table(lambda loaded: loaded.state_dict_metadata.update(weight=BytesStorageMetadata())),
+    "a number for names": edited_table(lambda loaded: setattr(loaded, "state_dict_metadata", 7)),
+    "a number for places": edited_table(lambda loaded: setattr(loaded, "storage_data", 7)),
+    "no places": edited_table(lambda loaded: loaded.storage_data.clear()),
+    "other places": edited_table(elsewhere),
+    **{name: lambda _, content=content: content for name, content in NONSENSE.items()},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_nonsense_table_is_refused(run, checkpoints, name):
+    path = run.checkpoint(7) / safety.METADATA
+    replace(run.checkpoint(7), safety.METADATA, TABLES[name](path.read_bytes()))
+    refused(run, checkpoints, r"\.metadata|not tensors")
+
+
+def torch_file(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("content", [*NONSENSE.values(), torch_file([1, 2]), torch_file(None)])
+def test_nonsense_values_are_refused(run, checkpoints, content):
+    replace(run.checkpoint(7), "common.pt", content)
+    refused(run, checkpoints, r"common\.pt: refused")
+
+
+def test_function_in_the_values_is_refused_unrun(run, checkpoints, tmp_path):
+    replace(run.checkpoint(7), "common.pt", torch_file(Asks(os.mkdir, str(tmp_path / "ran"))))
+    refused(run, checkpoints, r"common\.pt: refused")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"\0\0", b"\xff", b"[" * 100_000, b'{"a": 1}'])
+@pytest.mark.parametrize("name", ["state.json", "metadata.json"])
+def test_nonsense_json_is_refused(run, checkpoints, name, content):
+    replace(run.checkpoint(7), name, content)
+    refused(run, checkpoints, f"{name}: refused")
+
+
+def test_nonsense_config_is_refused_by_key(run, checkpoints):
+    state = json.loads((run.checkpoint(7) / "state.json").read_bytes())
+    state["config"]["model"]["hidden_size"] = "wide"
+    replace(run.checkpoint(7), "state.json", json.dumps(state).encode())
+    with pytest.raises(CheckpointError, match=r"state\.json: refused: its config: model\.hidden_size: "):
+        CheckpointReader(run.root)
+
+
+@pytest.mark.parametrize("lost", ["config", "progress", "guard", "data"])
+def test_state_without_a_part_is_refused_on_resume(run, checkpoints, lost):
+    state = json.loads((run.checkpoint(7) / "state.json").read_bytes())
+    del state[lost]
+    replace(run.checkpoint(7), "state.json", json.dumps(state).encode())
+    with pytest.raises(CheckpointError, match=f"it has no {lost}"):
+        checkpoints().state(7)
+
+
+def test_state_of_another_step_is_refused(run, checkpoints):
+    state = json.loads((run.checkpoint(7) / "state.json").read_bytes())
+    state["progress"]["step"] = 6
+    replace(run.checkpoint(7), "state.json", json.dumps(state).encode())
+    with pytest.raises(CheckpointError, match="step 6"):
+        checkpoints().state(7)
+
+
+@pytest.mark.parametrize("name", ["common.pt", "state.json", ".metadata", "metadata.json", "manifest.json"])
+def test_missing_or_unreadable_files_are_named(run, checkpoints, name):
+    path = run.checkpoint(7) / name
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"no manifest\.json|missing|not a checkpoint|not a complete"):
+        checkpoints().newest()
+    path.symlink_to(name)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoints().newest()
+
+
+def test_flipped_bytes_never_end_in_a_traceback(run):
+    """Each small file is damaged in 60 ways, and the manifest says that this is right."""
+    chance = random.Random(7)
+    whole = {name: (run.checkpoint(7) / name).read_bytes() for name in manifest.REQUIRED}
+    for name, content in whole.items():
+        for _ in range(60):
+            changed = bytearray(content[: chance.randrange(len(content))] if chance.random() < 0.3 else content)
+            for _ in range(min(chance.randrange(1, 9), len(changed))):
+                changed[chance.randrange(len(changed))] = chance.randrange(256)
+            replace(run.checkpoint(7), name, bytes(changed))
+            try:
+                CheckpointReader(run.checkpoint(7))
+            except CheckpointError as error:
+                assert "\n" not in str(error), error
+        replace(run.checkpoint(7), name, content)
+    assert CheckpointReader(run.root).step == 7
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"\0" * 20, b"\xff\xfe", b"../../other", b"step_1/../..", b"/etc", b"x" * 5000, b"step_"]
+)
+def test_latest_that_names_no_checkpoint_is_refused(run, content):
+    run.latest.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match="does not name a checkpoint") as raised:
+        CheckpointReader(run.root)
+    assert "\n" not in str(raised.value)
+
+
+def test_latest_that_names_a_missing_checkpoint_is_refused(run):
+    run.latest.write_text("step_00000009\n")
+    with pytest.raises(DamagedCheckpoint, match="names step_00000009, which is not a complete checkpoint"):
+        CheckpointReader(run.root)

@@ -18,7 +18,6 @@ from megatron_blackmamba.runtime import world
 from tests.runtime.ranks import fork_ranks
 
 from megatron.core import dist_checkpointing  # isort: skip
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # isort: skip
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
 from megatron.core.dist_checkpointing.validation import StrictHandling  # isort: skip
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # isort: skip
@@ -53,9 +52,13 @@ def run(folder: Path, activation: str, layout: str) -> bool:
             common.write(saved, {})
         dist.barrier()
         weights, _ = save_preprocess({"model": sharded._weights(model)})
-        writing = AsyncCallsQueue()
-        writing.schedule_async_request(sharded.begin_save(saved, place, weights))
-        writing.maybe_finalize_async_calls(blocking=True)
+        write = sharded.begin_save(saved, place, weights)
+        write.start()
+        parts = [None] * place.size
+        dist.all_gather_object(parts, write.wait())
+        if place.is_main:
+            write.write_table(parts)
+        dist.barrier()
     world.shutdown()
     return True
 

@@ -44,7 +44,7 @@ def folders(run):
 
 def test_what_one_rank_cannot_read_back_is_saved_again_and_every_save_is_reported(saved):
     said = log(saved)
-    assert "could not be saved (reading back .step_00000001 on rank 1: " in said and "Input/output error" in said
+    assert "could not be saved (step 1: rank 1: reading back __1_0.distcp: " in said and "Input/output error" in said
     assert [step for step in range(1, 7) if f"saved step {step}\n" in said] == [2, 3, 4, 5, 6]
     assert folders(RunFolder(saved / "run")) == [f"step_0000000{step}" for step in (4, 5, 6)]
 

@@ -1,0 +1,177 @@
+"""One rank's part of a save: a process forked from the rank writes its shard while training continues.
+
+megatron-core plans the shards and writes their bytes. Its own way of running the writer is not used. There, a rank that
+fails between two exchanges leaves the others waiting, a killed writer is waited for without end, and writers survive
+the rank that started them. Here a rank never raises by itself: it says how its part ended, and all ranks decide
+together (`store.py`).
+"""
+
+import math
+import multiprocessing
+import os
+import queue
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_blackmamba import model  # noqa: F401  (its package installs the patches before megatron-core is imported)
+from megatron_blackmamba.checkpoint import manifest
+from megatron_blackmamba.runtime.parent import die_with_parent
+
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
+
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Requests to stop are the rank's to answer. Its writer finishes what it began."""
+
+
+@dataclass
+class Part:
+    """How one rank's part of a save ended."""
+
+    problem: str | None = None
+    """Why it could not be written; None if it was."""
+    not_finite: str | None = None
+    """Name of a tensor that holds NaN or infinity. Nothing was written then."""
+    results: list[Any] = field(default_factory=list)
+    """torch's WriteResults, for the table of contents."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Manifest entries of the files written, read back from the disk."""
+
+
+class Write:
+    """A rank's shard on its way to the disk. Methods are called from the rank's main thread."""
+
+    def __init__(self, writer: FileSystemWriterAsync, table: Any) -> None:
+        self._writer, self._table = writer, table
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._answer: Connection | None = None
+        self._part: Part | None = None
+
+    def start(self) -> None:
+        """Copy the tensors to host memory and fork the process that writes them."""
+        _, stage, _ = self._writer.get_save_function_and_args()
+        if stage is None:  # this rank has nothing to write
+            self._part = Part()
+            return
+        buckets = stage()
+        write_bucket = self._writer.write_preloaded_data
+        transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
+
+        def body(answer: Connection, parent: int) -> None:
+            _become_writer(parent)
+            answer.send(_written(lambda *rest: write_bucket(transforms, *rest), buckets))
+
+        context = multiprocessing.get_context("fork")
+        try:
+            self._answer, theirs = context.Pipe(duplex=False)
+            with theirs:
+                self._process = context.Process(target=body, args=(theirs, os.getpid()), name="checkpoint-writer")
+                self._process.start()
+        except OSError as error:  # no more processes, files or memory
+            self._part = Part(problem=f"starting its writer: {error.strerror or error}")
+
+    def running(self) -> bool:
+        """Return whether the writer has neither answered nor died."""
+        return self._part is None and self._answer is not None and not self._answer.poll()
+
+    def wait(self) -> Part:
+        """Wait for the writer to end; say how it did."""
+        if self._part is None:
+            assert self._answer is not None and self._process is not None
+            try:
+                self._part = self._answer.recv()
+            except (EOFError, OSError):
+                self._part = Part(problem="its writer died before it was done")
+            self._process.join()
+            self._answer.close()
+            if self._process.exitcode and self._part.problem is None:
+                self._part = Part(problem=f"its writer ended with code {self._process.exitcode}")
+        return self._part
+
+    def write_table(self, parts: list[Part]) -> None:
+        """Write the table of contents (`.metadata`), on rank 0, from the results of all ranks."""
+        self._writer.finish(self._table, [part.results for part in parts])
+
+
+class Strategy(TorchDistSaveShardedStrategy):
+    """megatron-core's plan of a save, with `Write` to carry it out."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, plan: Any, *ignored: Any) -> Write:
+        _, table, _ = plan
+        return Write(writer, table)
+
+
+def _leave_folder_alone(writer: FileSystemWriterAsync, plan: Any) -> Any:
+    """Return the plan as it is.
+
+    torch makes the folder here, on every rank and between two exchanges: a rank that could not would raise, and the
+    others wait for it. Rank 0 has made the folder.
+    """
+    return plan
+
+
+FileSystemWriterAsync.prepare_local_plan = _leave_folder_alone
+
+
+def _become_writer(parent: int) -> None:
+    """Set up a forked process: it dies with its rank, answers no signals and uses one thread."""
+    die_with_parent(parent)
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)  # the threads of OpenMP stayed behind in the parent
+
+
+def _written(write_bucket: Callable[..., None], buckets: list[Any]) -> Part:
+    """Check, write and read back; a failure is an answer like another."""
+    part, doing = Part(), "checking"
+    try:
+        for bucket in buckets:
+            path, _, (_, tensors) = bucket
+            part.not_finite = next((item.index.fqn for item, tensor in tensors if not _is_finite(tensor)), None)
+            if part.not_finite is not None:
+                return part
+            doing = "writing"
+            part.results += _results_of(write_bucket, bucket)
+            doing = "reading back"
+            part.files[Path(path).name] = manifest.describe(Path(path))
+    except Exception as error:  # torch, on a full disk, raises something else than OSError
+        part.problem = f"{doing} {Path(path).name}: {reason(error)}"
+    return part
+
+
+def _results_of(write_bucket: Callable[..., None], bucket: Any) -> list[Any]:
+    """Have megatron-core write a bucket. It answers through queues, since it would run this in a process of its own."""
+    answers: queue.Queue[Any] = queue.Queue()
+    count: queue.Queue[Any] = queue.Queue()
+    count.put(0)
+    write_bucket(0, bucket, answers, count, True)
+    _, results = answers.get_nowait()
+    if isinstance(results, Exception):
+        raise results
+    return results
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(math.isfinite(extreme) for extreme in tensor.aminmax())  # NaN carries over to both
+
+
+def reason(error: BaseException) -> str:
+    """Return the innermost cause in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,91 @@
+"""Two ranks that save again and again while every operation of a save fails in turn."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_blackmamba import model
+from megatron_blackmamba.checkpoint import Checkpoints, manifest
+from megatron_blackmamba.config import load
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.runtime import world
+from megatron_blackmamba.training.optimizer import make_trainable
+from megatron_blackmamba.training.saving import Saver
+from tests.checkpoint.disk_faults import Disk
+from tests.runtime.ranks import fork_ranks
+
+SMALL = [
+    *("parallel.expert=2", "model.pattern=ME", "model.hidden_size=32", "model.expert_hidden_size=32"),
+    *("model.experts=2", "model.vocab_size=64", "checkpoint.keep_every=0", "checkpoint.keep_last=2"),
+]
+FAULTS = {"refused": "crsnCRS", "full": "csCS", "removed": "nCSR", "killed": "CSR"}
+"""How an operation fails, and the kinds of operations that do."""
+
+
+class Rank:
+    """One rank with a real model, optimizer, Checkpoints and Saver, on a disk that fails on demand."""
+
+    def __init__(self, folder: Path) -> None:
+        config = load("tiny", [f"folder={folder}", "name=run", *SMALL])
+        self.place = world.start(config.parallel)
+        self.run, self.said, self.step = RunFolder(folder / "run"), [], 0
+        trainable = make_trainable(config, model.build(config, self.place), self.place)
+        trainable.optimizer.step()
+        state = {"config": {}, "progress": {}, "guard": {}, "data": {}}
+        parts = trainable.model, trainable.optimizer
+        self.checkpoints = Checkpoints(self.run, config, self.place, *parts, self.said.append)
+        self.saver = Saver(config.checkpoint.model_copy(update={"every": 1}), self.checkpoints, lambda: state, self.say)
+        self.disk = Disk(self.run.checkpoints)
+        gc.freeze()
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def save(self, victim: int = 0, number: int = 0, how: str = "") -> dict:
+        """Save as the training loop does, with one fault; return what was said and what is on disk."""
+        self.step += 1
+        self.said.clear()
+        self.disk.arm(number if self.place.rank == victim else 0, how)
+        self.saver.after_step(self.step)
+        self.saver.wait()
+        kinds = self.disk.kinds()
+        self.disk.arm(0, "")
+        steps = self.checkpoints.steps()
+        whole = steps
+        if self.place.is_main:
+            whole = [manifest.verify(self.run.checkpoint(step))["step"] for step in steps]
+        dist.barrier()
+        return {"step": self.step, "said": list(self.said), "steps": whole, "kinds": kinds}
+
+    def every_fault(self) -> list[dict]:
+        for _ in range(3):  # until old checkpoints are removed as well
+            usual = self.save()
+        kinds = [None] * self.place.size
+        dist.all_gather_object(kinds, usual["kinds"])
+        ends = []
+        for how, which in FAULTS.items():
+            for victim, operations in enumerate(kinds):
+                for number, kind in enumerate(operations, start=1):
+                    if kind in which:
+                        ends.append({"fault": [how, victim, number, kind], **self.save(victim, number, how)})
+        return ends
+
+
+def body(folder: Path) -> None:
+    rank = Rank(folder)
+    ends = rank.every_fault()
+    last = rank.save()
+    last["newest"] = rank.checkpoints.newest()
+    rank.checkpoints.load(last["newest"])
+    world.shutdown()
+    (folder / f"rank_{rank.place.rank}.json").write_text(json.dumps([*ends, last]))
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    failed = [answer for answer in fork_ranks(2, lambda: body(where), seconds=240) if "error" in answer]
+    answers = [] if failed else [json.loads((where / f"rank_{number}.json").read_bytes()) for number in (0, 1)]
+    print(json.dumps({"failed": failed, "ranks": answers}))
