@@ -82,14 +82,26 @@ def router_load(counts: Sequence[float]) -> RouterLoad:
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The steps of a run in order; a last line cut short by a crash is passed over."""
+    """Yield the steps of a run in order. Lines that are no record of a step are skipped."""
     path = Path(path)
     if not path.exists():
         return
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            record = parse_line(line)
+            if record is not None:
+                yield record
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line of metrics.jsonl, or None if it is cut short or damaged."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 def _finite(value: Any) -> Any:

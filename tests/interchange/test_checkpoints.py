@@ -47,7 +47,8 @@ def test_every_layout_started_from_an_import_agrees_with_the_reference(started, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_any_layout_saved_reads_back_as_the_same_weights(started, layout):
     saved = started / f"{layout}_saved"
-    (saved / STATE).write_text((started / "silu" / STATE).read_text())
+    for name in (STATE, "config.yaml"):
+        (saved / name).write_text((started / "silu" / name).read_text())
     files = {path.name: manifest.describe(path) for path in saved.iterdir()}
     manifest.write(saved, 0, files, {})
     assert_same(megatron.read(saved, verify=True), canonical(tiny("silu")))

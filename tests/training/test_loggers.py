@@ -64,13 +64,126 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (95, hard))
 file = LineFile(Path({str(tmp_path / "lines")!r}))
 for i in range(20):
     file.write(f"line {{i:03}}")
-assert Path({str(tmp_path / "lines")!r}).stat().st_size == 95
+assert Path({str(tmp_path / "lines")!r}).stat().st_size == 90
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 file.write("line 020")
 file.close()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
     assert (tmp_path / "lines").read_text().splitlines() == [f"line {i:03}" for i in range(21)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [b"\n", b'{"step": 3, "lo\n', b"\0" * 50 + b"\n", b"\xff\n", b"7\n", b'{"step": "4"}\n', b"[" * 90_000 + b"\n"],
+)
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_damaged_line_of_metrics_is_set_aside(tmp_path, bad, place):
+    path, said = tmp_path / "metrics.jsonl", []
+    lines = [metrics(step).to_json().encode() + b"\n" for step in range(1, 7)]
+    path.write_bytes(b"".join([*lines[:place], bad, *lines[place:]]))
+    resumed = MetricsFile(path, said.append)
+    resumed.rewind(4)
+    resumed.step(metrics(5))
+    resumed.close()
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == bad
+    assert said == [f"{path}: 1 damaged lines set aside in metrics.jsonl.damaged"]
+
+
+def test_missing_metrics_are_named_on_resume(tmp_path):
+    path, said = tmp_path / "metrics.jsonl", []
+    path.write_text(metrics(1).to_json() + "\n" + metrics(2).to_json() + "\n")
+    MetricsFile(path, said.append).rewind(4)
+    assert said == [f"{path}: ends at step 2; the records up to step 4 are missing"]
+
+
+@pytest.mark.parametrize("kind", [MetricsFile, LogText])
+def test_folder_in_place_of_a_log_is_set_aside(tmp_path, kind):
+    path = tmp_path / "log"
+    (path / "inside").mkdir(parents=True)
+    log = kind(path)
+    log.rewind(0)
+    log.step(metrics(1))
+    log.close()
+    assert "step" in path.read_text() and (tmp_path / "log.damaged" / "inside").exists()
+
+
+def limited(tmp_path, body):
+    """Run a program in which files may not grow beyond `limit(bytes)`: it stands for a full disk."""
+    program = f"""
+import resource, signal, sys
+sys.path.insert(0, {os.getcwd()!r})
+from pathlib import Path
+from megatron_blackmamba.config import load
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.training import loggers
+from tests.training.test_metrics import metrics
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+def limit(size=hard):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+folder = Path({str(tmp_path)!r})
+{body}
+"""
+    return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+
+
+def test_waiting_lines_are_written_at_the_end(tmp_path):
+    limited(
+        tmp_path,
+        """
+file = loggers.MetricsFile(folder / "metrics.jsonl")
+file.step(metrics(1)); limit(500)
+for step in range(2, 31): file.step(metrics(step))
+limit(); file.close()
+""",
+    )
+    assert steps_in(tmp_path / "metrics.jsonl") == list(range(1, 31))
+
+
+def test_waiting_lines_survive_a_rewind(tmp_path):
+    limited(
+        tmp_path,
+        """
+file = loggers.MetricsFile(folder / "metrics.jsonl")
+file.step(metrics(1)); limit(500)
+for step in range(2, 9): file.step(metrics(step))
+file.rewind(5); limit()
+for step in range(6, 9): file.step(metrics(step))
+file.close()
+""",
+    )
+    assert steps_in(tmp_path / "metrics.jsonl") == list(range(1, 9))
+
+
+def test_end_says_which_lines_are_missing(tmp_path):
+    ended = limited(
+        tmp_path,
+        """
+loggers.LAST_SECONDS = 0.3
+run = RunFolder(folder / "run")
+both = loggers.Loggers.for_run(load("tiny", ["logging.tensorboard=false"]), run, first_rank=True)
+both.step(metrics(1)); both.message("x" * 1000)
+limit(run.metrics.stat().st_size + 100)
+for step in range(2, 16): both.step(metrics(step))
+both.close()
+""",
+    )
+    assert steps_in(tmp_path / "run" / "metrics.jsonl") == [1]
+    assert "metrics.jsonl: 14 lines could not be written: " in ended.stdout
+    assert "log.txt: 15 lines could not be written: File too large" in ended.stderr
+
+
+def test_optional_logger_that_cannot_start_is_off(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    run.tensorboard.write_text("not a folder")
+    config = load("tiny", ["logging.tensorboard=true"])
+    loggers = Loggers.for_run(config, run, first_rank=True)
+    loggers.step(metrics(1))
+    loggers.close()
+    assert "a logger could not be started and is off" in run.log.read_text() and steps_in(run.metrics) == [1]
 
 
 def test_the_log_keeps_every_attempt_and_says_when(tmp_path):

@@ -58,3 +58,10 @@ def test_a_line_cut_short_by_a_crash_is_not_read(tmp_path):
     path.write_text(metrics(1).to_json() + "\n" + metrics(2).to_json()[:40])
     assert [record["step"] for record in read_metrics(path)] == [1]
     assert list(read_metrics(tmp_path / "none")) == []
+
+
+def test_damaged_lines_are_skipped_when_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [metrics(1).to_json().encode(), b"", b"\0\0", b"[1]", b'{"loss": 1}', metrics(2).to_json().encode(), b""]
+    path.write_bytes(b"\n".join(lines))
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
