@@ -18,7 +18,7 @@ SMALL = [
 STATE = {"progress": {"step": 7}, "guard": {}, "data": {}}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def place():
     """A world of this process alone."""
     torch.set_num_threads(1)
@@ -27,7 +27,7 @@ def place():
     gc.unfreeze()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trainable(place):
     from megatron_blackmamba.training.optimizer import make_trainable
 
@@ -53,7 +53,7 @@ def checkpoints(place, trainable, tmp_path):
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def saved(place, trainable, tmp_path_factory):
     """A whole checkpoint of step 7."""
     from megatron_blackmamba.checkpoint import Checkpoints

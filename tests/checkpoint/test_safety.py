@@ -101,7 +101,7 @@ def elsewhere(loaded):
 
 
 def pickled(value):
-    return pickle.dumps(value)
+    return pickle.dumps(value, 2)
 
 
 NONSENSE = {"nothing": b"", "zeros": b"\0" * 5000, "text": b"hello", "a number": pickled(7), "a table": pickled({})}
