@@ -4,8 +4,8 @@
     python scripts/mutate.py --sample 50 --seed 1 megatron_blackmamba/plan
 
 The repository is copied to build/mutation and only the copy is changed. The first run measures which test runs which
-line, in the processes that tests start too, and takes as long as the suite; later runs measure again only the test
-files that ran a changed file. A sample that was interrupted goes on where it was: results are JSON lines.
+line, in the processes that tests start too, and takes as long as the suite. Later runs measure again only the test
+files that ran a changed file. Results are JSON lines, and an interrupted sample continues from them.
 """
 
 import argparse

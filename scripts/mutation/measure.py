@@ -1,7 +1,7 @@
 """Measure which lines this process runs, if its environment's `context` file says for which test.
 
-Imported when Python starts, in every process of the private copy, also in those that a test gave another environment
-or forked. coverage's own `patch = subprocess` passes its settings in environment variables, which are lost there.
+Imported when Python starts, in every process of the private copy, also in those that a test forked or gave another
+environment. coverage's own `patch = subprocess` passes its settings in environment variables, which are lost there.
 """
 
 import atexit

@@ -40,7 +40,7 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef):
-    """What a shared fixture runs belongs to every test that uses it, not to the first one."""
+    """Count the lines that a shared fixture runs for every test that uses it, not for the first one."""
     global current
     if fixturedef.scope == "function":
         return (yield)
