@@ -116,7 +116,7 @@ def test_files(work: Path, names: list[str]) -> list[str]:
 
 
 def run_file(work: Path, name: str, options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return each test's outcome and reason: first in company, then once more alone if it failed."""
+    """Return each test's outcome and reason; what failed after another failure runs once more alone."""
     deadline = time.monotonic() + options.limit
     outcomes: dict[str, list[str]] = {}
     while time.monotonic() < deadline:
@@ -124,8 +124,9 @@ def run_file(work: Path, name: str, options: argparse.Namespace) -> dict[str, li
         outcomes |= news
         if not any(outcome == HUNG for outcome, _ in news.values()):
             break
-    for test, (outcome, _) in list(outcomes.items()):
-        if outcome in (FAILED, HUNG) and time.monotonic() < deadline and len(outcomes) > 1:
+    failures = [test for test, (outcome, _) in outcomes.items() if outcome in (FAILED, HUNG)]
+    for test in failures[1:]:
+        if time.monotonic() < deadline:
             alone = run_ranks(work, name, [], [test], options, deadline)
             outcomes[test] = alone.get(test, outcomes[test])
     if time.monotonic() >= deadline:

@@ -62,7 +62,6 @@ answer_tests("device_count", 8)
 answer_tests("get_device_capability", (8, 0))
 answer_tests("empty_cache", None)
 answer_tests("reset_peak_memory_stats", None)
-torch.cuda.manual_seed_all = torch.cuda.manual_seed  # patched by the project
 
 download = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
 download.download_and_extract_asset = lambda assets_dir: print("nothing is downloaded here")

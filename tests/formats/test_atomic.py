@@ -1,4 +1,6 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +26,56 @@ def test_a_finished_temporary_takes_its_place(tmp_path):
     (tmp_path / "work").write_text("whole")
     atomic.publish(tmp_path / "work", tmp_path / "a")
     assert (tmp_path / "a").read_text() == "whole" and not (tmp_path / "work").exists()
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """Record what reaches the disk and in which order: (call, name, bytes that were in the file by then)."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def recorded_fsync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(("fsync", path.name, 0 if path.is_dir() else path.stat().st_size))
+        fsync(descriptor)
+
+    def recorded_replace(source, target):
+        calls.append(("rename", Path(target).name, Path(source).stat().st_size))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    return calls
+
+
+def test_content_is_on_disk_before_the_rename(tmp_path, disk):
+    atomic.write_text(tmp_path / "a", "short")
+    written, renamed, folder = disk
+    assert written[0] == "fsync" and written[2] == 5
+    assert renamed == ("rename", "a", 5)
+    assert folder == ("fsync", tmp_path.name, 0)
+
+
+def test_published_content_is_on_disk_before_the_rename(tmp_path, disk):
+    (tmp_path / "work").write_text("whole")
+    atomic.publish(tmp_path / "work", tmp_path / "a")
+    assert disk == [("fsync", "work", 5), ("rename", "a", 5), ("fsync", tmp_path.name, 0)]
+
+
+def test_no_descriptor_stays_open(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    atomic.write_text(tmp_path / "work", "whole")
+    atomic.publish(tmp_path / "work", tmp_path / "a")
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_folder_without_fsync_is_no_error(tmp_path, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(22, "this file system cannot")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    atomic.sync_folder(tmp_path)
+
+
+def test_json_keeps_letters_and_is_indented(tmp_path):
+    atomic.write_json(tmp_path / "a.json", {"b": ["é"]})
+    assert (tmp_path / "a.json").read_text() == '{\n  "b": [\n    "é"\n  ]\n}\n'

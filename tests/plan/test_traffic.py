@@ -1,0 +1,67 @@
+"""Bytes that a GPU sends in a step, worked out by hand for one layout with every kind of parallelism."""
+
+import pytest
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.plan import gpus, memory, traffic
+
+H100 = gpus.KNOWN["h100"]
+STATE = memory.State(weights=2_000, gradients=4_000, optimizer=0)
+LAYOUT = ["parallel.tensor=2", "parallel.pipeline=3", "parallel.expert=4", "parallel.expert_tensor=2"]
+D, TOKENS, BF16, FP32 = 1152, 2048, 2, 4
+BATCHES = 1008 // 8  # 48 GPUs are 8 data-parallel groups of 2 × 3; micro-batches of one sequence
+STREAM = TOKENS * D * BF16  # the hidden states of a micro-batch
+SUMMED = TOKENS * (72 + 2 * 16) * BF16  # dt, B and C of one Mamba layer
+HERE = TOKENS // 2  # tokens of a rank under sequence parallelism
+
+
+def flows(*overrides, gpus_per_node=8, world_size=48, state=STATE, gpu=H100):
+    config = load("blackmamba_1.5b", [*LAYOUT, "training.micro_batch=1", *overrides])
+    return traffic.flows(config, world_size, gpus_per_node, gpu, state)
+
+
+def test_each_axis_sends_what_its_collectives_move():
+    sent = {axis: round(flow.gigabytes * 1e9) for axis, flow in flows().items()}
+    mamba = 5 * STREAM + 4 * SUMMED  # gather and scatter twice, one gather more; all-reduces send everything twice
+    assert sent == {
+        "tensor": (5 * mamba + 3 * STREAM) * BATCHES // 2,  # 5 Mamba layers a stage, and the head
+        "expert": 5 * 4 * HERE * (D * BF16 + FP32) * BATCHES * 3 // 4,  # there and back, twice
+        "expert_tensor": 5 * 4 * 2 * HERE * D * BF16 * BATCHES // 2,
+        "pipeline": 2 * HERE * D * FP32 * BATCHES,
+        "data": (2_000 + 4_000) * 7 // 8,
+    }
+
+
+def test_recomputed_layers_communicate_a_third_time():
+    sent = {axis: round(flow.gigabytes * 1e9) for axis, flow in flows("training.recompute=layers").items()}
+    assert sent["tensor"] == (5 * (7 * STREAM + 6 * SUMMED) + 3 * STREAM) * BATCHES // 2
+    assert sent["expert"] == 5 * 6 * HERE * (D * BF16 + FP32) * BATCHES * 3 // 4
+    assert sent["pipeline"] == round(flows()["pipeline"].gigabytes * 1e9)
+
+
+def test_plain_optimizer_all_reduces_its_gradients():
+    plain = flows("optimizer.distributed=false", "training.precision=fp32")
+    assert plain["data"].gigabytes * 1e9 == pytest.approx(2 * 4_000 * 7 / 8)
+
+
+def test_axes_of_one_rank_send_nothing():
+    alone = flows(
+        "parallel.tensor=1", "parallel.expert_tensor=1", "parallel.expert=1", "parallel.pipeline=1", world_size=16
+    )
+    assert set(alone) == {"data"}
+    assert set(flows(state=None)) == {"tensor", "expert", "expert_tensor", "pipeline"}
+
+
+def test_time_follows_from_the_slowest_link_of_an_axis():
+    links = {axis: (flow.link, flow.ranks) for axis, flow in flows().items()}
+    assert links == {
+        "tensor": ("nvlink", 2),
+        "expert": ("nvlink", 4),
+        "expert_tensor": ("nvlink", 2),
+        "pipeline": ("network", 3),
+        "data": ("network", 8),
+    }
+    assert flows(gpus_per_node=4)["expert"].link == "network"  # 4 ranks that are 2 apart
+    for flow in flows().values():
+        speed = H100.nvlink_gb_s if flow.link == "nvlink" else H100.network_gb_s
+        assert flow.seconds == pytest.approx(flow.gigabytes / speed)
