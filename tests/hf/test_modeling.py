@@ -32,7 +32,7 @@ def kernels(request):
 def test_agrees_with_the_reference_in_logits_and_routing(export, activation, kernels, request):
     tiny = request.getfixturevalue(activation)
     output = load(export(tiny), kernels=kernels)(torch.tensor([TOKENS]), output_router_choices=True)
-    torch.testing.assert_close(output.logits[0].double(), reference(tiny), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.logits[0].double(), reference(tiny), atol=3e-5, rtol=3e-5)
     expected = forward(tiny.weights, tiny.config, TOKENS).routes
     assert [choices[0].tolist() for choices in output.router_choices] == list(expected.values())
 
@@ -210,7 +210,7 @@ def test_left_padding_gives_each_row_what_it_gets_alone(model):
     batch = model.generate(padded, attention_mask=mask, **options)
     assert [row[-10:].tolist() for row in batch] == [row[-10:].tolist() for row in alone]
     logits = model(padded, attention_mask=mask).logits[1, -2:]
-    torch.testing.assert_close(logits, model(torch.tensor([prompts[1]])).logits[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, model(torch.tensor([prompts[1]])).logits[0], atol=3e-5, rtol=3e-5)
 
 
 def test_generation_goes_on_from_a_saved_state_without_repeating_it(model):

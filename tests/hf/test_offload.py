@@ -64,4 +64,4 @@ def test_from_pretrained_places_the_weights_by_a_device_map(export, resetting, t
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0].double()
     expected = torch.from_numpy(forward(resetting.weights, resetting.config, tokens).logits_SV)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, expected, atol=3e-5, rtol=3e-5)

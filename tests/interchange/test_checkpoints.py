@@ -41,7 +41,7 @@ def test_every_layout_started_from_an_import_agrees_with_the_reference(started, 
     model = tiny(activation)
     for row, tokens in enumerate(TOKENS):
         expected = torch.from_numpy(forward(model.weights, model.config, tokens).logits_SV)
-        torch.testing.assert_close(logits_BSV[row].double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits_BSV[row].double(), expected, atol=3e-5, rtol=3e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

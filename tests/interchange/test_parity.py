@@ -23,7 +23,7 @@ def test_agrees_with_the_reference_in_logits_and_routing(side, activation, eod_r
     for row in range(len(tokens)):
         trace = forward(model.weights, model.config, tokens[row].tolist())
         torch.testing.assert_close(
-            seen.logits_BSV[row].double(), torch.from_numpy(trace.logits_SV), atol=1e-5, rtol=1e-5
+            seen.logits_BSV[row].double(), torch.from_numpy(trace.logits_SV), atol=3e-5, rtol=3e-5
         )
         assert [router.choice_BS[row].tolist() for router in seen.routers] == list(trace.routes.values())
 

@@ -23,6 +23,7 @@ from tests.runtime.ranks import fork_ranks
 kinds.register(RunningMean)
 STEPS = 6
 RUN = ["model.pattern=MAEA", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
+FP64 = ["training.precision=fp64"]  # layouts are compared in it: no rounding decides between two experts
 RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3"]
 
 
@@ -87,7 +88,8 @@ def refused(folder: Path) -> str:
 def main(folder: Path) -> dict:
     jobs = {
         "solo": (1, lambda: trained(folder, "solo")),
-        "tp2": (2, lambda: trained(folder, "tp2", "parallel.tensor=2")),
+        "solo_fp64": (1, lambda: trained(folder, "solo_fp64", *FP64)),
+        "tp2_fp64": (2, lambda: trained(folder, "tp2_fp64", *FP64, "parallel.tensor=2")),
         "stopped": (1, lambda: trained(folder, "again", "training.stop_after_steps=3")),
         "resumed": (1, lambda: trained(folder, "again")),
         "counted": (1, counted),
@@ -96,7 +98,7 @@ def main(folder: Path) -> dict:
         "refused": (1, lambda: refused(folder)),
     }
     answers = {name: fork_ranks(ranks, body)[0] for name, (ranks, body) in jobs.items()}
-    return answers | {"losses": {name: losses(folder, name) for name in ("solo", "tp2", "again")}}
+    return answers | {"losses": {name: losses(folder, name) for name in ("solo", "again", "solo_fp64", "tp2_fp64")}}
 
 
 if __name__ == "__main__":

@@ -139,28 +139,33 @@ def test_the_logits_are_left_alone_and_need_no_gradient():
     assert not choice.requires_grad and torch.equal(logits, before)
 
 
+def logits_for(backend):
+    """Return float64 logits for the reference, which then agrees exactly; in fp32 a near-tie may break either way."""
+    return trained_router_logits(tokens=1024).to(torch.float64 if backend == "reference" else torch.float32)
+
+
 def _choose_half(rank, store_file, results):
     dist.init_process_group("gloo", store=dist.FileStore(store_file, 2), rank=rank, world_size=2)
-    half = trained_router_logits(tokens=1024).chunk(2)[rank]
     for (backend, iterations, start), expected in results.items():
+        half = logits_for(backend).chunk(2)[rank]
         choice = sinkhorn_choice(half, iterations=iterations, start=start, group=dist.group.WORLD, backend=backend)
-        assert torch.equal(choice, expected.chunk(2)[rank]), (backend, iterations, start)
+        agreement = (choice == expected.chunk(2)[rank]).float().mean()
+        assert agreement == 1 if backend == "reference" else agreement > 0.995, (backend, iterations, start)
     dist.destroy_process_group()
 
 
 def test_two_ranks_sharing_the_tokens_choose_as_one_rank_holding_all(tmp_path):
-    logits = trained_router_logits(tokens=1024)
     cases = [
         (backend, *case)
         for backend in (["cpu"] if ISAS else []) + ["reference"]
         for case in [(0, "balanced"), (1, "balanced"), (2, "uniform"), (9, "balanced")]
     ]
     expected = {
-        (backend, n, start): sinkhorn_choice(logits, iterations=n, start=start, backend=backend)
+        (backend, n, start): sinkhorn_choice(logits_for(backend), iterations=n, start=start, backend=backend)
         for backend, n, start in cases
     }
-    alone = sinkhorn_choice(logits.chunk(2)[0])
-    assert not torch.equal(alone, expected[cases[1]].chunk(2)[0])  # else the exchange would prove nothing
+    alone = sinkhorn_choice(logits_for("cpu").chunk(2)[0])
+    assert (alone == expected[cases[1]].chunk(2)[0]).float().mean() < 0.995  # else the exchange would prove nothing
     mp.spawn(_choose_half, args=(str(tmp_path / "store"), expected), nprocs=2)
 
 

