@@ -8,7 +8,8 @@ from transformers import PretrainedConfig
 class BlackMambaConfig(PretrainedConfig):
     """Fields carry the names of the released config.json; `activation` and the ones after it are additions.
 
-    mamba_moe_layers: one entry a layer, "r" for Mamba, a number for a mixture of that many experts.
+    mamba_moe_layers: one entry per layer: "r" for Mamba, a number for a mixture of that many experts, "attention" or
+    "mlp". The heads and rope_theta are those of attention, mlp_hidden_size is the inner width of "mlp".
     activation: the gate of the experts. "silu" is what the paper trains; "gelu" is what the released code computes.
     eod_reset: id of the token after which the state restarts; None lets it run across documents, as in the paper.
     kernels: "auto" uses megatron_blackmamba's kernels where that package is installed, "torch" never does.
@@ -37,6 +38,10 @@ class BlackMambaConfig(PretrainedConfig):
         activation="silu",
         eod_reset=None,
         norm_eps=1e-5,
+        num_attention_heads=16,
+        num_key_value_heads=None,
+        rope_theta=10000,
+        mlp_hidden_size=None,
         initializer_range=0.02,
         kernels="auto",
         use_cache=True,
@@ -61,6 +66,10 @@ class BlackMambaConfig(PretrainedConfig):
         self.activation = activation
         self.eod_reset = eod_reset
         self.norm_eps = norm_eps
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.rope_theta = rope_theta
+        self.mlp_hidden_size = mlp_hidden_size
         self.initializer_range = initializer_range
         self.kernels = kernels
         self.use_cache = use_cache
@@ -79,8 +88,16 @@ class BlackMambaConfig(PretrainedConfig):
                 f"mamba_moe_layers has {len(self.mamba_moe_layers)} entries, num_layers is {self.num_layers}"
             )
         for kind in self.mamba_moe_layers:
-            if kind != "r" and not (kind.isdecimal() and int(kind) > 0):
-                raise ValueError(f'mamba_moe_layers: an entry is "r" or a number of experts, not {kind!r}')
+            if kind not in ("r", "attention", "mlp") and not (kind.isdecimal() and int(kind) > 0):
+                raise ValueError(
+                    f'mamba_moe_layers: an entry is "r", "attention", "mlp" or a number of experts, not {kind!r}'
+                )
+        if "mlp" in self.mamba_moe_layers and self.mlp_hidden_size is None:
+            raise ValueError("mamba_moe_layers has mlp: set mlp_hidden_size")
+        if "attention" in self.mamba_moe_layers and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+            )
         if self.activation not in ("silu", "gelu"):
             raise ValueError(f'activation is "silu" or "gelu", not {self.activation!r}')
         if self.kernels not in ("auto", "torch"):

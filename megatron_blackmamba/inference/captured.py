@@ -17,7 +17,7 @@ Step = Callable[[Tensor], Tensor]
 
 def stepper(decoder: Decoder, state: State) -> Step:
     """A function from the last tokens to the next logits that moves `state` on in place."""
-    if state.last_B.is_cuda:
+    if state.last_B.is_cuda and not decoder.grows:  # a captured step reads and writes tensors of one size
         return _captured(decoder, state)
     return lambda tokens_B: decoder.step(state, tokens_B)
 

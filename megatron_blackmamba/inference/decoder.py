@@ -20,14 +20,14 @@ from megatron_blackmamba.ops import decoding
 class State:
     """All that the model remembers of B sequences; its size does not depend on their length."""
 
-    memories: list[tuple[Tensor, ...]]
+    memories: list[list[Tensor]]
     """What each layer remembers, as its kind says; the first axis of each tensor is the batch."""
     last_B: Tensor
     """The last token of each sequence, -1 before the first."""
 
     def rows(self, index: Tensor) -> "State":
         """The sequences at `index`, in that order; a sequence may come more than once."""
-        return State([tuple(tensor[index] for tensor in memory) for memory in self.memories], self.last_B[index])
+        return State([[tensor[index] for tensor in memory] for memory in self.memories], self.last_B[index])
 
     def copy_(self, other: "State") -> None:
         """Take over the values of `other`, in place."""
@@ -57,11 +57,16 @@ class Decoder:
             for how, layer in zip(self.how, weights.layers, strict=True)
         ]
 
+    @property
+    def grows(self) -> bool:
+        """Whether the state grows with every token."""
+        return any(how.grows for how in self.how)
+
     def start(self, batch: int) -> State:
         """Return the state before the first token of `batch` sequences."""
-        device = self.weights.device
+        device, dtype = self.weights.device, self.weights.dtype
         return State(
-            [how.memory(self.config, batch, device) for how in self.how],
+            [how.memory(self.config, batch, dtype, device) for how in self.how],
             torch.full((batch,), -1, dtype=torch.long, device=device),
         )
 
@@ -102,11 +107,11 @@ class Decoder:
     def _restart(self, state: State) -> None:
         if self.config.eod_reset is None:
             return
-        going_on_B11 = state.last_B.ne(self.config.eod_reset)[:, None, None]
-        if not going_on_B11.is_cuda and going_on_B11.all():
+        going_on_B = state.last_B.ne(self.config.eod_reset)
+        if not going_on_B.is_cuda and going_on_B.all():
             return
-        for tensor in chain.from_iterable(state.memories):
-            tensor.mul_(going_on_B11)
+        for how, memory in zip(self.how, state.memories, strict=True):
+            how.restart(memory, going_on_B)
 
     def _hidden(self, state: State, tokens_BL: Tensor, lengths_B: Tensor | None) -> Tensor:
         weights = self.weights

@@ -19,8 +19,9 @@ from megatron_blackmamba.interchange.canonical import (
 )
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
+from megatron_blackmamba.kinds import kinds_in
 
-MODELING_FILES = ("configuration_blackmamba.py", "modeling_blackmamba.py")
+MODELING_FILES = ("configuration_blackmamba.py", "layers_blackmamba.py", "modeling_blackmamba.py")
 AUTO_MAP = {
     "AutoConfig": "configuration_blackmamba.BlackMambaConfig",
     "AutoModel": "modeling_blackmamba.BlackMambaModel",
@@ -80,6 +81,7 @@ def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> di
         "auto_map": AUTO_MAP,
         "num_layers": config.layers,
         **{theirs: getattr(config, ours) for theirs, ours in _SAME.items()},
+        **{name: value for kind in kinds_in(config.pattern) for name, value in kind.exported_fields(config).items()},
         "dt_rank": config.dt_rank_or_default,
         "mamba_moe_layers": layer_list(config),
         "max_sequence_length": sequence_length,

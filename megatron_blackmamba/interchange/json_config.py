@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.kinds import LayerKind, all_kinds, layers_of
+from megatron_blackmamba.kinds import LayerKind, all_kinds, kinds_in, layers_of
 
 
 def layer_list(config: ModelConfig) -> list[str]:
@@ -25,6 +25,8 @@ def model_config(fields: dict[str, Any], content: dict[str, Any], path: Path, na
         raise InterchangeError(
             f"{path}: num_layers is {content['num_layers']}, mamba_moe_layers has {len(pattern)} entries"
         )
+    for kind in kinds_in(pattern):
+        of_layers |= kind.imported_fields(content)
     try:
         return ModelConfig.model_validate({**fields, **of_layers, "pattern": pattern})
     except ValidationError as error:

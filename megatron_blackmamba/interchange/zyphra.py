@@ -14,7 +14,7 @@ from megatron_blackmamba.formats.atomic import write_json
 from megatron_blackmamba.interchange import torch_file
 from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, require_convertible
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
-from megatron_blackmamba.kinds import routes
+from megatron_blackmamba.kinds import kinds_in, routes
 
 CONFIG, WEIGHTS, TRUTH = "config.json", "pytorch_model.bin", "blackmamba.json"
 """The last one is ours: what the model really is, where the format cannot say it."""
@@ -103,8 +103,11 @@ def warning_about(config: ModelConfig) -> str | None:
 def require_expressible(config: ModelConfig, source: str) -> None:
     """The format has a character a layer and no field for what is fixed in its code."""
     require_convertible(config, source)
+    other = {kind.name for kind in kinds_in(config.pattern) if not kind.released}
     default_rank = math.ceil(config.hidden_size / 16)
     problems = {
+        "pattern": other
+        and f"{config.pattern}; the released format has no character for {' and '.join(sorted(other))}",
         "experts": routes(config.pattern)
         and not 2 <= config.experts <= 9
         and f"{config.experts}; the released format writes 2 to 9, one character a layer",

@@ -1,11 +1,17 @@
-"""Causal self-attention with rotary positions, as in the paper's transformer baselines."""
+"""Causal self-attention with rotary positions, as in the paper's transformer baselines.
+
+Shapes: B batch, L new tokens, S all tokens so far, D model, H heads, G key-value heads, C channels of a head,
+Q = (H + 2G) C.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import FP32, Cannot, Division, LayerKind, Sizes
+from megatron_blackmamba.kinds.base import FP32, Decoding, Division, LayerKind, Runner, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +25,7 @@ class Attention(LayerKind):
     block = "megatron_blackmamba.model.specs:attention_block"
     rotary = True
     writes_to_residual = ("linear_proj.weight",)
+    entry = '"attention"'
 
     def problems(self, model: ModelConfig) -> list[str]:
         heads = model.attention.heads
@@ -70,11 +77,26 @@ class Attention(LayerKind):
         """The stream is gathered and scattered, and gathered once more for the weight gradient."""
         return {"tensor": (2 * passes + 1) * at.stream}
 
-    def exported(self, model: ModelConfig) -> Cannot:
-        return Cannot("attention layers (*) do not convert yet")
+    def exported(self, model: ModelConfig) -> str:
+        return "attention"
 
-    def decoding(self, model: ModelConfig) -> Cannot:
-        return Cannot("attention layers (*) do not decode yet")
+    def imported(self, entry: str) -> dict[str, Any] | None:
+        return {} if entry == "attention" else None
+
+    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
+        attention = model.attention
+        return {
+            "num_attention_heads": attention.heads,
+            "num_key_value_heads": _kv_heads(model),
+            "rope_theta": attention.rotary_base,
+        }
+
+    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "rotary_base": "rope_theta"}
+        return {"attention": {ours: content[theirs] for ours, theirs in names.items() if theirs in content}}
+
+    def decoding(self, model: ModelConfig) -> Decoding:
+        return AttentionDecoding()
 
 
 def _kv_heads(model: ModelConfig) -> int:
@@ -84,3 +106,96 @@ def _kv_heads(model: ModelConfig) -> int:
 def _key_values(model: ModelConfig) -> int:
     """Width of the keys, and of the values."""
     return model.hidden_size * _kv_heads(model) // model.attention.heads
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """The weights of one layer. For each group of heads the rows of qkv are its queries, one key and one value."""
+
+    norm_D: Tensor
+    linear_qkv: Tensor
+    linear_proj: Tensor
+
+
+class AttentionDecoding(Decoding):
+    """The memory is the rotated keys and the values `[B, G, S, C]`, and which of the S tokens are padding `[B, S]`.
+
+    A document does not end it: attention crosses documents in training too.
+    """
+
+    grows = True
+
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> AttentionLayer:
+        return AttentionLayer(
+            get("norm.weight"), get("mixer.linear_qkv.weight", dtype), get("mixer.linear_proj.weight", dtype)
+        )
+
+    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
+        import torch
+
+        empty = torch.zeros(batch, _kv_heads(model), 0, model.hidden_size // model.attention.heads, device=device)
+        return [empty.to(dtype), empty.to(dtype), torch.zeros(batch, 0, dtype=torch.bool, device=device)]
+
+    def restart(self, memory: list[Tensor], going_on_B: Tensor) -> None:
+        """Keep everything."""
+
+    def step(self, run: Runner, layer: AttentionLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+        qkv_B1Q = run.times(x_BD, layer.linear_qkv)[:, None]
+        return run.times(_attend(run.config, memory, qkv_B1Q, None)[:, 0].float(), layer.linear_proj)
+
+    def read(
+        self,
+        run: Runner,
+        layer: AttentionLayer,
+        memory: list[Tensor],
+        x_BLD: Tensor,
+        keep_BL1: Tensor | None,
+        reset_BL: Tensor | None,
+    ) -> Tensor:
+        import torch.nn.functional as F
+
+        return F.linear(_attend(run.config, memory, F.linear(x_BLD, layer.linear_qkv), keep_BL1), layer.linear_proj)
+
+
+def _attend(model: ModelConfig, memory: list[Tensor], qkv_BLQ: Tensor, keep_BL1: Tensor | None) -> Tensor:
+    """Append keys and values to the memory and return `[B, L, D]`, what the queries find in it."""
+    import torch
+    import torch.nn.functional as F
+
+    keys, values, padding_BS = memory
+    B, L, _ = qkv_BLQ.shape
+    heads, groups = model.attention.heads, _kv_heads(model)
+    of_groups = qkv_BLQ.view(B, L, groups, -1, model.hidden_size // heads).permute(0, 2, 3, 1, 4)
+    q, k, v = of_groups.split([heads // groups, 1, 1], dim=2)
+    q, k, v = q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
+    before = keys.shape[2]
+    cos_LC, sin_LC = _rotation(model, before, L, q.device)
+    q, k = (x.float() * cos_LC + _half_turned(x.float()) * sin_LC for x in (q, k))
+    new_padding_BL = torch.zeros(B, L, dtype=torch.bool, device=q.device) if keep_BL1 is None else keep_BL1[..., 0] == 0
+    memory[0] = keys = torch.cat([keys, k.to(keys.dtype)], dim=2)
+    memory[1] = values = torch.cat([values, v.to(values.dtype)], dim=2)
+    memory[2] = padding_BS = torch.cat([padding_BS, new_padding_BL], dim=1)
+    here_L, there_S = torch.arange(before, before + L, device=q.device), torch.arange(before + L, device=q.device)
+    seen_BLS = (there_S <= here_L[:, None]) & ~padding_BS[:, None]
+    seen_BLS = seen_BLS | (there_S == here_L[:, None])  # padding sees itself: a row without any key would be NaN
+    y = F.scaled_dot_product_attention(
+        q.to(keys.dtype), keys, values, attn_mask=seen_BLS[:, None], enable_gqa=heads != groups
+    )
+    return y.transpose(1, 2).flatten(2)
+
+
+def _rotation(model: ModelConfig, first: int, count: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines `[L, C]` of the rotary embedding of positions from `first` on."""
+    import torch
+
+    C = model.hidden_size // model.attention.heads
+    rates = model.attention.rotary_base ** (-torch.arange(0, C, 2, device=device).float() / C)
+    angles_LC = torch.outer(torch.arange(first, first + count, device=device).float(), rates).repeat(1, 2)
+    return angles_LC.cos(), angles_LC.sin()
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    import torch
+
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)

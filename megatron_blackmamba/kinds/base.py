@@ -74,19 +74,23 @@ class Runner(Protocol):
 class Decoding(ABC):
     """A layer as a recurrence: its weights as decoding reads them, its memory, and one or many tokens through it.
 
-    Norm and residual belong to the decoder, except in `compiled`, whose step contains both.
+    Norm and residual belong to the decoder, except in `compiled`, whose step contains both. A memory is a list: a layer
+    changes its tensors in place, or puts longer ones in their place if `grows`.
     """
+
+    grows: ClassVar[bool] = False
+    """Whether the memory grows with every token."""
 
     @abstractmethod
     def pack(self, get: Callable[..., Tensor], model: ModelConfig, dtype: torch.dtype, device: Any) -> Any:
         """Return the weights as a dataclass with `norm_D`. `get(name, dtype)` loads one tensor of this layer."""
 
     @abstractmethod
-    def memory(self, model: ModelConfig, batch: int, device: Any) -> tuple[Tensor, ...]:
+    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         """Return the memory of `batch` sequences before their first token; the first axis is the batch."""
 
     @abstractmethod
-    def step(self, run: Runner, layer: Any, memory: tuple[Tensor, ...], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor) -> Tensor:
         """Return the output for one token of each sequence; update `memory` in place."""
 
     @abstractmethod
@@ -94,7 +98,7 @@ class Decoding(ABC):
         self,
         run: Runner,
         layer: Any,
-        memory: tuple[Tensor, ...],
+        memory: list[Tensor],
         x_BLD: Tensor,
         keep_BL1: Tensor | None,
         reset_BL: Tensor | None,
@@ -103,6 +107,11 @@ class Decoding(ABC):
 
         keep_BL1 is 0 at padding, which must leave no trace. reset_BL is true where the memory restarts first.
         """
+
+    def restart(self, memory: list[Tensor], going_on_B: Tensor) -> None:
+        """Forget the sequences where `going_on_B` is false: a document has ended."""
+        for tensor in memory:
+            tensor.mul_(going_on_B.view(-1, *[1] * (tensor.dim() - 1)))
 
     def compiled(self, layer: Any, model: ModelConfig) -> Step | None:
         """Return the whole block's step in C++, if there is one."""
@@ -193,6 +202,16 @@ class LayerKind(ABC):
 
     entry: ClassVar[str] = ""
     """What such an entry looks like, for messages."""
+    released: ClassVar[bool] = False
+    """Whether the released BlackMamba format has a character for it."""
+
+    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields of an export's config.json that only this kind needs."""
+        return {}
+
+    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config fields that they mean."""
+        return {}
 
     @abstractmethod
     def decoding(self, model: ModelConfig) -> Decoding | Cannot:

@@ -25,6 +25,7 @@ class Experts(LayerKind):
     routed = True
     recompute = frozenset({"layers", "experts"})
     writes_to_residual = ("fc2", "linear_fc2.weight")
+    released = True
     entry = "a number of experts"
 
     def problems(self, model: ModelConfig) -> list[str]:
@@ -137,8 +138,8 @@ class ExpertsDecoding(Decoding):
             fc2_EDF=fc2_EDF,
         )
 
-    def memory(self, model: ModelConfig, batch: int, device: Any) -> tuple[Tensor, ...]:
-        return ()
+    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
+        return []
 
     def compiled(self, layer: ExpertsLayer, model: ModelConfig) -> Step:
         from megatron_blackmamba.ops.decoding import experts_step
@@ -149,7 +150,7 @@ class ExpertsDecoding(Decoding):
         experts = layer.fc1_EGD.nbytes + layer.fc2_EDF.nbytes
         return super().bytes_a_token(layer) - experts + experts // len(layer.fc1_EGD)
 
-    def step(self, run: Runner, layer: ExpertsLayer, memory: tuple[Tensor, ...], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
         best_B, choice_B = _route(layer, x_BD)
         y_BD = gathered(run, layer, x_BD, choice_B) if x_BD.is_cuda else chosen(run, layer, x_BD, choice_B.tolist())
         return y_BD * best_B.sigmoid()[:, None]
@@ -158,7 +159,7 @@ class ExpertsDecoding(Decoding):
         self,
         run: Runner,
         layer: ExpertsLayer,
-        memory: tuple[Tensor, ...],
+        memory: list[Tensor],
         x_BLD: Tensor,
         keep_BL1: Tensor | None,
         reset_BL: Tensor | None,

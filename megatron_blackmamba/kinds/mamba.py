@@ -28,6 +28,7 @@ class Mamba(LayerKind):
     block = "megatron_blackmamba.model.specs:mamba_block"
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_proj.bias")
+    released = True
     entry = '"r"'
 
     def divisions(self, model: ModelConfig) -> list[Division]:
@@ -146,18 +147,18 @@ class MambaDecoding(Decoding):
             out_proj=get("mixer.out_proj.weight", dtype),
         )
 
-    def memory(self, model: ModelConfig, batch: int, device: Any) -> tuple[Tensor, ...]:
+    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch
 
         _, I, N, K, _ = _sizes(model)
-        return torch.zeros(batch, K - 1, I, device=device), torch.zeros(batch, I, N, device=device)
+        return [torch.zeros(batch, K - 1, I, device=device), torch.zeros(batch, I, N, device=device)]
 
     def compiled(self, layer: MambaLayer, model: ModelConfig) -> Step:
         from megatron_blackmamba.ops.decoding import mamba_step
 
         return mamba_step(**vars(layer), eps=model.norm_eps)
 
-    def step(self, run: Runner, layer: MambaLayer, memory: tuple[Tensor, ...], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
         from megatron_blackmamba.ops.selective_scan import selective_scan_step
 
@@ -182,7 +183,7 @@ class MambaDecoding(Decoding):
         self,
         run: Runner,
         layer: MambaLayer,
-        memory: tuple[Tensor, ...],
+        memory: list[Tensor],
         x_BLD: Tensor,
         keep_BL1: Tensor | None,
         reset_BL: Tensor | None,

@@ -1,11 +1,16 @@
-"""Dense SwiGLU MLP, as in the paper's transformer baseline."""
+"""Dense SwiGLU MLP, as in the paper's transformer baseline.
+
+Shapes: B batch, L length, D model, F hidden units, G = 2F gate and up.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import Cannot, Division, LayerKind, Sizes
+from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Runner, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +23,7 @@ class MLP(LayerKind):
     letter, name = "-", "dense MLP"
     block = "megatron_blackmamba.model.specs:mlp_block"
     writes_to_residual = ("linear_fc2.weight",)
+    entry = '"mlp"'
 
     def problems(self, model: ModelConfig) -> list[str]:
         return [] if model.mlp_hidden_size else ["the pattern has - layers: set model.mlp_hidden_size"]
@@ -50,8 +56,56 @@ class MLP(LayerKind):
         """The stream is gathered and scattered, and gathered once more for the weight gradient."""
         return {"tensor": (2 * passes + 1) * at.stream}
 
-    def exported(self, model: ModelConfig) -> Cannot:
-        return Cannot("dense MLP layers (-) do not convert yet")
+    def exported(self, model: ModelConfig) -> str:
+        return "mlp"
 
-    def decoding(self, model: ModelConfig) -> Cannot:
-        return Cannot("dense MLP layers (-) do not decode yet")
+    def imported(self, entry: str) -> dict[str, Any] | None:
+        return {} if entry == "mlp" else None
+
+    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
+        return {"mlp_hidden_size": model.mlp_hidden_size}
+
+    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        return {"mlp_hidden_size": content.get("mlp_hidden_size")}
+
+    def decoding(self, model: ModelConfig) -> Decoding:
+        return MLPDecoding()
+
+
+@dataclass(frozen=True)
+class MLPLayer:
+    """The weights of one layer; the rows of fc1 are [gate | up]."""
+
+    norm_D: Tensor
+    fc1_GD: Tensor
+    fc2_DF: Tensor
+
+
+class MLPDecoding(Decoding):
+    """No memory."""
+
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> MLPLayer:
+        return MLPLayer(
+            get("norm.weight"), get("mixer.linear_fc1.weight", dtype), get("mixer.linear_fc2.weight", dtype)
+        )
+
+    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
+        return []
+
+    def step(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+        gate, up = run.times(x_BD, layer.fc1_GD).chunk(2, dim=-1)
+        return run.times(run.gate(gate) * up, layer.fc2_DF)
+
+    def read(
+        self,
+        run: Runner,
+        layer: MLPLayer,
+        memory: list[Tensor],
+        x_BLD: Tensor,
+        keep_BL1: Tensor | None,
+        reset_BL: Tensor | None,
+    ) -> Tensor:
+        import torch.nn.functional as F
+
+        gate, up = F.linear(x_BLD, layer.fc1_GD).chunk(2, dim=-1)
+        return F.linear(run.gate(gate) * up, layer.fc2_DF)

@@ -7,7 +7,6 @@ import zipfile
 import pytest
 import torch
 
-from megatron_blackmamba.config.model import AttentionConfig
 from megatron_blackmamba.interchange import convert, hf, zyphra
 from megatron_blackmamba.interchange.canonical import InterchangeError, cast, in_memory, shapes
 from tests.reference import tiny, write_released
@@ -195,14 +194,10 @@ def test_another_model_s_config_is_refused(silu, tmp_path):
         (tmp_path / "config.json").write_text(kept)
 
 
-@pytest.mark.parametrize(("pattern", "named"), [("*E", r"attention layers \(\*\)"), ("M-", r"dense MLP layers \(-\)")])
-@pytest.mark.parametrize("writer", [hf, zyphra])
-def test_layers_without_a_format_are_refused(silu, tmp_path, pattern, named, writer):
-    more = {"pattern": pattern, "mlp_hidden_size": 8, "attention": AttentionConfig(heads=4)}
-    config = config_of(silu).model_copy(update=more)
-    weights = {name: torch.zeros(shape) for name, shape in shapes(config).items()}
-    with pytest.raises(InterchangeError, match=f"{named} do not convert"):
-        writer.write(in_memory(config, weights), tmp_path / "out")
+@pytest.mark.parametrize(("layers", "named"), [("ar", "attention"), ("rm", "dense MLP")])
+def test_released_format_refuses_other_layers(layers, named, tmp_path):
+    with pytest.raises(InterchangeError, match=f"the released format has no character for {named}"):
+        zyphra.write(canonical(tiny(layers=layers)), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

@@ -63,9 +63,9 @@ def test_swapped_halves_are_named(silu, name):
 )
 def test_an_export_whose_modeling_file_computes_something_else_is_caught(exported, line, wrong):
     model, folder = exported
-    code = (folder / "modeling_blackmamba.py").read_text()
+    code = (folder / "layers_blackmamba.py").read_text()
     assert line in code
-    (folder / "modeling_blackmamba.py").write_text(code.replace(line, wrong))
+    (folder / "layers_blackmamba.py").write_text(code.replace(line, wrong))
     with pytest.raises(parity.ParityError, match="its answers are not"):
         parity.check(model, hf.read(folder), folder)
 

@@ -93,8 +93,8 @@ class RunningMeanDecoding(Decoding):
     def pack(self, get, model, dtype, device):
         return MeanLayer(get("norm.weight"), get("mixer.in_proj.weight", dtype), get("mixer.out_proj.weight", dtype))
 
-    def memory(self, model, batch, device):
-        return torch.zeros(batch, model.hidden_size, device=device), torch.zeros(batch, 1, device=device)
+    def memory(self, model, batch, dtype, device):
+        return [torch.zeros(batch, model.hidden_size, device=device), torch.zeros(batch, 1, device=device)]
 
     def step(self, run, layer, memory, x_BD):
         total_BD, count_B1 = memory

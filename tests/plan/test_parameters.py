@@ -15,6 +15,19 @@ def test_the_papers_models_have_exactly_their_parameters(run, total, forward):
     assert sum(counted.by_kind.values()) == total
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [
+        ["blackmamba_1.5b", "mamba_343m", "transformer_340m", "transformer_moe_1.5b"],
+        ["quickstart", "quickstart_mamba", "quickstart_transformer", "quickstart_transformer_moe"],
+    ],
+    ids=["paper", "quickstart"],
+)
+def test_the_four_architectures_have_about_one_active_size(runs):
+    forward = [parameters.count(load(run)).forward for run in runs]
+    assert max(forward) / min(forward) < 1.07
+
+
 def test_the_dense_baseline_has_no_idle_parameters():
     counted = parameters.count(load(["blackmamba_1.5b", "model/mamba_343m"], ["parallel.expert=1"]))
     assert counted.forward == counted.total

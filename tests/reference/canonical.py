@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.config.model import AttentionConfig
 from megatron_blackmamba.interchange.canonical import Canonical, in_memory
 from tests.reference.checkpoint import Tiny
 
@@ -13,11 +14,17 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!'-Ġ"
 def config_of(model: Tiny) -> ModelConfig:
     given = model.config
     return ModelConfig(
-        pattern="".join("M" if kind == "r" else "E" for kind in given["mamba_moe_layers"]),
+        pattern="".join({"r": "M", "attention": "*", "mlp": "-"}.get(kind, "E") for kind in given["mamba_moe_layers"]),
         vocab_size=given["vocab_size"],
         hidden_size=given["hidden_size"],
         state_size=given["state_size"],
-        experts=next(int(kind) for kind in given["mamba_moe_layers"] if kind != "r"),
+        experts=next((int(kind) for kind in given["mamba_moe_layers"] if kind.isdecimal()), 1),
+        mlp_hidden_size=given.get("mlp_hidden_size"),
+        attention=AttentionConfig(
+            heads=given.get("num_attention_heads", 16),
+            kv_heads=given.get("num_key_value_heads"),
+            rotary_base=given.get("rope_theta", 10000),
+        ),
         expert_hidden_size=given["ffn_hidden_size"],
         activation=given["activation"],
         eod_reset=given["eod_reset"],

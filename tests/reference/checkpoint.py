@@ -38,7 +38,8 @@ def tiny(
     eod_reset: int | None = None,
     seed: int = 0,
 ) -> Tiny:
-    """`layers` has a character a layer, as the released config does: r for Mamba, a digit for that many experts."""
+    """`layers` has one character per layer: r for Mamba, a digit for that many experts, as the released config does,
+    and a for attention, m for a dense MLP."""
     config = {
         "num_layers": len(layers),
         "hidden_size": hidden,
@@ -46,7 +47,7 @@ def tiny(
         "conv_dimension": 4,
         "vocab_size": vocab,
         "expansion_factor": 2,
-        "mamba_moe_layers": list(layers),
+        "mamba_moe_layers": [{"a": "attention", "m": "mlp"}.get(layer, layer) for layer in layers],
         "ffn_hidden_size": ffn,
         "bias": False,
         "add_bias_linear": False,
@@ -55,6 +56,10 @@ def tiny(
         "activation": activation,
         "eod_reset": eod_reset,
     }
+    if "a" in layers:
+        config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 100}
+    if "m" in layers:
+        config |= {"mlp_hidden_size": 40}
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _random(name, shape, generator) for name, shape in released_shapes(config).items()}
     return Tiny(config, weights)
@@ -78,6 +83,13 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 "mixer.D": (inner,),
                 "mixer.out_proj.weight": (D, inner),
             }
+        elif kind == "attention":
+            channels = D // config["num_attention_heads"]
+            rows = channels * (config["num_attention_heads"] + 2 * config["num_key_value_heads"])
+            layer |= {"mixer.linear_qkv.weight": (rows, D), "mixer.linear_proj.weight": (D, D)}
+        elif kind == "mlp":
+            hidden = config["mlp_hidden_size"]
+            layer |= {"mixer.linear_fc1.weight": (2 * hidden, D), "mixer.linear_fc2.weight": (D, hidden)}
         else:
             layer |= {"mixer.router.weight": (int(kind), D), "mixer.router.bias": (int(kind),)}
             for e in range(int(kind)):

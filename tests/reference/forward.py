@@ -2,8 +2,10 @@
 
 NumPy and plain loops on purpose: it shares no line and no library with what it judges. Names, and the order of rows in
 fused matrices, are those of the released checkpoint: in_proj [x | z], x_proj [dt | B | C], linear_fc1 [gate | up].
+Attention and dense MLP, which the released checkpoint lacks, are as in the paper's baselines: linear_qkv has for each
+key-value head its queries, the key and the value; rotary positions turn channel c together with c + C/2.
 
-Shapes: S sequence, V vocabulary, D model, I inner, N state, K taps.
+Shapes: S sequence, V vocabulary, D model, I inner, N state, K taps, C channels of a head.
 """
 
 import math
@@ -37,8 +39,11 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
     w = {name: np.asarray(tensor, dtype=np.float64) for name, tensor in weights.items()}
     layers = config["mamba_moe_layers"]
     embedding_VD = w["embedding.word_embeddings.weight"]
-    trace = Trace(np.zeros((len(tokens), len(embedding_VD))), {i: [] for i, kind in enumerate(layers) if kind != "r"})
+    trace = Trace(
+        np.zeros((len(tokens), len(embedding_VD))), {i: [] for i, kind in enumerate(layers) if kind.isdecimal()}
+    )
     states: dict[int, _State] = {}
+    pasts: dict[int, list[np.ndarray]] = {}  # attention crosses documents
     for t, token in enumerate(tokens):
         if t > 0 and config.get("eod_reset") is not None and tokens[t - 1] == config["eod_reset"]:
             states.clear()
@@ -49,6 +54,10 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
             x_D = _rms_norm(residual_D, w[layer + "norm.weight"])
             if kind == "r":
                 residual_D += _mamba(mixer, states.setdefault(i, _new_state(mixer)), x_D)
+            elif kind == "attention":
+                residual_D += _attention(mixer, config, pasts.setdefault(i, []), x_D)
+            elif kind == "mlp":
+                residual_D += _gated(mixer["linear_fc1.weight"], mixer["linear_fc2.weight"], config["activation"], x_D)
             else:
                 residual_D += _experts(mixer, int(kind), config["activation"], x_D, trace, i)
         final_D = _layer_norm(residual_D, w["decoder.final_layernorm.weight"], w["decoder.final_layernorm.bias"])
@@ -93,10 +102,42 @@ def _experts(
     chosen = int(np.argmax(logits))
     trace.routes[layer].append(chosen)
     trace.margins.append(float(logits[chosen] - np.delete(logits, chosen).max()))
-    fc1 = m[f"local_experts.{chosen}.linear_fc1.weight"]
+    fc1, fc2 = (m[f"local_experts.{chosen}.linear_{name}.weight"] for name in ("fc1", "fc2"))
+    return _gated(fc1, fc2, activation, x_D) / (1.0 + math.exp(-logits[chosen]))
+
+
+def _gated(fc1: np.ndarray, fc2: np.ndarray, activation: str, x_D: np.ndarray) -> np.ndarray:
     gate, up = fc1[: len(fc1) // 2] @ x_D, fc1[len(fc1) // 2 :] @ x_D
-    gated = {"silu": _silu, "gelu": _gelu}[activation](gate) * up
-    return (m[f"local_experts.{chosen}.linear_fc2.weight"] @ gated) / (1.0 + math.exp(-logits[chosen]))
+    return fc2 @ ({"silu": _silu, "gelu": _gelu}[activation](gate) * up)
+
+
+def _attention(
+    m: dict[str, np.ndarray], config: Mapping[str, Any], past: list[np.ndarray], x_D: np.ndarray
+) -> np.ndarray:
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    C, each = len(x_D) // heads, heads // groups
+    qkv = (m["linear_qkv.weight"] @ x_D).reshape(groups, each + 2, C)
+    position = len(past)
+    keys = np.array([_turned(qkv[g, each], position, config["rope_theta"]) for g in range(groups)])
+    past.append(np.stack([keys, qkv[:, each + 1]]))
+    found = []
+    for head in range(heads):
+        g = head // each
+        query = _turned(qkv[g, head % each], position, config["rope_theta"])
+        scores = np.array([query @ token[0, g] for token in past]) / math.sqrt(C)
+        weights = np.exp(scores - scores.max())
+        found.append(sum(w * token[1, g] for w, token in zip(weights / weights.sum(), past, strict=True)))
+    return m["linear_proj.weight"] @ np.concatenate(found)
+
+
+def _turned(x_C: np.ndarray, position: int, base: float) -> np.ndarray:
+    half = len(x_C) // 2
+    out = np.empty_like(x_C)
+    for c in range(half):
+        angle = position * base ** (-2.0 * c / len(x_C))
+        out[c] = x_C[c] * math.cos(angle) - x_C[c + half] * math.sin(angle)
+        out[c + half] = x_C[c + half] * math.cos(angle) + x_C[c] * math.sin(angle)
+    return out
 
 
 def _rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:

@@ -1,0 +1,86 @@
+"""The paper's other architectures, and hybrids, go the whole way: export, transformers, import, generation."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_blackmamba.inference import Decoder
+from megatron_blackmamba.inference.generator import Generator
+from megatron_blackmamba.inference.weights import pack
+from megatron_blackmamba.interchange import convert, hf, megatron
+from tests.reference import forward, tiny
+from tests.reference.canonical import canonical
+
+ARCHITECTURES = {"transformer": "amam", "transformer_moe": "a4a4", "hybrid": "r4a4", "all": "ra4m"}
+TOKENS = [int(t) for t in np.random.default_rng(5).integers(1, 64, size=24)]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def made(request, tmp_path_factory):
+    """A model and its export, compared with megatron's answers on the way."""
+    model = tiny("silu", layers=ARCHITECTURES[request.param], seed=2)
+    folder = tmp_path_factory.mktemp(request.param) / "hf"
+    comparison = convert.to_hf(canonical(model), folder)
+    assert comparison is not None and comparison.agrees
+    return model, folder
+
+
+def expected(model, tokens=TOKENS):
+    return torch.from_numpy(forward(model.weights, model.config, tokens).logits_SV)
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+
+def test_export_agrees_with_the_reference(made):
+    model, folder = made
+    logits = loaded(folder)(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits.double(), expected(model), atol=2e-5, rtol=2e-5)
+
+
+def test_export_imports_bit_exactly(made, tmp_path):
+    _, folder = made
+    convert.to_checkpoint(hf.read(folder), tmp_path / "checkpoint", verify=False)
+    back = dict(megatron.read(tmp_path / "checkpoint").tensors())
+    for name, weight in hf.read(folder).tensors():
+        assert torch.equal(back[name], weight), name
+
+
+@torch.no_grad()
+def test_export_continues_from_its_cache(made):
+    model, folder = made
+    network, cache, logits = loaded(folder), None, []
+    for start, end in [(0, 7), (7, 8), (8, 20), (20, 24)]:
+        output = network(torch.tensor([TOKENS[start:end]]), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits[0])
+    torch.testing.assert_close(torch.cat(logits).double(), expected(model), atol=5e-5, rtol=5e-5)
+
+
+def test_decoder_agrees_with_the_reference(made):
+    model, folder = made
+    decoder = Decoder(pack(hf.read(folder), torch.float32))
+    stepping, reading = decoder.start(1), decoder.start(1)
+    steps = torch.cat([decoder.step(stepping, torch.tensor([token])) for token in TOKENS])
+    torch.testing.assert_close(steps.double(), expected(model), atol=5e-5, rtol=5e-5)
+    pieces = [decoder.read_all(reading, torch.tensor([TOKENS[a:b]]))[0] for a, b in [(0, 9), (9, 10), (10, 24)]]
+    torch.testing.assert_close(torch.cat(pieces).double(), expected(model), atol=5e-5, rtol=5e-5)
+
+
+def test_decoder_and_transformers_write_the_same(made):
+    _, folder = made
+    prompts = [TOKENS[:9], TOKENS[9:12], TOKENS[12:]]
+    generator = Generator(Decoder(pack(hf.read(folder), torch.float32)))
+    ours = list(zip(*generator.tokens(prompts, max_new_tokens=12, stop=-1), strict=True))
+    network = loaded(folder)
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    theirs = network.generate(
+        padded, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert [list(row) for row in ours] == theirs[:, width:].tolist()
+    alone = list(generator.tokens([prompts[1]], max_new_tokens=12, stop=-1))
+    assert [step[0] for step in alone] == list(ours[1])
