@@ -158,20 +158,35 @@ def plan(
 
 @app.command()
 def doctor(
+    configs: Annotated[list[str] | None, ConfigArgument] = None,
     folder: Annotated[Path, typer.Option(help="Where runs will live: its disk is measured.")] = Path("runs"),
-    quick: Annotated[bool, typer.Option("--quick", help="A node's preflight: what a run needs, in seconds.")] = False,
-    gpus: Annotated[int | None, typer.Option(help="How many there must be.", show_default="what there is")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what a job checks on each node, in seconds.")] = False,
+    all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Compare all ranks of a job, under srun.")] = False,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs expected.", show_default="any")] = None,
+    threshold: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Change a limit, as disk=20; repeatable.")
+    ] = None,
+    limit: Annotated[float, typer.Option(min=5, help="Seconds that --all-ranks may take.")] = 240,
+    unfit: Annotated[Path | None, typer.Option(help="File for unfit nodes' names, with --all-ranks.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Look at this machine: what a run would use, what is missing and how to get it. Exit code 1 if a run would fail.
+    """Examine this machine, or all ranks of a job: what works, what is missing. Exit code 1 if a run would fail.
+
+    With CONFIG, the disk must hold two of its checkpoints.
 
     [dim]blackmamba doctor[/dim]
 
     [dim]blackmamba doctor --quick --gpus 8 --folder /scratch/runs[/dim]
-    """
-    from megatron_blackmamba.launch.doctor import examine, show
 
-    examination = examine(folder, quick=quick, gpus=gpus)
+    [dim]srun blackmamba doctor blackmamba_1.5b --all-ranks[/dim]
+    """
+    from megatron_blackmamba.launch.doctor import examine, run_on_all_ranks, show
+    from megatron_blackmamba.launch.thresholds import parse
+
+    thresholds, run = parse(threshold or ()), compose(configs) if configs else None
+    if all_ranks:
+        raise typer.Exit(run_on_all_ranks(folder, run, thresholds, limit, unfit))
+    examination = examine(folder, quick=quick, gpus=gpus, thresholds=thresholds, config=run)
     show(examination, as_json=as_json)
     raise typer.Exit(1 if examination.problems else 0)
 

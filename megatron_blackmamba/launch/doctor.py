@@ -7,23 +7,50 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_blackmamba.launch import hardware, software
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.launch import checkpoint_space, hardware, limits, software
 from megatron_blackmamba.launch.findings import Examination, Finding
+from megatron_blackmamba.launch.thresholds import Thresholds
 
 COLOURS = {"ok": "default", "note": "dim", "warning": "yellow", "problem": "bold red"}
 
 
-def examine(folder: str | Path = "runs", *, quick: bool = False, gpus: int | None = None) -> Examination:
+def examine(
+    folder: str | Path = "runs",
+    *,
+    quick: bool = False,
+    gpus: int | None = None,
+    thresholds: Thresholds = Thresholds(),
+    config: RunConfig | None = None,
+) -> Examination:
     """Look at this host.
 
     folder: where the run will live, for the disk's speed.
     quick: only what decides whether this node can take part in a run; seconds, for a job's preflight.
     gpus: how many there must be; None takes what there is.
+    config: the run whose checkpoints must fit on the disk.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core says at length what the table says in a line
-        findings = list((_preflight if quick else _everything)(Path(folder).resolve(), gpus))
+        place = Path(folder).resolve()
+        findings = list((_preflight if quick else _everything)(place, gpus, thresholds))
+        if config is not None and _torch_works(findings):
+            findings += checkpoint_space.judge(place, config, thresholds)
     return Examination(platform.node(), findings, _next_command(findings, quick))
+
+
+def run_on_all_ranks(
+    folder: Path, config: RunConfig | None, thresholds: Thresholds, limit: float, unfit_file: Path | None
+) -> int:
+    """Check all ranks of this job together; rank 0 also judges the disk's space. Returns the exit code."""
+    from megatron_blackmamba.launch.all_ranks import examine_all
+    from megatron_blackmamba.runtime.world import find_place
+
+    problems: list[str] = []
+    if config is not None and find_place().rank == 0:
+        found = checkpoint_space.judge(folder.resolve(), config, thresholds)
+        problems = [f"{each.name}: {each.found}. {each.advice}" for each in found if each.status == "problem"]
+    return examine_all(thresholds, limit, problems, unfit_file)
 
 
 def show(examination: Examination, *, as_json: bool = False) -> None:
@@ -50,10 +77,12 @@ def show(examination: Examination, *, as_json: bool = False) -> None:
     console.print(f"\nNext: [bold]{_plain(examination.next_command)}[/]", highlight=False, soft_wrap=True)
 
 
-def _preflight(folder: Path, gpus: int | None) -> Iterator[Finding]:
+def _preflight(folder: Path, gpus: int | None, thresholds: Thresholds) -> Iterator[Finding]:
     imports = list(software.imports())
     yield from imports
-    yield from hardware.disk(folder, mebibytes=8)
+    yield from hardware.disk(folder, 16, thresholds.disk)
+    yield from limits.open_files(thresholds.open_files)
+    yield from limits.network_cards()
     if _torch_works(imports):
         count = hardware.gpu_count()
         yield from hardware.gpus(gpus)
@@ -63,7 +92,7 @@ def _preflight(folder: Path, gpus: int | None) -> Iterator[Finding]:
             yield from hardware.all_reduce(count)
 
 
-def _everything(folder: Path, gpus: int | None) -> Iterator[Finding]:
+def _everything(folder: Path, gpus: int | None, thresholds: Thresholds) -> Iterator[Finding]:
     imports = list(software.imports())
     works = _torch_works(imports)
     count = hardware.gpu_count() if works else 0
@@ -77,12 +106,14 @@ def _everything(folder: Path, gpus: int | None) -> Iterator[Finding]:
     yield from hardware.memory()
     yield from hardware.shared_memory(count)
     yield from hardware.locked_memory()
+    yield from limits.open_files(thresholds.open_files)
+    yield from limits.network_cards()
     if works:
         if count == 0:
             yield from hardware.matrix_products()
         yield from hardware.gpus(gpus)
         yield from hardware.all_reduce(count)
-    yield from hardware.disk(folder, mebibytes=256)
+    yield from hardware.disk(folder, 256, thresholds.disk)
 
 
 def _torch_works(imports: list[Finding]) -> bool:

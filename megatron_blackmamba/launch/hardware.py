@@ -127,43 +127,56 @@ def all_reduce(gpus: int) -> Iterator[Finding]:
     yield Finding("devices", name, f"{mebibytes} MiB in {1e3 * seconds:.1f} ms over {backend}")
 
 
-def disk(folder: Path, mebibytes: int) -> Iterator[Finding]:
-    """Write, flush and read back a file where the run will live."""
+def disk(folder: Path, mebibytes: int, least: float) -> Iterator[Finding]:
+    """Write, flush and read back a file where the run will live; the best of up to three tries counts.
+
+    least: MiB/s that it must write.
+    """
     place = next(path for path in (folder, *folder.parents) if path.exists())
-    content = os.urandom(2**20)
+    name = "at the run's path"
+    best = (0.0, 0.0)
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
-            start = time.perf_counter()
-            for _ in range(mebibytes):
-                file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            written = time.perf_counter() - start
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            start = time.perf_counter()
-            same = all(file.read(2**20) == content for _ in range(mebibytes))
-            read = time.perf_counter() - start
+        for _ in range(3):
+            best = max(best, _disk_speed(place, mebibytes))
+            if best[0] >= least:
+                break
     except OSError as error:
-        yield Finding(
-            "disk",
-            "at the run's path",
-            f"{place}: {error}",
-            "problem",
-            "give a folder that this user can write: folder=PATH",
-        )
+        advice = "give a folder that this user can write: folder=PATH"
+        yield Finding("disk", name, f"{place}: {error}", "problem", advice)
+        return
+    except ValueError:
+        advice = "what was read is not what was written: do not use this disk"
+        yield Finding("disk", name, str(place), "problem", advice)
         return
     free = shutil.disk_usage(place).free
-    found = (
-        f"{place} writes {mebibytes / written:.0f} MiB/s, reads {mebibytes / read:.0f} MiB/s, {free / GIB:.0f} GiB free"
-    )
-    if same:
-        advice = "a checkpoint of the 1.5B model with its optimizer takes about 20 GiB"
-        yield Finding.judge("disk", "at the run's path", found, free > GIB, advice, "warning")
+    found = f"{place} writes {best[0]:.0f} MiB/s, reads {best[1]:.0f} MiB/s, {free / GIB:.0f} GiB free"
+    if best[0] < least:
+        advice = f"at least {least:g} MiB/s are expected: use another disk (--folder), or allow it (--threshold disk=)"
+        yield Finding("disk", name, found, "problem", advice)
     else:
-        advice = "what was read is not what was written: do not use this disk"
-        yield Finding("disk", "at the run's path", found, "problem", advice)
+        advice = "a checkpoint of the 1.5B model with its optimizer takes about 20 GiB"
+        yield Finding.judge("disk", name, found, free > GIB, advice, "warning")
+
+
+def _disk_speed(place: Path, mebibytes: int) -> tuple[float, float]:
+    """Return MiB/s written and read; raises ValueError if what is read is not what was written."""
+    content = os.urandom(2**20)
+    with tempfile.TemporaryFile(dir=place) as file:
+        start = time.perf_counter()
+        for _ in range(mebibytes):
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        written = time.perf_counter() - start
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        start = time.perf_counter()
+        same = all(file.read(2**20) == content for _ in range(mebibytes))
+        read = time.perf_counter() - start
+    if not same:
+        raise ValueError
+    return mebibytes / written, mebibytes / read
 
 
 def _product(index: int):

@@ -67,8 +67,11 @@ def start_id(environment: Mapping[str, str] = os.environ) -> str:
 
 def record_collectives(environment: Any = os.environ) -> None:
     """Ask PyTorch to remember the last collectives; before the first process group is made."""
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the second one before PyTorch 2.8
-        environment.setdefault(name, "2000")
+    from torch._C import _distributed_c10d as c10d
+
+    environment.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    if not hasattr(c10d, "_dump_fr_trace"):  # an older PyTorch, which knows another name
+        environment.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", environment["TORCH_FR_BUFFER_SIZE"])
 
 
 class Heartbeats:

@@ -139,12 +139,17 @@ def _join(place: Place, timeout: timedelta) -> None:
         _loopback_only()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    set_address(place)
+    dist.init_process_group(backend, init_method="env://", rank=place.rank, world_size=place.size, timeout=timeout)
+
+
+def set_address(place: Place) -> None:
+    """Set the variables that say where rank 0 listens, where the launcher did not."""
     if place.launcher == "srun":
         os.environ.setdefault("MASTER_ADDR", _first_node())
         os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
     if os.environ.get("MASTER_ADDR") in LOCAL_ADDRESSES:
         _loopback_only()
-    dist.init_process_group(backend, init_method="env://", rank=place.rank, world_size=place.size, timeout=timeout)
 
 
 def _loopback_only() -> None:

@@ -62,18 +62,44 @@ check_plan() {
         "${BLACKMAMBA[@]}" plan "${CONFIG[@]}" --nodes "$SLURM_NNODES" --gpus-per-node "$tasks" --gpu "${GPU:-h100}" --check
 }
 
-# Every node looks at itself and leaves a file where it is fit. Sets UNFIT to the nodes that left none.
+# Every node checks itself, then all ranks are checked together (PREFLIGHT=nodes omits that). Sets UNFIT to the nodes
+# that fail. DOCTOR_OPTIONS holds more options of `blackmamba doctor`, such as --threshold disk=20.
 preflight() {
     local reports=$LOGS/preflight-$RESTART node
     mkdir -p "$reports"
     say "preflight of $SLURM_NNODES nodes, reports in $reports"
     srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --output="${reports//%/%%}/%N.txt" "${SRUN_CONTAINER[@]}" \
         bash -c 'timeout 300 "${@:2}" && touch "$1/$SLURMD_NODENAME.fit"' bash "$reports" "${LAUNCHER[@]}" \
-        "${BLACKMAMBA[@]}" doctor --quick --folder "$RUN_FOLDER" --gpus "$GPUS_PER_NODE"
+        "${BLACKMAMBA[@]}" doctor --quick --folder "$RUN_FOLDER" --gpus "$GPUS_PER_NODE" ${DOCTOR_OPTIONS:-}
     UNFIT=()
     for node in $NODES; do [ -e "$reports/$node.fit" ] || UNFIT+=("$node"); done
-    [ ${#UNFIT[@]} -eq 0 ] && return 0
-    for node in "${UNFIT[@]}"; do say "unfit: $node" && tail -n 20 "$reports/$node.txt"; done
+    if [ ${#UNFIT[@]} -ne 0 ]; then
+        for node in "${UNFIT[@]}"; do say "unfit: $node" && tail -n 20 "$reports/$node.txt"; done
+        return 1
+    fi
+    [ "${PREFLIGHT:-all}" = nodes ] || preflight_together "$reports"
+}
+
+# All ranks of the job, as in training. The file `unfit` appears with the verdict; without one, the head node is at fault.
+preflight_together() {
+    local reports=$1 status
+    say "preflight of $SLURM_NTASKS ranks together"
+    rm -f "$reports/unfit"
+    srun --kill-on-bad-exit=0 --output="${reports//%/%%}/rank-%t.txt" "${SRUN_CONTAINER[@]}" \
+        bash -c 'exec timeout --kill-after=10 300 "$@"' bash "${LAUNCHER[@]}" "${BLACKMAMBA[@]}" doctor "${CONFIG[@]}" \
+        --all-ranks --folder "$RUN_FOLDER" --unfit "$reports/unfit" ${DOCTOR_OPTIONS:-}
+    status=$?
+    cat "$reports/rank-0.txt"
+    if [ -e "$reports/unfit" ]; then
+        mapfile -t UNFIT <"$reports/unfit"
+        [ ${#UNFIT[@]} -eq 0 ] || return 1
+        [ "$status" -eq 0 ] && return 0
+        say "the ranks cannot train together, and no single node is the cause. Nothing is excluded."
+        exit 1
+    fi
+    say "no verdict within 300 s. What the other ranks said:"
+    tail -n 3 "$reports"/rank-*.txt
+    UNFIT=("$MASTER_ADDR")
     return 1
 }
 

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_blackmamba.launch import hardware, software
+from megatron_blackmamba.config import load, to_yaml
+from megatron_blackmamba.launch import checkpoint_space, hardware, limits, software
 from megatron_blackmamba.launch.allreduce import AllReduceError, time_all_reduce
 from megatron_blackmamba.launch.doctor import examine
 from megatron_blackmamba.launch.findings import Finding
+from megatron_blackmamba.launch.thresholds import Thresholds
 
 
 def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -51,7 +54,7 @@ def test_the_preflight_names_a_folder_it_cannot_write():
 
 
 def test_a_run_folder_that_is_not_there_yet_is_not_made(tmp_path):
-    finding = next(hardware.disk(tmp_path / "a/b/c", mebibytes=1))
+    finding = next(hardware.disk(tmp_path / "a/b/c", 1, 0.0))
     assert finding.status == "ok"
     assert str(tmp_path) in finding.found
     assert list(tmp_path.iterdir()) == []
@@ -62,6 +65,104 @@ def test_local_processes_that_cannot_meet_are_reported_with_the_reason(monkeypat
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-card")
     with pytest.raises(AllReduceError, match=r"rank [01]: "):
         time_all_reduce(2, on_gpus=False, mebibytes=1, repeats=1)
+
+
+def problems(done: subprocess.CompletedProcess) -> dict[str, dict[str, str]]:
+    found = json.loads(done.stdout)["findings"]
+    return {finding["name"]: finding for finding in found if finding["status"] == "problem"}
+
+
+def test_too_few_open_files_and_a_wrong_card_are_named(tmp_path):
+    """What `ulimit -n 64` and a card of another machine do, in one process."""
+    command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", sys.executable, "-m", "megatron_blackmamba", "doctor"]
+    cards = {"GLOO_SOCKET_IFNAME": "none0", "NCCL_SOCKET_IFNAME": "none1,none2"}
+    done = subprocess.run(
+        [*command, "--quick", "--json", "--folder", str(tmp_path), "--threshold", "disk=0"],
+        text=True,
+        capture_output=True,
+        timeout=300,
+        env=os.environ | cards,
+    )
+    assert done.returncode == 1, done.stderr
+    found = problems(done)
+    assert set(found) == {"open files", *cards}
+    assert "64" in found["open files"]["found"] and "ulimit" in found["open files"]["advice"]
+    assert all("lo" in found[name]["advice"] for name in cards)  # which there are
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "good"),
+    [
+        ("NCCL_SOCKET_IFNAME", "l", True),  # a prefix
+        ("NCCL_SOCKET_IFNAME", "=l", False),  # a name
+        ("NCCL_SOCKET_IFNAME", "=lo", True),
+        ("NCCL_SOCKET_IFNAME", "none0,lo", True),
+        ("NCCL_SOCKET_IFNAME", "^docker", True),
+        ("GLOO_SOCKET_IFNAME", "l", False),
+        ("GLOO_SOCKET_IFNAME", "lo,none0", False),
+        ("NCCL_IB_HCA", "none0", False),
+    ],
+)
+def test_card_names_are_read_as_their_library_does(monkeypatch, variable, value, good):
+    monkeypatch.setenv(variable, value)
+    (finding,) = (each for each in limits.network_cards() if each.name == variable)
+    assert (finding.status == "ok") == good, finding
+
+
+@pytest.fixture
+def slow_disk(tmp_path):
+    """A cgroup whose processes write 20 MiB/s to the disk of tmp_path; yields the file to join it by."""
+    group = Path("/sys/fs/cgroup/blkio/slow-disk-test")
+    device = os.stat(tmp_path).st_dev
+    try:
+        group.mkdir()
+        (group / "blkio.throttle.write_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} {20 * 2**20}")
+    except OSError as error:
+        pytest.skip(f"no cgroup here that slows a disk down: {error}")
+    yield group / "cgroup.procs"
+    group.rmdir()
+
+
+def test_a_slow_disk_is_measured(tmp_path, slow_disk):
+    measure = (
+        "from pathlib import Path; from megatron_blackmamba.launch import hardware;"
+        f" print(*hardware.disk(Path({str(tmp_path)!r}), 16, 40))"
+    )
+    slowly = f"echo $$ >{slow_disk} && exec {sys.executable} -c {shlex.quote(measure)}"
+    done = subprocess.run(["bash", "-c", slowly], text=True, capture_output=True, timeout=100)
+    assert "status='problem'" in done.stdout and "at least 40 MiB/s are expected" in done.stdout, done
+    assert next(hardware.disk(tmp_path, 16, 1)).status == "ok"
+
+
+def test_less_space_than_two_checkpoints_is_a_problem(tmp_path):
+    config = load("tiny", [f"folder={tmp_path}"])
+    size = checkpoint_space.checkpoint_bytes(config)
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small file system")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size)}", "tmpfs", tmp_path], check=True)
+    try:
+        (finding,) = checkpoint_space.judge(tmp_path, config, Thresholds())
+        assert finding.status == "problem" and "2 checkpoints must fit" in finding.advice
+        assert next(checkpoint_space.judge(tmp_path, config, Thresholds(checkpoints=1))).status == "ok"
+        saved = tmp_path / "tiny/checkpoints/step_00000010"
+        saved.mkdir(parents=True)
+        (saved / "weights").write_bytes(bytes(int(0.4 * size)))  # space that a deleted checkpoint gives back
+        assert next(checkpoint_space.judge(tmp_path, config, Thresholds(checkpoints=1.4))).status == "ok"
+        (saved / "weights").write_bytes(bytes(int(0.6 * size)))
+        assert next(checkpoint_space.judge(tmp_path, config, Thresholds(checkpoints=1.4))).status == "problem"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_checkpoint_is_as_large_as_expected(tmp_path):
+    """Bytes on disk of a checkpoint, within 10%."""
+    config = load("tiny", [f"folder={tmp_path}", "training.stop_after_steps=1", "logging.tensorboard=false"])
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-m", "megatron_blackmamba", "train", str(tmp_path / "run.yaml"), "--nproc", "1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    (checkpoint,) = (tmp_path / "tiny/checkpoints").glob("step_*")
+    written = sum(file.stat().st_size for file in checkpoint.iterdir())
+    assert written == pytest.approx(checkpoint_space.checkpoint_bytes(config), rel=0.1)
 
 
 def test_every_op_has_one_backend_in_use():

@@ -41,6 +41,7 @@ class Cluster:
         self.root.chmod(0o755)
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH_", "SRUN_", "CUDA_VISIBLE"))}
         self.env = clean | {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": search_path(), "OMP_NUM_THREADS": "1"}
+        self.env["PREFLIGHT"] = "nodes"  # what two ranks on one busy machine measure says nothing
         self.daemons: dict[str, subprocess.Popen] = {}
         # Sweeps up once its input closes: here at the end, or when this process dies, however it dies.
         sweep = [sys.executable, __file__, str(self.root)]

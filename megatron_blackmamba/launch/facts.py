@@ -1,0 +1,51 @@
+"""What must be the same on every node of a run: versions, the code itself, the kind of processor, network settings."""
+
+import hashlib
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_SOCKET_IFNAME")
+
+
+def facts(gpu: int | None) -> dict[str, str]:
+    """Return name → value for this process; `gpu` is the index of its GPU."""
+    import torch
+
+    found = {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": _version("megatron-core"),
+        "our code": fingerprint(),
+    }
+    found |= {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
+    if gpu is not None:
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["GPU"] = torch.cuda.get_device_name(gpu)
+        found["driver"] = _driver()
+    return found
+
+
+def fingerprint(folder: Path = PACKAGE) -> str:
+    """Return a short hash of every source file and compiled library of the package."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".py", ".so", ".cpp", ".cu", ".yaml") and "__pycache__" not in path.parts:
+            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
+    except (OSError, IndexError):
+        return "unknown"

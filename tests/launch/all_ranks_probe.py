@@ -1,0 +1,88 @@
+"""Run `doctor --all-ranks` on three forked ranks, each a node of its own, and let something happen to one of them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_blackmamba.launch import all_ranks, measures
+from megatron_blackmamba.launch.thresholds import parse
+from tests.runtime.ranks import fork_ranks
+
+LENIENT = ["cpu_product=0.01", "cpu_pair=0.001"]  # on a busy machine, ranks differ for no reason
+BRAKE = """
+import os, signal, sys, time
+print(flush=True)
+for _ in range(10):
+    os.kill(int(sys.argv[1]), signal.SIGSTOP); time.sleep(0.19)
+    os.kill(int(sys.argv[1]), signal.SIGCONT); time.sleep(0.01)
+"""
+
+
+def different() -> None:
+    os.environ["NCCL_IB_TIMEOUT"] = "7"
+
+
+def slow() -> None:
+    """Have this process stopped most of the time, as a throttled processor would."""
+    measured = measures.matrix_products
+
+    def slowly(device):
+        command = [sys.executable, "-S", "-c", BRAKE, str(os.getpid())]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as brake:
+            assert brake.stdout
+            brake.stdout.readline()  # it runs
+            return measured(device)
+
+    measures.matrix_products = slowly
+
+
+def stopped() -> None:
+    """Stop this process in its first measurement, and have it killed when the test is over."""
+    subprocess.Popen(["sh", "-c", f"sleep 12; kill -KILL {os.getpid()}"])
+    measures.matrix_products = lambda device: os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def killed() -> None:
+    measures.matrix_products = lambda device: os._exit(9)
+
+
+def absent() -> None:
+    os._exit(0)
+
+
+def fine() -> None:
+    pass
+
+
+CASES = {
+    "different": (different, 60, [*LENIENT, "cpu_floor=1000000"]),
+    "slow": (slow, 60, ["cpu_pair=0.001"]),
+    "stopped": (stopped, 8, LENIENT),
+    "killed": (killed, 60, LENIENT),
+    "absent": (absent, 20, LENIENT),
+}
+
+
+def run(folder: Path, name: str) -> dict:
+    happens, limit, thresholds = CASES[name]
+    unfit = folder / f"{name}.unfit"
+
+    def rank() -> int:
+        number = int(os.environ["RANK"])
+        os.environ["SLURMD_NODENAME"] = f"node{number}"
+        if number == 2:
+            happens()
+        with open(folder / f"{name}.{number}", "w", buffering=1) as out, contextlib.redirect_stdout(out):
+            return all_ranks.examine_all(parse(thresholds), limit, [], unfit)
+
+    answers = fork_ranks(3, rank)
+    said = (folder / f"{name}.0").read_text()
+    return {"unfit": unfit.read_text().splitlines() if unfit.exists() else None, "said": said, "answers": answers}
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: run(Path(sys.argv[1]), name) for name in sys.argv[2:] or CASES}))

@@ -1,0 +1,58 @@
+"""The preflight of all ranks together, in real jobs of two nodes."""
+
+import json
+import sys
+
+import pytest
+
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.launch.snapshot import take_snapshot
+from tests.slurm.conftest import REPOSITORY
+
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+SCRIPT = REPOSITORY / "scripts/slurm/pretrain_1.5b.sbatch"
+LENIENT = "--threshold cpu_product=0.01"
+
+
+def submit(slurm, tmp_path, options=LENIENT, **env):
+    """Submit the shipped script with a small run on two nodes."""
+    return slurm.submit(
+        *(
+            "--nodes=2",
+            "--ntasks-per-node=1",
+            "--gpus-per-node=1",
+            "--cpus-per-task=1",
+            "--time=10",
+            "--signal=B:USR1@60",
+        ),
+        *("--signal=B:USR1@60", f"--output={tmp_path}/job.log"),
+        *(SCRIPT, "tiny", "parallel.expert=2", "training.stop_after_steps=3"),
+        cwd=REPOSITORY,
+        RUN_FOLDER=str(tmp_path / "run"),
+        **{"PYTHON": sys.executable, "GPUS_PER_NODE": "0", "PREFLIGHT": "all", "DOCTOR_OPTIONS": options, **env},
+    )
+
+
+def test_a_node_with_other_code_is_left_out(slurm, tmp_path):
+    take_snapshot(tmp_path / "old")
+    with open(tmp_path / "old/megatron_blackmamba/__init__.py", "a") as file:
+        file.write("# an older copy\n")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\n[ "$SLURMD_NODENAME" = node2 ] && cd {tmp_path}/old && export PYTHONPATH=$PWD\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    job, log = submit(slurm, tmp_path, PYTHON=str(python)), tmp_path / "job.log"
+    ended = slurm.wait(job, log)
+    assert (ended["JobState"], ended["NodeList"], ended["Restarts"]) == ("COMPLETED", "node[1,3]", "1"), log.read_text()
+    assert "unfit: node2: our code is " in log.read_text()
+    steps = [json.loads(line)["step"] for line in RunFolder(tmp_path / "run").metrics.read_text().splitlines()]
+    assert steps == [1, 2, 3]
+
+
+def test_a_disk_too_small_ends_the_job_without_blame(slurm, tmp_path):
+    job, log = submit(slurm, tmp_path, f"{LENIENT} --threshold checkpoints=1e9"), tmp_path / "job.log"
+    ended = slurm.wait(job, log)
+    assert (ended["JobState"], ended["Restarts"], ended["ExcNodeList"]) == ("FAILED", "0", "(null)"), log.read_text()
+    assert "problem: space: " in log.read_text() and "no single node is the cause" in log.read_text()
