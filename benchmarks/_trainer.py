@@ -60,5 +60,6 @@ def on_random_tokens(
         "labels": text[:, 1:].contiguous(),
         "loss_mask": torch.ones(sequences, length, device=text.device),
         "source_ids": torch.zeros(sequences, dtype=torch.int64, device=text.device),
+        "sample_ids": torch.arange(sequences),
     }
     return lambda: step.gradients(iter([batch])), step.update

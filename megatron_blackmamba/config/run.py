@@ -80,6 +80,7 @@ class GuardConfig(Section):
     max_bad_steps: int = Field(5, ge=1)
     """Stop after this many steps in a row with a loss or gradient that is not finite. Spikes never stop a run."""
     spike: Literal["off", "warn", "skip", "rewind"] = "warn"
+    """What to do about a spike. `rewind` also rewinds if a step is not finite or if replicas differ."""
     spike_deviations: float = Field(8.0, gt=0)
     """A spike: a loss this many median absolute deviations above the running median."""
     spike_window: int = Field(128, ge=8)
@@ -88,6 +89,12 @@ class GuardConfig(Section):
     """This many spikes in a row, or rewinds to one checkpoint, are a new level of the loss, which becomes the usual."""
     rewind_batches: int = Field(1, ge=1)
     """Batches a rewind passes over: the one that spiked, and those before it up to the checkpoint."""
+    replicas_every: int = Field(100, ge=0)
+    """Steps between comparisons of the weights that several ranks hold, which also precede every save; 0: none."""
+    slow_ratio: float = Field(1.3, gt=1)
+    """A rank is slow if its own time is this many times the median of the other ranks."""
+    slow_steps: int = Field(50, ge=1)
+    """Steps over which the time of a rank is judged."""
     hang_seconds: float = Field(600.0, gt=0)
     """Longest time without progress: after it every rank writes a report and exits with 70."""
 

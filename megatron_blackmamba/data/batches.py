@@ -56,6 +56,7 @@ class BatchStream:
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, "read-ahead") if workers else None
         self._ahead: deque[tuple[Future | Batch, int | None]] = deque()
+        self._served: list[tuple[Batch, int | None]] = []  # of the current global batch
         self._planned = self._plan(start_sample)
 
     @property
@@ -68,7 +69,7 @@ class BatchStream:
 
     def __next__(self) -> Batch:
         if self._pool:
-            for samples, position in islice(self._planned, 1 + 2 * self._workers - len(self._ahead)):
+            for samples, position in islice(self._planned, max(0, 1 + 2 * self._workers - len(self._ahead))):
                 self._ahead.append((self._pool.submit(self._read, samples), position))
         elif not self._ahead:  # a global batch at once: between two micro-batches the caches forget how to read
             for samples, position in islice(self._planned, self.micro_batches):
@@ -78,9 +79,17 @@ class BatchStream:
             raise StopIteration
         reading, position = self._ahead.popleft()
         batch = reading.result() if isinstance(reading, Future) else reading
+        if self._served and self._served[-1][1] is not None:
+            self._served = []
+        self._served.append((batch, position))
         if position is not None:
             self.position = position
         return batch
+
+    def again(self) -> None:
+        """Serve the micro-batches of the last global batch once more."""
+        self._ahead.extendleft(reversed(self._served))
+        self._served = []
 
     def close(self) -> None:
         """Stop reading ahead. Iterating on is then an error."""

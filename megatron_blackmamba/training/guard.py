@@ -1,6 +1,6 @@
-"""What happens when a step goes wrong: its loss or gradient is not finite, or its loss leaps far above the last ones.
+"""What to do with a step whose loss or gradient is not finite, or whose loss jumps far above the last ones.
 
-Every rank judges the same numbers with the same history, so all come to the same verdict without talking.
+Every rank judges the same numbers with the same history, so all reach the same verdict without an exchange.
 
 A loss that rises and stays there, as with other data, is a new level and no spike: at most `max_spikes` steps in a row
 are lost to spikes, whatever is done about them, and they never end a run.
@@ -26,22 +26,28 @@ class Action(Enum):
     SKIP = "skip"
     """Leave the weights as they are and go on with the next batch."""
     REWIND = "rewind"
-    """Go back to the last checkpoint and past this batch."""
+    """Go back to the last checkpoint; if the batch is to blame, train past it."""
     STOP = "stop"
-    """Too many steps in a row that were not finite: end the run."""
+    """End the run."""
+
+
+class Cause(Enum):
+    SPIKE = "spike"
+    NOT_FINITE = "not finite"
+    REPLICAS = "replicas differ"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do with a step, and why when it is not simply a good one."""
+    """What to do with a step, and why if it is not a good one."""
 
     action: Action
     reason: str | None = None
-    spike: bool = False
+    cause: Cause | None = None
 
 
 class Guard:
-    """Looks at a step's loss before the update, and settles what it was once the gradient norm is known too."""
+    """Judges a step by its loss before the update, and finally once its gradient norm is known too."""
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
@@ -51,9 +57,9 @@ class Guard:
         self.skipped = 0
 
     def look(self, loss: float) -> Verdict:
-        """Whether the weights may be updated by the gradients of this loss; remembers nothing yet."""
+        """Say whether the weights may be updated by the gradients of this loss. Nothing is remembered yet."""
         if not math.isfinite(loss):
-            return Verdict(Action.SKIP, f"the loss is {loss}")
+            return Verdict(Action.SKIP, f"the loss is {loss}", Cause.NOT_FINITE)
         if self.config.spike == "off" or len(self.losses) < FEWEST_LOSSES:
             return Verdict(Action.APPLY)
         usual = median(self.losses)
@@ -62,19 +68,19 @@ class Guard:
             return Verdict(Action.APPLY)
         action = {"warn": Action.APPLY, "skip": Action.SKIP, "rewind": Action.REWIND}[self.config.spike]
         usual_was = f"the median of {len(self.losses)} steps {usual:.4f}"
-        return Verdict(action, f"a spike: the loss is {loss:.4f}, {usual_was}", spike=True)
+        return Verdict(action, f"a spike: the loss is {loss:.4f}, {usual_was}", Cause.SPIKE)
 
     def settle(self, seen: Verdict, loss: float, grad_norm: float) -> Verdict:
-        """The last word on a step, and the next ones are judged by it. `grad_norm` counts if an update was tried."""
+        """Return the final verdict, and remember the step. `grad_norm` counts only if an update was tried."""
         if seen.action is Action.APPLY and not math.isfinite(grad_norm):
-            seen = Verdict(Action.SKIP, f"the gradient norm is {grad_norm}")
+            seen = Verdict(Action.SKIP, f"the gradient norm is {grad_norm}", Cause.NOT_FINITE)
         self.skipped += seen.action is not Action.APPLY
-        if not (seen.spike or seen.action is Action.APPLY):
+        if seen.cause is Cause.NOT_FINITE:
             return self._not_finite(seen)
         self.bad_in_a_row = 0
         if seen.action is Action.APPLY:
             self.losses.append(loss)
-        self.spikes_in_a_row = self.spikes_in_a_row + 1 if seen.spike else 0
+        self.spikes_in_a_row = self.spikes_in_a_row + 1 if seen.cause is Cause.SPIKE else 0
         if self.spikes_in_a_row < self.config.max_spikes:
             return seen
         self.forget()
@@ -84,17 +90,22 @@ class Guard:
     def _not_finite(self, seen: Verdict) -> Verdict:
         self.bad_in_a_row += 1
         if self.bad_in_a_row < self.config.max_bad_steps:
-            return seen
+            return replace(seen, action=Action.REWIND) if self.config.spike == "rewind" else seen
         counted = f"bad steps in a row: {self.bad_in_a_row} (training.guard.max_bad_steps)"
-        return Verdict(Action.STOP, f"{seen.reason}; {counted}")
+        return replace(seen, action=Action.STOP, reason=f"{seen.reason}; {counted}")
+
+    def replicas_differ(self, where: str) -> Verdict:
+        """Judge a step whose weights were not the same on ranks that must hold the same."""
+        action = Action.REWIND if self.config.spike == "rewind" else Action.STOP
+        return Verdict(action, f"replicas of weights differ: {where}", Cause.REPLICAS)
 
     def forget(self) -> None:
-        """What was usual so far will not be so from here on: learn anew what is."""
+        """Learn the usual loss anew from here on."""
         self.losses.clear()
         self.spikes_in_a_row = 0
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: with it, a resumed run judges as one that never stopped."""
+        """Return what a checkpoint keeps, so that a resumed run judges as one that never stopped."""
         return {
             "losses": list(self.losses),
             "bad_in_a_row": self.bad_in_a_row,

@@ -5,42 +5,41 @@ No random number is drawn in a step and the learning rate is a function of the s
 resume exactly.
 """
 
-import atexit
-import gc
 import logging
 import math
-import os
 import signal
 import time
 import warnings
 from collections import Counter
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_blackmamba import data as serving
 from megatron_blackmamba import model as modelling
-from megatron_blackmamba.checkpoint import Checkpoints
+from megatron_blackmamba.checkpoint import Checkpoints, SaveError
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.kinds import layers_of
-from megatron_blackmamba.runtime import layout, world
+from megatron_blackmamba.runtime import layout, process, world
 from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
 from megatron_blackmamba.runtime.world import World
-from megatron_blackmamba.training.guard import Action, Guard, Verdict
+from megatron_blackmamba.training.guard import Action, Cause, Guard, Verdict
 from megatron_blackmamba.training.lock import Lock
 from megatron_blackmamba.training.loggers import Loggers
-from megatron_blackmamba.training.metrics import RouterLoad, StepMetrics, router_load
 from megatron_blackmamba.training.optimizer import make_trainable
 from megatron_blackmamba.training.progress import Progress
+from megatron_blackmamba.training.ranks import Ranks
+from megatron_blackmamba.training.records import record
+from megatron_blackmamba.training.replicas import Replicas
+from megatron_blackmamba.training.rerun import Attempt, run_again
 from megatron_blackmamba.training.resume import refuse_changes, refuse_tokenizer
 from megatron_blackmamba.training.saving import Saver
 from megatron_blackmamba.training.schedule import Schedule
-from megatron_blackmamba.training.speed import Utilisation, memory_bytes
-from megatron_blackmamba.training.step import Losses, Step, Update
+from megatron_blackmamba.training.speed import Utilisation
+from megatron_blackmamba.training.step import Step, Update
+from megatron_blackmamba.training.stragglers import Stragglers
 from megatron_blackmamba.training.tracing import Tracing
 from megatron_blackmamba.training.validation import validate
 
@@ -81,12 +80,15 @@ class Trainer:
 
     def __init__(self, config: RunConfig, world: World, stop: StopRequest, watchdog: Watchdog) -> None:
         self.config, self.world, self.stop, self.watchdog = config, world, stop, watchdog
-        _be_deterministic(config.training.deterministic)
+        process.be_deterministic(config.training.deterministic)
         watchdog.alive("building the model")
         self.trainable = make_trainable(config, modelling.build(config, world), world)
         self.progress = Progress()
         watchdog.alive("opening the data")
         self.data = self.open_data()
+        self.ranks = Ranks.of(world)
+        self.replicas = Replicas(world, self.trainable.model, self.ranks)
+        self.stragglers = Stragglers(config.training.guard, self.ranks)
         self.step = Step(config, world, self.trainable, len(self.data.source_names))
         self.schedule = Schedule(config, self.trainable.optimizer)
         self.guard = Guard(config.training.guard)
@@ -115,12 +117,14 @@ class Trainer:
                 return self.end(Outcome.STOPPED_ON_REQUEST)
             while self.progress.step < self.config.last_step(self.progress.step, self.progress.consumed_samples):
                 self.watchdog.alive(f"step {self.progress.step + 1}")
-                action = self.take_step().action
-                if action is Action.REWIND:
-                    action = self.rewind()
+                verdict = self.take_step()
+                action = self.rewind(verdict.cause) if verdict.action is Action.REWIND else verdict.action
                 if action is Action.STOP:
                     return self.end(Outcome.GAVE_UP)
-                self.saver.after_step(self.progress.step)
+                if self.guard.bad_in_a_row:
+                    self.saver.postpone(self.progress.step)
+                else:
+                    self.saver.after_step(self.progress.step)
                 if self.asked_to_stop:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
             return self.end(Outcome.DONE)
@@ -148,7 +152,7 @@ class Trainer:
         self.loggers.rewind(self.progress.step)
         self.batches = self.open_batches()
         self.shard_check.start()
-        _look_for_garbage_in_what_steps_leave()
+        process.freeze_gc()
         if self.world.is_main:
             self.folder.requeue.unlink(missing_ok=True)
             self.folder.done.unlink(missing_ok=True)
@@ -172,8 +176,11 @@ class Trainer:
         return allowed
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors; asked for when one is about to be taken."""
+        """Return what a checkpoint holds beside tensors; called when one is about to be taken."""
         self.trainable.settle()
+        differing = self.config.training.guard.replicas_every and self.replicas.differing()
+        if differing:
+            raise SaveError(f"replicas of weights differ: {differing}")
         return {
             "config": self.config.model_dump(mode="json", by_alias=True),
             "progress": self.progress.state(),
@@ -194,10 +201,13 @@ class Trainer:
         return serving.build(self.config.data, vocab_size=self.config.model.vocab_size, total_samples=self.end_of_data)
 
     def open_batches(self) -> serving.BatchStream:
+        return self._stream(self.progress.next_sample)
+
+    def _stream(self, first: int) -> serving.BatchStream:
         training = self.config.training
         return serving.BatchStream(
             self.data.train,
-            start_sample=self.progress.next_sample,
+            start_sample=first,
             global_batch=training.global_batch,
             micro_batch=training.micro_batch,
             dp_rank=self.world.data_rank,
@@ -216,73 +226,51 @@ class Trainer:
         )
 
     def take_step(self) -> Verdict:
-        """One global batch: gradients, a look at the loss, the update, and the record of it all."""
+        """Take one global batch: gradients, a look at the loss, the update, and the record of it all."""
         begun = time.perf_counter()
         self.tracing.before(self.progress.step + 1)
         self.first_sample = self.progress.next_sample
         learning_rate = self.schedule.set(self.progress.consumed_samples)
-        losses = self.step.gradients(self.batches, self.stop.asked, self.shard_check.findings)
-        self.shard_check.after_step(*losses.shards, self.say)
+        attempt, found = self.attempt(), None
+        if attempt.problem:
+            attempt, found = run_again(attempt, self.attempt_again, self.step.first_seen, self.ranks)
+        losses, update = attempt.losses, attempt.update
+        verdict = attempt.seen
+        if verdict.cause is not Cause.REPLICAS:
+            verdict = self.guard.settle(verdict, losses.loss, update.grad_norm)
+        verdict = replace(verdict, reason="; ".join(filter(None, [verdict.reason, found])) or None)
         self.asked_to_stop = losses.asked_to_stop
-        if any(self.first_sample <= start < self.batches.position for start in self.data.train.schedule.starts):
-            self.guard.forget()  # a phase of the mixture begins, with a loss of its own
-        seen = self.guard.look(losses.loss)
-        update = self.step.update() if seen.action is Action.APPLY else Update(applied=False, grad_norm=math.nan)
-        verdict = self.guard.settle(seen, losses.loss, update.grad_norm)
         self.progress.advance(self.batches.position, self.config.training.global_batch)
         traced = self.tracing.after(self.progress.step)
         seconds = time.perf_counter() - begun
 
-        self.loggers.step(self.metrics(losses, update, verdict, learning_rate, seconds))
-        if traced:
-            self.say(traced)
+        slow = self.stragglers.after_step(losses.computing, losses.reading, seconds)
+        self.note = "; ".join(filter(None, [self.note, verdict.reason, *slow])) or None
+        self.loggers.step(record(self, losses, update, learning_rate, seconds))
+        self.note = None
+        for text in filter(None, [traced, *slow]):
+            self.say(text)
         self.report(verdict)
         return verdict
 
-    def metrics(
-        self, losses: Losses, update: Update, verdict: Verdict, learning_rate: float, seconds: float
-    ) -> StepMetrics:
-        progress, training, sources = self.progress, self.config.training, self.data.source_names
-        self.note, note = None, "; ".join(filter(None, [self.note, verdict.reason]))
-        return StepMetrics(
-            step=progress.step,
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_samples * self.config.data.sequence_length,
-            loss=losses.loss,
-            grad_norm=update.grad_norm,
-            learning_rate=learning_rate,
-            tokens_per_second=self.config.tokens_per_step / seconds,
-            step_seconds=seconds,
-            skipped=not update.applied,
-            source_loss={
-                name: loss
-                for name, loss, tokens in zip(sources, losses.source_loss, losses.source_tokens, strict=True)
-                if tokens
-            },
-            source_samples=self.samples_by_source(),
-            memory_bytes=memory_bytes(),
-            router_load=self.router_loads(losses) if progress.step % training.router_every == 0 else None,
-            validation_loss=self.validation_if_due(),
-            mfu=self.utilisation.of(seconds),
-            note=note or None,
-        )
+    def attempt(self) -> Attempt:
+        """Run the step: the gradients of the next batch, and the update if nothing speaks against it."""
+        losses = self.step.gradients(self.batches, self.stop.asked, self.shard_check.findings)
+        self.shard_check.after_step(*losses.shards, self.say)
+        if any(self.first_sample <= start < self.batches.position for start in self.data.train.schedule.starts):
+            self.guard.forget()  # a phase of the mixture begins, with a loss of its own
+        seen = self.guard.look(losses.loss)
+        every = self.config.training.guard.replicas_every
+        if every and (self.progress.step + 1) % every == 0:
+            differing = self.replicas.differing()  # of the weights that these gradients were computed with
+            seen = self.guard.replicas_differ(differing) if differing else seen
+        update = self.step.update() if seen.action is Action.APPLY else Update(applied=False, grad_norm=math.nan)
+        return Attempt(losses, seen, update)
 
-    def samples_by_source(self) -> dict[str, int]:
-        """Read since the run began: arithmetic on the position, nothing to count or to save."""
-        counts = self.data.train.schedule.counts
-        total = [0] * len(self.data.source_names)
-        for first, last in self.progress.between(0, self.progress.next_sample):
-            total = [n + b - a for n, a, b in zip(total, counts(first), counts(last + 1), strict=True)]
-        return dict(zip(self.data.source_names, total, strict=True))
-
-    def router_loads(self, losses: Losses) -> dict[str, RouterLoad]:
-        return {
-            f"layer_{number}": router_load(counts)
-            for number, (kind, counts) in enumerate(
-                zip(layers_of(self.config.model.pattern), losses.expert_tokens, strict=True)
-            )
-            if kind.routed
-        }
+    def attempt_again(self) -> Attempt:
+        """Run the same step once more."""
+        self.batches.again()
+        return self.attempt()
 
     def validation_if_due(self) -> dict[str, float] | None:
         every, step = self.config.training.evaluate_every, self.progress.step
@@ -293,45 +281,57 @@ class Trainer:
         return validate(self.config, self.world, self.data, self.step, self.watchdog.alive)
 
     def report(self, verdict: Verdict) -> None:
-        """Say what was wrong with a step, and with which samples; when giving up, with those of all in a row."""
+        """Say what was wrong with a step and with which samples. When giving up, list those of the whole streak."""
         samples = self.progress.between(self.first_sample, self.progress.next_sample)
-        if verdict.spike or verdict.action is Action.APPLY:
-            self.bad_samples.clear()
-        else:
+        if verdict.cause is Cause.NOT_FINITE:
             self.bad_samples += samples
+        else:
+            self.bad_samples.clear()
         if verdict.reason is not None:
-            shown = self.bad_samples if verdict.action is Action.STOP else samples
+            shown = self.bad_samples or samples if verdict.action is Action.STOP else samples
             self.say(f"step {self.progress.step}: {verdict.reason}; {verdict.action.value}; samples {_ranges(shown)}")
 
-    def rewind(self) -> Action:
-        """Back to the newest checkpoint, and from there past the batch that spiked."""
+    def rewind(self, cause: Cause | None) -> Action:
+        """Go back to the newest checkpoint; unless replicas differed, train past the batch from there."""
         first, last = self.first_sample, self.progress.next_sample - 1
         step = self.saver.settled()
         if step is None:
-            self.say("no checkpoint to rewind to yet: the step is skipped")
-            return Action.SKIP
+            self.say("no checkpoint to rewind to yet")
+            return Action.STOP if cause is Cause.REPLICAS else Action.SKIP
         self.rewinds[step] += 1
         most = self.config.training.guard.max_spikes
         if self.rewinds[step] > most:
-            counted = f"rewound to step {step} {most} times (training.guard.max_spikes)"
-            self.say(f"{counted}: a new level of the loss, trained on from here")
-            self.guard.forget()
-            return Action.SKIP
+            return self._stay(cause, f"rewound to step {step} {most} times (training.guard.max_spikes)")
         passed_over = self.progress.passed_over
         self.resume(step)
-        more = (self.config.training.guard.rewind_batches - 1) * self.config.training.global_batch
-        self.progress.passed_over = [*passed_over, (max(self.progress.next_sample, first - more), last)]
+        self.bad_samples.clear()
+        self.note = f"rewound to step {step}"
+        if cause is not Cause.REPLICAS:
+            more = (self.config.training.guard.rewind_batches - 1) * self.config.training.global_batch
+            passed_over = [*passed_over, (max(self.progress.next_sample, first - more), last)]
+            self.note += f", past samples {_ranges(passed_over[-1:])}"
+        self.progress.passed_over = passed_over
         self.batches.close()
         self.batches = self.open_batches()
         self.loggers.rewind(step)
-        self.note = f"rewound to step {step}, past samples {_ranges(self.progress.passed_over[-1:])}"
         self.say(self.note)
         return Action.REWIND
+
+    def _stay(self, cause: Cause | None, counted: str) -> Action:
+        """Say what happens where rewinding again would not help."""
+        if cause is Cause.SPIKE:
+            self.say(f"{counted}: a new level of the loss, trained on from here")
+            self.guard.forget()
+        else:
+            self.say(f"{counted}, and that did not help")
+        return Action.STOP if cause is Cause.REPLICAS else Action.SKIP
 
     def end(self, outcome: Outcome) -> Outcome:
         """Save, leave the marker that scripts decide by, and close."""
         self.saver.wait()  # giving up takes nothing back that was well before
-        saved = outcome is not Outcome.GAVE_UP and (self.progress.step == 0 or self.saver.last(self.progress.step))
+        saved = outcome is not Outcome.GAVE_UP and (
+            self.progress.step == 0 or (self.weights_work() and self.saver.last(self.progress.step))
+        )
         self.batches.close()
         self.shard_check.end(self.say)
         if not saved and outcome is Outcome.DONE:
@@ -354,21 +354,15 @@ class Trainer:
             self.lock.release()
         return outcome
 
+    def weights_work(self) -> bool:
+        """Return True unless, in a streak of bad steps, the weights fail on the first batch of the run as well."""
+        if not self.guard.bad_in_a_row:
+            return True
+        with self._stream(0) as batches:
+            return math.isfinite(self.step.evaluate(batches).loss)
+
     def say(self, text: str) -> None:
         self.loggers.message(text)
-
-
-def _be_deterministic(wanted: bool) -> None:
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
-def _look_for_garbage_in_what_steps_leave() -> None:
-    """What there is now stays until the end: nobody need look through it again, at every so many objects made."""
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # or extensions that count what they leave behind would complain
 
 
 def _ranges(samples: list[tuple[int, int]]) -> str:

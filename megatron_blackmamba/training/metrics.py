@@ -43,6 +43,10 @@ class StepMetrics:
     """By layer; every training.router_every steps."""
     validation_loss: dict[str, float] | None = None
     """By source; every training.evaluate_every steps."""
+    slowest_rank: int | None = None
+    """The rank that took the most time for its own work, if there are several."""
+    slowest_over_median: float | None = None
+    """Its time over the median of the other ranks' times."""
     mfu: float | None = None
     """Part of the GPU's peak that the model's own arithmetic used."""
     note: str | None = None
@@ -62,6 +66,7 @@ class StepMetrics:
             "step_seconds",
             "memory_bytes",
             "mfu",
+            "slowest_over_median",
         ):
             value = getattr(self, name)
             if value is not None and math.isfinite(value):

@@ -59,6 +59,11 @@ class Saver:
         self.wait()
         return self.checkpoints.newest()
 
+    def postpone(self, step: int) -> None:
+        """Save after the next step what is due at this one, which is part of a streak of bad steps."""
+        if step == self._retry_at or (self.config.every and step % self.config.every == 0):
+            self._retry_at = step + 1
+
     def _begin(self, step: int) -> None:
         self.wait()
         self._retry_at = None

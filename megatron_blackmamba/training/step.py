@@ -17,7 +17,9 @@ from torch import Tensor
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.finite import FirstSeen
 from megatron_blackmamba.training.optimizer import NonFiniteGradient, Trainable
+from megatron_blackmamba.training.stragglers import OwnTime
 
 Batch = dict[str, Tensor]
 
@@ -33,6 +35,10 @@ class Losses:
     source_tokens: list[int]
     expert_tokens: list[list[int]]
     """`[L][E]`: tokens each expert of each layer got."""
+    computing: list[float]
+    """By rank: seconds of the backward pass of a layer that waits for no other rank."""
+    reading: list[float]
+    """By rank: seconds spent waiting for micro-batches."""
     asked_to_stop: bool
     """Whether any rank said so."""
     shards: tuple[int, int] = (0, 0)
@@ -51,6 +57,8 @@ class Step:
         self.model = trainable.model
         self.micro_batches = config.training.global_batch // (config.training.micro_batch * world.data_size)
         self.forward_backward = get_forward_backward_func()
+        self.own_time = OwnTime(trainable.model)
+        self.first_seen = FirstSeen(world, trainable.model)
 
     def gradients(
         self, batches: Iterator[Batch], asked_to_stop: bool = False, shards: tuple[int, int] = (0, 0)
@@ -59,6 +67,8 @@ class Step:
 
         asked_to_stop, shards: what this rank knows. All ranks learn it here, without an exchange of its own.
         """
+        self.own_time.take()
+        self.first_seen.begin()
         self.trainable.reduced.train()
         self.trainable.reduced.zero_grad_buffer()
         self.trainable.optimizer.zero_grad()
@@ -101,7 +111,9 @@ class Step:
         return self._over_the_world(sums, asked_to_stop, shards)
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
-        batch = {name: x.to(device.device(), non_blocking=True) for name, x in next(batches).items()}
+        read = self.own_time.read(batches)
+        self.first_seen.batch(read["sample_ids"])
+        batch = {name: x.to(device.device(), non_blocking=True) for name, x in read.items()}
         return model(batch["tokens"], batch["labels"]), partial(self._loss, batch)
 
     def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -110,7 +122,9 @@ class Step:
         of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=losses_BS.device)
         of_source[0].index_add_(0, batch["source_ids"], masked_BS.detach().sum(dim=1).double())
         of_source[1].index_add_(0, batch["source_ids"], mask_BS.sum(dim=1).double())
-        return masked_BS.mean(), {"of_source": of_source}
+        loss = masked_BS.mean()
+        self.first_seen.loss(loss)
+        return loss, {"of_source": of_source}
 
     def _over_the_world(self, sums: list[dict[str, Tensor]], asked_to_stop: bool, shards: tuple[int, int]) -> Losses:
         """Add up over all ranks what each counted, in one exchange."""
@@ -119,14 +133,16 @@ class Step:
             for micro_batch in sums:
                 of_source += micro_batch["of_source"]
         expert_tokens_LE = self.model.take_expert_tokens()
-        known = of_source.new_tensor([asked_to_stop, *shards])
+        seconds = [0.0] * (2 * self.world.size)
+        seconds[self.world.rank :: self.world.size] = self.own_time.take()
+        known = of_source.new_tensor([asked_to_stop, *shards, *seconds])
         together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), known])
         if self.world.size > 1:
             dist.all_reduce(together)
         source_sums, source_tokens, experts, known = together.cpu().split(
             [self.sources, self.sources, expert_tokens_LE.numel(), len(known)]
         )
-        asked, different, pending = known.tolist()
+        asked, different, pending, *seconds = known.tolist()
         tokens = source_tokens.sum()
         return Losses(
             loss=float(source_sums.sum() / tokens),
@@ -134,6 +150,8 @@ class Step:
             source_loss=(source_sums / source_tokens).tolist(),
             source_tokens=source_tokens.long().tolist(),
             expert_tokens=experts.view_as(expert_tokens_LE).long().tolist(),
+            computing=seconds[: self.world.size],
+            reading=seconds[self.world.size :],
             asked_to_stop=bool(asked),
             shards=(int(different), int(pending)),
         )

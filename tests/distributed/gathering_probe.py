@@ -78,6 +78,7 @@ def batches(config: RunConfig, rank: int) -> Iterator[Batch]:
             "labels": tokens_BS.roll(-1, 1),
             "loss_mask": torch.ones(shape),
             "source_ids": torch.zeros(shape[0], dtype=torch.int64),
+            "sample_ids": torch.arange(shape[0]),
         }
 
 

@@ -12,6 +12,7 @@ from megatron_blackmamba.training.loop import Trainer
 __all__ = [
     *("EarlyNaN", "NaN", "NaNGradient", "Narrating", "OnlyNaN", "ReadsBackBadlyOnce"),
     *("Shift", "Sleeping", "Spike", "Trainer", "Watchful"),
+    *("NaNOnce", "NaNGradientOnce", "NaNWhileTraining", "FlippedNorm", "FlippedExpert", "FlippedRouter", "SlowLayer"),
 ]
 
 BAD_SAMPLE = 16 * 20 + 5
@@ -145,3 +146,74 @@ class Watchful(Trainer):
         check = super().open_shard_check()
         check.look_again_seconds = 0.1
         return check
+
+
+class NaNOnce(NaN):
+    """As from a device: the loss of one micro-batch is not a number the first time that it is computed."""
+
+    def poison(self, model, inputs, losses):
+        found = super().poison(model, inputs, losses)
+        if self.poisoned:
+            self.samples, self.poisoned = frozenset(), False
+        return found
+
+
+class NaNGradientOnce(NaNGradient):
+    """The same in the backward pass."""
+
+    poison_always = NaNGradient.poison
+
+    def poison(self, model, inputs, losses):
+        found = self.poison_always(model, inputs, losses)
+        if self.poisoned:
+            self.samples, self.poisoned = frozenset(), False
+        return found
+
+
+class NaNWhileTraining(OnlyNaN):
+    """From one sample on no gradient exists, while the weights themselves are good."""
+
+    def poison(self, model, inputs, losses):
+        return super().poison(model, inputs, losses) if losses.requires_grad else losses
+
+
+class Flipped(Trainer):
+    """Rank 1 flips one bit of a weight in the forward pass of step 13, once."""
+
+    weight = ""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.trainable.model.register_forward_hook(self.flip)
+        self.flipped = False
+
+    def flip(self, *_):
+        if self.world.rank == 1 and self.progress.step == 12 and not self.flipped:
+            self.flipped = True
+            weight = dict(self.trainable.model.named_parameters())[self.weight]
+            weight.data.view(torch.int32).view(-1)[3] ^= 1 << 12
+
+
+class FlippedNorm(Flipped):
+    weight = "decoder.layers.2.norm.weight"
+
+
+class FlippedExpert(Flipped):
+    weight = "decoder.layers.1.mixer.experts.fc1"
+
+
+class FlippedRouter(Flipped):
+    weight = "decoder.layers.3.mixer.router.weight"
+
+
+class SlowLayer(Trainer):
+    """A layer takes longer on rank 1, as on a device with a low clock."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        if self.world.rank == 1:
+            self.trainable.model.decoder.layers.get_submodule("0").mixer.register_forward_hook(self.slow)
+
+    def slow(self, mixer, inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: time.sleep(0.02))

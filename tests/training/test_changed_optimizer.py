@@ -66,6 +66,7 @@ class Run:
             "labels": labels_BS,
             "loss_mask": torch.ones(2, 16),
             "source_ids": torch.zeros(2, dtype=torch.int64),
+            "sample_ids": torch.arange(2),
         }
 
     def resumed(self):

@@ -17,16 +17,6 @@ BAD_STEP = 1 + BAD_SAMPLE // 16
 BATCH = f"{16 * (BAD_STEP - 1)}–{16 * BAD_STEP - 1}"
 
 
-@pytest.fixture(scope="module")
-def undisturbed(forks, tmp_path_factory):
-    """The losses of the 30 steps when nothing happens."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    job = forks.run(folder, ON_TWO)
-    assert job.wait() == [0, 0], job.output()
-    assert RunFolder(folder / "run").done.exists()
-    return losses(folder)
-
-
 def test_undisturbed_every_step_is_recorded_once_and_the_loss_falls(undisturbed):
     assert len(undisturbed) == 30
     assert sum(undisturbed[-5:]) < 0.8 * sum(undisturbed[:5])

@@ -56,6 +56,7 @@ RULES = {
         *("name", "folder", "data.workers", "data.verify_rate", "training.recompute", "training.overlap"),
         "training.bucket_size",
         *("training.evaluate_every", "training.evaluate_batches", "training.router_every", "training.profile"),
+        *("training.guard.replicas_every", "training.guard.slow_ratio", "training.guard.slow_steps"),
         *("training.guard.max_bad_steps", "training.guard.hang_seconds", "checkpoint.every", "checkpoint.keep_last"),
         *("checkpoint.keep_every", "checkpoint.asynchronous", "checkpoint.retry_every", "checkpoint.if_damaged"),
         *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "init.from", "init.allow"),

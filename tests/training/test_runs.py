@@ -77,6 +77,7 @@ def test_keys_that_may_change_freely_leave_the_losses_alone(forks, half, copy_of
         *("data.workers=0", "training.overlap=false", "training.recompute=layers"),
         *("training.evaluate_every=3", "training.evaluate_batches=1", "training.router_every=3"),
         *("training.profile=[12,12]", "training.guard.max_bad_steps=2", "training.guard.hang_seconds=300"),
+        *("training.guard.replicas_every=3", "training.guard.slow_ratio=2", "training.guard.slow_steps=2"),
         *("checkpoint.every=3", "checkpoint.keep_last=1", "checkpoint.keep_every=4", "checkpoint.asynchronous=false"),
         *("checkpoint.retry_every=2", "checkpoint.if_damaged=stop", "logging.tensorboard=true"),
         *("logging.wandb_project=other", "init.from=nowhere", "init.allow=[optimizer]"),

@@ -1,0 +1,74 @@
+"""Steps that are not finite: run again, named, kept out of checkpoints."""
+
+import socket
+
+import pytest
+
+from megatron_blackmamba.formats.run_folder import RunFolder
+from tests.training.faults import BAD_SAMPLE
+from tests.training.runs import ON_TWO, SMALL, log, losses, metrics
+
+pytestmark = pytest.mark.xdist_group("forks")
+
+BAD_STEP = 1 + BAD_SAMPLE // 16
+FIRST = BAD_SAMPLE // 4 * 4  # of its micro-batch; two ranks take turns
+WHERE = f"rank {FIRST // 4 % 2} ({socket.gethostname()}) in the {{what}} of samples {FIRST}–{FIRST + 3}"
+
+
+@pytest.mark.parametrize("fault, what", [("NaNOnce", "loss"), ("NaNGradientOnce", "gradient")])
+def test_a_value_that_a_rerun_finds_finite_costs_nothing(forks, tmp_path, undisturbed, fault, what):
+    job = forks.run(tmp_path, ON_TWO, trainer=fault)
+    assert job.wait() == [0, 0], job.output()
+    assert losses(tmp_path) == undisturbed
+    bad = metrics(tmp_path)[BAD_STEP - 1]
+    assert not bad["skipped"] and "a device failed" in bad["note"]
+    assert WHERE.format(what=what) in log(tmp_path)
+
+
+@pytest.mark.parametrize("fault, what", [("NaN", "loss"), ("NaNGradient", "gradient")])
+def test_a_value_that_is_never_finite_blames_data_or_model(forks, tmp_path, fault, what):
+    job = forks.run(tmp_path, [*ON_TWO, f"training.stop_after_steps={BAD_STEP + 1}"], trainer=fault)
+    assert job.wait() == [0, 0], job.output()
+    assert "the same when run again, so the data or the model" in log(tmp_path)
+    assert WHERE.format(what=what) in log(tmp_path)
+
+
+def test_rewind_passes_a_batch_that_is_not_finite(forks, tmp_path, undisturbed):
+    job = forks.run(tmp_path, [*ON_TWO, "training.guard.spike=rewind"], trainer="NaN")
+    assert job.wait() == [0, 0], job.output()
+    records = metrics(tmp_path)
+    assert [record["step"] for record in records] == list(range(1, 31))
+    assert not any(record["skipped"] for record in records)
+    assert losses(tmp_path)[: BAD_STEP - 1] == undisturbed[: BAD_STEP - 1]
+    assert f"rewound to step 20, past samples {16 * (BAD_STEP - 1)}–{16 * BAD_STEP - 1}" in log(tmp_path)
+
+
+def test_rewinding_in_vain_gives_up(forks, tmp_path):
+    settings = ["training.guard.spike=rewind", "training.guard.max_spikes=2", "training.guard.max_bad_steps=3"]
+    job = forks.run(tmp_path, [*SMALL, *settings], trainer="OnlyNaN", ranks=1)
+    assert job.wait() == [1], job.output()
+    assert "rewound to step 20 2 times (training.guard.max_spikes), and that did not help" in log(tmp_path)
+    assert "bad steps in a row: 3" in log(tmp_path) and "gives up" in log(tmp_path)
+
+
+def test_a_run_that_diverges_saves_nothing_of_it(forks, tmp_path):
+    diverging = ["checkpoint.every=5", "optimizer.learning_rate=1e4", "optimizer.clip=0"]
+    job = forks.run(tmp_path, [*SMALL, *diverging, "optimizer.warmup_fraction=0"], ranks=1)
+    assert job.wait() == [1], job.output()
+    assert "gives up at step 6" in log(tmp_path)
+    assert not list(RunFolder(tmp_path / "run").checkpoints.glob("step_*"))
+
+
+def test_a_save_due_at_a_bad_step_follows_the_next_good_one(forks, tmp_path):
+    due = [f"checkpoint.every={BAD_STEP}", f"training.stop_after_steps={BAD_STEP + 3}"]
+    job = forks.run(tmp_path, [*SMALL, *due], trainer="NaN", ranks=1)
+    assert job.wait() == [0], job.output()
+    saved = sorted(path.name for path in RunFolder(tmp_path / "run").checkpoints.glob("step_*"))
+    assert saved == [f"step_{step:08d}" for step in (BAD_STEP + 1, BAD_STEP + 3)]
+
+
+@pytest.mark.parametrize("fault, code", [("OnlyNaN", 1), ("NaNWhileTraining", 0)])
+def test_a_run_that_ends_in_bad_steps_saves_only_working_weights(forks, tmp_path, fault, code):
+    job = forks.run(tmp_path, [*SMALL, f"training.stop_after_steps={BAD_STEP + 1}"], trainer=fault, ranks=1)
+    assert job.wait() == [code], job.output()
+    assert RunFolder(tmp_path / "run").checkpoint(BAD_STEP + 1).exists() == (code == 0)
