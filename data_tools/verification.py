@@ -273,7 +273,7 @@ def _find_gaps(verdicts: list[Verdict], given: list[Path]) -> None:
     of_folder: dict[Path, dict[int, Verdict]] = {}
     for verdict in verdicts:
         found = re.fullmatch(r"shard_(\d{5})", verdict.prefix.name)
-        if found and any(verdict.prefix.is_relative_to(folder) for folder in given):
+        if found and any(verdict.prefix.parent.is_relative_to(folder) for folder in given):
             of_folder.setdefault(verdict.prefix.parent, {})[int(found[1])] = verdict
     for folder, there in of_folder.items():
         sound = [number for number, verdict in there.items() if not verdict.problems]
