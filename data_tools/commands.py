@@ -127,7 +127,7 @@ def tokenize(
     """
     from data_tools.rejects import InputError
     from data_tools.selection import SPLITS
-    from data_tools.sources import parse_size
+    from data_tools.sources import parse_size, printable
     from data_tools.tokenization import TokenizeOptions, plan
     from data_tools.tokenization import tokenize as run
 
@@ -172,7 +172,8 @@ def tokenize(
             for m in (made.manifest for made in summary.shards)
         ]
         counts = {"tokens": summary.tokens, "documents": summary.documents, "rejected": summary.rejected}
-        print(json.dumps({**counts, "written": len(summary.written), "shards": shards}))
+        not_taken = [printable(path) for path in summary.not_taken]
+        print(json.dumps({**counts, "written": len(summary.written), "not_taken": not_taken, "shards": shards}))
         return
     print(_sentence(summary))
 

@@ -60,9 +60,13 @@ class Reader:
         self.sha256 = ""
 
     def batches(self) -> Iterator[Batch]:
-        if self.format == "parquet":
-            yield from self._parquet_batches()
-            return
+        """Yield the documents of the file; name the file where memory does not suffice."""
+        try:
+            yield from self._parquet_batches() if self.format == "parquet" else self._stream_batches()
+        except MemoryError:
+            raise InputError(out_of_memory(self.path, self.bytes_read)) from None
+
+    def _stream_batches(self) -> Iterator[Batch]:
         with InputStream(self.path) as stream:
             parser: Parser = (
                 JsonLines(self.options, self.reject) if self.format == "jsonl" else Text(self.options, self.reject)
@@ -281,6 +285,8 @@ def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> It
                     except FieldError as error:
                         reject(number, error.reason, error.detail)
                 yield batch, number / max(1, file.metadata.num_rows)
+        except pa.ArrowMemoryError as error:  # an ArrowException too
+            raise MemoryError(str(error)) from None
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{path}, after row {number}: {_first_line(error)}: download it again") from None
 
@@ -307,6 +313,13 @@ def _rows_per_batch(file: "ParquetFile", columns: list[str]) -> int:
             if column.path_in_schema.split(".")[0] in columns:
                 wanted += column.total_uncompressed_size
     return max(1, min(65536, BATCH_BYTES * metadata.num_rows // max(1, wanted)))
+
+
+def out_of_memory(path: str | Path, bytes_read: int) -> str:
+    return (
+        f"{path}: out of memory near byte {bytes_read} of the file: a document there, or what it decompresses to, is "
+        "larger than the memory this process may use. Give it more, use fewer --workers, or leave the file out"
+    )
 
 
 def _utf16(number: int, first: bytes) -> str:

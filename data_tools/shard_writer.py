@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_tools.readers import Batch, Reader, ReadOptions
+from data_tools.readers import Batch, Reader, ReadOptions, out_of_memory
 from data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from data_tools.shuffle import DocumentShuffler, order_keys
-from data_tools.sources import Source
+from data_tools.sources import NotTaken, Source
 from data_tools.streams import STDIN
 from megatron_blackmamba import __version__
 from megatron_blackmamba.formats import atomic
@@ -69,6 +69,7 @@ class ShardJob:
     out_dir: Path
     settings: ShardSettings
     tolerance: Tolerance
+    not_taken: NotTaken = field(default_factory=NotTaken)
 
     @property
     def prefix(self) -> Path:
@@ -135,7 +136,10 @@ class _Writing:
         reader = Reader(source.path, source.format, self.settings.read, reject)
         for batch in reader.batches():
             if batch.texts:
-                self._encode(batch, source, sink, reject)
+                try:
+                    self._encode(batch, source, sink, reject)
+                except MemoryError:
+                    raise InputError(out_of_memory(source.path, reader.bytes_read)) from None
             self.report(self.finished_bytes + reader.bytes_read, self.tokens, self.documents)
         if source.path != STDIN and reader.bytes_read != source.bytes:
             raise InputError(
@@ -251,6 +255,8 @@ class _Writing:
             sources=self.sources,
             rejected=dict(sorted(self.rejects.counts.items())),
             rejects=self.rejects.first,
+            not_taken=self.job.not_taken.count,
+            not_taken_files=list(self.job.not_taken.first),
             text_bytes=self.text_bytes,
             rechecked=self.rechecked,
             shard=self.job.number,

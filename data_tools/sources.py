@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_tools.compression import SUFFIXES as COMPRESSION_SUFFIXES
 from data_tools.readers import Format
 from data_tools.rejects import InputError
 from data_tools.selection import Selection, split_of
 from data_tools.streams import STDIN
 from megatron_blackmamba.formats.tree import files_under
 
-_COMPRESSION = (".gz", ".zst", ".zstd")
 _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
@@ -23,6 +23,8 @@ _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".parquet": "parquet",
     ".txt": "text",
 }
+
+NOT_TAKEN_LISTED = 100
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,23 @@ class Source:
     format: Format
     bytes: int
     modified_ns: int
+
+
+@dataclass(frozen=True)
+class NotTaken:
+    """Files in the input folders that were not taken: how many, and the first of them for manifests."""
+
+    count: int = 0
+    first: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, paths: Sequence[Path]) -> "NotTaken":
+        return cls(len(paths), tuple(printable(path) for path in paths[:NOT_TAKEN_LISTED]))
+
+
+def printable(path: str | Path) -> str:
+    """Return a path as text; a name need not be UTF-8."""
+    return str(path).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 @dataclass(frozen=True)
@@ -167,17 +186,21 @@ def _source(path: Path, root: Path, format: Format | None) -> Source:
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{path}: not a file that can be read twice; a pipe is read as standard input: -")
     found = format or format_of(path)
+    if found is None and ".warc" in path.name.lower():
+        raise InputError(
+            f"{path}: WARC files hold web pages, not text: extract the text first, for example with datatrove's "
+            "WarcReader and Trafilatura, and tokenize the JSON lines that it writes"
+        )
     if found is None:
         raise InputError(f"{path}: cannot tell its format by its name: add --format jsonl, parquet or text")
     name = path.absolute().relative_to(root).as_posix()
-    name = name.encode(errors="surrogateescape").decode(errors="backslashreplace")  # a name need not be UTF-8
-    return Source(str(path), name, found, status.st_size, status.st_mtime_ns)
+    return Source(str(path), printable(name), found, status.st_size, status.st_mtime_ns)
 
 
 def format_of(path: Path) -> Format | None:
     """By the suffix, below that of the compression."""
     name = path.name.lower()
-    for suffix in _COMPRESSION:
+    for suffix in COMPRESSION_SUFFIXES:
         name = name.removesuffix(suffix)
     return _FORMAT_OF_SUFFIX.get(Path(name).suffix)
 

@@ -2,18 +2,16 @@
 
 import hashlib
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from data_tools.rejects import DAMAGED_FILE, TRUNCATED_FILE
+from data_tools.compression import KINDS, Compression
+from data_tools.rejects import DAMAGED_FILE, TRUNCATED_FILE, InputError
 
 STDIN = "-"
 _READ_BYTES = 1 << 20
-_GZIP_MAGIC = b"\x1f\x8b"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class Damage(Exception):
@@ -38,15 +36,15 @@ class InputStream(AbstractContextManager["InputStream"]):
             self._file.close()
 
     def blocks(self) -> Iterator[bytes]:
-        """Decompressed bytes; raises Damage after the last good ones where the file is cut or damaged."""
+        """Yield decompressed bytes; raise Damage after the last good ones where the file is cut or damaged."""
         first = self._read()
-        if first.startswith(_GZIP_MAGIC):
-            yield from self._members(first, _gzip_decompressor, "gzip member")
-        elif first.startswith(_ZSTD_MAGIC) or _is_zstd_skippable(first):
-            yield from self._members(first, _zstd_decompressor, "zstd frame")
-        elif str(self.path).endswith((".gz", ".zst", ".zstd")) and first:
-            raise Damage(DAMAGED_FILE, f"begins with {first[:16]!r}, which is neither gzip nor zstd")
-        elif str(self.path).endswith((".gz", ".zst", ".zstd")):
+        kind = next((kind for kind in KINDS if kind.matches(first)), None)
+        expected = next((kind.name for kind in KINDS if str(self.path).endswith(kind.suffixes)), None)
+        if kind:
+            yield from self._members(first, kind)
+        elif expected and first:
+            raise Damage(DAMAGED_FILE, f"begins with {first[:16]!r}, which is not {expected}")
+        elif expected:
             raise Damage(TRUNCATED_FILE, "the file has no bytes at all")
         else:
             block = first
@@ -66,45 +64,27 @@ class InputStream(AbstractContextManager["InputStream"]):
         self.bytes_read += len(block)
         return block
 
-    def _members(self, block: bytes, make_decompressor: Any, what: str) -> Iterator[bytes]:
-        """Both formats may hold several compressed pieces in a row; the file is whole only if the last one is."""
-        decompressor, inside = make_decompressor(), False
+    def _members(self, block: bytes, kind: Compression) -> Iterator[bytes]:
+        """A file may hold several compressed members in a row; it is whole only if the last one is."""
+        decompressor, inside = kind.decompressor(), False
         while block:
             try:
-                output = decompressor.decompress(block)
-            except Exception as error:  # zlib.error, isal's own and ZstdError share no ancestor
+                yield from filter(None, decompressor.pieces(block))
+            except (MemoryError, InputError):
+                raise
+            except Exception as error:  # zlib.error, isal's own, LZMAError and ZstdError share no ancestor
+                if "memory" in str(error).lower():
+                    raise MemoryError(str(error)) from None
                 raise Damage(DAMAGED_FILE, f"near byte {self.bytes_read}: {error}") from None
-            inside = True
-            if output:
-                yield output
-            block = b""
+            inside, block = True, b""
             if decompressor.eof:
                 block, inside = decompressor.unused_data, False
-                decompressor = make_decompressor()
+                decompressor = kind.decompressor()
                 if not block.strip(b"\0"):  # some writers pad with zeros
                     block = b""
             block = block or self._read()
         if inside:
-            raise Damage(TRUNCATED_FILE, f"the file ends inside a {what}, after {self.bytes_read} bytes")
-
-
-def _gzip_decompressor() -> Any:
-    try:
-        from isal import isal_zlib  # 2.5 times as fast
-
-        return isal_zlib.decompressobj(wbits=31)
-    except ImportError:
-        return zlib.decompressobj(wbits=31)
-
-
-def _zstd_decompressor() -> Any:
-    import zstandard
-
-    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()  # the Pile needs long windows
-
-
-def _is_zstd_skippable(head: bytes) -> bool:
-    return len(head) >= 4 and 0x50 <= head[0] <= 0x5F and head[1:4] == b"\x2a\x4d\x18"
+            raise Damage(TRUNCATED_FILE, f"the file ends inside a {kind.member}, after {self.bytes_read} bytes")
 
 
 def file_sha256(path: str | Path) -> str:

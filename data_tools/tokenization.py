@@ -15,7 +15,7 @@ from data_tools.readers import Format, ReadOptions
 from data_tools.rejects import InputError, Tolerance
 from data_tools.selection import split_of
 from data_tools.shard_writer import ShardJob, ShardSettings
-from data_tools.sources import PRESETS, find_sources, parse_array, parse_size, plan_shards
+from data_tools.sources import PRESETS, NotTaken, find_sources, parse_array, parse_size, plan_shards
 from data_tools.workers import Made, make_shards
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside
 from megatron_blackmamba.tokenizer import Backend, Tokenizer, load_tokenizer
@@ -57,6 +57,8 @@ class Summary:
     out_dir: Path
     shards: list[Made]
     seconds: float
+    not_taken: list[Path]
+    """Files in the input folders that were not taken."""
 
     @property
     def documents(self) -> int:
@@ -123,8 +125,9 @@ def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -
     )
     tolerance = Tolerance.parse(options.max_bad)
     groups = plan_shards(found.sources, parse_size(options.shard_size))
+    not_taken = NotTaken.of(found.ignored)
     jobs = [
-        ShardJob(number, len(groups), tuple(group), Path(out_dir), settings, tolerance)
+        ShardJob(number, len(groups), tuple(group), Path(out_dir), settings, tolerance, not_taken)
         for number, group in enumerate(groups, start=1)
     ]
     index, count = parse_array(options.array) if options.array else (0, 1)
@@ -157,7 +160,7 @@ def tokenize(inputs: Sequence[str | os.PathLike[str]], out_dir: str | Path, opti
     except KeyboardInterrupt:
         say("stopped; finished shards are kept, and the same command goes on from there")
         raise
-    return Summary(Path(out_dir), shards, time.monotonic() - start)
+    return Summary(Path(out_dir), shards, time.monotonic() - start, planned.ignored)
 
 
 def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say: Callable[[str], None]) -> Tokenizer:

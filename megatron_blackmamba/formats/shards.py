@@ -78,6 +78,8 @@ class ShardManifest(BaseModel):
     sources: list[SourceFile]
     rejected: dict[str, int] = Field(default_factory=dict, description="how many records were skipped, by reason")
     rejects: list[Reject] = Field(default_factory=list, description="the first of them, one by one")
+    not_taken: int = Field(default=0, description="files in the input folders that were not taken for any shard")
+    not_taken_files: list[str] = Field(default_factory=list, description="the first of them")
     text_bytes: int = Field(default=0, description="UTF-8 bytes of the documents")
     rechecked: int = Field(
         default=0, description="documents encoded a second time by the reference tokenizer: all equal"

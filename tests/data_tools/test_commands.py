@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from data_tools.commands import app
 from data_tools.progress import Count, Progress, short
+from megatron_blackmamba.formats.shards import ShardManifest
 
 
 @pytest.fixture
@@ -67,6 +68,15 @@ def test_json_is_one_object(call, corpus, tmp_path, tokenizer_file):
     done = call("tokenize", corpus, tmp_path / "out", "-t", tokenizer_file, "--json")
     result = json.loads(done.output)
     assert result["documents"] == 31 and result["written"] == 1 and len(result["shards"]) == 1
+
+
+def test_files_that_were_not_taken_are_in_json_and_manifest(call, corpus, tmp_path, tokenizer_file):
+    (corpus / "2.jsonl.7z").touch()
+    done = call("tokenize", corpus, tmp_path / "out", "-t", tokenizer_file, "--json", "--exclude", "b.*")
+    left = [str(corpus / name) for name in ("2.jsonl.7z", "README.md", "b.jsonl")]
+    assert json.loads(done.output)["not_taken"] == left
+    manifest = ShardManifest.read(tmp_path / "out/shard_00001.manifest.json")
+    assert (manifest.not_taken, manifest.not_taken_files) == (3, left)
 
 
 @pytest.mark.parametrize(

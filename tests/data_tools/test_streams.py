@@ -1,5 +1,9 @@
+import bz2
 import gzip
 import hashlib
+import lzma
+import subprocess
+import sys
 
 import pytest
 import zstandard
@@ -7,10 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_tools import streams
-from data_tools.rejects import DAMAGED_FILE, TRUNCATED_FILE
+from data_tools.compression import KINDS, PIECE_BYTES
+from data_tools.rejects import DAMAGED_FILE, TRUNCATED_FILE, InputError
 from data_tools.streams import Damage, InputStream
 
-COMPRESSORS = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}
+COMPRESSORS = {
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
 pieces_of_text = st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=5)
 
 
@@ -35,7 +45,7 @@ def test_several_members_are_one_text_whatever_the_block_size(suffix, tmp_path):
         path = tmp_path / f"a{suffix}"
         stored = b"".join(map(compress, pieces))
         path.write_bytes(stored)
-        if suffix or not stored.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
+        if suffix or not any(kind.matches(stored) for kind in KINDS):
             assert read(path) == (b"".join(pieces), hashlib.sha256(stored).hexdigest(), len(stored))
 
     every()
@@ -59,7 +69,7 @@ def test_a_file_cut_anywhere_inside_a_member_is_damage_and_still_has_a_fingerpri
                 content.extend(stream.blocks())
             whole_before_cut = sum(border <= cut for border in borders)
             assert b"".join(content).startswith(b"".join(pieces[:whole_before_cut]))
-            assert damage.value.reason == (TRUNCATED_FILE if cut == 0 or cut > 4 else damage.value.reason)
+            assert damage.value.reason == (TRUNCATED_FILE if cut == 0 or cut >= 8 else damage.value.reason)
             assert stream.sha256() == hashlib.sha256(stored[:cut]).hexdigest()
 
     every()
@@ -93,3 +103,62 @@ def test_zeros_behind_the_last_member_and_skippable_frames_are_no_damage(tmp_pat
     skippable = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc"
     (tmp_path / "a.zst").write_bytes(skippable + COMPRESSORS[".zst"](b"text"))
     assert read(tmp_path / "a.zst")[0] == b"text"
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+def test_a_small_file_that_holds_much_comes_in_pieces(suffix, tmp_path):
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(COMPRESSORS[suffix](bytes(40 << 20)))
+    with InputStream(path) as stream:
+        sizes = [len(block) for block in stream.blocks()]
+    assert sum(sizes) == 40 << 20 and max(sizes) <= PIECE_BYTES
+
+
+def test_lz4_is_read_where_its_package_is_installed(tmp_path):
+    frame = pytest.importorskip("lz4.frame")
+    (tmp_path / "a.lz4").write_bytes(frame.compress(b"one ") + frame.compress(b"two" * 1000))
+    assert read(tmp_path / "a.lz4")[0] == b"one " + b"two" * 1000
+    (tmp_path / "a.lz4").write_bytes(frame.compress(b"one " * 1000)[:-9])
+    with pytest.raises(Damage), InputStream(tmp_path / "a.lz4") as stream:
+        list(stream.blocks())
+
+
+def test_without_its_package_lz4_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lz4.frame", None)
+    (tmp_path / "a.lz4").write_bytes(b"\x04\x22\x4d\x18and more")
+    with pytest.raises(InputError, match="pip install lz4"), InputStream(tmp_path / "a.lz4") as stream:
+        list(stream.blocks())
+
+
+SHORT_OF_MEMORY = """
+import resource, sys
+from data_tools.readers import Reader, ReadOptions
+from data_tools.rejects import InputError
+
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20),) * 2)
+for path in sys.argv[1:]:
+    rejected = []
+    try:
+        reader = Reader(path, "jsonl", ReadOptions(), lambda *bad: rejected.append(bad))
+        print(sum(len(batch.texts) for batch in reader.batches()), rejected)
+    except InputError as error:
+        print(error, rejected)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_shortage_names_the_file_and_rejects_nothing(tmp_path):
+    many, one, window = (tmp_path / f"{name}.jsonl.zst" for name in ("many", "one", "window"))
+    line = b'{"text": "' + b"a" * (1 << 20) + b'"}\n'
+    many.write_bytes(COMPRESSORS[".zst"](line * 310))
+    one.write_bytes(COMPRESSORS[".zst"](b'{"text": "' + bytes(310 << 20)))
+    wide = zstandard.ZstdCompressor(
+        compression_params=zstandard.ZstdCompressionParameters(window_log=29)
+    ).compressobj()  # reading it takes a buffer of 512 MB
+    window.write_bytes(wide.compress(line) + wide.flush())
+    command = [sys.executable, "-c", SHORT_OF_MEMORY, many, one, window]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said[0] == "310 []"
+    for path, words in zip((one, window), said[1:], strict=True):
+        assert words.startswith(f"{path}: out of memory near byte") and words.endswith("leave the file out []")
