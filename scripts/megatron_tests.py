@@ -45,6 +45,7 @@ PASSED, SKIPPED, FAILED, HUNG = "passed", "skipped", "failed", "hung"
 
 def main() -> int:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended on the way out
     work = options.work or Path(tempfile.mkdtemp(prefix="megatron_tests_"))
     prepare(options.checkout, work)
     results = work / "results.jsonl"
@@ -107,7 +108,7 @@ def test_files(work: Path, names: list[str]) -> list[str]:
         if not path.exists():
             sys.exit(f"no such test: {path}.")
         files += [path] if path.is_file() else sorted(path.rglob("test_*.py"))
-    relative = [str(file.relative_to(top)) for file in files]
+    relative = list(dict.fromkeys(str(file.relative_to(top)) for file in files))
     for name in relative:
         reason = next((why for part, why in LEFT_OUT.items() if name == part or name.startswith(part + "/")), None)
         if reason:

@@ -1,0 +1,155 @@
+"""What the charts draw, read back from the SVG: places are values, widths are shares."""
+
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from megatron_blackmamba.report import charts
+from megatron_blackmamba.report.charts import Line, Mark
+
+X0, X1 = charts.LEFT, charts.WIDTH - charts.RIGHT
+Y0, Y1 = charts.HEIGHT - charts.BOTTOM, charts.TOP  # y grows upwards
+
+
+def drawn(figure):
+    return ElementTree.fromstring(figure)
+
+
+def shapes(figure, tag, kind):
+    return [shape for shape in drawn(figure).iter(tag) if kind in shape.get("class", "").split()]
+
+
+def points(shape):
+    return [tuple(map(float, pair.split(","))) for pair in shape.get("points").split()]
+
+
+def texts(figure):
+    return {text.text: (float(text.get("x")), float(text.get("y"))) for text in drawn(figure).iter("text")}
+
+
+def titles(figure, tag):
+    return [title.text for shape in drawn(figure).iter(tag) for title in shape.iter("title")]
+
+
+def test_curve_goes_from_corner_to_corner():
+    figure = charts.lines("loss", [Line("a", [0, 5, 10], [0, 0.5, 1])], zero=True)
+    (curve,) = shapes(figure, "polyline", "line")
+    top = Y0 - (Y0 - Y1) / 1.05  # 5% of air above the largest value
+    assert points(curve) == [(X0, Y0), ((X0 + X1) / 2, round((Y0 + top) / 2, 1)), (X1, round(top, 1))]
+    assert titles(figure, "polyline") == ["a"]
+    (inner,) = (svg for svg in drawn(figure).iter("svg") if svg.get("y"))
+    assert inner.get("viewBox") == f"0 {Y1} {charts.WIDTH} {Y0 - Y1}"
+    assert (inner.get("y"), inner.get("height")) == (str(Y1), str(Y0 - Y1))
+
+
+def test_curve_without_zero_has_air_below():
+    (curve,) = shapes(charts.lines("loss", [Line("a", [0, 10], [2, 4])]), "polyline", "line")
+    unit = (Y0 - Y1) / 2.2
+    assert points(curve) == [(X0, round(Y0 - 0.1 * unit, 1)), (X1, round(Y0 - 2.1 * unit, 1))]
+
+
+def test_axes_cover_all_curves():
+    curves = [Line("a", [0, 4], [1, 1]), Line("b", [2, 8], [2, 3], dashed=True, colour=9), Line("none", [], [])]
+    figure = charts.lines("loss", curves, [Mark(6, "skipped", "step 6: <bad>")], x_label="samples")
+    first, second = shapes(figure, "polyline", "line")
+    width = X1 - X0
+    assert [x for x, _ in points(first)] == [X0, X0 + width / 2]
+    assert [x for x, _ in points(second)] == [X0 + width / 4, X1]
+    assert "dashed" not in first.get("class") and "dashed" in second.get("class")
+    assert "c1" in second.get("class").split()  # colours repeat after 8
+    (mark,) = shapes(figure, "line", "mark")
+    assert mark.get("x1") == mark.get("x2") == f"{X0 + 0.75 * width:.1f}"
+    assert (mark.get("y1"), mark.get("y2")) == (str(Y1), str(Y0))
+    assert "step 6: <bad>" in titles(figure, "line")
+    assert texts(figure)["samples"] == (X1, charts.HEIGHT - 3)
+    assert [key.text or key[0].tail for key in drawn(figure).iter("span")] == ["a", "b"]
+
+
+def test_ticks_stand_at_their_values():
+    figure = charts.lines("loss", [Line("a", [0, 300], [0, 20])], zero=True)
+    places = texts(figure)
+    assert places["100"] == (round(X0 + (X1 - X0) / 3, 1), Y0 + 16)
+    height = Y0 - 10 / 21 * (Y0 - Y1)
+    assert places["10"] == (X0 - 6, round(height + 4, 1))
+    assert round(height, 1) in {float(line.get("y1")) for line in shapes(figure, "line", "grid")}
+
+
+def test_band_lies_between_low_and_high():
+    line = Line("a", np.array([0, 1]), np.array([1, 1]), np.array([0, 0]), np.array([2, 1]))
+    (band,) = shapes(charts.lines("loss", [line], zero=True), "polygon", "band")
+    unit = (Y0 - Y1) / (1 + 0.05)  # the curve itself sets the axis
+    assert points(band) == [
+        (X0, round(Y0 - 2 * unit, 1)),
+        (X1, round(Y0 - unit, 1)),
+        (X1, Y0),
+        (X0, Y0),
+    ]
+    flat = Line("a", np.array([0, 1]), np.array([1, 1]), np.array([1, 1]), np.array([1, 1]))
+    assert shapes(charts.lines("loss", [flat]), "polygon", "band") == []
+
+
+def test_single_point_is_a_dot():
+    figure = charts.lines("loss", [Line("a", [3], [1.0])])
+    (dot,) = shapes(figure, "circle", "dot")
+    assert float(dot.get("cx")) == X0
+    assert float(dot.get("cy")) == (Y0 + Y1) / 2
+    assert shapes(charts.lines("loss", [Line("a", [3, 4], [1.0, 2.0])]), "circle", "dot") == []
+    assert list(drawn(figure).iter("span")) == []  # one curve needs no legend
+
+
+def test_few_outliers_are_cut_off():
+    y = np.ones(300)
+    y[::2], y[7] = 2, 1000
+    (curve,) = shapes(charts.lines("loss", [Line("a", np.arange(300), y)]), "polyline", "line")
+    assert points(curve)[0][1] - points(curve)[1][1] == pytest.approx(-(Y0 - Y1) / 1.1, abs=0.2)
+    (short,) = shapes(charts.lines("loss", [Line("a", np.arange(50), y[:50])]), "polyline", "line")
+    assert min(height for _, height in points(short)) >= Y1
+
+
+def test_stacked_areas_fill_the_chart():
+    figure = charts.stacked("experts", [0, 10], np.array([[0.25, 0.75], [0.5, 0.5]]), ["one", "two"])
+    below, above = shapes(figure, "polygon", "area")
+    at = lambda share: Y0 - share * (Y0 - Y1)
+    assert points(below) == [(X0, at(0.25)), (X1, at(0.5)), (X1, Y0), (X0, Y0)]
+    assert points(above) == [(X0, Y1), (X1, Y1), (X1, at(0.5)), (X0, at(0.25))]
+    assert titles(figure, "polygon") == ["one", "two"]
+    (alone, _) = shapes(charts.stacked("experts", [5], np.array([[0.25, 0.75]]), ["one", "two"]), "polygon", "area")
+    assert [x for x, _ in points(alone)] == [X0, X1, X1, X0]
+
+
+def test_bars_are_as_long_as_their_values():
+    figure = charts.bars(
+        "shares", ["pile", "a very long name of a source"], {"planned": [0.5, 0.25], "achieved": [0.4, 0]}
+    )
+    widths = [float(bar.get("width")) for bar in drawn(figure).iter("rect")]
+    longest = charts.WIDTH - 110 - 64
+    assert widths == [longest, round(0.8 * longest, 1), longest / 2, 1.0]
+    tops = [float(bar.get("y")) for bar in drawn(figure).iter("rect")]
+    assert tops == [Y1, Y1 + 15, Y1 + 40, Y1 + 55]
+    assert {"50.00%", "40.00%", "25.00%", "0.00%", "pile", "a very long na…"} == set(texts(figure))
+    height = float(next(drawn(figure).iter("svg")).get("viewBox").split()[3])
+    assert height == Y1 + 2 * 40 + 4
+
+
+def test_layers_are_divided_into_shares():
+    figure = charts.shares_by_layer("experts", ["layer 1", "layer 3"], np.array([[0.25, 0.75], [0.5, 0.5]]))
+    span = charts.WIDTH - 70 - charts.RIGHT
+    rects = [(float(r.get("x")), float(r.get("y")), float(r.get("width"))) for r in drawn(figure).iter("rect")]
+    assert rects == [
+        (70, Y1, 0.25 * span),
+        (70 + 0.25 * span, Y1, 0.75 * span),
+        (70, Y1 + 20, 0.5 * span),
+        (70 + 0.5 * span, Y1 + 20, 0.5 * span),
+    ]
+    (equal,) = shapes(figure, "line", "equal")
+    assert float(equal.get("x1")) == 70 + span / 2
+    assert titles(figure, "rect")[1] == "layer 1, expert 1: 75.0%"
+    assert {"0%", "50%", "100%", "layer 1", "layer 3"} == set(texts(figure))
+
+
+@pytest.mark.parametrize(
+    "figure", [charts.lines("t", []), charts.bars("t", [], {}), charts.stacked("t", [], np.zeros((0, 2)), [])]
+)
+def test_chart_without_values_says_so(figure):
+    assert set(texts(figure)) == {"nothing recorded yet"}
