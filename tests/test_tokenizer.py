@@ -1,5 +1,7 @@
 import json
 import textwrap
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -194,3 +196,43 @@ def test_fastokens_is_exact_on_gpt_neox(neox, texts, special_text):
     assert neox.batch_backend == "fastokens"
     ids, _ = neox.encode_batch(texts, special_text=special_text)
     assert ids.tolist() == [i for text in texts for i in neox.encode(text, special_text=special_text)]
+
+
+def test_decoding_keeps_special_tokens_unless_told(tokenizer):
+    ids = [*tokenizer.encode("ab"), tokenizer.eod_id]
+    assert tokenizer.decode(ids) == "ab<|endoftext|>"
+    assert tokenizer.decode(np.array(ids, np.uint32), skip_special=True) == "ab"
+
+
+def test_versions_name_every_library_that_decides_ids(tokenizer):
+    names = {"tokenizers", tokenizer.batch_backend}
+    assert tokenizer.versions == {name: metadata.version(name) for name in names}
+
+
+def test_short_name_leaves_out_the_folders_of_a_file(file):
+    assert load_tokenizer(file).short_name == "tokenizer.json"
+    assert replace(load_tokenizer(file), name="EleutherAI/gpt-neox-20b").short_name == "EleutherAI/gpt-neox-20b"
+
+
+def test_an_eod_may_be_configured_as_text_or_damaged(tmp_path):
+    path = saved(tmp_path, trained(special=("<stop>", "<|endoftext|>")))
+    assert load_tokenizer(path).eod_token == "<|endoftext|>"
+    for content, token in [('{"eos_token": "<stop>"}', "<stop>"), ("{", "<|endoftext|>"), ("[]", "<|endoftext|>")]:
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        assert load_tokenizer(path).eod_token == token
+    assert load_tokenizer(path, eod="300").eod_id == 300  # as the command line passes it
+
+
+def test_a_name_that_is_no_file_says_what_was_tried(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    for name in ("./absent", "org/absent", "absent.json", "a/b/c"):
+        with pytest.raises(TokenizerError, match="no such tokenizer file"):
+            load_tokenizer(name)
+    with pytest.raises(TokenizerError, match=r"nobody/nothing: .*the Hugging Face hub did not give"):
+        load_tokenizer("nobody/nothing")
+    for name in "abcdefg":
+        (tmp_path / "org" / name).write_text("")
+    with pytest.raises(TokenizerError, match=r"holds a, b, c, d, e, f, \.\.\."):
+        load_tokenizer("org")

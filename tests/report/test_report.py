@@ -1,6 +1,7 @@
 """The page of a run: honest about what it leaves out, small, and drawn in a real browser."""
 
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -88,6 +89,29 @@ def test_everything_a_reader_asks_for_is_there(page):
     assert "restarted after step 120" in text
     assert "to go" in text
     assert "no source is further than 0.67 samples from its plan" in text
+
+
+@pytest.mark.parametrize("sources, drawn", [(["one"], 0), (["one", "two"], 2)])
+def test_losses_by_source_need_two_sources(make_run, sources, drawn):
+    text = write_report(make_run(60, [record(step, sources) for step in range(1, 61)])).read_text()
+    assert text.count("loss by source</figcaption>") + text.count("Loss by source</figcaption>") == drawn
+
+
+def test_rates_that_were_recorded_are_drawn(page):
+    text = page.read_text()
+    for title in ("Learning rate", "Gradient norm", "Tokens a second"):
+        assert f"<figcaption>{title}</figcaption>" in text
+    assert "(MFU)" not in text
+    assert f"Python {platform.python_version()}" in text
+
+
+def test_deep_models_show_six_layers(make_run):
+    records = [record(step) for step in range(1, 21)]
+    for step in (10, 20):
+        load_of = records[step - 1]["router_load"]["layer_1"]
+        records[step - 1]["router_load"] = {f"layer_{i}": load_of for i in range(1, 31, 2)}
+    text = write_report(make_run(20, records)).read_text()
+    assert re.findall(r"<figcaption>Layer (\d+), over training", text) == ["1", "7", "13", "17", "23", "29"]
 
 
 def test_the_page_needs_nothing_from_outside_and_trusts_no_text(page):
