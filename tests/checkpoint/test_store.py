@@ -1,0 +1,274 @@
+"""What `Checkpoints` keeps, publishes and refuses, on a real model in this process."""
+
+import json
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_blackmamba.checkpoint import CheckpointError, DamagedCheckpoint, NotFiniteError, SaveError, manifest
+from megatron_blackmamba.checkpoint.store import Checkpoints
+from tests.checkpoint.conftest import STATE
+
+
+def state(step):
+    return {"config": {}, **STATE, "progress": {"step": step}}
+
+
+def save(checkpoints, step):
+    checkpoints.save(step, state(step))
+    return checkpoints.finish(wait=True)
+
+
+def names(checkpoints):
+    return sorted(path.name for path in checkpoints.folder.checkpoints.iterdir())
+
+
+def damage(checkpoints, step, name="common.pt"):
+    path = checkpoints.folder.checkpoint(step) / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_old_checkpoints_are_removed_but_milestones_stay(checkpoints):
+    made = checkpoints("checkpoint.keep_last=2", "checkpoint.keep_every=3")
+    for step in range(1, 8):
+        assert save(made, step) == [step]
+    assert names(made) == ["latest", "step_00000003", "step_00000006", "step_00000007"]
+    assert made.folder.latest.read_text() == "step_00000007\n" and made.newest() == 7
+
+
+def test_without_milestones_only_the_last_stay(checkpoints):
+    made = checkpoints("checkpoint.keep_last=1", "checkpoint.keep_every=0")
+    for step in (10, 20):
+        save(made, step)
+    assert names(made) == ["latest", "step_00000020"]
+
+
+def test_what_is_saved_is_loaded_bit_for_bit(checkpoints, trainable):
+    made = checkpoints()
+    before = {name: weight.clone() for name, weight in trainable.model.state_dict().items() if weight is not None}
+    save(made, 3)
+    with torch.no_grad():
+        for weight in trainable.model.parameters():
+            weight.zero_()
+    made.load(3)
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in trainable.model.state_dict().items() if name in before
+    )
+    assert made.state(3) == state(3)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of files and folders as they are synced and renamed, in order; sizes as they are when synced."""
+    seen = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def name(path):
+        return "/".join(Path(path).parts[-2:])
+
+    def synced(file):
+        seen.append(("sync", name(os.readlink(f"/proc/self/fd/{file}")), os.fstat(file).st_size))
+        fsync(file)
+
+    def renamed(call):
+        def wrapped(old, new, **more):
+            seen.append(("rename", name(new), None))
+            call(old, new, **more)
+
+        return wrapped
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed(rename))
+    monkeypatch.setattr(os, "replace", renamed(replace))
+    return seen
+
+
+def test_manifest_then_folder_then_latest_reach_the_disk(checkpoints, calls):
+    save(checkpoints(), 4)
+    order = [(what, where) for what, where, _ in calls]
+    hidden, final = "checkpoints/.step_00000004", "checkpoints/step_00000004"
+    steps = [
+        ("rename", ".step_00000004/.metadata"),
+        ("rename", ".step_00000004/state.json"),
+        ("rename", ".step_00000004/manifest.json"),
+        ("sync", hidden),
+        ("rename", final),
+        ("sync", "run/checkpoints"),
+        ("rename", "checkpoints/latest"),
+        ("sync", "run/checkpoints"),
+    ]
+    at = -1
+    for step in steps:
+        at = order.index(step, at + 1)  # after the one before
+    assert order.index(("rename", "checkpoints/latest")) > order.index(("sync", "run/checkpoints"))
+    inside = [index for index, (_, where) in enumerate(order) if where.startswith(".step_00000004/")]
+    assert "manifest.json" in order[max(inside)][1]
+
+
+def test_two_saves_of_a_step_leave_the_second(checkpoints):
+    made = checkpoints()
+    save(made, 1)
+    made.folder.latest.unlink()
+    made.folder.latest.mkdir()  # cannot be replaced by a file
+    (made.folder.latest / "inside").touch()
+    with pytest.raises(SaveError, match="step 2: publish"):
+        save(made, 2)
+    assert made.steps() == [1, 2]
+    (made.folder.latest / "inside").unlink()
+    made.folder.latest.rmdir()
+    assert save(made, 2) == [2]
+    assert made.steps() == [1, 2] and made.newest() == 2
+    save(made, 3)
+    assert names(made) == ["latest", "step_00000001", "step_00000002", "step_00000003"]
+
+
+def test_left_overs_are_removed_by_the_next_save(checkpoints):
+    made = checkpoints()
+    for name in (".step_00000001", ".step_00000002.removed"):
+        (made.folder.checkpoints / name).mkdir(parents=True)
+        (made.folder.checkpoints / name / "shard").touch()
+    save(made, 3)
+    assert names(made) == ["latest", "step_00000003"]
+
+
+def test_save_without_space_for_it_is_refused(checkpoints):
+    made = checkpoints()
+    save(made, 1)
+    os.truncate(made.folder.checkpoint(1) / "common.pt", 1 << 42)  # sparse: 4 TiB that take no space
+    with pytest.raises(SaveError, match=r"GiB free, a checkpoint takes 4096\.0 GiB"):
+        made.save(2, state(2))
+    assert names(made) == ["latest", "step_00000001"]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_are_never_published(checkpoints, trainable, value):
+    made = checkpoints()
+    save(made, 1)
+    bias = trainable.model.decoder.final_layernorm.bias
+    with torch.no_grad():
+        kept, bias[3] = bias[3].item(), value
+        try:
+            with pytest.raises(NotFiniteError, match=r"step 2: decoder\.final_layernorm\.bias is not finite on rank 0"):
+                save(made, 2)
+        finally:
+            bias[3] = kept
+    assert made.steps() == [1] and save(made, 3) == [3]
+
+
+def test_optimizer_state_that_is_not_finite_is_never_published(checkpoints, trainable):
+    made = checkpoints()
+    states = next(part for part in trainable.optimizer.chained_optimizers).optimizer.state
+    moment = next(iter(states.values()))["exp_avg"]
+    kept = moment.clone()
+    moment.view(-1)[0] = torch.nan
+    try:
+        with pytest.raises(NotFiniteError, match="exp_avg"):
+            save(made, 2)
+    finally:
+        moment.copy_(kept)
+    assert made.steps() == []
+
+
+def test_training_continues_while_the_writer_writes(checkpoints):
+    made = checkpoints()
+    made.save(5, state(5))
+    writer = made.write._process.pid
+    os.kill(writer, signal.SIGSTOP)
+    assert made.finish(wait=False) == [] and made.steps() == []
+    os.kill(writer, signal.SIGTERM)  # as Slurm sends it to every process of a step
+    os.kill(writer, signal.SIGCONT)
+    assert made.finish(wait=True) == [5] and made.finish(wait=True) == []
+
+
+def test_killed_writer_fails_its_save_alone(checkpoints):
+    made = checkpoints()
+    made.save(5, state(5))
+    os.kill(made.write._process.pid, signal.SIGSTOP)
+    os.kill(made.write._process.pid, signal.SIGKILL)
+    with pytest.raises(SaveError, match="step 5: rank 0: its writer died before it was done"):
+        made.finish(wait=True)
+    assert save(made, 6) == [6]
+
+
+def test_damaged_checkpoint_is_set_aside(checkpoints):
+    made = checkpoints()
+    for step in (1, 2, 3):
+        save(made, step)
+    damage(made, 3)
+    (made.folder.checkpoints / "step_00000003.damaged" / "older").mkdir(parents=True)
+    assert made.newest() == 2
+    assert names(made) == ["latest", "step_00000001", "step_00000002", "step_00000003.damaged"]
+    assert made.folder.latest.read_text() == "step_00000002\n"
+    assert len(made.said) == 1 and "step_00000003.damaged" in made.said[0] and "common.pt" in made.said[0]
+
+
+def test_damage_stops_the_run_if_asked(checkpoints):
+    made = checkpoints("checkpoint.if_damaged=stop")
+    for step in (1, 2):
+        save(made, step)
+    damage(made, 2)
+    with pytest.raises(DamagedCheckpoint, match=r"common\.pt.*checkpoint\.if_damaged=older"):
+        made.newest()
+    assert made.steps() == [1, 2]
+
+
+def test_no_whole_checkpoint_stops_the_run(checkpoints):
+    made = checkpoints()
+    assert made.newest() is None
+    save(made, 1)
+    damage(made, 1)
+    with pytest.raises(DamagedCheckpoint, match="every checkpoint in"):
+        made.newest()
+
+
+def test_start_from_damaged_weights_is_refused(run, checkpoints, tmp_path):
+    made = checkpoints(folder=tmp_path / "new")
+    made.load_weights(run.root)
+    shard = next(run.checkpoint(7).glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    for path in (run.root, run.checkpoints, run.checkpoint(7)):
+        with pytest.raises(DamagedCheckpoint, match=shard.name):
+            made.load_weights(path)
+
+
+def test_start_from_weights_with_code_is_refused(run, checkpoints, tmp_path):
+    path = run.checkpoint(7) / manifest.TABLE
+    path.write_bytes(pickle.dumps(os.getcwd))
+    declared = json.loads((run.checkpoint(7) / manifest.NAME).read_bytes())
+    declared["files"][manifest.TABLE] = manifest.describe(path)
+    (run.checkpoint(7) / manifest.NAME).write_text(json.dumps(declared))
+    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+        checkpoints(folder=tmp_path / "new").load_weights(run.root)
+
+
+def test_start_from_a_renamed_copy_works(run, checkpoints, tmp_path):
+    run.checkpoint(7).rename(tmp_path / "best")
+    checkpoints(folder=tmp_path / "new").load_weights(tmp_path / "best")
+    (tmp_path / "best").rename(tmp_path / "step_00000008")
+    with pytest.raises(DamagedCheckpoint, match="rename it to step_00000007"):
+        checkpoints(folder=tmp_path / "new").load_weights(tmp_path / "step_00000008")
+
+
+def test_only_folders_of_steps_are_checkpoints(checkpoints):
+    made = checkpoints()
+    save(made, 2)
+    for name in ("step_3", "step_00000004.damaged", "step_0000000\N{ARABIC-INDIC DIGIT THREE}", "notes"):
+        (made.folder.checkpoints / name).mkdir()
+    (made.folder.checkpoints / "step_00000009").touch()
+    assert made.steps() == [2] and save(made, 5) == [5] and made.newest() == 5
+
+
+def test_old_checkpoints_that_stay_are_no_failure(checkpoints, monkeypatch):
+    made = checkpoints("checkpoint.keep_last=1", "checkpoint.keep_every=0")
+    save(made, 1)
+    monkeypatch.setattr(Checkpoints, "_folders", lambda self: [(1, self.folder.checkpoint(99)), (2, None)])
+    made._thin_out(2)
+    assert "old checkpoints could not be removed" in made.said[0]
