@@ -27,8 +27,8 @@ from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 
-IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Requests to stop are the rank's to answer. Its writer finishes what it began."""
+BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Requests to stop are the rank's to answer. Its writer, forked with these blocked, finishes what it began."""
 
 
 @dataclass
@@ -69,6 +69,7 @@ class Write:
             answer.send(_written(lambda *rest: write_bucket(transforms, *rest), buckets))
 
         context = multiprocessing.get_context("fork")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
         try:
             self._answer, theirs = context.Pipe(duplex=False)
             with theirs:
@@ -76,6 +77,8 @@ class Write:
                 self._process.start()
         except OSError as error:  # no more processes, files or memory
             self._part = Part(problem=f"starting its writer: {error.strerror or error}")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def running(self) -> bool:
         """Return whether the writer has neither answered nor died."""
@@ -124,10 +127,8 @@ FileSystemWriterAsync.prepare_local_plan = _leave_folder_alone
 
 
 def _become_writer(parent: int) -> None:
-    """Set up a forked process: it dies with its rank, answers no signals and uses one thread."""
+    """Set up a forked process: it dies with its rank and uses one thread."""
     die_with_parent(parent)
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # the threads of OpenMP stayed behind in the parent
 
 
