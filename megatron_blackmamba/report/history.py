@@ -16,7 +16,7 @@ from megatron_blackmamba.training.metrics import read_metrics
 SAMPLES = "samples.json"
 STEPWISE = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu")
 RESUMED = re.compile(r"resumes after step (\d+)")
-REWOUND = re.compile(r"rewound to step (\d+)")
+REWOUND = re.compile(r"rewound to step (\d+)(?!\d| \d+ times)")
 
 
 class ReportError(ValueError):
@@ -39,6 +39,8 @@ class History:
     """Step, and each MoE layer's load, where the router was looked at."""
     last: dict[str, Any]
     skipped: list[tuple[int, str]] = field(default_factory=list)
+    remarks: list[tuple[int, str]] = field(default_factory=list)
+    """Notes of steps that were not skipped: spikes, devices that failed, slow ranks."""
     restarts: list[int] = field(default_factory=list)
     rewinds: list[int] = field(default_factory=list)
     samples: dict[str, str] = field(default_factory=dict)
@@ -108,6 +110,11 @@ def read_history(run: Path) -> History:
         router=[(record["step"], record["router_load"]) for record in records if record.get("router_load")],
         last=records[-1],
         skipped=[(r["step"], r.get("note") or "not applied") for r in records if r.get("skipped")],
+        remarks=[
+            (r["step"], r["note"])
+            for r in records
+            if r.get("note") and not r.get("skipped") and not REWOUND.match(r["note"])
+        ],
         restarts=[int(step) for step in RESUMED.findall(log)],
         rewinds=[int(step) for step in REWOUND.findall(log)],
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},

@@ -176,10 +176,11 @@ def _mixture_words(history: History) -> str:
 
 def _interruptions(history: History) -> str:
     words = [f"step {step:,}: skipped, {why}" for step, why in history.skipped]
+    words += [f"step {step:,}: {remark}" for step, remark in history.remarks]
     words += [f"restarted after step {step:,}" for step in history.restarts]
     words += [f"rewound to step {step:,}" for step in history.rewinds]
     if not words:
-        return _section("Interruptions", [], "None: no step skipped, no restart, no rewind.")
+        return _section("Interruptions", [], "None: no step skipped or remarked on, no restart, no rewind.")
     shown = "".join(f"<li>{escape(line)}</li>" for line in words[-50:])
     more = f"<p>The last 50 of {len(words):,}.</p>" if len(words) > 50 else ""
     return f"<section><h2>Interruptions</h2>{more}<ul>{shown}</ul></section>"

@@ -46,8 +46,8 @@ class OwnTime:
         if output.requires_grad and inputs[0].requires_grad:
             span: list[Any] = []
             self._spans.append(span)
-            output.register_hook(lambda _: span.append(_now()))
-            inputs[0].register_hook(lambda _: span.append(_now()))
+            output.register_hook(lambda gradient: span.append(_now(gradient)))
+            inputs[0].register_hook(lambda gradient: span.append(_now(gradient)))
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,9 @@ def _medians(rows: list[list[float]]) -> list[float]:
     return torch.tensor(rows, dtype=torch.float64).median(dim=0).values.tolist()
 
 
-def _now() -> Any:
-    if torch.cuda.is_available():
+def _now(x: Tensor) -> Any:
+    """Return the time at which `x` is ready: on a GPU an event in its stream."""
+    if x.is_cuda:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -75,6 +75,7 @@ def make_run(tmp_path):
 def page(make_run):
     records = [record(step) for step in range(1, 201)]
     records[69] |= {"loss": None, "grad_norm": None, "skipped": True, "note": "the loss is nan"}
+    records[79] |= {"note": "rank 3 (node-b) is slow: its layers take 1.52 times as long"}
     log = "2026-01-01 00:00:00  resumes after step 120, at sample 1920\n"
     run = make_run(400, records, log)
     return write_report(run, samples={"def f(<b>": "x & y): return '<i>'"})
@@ -86,6 +87,7 @@ def test_everything_a_reader_asks_for_is_there(page):
         assert title in text
     assert "200 of 400" in text
     assert "step 70: skipped, the loss is nan" in text
+    assert "step 80: rank 3 (node-b) is slow" in text
     assert "restarted after step 120" in text
     assert "to go" in text
     assert "no source is further than 0.67 samples from its plan" in text

@@ -163,3 +163,88 @@ def test_a_guard_restored_from_json_judges_as_the_one_that_never_stopped(losses,
             stopped = Guard(config)
             stopped.restore(state)
         assert judged(steady, loss) == judged(stopped, loss)
+
+
+@pytest.mark.parametrize("spike, action", [("off", "skip"), ("warn", "skip"), ("skip", "skip"), ("rewind", "rewind")])
+@pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (2.0, math.inf)])
+def test_rewind_answers_steps_that_are_not_finite_too(spike, action, loss, norm):
+    guard = guard_that_saw(STEADY, spike=spike, max_bad_steps=2)
+    assert judged(guard, loss, norm).action.value == action
+    assert judged(guard, loss, norm).action is Action.STOP
+
+
+@pytest.mark.parametrize("spike, action", [("off", "stop"), ("warn", "stop"), ("skip", "stop"), ("rewind", "rewind")])
+def test_replicas_that_differ_stop_or_rewind(spike, action):
+    guard = guard_that_saw(STEADY, spike=spike)
+    before = guard.state()
+    verdict = guard.replicas_differ("rank 1 in norm.weight")
+    assert verdict.action.value == action and "rank 1 in norm.weight" in verdict.reason
+    assert guard.state() == before
+
+
+def test_the_window_slides():
+    old, new = [6.0, 6.1] * 20, [2.0, 2.1] * 4
+    assert judged(guard_that_saw(old + new, spike="skip", spike_window=8), 4.0).action is Action.SKIP
+    assert judged(guard_that_saw(old + new, spike="skip", spike_window=48), 4.0).action is Action.APPLY
+
+
+def test_a_restored_window_slides_too():
+    guard = Guard(GuardConfig(spike="skip", spike_window=8))
+    guard.restore({"losses": [6.0, 6.1] * 4, "bad_in_a_row": 0, "spikes_in_a_row": 0, "skipped": 0})
+    for loss in [2.0, 2.1] * 4:
+        judged(guard, loss)
+    assert len(guard.losses) == 8 and judged(guard, 4.0).action is Action.SKIP
+
+
+def test_eight_losses_are_enough_to_judge_by_and_seven_are_not():
+    assert judged(guard_that_saw([2.0] * 7, spike="skip"), 50.0).action is Action.APPLY
+    assert judged(guard_that_saw([2.0] * 8, spike="skip"), 50.0).action is Action.SKIP
+
+
+def test_a_spike_begins_where_the_deviations_say():
+    window = [2.0, 2.1, 1.9, 2.2, 1.8, 2.1, 1.9, 2.0]  # median 2.0, median deviation 0.1
+    guard = guard_that_saw(window, spike="skip", spike_deviations=8)
+    assert guard.look(2.79).action is Action.APPLY
+    assert guard.look(2.81).action is Action.SKIP
+    assert guard_that_saw(window, spike="skip", spike_deviations=4).look(2.5).action is Action.SKIP
+
+
+def test_a_flat_curve_has_a_deviation_of_a_thousandth_of_its_median():
+    guard = guard_that_saw([2.0] * 8, spike="skip", spike_deviations=8)
+    assert guard.look(2.015).action is Action.APPLY
+    assert guard.look(2.017).action is Action.SKIP
+
+
+def test_spikes_become_the_level_exactly_at_max_spikes():
+    guard = guard_that_saw(STEADY, spike="skip", max_spikes=3)
+    verdicts = [judged(guard, 9.0) for _ in range(3)]
+    assert ["a new level" in verdict.reason for verdict in verdicts] == [False, False, True]
+    assert not guard.losses and guard.spikes_in_a_row == 0 and guard.skipped == 3
+
+
+def test_spikes_counted_before_a_checkpoint_count_after_it():
+    guard = guard_that_saw(STEADY, spike="skip", max_spikes=2)
+    judged(guard, 9.0)
+    resumed = Guard(GuardConfig(spike="skip", max_spikes=2))
+    resumed.restore(guard.state())
+    assert "a new level" in judged(resumed, 9.0).reason
+
+
+def test_bad_steps_counted_before_a_checkpoint_count_after_it():
+    guard = guard_that_saw([*STEADY, math.nan], max_bad_steps=2)
+    resumed = Guard(GuardConfig(max_bad_steps=2))
+    resumed.restore(guard.state())
+    assert judged(resumed, math.nan).action is Action.STOP and resumed.skipped == 2
+
+
+def test_switched_off_it_sees_no_spike_but_still_what_is_not_finite():
+    guard = guard_that_saw(STEADY, spike="off")
+    assert judged(guard, 1e6).action is Action.APPLY
+    assert judged(guard, math.nan).action is Action.SKIP
+
+
+def test_a_bad_step_is_remembered_by_no_median():
+    guard = guard_that_saw(STEADY)
+    judged(guard, 2.0, math.nan)
+    judged(guard, math.inf)
+    assert list(guard.losses) == STEADY
