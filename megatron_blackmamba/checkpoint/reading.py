@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_blackmamba.checkpoint import manifest, safety
-from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.config import ConfigError, RunConfig, from_saved
 from megatron_blackmamba.formats.run_folder import RunFolder
 
 STATE = "state.json"
@@ -25,7 +24,7 @@ class CheckpointReader:
         self.manifest = manifest.read(self.folder)
         safety.refuse_code(self.folder, self.manifest["files"])
         self.state = read_state(self.folder)
-        self.config = _config(self.folder, self.state["config"])
+        self.config = saved_config(self.folder, self.state)
         self._table = safety.read_table(self.folder).state_dict_metadata
 
     @property
@@ -83,13 +82,12 @@ def read_state(folder: Path, parts: Sequence[str] = ("config",)) -> dict[str, An
     return state
 
 
-def _config(folder: Path, saved: dict[str, Any]) -> RunConfig:
+def saved_config(folder: Path, state: dict[str, Any]) -> RunConfig:
+    """Return the run that `read_state` holds, whichever version saved it. Raise CheckpointError if it is none."""
     try:
-        return RunConfig.model_validate(saved)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise manifest.CheckpointError(f"{folder / STATE}: refused: its config: {where}: {first['msg']}") from None
+        return from_saved(state["config"], folder / STATE)
+    except ConfigError as error:
+        raise manifest.CheckpointError(str(error)) from None
 
 
 def find_checkpoint(path: str | Path) -> Path:

@@ -1,9 +1,15 @@
-"""The base of every section: an unknown key is an error, and a config does not change once it is made."""
+"""The base of every section, and the error that every config raises."""
 
 from pydantic import BaseModel, ConfigDict
 
 
+class ConfigError(ValueError):
+    """A run that cannot be described; the message says where and what to do."""
+
+
 class Section(BaseModel):
+    """A section of a config: an unknown key is an error, and values never change."""
+
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, protected_namespaces=()
     )

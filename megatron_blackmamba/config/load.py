@@ -13,15 +13,12 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from megatron_blackmamba.config.base import Section
+from megatron_blackmamba.config import migrations
+from megatron_blackmamba.config.base import ConfigError, Section
 from megatron_blackmamba.config.run import RunConfig
 
 OVERRIDE = "the command line"
 PATH_KEYS = {"data.mixture"}
-
-
-class ConfigError(ValueError):
-    """A run that cannot be described; the message says where and what to do."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -90,23 +87,18 @@ def load(files: str | Path | Sequence[str | Path], overrides: Iterable[str] = ()
         if not equals or not key:
             raise ConfigError(f"an override reads a.b=value; {override!r} does not")
         _merge(_nested(key.split("."), _parse(value)), merged, origin, OVERRIDE, "")
-    _refuse_unknown_keys(merged, RunConfig, origin, "")
+    _refuse_unknown_keys(merged, origin)
     try:
         return RunConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(_explain(error, origin)) from None
-
-
-def to_yaml(config: RunConfig) -> str:
-    """The composed run as YAML that `load` reads back to the same run."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True, width=120)
+        raise ConfigError(explain(error, origin)) from None
 
 
 def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...]) -> None:
     path = path.resolve()
     if path in above:
         raise ConfigError("configs include each other in a circle: " + " → ".join(str(p) for p in (*above, path)))
-    content = read_yaml(path)
+    content = _up_to_date(read_yaml(path), path)
     includes = content.pop("include", [])
     for include in [includes] if isinstance(includes, str) else includes:
         target = path.parent / include
@@ -116,6 +108,11 @@ def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...])
     for key in PATH_KEYS:
         _resolve(content, key, path.parent)
     _merge(content, merged, origin, str(path), "")
+
+
+def _up_to_date(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Migrate a file that a run saved: it has a version. One that a person wrote has none and is today's."""
+    return migrations.migrate(content, str(path)) if migrations.VERSION_KEY in content else content
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -184,15 +181,34 @@ def _key_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
             yield from _key_paths(inner, f"{path}.")
 
 
-def _refuse_unknown_keys(content: dict, section: type[Section], origin: dict, prefix: str) -> None:
-    fields = {field.alias or name: field for name, field in section.model_fields.items()}
+def unknown_key(content: dict, section: type[Section] = RunConfig, prefix: str = "") -> str | None:
+    """Return the first key, as `a.b`, that no run has."""
+    fields = _fields(section)
     for key, value in content.items():
-        path = f"{prefix}{key}"
         if key not in fields:
-            raise ConfigError(f"{_where(path, origin)}: unknown key {path!r}; {_nearest(path, fields, prefix)}")
+            return f"{prefix}{key}"
         inner = _section_of(fields[key].annotation)
         if inner is not None and isinstance(value, dict):
-            _refuse_unknown_keys(value, inner, origin, f"{path}.")
+            found = unknown_key(value, inner, f"{prefix}{key}.")
+            if found is not None:
+                return found
+    return None
+
+
+def _refuse_unknown_keys(content: dict, origin: dict) -> None:
+    path = unknown_key(content)
+    if path is None:
+        return
+    *sections, _ = path.split(".")
+    section: type[Section] = RunConfig
+    for name in sections:
+        section = _section_of(_fields(section)[name].annotation) or section
+    prefix = "".join(f"{name}." for name in sections)
+    raise ConfigError(f"{_where(path, origin)}: unknown key {path!r}; {_nearest(path, _fields(section), prefix)}")
+
+
+def _fields(section: type[Section]) -> dict[str, Any]:
+    return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def _nearest(path: str, fields: dict, prefix: str) -> str:
@@ -215,7 +231,8 @@ def _where(path: str, origin: dict) -> str:
     return origin.get(path, "the run")
 
 
-def _explain(error: ValidationError, origin: dict) -> str:
+def explain(error: ValidationError, origin: dict) -> str:
+    """Return a line for each problem; `origin`: the file that set a key."""
     lines = []
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_blackmamba import __version__
 from megatron_blackmamba.checkpoint import CheckpointReader, common, manifest
 from megatron_blackmamba.checkpoint.reading import STATE
-from megatron_blackmamba.config import RunConfig, to_yaml
+from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, tokenizer_of
 
@@ -48,7 +48,7 @@ def write(model: Canonical, folder: Path) -> None:
     _save(_stacked(model), folder)
     common.write(folder, {})
     run = run_config(model)
-    atomic.write_json(folder / STATE, {"config": run.model_dump(mode="json", by_alias=True)})
+    atomic.write_json(folder / STATE, {"config": to_saved(run)})
     atomic.write_text(folder / "config.yaml", to_yaml(run))
     tokenizer = tokenizer_of(model)
     if tokenizer is not None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from megatron_blackmamba.config import read_saved
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.training.metrics import read_metrics
 
@@ -99,7 +99,7 @@ def read_history(run: Path) -> History:
     return History(
         name=run.resolve().name,
         folder=folder,
-        config=yaml.safe_load(folder.config.read_text()),
+        config=read_saved(folder.config).model_dump(mode="json", by_alias=True),
         plan=json.loads(folder.data_plan.read_bytes()) if folder.data_plan.is_file() else {},
         step=steps,
         columns={name: _column(record.get(name) for record in records) for name in STEPWISE},

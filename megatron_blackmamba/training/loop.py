@@ -19,7 +19,8 @@ from typing import Any
 from megatron_blackmamba import data as serving
 from megatron_blackmamba import model as modelling
 from megatron_blackmamba.checkpoint import Checkpoints, SaveError
-from megatron_blackmamba.config import RunConfig, to_yaml
+from megatron_blackmamba.checkpoint.reading import saved_config
+from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import layout, process, world
@@ -165,7 +166,8 @@ class Trainer:
     def resume(self, step: int) -> list[str]:
         """Take over a checkpoint of this run, or refuse to; returns the changes that were allowed by name."""
         state = self.checkpoints.state(step)
-        allowed = refuse_changes(state["config"], self.config, step)
+        saved = saved_config(self.folder.checkpoint(step), state)
+        allowed = refuse_changes(saved.model_dump(mode="json", by_alias=True), self.config, step)
         progress = Progress.restored(state["progress"])
         refuse_tokenizer(state["data"], self.data.record, step)
         serving.refuse_changed_data(state["data"], self.data.record, progress.next_sample)
@@ -182,7 +184,7 @@ class Trainer:
         if differing:
             raise SaveError(f"replicas of weights differ: {differing}")
         return {
-            "config": self.config.model_dump(mode="json", by_alias=True),
+            "config": to_saved(self.config),
             "progress": self.progress.state(),
             "guard": self.guard.state(),
             "data": self.data.record,

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_blackmamba.config import keys, load
+from megatron_blackmamba.config import from_saved, keys, load
 from megatron_blackmamba.training.resume import ResumeError, refuse_changes, refuse_tokenizer
 
 
@@ -130,11 +130,18 @@ def test_how_a_run_is_laid_out_watched_and_saved_may_change_freely(override):
     assert resumed(override) == []
 
 
-def test_an_optimizer_key_that_a_newer_version_adds_is_named_too():
+@pytest.mark.parametrize("key, value", [("optimizer.beta2", "0.9"), ("model.router.iterations", "3")])
+def test_a_key_that_the_checkpoint_lacks_has_its_default(key, value):
     old = saved()
-    del old["optimizer"]["beta2"]
-    with pytest.raises(ResumeError, match=r"optimizer\.beta2=nothing"):
-        refuse_changes(old, load("tiny"), step=50)
+    *sections, last = key.split(".")
+    section = old
+    for name in sections:
+        section = section[name]
+    default = section.pop(last)
+    old = from_saved(old, "step 50").model_dump(mode="json", by_alias=True)
+    assert refuse_changes(old, load("tiny"), step=50) == []
+    with pytest.raises(ResumeError, match=rf"{key}={default}, and now it is {value}"):
+        refuse_changes(old, load("tiny", [f"{key}={value}"]), step=50)
 
 
 def test_another_tokenizer_is_refused_by_name_and_a_moved_one_is_not():

@@ -1,0 +1,44 @@
+"""Saved configs: the one door through which checkpoints, run folders and exports write and read them."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_blackmamba import __version__
+from megatron_blackmamba.config import migrations
+from megatron_blackmamba.config.base import ConfigError
+from megatron_blackmamba.config.load import explain, read_yaml, unknown_key
+from megatron_blackmamba.config.run import RunConfig
+
+
+def to_saved(config: RunConfig) -> dict[str, Any]:
+    """Return every key of a run as JSON values, with the version that `from_saved` needs."""
+    return {migrations.VERSION_KEY: migrations.current_version(), **config.model_dump(mode="json", by_alias=True)}
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Return the run as YAML that `load` and `read_saved` read back to the same run, also in later versions."""
+    return yaml.safe_dump(to_saved(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+def from_saved(content: Any, where: str | Path) -> RunConfig:
+    """Return the run that a saved config describes, whichever version saved it; `where` is for errors."""
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: a saved config is a mapping of sections, not a {type(content).__name__}.")
+    migrated = migrations.migrate(content, str(where))
+    if unknown := unknown_key(migrated):
+        raise ConfigError(
+            f"{where}: {unknown!r} is unknown to megatron-blackmamba {__version__}: a newer version saved this config."
+            " Upgrade: pip install -U megatron-blackmamba."
+        )
+    try:
+        return RunConfig.model_validate(migrated)
+    except ValidationError as error:
+        raise ConfigError(explain(error, {"": str(where)})) from None
+
+
+def read_saved(path: Path) -> RunConfig:
+    """Return the run that a saved `config.yaml` describes."""
+    return from_saved(read_yaml(path), path)

@@ -1,0 +1,94 @@
+"""Configs that another version of the program saved."""
+
+import pytest
+import yaml
+
+from megatron_blackmamba.config import ConfigError, from_saved, load, migrations, read_saved, shipped, to_saved, to_yaml
+from megatron_blackmamba.config.migrations import Migration, assume, remove, rename
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """A later version, in which keys were renamed, removed and given another default."""
+    changes = (
+        Migration("one name for both", rename("init.source", "init.from")),
+        Migration("the router's key moves", rename("training.router_start", "model.router.start")),
+        Migration("every run does that now", remove("training.fast", meaning=True)),
+        Migration("the default changed from 0.9 to 0.95", assume("optimizer.beta2", 0.9)),
+    )
+    monkeypatch.setattr(migrations, "MIGRATIONS", changes)
+
+
+def old(**sections):
+    """The tiny run as version 1 saved it, with some sections' keys changed; None drops a key."""
+    content = load("tiny").model_dump(mode="json", by_alias=True)
+    for section, changes in sections.items():
+        content[section] = {k: v for k, v in (content[section] | changes).items() if v is not None}
+    return content
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_saved_config_is_read_back(name, tmp_path, monkeypatch):
+    monkeypatch.delenv("BLACKMAMBA_DATA", raising=False)
+    run = load(name)
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(run))
+    assert from_saved(to_saved(run), "here") == read_saved(path) == load(path) == run
+
+
+def test_a_missing_key_has_its_default():
+    run = from_saved(old(model={"norm_eps": None}, optimizer={"eps": None}, training={"guard": None}), "here")
+    assert run == load("tiny")
+
+
+def test_every_migration_since_the_saved_version_applies(later):
+    content = old(
+        init={"from": None, "source": "runs/a"}, training={"router_start": "uniform"}, optimizer={"beta2": None}
+    )
+    run = from_saved(content, "here")
+    assert (run.init.from_, run.model.router.start, run.optimizer.beta2) == ("runs/a", "uniform", 0.9)
+    assert "source" in content["init"]  # what was read is left as it was
+
+
+def test_migrations_before_the_saved_version_do_not_apply(later):
+    content = old(optimizer={"beta2": None})
+    assert from_saved({"version": 4, **content}, "here").optimizer.beta2 == 0.9
+    assert from_saved({"version": 5, **content}, "here").optimizer.beta2 == 0.95
+    with pytest.raises(ConfigError, match=r"'init.source' is unknown"):
+        from_saved({"version": 2, **old(init={"source": "runs/a"})}, "here")
+
+
+def test_a_file_with_a_version_is_migrated(later, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"version": 1, **old(init={"from": None, "source": "runs/a"})}))
+    assert load(path).init.from_ == "runs/a"
+    path.write_text(yaml.safe_dump(old(optimizer={"beta2": None})))
+    assert load(path).optimizer.beta2 == 0.95  # no version: a person wrote it, for today's defaults
+
+
+def test_a_removed_key_with_another_meaning_is_refused(later):
+    assert from_saved(old(training={"fast": True}), "here") == load("tiny")
+    with pytest.raises(ConfigError, match=r"here: training.fast=False is no longer supported.*training.fast=True"):
+        from_saved(old(training={"fast": False}), "here")
+
+
+def test_a_newer_config_is_refused_with_the_way_out(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"version": 99, **old()}))
+    for read in (load, read_saved):
+        with pytest.raises(ConfigError, match=r"config.yaml: a newer megatron-.*version 99.*reads up to 1.*Upgrade"):
+            read(path)
+    with pytest.raises(ConfigError, match=r"here: 'training.warp' is unknown to megatron-blackmamba .*newer version"):
+        from_saved(old(training={"warp": 9}), "here")
+
+
+@pytest.mark.parametrize("content", [None, [], "text", {"version": "1"}, {"version": 0}, {"version": True}, {}])
+def test_nonsense_is_refused_in_words(content):
+    with pytest.raises(ConfigError, match=r"^here: ") as error:
+        from_saved(content, "here")
+    assert "Traceback" not in str(error.value)
+
+
+def test_values_that_no_run_can_have_name_the_key():
+    with pytest.raises(ConfigError, match=r"here: optimizer.beta1=2"):
+        from_saved(old(optimizer={"beta1": 2}), "here")
