@@ -30,6 +30,7 @@ JOIN_PART = 0.4
 CONSEQUENCES_S = 3.0
 """Time that rank 0 waits for further failures after the first one."""
 BEAT_S = 0.5
+LEAVE_S = 10.0
 
 
 class Meeting:
@@ -111,6 +112,7 @@ def _take_part(place: Place, node: str, meeting: Meeting, chair: "Chair | None",
         store.wait([f"again/{attempt}"], timedelta(seconds=limit))
         again, attempt = store.get(f"again/{attempt}") == b"yes", attempt + 1
     at("the end")
+    store.set(f"end/{place.rank}", "")
     dist.destroy_process_group()
     return chair.conclude(chair.verdict) if chair else 0
 
@@ -165,7 +167,15 @@ class Chair:
                 temporary = self.unfit_file.with_name(f".{self.unfit_file.name}.tmp")
                 temporary.write_text("".join(f"{node}\n" for node in sorted(verdict.unfit)))
                 os.replace(temporary, self.unfit_file)
+            self._let_them_leave()
             return 0 if verdict.healthy else 1
+
+    def _let_them_leave(self) -> None:
+        """Keep the store until the other ranks have read the decision; those that hang may miss it."""
+        end = time.monotonic() + LEAVE_S
+        names = [f"end/{rank}" for rank in range(self.size)]
+        while time.monotonic() < end and self.reports and not self.store.check(names):
+            time.sleep(0.05)
 
     def _oversee(self, store: Any) -> None:
         """End the check when the time is up, or soon after a rank failed."""

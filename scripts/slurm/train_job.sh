@@ -82,18 +82,17 @@ preflight() {
 
 # All ranks of the job, as in training. The file `unfit` appears with the verdict; without one, the head node is at fault.
 preflight_together() {
-    local reports=$1 status
+    local reports=$1
     say "preflight of $SLURM_NTASKS ranks together"
     rm -f "$reports/unfit"
     srun --kill-on-bad-exit=0 --output="${reports//%/%%}/rank-%t.txt" "${SRUN_CONTAINER[@]}" \
         bash -c 'exec timeout --kill-after=10 300 "$@"' bash "${LAUNCHER[@]}" "${BLACKMAMBA[@]}" doctor "${CONFIG[@]}" \
         --all-ranks --folder "$RUN_FOLDER" --unfit "$reports/unfit" ${DOCTOR_OPTIONS:-}
-    status=$?
     cat "$reports/rank-0.txt"
     if [ -e "$reports/unfit" ]; then
         mapfile -t UNFIT <"$reports/unfit"
         [ ${#UNFIT[@]} -eq 0 ] || return 1
-        [ "$status" -eq 0 ] && return 0
+        grep -q '^problem: ' "$reports/rank-0.txt" || return 0
         say "the ranks cannot train together, and no single node is the cause. Nothing is excluded."
         exit 1
     fi

@@ -1,4 +1,5 @@
 import os
+import threading
 import time
 
 from megatron_blackmamba.runtime import hangs
@@ -49,6 +50,26 @@ def test_reports_of_an_earlier_hang_do_not_end_a_run(tmp_path):
     assert not beats.another_hangs()
     os.utime(beats.reports, (time.time() + 100,) * 2)
     assert beats.another_hangs()
+
+
+def test_no_report_returns_before_live_ranks_reported(tmp_path):
+    beats, other = Heartbeats(tmp_path, 0, 3, 60), Heartbeats(tmp_path, 1, 3, 60)
+    other.write("step 4", 0.0)  # alive; rank 2 never started, and is not waited for
+    report = threading.Thread(target=hangs.write_report, args=(beats, "rank 0 hangs", "step 4", 60.0), daemon=True)
+    report.start()
+    report.join(1)
+    assert report.is_alive() and not beats.report(0).exists()
+    assert other.another_hangs()
+    other.write("step 4", 60.0, hung=True)
+    while not beats.report(0).exists():
+        assert report.is_alive()
+        time.sleep(0.05)
+    report.join(1)
+    assert report.is_alive()  # rank 1's report is still to come
+    other.report(1).write_text("rank 1")
+    report.join(30)
+    assert not report.is_alive()
+    assert "rank 2 has left no heartbeat" in beats.report(0).read_text()
 
 
 def test_damaged_heartbeat_does_not_hide_the_others(tmp_path):
