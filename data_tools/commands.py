@@ -47,12 +47,13 @@ def tokenize(
         ),
     ] = None,
     format: Annotated[
-        str | None, typer.Option(help="jsonl, parquet or text; by the file name if left out.", rich_help_panel=FROM)
+        str | None,
+        typer.Option(help="jsonl, parquet, arrow or text; by the file name if left out.", rich_help_panel=FROM),
     ] = None,
     field: Annotated[
         list[str] | None,
         typer.Option(
-            help="Field with the text \\[text]; a.b goes down, a\\[].b through a list; repeat to join.",
+            help="Field with the text \\[text]: a.b goes down, a\\[].b through a list, a? is optional; repeat to join.",
             rich_help_panel=FROM,
         ),
     ] = None,
@@ -141,7 +142,7 @@ def tokenize(
         train_tokenizer=train_tokenizer,
         train_bytes=parse_size(train_bytes),
         preset=preset,
-        format=_one_of("--format", format, ("jsonl", "parquet", "text")),
+        format=_one_of("--format", format, ("jsonl", "parquet", "arrow", "text")),
         fields=tuple(field or ()),
         joiner=_unescape(joiner),
         marker=None if marker is None else _unescape(marker),

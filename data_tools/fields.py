@@ -6,28 +6,58 @@ from typing import Any
 from data_tools.rejects import MISSING_FIELD, NOT_A_STRING
 
 TakeText = Callable[[Any], str]
+OPTIONAL = "?"
 
 
 class FieldError(Exception):
     """A record without the text that was asked for."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, null: bool = False) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail, self.null = reason, detail, null
 
 
 def text_of(fields: Sequence[str], joiner: str) -> TakeText:
-    """A function from a record to its text. `meta.text` goes down one level; `body[].text` goes through a list and
-    joins what it finds, as several fields are joined."""
-    if len(fields) == 1:
+    """Return a function from a record to its text. `meta.text` goes down one level; `body[].text` goes through a list
+    and joins what it finds, as several fields are joined. `title?` is left out where it is missing or null."""
+    if len(fields) == 1 and not fields[0].endswith(OPTIONAL):
         return _single(fields[0], joiner)
-    parts = [_single(field, joiner) for field in fields]
-    return lambda record: joiner.join([part(record) for part in parts])
+    parts = [_optional(field, joiner) if field.endswith(OPTIONAL) else _single(field, joiner) for field in fields]
+
+    def take(record: Any) -> str:
+        found = [text for part in parts if (text := part(record)) is not None]
+        if not found:
+            names = ", ".join(f"`{field}`" for field in fields)
+            raise FieldError(MISSING_FIELD, f"none of {names}; it has {_names(record)}")
+        return joiner.join(found)
+
+    return take
 
 
-def root_columns(fields: Sequence[str], available: Sequence[str]) -> list[str]:
-    """The columns of a table that the fields live in; a missing one is returned as it was asked for."""
-    return [field if field in available else _steps(field)[0].removesuffix("[]") for field in fields]
+def root_columns(fields: Sequence[str], available: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the columns of a table that the fields live in, and those that are needed and missing."""
+    columns: dict[str, bool] = {}  # whether it may be missing
+    for field in fields:
+        name = field.removesuffix(OPTIONAL)
+        column = name if name in available else _steps(name)[0].removesuffix("[]")
+        columns[column] = columns.get(column, True) and field.endswith(OPTIONAL)
+    there = [column for column in columns if column in available]
+    absent = [column for column, optional in columns.items() if column not in available and not optional]
+    return there, absent if there or absent else list(columns)
+
+
+def _optional(field: str, joiner: str) -> Callable[[Any], str | None]:
+    take = _single(field.removesuffix(OPTIONAL), joiner)
+
+    def take_if_there(record: Any) -> str | None:
+        try:
+            return take(record)
+        except FieldError as error:
+            if error.null or (error.reason == MISSING_FIELD and isinstance(record, dict)):
+                return None
+            raise
+
+    return take_if_there
 
 
 def _single(field: str, joiner: str) -> TakeText:
@@ -45,7 +75,7 @@ def _single(field: str, joiner: str) -> TakeText:
                 MISSING_FIELD, f"the record is {_kind(record)}, not an object with `{field}`{_advice(record)}"
             ) from None
         if type(text) is not str:
-            raise FieldError(NOT_A_STRING, f"`{field}` is {_kind(text)}")
+            raise FieldError(NOT_A_STRING, f"`{field}` is {_kind(text)}", null=text is None)
         return text
 
     return take

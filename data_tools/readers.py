@@ -1,23 +1,20 @@
-"""Documents out of raw files: JSON lines, parquet and plain text, in batches of about a megabyte."""
+"""Documents out of raw files, in batches of about a megabyte: JSON lines and plain text here, tables in tables.py."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import orjson
 
 from data_tools import rejects
-from data_tools.fields import FieldError, TakeText, root_columns, text_of
+from data_tools.fields import FieldError, TakeText, text_of
 from data_tools.rejects import InputError
 from data_tools.streams import Damage, InputStream, file_sha256
 
-if TYPE_CHECKING:
-    from pyarrow import RecordBatch
-    from pyarrow.parquet import ParquetFile
-
-Format = Literal["jsonl", "parquet", "text"]
+Format = Literal["jsonl", "parquet", "arrow", "text"]
+TABLES = ("parquet", "arrow")
 Rejecter = Callable[[int, str, str], None]  # record number, reason, detail
 
 BATCH_BYTES = 1 << 20  # what one step works on stays in the cache of a core
@@ -62,7 +59,7 @@ class Reader:
     def batches(self) -> Iterator[Batch]:
         """Yield the documents of the file; name the file where memory does not suffice."""
         try:
-            yield from self._parquet_batches() if self.format == "parquet" else self._stream_batches()
+            yield from self._table_batches() if self.format in TABLES else self._stream_batches()
         except MemoryError:
             raise InputError(out_of_memory(self.path, self.bytes_read)) from None
 
@@ -82,10 +79,13 @@ class Reader:
             self.sha256 = stream.sha256()
             self.bytes_read = stream.bytes_read
 
-    def _parquet_batches(self) -> Iterator[Batch]:
+    def _table_batches(self) -> Iterator[Batch]:
+        from data_tools.tables import read_arrow, read_parquet
+
         size = Path(self.path).stat().st_size
         self.sha256 = file_sha256(self.path)
-        for batch, fraction in read_parquet(self.path, self.options, self.reject):
+        read = read_parquet if self.format == "parquet" else read_arrow
+        for batch, fraction in read(self.path, self.options, self.reject):
             self.bytes_read = int(size * fraction)
             yield batch
         self.bytes_read = size
@@ -196,7 +196,10 @@ class JsonLines(Parser):
 
     def _hint(self, line: bytes) -> str:
         if self.number == 1 and line.strip() in (b"[", b"{"):
-            return "; this looks like one JSON value over several lines: `jq -c '.[]'` makes JSON lines of it"
+            program = "." if line.strip() == b"{" else "'.[]'"
+            return f"; this looks like JSON over several lines: `jq -c {program}` makes JSON lines of it"
+        if self.number == 1 and line.startswith(b"WARC/"):
+            return "; WARC files hold web pages, not text: extract it first, for example with datatrove's WarcReader"
         if self.number == 1 and line.lstrip()[:1] not in (b"{", b"["):
             return "; if this is plain text, add --format text"
         return ""
@@ -252,69 +255,6 @@ class Text(Parser):
         return batch
 
 
-def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
-    """Batches of a parquet file, and the fraction of its rows read so far."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    take = text_of(options.fields, options.joiner)
-    try:
-        file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not a whole parquet file ({_first_line(error)}): download it again") from None
-    with file:
-        names = file.schema_arrow.names
-        columns = root_columns(options.fields, names)
-        absent = [column for column in columns if column not in names]
-        if absent:
-            raise InputError(
-                f"{path}: no column `{absent[0]}`; it has {', '.join(names)}. Name the one with the text: --field"
-            )
-        number = 0
-        try:
-            for table in file.iter_batches(
-                batch_size=_rows_per_batch(file, columns), columns=list(dict.fromkeys(columns))
-            ):
-                batch = Batch()
-                for row in _rows(table):
-                    number += 1
-                    try:
-                        if isinstance(row, UnicodeDecodeError):
-                            raise FieldError(rejects.INVALID_UTF8, f"byte {row.start} is 0x{row.object[row.start]:02x}")
-                        batch.add(number, take(row))
-                    except FieldError as error:
-                        reject(number, error.reason, error.detail)
-                yield batch, number / max(1, file.metadata.num_rows)
-        except pa.ArrowMemoryError as error:  # an ArrowException too
-            raise MemoryError(str(error)) from None
-        except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{path}, after row {number}: {_first_line(error)}: download it again") from None
-
-
-def _rows(table: "RecordBatch") -> Iterator[dict | UnicodeDecodeError]:
-    try:
-        yield from table.to_pylist()
-    except UnicodeDecodeError:  # one bad string spoils the batch: go row by row
-        for i in range(table.num_rows):
-            try:
-                yield table.slice(i, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield error
-
-
-def _rows_per_batch(file: "ParquetFile", columns: list[str]) -> int:
-    """About BATCH_BYTES of text: rows may be tweets or books."""
-    metadata = file.metadata
-    wanted = 0
-    for group in range(metadata.num_row_groups):
-        row_group = metadata.row_group(group)
-        for i in range(row_group.num_columns):
-            column = row_group.column(i)
-            if column.path_in_schema.split(".")[0] in columns:
-                wanted += column.total_uncompressed_size
-    return max(1, min(65536, BATCH_BYTES * metadata.num_rows // max(1, wanted)))
-
-
 def out_of_memory(path: str | Path, bytes_read: int) -> str:
     return (
         f"{path}: out of memory near byte {bytes_read} of the file: a document there, or what it decompresses to, is "
@@ -331,7 +271,3 @@ def _utf16(number: int, first: bytes) -> str:
 def _excerpt(line: bytes, most: int = 60) -> str:
     text = line[:most].decode(errors="replace")
     return repr(text) + ("..." if len(line) > most else "")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_tools.compression import SUFFIXES as COMPRESSION_SUFFIXES
-from data_tools.readers import Format
+from data_tools.readers import TABLES, Format
 from data_tools.rejects import InputError
 from data_tools.selection import Selection, split_of
 from data_tools.streams import STDIN
@@ -21,6 +21,7 @@ _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".ndjson": "jsonl",
     ".jsonlines": "jsonl",
     ".parquet": "parquet",
+    ".arrow": "arrow",
     ".txt": "text",
 }
 
@@ -192,7 +193,7 @@ def _source(path: Path, root: Path, format: Format | None) -> Source:
             "WarcReader and Trafilatura, and tokenize the JSON lines that it writes"
         )
     if found is None:
-        raise InputError(f"{path}: cannot tell its format by its name: add --format jsonl, parquet or text")
+        raise InputError(f"{path}: cannot tell its format by its name: add --format jsonl, parquet, arrow or text")
     name = path.absolute().relative_to(root).as_posix()
     return Source(str(path), printable(name), found, status.st_size, status.st_mtime_ns)
 
@@ -206,15 +207,22 @@ def format_of(path: Path) -> Format | None:
 
 
 def _format_of_stdin(format: Format | None) -> Format:
-    if format == "parquet":
-        raise InputError("parquet cannot be read from standard input: its index is at its end. Name the file")
+    if format in TABLES:
+        raise InputError(f"{format} cannot be read from standard input: it is not read in order. Name the file")
     return format or "jsonl"
 
 
 def _wanted(path: Path, folder: Path, format: Format | None, selection: Selection) -> bool:
-    if not selection.takes(path, folder):
+    if not selection.takes(path, folder) or _describes_a_dataset(path):
         return False
     return bool(selection.match) or (format_of(path) is not None if format is None else format_of(path) == format)
+
+
+def _describes_a_dataset(path: Path) -> bool:
+    """`datasets.Dataset.save_to_disk` writes JSON beside its Arrow files that holds no documents."""
+    if path.name == "dataset_dict.json":
+        return True
+    return path.name in ("dataset_info.json", "state.json") and any(path.parent.glob("*.arrow"))
 
 
 def _advice(folder: Path, inside: Sequence[Path], format: Format | None, selection: Selection) -> str:

@@ -85,7 +85,7 @@ def test_files_that_were_not_taken_are_in_json_and_manifest(call, corpus, tmp_pa
         (["raw"], "name at least one input and, last, the folder"),
         (["raw", "raw/a.jsonl"], "the last argument is the folder for the shards"),
         (["raw", "out"], "name a tokenizer with --tokenizer .* --train-tokenizer 8192"),
-        (["raw", "out", "-t", "x.json", "--format", "csv"], "--format csv: choose jsonl, parquet or text"),
+        (["raw", "out", "-t", "x.json", "--format", "csv"], "--format csv: choose jsonl, parquet, arrow or text"),
         (["raw", "out", "-t", "x.json", "--backend", "magic"], "--backend magic: choose auto, fastokens or tokenizers"),
         (["raw", "out", "-t", "x.json"], "x.json: no such tokenizer file"),
     ],

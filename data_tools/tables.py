@@ -1,0 +1,137 @@
+"""Documents out of tables: parquet files, and the Arrow files of `datasets.Dataset.save_to_disk`."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_tools import readers, rejects
+from data_tools.fields import FieldError, TakeText, root_columns, text_of
+from data_tools.readers import Batch, ReadOptions, Rejecter
+from data_tools.rejects import InputError
+
+
+def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
+    """Yield batches of a parquet file, and the fraction of its rows read so far."""
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path}: not a whole parquet file ({_first_line(error)}): download it again") from None
+    with file:
+        columns = _columns(path, options, file.schema_arrow.names)
+        tables = file.iter_batches(batch_size=_rows_per_batch(file, columns), columns=columns)
+        yield from _documents(path, tables, file.metadata.num_rows, options, reject)
+
+
+def read_arrow(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
+    """Yield batches of an Arrow file or stream, and the fraction of its bytes read so far."""
+    if not Path(path).stat().st_size:
+        raise InputError(f"{path}: has no bytes at all: download it again")
+    with pa.memory_map(str(path)) as file:
+        try:
+            reader: Any = pa.ipc.open_stream(file)  # what save_to_disk writes
+        except pa.ArrowInvalid:
+            try:
+                reader = pa.ipc.open_file(file)
+            except pa.ArrowInvalid as error:
+                raise InputError(f"{path}: not a whole Arrow file ({_first_line(error)}): download it again") from None
+        columns = _columns(path, options, reader.schema.names)
+        wanted = [reader.schema.get_field_index(column) for column in columns]
+        size = max(1, file.size())
+
+        def tables() -> Iterator[pa.RecordBatch]:
+            count = getattr(reader, "num_record_batches", None)
+            whole = iter(reader) if count is None else map(reader.get_batch, range(count))
+            for table in whole:
+                table = pa.RecordBatch.from_arrays([table.column(i) for i in wanted], names=columns)
+                rows = max(1, readers.BATCH_BYTES * table.num_rows // max(1, table.nbytes))
+                yield from (table.slice(start, rows) for start in range(0, table.num_rows, rows))
+
+        for batch, _ in _documents(path, tables(), 1, options, reject):
+            yield batch, min(1.0, file.tell() / size)
+
+
+def _columns(path: str | Path, options: ReadOptions, names: Sequence[str]) -> list[str]:
+    columns, absent = root_columns(options.fields, names)
+    if absent:
+        raise InputError(
+            f"{path}: no column `{absent[0]}`; it has {', '.join(names)}. Name the one with the text: --field"
+        )
+    twice = next((column for column in columns if list(names).count(column) > 1), None)
+    if twice:
+        raise InputError(f"{path}: has two columns `{twice}`: rename one, so that it is clear which holds the text")
+    return columns
+
+
+def _documents(
+    path: str | Path, tables: Iterator[pa.RecordBatch], rows: int, options: ReadOptions, reject: Rejecter
+) -> Iterator[tuple[Batch, float]]:
+    take, number = text_of(options.fields, options.joiner), 0
+    try:
+        for table in tables:
+            batch = Batch()
+            for row in _rows(table):
+                number += 1
+                _add(batch, number, row, take, reject)
+            yield batch, number / max(1, rows)
+    except pa.ArrowMemoryError as error:  # an ArrowException too
+        raise MemoryError(str(error)) from None
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path}, after row {number}: {_first_line(error)}: download it again") from None
+
+
+def _add(batch: Batch, number: int, row: Any, take: TakeText, reject: Rejecter) -> None:
+    try:
+        if isinstance(row, UnicodeDecodeError):
+            raise FieldError(rejects.INVALID_UTF8, f"byte {row.start} is 0x{row.object[row.start]:02x}")
+        batch.add(number, take(row))
+    except FieldError as error:
+        reject(number, error.reason, error.detail)
+
+
+def _rows(table: pa.RecordBatch) -> Iterator[dict | UnicodeDecodeError]:
+    decode = any(_has_bytes(kind) for kind in table.schema.types)
+    try:
+        rows = table.to_pylist()
+        yield from [_decoded(row) for row in rows] if decode else rows
+    except UnicodeDecodeError:  # one bad string spoils the batch: go row by row
+        for i in range(table.num_rows):
+            try:
+                row = table.slice(i, 1).to_pylist()[0]
+                yield _decoded(row) if decode else row
+            except UnicodeDecodeError as error:
+                yield error
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+        return True
+    return any(_has_bytes(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _decoded(value: Any) -> Any:
+    """Many tools store text in binary columns: it is text if it is UTF-8."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, dict):
+        return {key: _decoded(item) for key, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
+
+
+def _rows_per_batch(file: pq.ParquetFile, columns: list[str]) -> int:
+    """About BATCH_BYTES of text: rows may be tweets or books."""
+    metadata = file.metadata
+    wanted = 0
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        for i in range(row_group.num_columns):
+            column = row_group.column(i)
+            if column.path_in_schema.split(".")[0] in columns:
+                wanted += column.total_uncompressed_size
+    return max(1, min(65536, readers.BATCH_BYTES * metadata.num_rows // max(1, wanted)))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,124 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_tools.readers import ReadOptions
+from data_tools.rejects import INVALID_UTF8, MISSING_FIELD, NOT_A_STRING, InputError
+from data_tools.sources import find_sources
+from megatron_blackmamba.formats.shards import ShardManifest
+from tests.data_tools.test_readers import read
+
+TEXTS = [f"the text of document {i}" for i in range(200)]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.string(), pa.large_string()])
+def test_utf8_in_binary_columns_is_text(tmp_path, kind):
+    values = [text.encode() for text in TEXTS]
+    values[7] = b"caf\xe9"
+    pq.write_table(pa.table({"text": pa.array(values, pa.binary()).cast(kind, safe=False)}), tmp_path / "a.parquet")
+    documents, rejected = read(tmp_path / "a.parquet", "parquet")
+    assert documents == [(i, text) for i, text in enumerate(TEXTS, 1) if i != 8]
+    assert [(number, reason) for number, reason, _ in rejected] == [(8, INVALID_UTF8)]
+
+
+def test_nested_binary_is_text(tmp_path):
+    table = pa.table({"parts": [[{"text": b"one"}, {"text": b"two"}]]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", "parquet", ReadOptions(fields=("parts[].text",)))[0] == [(1, "one\n\ntwo")]
+
+
+def test_a_flipped_bit_fails_the_page_checksum(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": TEXTS})
+    pq.write_table(table, path, write_page_checksum=True, compression="none", use_dictionary=False)
+    assert len(read(path, "parquet")[0]) == 200
+    content = bytearray(path.read_bytes())
+    content[content.index(b"document 100") + 10] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"a.parquet, after row 0: .*(CRC|crc|checksum).*download it again"):
+        read(path, "parquet")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["text", "text", "id"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="has two columns `text`: rename one"):
+        read(tmp_path / "a.parquet", "parquet")
+    assert read(tmp_path / "a.parquet", "parquet", ReadOptions(fields=("id",)))[0] == [(1, "c")]
+
+
+def write_arrow(path, table, new=pa.ipc.new_stream):
+    with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=60)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder as `datasets.DatasetDict.save_to_disk` writes it."""
+    for split, texts in (("train", TEXTS[:150]), ("validation", TEXTS[150:])):
+        (tmp_path / "saved" / split).mkdir(parents=True)
+        write_arrow(tmp_path / f"saved/{split}/data-00000-of-00001.arrow", pa.table({"text": texts, "id": texts}))
+        for name in ("dataset_info.json", "state.json"):
+            (tmp_path / "saved" / split / name).write_text("{}")
+    (tmp_path / "saved/dataset_dict.json").write_text(json.dumps({"splits": ["train", "validation"]}))
+    return tmp_path / "saved"
+
+
+def test_folders_of_save_to_disk_are_read(run, saved, tmp_path):
+    assert run(saved).documents == 200
+    assert run(saved, out="training", split="train").documents == 150
+    manifest = ShardManifest.read(tmp_path / "out/shard_00001.manifest.json")
+    assert manifest.options["formats"] == ["arrow"] and manifest.not_taken == 5
+    assert [source.format for source in find_sources([str(saved)]).sources] == ["arrow", "arrow"]
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_arrow_files_and_streams_give_their_rows(tmp_path, new):
+    path = tmp_path / "a.arrow"
+    write_arrow(path, pa.table({"id": list(range(200)), "text": [*TEXTS[:199], None]}), new)
+    documents, rejected = read(path, "arrow")
+    assert documents == list(enumerate(TEXTS[:199], 1))
+    assert [(number, reason) for number, reason, _ in rejected] == [(200, NOT_A_STRING)]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(InputError, match="download it again"):
+        read(path, "arrow")
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_optional_fields_may_be_missing_or_null(tmp_path, format):
+    rows = [{"title": "T", "text": "a"}, {"title": None, "text": "b"}, {"title": "U", "text": None}]
+    path = tmp_path / f"a.{format}"
+    if format == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "c"}, {"title": 3, "text": "d"}]))
+    documents, rejected = read(path, format, ReadOptions(fields=("title?", "subtitle?", "text"), joiner="|"))
+    assert documents == [(1, "T|a"), (2, "b")] + [(4, "c")] * (format == "jsonl")
+    assert [bad[:2] for bad in rejected] == [(3, NOT_A_STRING)] + [(5, NOT_A_STRING)] * (format == "jsonl")
+
+
+def test_a_record_without_any_optional_field_is_rejected(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"title": "T"}\n{"id": 1}\n"text"\n')
+    documents, rejected = read(tmp_path / "a.jsonl", "jsonl", ReadOptions(fields=("title?", "text?")))
+    assert documents == [(1, "T")]
+    assert [bad[:2] for bad in rejected] == [(2, MISSING_FIELD), (3, MISSING_FIELD)]
+    pq.write_table(pa.table({"id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="no column `title`; it has id"):
+        read(tmp_path / "a.parquet", "parquet", ReadOptions(fields=("title?", "text?")))
+
+
+@pytest.mark.parametrize(
+    "first, advice", [("{", "`jq -c .` makes"), ("[", "`jq -c '.[]'` makes"), ("WARC/1.0", "WarcReader")]
+)
+def test_json_over_several_lines_is_told_the_right_jq(tmp_path, first, advice):
+    (tmp_path / "a.jsonl").write_text(f'{first}\n  "text": 1\n')
+    ((_, _, detail), *_) = read(tmp_path / "a.jsonl")[1]
+    assert advice in detail
+
+
+def test_a_warc_file_says_what_to_use(tmp_path):
+    (tmp_path / "a.warc.gz").touch()
+    with pytest.raises(InputError, match=r"WARC files hold web pages.*WarcReader"):
+        find_sources([str(tmp_path / "a.warc.gz")])
