@@ -37,6 +37,9 @@ WRITER = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(St
 
 def state_to_save(model: LanguageModel, optimizer: MegatronOptimizer) -> tuple[dict, dict[str, Any]]:
     """What this rank holds, and the plain values that all ranks have in common."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.init_state_fn is not None and not part.optimizer.state:  # no step was applied yet
+            part.init_state_fn(part.optimizer, part.config)
     return save_preprocess(_state(model, optimizer, is_loading=False))
 
 

@@ -204,7 +204,7 @@ class Checkpoints:
         return {**facts, "parallel": self.world.parallel.model_dump()}
 
     def _thin_out(self, newest: int) -> None:
-        """Of what lies behind the checkpoint just published, keep as many as the config says."""
+        """Remove the checkpoints before `newest` that the config does not keep."""
         settings = self.config.checkpoint
         try:
             behind = sorted(found for found in self._folders() if found[0] <= newest)

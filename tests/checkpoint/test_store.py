@@ -11,7 +11,11 @@ import torch
 
 from megatron_blackmamba.checkpoint import CheckpointError, DamagedCheckpoint, NotFiniteError, SaveError, manifest
 from megatron_blackmamba.checkpoint.store import Checkpoints
-from tests.checkpoint.conftest import STATE
+from megatron_blackmamba.config import load
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.model import build
+from megatron_blackmamba.training.optimizer import make_trainable
+from tests.checkpoint.conftest import SMALL, STATE
 
 
 def state(step):
@@ -61,6 +65,23 @@ def test_what_is_saved_is_loaded_bit_for_bit(checkpoints, trainable):
         torch.equal(weight, before[name]) for name, weight in trainable.model.state_dict().items() if name in before
     )
     assert made.state(3) == state(3)
+
+
+def test_optimizer_without_a_step_is_saved_as_fresh(place, tmp_path):
+    """As when every step so far was skipped."""
+    config = load("tiny", [*SMALL, f"folder={tmp_path}"])
+    weights = []
+    for saved in (False, True):
+        made = make_trainable(config, build(config, place), place)
+        if saved:
+            checkpoints = Checkpoints(RunFolder(tmp_path / "run"), config, place, made.model, made.optimizer)
+            assert save(checkpoints, 1) == [1]
+            checkpoints.load(1)
+        for weight in made.model.parameters():
+            weight.main_grad.fill_(0.01)
+        made.optimizer.step()
+        weights.append(torch.cat([weight.detach().flatten().float() for weight in made.model.parameters()]))
+    assert torch.equal(*weights)
 
 
 @pytest.fixture
