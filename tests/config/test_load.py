@@ -99,6 +99,13 @@ def test_errors_name_the_file_that_holds_the_key(write):
         (["name=a/b"], "'a/b'"),
         (["training.tokens=-1"], "training.tokens=-1"),
         (["model.pattern=M-"], "model.mlp_hidden_size"),
+        (["model.pattern=''"], "found nothing"),
+        (["model.expert_hidden_size=null"], "set model.expert_hidden_size"),
+        (["model.top_k=9", "model.router.kind=softmax"], "model.top_k=9 is more than model.experts=8"),
+        (
+            ["model.pattern=*M", "model.attention.heads=3"],
+            "model.hidden_size=64 is not divisible by model.attention.heads=3",
+        ),
     ],
 )
 def test_impossible_combinations_are_refused_with_their_numbers(overrides, says):

@@ -177,6 +177,32 @@ def test_experts_traffic_by_hand():
     assert flows["data"].link == "network"
 
 
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("layers", 3)])
+@pytest.mark.parametrize(("gpus_per_node", "beyond"), [(8, set()), (4, {"pipeline"}), (2, {"pipeline", "data"})])
+def test_traffic_of_every_axis_by_hand(recompute, passes, gpus_per_node, beyond):
+    layout = ["parallel.tensor=2", "parallel.expert_tensor=2", "parallel.pipeline=2", "optimizer.distributed=false"]
+    config = load("tiny", [*layout, f"training.recompute={recompute}"])
+    state = memory.State(weights=2_000, gradients=4_000, optimizer=0)
+    flows = traffic.flows(config, 8, gpus_per_node, H100, state)
+    tokens, D, width, batches = 4 * 128, 64, 4, 2  # 16 sequences over 2 data-parallel ranks, 4 at once
+    stream, shared = tokens * D * width, tokens * (4 + 2 * 16) * width  # dt of rank 4, B and C of 16 states
+    head, mamba = 3 * stream, (2 * passes + 1) * stream + passes * 2 * shared  # a stage has one Mamba layer
+    sent = {
+        "tensor": batches * (head + mamba) / 2,
+        "expert_tensor": batches * 2 * passes * stream / 2,  # and one of experts
+        "pipeline": batches * 2 * tokens // 2 * D * 4,
+        "data": 2 * 4_000 / 2,
+    }
+    assert {axis: flow.gigabytes for axis, flow in flows.items()} == pytest.approx(
+        {axis: volume / 1e9 for axis, volume in sent.items()}
+    )
+    assert {axis for axis, flow in flows.items() if flow.link == "network"} == beyond
+    for axis, flow in flows.items():
+        speed = H100.network_gb_s if axis in beyond else H100.nvlink_gb_s
+        assert flow.seconds == pytest.approx(flow.gigabytes / speed)
+        assert flow.ranks == 2
+
+
 def test_suggestions_come_fastest_first_and_say_what_to_write():
     config = load("blackmamba_2.8b")
     found = layouts.suggest(config, 48, 8, H100, 0.2, count=4)
