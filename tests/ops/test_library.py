@@ -3,6 +3,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,15 @@ def test_the_best_instruction_set_is_used_unless_another_is_asked_for(monkeypatc
     monkeypatch.setenv("BLACKMAMBA_ISA", "mmx")
     with pytest.raises(ValueError, match="BLACKMAMBA_ISA=mmx: this machine runs plain"):
         library.isa()
+
+
+def test_every_kernel_is_tested_for_every_instruction_set():
+    sources = library.SOURCES.glob("*.cpp")
+    kernels = {source.stem for source in sources if '"simd.h"' in source.read_text()} - {"probe"}  # a benchmark's
+    tests = Path(__file__).parent
+    assert len(kernels) > 6
+    assert [k for k in kernels if "CPP" not in (tests / f"test_{k}.py").read_text()] == []
+    assert [param.values[0] for param in CPP] == [f"cpu-{isa}" for isa in library.ISAS]
 
 
 def test_without_the_library_everything_still_runs(tmp_path):
