@@ -55,7 +55,7 @@ def test_float64_routing_matches_one_process(runs, name):
 
 
 def test_fp32_losses_match_until_a_token_changes_experts(runs):
-    one, many = runs["fp32_solo"], runs["fp32_tp2_ep2"]
+    one, many = runs["fp32_solo"], runs["fp32_ep2"]
     until = agreeing(one, many)
     assert until > 0
     assert furthest(one["losses"][:until], many["losses"][:until]) < 1e-5
