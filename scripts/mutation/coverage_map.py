@@ -47,8 +47,8 @@ class CoverageMap:
     def select(self, mutant: Mutant) -> list[Test]:
         """Return the tests that can notice a mutant: those that ran its line, then others that are near."""
         lines = self.lines.get(mutant.path, {})
-        inside = range(mutant.line, mutant.last_line + 1)
-        contexts = set().union(*(lines.get(number, set()) for number in inside)) if not mutant.runs_on_import else set()
+        ran = (lines.get(number, set()) for number in mutant.reach)
+        contexts = set().union(*ran) if not mutant.runs_on_import else set()
         first = self._of(contexts)
         files = {test.file for test in first}
         near = [test for test in self.tests.values() if test.file in files or mirrors(test.file, mutant.path)]

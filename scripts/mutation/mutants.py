@@ -44,7 +44,7 @@ class Mutant:
 
     path: str
     line: int
-    last_line: int
+    reach: range  # lines whose tests can notice it: its statement, or the body of the function that it declares
     scope: str  # the dotted name of the function or class around it, "" for the module
     runs_on_import: bool
     kind: str
@@ -77,7 +77,9 @@ class Finder:
             self.line_starts.append(self.line_starts[-1] + len(line))
         self.scope: list[str] = []
         self.functions = 0
-        self.line = self.last_line = 1
+        self.line = 1
+        self.reach = range(1, 2)
+        self.declared: range | None = None  # the body of the function whose decorators or defaults are visited
 
     def find(self) -> list[Mutant]:
         self.body(ast.parse(self.source).body)
@@ -91,7 +93,8 @@ class Finder:
         return self.source[start:end].decode()
 
     def add(self, kind: str, start: int, end: int, new: str) -> None:
-        place = (self.path, self.line, self.last_line, ".".join(self.scope), not self.functions)
+        on_import = not self.functions and self.declared is None
+        place = (self.path, self.line, self.declared or self.reach, ".".join(self.scope), on_import)
         self.mutants.append(Mutant(*place, kind, start, end, new, *self.lines(start, end, new)))
 
     def lines(self, start: int, end: int, new: str) -> tuple[str, str]:
@@ -125,8 +128,8 @@ class Finder:
         if is_type_checking(node):
             return None
         compound = getattr(node, "body", None)
-        self.line, self.last_line = node.lineno, (compound[0].lineno - 1 if compound else node.end_lineno)
-        self.last_line = max(self.line, self.last_line)
+        last = compound[0].lineno - 1 if compound else node.end_lineno
+        self.line, self.reach = node.lineno, range(node.lineno, max(node.lineno, last) + 1)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             return self.definition(node)
         self.drop_statement(node)
@@ -149,15 +152,18 @@ class Finder:
         if node.name == "__repr__":
             return
         self.scope.append(node.name)
-        self.decorators(node)
         if isinstance(node, ast.ClassDef):
+            self.decorators(node)
             for child in [*node.bases, *node.keywords]:
                 self.expression(child)
             self.body(node.body)
         else:
-            self.line, self.last_line = node.lineno, max(node.lineno, node.body[0].lineno - 1)
+            self.declared = range(node.body[0].lineno, node.end_lineno + 1)
+            self.decorators(node)
+            self.line = node.lineno
             for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
                 self.expression(default)
+            self.declared = None
             self.functions += 1
             self.body(node.body)
             self.functions -= 1
@@ -165,7 +171,7 @@ class Finder:
 
     def decorators(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
         for decorator in node.decorator_list:
-            self.line, self.last_line = decorator.lineno, decorator.end_lineno
+            self.line, self.reach = decorator.lineno, range(decorator.lineno, decorator.end_lineno + 1)
             start, end = self.span(decorator)
             if ast.unparse(decorator).split(".")[-1] not in NO_DECORATOR:
                 at = self.source.rindex(b"@", 0, start)

@@ -1,0 +1,50 @@
+"""How many processes make the shards, and what they tell about their progress."""
+
+import pytest
+
+from data_tools import workers
+from data_tools.shard_writer import write_shard
+from data_tools.tokenization import TokenizeOptions, plan
+from data_tools.workers import make_shards
+
+
+@pytest.fixture
+def jobs(write_jsonl, tmp_path, tokenizer_file):
+    """Three shards of one raw file each."""
+    paths = [str(write_jsonl(f"{i}.jsonl", [f"document {n} " * 50 for n in range(200)])) for i in range(3)]
+    return plan(paths, tmp_path / "out", TokenizeOptions(tokenizer=str(tokenizer_file), shard_size="1")).jobs
+
+
+@pytest.mark.parametrize(
+    "worth, cores, processes, threads",
+    [(1, 2, 2, 1), (1, 8, 3, 2), (1, 1, None, None), (1 << 30, 8, None, None)],
+)
+def test_cores_are_shared_by_processes(worth, cores, processes, threads, jobs, tokenizer, monkeypatch):
+    crews = []
+
+    class Crew:
+        def __init__(self, task, processes, threads):
+            crews.append((processes, threads))
+
+        def make(self, jobs):
+            return []
+
+    monkeypatch.setattr(workers, "BYTES_WORTH_A_PROCESS", worth)
+    monkeypatch.setattr(workers, "_Crew", Crew)
+    made = make_shards(jobs, tokenizer, cores=cores, quiet=True)
+    assert crews == ([] if processes is None else [(processes, threads)])
+    assert len(made) == (3 if processes is None else 0)
+
+
+def test_progress_grows_to_the_size_of_the_input(jobs, tokenizer):
+    told = []
+    manifest = write_shard(jobs[0], tokenizer, lambda *counts: told.append(counts))
+    assert told == sorted(told)
+    assert told[-1] == (jobs[0].input_bytes, manifest.tokens, manifest.documents)
+
+
+def test_a_finished_shard_is_not_written_again(jobs, tokenizer):
+    first, second = (make_shards(jobs[:1], tokenizer, cores=1, quiet=True) for _ in range(2))
+    assert first[0].written and not second[0].written
+    assert second[0].manifest == first[0].manifest
+    assert make_shards(jobs[:1], tokenizer, cores=1, overwrite=True, quiet=True)[0].written
