@@ -129,6 +129,18 @@ def test_the_fingerprint_is_of_the_content_not_of_names(tmp_path):
         ("sources: [{name: a}]\nphases: [{weights: {a: 1}}]", "from_sample or at from_tokens"),
         ("sources: [{name: a}]\nphases: [{from_sample: 3, weights: {b: 1}}]", "phase 1 weighs 'b'; the sources are a"),
         ("sources: [{name: a}]\nphases: [{from_sample: 3, weights: {a: 0}}]", "phase 1: every source weighs 0"),
+        (
+            "sources: [{name: a}]\nphases: [{from_sample: 0, weights: {a: 1}}]",
+            "phases.0.from_sample: .* greater than 0",
+        ),
+        (
+            "sources: [{name: a}]\nphases: [{from_tokens: 0, weights: {a: 1}}]",
+            "phases.0.from_tokens: .* greater than 0",
+        ),
+        ("sources: [{name: a}]\nphases: [{from_tokens: 1, weights: {a: -1}}]", "phases.0.weights.a: .* or equal to 0"),
+        ("sources: [{name: a, tokens: 0}]", "sources.0.tokens: .* greater than 0"),
+        ("sources: [{name: a, max_epochs: 0}]", "sources.0.max_epochs: .* greater than 0"),
+        ("sources: [{name: a, weight: 1e30}]", "sources.0.weight: .* less than or equal to"),
         ("sources: [{name: a", "not valid YAML"),
         ("- a", "not a list"),
     ],
