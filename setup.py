@@ -127,7 +127,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
-    packages=[*find_packages(include=["megatron_blackmamba*", "data_tools*"]), *DATA_FOLDERS],
+    packages=[*find_packages(include=["megatron_blackmamba*"]), *DATA_FOLDERS],
     package_dir={"": ".", **DATA_FOLDERS},
     package_data={"megatron_blackmamba.configs": ["**/*.yaml"], "megatron_blackmamba.scripts": ["**/*"]},
     ext_modules=[KERNELS],

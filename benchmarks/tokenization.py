@@ -65,10 +65,10 @@ def main() -> None:
 
 def trained_on(corpus: Path) -> bytes:
     """A tokenizer.json made from the corpus itself: needs no network."""
-    from data_tools import bpe
-    from data_tools.readers import ReadOptions
-    from data_tools.rejects import Tolerance
-    from data_tools.sources import find_sources
+    from megatron_blackmamba.data_tools import bpe
+    from megatron_blackmamba.data_tools.readers import ReadOptions
+    from megatron_blackmamba.data_tools.rejects import Tolerance
+    from megatron_blackmamba.data_tools.sources import find_sources
 
     sources = find_sources([str(corpus)], None, None).sources
     return bpe.train(sources, ReadOptions(fields=("text",)), Tolerance.parse("0"), 16_384, 1 << 30)
@@ -112,8 +112,8 @@ def cpu_seconds(work: Callable[[], int]) -> Measured:
 
 
 def ours(corpus: Path, name: str, folder: Path, shuffle: bool = True) -> Measured:
-    from data_tools.tokenization import TokenizeOptions, plan
-    from data_tools.workers import make_shards
+    from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, plan
+    from megatron_blackmamba.data_tools.workers import make_shards
 
     tokenizer = load_tokenizer(name)
     tokenizer.encode_batch(["warm"])

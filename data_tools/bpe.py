@@ -4,11 +4,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from data_tools.progress import short
-from data_tools.readers import Reader, ReadOptions
-from data_tools.rejects import InputError, RejectLog, Tolerance
-from data_tools.sources import Source
-from data_tools.streams import STDIN
+from megatron_blackmamba.data_tools.progress import short
+from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
+from megatron_blackmamba.data_tools.rejects import InputError, RejectLog, Tolerance
+from megatron_blackmamba.data_tools.sources import Source
+from megatron_blackmamba.data_tools.streams import STDIN
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.tokenizer import load_tokenizer
 

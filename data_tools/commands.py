@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from data_tools.tokenization import Summary
+    from megatron_blackmamba.data_tools.tokenization import Summary
 
 FROM = "What is read"
 TEXT = "What becomes a token"
@@ -126,11 +126,11 @@ def tokenize(
 
     [dim]blackmamba data tokenize notes.jsonl tokens/notes --train-tokenizer 8192 --field title --field body[/dim]
     """
-    from data_tools.rejects import InputError
-    from data_tools.selection import SPLITS
-    from data_tools.sources import parse_size, printable
-    from data_tools.tokenization import TokenizeOptions, plan
-    from data_tools.tokenization import tokenize as run
+    from megatron_blackmamba.data_tools.rejects import InputError
+    from megatron_blackmamba.data_tools.selection import SPLITS
+    from megatron_blackmamba.data_tools.sources import parse_size, printable
+    from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, plan
+    from megatron_blackmamba.data_tools.tokenization import tokenize as run
 
     if len(paths) < 2:
         raise InputError(f"{paths[0]}: name at least one input and, last, the folder for the shards")
@@ -196,7 +196,7 @@ def mixture(
     """
     from dataclasses import asdict
 
-    from data_tools.mixture import find_mixture, parse_count, plan_mixture, print_plan
+    from megatron_blackmamba.data_tools.mixture import find_mixture, parse_count, plan_mixture, print_plan
     from megatron_blackmamba.formats.mixture import Mixture
 
     path = find_mixture(name)
@@ -229,7 +229,7 @@ def inspect(
 
     [dim]blackmamba data inspect tokens/pile/shard_00003 --document 1234 --chars 0[/dim]
     """
-    from data_tools.inspection import read_documents
+    from megatron_blackmamba.data_tools.inspection import read_documents
 
     found = read_documents(paths, numbers=document or (), count=count, seed=seed, tokenizer=tokenizer)
     for each in found:
@@ -261,9 +261,9 @@ def verify(
 
     [dim]blackmamba data verify mixture.yaml --quick[/dim]
     """
-    from data_tools.mixture import read_mixtures, verify_mixture
-    from data_tools.tokenization import usable_cores
-    from data_tools.verification import verify as run
+    from megatron_blackmamba.data_tools.mixture import read_mixtures, verify_mixture
+    from megatron_blackmamba.data_tools.tokenization import usable_cores
+    from megatron_blackmamba.data_tools.verification import verify as run
 
     mixtures = read_mixtures(paths)
     shards = [path for path in paths if path not in mixtures]
@@ -302,8 +302,8 @@ def adopt(
 
     [dim]blackmamba data adopt old/part_*.bin --tokenizer tokenizer.json[/dim]
     """
-    from data_tools.verification import adopt as run
-    from data_tools.verification import documents_without_eod
+    from megatron_blackmamba.data_tools.verification import adopt as run
+    from megatron_blackmamba.data_tools.verification import documents_without_eod
     from megatron_blackmamba.formats.shards import shard_prefix
     from megatron_blackmamba.tokenizer import load_tokenizer
 
@@ -328,14 +328,14 @@ def run_tokenize() -> None:
         print(f"tokenize: {error.filename or ''}: {error.strerror}", file=sys.stderr)
         raise SystemExit(2) from None
     except ValueError as error:
-        if not type(error).__module__.startswith(("megatron_blackmamba", "data_tools")):
+        if not type(error).__module__.startswith("megatron_blackmamba"):
             raise
         print(f"tokenize: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 def _sentence(summary: "Summary") -> str:
-    from data_tools.progress import short
+    from megatron_blackmamba.data_tools.progress import short
 
     written, shards = len(summary.written), len(summary.shards)
     lines = [f"{summary.out_dir}: {shards} shards, {summary.documents:,} documents, {summary.tokens:,} tokens"]
@@ -361,7 +361,7 @@ def _unescape(text: str) -> str:
 
 
 def _one_of(flag: str, value: str | None, choices: tuple[str, ...]) -> Any:
-    from data_tools.rejects import InputError
+    from megatron_blackmamba.data_tools.rejects import InputError
 
     if value is not None and value not in choices:
         raise InputError(f"{flag} {value}: choose {', '.join(choices[:-1])} or {choices[-1]}")

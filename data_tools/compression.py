@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.rejects import InputError
 
 PIECE_BYTES = 4 << 20
 """Most bytes of one piece."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from data_tools.rejects import MISSING_FIELD, NOT_A_STRING
+from megatron_blackmamba.data_tools.rejects import MISSING_FIELD, NOT_A_STRING
 
 TakeText = Callable[[Any], str]
 OPTIONAL = "?"

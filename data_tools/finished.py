@@ -1,9 +1,9 @@
 """Whether a shard on disk is the one a job would write, and whether its files are still what was written."""
 
-from data_tools.rejects import InputError
-from data_tools.shard_writer import ShardJob
-from data_tools.sources import Source
-from data_tools.streams import STDIN, file_sha256
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.shard_writer import ShardJob
+from megatron_blackmamba.data_tools.sources import Source
+from megatron_blackmamba.data_tools.streams import STDIN, file_sha256
 from megatron_blackmamba.formats.shards import Shard, ShardError, ShardManifest, SourceFile
 from megatron_blackmamba.tokenizer import Tokenizer
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.provenance import Origin, origin
-from data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.provenance import Origin, origin
+from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.shards import Shard, find_shards
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from data_tools.shuffle import document_order
+from megatron_blackmamba.data_tools.shuffle import document_order
 from megatron_blackmamba.formats.shards import ShardManifest
 
 

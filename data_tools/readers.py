@@ -8,10 +8,10 @@ from typing import Literal
 
 import orjson
 
-from data_tools import rejects
-from data_tools.fields import FieldError, TakeText, text_of
-from data_tools.rejects import InputError
-from data_tools.streams import Damage, InputStream, file_sha256
+from megatron_blackmamba.data_tools import rejects
+from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.streams import Damage, InputStream, file_sha256
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
 TABLES = ("parquet", "arrow")
@@ -80,7 +80,7 @@ class Reader:
             self.bytes_read = stream.bytes_read
 
     def _table_batches(self) -> Iterator[Batch]:
-        from data_tools.tables import read_arrow, read_parquet
+        from megatron_blackmamba.data_tools.tables import read_arrow, read_parquet
 
         size = Path(self.path).stat().st_size
         self.sha256 = file_sha256(self.path)

@@ -12,12 +12,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_tools.readers import Batch, Reader, ReadOptions, out_of_memory
-from data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
-from data_tools.shuffle import DocumentShuffler, order_keys
-from data_tools.sources import NotTaken, Source
-from data_tools.streams import STDIN
 from megatron_blackmamba import __version__
+from megatron_blackmamba.data_tools.readers import Batch, Reader, ReadOptions, out_of_memory
+from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
+from megatron_blackmamba.data_tools.shuffle import DocumentShuffler, order_keys
+from megatron_blackmamba.data_tools.sources import NotTaken, Source
+from megatron_blackmamba.data_tools.streams import STDIN
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.shards import (
     MANIFEST_SUFFIX,

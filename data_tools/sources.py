@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_tools.compression import SUFFIXES as COMPRESSION_SUFFIXES
-from data_tools.readers import TABLES, Format
-from data_tools.rejects import InputError
-from data_tools.selection import Selection, split_of
-from data_tools.streams import STDIN
+from megatron_blackmamba.data_tools.compression import SUFFIXES as COMPRESSION_SUFFIXES
+from megatron_blackmamba.data_tools.readers import TABLES, Format
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.selection import Selection, split_of
+from megatron_blackmamba.data_tools.streams import STDIN
 from megatron_blackmamba.formats.tree import files_under
 
 _FORMAT_OF_SUFFIX: dict[str, Format] = {

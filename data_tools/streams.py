@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from data_tools.compression import KINDS, Compression
-from data_tools.rejects import DAMAGED_FILE, TRUNCATED_FILE, InputError
+from megatron_blackmamba.data_tools.compression import KINDS, Compression
+from megatron_blackmamba.data_tools.rejects import DAMAGED_FILE, TRUNCATED_FILE, InputError
 
 STDIN = "-"
 _READ_BYTES = 1 << 20

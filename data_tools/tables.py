@@ -7,10 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools import readers, rejects
-from data_tools.fields import FieldError, TakeText, root_columns, text_of
-from data_tools.readers import Batch, ReadOptions, Rejecter
-from data_tools.rejects import InputError
+from megatron_blackmamba.data_tools import readers, rejects
+from megatron_blackmamba.data_tools.fields import FieldError, TakeText, root_columns, text_of
+from megatron_blackmamba.data_tools.readers import Batch, ReadOptions, Rejecter
+from megatron_blackmamba.data_tools.rejects import InputError
 
 
 def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_tools.finished import refuse_other_settings
-from data_tools.readers import Format, ReadOptions
-from data_tools.rejects import InputError, Tolerance
-from data_tools.selection import split_of
-from data_tools.shard_writer import ShardJob, ShardSettings
-from data_tools.sources import PRESETS, NotTaken, find_sources, parse_array, parse_size, plan_shards
-from data_tools.workers import Made, make_shards
+from megatron_blackmamba.data_tools.finished import refuse_other_settings
+from megatron_blackmamba.data_tools.readers import Format, ReadOptions
+from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
+from megatron_blackmamba.data_tools.selection import split_of
+from megatron_blackmamba.data_tools.shard_writer import ShardJob, ShardSettings
+from megatron_blackmamba.data_tools.sources import PRESETS, NotTaken, find_sources, parse_array, parse_size, plan_shards
+from megatron_blackmamba.data_tools.workers import Made, make_shards
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside
 from megatron_blackmamba.tokenizer import Backend, Tokenizer, load_tokenizer
 
@@ -171,7 +171,7 @@ def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say
         )
     if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer, eod=options.eod, backend=options.backend)
-    from data_tools.bpe import train_or_reuse
+    from megatron_blackmamba.data_tools.bpe import train_or_reuse
 
     if options.array:
         raise InputError(
@@ -244,6 +244,6 @@ def usable_cores() -> int:
 
 
 if __name__ == "__main__":
-    from data_tools.commands import run_tokenize
+    from megatron_blackmamba.data_tools.commands import run_tokenize
 
     run_tokenize()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.progress import Count, Progress
-from data_tools.streams import file_sha256
+from megatron_blackmamba.data_tools.progress import Count, Progress
+from megatron_blackmamba.data_tools.streams import file_sha256
 from megatron_blackmamba.formats.shards import (
     MANIFEST_SUFFIX,
     Shard,

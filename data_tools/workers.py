@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from data_tools.finished import is_finished, with_count
-from data_tools.progress import Count, Progress
-from data_tools.rejects import InputError
-from data_tools.shard_writer import ShardJob, write_shard
-from data_tools.streams import STDIN
+from megatron_blackmamba.data_tools.finished import is_finished, with_count
+from megatron_blackmamba.data_tools.progress import Count, Progress
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.shard_writer import ShardJob, write_shard
+from megatron_blackmamba.data_tools.streams import STDIN
 from megatron_blackmamba.formats.shards import ShardManifest
 from megatron_blackmamba.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from data_tools import commands as data_commands
+from megatron_blackmamba.data_tools import commands as data_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.interchange.commands import Precision
 
@@ -376,7 +376,7 @@ NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
 def _in_words(error: Exception) -> str | None:
     """What to tell the user; None for what is a mistake of ours, whose traceback matters."""
-    if isinstance(error, ValueError) and type(error).__module__.startswith(("megatron_blackmamba", "data_tools")):
+    if isinstance(error, ValueError) and type(error).__module__.startswith("megatron_blackmamba"):
         return str(error)
     if isinstance(error, OSError) and error.errno in NO_ROOM | NOT_WRITABLE | NOT_THERE:
         where = f"{error.filename}: " if error.filename else ""

@@ -12,11 +12,11 @@ UNWANTED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
 
 
 def take_snapshot(folder: Path) -> None:
-    """Copy package, data tools, configs and scripts into `folder`, which appears whole or not at all."""
+    """Copy package, configs and scripts into `folder`, which appears whole or not at all."""
     temporary = folder.with_name(f".{folder.name}.tmp{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        for name in ("megatron_blackmamba", "data_tools", "configs", "scripts"):
+        for name in ("megatron_blackmamba", "configs", "scripts"):
             shutil.copytree(_home(name), temporary / name, ignore=UNWANTED)
         (temporary / "version.txt").write_text(_version(), encoding="utf-8")
         os.replace(temporary, folder)

@@ -143,7 +143,7 @@ def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | N
         tokens = config.steps * config.tokens_per_step
         names = [f"synthetic_{i}" for i in range(config.data.synthetic.sources)]
         return tuple(Source(name, share, round(share * tokens), 0.0) for name in names), None, None
-    from data_tools.mixture import plan_mixture
+    from megatron_blackmamba.data_tools.mixture import plan_mixture
     from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 
     mixture = Path(config.data.mixture or "")

@@ -106,12 +106,12 @@ def collect(q: Quickstart) -> str:
 
 
 def tokenize(q: Quickstart) -> str:
-    from data_tools.bpe import train_or_reuse
-    from data_tools.readers import ReadOptions
-    from data_tools.rejects import Tolerance
-    from data_tools.sources import find_sources
-    from data_tools.tokenization import TokenizeOptions
-    from data_tools.tokenization import tokenize as make_shards
+    from megatron_blackmamba.data_tools.bpe import train_or_reuse
+    from megatron_blackmamba.data_tools.readers import ReadOptions
+    from megatron_blackmamba.data_tools.rejects import Tolerance
+    from megatron_blackmamba.data_tools.sources import find_sources
+    from megatron_blackmamba.data_tools.tokenization import TokenizeOptions
+    from megatron_blackmamba.data_tools.tokenization import tokenize as make_shards
 
     inputs = find_sources([str(q.corpus / source.name / "train.jsonl") for source in SOURCES], None, None).sources
     read = ReadOptions(fields=("text",))
@@ -126,7 +126,7 @@ def tokenize(q: Quickstart) -> str:
 
 
 def mix(q: Quickstart) -> str:
-    from data_tools.mixture import plan_mixture, verify_mixture
+    from megatron_blackmamba.data_tools.mixture import plan_mixture, verify_mixture
     from megatron_blackmamba.formats.mixture import Mixture
 
     if not q.mixture.is_file():

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.bpe import train
-from data_tools.readers import ReadOptions
-from data_tools.rejects import Tolerance
-from data_tools.sources import find_sources
-from data_tools.tokenization import TokenizeOptions, tokenize
+from megatron_blackmamba.data_tools.bpe import train
+from megatron_blackmamba.data_tools.readers import ReadOptions
+from megatron_blackmamba.data_tools.rejects import Tolerance
+from megatron_blackmamba.data_tools.sources import find_sources
+from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.tokenizer import load_tokenizer
 
 SHARED = Path(__file__).resolve().parents[2] / ".." / "shared"

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.shards import find_shards
 
 TEXTS = [f"document {i} " + "def f(x): return x\n" * (i % 7) for i in range(40)]

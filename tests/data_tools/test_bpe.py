@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.rejects import InputError
-from data_tools.tokenization import TokenizeOptions, tokenize
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.formats.shards import Shard
 from megatron_blackmamba.tokenizer import load_tokenizer
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from data_tools.commands import app
-from data_tools.progress import Count, Progress, short
+from megatron_blackmamba.data_tools.commands import app
+from megatron_blackmamba.data_tools.progress import Count, Progress, short
 from megatron_blackmamba.formats.shards import ShardManifest
 
 
@@ -116,7 +116,7 @@ def test_help_has_two_examples_and_every_default(verb, call):
 
 
 def test_a_log_file_gets_a_line_now_and_then(capsys, monkeypatch):
-    monkeypatch.setattr("data_tools.progress.LOG_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("megatron_blackmamba.data_tools.progress.LOG_EVERY_SECONDS", 0.01)
     with Progress(200, lambda: Count(50, 1_230_000, 10)) as progress:
         progress._over.wait(0.1)
     line = capsys.readouterr().err.splitlines()[0]

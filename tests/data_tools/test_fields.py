@@ -1,7 +1,7 @@
 import pytest
 
-from data_tools.fields import FieldError, text_of
-from data_tools.rejects import MISSING_FIELD, NOT_A_STRING
+from megatron_blackmamba.data_tools.fields import FieldError, text_of
+from megatron_blackmamba.data_tools.rejects import MISSING_FIELD, NOT_A_STRING
 
 RECORD = {
     "text": "plain",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.inspection import read_documents
-from data_tools.tokenization import TokenizeOptions, tokenize
-from data_tools.verification import verify
+from megatron_blackmamba.data_tools.inspection import read_documents
+from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
+from megatron_blackmamba.data_tools.verification import verify
 from tests.data_tools.conftest import SHARED
 
 FIXTURES, TOKENIZER = SHARED / "fixtures", SHARED / "tokenizer" / "20B_tokenizer.json"

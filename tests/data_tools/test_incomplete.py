@@ -4,9 +4,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from data_tools.mixture import plan_mixture, verify_mixture
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data import build
+from megatron_blackmamba.data_tools.mixture import plan_mixture, verify_mixture
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from megatron_blackmamba.formats.shards import ShardError, ShardManifest
 from tests.data.corpus import data_config

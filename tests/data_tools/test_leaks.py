@@ -4,10 +4,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from data_tools.mixture import plan_mixture, verify_mixture
-from data_tools.verification import verify
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data import build
+from megatron_blackmamba.data_tools.mixture import plan_mixture, verify_mixture
+from megatron_blackmamba.data_tools.verification import verify
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from tests.data.corpus import data_config
 

@@ -5,7 +5,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from data_tools.mixture import (
+from megatron_blackmamba.cli import app
+from megatron_blackmamba.data import build
+from megatron_blackmamba.data_tools.mixture import (
     find_mixture,
     parse_count,
     plan_mixture,
@@ -13,8 +15,6 @@ from data_tools.mixture import (
     read_mixtures,
     verify_mixture,
 )
-from megatron_blackmamba.cli import app
-from megatron_blackmamba.data import build
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from tests.data.corpus import VOCAB, data_config, three_sources, write_mixture, write_shard
 
@@ -148,7 +148,7 @@ def test_what_is_no_count_is_refused(text):
 
 
 def test_planning_a_mixture_needs_neither_torch_nor_megatron():
-    code = "import sys, data_tools.mixture; assert not {'torch', 'megatron'} & set(sys.modules)"
+    code = "import sys, megatron_blackmamba.data_tools.mixture; assert not {'torch', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools import readers, rejects, streams
-from data_tools.readers import JsonLines, Reader, ReadOptions, Text
-from data_tools.rejects import InputError
+from megatron_blackmamba.data_tools import readers, rejects, streams
+from megatron_blackmamba.data_tools.readers import JsonLines, Reader, ReadOptions, Text
+from megatron_blackmamba.data_tools.rejects import InputError
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from data_tools.selection import Selection, split_of
+from megatron_blackmamba.data_tools.selection import Selection, split_of
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools import shuffle
-from data_tools.shuffle import DocumentShuffler, document_order, order_keys
+from megatron_blackmamba.data_tools import shuffle
+from megatron_blackmamba.data_tools.shuffle import DocumentShuffler, document_order, order_keys
 
 UINT16 = np.dtype("uint16")
 

@@ -3,9 +3,17 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.rejects import InputError
-from data_tools.sources import PRESETS, Source, find_sources, format_of, parse_array, parse_size, plan_shards
-from data_tools.tokenization import TokenizeOptions, plan
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.sources import (
+    PRESETS,
+    Source,
+    find_sources,
+    format_of,
+    parse_array,
+    parse_size,
+    plan_shards,
+)
+from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, plan
 
 
 @pytest.fixture

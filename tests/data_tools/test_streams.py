@@ -10,10 +10,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools import streams
-from data_tools.compression import KINDS, PIECE_BYTES
-from data_tools.rejects import DAMAGED_FILE, TRUNCATED_FILE, InputError
-from data_tools.streams import Damage, InputStream
+from megatron_blackmamba.data_tools import streams
+from megatron_blackmamba.data_tools.compression import KINDS, PIECE_BYTES
+from megatron_blackmamba.data_tools.rejects import DAMAGED_FILE, TRUNCATED_FILE, InputError
+from megatron_blackmamba.data_tools.streams import Damage, InputStream
 
 COMPRESSORS = {
     ".gz": gzip.compress,
@@ -132,8 +132,8 @@ def test_without_its_package_lz4_says_what_to_do(tmp_path, monkeypatch):
 
 SHORT_OF_MEMORY = """
 import resource, sys
-from data_tools.readers import Reader, ReadOptions
-from data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
+from megatron_blackmamba.data_tools.rejects import InputError
 
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20),) * 2)

@@ -4,9 +4,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_tools.readers import ReadOptions
-from data_tools.rejects import INVALID_UTF8, MISSING_FIELD, NOT_A_STRING, InputError
-from data_tools.sources import find_sources
+from megatron_blackmamba.data_tools.readers import ReadOptions
+from megatron_blackmamba.data_tools.rejects import INVALID_UTF8, MISSING_FIELD, NOT_A_STRING, InputError
+from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.formats.shards import ShardManifest
 from tests.data_tools.test_readers import read
 

@@ -15,11 +15,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools import shard_writer, shuffle, workers
-from data_tools.provenance import origin
-from data_tools.rejects import InputError
-from data_tools.shuffle import document_order
-from data_tools.tokenization import TokenizeOptions, plan
+from megatron_blackmamba.data_tools import shard_writer, shuffle, workers
+from megatron_blackmamba.data_tools.provenance import origin
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.shuffle import document_order
+from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, plan
 from megatron_blackmamba.formats.shards import Shard, token_dtype
 from megatron_blackmamba.tokenizer import Tokenizer
 
@@ -103,7 +103,7 @@ def test_the_order_does_not_depend_on_the_memory_it_was_made_in(run, write_jsonl
     run(path)
     monkeypatch.setattr(shuffle, "BUCKET_BYTES", 500)
     monkeypatch.setattr(shuffle, "_WRITE_BYTES", 100)
-    monkeypatch.setattr("data_tools.readers.BATCH_BYTES", 300)
+    monkeypatch.setattr("megatron_blackmamba.data_tools.readers.BATCH_BYTES", 300)
     run(path, out="small")
     assert files(tmp_path / "small") == files(tmp_path / "out")
 
@@ -299,7 +299,10 @@ def test_a_plan_reads_no_file(write_jsonl, tmp_path):
 
 def command(tokenizer_file, *arguments):
     """The command line, in small batches: there is time to kill it between two of them."""
-    program = "import data_tools.readers as r, data_tools.commands as c; r.BATCH_BYTES = 200_000; c.run_tokenize()"
+    program = (
+        "from megatron_blackmamba.data_tools import commands, readers; readers.BATCH_BYTES = 200_000; "
+        "commands.run_tokenize()"
+    )
     return [sys.executable, "-c", program, *map(str, arguments), "-t", str(tokenizer_file)]
 
 
@@ -340,7 +343,10 @@ def test_a_kill_between_the_renames_leaves_a_shard_that_nobody_takes_for_whole(r
     def die(*_):
         raise SystemExit(137)
 
-    for what in ("data_tools.shard_writer.ShardManifest.write", "data_tools.shard_writer.atomic.publish"):
+    for what in (
+        "megatron_blackmamba.data_tools.shard_writer.ShardManifest.write",
+        "megatron_blackmamba.data_tools.shard_writer.atomic.publish",
+    ):
         run(path, seed=1, overwrite=True)
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(what, die)
@@ -409,10 +415,9 @@ def _group_lives(group):
 
 
 def test_nothing_heavy_is_imported_to_tokenize():
-    modules = (
-        "data_tools.commands, data_tools.tokenization, data_tools.verification, data_tools.inspection, data_tools.bpe"
-    )
-    probe = f"import sys, {modules}; print(*[m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    modules = "commands, tokenization, verification, inspection, bpe"
+    heavy = f"import sys; from megatron_blackmamba.data_tools import {modules}; "
+    probe = heavy + "print(*[m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
 

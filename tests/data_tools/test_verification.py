@@ -4,10 +4,10 @@ import shutil
 import numpy as np
 import pytest
 
-from data_tools import verification
-from data_tools.inspection import read_documents
-from data_tools.tokenization import TokenizeOptions, tokenize
-from data_tools.verification import adopt, documents_without_eod, verify
+from megatron_blackmamba.data_tools import verification
+from megatron_blackmamba.data_tools.inspection import read_documents
+from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
+from megatron_blackmamba.data_tools.verification import adopt, documents_without_eod, verify
 from megatron_blackmamba.formats.shards import Shard, ShardError, beside, write_idx
 
 TEXTS = [f"document {i} " * (i % 5 + 1) for i in range(60)]

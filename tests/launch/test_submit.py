@@ -63,7 +63,8 @@ def test_each_launch_has_a_folder_of_its_own(tmp_path):
 
 def test_a_snapshot_runs_by_itself(tmp_path):
     take_snapshot(tmp_path / "code")
-    probe = "import megatron_blackmamba.config as c, data_tools; print(c.__file__, data_tools.__file__, c.find('tiny'))"
+    imports = "from megatron_blackmamba import config, data_tools"
+    probe = f"{imports}; print(config.__file__, data_tools.__file__, config.find('tiny'))"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "code")}
     done = subprocess.run([sys.executable, "-c", probe], env=environment, cwd=tmp_path, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,38 @@
+"""The installed package beside a user's own module of the name data_tools."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The Python files of an installation, without the compiled kernels."""
+    folder = tmp_path_factory.mktemp("installed")
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder)]
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("only a checkout can be installed")
+    pytest.importorskip("setuptools")
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def test_nothing_but_the_package_is_installed(installed):
+    assert [path.name for path in installed.iterdir()] == ["megatron_blackmamba"]
+    tools = installed / "megatron_blackmamba/data_tools"
+    assert {path.name for path in tools.glob("*.py")} == {path.name for path in (ROOT / "data_tools").glob("*.py")}
+    assert not tools.is_symlink()
+
+
+def test_a_data_tools_of_ones_own_does_not_collide(installed, tmp_path):
+    (tmp_path / "data_tools.py").write_text("raise SystemExit('the wrong one')\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed}"}
+    for module in (["megatron_blackmamba", "data", "tokenize"], ["megatron_blackmamba.data_tools.tokenization"]):
+        command = [sys.executable, "-m", *module, "--help"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "--tokenizer" in done.stdout, done.stderr
