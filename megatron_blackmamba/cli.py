@@ -12,6 +12,7 @@ import typer
 from megatron_blackmamba.data_tools import commands as data_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.interchange.commands import Precision
+from megatron_blackmamba.runtime.exits import BAD_INPUT, RESTARTS
 
 app = typer.Typer(
     name="blackmamba",
@@ -91,12 +92,17 @@ def train(
     configs: Configs,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, help="Start so many processes here.", show_default="join torchrun's or srun's"),
+        typer.Option(
+            "--nproc", min=1, help="Number of processes on this machine.", show_default="join torchrun or srun"
+        ),
     ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="With --nproc: restarts after a crash or hang between two checkpoints.")
+    ] = RESTARTS,
 ) -> None:
-    """Train, or go on training: a run resumes by itself from its newest checkpoint.
+    """Train, or resume a run from its newest checkpoint.
 
-    Ctrl-C, SIGTERM and SIGUSR1 finish the step, save and end with exit code 75: start it again to go on.
+    Ctrl-C, SIGTERM and SIGUSR1 finish the step, save and exit with code 75: run the same command again to resume.
 
     [dim]blackmamba train tiny --nproc 2 parallel.expert=2[/dim]
 
@@ -114,7 +120,7 @@ def train(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nproc > cores:
         print(f"blackmamba: {nproc} processes share {cores} cores: it works, no faster", file=sys.stderr)
-    raise typer.Exit(launch_training(run, configs, nproc))
+    raise typer.Exit(launch_training(run, configs, nproc, restarts))
 
 
 @app.command()
@@ -208,6 +214,9 @@ def launch(
     account: Annotated[str | None, typer.Option(help="The account that pays.")] = None,
     container: Annotated[str | None, typer.Option(help="An image: .sif for apptainer, else for pyxis.")] = None,
     chain: Annotated[int, typer.Option(help="Jobs in a row, each continuing the last; 1 requeues itself instead.")] = 1,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Restarts inside the job after a crash or hang between two checkpoints.")
+    ] = RESTARTS,
     sbatch: Annotated[
         list[str] | None, typer.Option(metavar="OPTION", help="One more option of sbatch, as --qos=high; repeatable.")
     ] = None,
@@ -238,6 +247,7 @@ def launch(
         container=container,
         python=interpreter(container),
         chain=chain,
+        restarts=restarts,
         options=tuple(sbatch or ()),
     )
     run = compose(configs)
@@ -360,18 +370,20 @@ def main() -> None:
         message = _in_words(error)
         if message is None or os.environ.get("BLACKMAMBA_TRACEBACK"):
             raise
+        code = 1 if PORT_IN_USE in str(error) else BAD_INPUT  # a launcher tries again with another port
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
         if rank not in (None, "0"):
             time.sleep(3)  # ranks refuse alike: the first one says why, and its launcher ends the others
         print(f"blackmamba: {message}", file=sys.stderr, flush=True)
         if rank is not None:
-            os._exit(2)  # others may wait for this one: nothing is tidied up with them
-        raise SystemExit(2) from None
+            os._exit(code)  # others may wait for this one: nothing is tidied up with them
+        raise SystemExit(code) from None
 
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
-NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
+PORT_IN_USE = "EADDRINUSE"
 
 
 def _in_words(error: Exception) -> str | None:
@@ -390,7 +402,7 @@ def _in_words(error: Exception) -> str | None:
         return f"{where}{error.strerror}{advice}. (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
     if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
         return f"{error.strerror}: raise the limit (`ulimit -n`). (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
-    if "EADDRINUSE" in str(error):
+    if PORT_IN_USE in str(error):
         port = os.environ.get("MASTER_PORT", "?")
         return f"port {port} is in use by another program: set MASTER_PORT (torchrun: --master-port) to a free one"
     from megatron_blackmamba.launch.software import unmet

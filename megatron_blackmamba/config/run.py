@@ -8,6 +8,9 @@ from megatron_blackmamba import kinds
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.model import ModelConfig
 
+LONGEST_NAME = 200
+"""Bytes. File systems take 255 for the name of a folder."""
+
 
 class ParallelConfig(Section):
     """How the model is laid over processes; what is left of the world is data-parallel."""
@@ -187,6 +190,8 @@ class RunConfig(Section):
     def _a_folder_name(cls, name: str) -> str:
         if not name or "/" in name or name.startswith("."):
             raise ValueError(f"a run's name is the name of its folder; {name!r} cannot be one")
+        if len(name.encode()) > LONGEST_NAME:
+            raise ValueError(f"a run's name has at most {LONGEST_NAME} bytes; this one has {len(name.encode())}")
         return name
 
     @model_validator(mode="after")

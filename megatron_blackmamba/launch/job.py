@@ -1,14 +1,17 @@
 """The Slurm job of a run, as text: what it asks for, and where its code and config lie."""
 
+import hashlib
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.runtime.exits import RESTARTS
 
 LONGEST_WARNING_S = 600
 MOST_WARNING_S = 65535
+LONGEST_NAME = 60
 
 
 class LaunchError(ValueError):
@@ -38,6 +41,8 @@ class JobRequest:
     python: str = "python3"
     chain: int = 1
     """Jobs in a row, each continuing the one before; with 1, the job requeues itself."""
+    restarts: int = RESTARTS
+    """Restarts inside the allocation after a crash or a hang; a new checkpoint resets the count."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, one each, as `--qos=high`."""
 
@@ -45,6 +50,8 @@ class JobRequest:
         for name in ("nodes", "cpus_per_process", "chain"):
             if getattr(self, name) < 1:
                 raise LaunchError(f"{name.replace('_', '-')} is at least 1, not {getattr(self, name)}")
+        if self.restarts < 0:
+            raise LaunchError(f"restarts is 0 or more, not {self.restarts}")
         if self.gpus_per_node < 0 or (self.processes_per_node or 1) < 1:
             raise LaunchError("gpus-per-node is 0 or more, processes-per-node 1 or more")
         if self.gpus_per_node and self.processes_per_node not in (None, self.gpus_per_node):
@@ -87,7 +94,7 @@ def time_limit_s(text: str) -> int:
 def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str:
     """The sbatch file: Slurm's options, what the job is about, and the body every training job shares."""
     wishes = [
-        f"--job-name={run.root.name}",
+        f"--job-name={job_name(run)}",
         f"--nodes={request.nodes}",
         f"--ntasks-per-node={request.tasks_per_node}",
         f"--gpus-per-node={request.gpus_per_node}" if request.gpus_per_node else "",
@@ -110,6 +117,7 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str
         "RUN_FOLDER": run.root,
         "GPUS_PER_NODE": request.gpus_per_node,
         "GPU": request.gpu,
+        "RESTARTS": request.restarts,
         "WHEN_TIME_IS_UP": "exit" if request.chain > 1 else "requeue",
         "CONTAINER": request.container or "",
     }
@@ -118,7 +126,7 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str
     return "\n".join(
         [
             "#!/bin/bash",
-            f"# Training of {run.root.name}, written by `blackmamba launch`. Jobs of one name run one after the other.",
+            f"# Training of {run.root.name}, written by `blackmamba launch`. Jobs of one run wait for each other.",
             *(f"#SBATCH {_quoted(wish)}" for wish in wishes if wish),
             "",
             *(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()),
@@ -128,6 +136,12 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str
             "",
         ]
     )
+
+
+def job_name(run: RunFolder) -> str:
+    """Name the run and a hash of its folder: --dependency=singleton makes jobs of one name wait for each other."""
+    plain = re.sub(r"[^\w.+-]", "_", run.root.name, flags=re.ASCII)[:LONGEST_NAME]
+    return f"{plain}-{hashlib.sha256(str(run.root).encode()).hexdigest()[:8]}"
 
 
 def _quoted(option: str) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -92,19 +93,27 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
 
 def announce(launch: Launch) -> str:
     """What a person wants to know after submitting."""
-    first, last = launch.jobs[0], launch.jobs[-1]
+    first, logs = launch.jobs[0], launch.run.logs
     jobs = f"job {first}" if len(launch.jobs) == 1 else f"jobs {', '.join(launch.jobs)}, one after the other"
     return "\n".join(
         [
             f"Submitted {jobs}: {launch.run.root}",
             f"  code and config as launched   {launch.folder}",
-            f"  follow the job                tail -F {launch.run.logs}/{first}.log",
-            f"  follow rank 0                 tail -F {launch.run.logs}/{first}/rank-0.log",
+            f"  follow the job                tail -F {shlex.quote(f'{logs}/{first}.log')}",
+            f"  follow rank 0                 tail -F {shlex.quote(f'{logs}/{first}/rank-0.log')}",
             f"  stop (it saves first)         scancel {' '.join(launch.jobs)}",
-            "  export when it is complete    sbatch --dependency=afterok:"
-            f"{last} --kill-on-invalid-dep=yes scripts/slurm/convert.sbatch hf {launch.run.root} OUT",
+            f"  export when it is complete    {export_command(launch)} OUT",
         ]
     )
+
+
+def export_command(launch: Launch) -> str:
+    """The command that queues an export behind the last job, for any folder; the output folder is to be added."""
+    code = launch.folder / "code"
+    variables = [f"{name}={shlex.quote(str(value))}" for name, value in (("CODE", code), ("PYTHON", sys.executable))]
+    options = [f"--dependency=afterok:{launch.jobs[-1]}", "--kill-on-invalid-dep=yes"]
+    script = [str(code / "scripts/slurm/convert.sbatch"), "hf", str(launch.run.root)]
+    return " ".join([*variables, "sbatch", *options, shlex.join(script)])
 
 
 def interpreter(container: str | None) -> str:

@@ -11,10 +11,9 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_blackmamba.runtime import hangs
+from megatron_blackmamba.runtime.exits import HUNG
 
 ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
-HUNG = 70
-"""Exit code of a process that its watchdog ended."""
 
 
 def hold() -> None:

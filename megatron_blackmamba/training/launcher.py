@@ -1,25 +1,25 @@
 """`--nproc N`: one worker a process on this machine, with the variables torchrun would set.
 
-Not torchrun's agent itself: that kills workers 30 seconds after SIGTERM, dies of SIGUSR1 and turns every exit code
-into 1. A run that must save before it stops needs all three the other way round.
+Workers that crash or hang are started again from the newest checkpoint. Neither torchrun's agent nor NVRx's ft_launcher
+fits: both die of SIGUSR1, kill workers that are still saving, and turn every exit code into 1.
 """
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.runtime.exits import BAD_INPUT, FINAL, INTERRUPTED, RESTARTS, STOPPED_ON_REQUEST
+from megatron_blackmamba.runtime.parent import die_with_parent
 
-BAD_INPUT = 2  # said by the worker; nothing to add
-STOPPED_ON_REQUEST = 75
 FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
@@ -31,27 +31,85 @@ LAST_WORDS_SECONDS = 5.0  # for the others to say what they saw, once a worker h
 POLL_SECONDS = 0.05
 
 
-def launch_training(config: RunConfig, arguments: Sequence[str], processes: int) -> int:
-    """`blackmamba train` with these arguments as `processes` workers."""
+def launch_training(config: RunConfig, arguments: Sequence[str], processes: int, restarts: int = RESTARTS) -> int:
+    """Run `blackmamba train` with these arguments as `processes` workers."""
     command = [sys.executable, "-m", "megatron_blackmamba", "train", *arguments]
-    return launch(command, processes, RunFolder(Path(config.folder) / config.name))
+    return launch(command, processes, RunFolder(Path(config.folder) / config.name), restarts)
 
 
-def launch(command: Sequence[str], processes: int, run: RunFolder) -> int:
-    """Run `command` as `processes` workers until all have ended; returns the run's exit code."""
+def launch(command: Sequence[str], processes: int, run: RunFolder, restarts: int = RESTARTS) -> int:
+    """Run `command` as `processes` workers until all have ended; return the run's exit code.
+
+    restarts: how often to start them again after a crash or a hang. A new checkpoint resets the count.
+    """
     run.requeue.unlink(missing_ok=True)
-    group = _Group(command, processes)
-    before = {number: signal.signal(number, group.forward) for number in FORWARDED}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # held since the process began
+    signals = _Signals()
     try:
-        code = group.wait()
+        return _launch(command, processes, run, restarts, signals)
     finally:
-        group.kill()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signals.release()
         if sys.stdout.isatty():  # a worker that was killed could not tidy up its live display
             print(end=SHOW_CURSOR, flush=True)
-    return STOPPED_ON_REQUEST if run.requeue.exists() else code
+
+
+def _launch(command: Sequence[str], processes: int, run: RunFolder, restarts: int, signals: "_Signals") -> int:
+    left = restarts
+    while True:
+        before = _newest(run)
+        group = signals.start(lambda: _Group(command, processes))
+        try:
+            code = group.wait()
+        finally:
+            group.kill()
+        if run.requeue.exists():
+            return STOPPED_ON_REQUEST
+        if code in FINAL or signals.interrupts > 1:
+            return code
+        newest = _newest(run)
+        if signals.asked:
+            _say(f"not started again, since a stop was requested; the newest checkpoint is {newest or 'none'}")
+            return STOPPED_ON_REQUEST
+        left = restarts if newest != before else left
+        if not left:
+            if restarts:
+                _say(f"{restarts + 1} tries without a new checkpoint; the run stops here")
+            return code
+        left -= 1
+        _say(f"starting again from {newest or 'the beginning'} (restarts left without a new checkpoint: {left})")
+
+
+class _Signals:
+    """Passes signals on to the workers, and remembers them while there are none."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.interrupts = 0
+        self._group: _Group | None = None
+        self._before = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # held since the program began
+
+    def start(self, make: Callable[[], "_Group"]) -> "_Group":
+        """Start a group of workers; a signal that comes meanwhile waits until all of them can get it."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        try:
+            self._group = group = make()
+            if self.asked:  # after the last look at it
+                group.send(signal.SIGTERM)
+            return group
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def release(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self.interrupts += number == signal.SIGINT
+        if self._group and self.interrupts > 1:
+            self._group.kill(INTERRUPTED)
+        elif self._group:
+            self._group.send(FORWARDED[signal.Signals(number)])
 
 
 class _Group:
@@ -59,45 +117,43 @@ class _Group:
 
     def __init__(self, command: Sequence[str], processes: int) -> None:
         port = _free_port()
-        self._interrupts = 0
+        self._code: int | None = None
         self._workers = [
             subprocess.Popen(
                 command,
                 env=_environment(rank, processes, port),
                 start_new_session=True,
-                preexec_fn=_before_exec,
+                preexec_fn=partial(_before_exec, os.getpid()),
             )
             for rank in range(processes)
         ]
 
-    def forward(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
-                self.kill()
+    def send(self, number: signal.Signals) -> None:
         for worker in self._workers:
             if worker.poll() is None:
-                worker.send_signal(FORWARDED[signal.Signals(number)])
+                worker.send_signal(number)
 
     def wait(self) -> int:
-        """0 when every worker ends well; otherwise the first failure's code, and soon after it nobody runs."""
+        """Return 0 when every worker ends well; otherwise the first failure's code, and soon after it nobody runs."""
         while True:
-            codes = [worker.poll() for worker in self._workers]
-            failed = [(rank, code) for rank, code in enumerate(codes) if code and code != STOPPED_ON_REQUEST]
+            failed = self._failed()
             if failed:
                 rank, code = failed[0]
                 if code == BAD_INPUT:
                     return code
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                print(f"blackmamba: rank {rank} {how}; ending the others", file=sys.stderr, flush=True)
+                _say(f"rank {rank} {how}; ending the others")
                 self._wait_for_all(LAST_WORDS_SECONDS)
-                return 128 - code if code < 0 else code
+                final = next((code for _, code in self._failed() if code in FINAL), None)
+                return self._code or final or (128 - code if code < 0 else code)
+            codes = [worker.poll() for worker in self._workers]
             if None not in codes:
                 return max(code or 0 for code in codes)
             time.sleep(POLL_SECONDS)
 
-    def kill(self) -> None:
-        """End every worker that is left, and what it started."""
+    def kill(self, code: int | None = None) -> None:
+        """End every worker that is left, and what it started; `wait` then returns `code`."""
+        self._code = code
         for worker in self._workers:
             try:
                 os.killpg(worker.pid, signal.SIGKILL)
@@ -105,10 +161,26 @@ class _Group:
                 continue
             worker.wait()
 
+    def _failed(self) -> list[tuple[int, int]]:
+        codes = [worker.poll() for worker in self._workers]
+        return [(rank, code) for rank, code in enumerate(codes) if code and code != STOPPED_ON_REQUEST]
+
     def _wait_for_all(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(worker.poll() is None for worker in self._workers):
             time.sleep(POLL_SECONDS)
+
+
+def _newest(run: RunFolder) -> str | None:
+    """Name the newest checkpoint."""
+    try:
+        return run.latest.read_text(encoding="utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def _say(text: str) -> None:
+    print(f"blackmamba: {text}", file=sys.stderr, flush=True)
 
 
 def _environment(rank: int, processes: int, port: int) -> Mapping[str, str]:
@@ -131,9 +203,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _before_exec() -> None:
+def _before_exec(launcher: int) -> None:
     """In the worker, before Python starts: die when the launcher dies; let signals wait until there is a handler."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    die_with_parent(launcher)
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)

@@ -23,7 +23,8 @@ from megatron_blackmamba.checkpoint.reading import saved_config
 from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.runtime import layout, process, world
+from megatron_blackmamba.runtime import exits, layout, process, world
+from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.guard import Action, Cause, Guard, Verdict
@@ -52,8 +53,8 @@ class Outcome(IntEnum):
 
     DONE = 0
     """The run has consumed its tokens, or has reached training.stop_after_steps."""
-    GAVE_UP = 1
-    STOPPED_ON_REQUEST = 75
+    GAVE_UP = exits.GAVE_UP
+    STOPPED_ON_REQUEST = exits.STOPPED_ON_REQUEST
 
 
 def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
@@ -67,6 +68,8 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
     stop = StopRequest(CATCH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, CATCH)  # the launcher has them wait until someone listens
     place = world.find_place()
+    if place.launcher == "srun":  # or it would train on, unseen, when slurmstepd dies
+        die_with_parent(os.getppid())
     layout.check(config, place.size)
     logs = RunFolder(Path(config.folder) / config.name).logs
     with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:

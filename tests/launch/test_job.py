@@ -1,3 +1,4 @@
+import re
 import shlex
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.launch.job import JobRequest, LaunchError, render, time_limit_s
+from megatron_blackmamba.launch.job import JobRequest, LaunchError, job_name, render, time_limit_s
 
 RUN = RunFolder(Path("/runs/my run"))
 
@@ -50,6 +51,7 @@ def test_warns_in_time_however_short_the_job():
     [
         ({"nodes": 0}, "nodes is at least 1"),
         ({"chain": 0}, "chain is at least 1"),
+        ({"restarts": -1}, "restarts is 0 or more"),
         ({"time": "soon"}, "'soon'"),
         ({"time": "10", "warn_seconds": 600}, "before the start"),
         ({"gpus_per_node": 8, "processes_per_node": 4}, "one process a GPU"),
@@ -131,7 +133,7 @@ def test_names_reach_slurm_whole():
     run = RunFolder(Path('/data/50%j/a #"b"'))
     text = render(JobRequest(nodes=1, partition="p q"), run, run.root / "code", run.root / "config.yaml")
     assert '#SBATCH --output="/data/50%%j/a #\\"b\\"/logs/%j.log"\n' in text
-    assert '#SBATCH --job-name="a #\\"b\\""\n' in text
+    assert "#SBATCH --job-name=a___b_-" in text
     assert '#SBATCH --partition="p q"\n' in text
 
 
@@ -140,3 +142,19 @@ def test_a_name_that_slurm_cannot_carry_is_refused(name):
     run = RunFolder(Path("/data") / name)
     with pytest.raises(LaunchError, match="neither a backslash nor a line feed"):
         render(JobRequest(nodes=1), run, run.root / "code", run.root / "config.yaml")
+
+
+def test_runs_of_one_name_in_two_folders_do_not_wait():
+    first, second = (job_name(RunFolder(Path(folder) / "tiny")) for folder in ("/a", "/b"))
+    assert first != second
+    assert first == job_name(RunFolder(Path("/a/tiny")))
+    assert first.startswith("tiny-")
+
+
+def test_a_job_name_is_short_and_plain():
+    assert re.fullmatch(r"[\w.+-]{1,80}", job_name(RunFolder(Path("/runs") / ("ü,%j #'" * 40))), re.ASCII)
+
+
+def test_the_job_knows_its_restarts():
+    assert "RESTARTS=3\n" in rendered()
+    assert "RESTARTS=0\n" in rendered(restarts=0)

@@ -10,7 +10,7 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.launch import snapshot
 from megatron_blackmamba.launch.job import JobRequest, LaunchError
 from megatron_blackmamba.launch.snapshot import take_snapshot
-from megatron_blackmamba.launch.submit import prepare, submit
+from megatron_blackmamba.launch.submit import _with_absolute_paths, announce, export_command, prepare, submit
 
 
 def tiny(folder: Path, *overrides: str):
@@ -124,3 +124,69 @@ def test_what_was_changed_is_noted_in_any_encoding_and_the_commit_only_if_it_is_
     git("commit", "-qm", "y")
     (package / "__init__.py").write_bytes(b"caf\xe9\n")
     assert "commit" in snapshot._version() and "+caf\ufffd" in snapshot._version()
+
+
+@pytest.fixture
+def recording_sbatch(tmp_path, monkeypatch):
+    """Keeps what each call was given, and what lay on disk at that moment."""
+    (tmp_path / "bin").mkdir()
+    script = f"""#!/bin/sh
+job=$(($(ls {tmp_path} | grep -c '^call') + 41))
+for last; do :; done
+printf '%s\\n' "$@" "CODE=$CODE" "PYTHON=$PYTHON" "SLURM_JOB_ID=$SLURM_JOB_ID" >{tmp_path}/call_$job
+find "$(dirname "$last")" "$(dirname "$last")/../../logs" >>{tmp_path}/call_$job
+echo $job
+"""
+    (tmp_path / "bin/sbatch").write_text(script)
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+
+def test_submitting_writes_all_before_sbatch_runs(tmp_path, recording_sbatch, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("weights").mkdir()
+    config = load("tiny", ["folder=runs", "init.from=weights"])
+    launched = submit(config, JobRequest(nodes=1, gpus_per_node=2, chain=2))
+    assert launched.jobs == ("41", "42")
+    folder = tmp_path / "runs/tiny/launch/001"
+    for job in launched.jobs:
+        call = (tmp_path / f"call_{job}").read_text().splitlines()
+        assert call[:2] == ["--parsable", str(folder / "job.sbatch")]
+        assert "SLURM_JOB_ID=" in call  # not of the job that launches
+        needed = ["code/megatron_blackmamba/cli.py", "code/scripts/slurm/train_job.sh", "config.yaml", "../../logs"]
+        assert {str(folder / name) for name in needed} <= set(call)
+    written = load(str(folder / "config.yaml"))
+    assert written.folder == str(tmp_path / "runs")
+    assert written.init.from_ == str(tmp_path / "weights")
+    assert (folder / "job.sbatch").read_text() == launched.script
+    assert f"CODE={folder}/code\n" in launched.script
+    assert launched.run.logs.is_dir()
+
+
+def test_a_relative_mixture_is_named_from_the_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mixture.yaml").touch()
+    config = load("tiny", ["folder=runs"])
+    mixed = config.model_copy(update={"data": config.data.model_copy(update={"mixture": "mixture.yaml"})})
+    assert _with_absolute_paths(mixed).data.mixture == str(tmp_path / "mixture.yaml")
+
+
+def test_the_printed_commands_work_in_any_folder(tmp_path, recording_sbatch, monkeypatch):
+    launched = submit(tiny(tmp_path / "two words"), JobRequest(nodes=1, gpus_per_node=2))
+    (tmp_path / "elsewhere").mkdir()
+    command = export_command(launched)
+    assert command in announce(launched)
+    subprocess.run(["bash", "-c", f"{command} OUT"], cwd=tmp_path / "elsewhere", check=True, stderr=subprocess.DEVNULL)
+    call = (tmp_path / "call_42").read_text().splitlines()
+    script = launched.folder / "code/scripts/slurm/convert.sbatch"
+    assert script.is_file()
+    assert call[:2] == ["--dependency=afterok:41", "--kill-on-invalid-dep=yes"]
+    assert call[2:6] == [str(script), "hf", str(launched.run.root), "OUT"]
+    assert f"CODE={launched.folder / 'code'}" in call and f"PYTHON={sys.executable}" in call
+
+
+@pytest.mark.parametrize("overrides", [["name=" + "x" * 300], ["name=" + "ü" * 101]])
+def test_a_name_too_long_for_a_folder_is_refused(overrides):
+    with pytest.raises(ValueError, match="at most 200 bytes"):
+        load("tiny", overrides)

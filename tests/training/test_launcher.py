@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.runtime import exits
 
 ROOT = Path(__file__).resolve().parents[2]
 
 LAUNCH = """
 import sys
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training.launcher import launch
-sys.exit(launch([sys.executable, "-c", sys.argv[1]], 2, RunFolder(sys.argv[2])))
+from megatron_blackmamba.training import launcher
+launcher.LAST_WORDS_SECONDS = 2.0
+sys.exit(launcher.launch([sys.executable, "-c", sys.argv[1]], 2, RunFolder(sys.argv[2]), restarts=int(sys.argv[3])))
 """
 
 WORKER = """
@@ -36,11 +38,21 @@ time.sleep(60)
 """
 
 
-def start(folder, body):
+TRIES = """
+tries = folder / f"tries_{rank}"
+tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
+this_try = len(tries.read_text())
+def both():
+    files = [folder / f"tries_{r}" for r in (0, 1)]
+    while not all(file.exists() and file.stat().st_size >= this_try for file in files):
+        time.sleep(0.02)
+"""
+
+
+def start(folder, body, restarts=0):
     worker = WORKER.format(folder=str(folder)) + body
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, worker, str(folder)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", LAUNCH, worker, str(folder), str(restarts)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(*paths, seconds=60):
@@ -122,6 +134,94 @@ def test_a_killed_launcher_takes_its_workers_along(tmp_path):
 def test_a_marker_of_an_earlier_job_does_not_count(tmp_path):
     RunFolder(tmp_path).requeue.write_text("")
     assert finish(start(tmp_path, ""))[0] == 0
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(70)", "sys.exit(1)"])
+def test_a_crash_or_hang_starts_all_workers_again(tmp_path, end):
+    body = (
+        TRIES
+        + f"""
+(folder / f"port_{{rank}}_{{this_try}}").write_text(os.environ["MASTER_PORT"])
+both()
+if this_try == 1:
+    if rank == 1:
+        {end}
+    time.sleep(300)
+"""
+    )
+    code, errors = finish(start(tmp_path, body, restarts=3))
+    assert code == 0, errors
+    assert [(tmp_path / f"tries_{rank}").read_text() for rank in (0, 1)] == ["xx", "xx"]
+    assert "rank 1" in errors and "starting again from the beginning" in errors
+    assert (tmp_path / "port_0_1").read_text() != (tmp_path / "port_0_2").read_text()
+
+
+def test_restarts_are_limited_until_a_checkpoint_appears(tmp_path):
+    body = (
+        TRIES
+        + """
+both()
+if rank == 1:
+    if this_try == 2:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints/latest").write_text("step_00000007")
+    sys.exit(1)
+time.sleep(300)
+"""
+    )
+    code, errors = finish(start(tmp_path, body, restarts=2))
+    assert code == 1
+    assert (tmp_path / "tries_1").read_text() == "x" * 4  # the second try brought a checkpoint and two more tries
+    assert errors.count("starting again from step_00000007") == 2
+    assert "3 tries without a new checkpoint" in errors
+
+
+@pytest.mark.parametrize("code", sorted(exits.FINAL - {0, exits.STOPPED_ON_REQUEST}))
+def test_a_refused_or_given_up_run_is_not_restarted(tmp_path, code):
+    body = (
+        TRIES + f"both()\nif rank == 1:\n    time.sleep(0.3)\n    sys.exit({code})\nsys.exit(1 if {code} == 65 else 0)"
+    )
+    assert finish(start(tmp_path, body, restarts=3))[0] == code
+    assert (tmp_path / "tries_0").read_text() == "x"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_between_two_tries_stops_the_run(tmp_path, number):
+    body = (
+        TRIES
+        + """
+if rank == 1:
+    sys.exit(1)
+(folder / "between").write_text("")
+time.sleep(300)  # the launcher waits for last words, then starts again
+"""
+    )
+    process = start(tmp_path, body, restarts=3)
+    wait_for(tmp_path / "between")
+    time.sleep(0.5)
+    process.send_signal(number)
+    code, errors = finish(process)
+    assert code == 75, errors
+    assert "a stop was requested" in errors
+    assert (tmp_path / "tries_1").read_text() == "x"
+
+
+def test_a_signal_while_workers_start_reaches_all(tmp_path):
+    code = """
+import os, signal, sys
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.training import launcher
+free_port = launcher._free_port
+def asked_meanwhile():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return free_port()
+launcher._free_port = asked_meanwhile
+sys.exit(launcher.launch([sys.executable, "-c", sys.argv[1]], 2, RunFolder(sys.argv[2])))
+"""
+    worker = WORKER.format(folder=str(tmp_path)) + SAVES_WHEN_ASKED
+    done = subprocess.run([sys.executable, "-c", code, worker, str(tmp_path)], cwd=ROOT, timeout=90)
+    assert done.returncode == 75
+    assert {(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)} == {"SIGTERM"}
 
 
 def running(pid):

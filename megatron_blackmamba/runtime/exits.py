@@ -1,0 +1,17 @@
+"""Exit codes of a training process, and which of them a launcher must not answer with another try."""
+
+BAD_INPUT = 2
+"""The run was refused: a wrong config, damaged data, a full disk at the start."""
+GAVE_UP = 65
+"""Too many bad steps in a row, or the last checkpoint could not be saved."""
+HUNG = 70
+"""The watchdog ended the process."""
+STOPPED_ON_REQUEST = 75
+"""Asked to stop: saved, and ready to continue."""
+INTERRUPTED = 130
+"""A second Ctrl-C."""
+
+FINAL = frozenset({0, BAD_INPUT, GAVE_UP, STOPPED_ON_REQUEST, INTERRUPTED})
+"""Another try would end the same way, or nobody wants one. Every other code is a crash or a hang."""
+RESTARTS = 3
+"""Tries after a crash or a hang, as long as no new checkpoint appears."""
