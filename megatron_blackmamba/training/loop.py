@@ -7,6 +7,7 @@ resume exactly.
 
 import logging
 import math
+import os
 import signal
 import time
 import warnings

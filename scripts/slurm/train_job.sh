@@ -8,13 +8,18 @@
 #   GPU               what the plan measures memory against: h100 (the default), h200, a100 or a file
 #   CODE, PYTHON      the checkout (or snapshot) to run, and the interpreter with its requirements
 #   CONTAINER         optional: an image for srun's --container-image, or a .sif file for apptainer
+#   RESTARTS          how often crashed or hung ranks start again inside the job (3); a new checkpoint resets the count
 #   WHEN_TIME_IS_UP   requeue: the job goes back into the queue by itself; exit: the next job of a chain continues
 #
 # A job decides by files in the run folder, since launchers change exit codes: `done` is there when the run is
 # complete, `requeue` when training stopped on request after saving, and `checkpoints/latest` tells whether it got on.
+# Only after a failure it reads the exit code of the task that failed first, from srun's messages.
 
 BLACKMAMBA=("$PYTHON" -m megatron_blackmamba)
 RESTART=${SLURM_RESTART_COUNT:-0}
+RESTARTS=${RESTARTS:-3}
+STUCK_SECONDS=${STUCK_SECONDS:-90} # longer than KillWait of Slurm, which is 30 by default
+TRY=1
 LOGS=$RUN_FOLDER/logs/$SLURM_JOB_ID
 NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
@@ -34,12 +39,15 @@ idle_start() {
     exit 1
 }
 
+# Another port for every step: another job may have the last one, or a rank of the last try.
+new_port() { export MASTER_PORT=$((20000 + RANDOM % 10000)); }
+
 prepare() {
     mkdir -p "$LOGS"
     rm -f "$RUN_FOLDER/requeue"
     MASTER_ADDR=$(head -n 1 <<<"$NODES")
-    MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-    export MASTER_ADDR MASTER_PORT
+    export MASTER_ADDR
+    new_port
     export PYTHONPATH=$CODE${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # since Slurm 22.05 srun does not ask the job
     source "$CODE/scripts/slurm/nccl.env"
@@ -119,6 +127,9 @@ requeue() {
 
 leave_out_unfit() {
     if [ ${#UNFIT[@]} -eq "$SLURM_NNODES" ] && [ "$SLURM_NNODES" -gt 1 ]; then
+        mapfile -t UNFIT < <(unreachable_nodes) # one dead node keeps srun from starting the preflight on the others
+    fi
+    if [ ${#UNFIT[@]} -eq 0 ] && [ "$RESTART" -eq 0 ] && [ "$TRY" -eq 1 ]; then
         say "every node failed: it is not the nodes. Nothing is excluded."
         exit 1
     fi
@@ -126,18 +137,68 @@ leave_out_unfit() {
     requeue "$(IFS=, && echo "${UNFIT[*]}")"
 }
 
+# Nodes of the job on which srun can start nothing.
+unreachable_nodes() {
+    local node
+    for node in $NODES; do
+        timeout --signal=KILL 60 srun --overlap --mem=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$node" \
+            true >/dev/null 2>&1 || echo "$node" &
+    done
+    wait
+}
+
+# Task and message of the rank that failed first, as "1 Exited with exit code 2" or "0 Killed". The exit code of srun
+# itself is another one: it comes from the ranks that srun ended.
+first_failure() { sed -n -E 's/^srun: error: [^:]+: tasks? ([0-9]+)[^:]*: (.*)$/\1 \2/p' "$SRUN_LOG" | head -n 1; }
+
+# srun waits for ever for tasks of a node whose slurmd or slurmstepd is gone: once a task has failed, srun has
+# STUCK_SECONDS to end.
+end_when_stuck() {
+    local waited=0
+    while sleep 5; do
+        [ -z "$(first_failure)" ] || waited=$((waited + 5))
+        [ "$waited" -lt "$STUCK_SECONDS" ] || { kill -KILL "$1"; return; }
+    done
+}
+
+running_steps() {
+    squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -E "^ *$SLURM_JOB_ID\.[0-9]+$"
+}
+
+# Ends what a failed try left running: two tries must not write into one folder. Fails, with UNFIT set to the nodes that
+# do not answer, where that cannot be done.
+end_steps() {
+    local end=$((SECONDS + STUCK_SECONDS)) steps
+    while steps=$(running_steps); do
+        # shellcheck disable=SC2086 # one word a step
+        scancel --signal=KILL $steps 2>/dev/null
+        if [ "$SECONDS" -ge "$end" ]; then
+            mapfile -t UNFIT < <(unreachable_nodes)
+            return 1
+        fi
+        sleep 1
+    done
+}
+
 # One process a GPU. TIME_IS_UP turns 1 when Slurm warns (--signal=B:USR1@...); the warning is passed on again and
-# again until the step ends, since a process that is still importing ignores it.
+# again until the step ends, since a process that is still importing ignores it. srun's messages are shown only if
+# training fails: on a normal stop it calls exit code 75 an error.
 train() {
-    say "training on $SLURM_NNODES nodes, $SLURM_NTASKS processes, head $MASTER_ADDR:$MASTER_PORT"
+    new_port
+    SRUN_LOG=$LOGS/srun-$RESTART-$TRY.txt
+    rm -f "$RUN_FOLDER/requeue"
+    say "training on $SLURM_NNODES nodes, $SLURM_NTASKS processes, head $MASTER_ADDR:$MASTER_PORT, try $TRY"
     say "follow it with: tail -f $LOGS/rank-0.log"
     (
         trap '' USR1
         exec srun --kill-on-bad-exit=1 --open-mode=append --output="${LOGS//%/%%}/rank-%t.log" "${SRUN_CONTAINER[@]}" \
-            bash -c 'trap "" USR1; exec "$@"' bash "${LAUNCHER[@]}" "${BLACKMAMBA[@]}" train "${CONFIG[@]}" \
+            bash -c 'trap "" USR1; echo "$1"; exec "${@:2}"' bash "== job $SLURM_JOB_ID, start $((RESTART + 1)), try $TRY" \
+            "${LAUNCHER[@]}" "${BLACKMAMBA[@]}" train "${CONFIG[@]}" \
             folder="$(string "$(dirname "$RUN_FOLDER")")" name="$(string "$(basename "$RUN_FOLDER")")"
-    ) &
-    local step=$!
+    ) 2>"$SRUN_LOG" &
+    local step=$! watcher
+    end_when_stuck "$step" &
+    watcher=$!
     wait "$step"
     STATUS=$?
     if [ "$TIME_IS_UP" -eq 1 ]; then # the signal ended the wait, not the step
@@ -148,6 +209,66 @@ train() {
         wait "$step"
         STATUS=$?
     fi
+    kill "$watcher" 2>/dev/null
+}
+
+# Shows why training failed: srun's messages and the end of the log of the rank that failed first. Sets STATUS to that
+# rank's exit code where srun told it.
+report_failure() {
+    local rank words
+    read -r rank words < <(first_failure)
+    if [ -z "$rank" ]; then
+        say "training failed: srun ended with code $STATUS and named no rank. Its messages, and the end of rank 0's log:"
+        rank=0
+    else
+        say "training failed: rank $rank was the first ($words). srun's messages, and the end of that rank's log:"
+        case $words in "Exited with exit code "*) STATUS=${words##* } ;; esac
+    fi
+    tail -n 20 "$SRUN_LOG"
+    tail -n 20 "$LOGS/rank-$rank.log"
+    say "the logs of all ranks are in $LOGS"
+}
+
+# Another try would end the same way: refused (2), gave up on bad steps (65), or the command cannot be run.
+final() { case $STATUS in 0 | 2 | 65 | 126 | 127 | 130) true ;; *) false ;; esac; }
+
+saved_since() { [ "$(newest_checkpoint)" != "$1" ]; }
+
+# Trains until the run is complete, stops on request, or cannot start again on these nodes.
+train_with_restarts() {
+    local left=$RESTARTS before
+    UNFIT=()
+    while [ "$TIME_IS_UP" -eq 0 ]; do
+        before=$(newest_checkpoint)
+        train
+        if [ -e "$RUN_FOLDER/done" ] || [ -e "$RUN_FOLDER/requeue" ] || [ "$STATUS" -eq 0 ]; then return; fi
+        report_failure
+        final && return
+        if saved_since "$before"; then
+            left=$RESTARTS
+            rm -f "$LOGS/idle_starts"
+        fi
+        end_steps || { say "steps of this job do not end; unreachable nodes: ${UNFIT[*]:-none}"; return; }
+        [ "$TIME_IS_UP" -eq 0 ] || break
+        if [ "$left" -eq 0 ]; then
+            say "$((RESTARTS + 1)) tries without a new checkpoint"
+            return
+        fi
+        left=$((left - 1))
+        TRY=$((TRY + 1))
+        if ! saved_since "$before"; then # the first failure after a checkpoint is answered at once, others with a check
+            rm -f "$LOGS/preflight-$RESTART/"*.fit
+            new_port
+            preflight || leave_out_unfit
+        fi
+        say "starting again from $(newest_checkpoint || echo the beginning); restarts left without a new checkpoint: $left"
+    done
+    touch "$RUN_FOLDER/requeue" # the time is up between two tries; the newest checkpoint is what there is
+}
+
+# The next job of a chain: one of this name that waits in the queue.
+follower() {
+    squeue --noheader --user="$(id -un)" --states=PENDING --name="$SLURM_JOB_NAME" --format=%A | head -n 1
 }
 
 TIME_IS_UP=0
@@ -164,11 +285,7 @@ if [ "$RESTART" -eq 0 ]; then
 fi
 preflight || leave_out_unfit
 SAVED_BEFORE=$(newest_checkpoint)
-if [ "$TIME_IS_UP" -eq 1 ]; then # before anything began
-    touch "$RUN_FOLDER/requeue"
-else
-    train
-fi
+train_with_restarts
 
 if [ -e "$RUN_FOLDER/done" ]; then
     say "the run is complete"
@@ -178,18 +295,26 @@ if [ "${STATUS:-1}" -eq 0 ] && [ ! -e "$RUN_FOLDER/requeue" ]; then
     say "training ended before its last step, as training.stop_after_steps says"
     exit 0
 fi
-if [ "$(newest_checkpoint)" = "$SAVED_BEFORE" ]; then SAVED=0; else SAVED=1; fi
-[ "$SAVED" -eq 1 ] && rm -f "$LOGS/idle_starts"
-if [ -e "$RUN_FOLDER/requeue" ]; then
-    [ "$SAVED" -eq 1 ] || idle_start
-    [ "$WHEN_TIME_IS_UP" = requeue ] && requeue
-    say "saved; the next job of the chain continues"
-    exit 75
+if saved_since "$SAVED_BEFORE"; then
+    STOPPED="stopped with a new checkpoint, $(newest_checkpoint)"
+    rm -f "$LOGS/idle_starts"
+else
+    STOPPED="stopped without a new checkpoint"
 fi
-say "training failed with exit code $STATUS; the last words of each rank are in $LOGS. Of rank 0:"
-tail -n 20 "$LOGS/rank-0.log"
-if [ "$SAVED" -eq 1 ] && [ "$WHEN_TIME_IS_UP" = requeue ]; then
-    say "it had saved since it started: once more from there, after a new preflight"
-    requeue
+if [ ! -e "$RUN_FOLDER/requeue" ]; then
+    final && exit "$STATUS"
+    STOPPED="failed; $STOPPED"
 fi
-exit "$STATUS"
+saved_since "$SAVED_BEFORE" || idle_start
+if [ "$WHEN_TIME_IS_UP" = requeue ]; then
+    say "$STOPPED"
+    requeue "$(IFS=, && echo "${UNFIT[*]}")"
+fi
+[ -e "$RUN_FOLDER/requeue" ] || exit "$STATUS"
+NEXT=$(follower)
+if [ -n "$NEXT" ]; then
+    say "$STOPPED; job $NEXT continues the run"
+    exit 0
+fi
+say "$STOPPED; no further job of this run is queued: launch it again to continue"
+exit 75

@@ -116,6 +116,17 @@ class Cluster:
     def set_node(self, node: str, state: str) -> None:
         self.run("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
 
+    def kill_node(self, node: str) -> int:
+        """Kill every process of a node, its slurmd included, as a power cut would; return how many there were."""
+        namespace = os.readlink(f"/proc/{self.daemons[node].pid}/ns/uts")
+        killed = 0
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/ns/uts") == namespace:
+                    os.kill(pid, signal.SIGKILL)
+                    killed += 1
+        return killed
+
     def processes(self, **env: str) -> list[int]:
         """Processes of this cluster, daemons and jobs, that have these variables in their environment."""
         return _processes({"SLURM_CONF": self.env["SLURM_CONF"], **env})

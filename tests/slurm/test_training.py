@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -10,20 +9,11 @@ import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
 from tests.slurm.conftest import REPOSITORY
+from tests.slurm.runs import kill, launchers, log_of, losses, newest, ranks, train_alone, tries, writers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
 TWO_CPU_NODES = ("--nodes", "2", "--gpus-per-node", "0", "--cpus-per-process", "1", "--time", "10", "--json")
 SCRIPTS = REPOSITORY / "scripts/slurm"
-
-
-def losses(run: RunFolder) -> dict[int, float]:
-    """Loss of every step so far; a step written twice would be a step trained twice."""
-    if not run.metrics.exists():
-        return {}
-    complete = run.metrics.read_text().rpartition("\n")[0].splitlines()
-    steps = [json.loads(line) for line in complete]
-    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
-    return {step["step"]: step["loss"] for step in steps}
 
 
 def launch(blackmamba, *arguments: str) -> tuple[RunFolder, list[str]]:
@@ -43,13 +33,9 @@ def submit_pretraining(slurm, log: Path, run: Path, *config: str, time=("--time=
     )
 
 
-def log_of(run: RunFolder, job: str) -> Path:
-    return run.logs / f"{job}.log"
-
-
 def test_a_chain_goes_on_where_its_first_job_stopped_and_ends_in_an_export(slurm, blackmamba, tmp_path):
     odd = 'name=7\'s "a#b" 50%j'  # what shells, sbatch and YAML each read in their own way
-    run, (first, second) = launch(blackmamba, "tiny", odd, "training.stop_after_steps=60", "--chain", "2")
+    run, (first, second) = launch(blackmamba, "tiny", odd, "training.tokens=122880", "--chain", "2")
     export = slurm.submit(
         *(f"--dependency=afterok:{second}", "--kill-on-invalid-dep=yes", "--cpus-per-task=2", "--mem=4G"),
         *(f"--output={tmp_path}/export.log", SCRIPTS / "convert.sbatch", "hf", run.root, tmp_path / "export"),
@@ -59,7 +45,9 @@ def test_a_chain_goes_on_where_its_first_job_stopped_and_ends_in_an_export(slurm
     slurm.wait(first, log_of(run, first), until=lambda _: len(losses(run)) >= 5)
     slurm.run("scancel", "--batch", "--signal=USR1", first)  # what --signal=B:USR1@... sends, now
     ended = slurm.wait(first, log_of(run, first))
-    assert ended["ExitCode"] == "75:0", log_of(run, first).read_text()
+    text = log_of(run, first).read_text()
+    assert ended["JobState"] == "COMPLETED" and f"job {second} continues the run" in text, text
+    assert "error" not in text and "Force Terminated" not in text, text
     stopped_at = len(losses(run))
     assert 5 <= stopped_at < 60
 
@@ -99,35 +87,71 @@ def test_a_time_limit_is_survived_with_the_losses_of_an_uninterrupted_run(slurm,
     assert {step: losses(run)[step] for step in uninterrupted} == uninterrupted
 
 
-def test_a_run_goes_on_without_a_bad_node_and_after_a_rank_has_died(slurm, blackmamba):
+def test_the_last_job_of_a_chain_promises_no_other(slurm, blackmamba):
+    run, (first, second) = launch(blackmamba, "tiny", "training.tokens=1e9", "--chain", "2")
+    slurm.run("scancel", second)
+    slurm.wait(first, log_of(run, first), until=lambda _: len(losses(run)) >= 2)
+    slurm.run("scancel", "--batch", "--signal=USR1", first)
+    ended = slurm.wait(first, log_of(run, first))
+    text = log_of(run, first).read_text()
+    assert ended["ExitCode"] == "75:0" and "no further job of this run is queued" in text, text
+
+
+def test_a_run_goes_on_without_a_bad_node(slurm, blackmamba):
     if not slurm.namespaces or os.geteuid() != 0:
         pytest.skip("only root can make one node differ from the others")
     slurm.set_node("node1", "drain")  # so that the job must take node3
     try:
         with slurm.cramped("node3"):
-            run, (job,) = launch(blackmamba, "tiny", "training.stop_after_steps=40", "checkpoint.every=5")
+            run, (job,) = launch(blackmamba, "tiny", "training.stop_after_steps=5")
             log = log_of(run, job)
             slurm.wait(job, log, until=lambda shown: shown["ExcNodeList"] == "node3")
     finally:
         slurm.set_node("node1", "resume")
     assert "shared memory" in log.read_text()  # why node3 was left out
-
-    slurm.wait(job, log, until=lambda _: run.latest.exists())
-    for pid in slurm.processes(SLURM_JOB_ID=job, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2"):
-        os.kill(pid, signal.SIGKILL)
     ended = slurm.wait(job, log)
-    assert (ended["JobState"], ended["NodeList"]) == ("COMPLETED", "node[1-2]"), log.read_text()
-    assert ended["Restarts"] == "2"
-    assert len(losses(run)) == 40
+    assert (ended["JobState"], ended["NodeList"], ended["Restarts"]) == ("COMPLETED", "node[1-2]", "1"), log.read_text()
+    assert len(losses(run)) == 5
 
 
-def test_a_training_that_fails_is_not_started_again(slurm, blackmamba, tmp_path):
+def test_three_kills_do_not_leave_the_allocation(slurm, blackmamba, tmp_path):
+    """A rank before the first checkpoint, the launcher, and a writer or a rank; tests/slurm/storm.py kills more."""
+    config = ("parallel.expert=2", "training.stop_after_steps=60", "checkpoint.every=10")
+    run, (job,) = launch(blackmamba, "tiny", *config)
+    log = log_of(run, job)
+    slurm.wait(job, log, until=lambda _: bool(losses(run)))
+    assert newest(run) == 0 and kill(ranks(slurm, job, 1))
+    slurm.wait(job, log, until=lambda _: tries(run, job) == 2 and newest(run) >= 10)
+    assert "rank 1 was the first (Killed)" in log.read_text()
+    assert kill(launchers(slurm, job))
+    slurm.wait(job, log, until=lambda _: tries(run, job) == 3 and newest(run) >= 20)
+    assert kill(writers(slurm, job) or ranks(slurm, job, 0))
+    ended = slurm.wait(job, log)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), log.read_text()
+    assert losses(run) == train_alone(slurm, tmp_path, *config)
+
+
+def test_failures_before_the_first_save_requeue_the_job(slurm, blackmamba):
+    run, (job,) = launch(blackmamba, "tiny", "training.stop_after_steps=8", "--restarts", "0")
+    log = log_of(run, job)
+    slurm.wait(job, log, until=lambda _: bool(losses(run)))
+    kill(ranks(slurm, job, 1))
+    ended = slurm.wait(job, log)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log.read_text()
+    assert "stopped without a new checkpoint" in log.read_text()
+    assert log.read_text().count("preflight of") == 2
+    assert len(losses(run)) == 8
+
+
+def test_a_training_that_is_refused_is_not_started_again(slurm, blackmamba, tmp_path):
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/requeue").touch()  # left by an earlier job
     run, (job,) = launch(blackmamba, "tiny", f"init.from={tmp_path}/nowhere")
     ended = slurm.wait(job, log_of(run, job))
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), log_of(run, job).read_text()
-    assert "nowhere" in log_of(run, job).read_text()  # the reason, without looking into the ranks' logs
+    text = log_of(run, job).read_text()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), text
+    assert tries(run, job) == 1
+    assert "nowhere" in text  # the reason, without looking into the ranks' logs
 
 
 def test_a_job_that_the_plan_refuses_trains_nothing(slurm, tmp_path):
