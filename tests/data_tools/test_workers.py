@@ -2,10 +2,10 @@
 
 import pytest
 
-from data_tools import workers
-from data_tools.shard_writer import write_shard
-from data_tools.tokenization import TokenizeOptions, plan
-from data_tools.workers import make_shards
+from megatron_blackmamba.data_tools import workers
+from megatron_blackmamba.data_tools.shard_writer import write_shard
+from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, plan
+from megatron_blackmamba.data_tools.workers import make_shards
 
 
 @pytest.fixture
