@@ -53,6 +53,9 @@ class ModelConfig(Section):
     """One stack of layers; `pattern` has one letter per layer: M Mamba, E experts, * attention, - dense MLP."""
 
     pattern: str
+    arrangement: Literal["sequential", "parallel"] = "sequential"
+    """sequential: each layer has a norm and adds to the stream in turn (the paper).
+    parallel: the two layers of a pair share one norm and are added together, the paper's ablation."""
     vocab_size: int = Field(gt=0)
     """Rows of the embedding: the tokenizer's vocabulary, padded."""
     hidden_size: int = Field(gt=0)
@@ -95,6 +98,10 @@ class ModelConfig(Section):
         for kind in kinds.kinds_in(self.pattern):
             if problems := kind.problems(self):
                 raise ValueError("; ".join(problems))
+        if self.arrangement == "parallel" and self.layers % 2:
+            raise ValueError(
+                f"model.arrangement=parallel pairs layers, and the pattern has {self.layers}: make it even"
+            )
         if self.top_k > self.experts:
             raise ValueError(f"model.top_k={self.top_k} is more than model.experts={self.experts}")
         if self.router.kind == "sinkhorn" and self.top_k != 1:
@@ -108,6 +115,15 @@ class ModelConfig(Section):
     @property
     def layers(self) -> int:
         return len(self.pattern)
+
+    @property
+    def layers_together(self) -> int:
+        """Layers that share a norm."""
+        return 2 if self.arrangement == "parallel" else 1
+
+    def has_norm(self, layer: int) -> bool:
+        """Return whether a layer has a norm of its own, or shares that of the one before."""
+        return layer % self.layers_together == 0
 
     @property
     def inner_size(self) -> int:

@@ -11,6 +11,7 @@ class BlackMambaConfig(PretrainedConfig):
     mamba_moe_layers: one entry per layer: "r" for Mamba, a number for a mixture of that many experts, "attention" or
     "mlp". The heads and rope_theta are those of attention, mlp_hidden_size is the inner width of "mlp".
     activation: the gate of the experts. "silu" is what the paper trains; "gelu" is what the released code computes.
+    arrangement: "sequential", or "parallel": the layers of a pair share one norm and their outputs are added together.
     eod_reset: id of the token after which the state restarts; None lets it run across documents, as in the paper.
     kernels: "auto" uses megatron_blackmamba's kernels where that package is installed, "torch" never does.
     """
@@ -38,6 +39,7 @@ class BlackMambaConfig(PretrainedConfig):
         activation="silu",
         eod_reset=None,
         norm_eps=1e-5,
+        arrangement="sequential",
         num_attention_heads=16,
         num_key_value_heads=None,
         rope_theta=10000,
@@ -66,6 +68,7 @@ class BlackMambaConfig(PretrainedConfig):
         self.activation = activation
         self.eod_reset = eod_reset
         self.norm_eps = norm_eps
+        self.arrangement = arrangement
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
         self.rope_theta = rope_theta
@@ -98,6 +101,8 @@ class BlackMambaConfig(PretrainedConfig):
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
             )
+        if self.arrangement not in ("sequential", "parallel"):
+            raise ValueError(f'arrangement is "sequential" or "parallel", not {self.arrangement!r}')
         if self.activation not in ("silu", "gelu"):
             raise ValueError(f'activation is "silu" or "gelu", not {self.activation!r}')
         if self.kernels not in ("auto", "torch"):

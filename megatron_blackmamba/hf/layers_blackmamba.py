@@ -278,7 +278,8 @@ class Layer(nn.Module):
     def __init__(self, config, index):
         super().__init__()
         self.kind = config.mamba_moe_layers[index]
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        shares = config.arrangement == "parallel" and index % 2 == 1
+        self.norm = None if shares else RMSNorm(config.hidden_size, config.norm_eps)
         if self.kind == "r":
             self.mixer = MambaMixer(config, index)
         elif self.kind == "attention":
@@ -288,9 +289,12 @@ class Layer(nn.Module):
         else:
             self.mixer = Experts(config, int(self.kind))
 
-    def forward(self, residual_BLD, keep_BL1, reset_BL, cache):
-        """Return the residual stream and, of a mixture of experts, each token's expert."""
-        x, choice_BL = self.norm(residual_BLD), None
+    def forward(self, residual_BLD, keep_BL1, reset_BL, cache, shared_BLD=None):
+        """Return the residual stream, of a mixture of experts each token's expert, and the stream as it was normalized.
+
+        shared_BLD is that of the layer before, for a layer without a norm of its own.
+        """
+        x, choice_BL = shared_BLD if self.norm is None else self.norm(residual_BLD), None
         if self.kind == "r":
             y = self.mixer(x, keep_BL1, reset_BL, cache)
         elif self.kind == "attention":
@@ -299,4 +303,4 @@ class Layer(nn.Module):
             y = self.mixer(x)
         else:
             y, choice_BL = self.mixer(x)
-        return residual_BLD + y, choice_BL
+        return residual_BLD + y, choice_BL, x

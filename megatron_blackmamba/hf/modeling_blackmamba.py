@@ -177,10 +177,10 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         keep_BL1 = self._keep(attention_mask, residual)
         reset_BL = self._resets(input_ids, past_key_values)
         hidden_states = [residual] if output_hidden_states else None
-        choices = []
+        choices, shared = [], None
         for layer in self.decoder.layers:
             run = partial(self._gradient_checkpointing_func, layer.__call__) if checkpointing else layer
-            residual, choice_BL = run(residual, keep_BL1, reset_BL, cache)
+            residual, choice_BL, shared = run(residual, keep_BL1, reset_BL, cache, shared)
             choices += [] if choice_BL is None else [choice_BL]
             if hidden_states is not None:
                 hidden_states.append(residual)

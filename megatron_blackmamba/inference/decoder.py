@@ -51,10 +51,10 @@ class Decoder:
         self.threads: int | None = None
         self.gate: Callable[[Tensor], Tensor] = F.silu if weights.config.activation == "silu" else F.gelu
         self.how = decodings(weights.config)
-        compiles = decoding.why_not(weights.embedding_VD, 1) is None
+        compiles = decoding.why_not(weights.embedding_VD, 1) is None and self.config.arrangement == "sequential"
         self.compiled = [
-            how.compiled(layer, self.config) if compiles else None
-            for how, layer in zip(self.how, weights.layers, strict=True)
+            how.compiled(layer, norm_D, self.config) if compiles and norm_D is not None else None
+            for how, layer, norm_D in zip(self.how, weights.layers, weights.norms_D, strict=True)
         ]
 
     @property
@@ -96,12 +96,15 @@ class Decoder:
             return self._logits(self._final_norm(residual_BD))
 
     def _layers(self, state: State, residual_BD: Tensor, compiled: bool) -> None:
-        layers = zip(self.how, self.weights.layers, state.memories, self.compiled, strict=True)
-        for how, layer, memory, step in layers:
+        weights = self.weights
+        layers = zip(self.how, weights.layers, weights.norms_D, state.memories, self.compiled, strict=True)
+        x_BD = residual_BD
+        for how, layer, norm_D, memory, step in layers:
             if compiled and step is not None:
                 step(residual_BD, *memory, threads=self.threads)
                 continue
-            x_BD = _rms_norm(residual_BD, layer.norm_D, self.config.norm_eps)
+            if norm_D is not None:
+                x_BD = _rms_norm(residual_BD, norm_D, self.config.norm_eps)
             residual_BD += how.step(self, layer, memory, x_BD)
 
     def _restart(self, state: State) -> None:
@@ -118,8 +121,10 @@ class Decoder:
         keep_BL1 = self._keep(tokens_BL, lengths_B)
         reset_BL = self._resets(state, tokens_BL)
         residual_BLD = F.embedding(tokens_BL, weights.embedding_VD).float()
-        for how, layer, memory in zip(self.how, weights.layers, state.memories, strict=True):
-            x_BLD = _rms_norm(residual_BLD, layer.norm_D, self.config.norm_eps).to(weights.dtype)
+        x_BLD = residual_BLD
+        for how, layer, norm_D, memory in zip(self.how, weights.layers, weights.norms_D, state.memories, strict=True):
+            if norm_D is not None:
+                x_BLD = _rms_norm(residual_BLD, norm_D, self.config.norm_eps).to(weights.dtype)
             residual_BLD += how.read(self, layer, memory, x_BLD, keep_BL1, reset_BL)
         state.last_B.copy_(tokens_BL[:, -1])
         return self._final_norm(residual_BLD)

@@ -22,6 +22,8 @@ class Weights:
     embedding_VD: Tensor
     layers: tuple[Any, ...]
     """Each as its kind packed it."""
+    norms_D: tuple[Tensor | None, ...]
+    """The norm before each layer; None where it is that of the layer before."""
     final_norm_D: Tensor
     final_bias_D: Tensor
 
@@ -36,7 +38,8 @@ class Weights:
     @property
     def bytes_a_token(self) -> int:
         """Return what one step at batch 1 reads: everything but the experts that were not chosen."""
-        ends = self.embedding_VD.nbytes + self.final_norm_D.nbytes + self.final_bias_D.nbytes
+        vectors = (self.final_norm_D, self.final_bias_D, *self.norms_D)
+        ends = self.embedding_VD.nbytes + sum(vector.nbytes for vector in vectors if vector is not None)
         how = decodings(self.config)
         return ends + sum(one.bytes_a_token(layer) for one, layer in zip(how, self.layers, strict=True))
 
@@ -57,13 +60,17 @@ def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu
         return model.entries[name].load().to(device=device, dtype=as_type)
 
     def of_layer(i: int) -> Callable[..., Tensor]:
-        return lambda name, as_type=torch.float32: get(f"decoder.layers.{i}.{name}", as_type)
+        return lambda name, as_type=torch.float32: get(f"decoder.layers.{i}.mixer.{name}", as_type)
 
     layers = [how.pack(of_layer(i), model.config, dtype, device) for i, how in enumerate(decodings(model.config))]
     return Weights(
         model.config,
         get("embedding.word_embeddings.weight", dtype),
         tuple(layers),
+        tuple(
+            get(f"decoder.layers.{i}.norm.weight") if model.config.has_norm(i) else None
+            for i in range(model.config.layers)
+        ),
         get("decoder.final_layernorm.weight"),
         get("decoder.final_layernorm.bias"),
     )

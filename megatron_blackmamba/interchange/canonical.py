@@ -145,7 +145,8 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     D = config.hidden_size
     result: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (config.vocab_size, D)}
     for i, kind in enumerate(layers_of(config.pattern)):
-        result[f"decoder.layers.{i}.norm.weight"] = (D,)
+        if config.has_norm(i):
+            result[f"decoder.layers.{i}.norm.weight"] = (D,)
         result |= {f"decoder.layers.{i}.mixer.{name}": shape for name, shape in kind.shapes(config).items()}
     return result | {"decoder.final_layernorm.weight": (D,), "decoder.final_layernorm.bias": (D,)}
 

@@ -42,6 +42,7 @@ _SAME = {
     "activation": "activation",
     "eod_reset": "eod_reset",
     "norm_eps": "norm_eps",
+    "arrangement": "arrangement",
 }
 
 

@@ -31,9 +31,11 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
     routers = []
     for i, kind in enumerate(layers_of(model.config.pattern)):
         layer = _layer(code, config, model, i)
+        if layer.norm is not None:
+            shared = layer.norm(residual)
         if kind.routed:
-            routers.append(Router.of(i, layer.mixer.router(layer.norm(residual))))
-        residual, _ = layer(residual, None, reset_BS, None)
+            routers.append(Router.of(i, layer.mixer.router(shared)))
+        residual, _, _ = layer(residual, None, reset_BS, None, shared)
     weight, bias = (model.entries[f"decoder.final_layernorm.{name}"].load().float() for name in ("weight", "bias"))
     hidden = F.layer_norm(residual, weight.shape, weight, bias, model.config.norm_eps)
     return Observation(F.linear(hidden, embedding_VD), routers)

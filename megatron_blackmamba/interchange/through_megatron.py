@@ -19,7 +19,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     from megatron_blackmamba.runtime import world
 
     letters = "".join(dict.fromkeys(model.config.pattern))  # one layer of each kind, filled again and again
-    run = _run(model.config.model_copy(update={"pattern": letters}), tokens_BS)
+    run = _run(model.config.model_copy(update={"pattern": letters, "arrangement": "sequential"}), tokens_BS)
     with world.fake(ParallelConfig(), world_size=1, where="cpu") as alone:
         network = build(run, alone).eval()
         _fill(network.embedding, {"word_embeddings.weight": model.entries["embedding.word_embeddings.weight"].load()})
@@ -29,11 +29,14 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
         routers = []
         for i, kind in enumerate(layers_of(model.config.pattern)):
             block = network.decoder.layers[letters.index(kind.letter)]
-            _fill(block, _stacked(_below(model, f"decoder.layers.{i}."), model.config))
+            weights = _stacked(_below(model, f"decoder.layers.{i}."), model.config)
+            _fill(block, {"norm.weight": block.norm.weight, **weights})
+            if model.config.has_norm(i):
+                hidden = block.norm(residual)
             if kind.routed:
-                logits_SBE = block.mixer.router.gating(block.norm(residual))
+                logits_SBE = block.mixer.router.gating(hidden)
                 routers.append(Router.of(i, logits_SBE.transpose(0, 1)))
-            residual = block(residual, inputs)
+            residual = block(residual, inputs, hidden)
         hidden = network.decoder.final_layernorm(residual)
         logits_SBV, _ = network.output_layer(hidden, weight=network.shared_embedding_or_output_weight())
         return Observation(logits_SBV.transpose(0, 1).clone(), routers)

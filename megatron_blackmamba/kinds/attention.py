@@ -112,7 +112,6 @@ def _key_values(model: ModelConfig) -> int:
 class AttentionLayer:
     """The weights of one layer. For each group of heads the rows of qkv are its queries, one key and one value."""
 
-    norm_D: Tensor
     linear_qkv: Tensor
     linear_proj: Tensor
 
@@ -126,9 +125,7 @@ class AttentionDecoding(Decoding):
     grows = True
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> AttentionLayer:
-        return AttentionLayer(
-            get("norm.weight"), get("mixer.linear_qkv.weight", dtype), get("mixer.linear_proj.weight", dtype)
-        )
+        return AttentionLayer(get("linear_qkv.weight", dtype), get("linear_proj.weight", dtype))
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch

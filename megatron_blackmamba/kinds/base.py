@@ -83,7 +83,7 @@ class Decoding(ABC):
 
     @abstractmethod
     def pack(self, get: Callable[..., Tensor], model: ModelConfig, dtype: torch.dtype, device: Any) -> Any:
-        """Return the weights as a dataclass with `norm_D`. `get(name, dtype)` loads one tensor of this layer."""
+        """Return the weights as a dataclass. `get(name, dtype)` loads one tensor of the mixer, by default in fp32."""
 
     @abstractmethod
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
@@ -113,7 +113,7 @@ class Decoding(ABC):
         for tensor in memory:
             tensor.mul_(going_on_B.view(-1, *[1] * (tensor.dim() - 1)))
 
-    def compiled(self, layer: Any, model: ModelConfig) -> Step | None:
+    def compiled(self, layer: Any, norm_D: Tensor, model: ModelConfig) -> Step | None:
         """Return the whole block's step in C++, if there is one."""
         return None
 

@@ -109,9 +109,8 @@ def _sizes(model: ModelConfig) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class ExpertsLayer:
-    """The weights of one layer; norm and router are fp32."""
+    """The weights of one layer; the router is fp32."""
 
-    norm_D: Tensor
     router_ED: Tensor
     router_bias_E: Tensor
     fc1_EGD: Tensor
@@ -128,12 +127,11 @@ class ExpertsDecoding(Decoding):
         fc1_EGD = torch.empty(E, 2 * F, D, dtype=dtype, device=device)
         fc2_EDF = torch.empty(E, D, F, dtype=dtype, device=device)
         for e in range(E):
-            fc1_EGD[e] = get(f"mixer.local_experts.{e}.linear_fc1.weight", dtype)
-            fc2_EDF[e] = get(f"mixer.local_experts.{e}.linear_fc2.weight", dtype)
+            fc1_EGD[e] = get(f"local_experts.{e}.linear_fc1.weight", dtype)
+            fc2_EDF[e] = get(f"local_experts.{e}.linear_fc2.weight", dtype)
         return ExpertsLayer(
-            norm_D=get("norm.weight"),
-            router_ED=get("mixer.router.weight"),
-            router_bias_E=get("mixer.router.bias"),
+            router_ED=get("router.weight"),
+            router_bias_E=get("router.bias"),
             fc1_EGD=fc1_EGD,
             fc2_EDF=fc2_EDF,
         )
@@ -141,10 +139,10 @@ class ExpertsDecoding(Decoding):
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         return []
 
-    def compiled(self, layer: ExpertsLayer, model: ModelConfig) -> Step:
+    def compiled(self, layer: ExpertsLayer, norm_D: Tensor, model: ModelConfig) -> Step:
         from megatron_blackmamba.ops.decoding import experts_step
 
-        return experts_step(**vars(layer), activation=model.activation, eps=model.norm_eps)
+        return experts_step(norm_D=norm_D, **vars(layer), activation=model.activation, eps=model.norm_eps)
 
     def bytes_a_token(self, layer: ExpertsLayer) -> int:
         experts = layer.fc1_EGD.nbytes + layer.fc2_EDF.nbytes

@@ -118,7 +118,6 @@ def _sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:
 class MambaLayer:
     """The weights of one layer. The recurrence's own parameters are fp32 whatever the rest is."""
 
-    norm_D: Tensor
     in_proj: Tensor
     conv_weight_IK: Tensor
     conv_bias_I: Tensor
@@ -135,16 +134,15 @@ class MambaDecoding(Decoding):
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> MambaLayer:
         return MambaLayer(
-            norm_D=get("norm.weight"),
-            in_proj=get("mixer.in_proj.weight", dtype),
-            conv_weight_IK=get("mixer.conv1d.weight")[:, 0].contiguous(),
-            conv_bias_I=get("mixer.conv1d.bias"),
-            x_proj=get("mixer.x_proj.weight", dtype),
-            dt_proj_IR=get("mixer.dt_proj.weight", dtype),
-            dt_bias_I=get("mixer.dt_proj.bias"),
-            A_IN=-get("mixer.A_log").exp(),
-            D_I=get("mixer.D"),
-            out_proj=get("mixer.out_proj.weight", dtype),
+            in_proj=get("in_proj.weight", dtype),
+            conv_weight_IK=get("conv1d.weight")[:, 0].contiguous(),
+            conv_bias_I=get("conv1d.bias"),
+            x_proj=get("x_proj.weight", dtype),
+            dt_proj_IR=get("dt_proj.weight", dtype),
+            dt_bias_I=get("dt_proj.bias"),
+            A_IN=-get("A_log").exp(),
+            D_I=get("D"),
+            out_proj=get("out_proj.weight", dtype),
         )
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
@@ -153,10 +151,10 @@ class MambaDecoding(Decoding):
         _, I, N, K, _ = _sizes(model)
         return [torch.zeros(batch, K - 1, I, device=device), torch.zeros(batch, I, N, device=device)]
 
-    def compiled(self, layer: MambaLayer, model: ModelConfig) -> Step:
+    def compiled(self, layer: MambaLayer, norm_D: Tensor, model: ModelConfig) -> Step:
         from megatron_blackmamba.ops.decoding import mamba_step
 
-        return mamba_step(**vars(layer), eps=model.norm_eps)
+        return mamba_step(norm_D=norm_D, **vars(layer), eps=model.norm_eps)
 
     def step(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step

@@ -76,7 +76,6 @@ class MLP(LayerKind):
 class MLPLayer:
     """The weights of one layer; the rows of fc1 are [gate | up]."""
 
-    norm_D: Tensor
     fc1_GD: Tensor
     fc2_DF: Tensor
 
@@ -85,9 +84,7 @@ class MLPDecoding(Decoding):
     """No memory."""
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> MLPLayer:
-        return MLPLayer(
-            get("norm.weight"), get("mixer.linear_fc1.weight", dtype), get("mixer.linear_fc2.weight", dtype)
-        )
+        return MLPLayer(get("linear_fc1.weight", dtype), get("linear_fc2.weight", dtype))
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         return []

@@ -1,12 +1,13 @@
 """The stack: pre-norm blocks on a residual stream that is fp32 from the embedding to the last norm.
 
-A letter of the pattern is a block: x + mix(norm(x)). Blocks are named by their place in the whole model, so a parameter
-has the same name on every pipeline stage.
+A letter of the pattern is a block: x + mix(norm(x)). In a parallel arrangement two blocks share the norm of the first.
+Blocks are named by their place in the whole model, so a parameter has the same name on every pipeline stage.
 
 Shapes: S sequence (of this rank), B batch, D model.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -16,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
+from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.kinds import kind_of
 from megatron_blackmamba.model.config import MegatronConfig
 
@@ -44,12 +46,17 @@ class Block(MegatronModule):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
         recompute: bool = False,
+        has_norm: bool = True,
     ):
         super().__init__(config)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.recompute = recompute
-        self.norm = build_module(submodules.norm, config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.norm: Any = (
+            build_module(submodules.norm, config, config.hidden_size, eps=config.layernorm_epsilon)
+            if has_norm
+            else None
+        )
         self.mixer = build_module(
             submodules.mixer, config=config, layer_number=layer_number, pg_collection=pg_collection
         )
@@ -57,13 +64,16 @@ class Block(MegatronModule):
     def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not say how its mixer is called")
 
-    def forward(self, residual_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        def mixed(residual: Tensor) -> Tensor:
-            return self.mix(self.norm(residual), inputs)
+    def forward(self, residual_SBD: Tensor, inputs: LayerInputs, shared_SBD: Tensor | None = None) -> Tensor:
+        """shared_SBD: the stream normalized already, for this block and its neighbour."""
 
+        def mixed(x_SBD: Tensor) -> Tensor:
+            return self.mix(self.norm(x_SBD) if shared_SBD is None else x_SBD, inputs)
+
+        x_SBD = residual_SBD if shared_SBD is None else shared_SBD
         if self.recompute and self.training and torch.is_grad_enabled():
-            return residual_SBD + tensor_parallel.checkpoint(mixed, False, residual_SBD)
-        return residual_SBD + mixed(residual_SBD)
+            return residual_SBD + tensor_parallel.checkpoint(mixed, False, x_SBD)
+        return residual_SBD + mixed(x_SBD)
 
 
 class MambaBlock(Block):
@@ -108,7 +118,8 @@ class Stack(MegatronModule):
         self.pre_process = pre_process
         self.received_SBD: Tensor | None = None
         pattern = config.described.pattern
-        here = layers_of_stage(len(pattern), pg_collection.pp.rank(), pg_collection.pp.size())
+        here = layers_of_stage(config.described, pg_collection.pp.rank(), pg_collection.pp.size())
+        self.parallel = config.described.arrangement == "parallel"
         self.layers = nn.ModuleList()  # megatron-core's schedules iterate over it
         for i in here:
             block = build_module(
@@ -117,6 +128,7 @@ class Stack(MegatronModule):
                 layer_number=i + 1,
                 pg_collection=pg_collection,
                 recompute=config.recompute in kind_of(pattern[i]).recompute,
+                has_norm=config.described.has_norm(i),
             )
             self.layers.add_module(str(i), block)  # named by the place in the whole model, not in this stage
         self.final_layernorm = (
@@ -132,8 +144,12 @@ class Stack(MegatronModule):
     def forward(self, residual_SBD: Tensor | None, inputs: LayerInputs) -> Tensor:
         x = residual_SBD if self.pre_process else self.received_SBD
         assert x is not None, "the stage before sent nothing"
+        shared: Tensor | None = None
+        block: Any
         for block in self.layers:
-            x = block(x, inputs)
+            if self.parallel and block.norm is not None:
+                shared = block.norm(x)
+            x = block(x, inputs, shared)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
@@ -148,8 +164,9 @@ class Stack(MegatronModule):
         return state
 
 
-def layers_of_stage(layers: int, stage: int, stages: int) -> range:
-    """The layers of one pipeline stage: as equal as they go, the first stages one more."""
-    each, more = divmod(layers, stages)
+def layers_of_stage(model: ModelConfig, stage: int, stages: int) -> range:
+    """Return the layers of one pipeline stage: shares as equal as possible, larger ones first, and no pair is split."""
+    each, more = divmod(model.layers // model.layers_together, stages)
     first = stage * each + min(stage, more)
-    return range(first, first + each + (stage < more))
+    end = first + each + (stage < more)
+    return range(first * model.layers_together, end * model.layers_together)

@@ -40,8 +40,12 @@ class Activations:
         self.sizes = sizes_of(config, device)
         self.width, self.tensor = self.sizes.width, self.sizes.tensor
 
-    def block(self, kind: LayerKind, recompute: str) -> int:
+    def block(self, kind: LayerKind, recompute: str, has_norm: bool = True) -> int:
         """Return what one block keeps until its backward pass; a recomputed block keeps only its input."""
+        if self.model.arrangement == "parallel":  # the norm stands before both blocks of a pair, and is kept
+            shared = self._norm() if has_norm else 0
+            hidden = self.width * self.model.hidden_size * self.sizes.here if has_norm else 0
+            return shared + (hidden if recompute in kind.recompute else kind.kept(self.sizes))
         return self.residual() if recompute in kind.recompute else self._norm() + kind.kept(self.sizes)
 
     def residual(self) -> int:

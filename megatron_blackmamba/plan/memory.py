@@ -127,7 +127,7 @@ def _memory(config: RunConfig, world_size: int, stage: int, state: State, device
     stages = config.parallel.pipeline
     sizes = Activations(config, device)
     last = stage == stages - 1
-    at_work = max(sizes.block(kind, "none") for kind in _kinds_of_stage(config, stage))
+    at_work = max(sizes.block(kind, "none") for _, kind in _kinds_of_stage(config, stage))
     return Memory(
         **asdict(state),
         activations=in_flight(config, world_size, stage) * kept(config, stage, config.training.recompute, device),
@@ -147,14 +147,16 @@ def kept(config: RunConfig, stage: int, recompute: str, device: str) -> int:
     """Bytes of one micro-batch that a stage keeps for the backward pass, without the logits."""
     stages = config.parallel.pipeline
     sizes = Activations(config, device)
-    total = sum(sizes.block(kind, recompute) for kind in _kinds_of_stage(config, stage))
+    total = sum(
+        sizes.block(kind, recompute, config.model.has_norm(layer)) for layer, kind in _kinds_of_stage(config, stage)
+    )
     total += sizes.embedding() if stage == 0 else 0
     return total + (sizes.head() if stage == stages - 1 else 0)
 
 
-def _kinds_of_stage(config: RunConfig, stage: int) -> list[LayerKind]:
-    layers = layers_of_stage(config.model.layers, stage, config.parallel.pipeline)
-    return [kind_of(config.model.pattern[i]) for i in layers]
+def _kinds_of_stage(config: RunConfig, stage: int) -> list[tuple[int, LayerKind]]:
+    layers = layers_of_stage(config.model, stage, config.parallel.pipeline)
+    return [(i, kind_of(config.model.pattern[i])) for i in layers]
 
 
 def _communication(config: RunConfig, sizes: Activations) -> int:

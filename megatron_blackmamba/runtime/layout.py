@@ -155,8 +155,9 @@ def _model_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
         for what, size, axis in divisions
         if size % getattr(parallel, axis)
     ]
-    if model.layers < parallel.pipeline:
-        wrong.append(f"{model.layers} layers cannot fill parallel.pipeline={parallel.pipeline} stages.")
+    if model.layers // model.layers_together < parallel.pipeline:
+        pairs = " in pairs (model.arrangement=parallel)" if model.layers_together > 1 else ""
+        wrong.append(f"{model.layers} layers{pairs} cannot fill parallel.pipeline={parallel.pipeline} stages.")
     if not kinds.routes(model.pattern) and (parallel.expert, parallel.expert_tensor) != (1, 1):
         wrong.append(
             f"parallel.expert={parallel.expert} and parallel.expert_tensor={parallel.expert_tensor} need experts,"

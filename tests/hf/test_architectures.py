@@ -12,14 +12,20 @@ from megatron_blackmamba.interchange import convert, hf, megatron
 from tests.reference import forward, tiny
 from tests.reference.canonical import canonical
 
-ARCHITECTURES = {"transformer": "amam", "transformer_moe": "a4a4", "hybrid": "r4a4", "all": "ra4m"}
+ARCHITECTURES = {
+    "transformer": {"layers": "amam"},
+    "transformer_moe": {"layers": "a4a4"},
+    "hybrid": {"layers": "r4a4"},
+    "parallel": {"layers": "r4r4", "arrangement": "parallel"},
+    "all_parallel": {"layers": "ra4m", "arrangement": "parallel"},
+}
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(1, 64, size=24)]
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def made(request, tmp_path_factory):
     """A model and its export, compared with megatron's answers on the way."""
-    model = tiny("silu", layers=ARCHITECTURES[request.param], seed=2)
+    model = tiny("silu", **ARCHITECTURES[request.param], seed=2)
     folder = tmp_path_factory.mktemp(request.param) / "hf"
     comparison = convert.to_hf(canonical(model), folder)
     assert comparison is not None and comparison.agrees

@@ -84,14 +84,13 @@ def block(model):
 
 @dataclass(frozen=True)
 class MeanLayer:
-    norm_D: Tensor
     in_proj: Tensor
     out_proj: Tensor
 
 
 class RunningMeanDecoding(Decoding):
     def pack(self, get, model, dtype, device):
-        return MeanLayer(get("norm.weight"), get("mixer.in_proj.weight", dtype), get("mixer.out_proj.weight", dtype))
+        return MeanLayer(get("in_proj.weight", dtype), get("out_proj.weight", dtype))
 
     def memory(self, model, batch, dtype, device):
         return [torch.zeros(batch, model.hidden_size, device=device), torch.zeros(batch, 1, device=device)]

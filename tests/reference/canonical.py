@@ -19,6 +19,7 @@ def config_of(model: Tiny) -> ModelConfig:
         hidden_size=given["hidden_size"],
         state_size=given["state_size"],
         experts=next((int(kind) for kind in given["mamba_moe_layers"] if kind.isdecimal()), 1),
+        arrangement=given.get("arrangement", "sequential"),
         mlp_hidden_size=given.get("mlp_hidden_size"),
         attention=AttentionConfig(
             heads=given.get("num_attention_heads", 16),

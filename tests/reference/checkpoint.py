@@ -36,6 +36,7 @@ def tiny(
     state: int = 8,
     vocab: int = 64,
     eod_reset: int | None = None,
+    arrangement: str = "sequential",
     seed: int = 0,
 ) -> Tiny:
     """`layers` has one character per layer: r for Mamba, a digit for that many experts, as the released config does,
@@ -56,6 +57,8 @@ def tiny(
         "activation": activation,
         "eod_reset": eod_reset,
     }
+    if arrangement != "sequential":
+        config["arrangement"] = arrangement
     if "a" in layers:
         config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 100}
     if "m" in layers:
@@ -70,7 +73,7 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     inner, rank, F = config["expansion_factor"] * D, math.ceil(D / 16), config["ffn_hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (config["vocab_size"], D)}
     for i, kind in enumerate(config["mamba_moe_layers"]):
-        layer = {"norm.weight": (D,)}
+        layer = {} if i % 2 and config.get("arrangement") == "parallel" else {"norm.weight": (D,)}
         if kind == "r":
             layer |= {
                 "mixer.in_proj.weight": (2 * inner, D),

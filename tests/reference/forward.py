@@ -51,7 +51,8 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
         for i, kind in enumerate(layers):
             layer = f"decoder.layers.{i}."
             mixer = {name[len(layer) + 6 :]: value for name, value in w.items() if name.startswith(layer + "mixer.")}
-            x_D = _rms_norm(residual_D, w[layer + "norm.weight"])
+            if i % 2 == 0 or config.get("arrangement") != "parallel":  # else it is that of the layer before
+                x_D = _rms_norm(residual_D, w[layer + "norm.weight"])
             if kind == "r":
                 residual_D += _mamba(mixer, states.setdefault(i, _new_state(mixer)), x_D)
             elif kind == "attention":
