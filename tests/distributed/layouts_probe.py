@@ -33,6 +33,7 @@ TRANSFORMER = [
     "model.attention.kv_heads=2",
 ]
 TRANSFORMER_MOE = ["model.pattern=*E*E", "model.attention.heads=4"]
+PARALLEL = ["model.arrangement=parallel"]
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
 FP32 = ["training.precision=fp32"]
@@ -57,6 +58,9 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "fp32_ep2": (2, [*FP32, "parallel.expert=2"]),
     "shipped_solo": (1, []),
     "shipped_dp2": (2, []),
+    "parallel_solo": (1, PARALLEL),
+    "parallel_tp2": (2, [*PARALLEL, "parallel.tensor=2", "training.recompute=layers"]),
+    "parallel_pp2": (2, [*PARALLEL, "parallel.pipeline=2", "training.recompute=experts"]),
     "transformer_solo": (1, TRANSFORMER),
     "transformer_tp2": (2, [*TRANSFORMER, "parallel.tensor=2"]),
     "transformer_moe_solo": (1, TRANSFORMER_MOE),

@@ -10,6 +10,7 @@ from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.runtime import patches, world
 from tests.runtime.ranks import fork_ranks
 
+PARALLEL = ["model.pattern=MEMEME", "model.arrangement=parallel"]
 SHAPES = {
     "tiny": ["data.sequence_length=64"],
     "wide": ["model.pattern=MEMEE", "model.hidden_size=160", "model.expert_hidden_size=272", "model.vocab_size=768"],
@@ -26,6 +27,8 @@ MORE = {
     "experts": (1, "wide", ["training.recompute=experts"]),
     "whole_optimizer": (2, "wide", ["optimizer.distributed=false"]),
     "float64": (2, "wide", ["training.precision=fp64"]),
+    "parallel": (1, "wide", PARALLEL),
+    "parallel_layers": (1, "wide", [*PARALLEL, "training.recompute=layers"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
 }
 COMMON = ["data.sequence_length=96", "training.micro_batch=2", "training.global_batch=8"]
