@@ -42,9 +42,13 @@ class Storm:
         self.dice.shuffle(kinds)
         for number, kind in enumerate(kinds, 1):
             self.until_trained(new_checkpoint=number % 3 != 0)
-            restarts, before = self.restarts(), tries(self.run, self.job)
+            restarts, before, saved = self.restarts(), tries(self.run, self.job), newest(self.run)
             self.strike(kind)
-            self.wait(lambda before=before: tries(self.run, self.job) > before, f"no new try after the {kind}")
+            # A run outlives its checkpoint writer: it saves again.
+            went_on = lambda before=before, saved=saved, kind=kind: (
+                tries(self.run, self.job) > before or (kind == "writer" and newest(self.run) > saved)
+            )
+            self.wait(went_on, f"no new try after the {kind}")
             here = self.restarts() == restarts
             (self.survived if here else self.left)[kind] += 1
             where = "in place" if here else "through the queue"
