@@ -56,3 +56,10 @@ def test_what_cannot_be_trained_is_refused(text, tmp_path):
     run(text, tmp_path / "out")
     with pytest.raises(InputError, match="has 500 tokens, --train-tokenizer asks for 300"):
         tokenize([text], tmp_path / "out", TokenizeOptions(train_tokenizer=300, quiet=True))
+
+
+def test_bytes_alone_are_the_smallest_tokenizer(text, tmp_path):
+    tokenize([text], tmp_path / "out", TokenizeOptions(train_tokenizer=257, workers=1, quiet=True))
+    assert load_tokenizer(tmp_path / "out/tokenizer.json").vocab_size == 257
+    with pytest.raises(InputError, match="at least 257"):
+        tokenize([text], tmp_path / "out", TokenizeOptions(train_tokenizer=256, workers=1, quiet=True))
