@@ -68,6 +68,24 @@ def test_pieces_between_markers_come_through_however_they_are_cut(texts, cuts, b
     assert documents == list(enumerate(expected, start=1))
 
 
+def test_documents_leave_memory_as_soon_as_they_end(monkeypatch):
+    monkeypatch.setattr(readers, "BATCH_BYTES", 10)
+    parser = Text(ReadOptions(marker="|"), lambda *bad: pytest.fail(str(bad)))
+    assert [batch.texts for batch in parser.feed(b"one|two|thr")] == [["one", "two"]]
+    assert list(parser.feed(b"ee and more")) == []
+    assert [batch.texts for batch in parser.feed(b"|four")] == [["three and more"]]
+    assert [batch.texts for batch in parser.finish()] == [["four"]]
+    lines = JsonLines(ReadOptions(), lambda *bad: pytest.fail(str(bad)))
+    assert [batch.texts for batch in lines.feed(b'{"text": "a"}\n{"te')] == [["a"]]
+
+
+def test_a_large_text_without_marker_is_one_document(monkeypatch):
+    monkeypatch.setattr(readers, "BATCH_BYTES", 10)
+    parser = Text(ReadOptions(), lambda *bad: pytest.fail(str(bad)))
+    assert list(parser.feed(b"more than ten")) == []
+    assert [batch.texts for batch in parser.finish()] == [["more than ten"]]
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=200), st.lists(st.integers(0, 10**6), max_size=4))
 def test_any_bytes_are_read_or_rejected_line_by_line_and_none_is_forgotten(content, cuts):
