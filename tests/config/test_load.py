@@ -84,6 +84,12 @@ def test_errors_name_the_file_that_holds_the_key(write):
     assert "training.micro_batch='many'" in refusal(wrong)
 
 
+def test_a_missing_value_is_told_by_the_file_of_its_section(write):
+    part = write("part.yaml", "training: {micro_batch: 4, global_batch: 8}")
+    top = write("top.yaml", f"include: [{find('model/tiny')}, part.yaml]\nname: mine")
+    assert f"{part}: training.tokens: a value is missing" in refusal(top)
+
+
 @pytest.mark.parametrize(
     "overrides, says",
     [

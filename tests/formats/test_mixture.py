@@ -1,10 +1,11 @@
+import hashlib
 from fractions import Fraction
 
 import pytest
 
 from megatron_blackmamba.config import find
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError, content_fingerprint
-from megatron_blackmamba.formats.shards import ShardError, find_shards
+from megatron_blackmamba.formats.shards import Shard, ShardError, find_shards
 from tests.data.corpus import write_mixture, write_shard
 
 PAPER = {
@@ -113,6 +114,12 @@ def test_the_fingerprint_is_of_the_content_not_of_names(tmp_path):
         mixture = read(tmp_path, f"sources: [{{name: a, shards: {folder}}}]")
         prints.append(content_fingerprint(mixture.open_shards(mixture.sources[0])[0]))
     assert prints[0] == prints[1]
+
+
+def test_the_fingerprint_never_changes_or_resumed_runs_are_refused(tmp_path):
+    shards = [Shard.open(write_shard(tmp_path / f"s{number}", 1000 * number, 50)) for number in range(2)]
+    lines = "".join(f"{shard.manifest.bin_sha256} 50 int32\n" for shard in shards).encode()
+    assert content_fingerprint(shards) == hashlib.blake2b(lines, digest_size=16).hexdigest()
 
 
 @pytest.mark.parametrize(
