@@ -120,3 +120,14 @@ def test_bf16_weights_follow_fp32_ones_closely(model):
     for token in TOKENS[:6]:  # stepping multiplies bf16 weights in fp32: only what is stored is rounded
         logits = [d.step(s, torch.tensor([token])) for d, s in zip((exact, decoder), states, strict=True)]
         torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
+
+
+def test_decoding_keeps_no_graph(decoder):
+    decoder.weights.embedding_VD.requires_grad_()
+    try:
+        state = decoder.start(1)
+        tokens = torch.tensor([TOKENS[:4]])
+        logits = [decoder.read(state, tokens), decoder.read_all(state, tokens), decoder.step(state, tokens[:, 0])]
+    finally:
+        decoder.weights.embedding_VD.requires_grad_(False)
+    assert [each.requires_grad for each in logits] == [False, False, False]
