@@ -36,7 +36,7 @@ class _Zlib:
             self._inner = zlib.decompressobj(wbits=31)
 
     def pieces(self, block: bytes) -> Iterator[bytes]:
-        while block or not self.eof:
+        while not self.eof:  # zlib keeps its unconsumed_tail after the end of a member
             output = self._inner.decompress(block, PIECE_BYTES)
             block = self._inner.unconsumed_tail
             if output:

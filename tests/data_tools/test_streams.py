@@ -114,6 +114,17 @@ def test_a_small_file_that_holds_much_comes_in_pieces(suffix, tmp_path):
     assert sum(sizes) == 40 << 20 and max(sizes) <= PIECE_BYTES
 
 
+@pytest.mark.parametrize("faster", [True, False])
+def test_gzip_members_end_with_and_without_the_faster_library(tmp_path, monkeypatch, faster):
+    if faster:
+        pytest.importorskip("isal")
+    else:
+        monkeypatch.setitem(sys.modules, "isal", None)
+    text = bytes(2 * PIECE_BYTES + 1)  # the member ends with input of the next one in hand
+    (tmp_path / "a.gz").write_bytes(gzip.compress(text) + gzip.compress(b"more") + bytes(7))
+    assert read(tmp_path / "a.gz")[0] == text + b"more"
+
+
 def test_lz4_is_read_where_its_package_is_installed(tmp_path):
     frame = pytest.importorskip("lz4.frame")
     (tmp_path / "a.lz4").write_bytes(frame.compress(b"one ") + frame.compress(b"two" * 1000))
