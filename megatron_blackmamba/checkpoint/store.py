@@ -26,6 +26,7 @@ from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_
 from megatron_blackmamba.checkpoint.writing import Part, Write, reason
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.events import Damaged, Event, NotRemoved
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime import device
@@ -52,11 +53,11 @@ class Checkpoints:
         world: World,
         model: LanguageModel,
         optimizer: MegatronOptimizer,
-        say: Callable[[str], None] = print,
+        report: Callable[[Event], None] = lambda event: print(event.sentence),
         alive: Callable[[str], None] = lambda what: None,
     ):
-        """say: what people should know; alive: told before anything long, for a watchdog."""
-        self.folder, self.config, self.world, self.say, self.alive = folder, config, world, say, alive
+        """report: gets events of the run; alive: told before anything long, for a watchdog."""
+        self.folder, self.config, self.world, self.report, self.alive = folder, config, world, report, alive
         self.model, self.optimizer = model, optimizer
         self.write: Write | None = None
         self.step_being_written: int | None = None
@@ -214,7 +215,7 @@ class Checkpoints:
                     os.rename(path, gone)  # whole or hidden, whatever happens meanwhile
                     shutil.rmtree(gone)
         except OSError as error:  # the new one is published all the same
-            self.say(f"old checkpoints could not be removed: {error}")
+            self.report(NotRemoved(problem=str(error)))
 
     def _set_aside(self, damaged: list[tuple[int, str]], step: int) -> None:
         """Go back to `step`, past the damaged ones. `latest` first: a kill in between, and they are found again."""
@@ -229,7 +230,8 @@ class Checkpoints:
                 os.rename(folder, aside)
 
         for number, problem in damaged:
-            self.say(f"skips a damaged checkpoint, now {self.folder.checkpoint(number).name}.damaged: {problem}")
+            aside = f"{self.folder.checkpoint(number).name}.damaged"
+            self.report(Damaged(step=number, folder=aside, problem=problem))
         self._together(rename, "set damaged checkpoints aside")
 
     def _folders(self) -> list[tuple[int, Path]]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_blackmamba.data.datasets import DataError
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.events import Event, ShardsUnverified, ShardsVerified
 from megatron_blackmamba.formats.shards import Shard
 
 LOOK_AGAIN_SECONDS = 60.0
@@ -77,23 +78,20 @@ class ShardCheck:
         """Files that differ and shards not known to be correct, of this rank: two numbers to add up over all ranks."""
         return len(self.different), len(self.share) - len(self._correct)
 
-    def after_step(self, different: int, pending: int, say: Callable[[str], None]) -> None:
+    def after_step(self, different: int, pending: int, report: Callable[[Event], None]) -> None:
         """Raise DataError on every rank if any of them found a difference. The numbers are sums over all ranks."""
         if different:
             raise DataError(_explain(_of_all_ranks(self.different)))
         self._pending_everywhere = pending
         if not pending and not self._announced:
             self._announced = True
-            say(f"all {self.total} shards match their manifests")
+            report(ShardsVerified(shards=self.total))
 
-    def end(self, say: Callable[[str], None]) -> None:
-        """Stop, and say how many shards were not compared in the time that the run took."""
+    def end(self, report: Callable[[Event], None]) -> None:
+        """Stop, and report how many shards were not compared in the time that the run took."""
         self.stop()
         if not self._announced:
-            say(
-                f"{self._pending_everywhere} of {self.total} shards were not compared with their manifests yet: "
-                "`blackmamba data verify MIXTURE` does it now"
-            )
+            report(ShardsUnverified(pending=self._pending_everywhere, shards=self.total))
 
     def look(self) -> None:
         """Check every shard of the share once. Read a file only if it changed since it was last found correct."""

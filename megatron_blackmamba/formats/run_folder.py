@@ -51,7 +51,13 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def events(self) -> Path:
+        """One JSON object an event."""
+        return self.root / "events.jsonl"
+
+    @property
     def log(self) -> Path:
+        """Steps and events as lines for people."""
         return self.root / "log.txt"
 
     @property

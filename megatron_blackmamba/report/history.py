@@ -2,7 +2,7 @@
 
 import json
 import math
-import re
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from megatron_blackmamba.config import read_saved
+from megatron_blackmamba.formats.events import Event, Resumed, Rewound, of_kind, read_events, still_valid
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.training.metrics import read_metrics
 
 SAMPLES = "samples.json"
 STEPWISE = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu")
-RESUMED = re.compile(r"resumes after step (\d+)")
-REWOUND = re.compile(r"rewound to step (\d+)(?!\d| \d+ times)")
 
 
 class ReportError(ValueError):
@@ -40,7 +39,7 @@ class History:
     last: dict[str, Any]
     skipped: list[tuple[int, str]] = field(default_factory=list)
     remarks: list[tuple[int, str]] = field(default_factory=list)
-    """Notes of steps that were not skipped: spikes, devices that failed, slow ranks."""
+    """Other events that a reader should know: spikes, devices that failed, slow ranks, damaged checkpoints."""
     restarts: list[int] = field(default_factory=list)
     rewinds: list[int] = field(default_factory=list)
     samples: dict[str, str] = field(default_factory=dict)
@@ -94,7 +93,9 @@ def read_history(run: Path) -> History:
         for name, loss in (record.get("validation_loss") or {}).items():
             if loss is not None:
                 validation.setdefault(name, []).append((record["step"], loss))
-    log = folder.log.read_text(encoding="utf-8", errors="replace") if folder.log.is_file() else ""
+    happened = [occurrence.event for occurrence in read_events(folder.events)]
+    bad = {event.step: event.text for event in still_valid(happened) if event.repeats}
+    skipped = {record["step"]: record.get("note") for record in records if record.get("skipped")}
     samples = run / SAMPLES
     return History(
         name=run.resolve().name,
@@ -109,14 +110,10 @@ def read_history(run: Path) -> History:
         validation=validation,
         router=[(record["step"], record["router_load"]) for record in records if record.get("router_load")],
         last=records[-1],
-        skipped=[(r["step"], r.get("note") or "not applied") for r in records if r.get("skipped")],
-        remarks=[
-            (r["step"], r["note"])
-            for r in records
-            if r.get("note") and not r.get("skipped") and not REWOUND.match(r["note"])
-        ],
-        restarts=[int(step) for step in RESUMED.findall(log)],
-        rewinds=[int(step) for step in REWOUND.findall(log)],
+        skipped=[(step, bad.get(step) or note or "not applied") for step, note in skipped.items()],
+        remarks=_remarks(happened, records, skipped),
+        restarts=[event.step or 0 for event in of_kind(happened, Resumed)],
+        rewinds=[event.to for event in of_kind(happened, Rewound)],
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},
     )
 
@@ -145,6 +142,14 @@ def thin(x: np.ndarray, y: np.ndarray, points: int = 400) -> Thinned:
         np.minimum.reduceat(y, starts),
         np.maximum.reduceat(y, starts),
     )
+
+
+def _remarks(events: list[Event], records: list[dict[str, Any]], skipped: Container[int]) -> list[tuple[int, str]]:
+    """Return step and text of every event to remark on; runs from before events.jsonl have notes of steps instead."""
+    notes = [(record["step"], record["note"]) for record in records if record.get("note")]
+    valid = (event for event in still_valid(events) if event.remark and not (event.repeats and event.step in skipped))
+    remarks = [(event.step or 0, event.text) for event in valid]
+    return [(step, text) for step, text in notes if step not in skipped] + remarks
 
 
 def _column(values: Any) -> np.ndarray:

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections import deque
-from datetime import timedelta
+from datetime import datetime, timedelta
 from statistics import median
 
 from rich.console import Console, Group
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.training.metrics import StepMetrics
 
 STEPS_FOR_ETA = 50
@@ -69,8 +70,9 @@ class Display:
         self._bar.update(self._task, completed=metrics.step, total=last, eta=self._eta(metrics, last))
         self._show(Panel(Group(self._bar, self._table(metrics)), border_style="dim"))
 
-    def message(self, text: str) -> None:
-        self._print(text)
+    def event(self, event: Event, time: datetime) -> None:
+        with contextlib.suppress(OSError):  # standard output may lie on a full disk: log.txt keeps the line
+            self.console.print(event.sentence, markup=False, highlight=False, soft_wrap=True)
 
     def rewind(self, step: int) -> None:
         self._seconds.clear()
@@ -85,10 +87,6 @@ class Display:
             self._live = Live(panel, console=self.console, refresh_per_second=4)
             self._live.start()
         self._live.update(panel)
-
-    def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # standard output may lie on a full disk: log.txt keeps the line
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _eta(self, metrics: StepMetrics, last: int) -> str:
         left = max(0, last - metrics.step) * median(self._seconds)

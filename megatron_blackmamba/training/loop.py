@@ -22,7 +22,7 @@ from megatron_blackmamba import model as modelling
 from megatron_blackmamba.checkpoint import Checkpoints, SaveError
 from megatron_blackmamba.checkpoint.reading import saved_config
 from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
-from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats import atomic, events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
@@ -47,6 +47,12 @@ from megatron_blackmamba.training.tracing import Tracing
 from megatron_blackmamba.training.validation import validate
 
 CATCH = (*ASKS_TO_STOP, signal.SIGINT)
+BAD_STEP = {
+    Cause.NOT_FINITE: events.NotFinite,
+    Cause.SPIKE: events.Spike,
+    Cause.REPLICAS: events.ReplicasDiffer,
+    None: events.DeviceFailed,
+}
 
 
 class Outcome(IntEnum):
@@ -101,17 +107,14 @@ class Trainer:
         self.lock = Lock(self.folder.lock) if world.is_main else None
         self.loggers = Loggers.for_run(config, self.folder, world.is_main)
         model, optimizer = self.trainable.model, self.trainable.optimizer
-        self.checkpoints = Checkpoints(
-            self.folder, config, world, model, optimizer, self.loggers.message, watchdog.alive
-        )
-        self.saver = Saver(config.checkpoint, self.checkpoints, self.state, self.loggers.message)
+        self.checkpoints = Checkpoints(self.folder, config, world, model, optimizer, self.event, watchdog.alive)
+        self.saver = Saver(config.checkpoint, self.checkpoints, self.state, self.event)
         self.utilisation = Utilisation(config, world.size)
         self.tracing = Tracing(config.training.profile, self.folder.profile, world.rank)
         self.first_sample = 0
         self.asked_to_stop = False
         self.bad_samples: list[tuple[int, int]] = []
         self.rewinds: Counter[int] = Counter()
-        self.note: str | None = None
         self.batches = self.open_batches()
         self.shard_check = self.open_shard_check()
 
@@ -135,7 +138,7 @@ class Trainer:
             return self.end(Outcome.DONE)
         except BaseException as error:
             self.shard_check.stop()
-            self.say(f"fails after step {self.progress.step}: {type(error).__name__}: {error}")
+            self.event(events.Failed(step=self.progress.step, error=type(error).__name__, message=str(error)))
             self.loggers.close()
             raise
 
@@ -146,14 +149,14 @@ class Trainer:
             allowed = self.resume(newest)
             if self.end_of_data != len(self.data.train):  # another batch, or ranges passed over
                 self.data = self.open_data()
-            where = f"resumes after step {newest}, at sample {self.progress.next_sample}"
-            left = f"{self.steps_left} steps of {self.config.tokens_per_step} tokens to go"
-            self.say("\n".join([f"{where}, {left}", *allowed]))
-        elif self.config.init.from_:
-            self.checkpoints.load_weights(self.config.init.from_)
-            self.say(f"starts from the weights of {self.config.init.from_}")
+            sample, left, tokens = self.progress.next_sample, self.steps_left, self.config.tokens_per_step
+            self.event(events.Resumed(sample=sample, steps_left=left, tokens_per_step=tokens, changes=allowed))
         else:
-            self.say(f"starts: {self.config.steps} steps of {self.config.tokens_per_step} tokens")
+            weights = self.config.init.from_
+            if weights:
+                self.checkpoints.load_weights(weights)
+            steps, tokens = self.config.steps, self.config.tokens_per_step
+            self.event(events.Started(steps=steps, tokens_per_step=tokens, weights_from=weights))
         self.loggers.rewind(self.progress.step)
         self.batches = self.open_batches()
         self.shard_check.start()
@@ -251,18 +254,16 @@ class Trainer:
         seconds = time.perf_counter() - begun
 
         slow = self.stragglers.after_step(losses.computing, losses.reading, seconds)
-        self.note = "; ".join(filter(None, [self.note, verdict.reason, *slow])) or None
         self.loggers.step(record(self, losses, update, learning_rate, seconds))
-        self.note = None
-        for text in filter(None, [traced, *slow]):
-            self.say(text)
+        for event in filter(None, [traced, *slow]):
+            self.event(event)
         self.report(verdict)
         return verdict
 
     def attempt(self) -> Attempt:
         """Run the step: the gradients of the next batch, and the update if nothing speaks against it."""
         losses = self.step.gradients(self.batches, self.stop.asked, self.shard_check.findings)
-        self.shard_check.after_step(*losses.shards, self.say)
+        self.shard_check.after_step(*losses.shards, self.event)
         if any(self.first_sample <= start < self.batches.position for start in self.data.train.schedule.starts):
             self.guard.forget()  # a phase of the mixture begins, with a loss of its own
         seen = self.guard.look(losses.loss)
@@ -287,7 +288,7 @@ class Trainer:
         return validate(self.config, self.world, self.data, self.step, self.watchdog.alive)
 
     def report(self, verdict: Verdict) -> None:
-        """Say what was wrong with a step and with which samples. When giving up, list those of the whole streak."""
+        """Record what was wrong with a step and its samples. When giving up, list those of the whole streak."""
         samples = self.progress.between(self.first_sample, self.progress.next_sample)
         if verdict.cause is Cause.NOT_FINITE:
             self.bad_samples += samples
@@ -295,42 +296,36 @@ class Trainer:
             self.bad_samples.clear()
         if verdict.reason is not None:
             shown = self.bad_samples or samples if verdict.action is Action.STOP else samples
-            self.say(f"step {self.progress.step}: {verdict.reason}; {verdict.action.value}; samples {_ranges(shown)}")
+            self.event(BAD_STEP[verdict.cause](reason=verdict.reason, action=verdict.action.value, samples=shown))
 
     def rewind(self, cause: Cause | None) -> Action:
         """Go back to the newest checkpoint; unless replicas differed, train past the batch from there."""
         first, last = self.first_sample, self.progress.next_sample - 1
         step = self.saver.settled()
         if step is None:
-            self.say("no checkpoint to rewind to yet")
+            self.event(events.NotRewound())
             return Action.STOP if cause is Cause.REPLICAS else Action.SKIP
         self.rewinds[step] += 1
         most = self.config.training.guard.max_spikes
         if self.rewinds[step] > most:
-            return self._stay(cause, f"rewound to step {step} {most} times (training.guard.max_spikes)")
-        passed_over = self.progress.passed_over
+            new_level = cause is Cause.SPIKE
+            if new_level:
+                self.guard.forget()
+            self.event(events.NotRewound(checkpoint=step, times=most, new_level=new_level))
+            return Action.STOP if cause is Cause.REPLICAS else Action.SKIP
+        passed_over, skipped = self.progress.passed_over, []
+        rewound_from = self.progress.step
         self.resume(step)
         self.bad_samples.clear()
-        self.note = f"rewound to step {step}"
         if cause is not Cause.REPLICAS:
             more = (self.config.training.guard.rewind_batches - 1) * self.config.training.global_batch
-            passed_over = [*passed_over, (max(self.progress.next_sample, first - more), last)]
-            self.note += f", past samples {_ranges(passed_over[-1:])}"
-        self.progress.passed_over = passed_over
+            skipped = [(max(self.progress.next_sample, first - more), last)]
+        self.progress.passed_over = [*passed_over, *skipped]
         self.batches.close()
         self.batches = self.open_batches()
         self.loggers.rewind(step)
-        self.say(self.note)
+        self.event(events.Rewound(step=rewound_from, to=step, skipped=skipped))
         return Action.REWIND
-
-    def _stay(self, cause: Cause | None, counted: str) -> Action:
-        """Say what happens where rewinding again would not help."""
-        if cause is Cause.SPIKE:
-            self.say(f"{counted}: a new level of the loss, trained on from here")
-            self.guard.forget()
-        else:
-            self.say(f"{counted}, and that did not help")
-        return Action.STOP if cause is Cause.REPLICAS else Action.SKIP
 
     def end(self, outcome: Outcome) -> Outcome:
         """Save, leave the marker that scripts decide by, and close."""
@@ -339,21 +334,20 @@ class Trainer:
             self.progress.step == 0 or (self.weights_work() and self.saver.last(self.progress.step))
         )
         self.batches.close()
-        self.shard_check.end(self.say)
+        self.shard_check.end(self.event)
         if not saved and outcome is Outcome.DONE:
             outcome = Outcome.GAVE_UP
-        where = f"at step {self.progress.step}" + ("" if saved else ", which is not saved")
-        early = f"stops {where}, as training.stop_after_steps says; {self.steps_left} steps of the run are left"
-        words = {
-            Outcome.DONE: early if self.steps_left else f"done {where}",
-            Outcome.GAVE_UP: f"gives up {where}",
-            Outcome.STOPPED_ON_REQUEST: f"stops on request {where}; start it again to resume",
-        }
-        self.say(words[outcome])
+        asked = outcome is Outcome.STOPPED_ON_REQUEST
+        if outcome is Outcome.GAVE_UP:
+            self.event(events.GaveUp(saved=saved))
+        elif asked or self.steps_left:
+            self.event(events.Stopped(saved=saved, on_request=asked, steps_left=self.steps_left))
+        else:
+            self.event(events.Done(saved=saved))
         if self.world.is_main:  # an empty file can be made on a full disk too
             if outcome is Outcome.DONE and not self.steps_left:
                 self.folder.done.touch()
-            elif outcome is Outcome.STOPPED_ON_REQUEST:
+            elif asked:
                 self.folder.requeue.touch()
         self.loggers.close()
         if self.lock:
@@ -367,9 +361,6 @@ class Trainer:
         with self._stream(0) as batches:
             return math.isfinite(self.step.evaluate(batches).loss)
 
-    def say(self, text: str) -> None:
-        self.loggers.message(text)
-
-
-def _ranges(samples: list[tuple[int, int]]) -> str:
-    return ", ".join(f"{first}–{last}" for first, last in samples)
+    def event(self, event: events.Event) -> None:
+        """Record what happened; the step is the one last taken, unless the event names another."""
+        self.loggers.event(event if event.step is not None else replace(event, step=self.progress.step))

@@ -49,8 +49,6 @@ class StepMetrics:
     """Its time over the median of the other ranks' times."""
     mfu: float | None = None
     """Part of the GPU's peak that the model's own arithmetic used."""
-    note: str | None = None
-    """What the guard had to say."""
 
     def to_json(self) -> str:
         record = {key: value for key, value in asdict(self).items() if value is not None or key in ALWAYS}

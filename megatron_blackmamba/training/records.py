@@ -40,7 +40,6 @@ def record(trainer: "Trainer", losses: Losses, update: Update, learning_rate: fl
         slowest_rank=slow.rank if slow else None,
         slowest_over_median=slow.over_median if slow else None,
         mfu=trainer.utilisation.of(seconds),
-        note=trainer.note,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_blackmamba.checkpoint import Checkpoints, NotFiniteError, SaveError
 from megatron_blackmamba.config.run import CheckpointConfig
+from megatron_blackmamba.formats.events import Event, NotSaved, Saved
 
 State = Callable[[], dict[str, Any]]
 LAST_ATTEMPTS = 6
@@ -18,7 +19,7 @@ class Saver:
     """Saves every `checkpoint.every` steps while training continues, and once more at the end."""
 
     def __init__(
-        self, config: CheckpointConfig, checkpoints: Checkpoints, state: State, report: Callable[[str], None]
+        self, config: CheckpointConfig, checkpoints: Checkpoints, state: State, report: Callable[[Event], None]
     ) -> None:
         self.config, self.checkpoints, self.state, self.report = config, checkpoints, state, report
         self._begun: int | None = None
@@ -77,7 +78,7 @@ class Saver:
         try:
             for saved in self.checkpoints.finish(wait):
                 self._not_finite = False
-                self.report(f"saved step {saved}")
+                self.report(Saved(step=saved))
         except SaveError as error:
             self._failed(step, error)
 
@@ -85,14 +86,12 @@ class Saver:
         self._begun = None
         self._not_finite = isinstance(error, NotFiniteError)
         if self._not_finite:
-            self.report(f"not saved: {error}; a run cannot continue from such weights, the previous checkpoint stays")
+            self.report(NotSaved(step=step, problem=str(error), retried=False))
             return
         if step is not None:
             self._retry_at = step + self.config.retry_every
         free = _free_space(self.checkpoints.folder.root)  # torch does not always say that the disk was full
-        self.report(
-            f"a checkpoint could not be saved ({error}; {free}); the one before stays, and the save is tried again"
-        )
+        self.report(NotSaved(step=step, problem=str(error), disk=free))
 
 
 def _free_space(folder: Path) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_blackmamba.config.run import GuardConfig
+from megatron_blackmamba.formats.events import Event, RankRecovered, SlowRank
 from megatron_blackmamba.kinds import kinds_in
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.training.ranks import Ranks
@@ -75,30 +76,28 @@ class Stragglers:
         self.slow: set[int] = set()
         self._window: list[tuple[list[float], list[float], float]] = []
 
-    def after_step(self, computing: list[float], reading: list[float], step_seconds: float) -> list[str]:
-        """Note one step, by rank. Return what changed since the last window, in words."""
+    def after_step(self, computing: list[float], reading: list[float], step_seconds: float) -> list[Event]:
+        """Note one step, by rank. Return what changed since the last window."""
         self._window.append((computing, reading, step_seconds))
         if len(self._window) < self.config.slow_steps:
             return []
         window, self._window = self._window, []
         computing = _medians([step[0] for step in window])
         reading = _medians([step[1] for step in window])
-        limit = self.config.slow_ratio
+        limit, hosts = self.config.slow_ratio, self.ranks.hosts
         step = median(step[2] for step in window)
-        reasons = {}
+        slow: dict[int, SlowRank] = {}
         for rank in range(len(computing)):
             ratio = computing[rank] / (median(_others(computing, rank) or [0]) or float("inf"))
             late = reading[rank] - median(_others(reading, rank) or [reading[rank]])
             if ratio > limit:
-                reasons[rank] = f"its layers take {ratio:.2f} times as long as those of the median rank"
+                slow[rank] = SlowRank(rank=rank, host=hosts[rank], steps=len(window), over_median=ratio)
             elif late > (limit - 1) * step:
-                reasons[rank] = f"it waits {late:.3f} s a step longer for data than the median rank"
-        over = f"over the last {len(window)} steps (training.guard.slow_ratio)"
-        said = [f"{self.ranks.named([rank])} is slow: {why}, {over}" for rank, why in reasons.items()
-                if rank not in self.slow]  # fmt: skip
-        said += [f"{self.ranks.named([rank])} is no longer slow" for rank in sorted(self.slow - reasons.keys())]
-        self.slow = set(reasons)
-        return said
+                slow[rank] = SlowRank(rank=rank, host=hosts[rank], steps=len(window), late_seconds=late)
+        events: list[Event] = [event for rank, event in slow.items() if rank not in self.slow]
+        events += [RankRecovered(rank=rank, host=hosts[rank]) for rank in sorted(self.slow - slow.keys())]
+        self.slow = set(slow)
+        return events
 
 
 def _timed(model: LanguageModel) -> list[nn.Module]:

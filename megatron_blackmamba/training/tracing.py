@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
+from megatron_blackmamba.formats.events import Traced
+
 
 class Tracing:
     """Traces from the first to the last step asked for; does nothing when none were."""
@@ -21,8 +23,8 @@ class Tracing:
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
 
-    def after(self, step: int) -> str | None:
-        """Writes the trace after the last step; returns a line to log."""
+    def after(self, step: int) -> Traced | None:
+        """Write the trace after the last step."""
         if self._profiler is None or not self.steps or step < self.steps[1]:
             return None
         self._profiler.stop()
@@ -30,4 +32,4 @@ class Tracing:
         path = self.folder / f"steps_{self.steps[0]}_{self.steps[1]}_rank_{self.rank}.json.gz"
         self._profiler.export_chrome_trace(str(path))
         self._profiler = None
-        return f"traced steps {self.steps[0]} to {self.steps[1]}: {path}"
+        return Traced(first=self.steps[0], last=self.steps[1], path=str(path))

@@ -46,7 +46,8 @@ def checkpoints(place, trainable, tmp_path):
     def make(*overrides, folder=tmp_path):
         config = load("tiny", [*SMALL, f"folder={folder}", *overrides])
         said = []
-        made = Checkpoints(RunFolder(folder / "run"), config, place, trainable.model, trainable.optimizer, said.append)
+        parts = config, place, trainable.model, trainable.optimizer
+        made = Checkpoints(RunFolder(folder / "run"), *parts, lambda event: said.append(event.sentence))
         made.said = said
         return made
 

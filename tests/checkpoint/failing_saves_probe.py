@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_blackmamba import model
 from megatron_blackmamba.checkpoint import Checkpoints, manifest
 from megatron_blackmamba.config import load
+from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import world
 from megatron_blackmamba.training.optimizer import make_trainable
@@ -36,13 +37,13 @@ class Rank:
         trainable.optimizer.step()
         state = {"config": {}, "progress": {}, "guard": {}, "data": {}}
         parts = trainable.model, trainable.optimizer
-        self.checkpoints = Checkpoints(self.run, config, self.place, *parts, self.said.append)
+        self.checkpoints = Checkpoints(self.run, config, self.place, *parts, self.say)
         self.saver = Saver(config.checkpoint.model_copy(update={"every": 1}), self.checkpoints, lambda: state, self.say)
         self.disk = Disk(self.run.checkpoints)
         gc.freeze()
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
+    def say(self, event: Event) -> None:
+        self.said.append(event.sentence)
 
     def save(self, victim: int = 0, number: int = 0, how: str = "") -> dict:
         """Save as the training loop does, with one fault; return what was said and what is on disk."""

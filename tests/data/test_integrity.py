@@ -58,8 +58,8 @@ def test_unchanged_shards_pass(check):
     sound, said = check(), []
     sound.look()
     assert sound.findings == (0, 0)
-    sound.after_step(*sound.findings, said.append)
-    sound.after_step(*sound.findings, said.append)
+    sound.after_step(*sound.findings, lambda event: said.append(event.sentence))
+    sound.after_step(*sound.findings, lambda event: said.append(event.sentence))
     assert said == ["all 4 shards match their manifests"]
 
 
@@ -158,7 +158,7 @@ def test_a_run_that_ends_early_says_what_was_not_read(check):
     said = []
     slow = check(mb_per_second=1e-6)
     slow.start()
-    slow.end(said.append)
+    slow.end(lambda event: said.append(event.sentence))
     assert said == [
         "4 of 4 shards were not compared with their manifests yet: `blackmamba data verify MIXTURE` does it now"
     ]

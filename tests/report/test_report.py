@@ -5,12 +5,14 @@ import platform
 import re
 import shutil
 import subprocess
+from datetime import datetime
 
 import numpy as np
 import pytest
 import yaml
 
 from megatron_blackmamba.config import load, to_yaml
+from megatron_blackmamba.formats.events import NotFinite, Resumed, Rewound, SlowRank, Spike
 from megatron_blackmamba.report import ReportError, write_report
 from megatron_blackmamba.report.charts import short, ticks
 from megatron_blackmamba.report.history import read_history, thin
@@ -57,7 +59,7 @@ def record(step, sources=SOURCES):
 
 @pytest.fixture
 def make_run(tmp_path):
-    def made(steps, records=None, log=""):
+    def made(steps, records=None, events=()):
         run = tmp_path / "a run"
         run.mkdir(exist_ok=True)
         (run / "config.yaml").write_text(to_yaml(load("tiny", [f"training.tokens={16 * 128 * steps}"])))
@@ -65,7 +67,8 @@ def make_run(tmp_path):
         (run / "metrics.jsonl").write_text("".join(lines))
         shares = {name: f"1/{len(SOURCES)}" for name in SOURCES}
         (run / "data_plan.json").write_text(json.dumps({"phases": [{"from_sample": 0, "shares": shares}]}))
-        (run / "log.txt").write_text(log)
+        lines = (event.to_json(datetime(2026, 1, 1)) + "\n" for event in events)
+        (run / "events.jsonl").write_text("".join(lines))
         return run
 
     return made
@@ -74,10 +77,20 @@ def make_run(tmp_path):
 @pytest.fixture
 def page(make_run):
     records = [record(step) for step in range(1, 201)]
-    records[69] |= {"loss": None, "grad_norm": None, "skipped": True, "note": "the loss is nan"}
-    records[79] |= {"note": "rank 3 (node-b) is slow: its layers take 1.52 times as long"}
-    log = "2026-01-01 00:00:00  resumes after step 120, at sample 1920\n"
-    run = make_run(400, records, log)
+    records[69] |= {"loss": None, "grad_norm": None, "skipped": True}
+    bad = NotFinite(step=70, reason="the loss is nan", action="skip", samples=[(1104, 1119)])
+    spike = Spike(step=123, reason="taken back", action="rewind", samples=[(1952, 1967)])
+    run = make_run(
+        400,
+        records,
+        [
+            bad,
+            SlowRank(step=80, rank=3, host="node-b", steps=50, over_median=1.52),
+            Resumed(step=120, sample=1920, steps_left=280, tokens_per_step=2048),
+            spike,
+            Rewound(step=123, to=122, skipped=spike.samples),
+        ],
+    )
     return write_report(run, samples={"def f(<b>": "x & y): return '<i>'"})
 
 
@@ -88,9 +101,23 @@ def test_everything_a_reader_asks_for_is_there(page):
     assert "200 of 400" in text
     assert "step 70: skipped, the loss is nan" in text
     assert "step 80: rank 3 (node-b) is slow" in text
-    assert "restarted after step 120" in text
+    assert text.count("the loss is nan") == 2  # the list and the mark of a chart
+    assert "restarted after step 120" in text and "rewound to step 122" in text and "taken back" not in text
     assert "to go" in text
     assert "no source is further than 0.67 samples from its plan" in text
+
+
+def test_runs_without_events_show_their_notes(make_run):
+    """Before events.jsonl, steps had notes and only log.txt knew of restarts."""
+    records = [record(step) for step in range(1, 201)]
+    records[69] |= {"loss": None, "skipped": True, "note": "the loss is nan"}
+    records[79] |= {"note": "rank 3 (node-b) is slow"}
+    run = make_run(200, records)
+    (run / "events.jsonl").unlink()
+    (run / "log.txt").write_text("2026-01-01 00:00:00  resumes after step 120, at sample 1920\n")
+    text = write_report(run).read_text()
+    assert "step 70: skipped, the loss is nan" in text and "step 80: rank 3 (node-b) is slow" in text
+    assert "restarted" not in text
 
 
 @pytest.mark.parametrize("sources, drawn", [(["one"], 0), (["one", "two"], 2)])

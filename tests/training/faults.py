@@ -3,10 +3,12 @@
 import errno
 import os
 import time
+from dataclasses import dataclass
 
 import torch
 
 from megatron_blackmamba.checkpoint import manifest
+from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.training.loop import Trainer
 
 __all__ = [
@@ -125,6 +127,17 @@ class ReadsBackBadlyOnce(Trainer):
             manifest.describe = fail
 
 
+@dataclass(frozen=True, kw_only=True)
+class Told(Event):
+    """What the watchdog was told."""
+
+    what: list[str]
+
+    @property
+    def text(self):
+        return "the watchdog was told: " + "; ".join(self.what)
+
+
 class Narrating(Trainer):
     """What the watchdog is told stands in the log."""
 
@@ -135,7 +148,7 @@ class Narrating(Trainer):
         super().__init__(config, world, stop, watchdog)
 
     def end(self, outcome):
-        self.say("the watchdog was told: " + "; ".join(self.told))
+        self.event(Told(what=self.told))
         return super().end(outcome)
 
 

@@ -2,6 +2,7 @@
 
 import time
 
+from megatron_blackmamba.formats.events import Event, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.training.metrics import read_metrics
 
@@ -18,6 +19,11 @@ def metrics(folder):
 
 def losses(folder):
     return [record["loss"] for record in metrics(folder)]
+
+
+def events_of(folder, kind=Event):
+    """Return the events of one kind that a run has recorded, in order."""
+    return [found.event for found in read_events(RunFolder(folder / "run").events) if isinstance(found.event, kind)]
 
 
 def log(folder):

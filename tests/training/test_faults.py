@@ -6,9 +6,10 @@ from random import Random
 
 import pytest
 
+from megatron_blackmamba.formats.events import NotFinite, NotRewound, Rewound, Spike
 from megatron_blackmamba.formats.run_folder import RunFolder
 from tests.training.faults import BAD_SAMPLE
-from tests.training.runs import ON_TWO, line_of, log, losses, metrics, wait_until
+from tests.training.runs import ON_TWO, events_of, log, losses, metrics, wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
 
@@ -39,10 +40,10 @@ def test_one_micro_batch_that_is_not_a_number_costs_its_step_and_no_more(forks, 
 def test_nothing_but_nan_stops_the_run_with_the_sample_ids_and_without_a_checkpoint_of_it(forks, tmp_path):
     job = forks.run(tmp_path, [*ON_TWO, "training.guard.max_bad_steps=3"], trainer="OnlyNaN")
     assert job.wait() == [65, 65]
-    given_up = line_of(log(tmp_path), "3 (training.guard.max_bad_steps)")
-    ranges = [f"{16 * step}–{16 * step + 15}" for step in range(BAD_STEP - 1, BAD_STEP + 2)]
-    assert ", ".join(ranges) in given_up
-    assert "gives up" in log(tmp_path).partition(given_up)[2]
+    last = events_of(tmp_path, NotFinite)[-1]
+    assert last.action == "stop" and "3 (training.guard.max_bad_steps)" in last.reason
+    assert last.samples == [[16 * step, 16 * step + 15] for step in range(BAD_STEP - 1, BAD_STEP + 2)]
+    assert [event.kind for event in events_of(tmp_path)[-2:]] == ["not_finite", "gave_up"]
     run = RunFolder(tmp_path / "run")
     assert not run.done.exists() and not run.requeue.exists() and not run.checkpoint(BAD_STEP + 2).exists()
 
@@ -52,7 +53,7 @@ def test_a_spike_is_reported_and_trained_on_when_asked_to_warn(forks, tmp_path):
     assert job.wait() == [0, 0], job.output()
     assert not any(record["skipped"] for record in metrics(tmp_path))
     assert f"step {BAD_STEP}: a spike" in log(tmp_path)
-    assert "a spike" in metrics(tmp_path)[BAD_STEP - 1]["note"]
+    assert [(event.step, event.action) for event in events_of(tmp_path, Spike)] == [(BAD_STEP, "apply")]
 
 
 def test_a_spike_is_left_out_when_asked_to_skip(forks, tmp_path, undisturbed):
@@ -70,7 +71,8 @@ def test_a_spike_is_rewound_from_and_its_samples_never_seen_again(forks, tmp_pat
     assert not any(record["skipped"] for record in records)
     assert [record["loss"] for record in records[: BAD_STEP - 1]] == undisturbed[: BAD_STEP - 1]
     assert max(record["loss"] for record in records[BAD_STEP - 1 :]) < 4
-    assert f"past samples {BATCH}" in log(tmp_path) and f"past samples {BATCH}" in records[20]["note"]
+    assert f"past samples {BATCH}" in log(tmp_path)
+    assert [(event.step, event.to) for event in events_of(tmp_path, Rewound)] == [(BAD_STEP, 20)]
     assert records[-1]["consumed_samples"] == 30 * 16
     assert sum(records[-1]["source_samples"].values()) == 30 * 16
 
@@ -79,7 +81,8 @@ def test_where_a_rewind_meets_the_next_spike_each_time_the_loss_has_a_new_level_
     rewinding = [*SPIKES, "parallel.expert=1", "training.guard.spike=rewind", "training.guard.max_spikes=2"]
     job = forks.run(tmp_path, rewinding, trainer="Shift", ranks=1)
     assert job.wait() == [0], job.output()
-    assert "rewound to step 20 2 times (training.guard.max_spikes): a new level" in log(tmp_path)
+    (stayed,) = events_of(tmp_path, NotRewound)
+    assert (stayed.checkpoint, stayed.times, stayed.new_level) == (20, 2, True)
     records = metrics(tmp_path)
     assert [record["step"] for record in records] == list(range(1, 31))
     assert [record["step"] for record in records if record["skipped"]] == [BAD_STEP]

@@ -2,13 +2,16 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 
 from megatron_blackmamba.config import load
+from megatron_blackmamba.formats.events import Resumed, Saved, Spike, parse_line, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.training import loggers as module
-from megatron_blackmamba.training.loggers import LineFile, Loggers, LoggingError, LogText, MetricsFile
+from megatron_blackmamba.training.line_file import LineFile
+from megatron_blackmamba.training.loggers import EventsFile, Loggers, LoggingError, LogText, MetricsFile
 from tests.training.test_metrics import metrics
 
 
@@ -56,7 +59,7 @@ def test_lines_that_a_full_disk_refused_are_written_whole_and_in_order_once_ther
     program = f"""
 import resource, signal, sys
 sys.path.insert(0, {os.getcwd()!r})
-from megatron_blackmamba.training.loggers import LineFile
+from megatron_blackmamba.training.line_file import LineFile
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -98,13 +101,14 @@ def test_missing_metrics_are_named_on_resume(tmp_path):
     assert said == [f"{path}: ends at step 2; the records up to step 4 are missing"]
 
 
-@pytest.mark.parametrize("kind", [MetricsFile, LogText])
+@pytest.mark.parametrize("kind", [MetricsFile, EventsFile, LogText])
 def test_folder_in_place_of_a_log_is_set_aside(tmp_path, kind):
     path = tmp_path / "log"
     (path / "inside").mkdir(parents=True)
     log = kind(path)
     log.rewind(0)
     log.step(metrics(1))
+    log.event(Saved(step=1), datetime.now())
     log.close()
     assert "step" in path.read_text() and (tmp_path / "log.damaged" / "inside").exists()
 
@@ -117,7 +121,9 @@ sys.path.insert(0, {os.getcwd()!r})
 from pathlib import Path
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.events import LoggingProblem
 from megatron_blackmamba.training import loggers
+from megatron_blackmamba.training import line_file
 from tests.training.test_metrics import metrics
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -161,10 +167,10 @@ def test_end_says_which_lines_are_missing(tmp_path):
     ended = limited(
         tmp_path,
         """
-loggers.LAST_SECONDS = 0.3
+line_file.LAST_SECONDS = 0.3
 run = RunFolder(folder / "run")
 both = loggers.Loggers.for_run(load("tiny", ["logging.tensorboard=false"]), run, first_rank=True)
-both.step(metrics(1)); both.message("x" * 1000)
+both.step(metrics(1)); both.event(LoggingProblem(problem="x" * 1000))
 limit(run.metrics.stat().st_size + 100)
 for step in range(2, 16): both.step(metrics(step))
 both.close()
@@ -186,14 +192,65 @@ def test_optional_logger_that_cannot_start_is_off(tmp_path):
     assert "a logger could not be started and is off" in run.log.read_text() and steps_in(run.metrics) == [1]
 
 
-def test_the_log_keeps_every_attempt_and_says_when(tmp_path):
+def test_the_log_keeps_every_attempt_with_times(tmp_path):
     log = LogText(tmp_path / "log.txt")
     log.step(metrics(7, skipped=True))
     log.rewind(3)
-    log.message("resumed at step 3\nfrom step_00000003")
+    resumed = Resumed(step=3, sample=48, steps_left=5, tokens_per_step=1024, changes=["optimizer.clip: 2 now"])
+    log.event(resumed, datetime(2026, 1, 31, 12))
     lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert len(lines) == 3
-    assert "step 7" in lines[0] and "skipped" in lines[0] and lines[1].endswith("resumed at step 3")
+    assert "step 7" in lines[0] and "skipped" in lines[0]
+    assert lines[1:] == [
+        "2026-01-31 12:00:00  resumes after step 3, at sample 48, 5 steps of 1024 tokens to go",
+        "2026-01-31 12:00:00  optimizer.clip: 2 now",
+    ]
+
+
+def events(*steps):
+    return [Spike(step=step, reason="a spike", action="skip", samples=[(16 * step, 16 * step + 15)]) for step in steps]
+
+
+def test_events_of_interrupted_attempts_stay(tmp_path):
+    first = EventsFile(tmp_path / "events.jsonl")
+    for event in events(7, 8):
+        first.event(event, datetime.now())
+    resumed = EventsFile(tmp_path / "events.jsonl")  # the first one was killed: it is never closed
+    resumed.rewind(4)
+    resumed.event(Saved(step=5), datetime.now())
+    assert [found.event.step for found in read_events(tmp_path / "events.jsonl")] == [7, 8, 5]
+
+
+@pytest.mark.parametrize(
+    "bad", [b"\n", b'{"step": 3, "ki\n', b"\0\n", b"\xff\n", b'{"time": "now", "kind": "saved"}\n']
+)
+def test_damaged_line_of_events_is_set_aside(tmp_path, bad):
+    path, said = tmp_path / "events.jsonl", []
+    before, after = (event.to_json(datetime.now()).encode() + b"\n" for event in events(1, 2))
+    path.write_bytes(before + bad + after + after[:30])
+    resumed = EventsFile(path, said.append)
+    resumed.rewind(2)
+    resumed.close()
+    assert path.read_bytes() == before + after and said == [
+        f"{path}: 1 damaged lines set aside in events.jsonl.damaged"
+    ]
+    assert (tmp_path / "events.jsonl.damaged").read_bytes() == bad
+
+
+def test_events_wait_for_a_full_disk(tmp_path):
+    limited(
+        tmp_path,
+        """
+from datetime import datetime
+from megatron_blackmamba.formats.events import Saved
+file = loggers.EventsFile(folder / "events.jsonl")
+limit(200)
+for step in range(1, 11): file.event(Saved(step=step), datetime.now())
+limit(); file.step(metrics(11))
+import os; os._exit(0)
+""",
+    )
+    lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
+    assert [parse_line(line)["step"] for line in lines] == list(range(1, 11))
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):

@@ -32,7 +32,7 @@ def metrics(step=1, **changes):
 def test_a_line_has_the_promised_fields_and_leaves_out_what_was_not_measured():
     record = json.loads(metrics().to_json())
     assert list(record)[: len(NAMED)] == NAMED
-    assert not {"router_load", "validation_loss", "mfu", "note"} & set(record)
+    assert not {"router_load", "validation_loss", "mfu"} & set(record)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -4,9 +4,10 @@ import socket
 
 import pytest
 
+from megatron_blackmamba.formats.events import DeviceFailed, GaveUp, NotFinite, NotRewound, Rewound
 from megatron_blackmamba.formats.run_folder import RunFolder
 from tests.training.faults import BAD_SAMPLE
-from tests.training.runs import ON_TWO, SMALL, log, losses, metrics
+from tests.training.runs import ON_TWO, SMALL, events_of, log, losses, metrics
 
 pytestmark = pytest.mark.xdist_group("forks")
 
@@ -21,16 +22,19 @@ def test_a_value_that_a_rerun_finds_finite_costs_nothing(forks, tmp_path, undist
     assert job.wait() == [0, 0], job.output()
     assert losses(tmp_path) == undisturbed
     bad = metrics(tmp_path)[BAD_STEP - 1]
-    assert not bad["skipped"] and "a device failed" in bad["note"]
-    assert WHERE.format(what=what) in log(tmp_path)
+    (failed,) = events_of(tmp_path, DeviceFailed)
+    assert not bad["skipped"] and failed.step == BAD_STEP and failed.action == "apply"
+    assert WHERE.format(what=what) in failed.reason and failed.reason in log(tmp_path)
 
 
 @pytest.mark.parametrize("fault, what", [("NaN", "loss"), ("NaNGradient", "gradient")])
 def test_a_value_that_is_never_finite_blames_data_or_model(forks, tmp_path, fault, what):
     job = forks.run(tmp_path, [*ON_TWO, f"training.stop_after_steps={BAD_STEP + 1}"], trainer=fault)
     assert job.wait() == [0, 0], job.output()
-    assert "the same when run again, so the data or the model" in log(tmp_path)
-    assert WHERE.format(what=what) in log(tmp_path)
+    (bad,) = events_of(tmp_path, NotFinite)
+    assert (bad.step, bad.action, bad.samples) == (BAD_STEP, "skip", [[16 * BAD_STEP - 16, 16 * BAD_STEP - 1]])
+    assert "the same when run again, so the data or the model" in bad.reason
+    assert WHERE.format(what=what) in bad.reason
 
 
 def test_rewind_passes_a_batch_that_is_not_finite(forks, tmp_path, undisturbed):
@@ -40,22 +44,26 @@ def test_rewind_passes_a_batch_that_is_not_finite(forks, tmp_path, undisturbed):
     assert [record["step"] for record in records] == list(range(1, 31))
     assert not any(record["skipped"] for record in records)
     assert losses(tmp_path)[: BAD_STEP - 1] == undisturbed[: BAD_STEP - 1]
-    assert f"rewound to step 20, past samples {16 * (BAD_STEP - 1)}–{16 * BAD_STEP - 1}" in log(tmp_path)
+    (rewound,) = events_of(tmp_path, Rewound)
+    assert (rewound.step, rewound.to) == (BAD_STEP, 20)
+    assert rewound.skipped == [[16 * (BAD_STEP - 1), 16 * BAD_STEP - 1]]
 
 
 def test_rewinding_in_vain_gives_up(forks, tmp_path):
     settings = ["training.guard.spike=rewind", "training.guard.max_spikes=2", "training.guard.max_bad_steps=3"]
     job = forks.run(tmp_path, [*SMALL, *settings], trainer="OnlyNaN", ranks=1)
     assert job.wait() == [1], job.output()
-    assert "rewound to step 20 2 times (training.guard.max_spikes), and that did not help" in log(tmp_path)
-    assert "bad steps in a row: 3" in log(tmp_path) and "gives up" in log(tmp_path)
+    stayed = events_of(tmp_path, NotRewound)[0]
+    assert (stayed.checkpoint, stayed.times, stayed.new_level) == (20, 2, False)
+    assert "bad steps in a row: 3" in events_of(tmp_path, NotFinite)[-1].reason
+    assert [event.saved for event in events_of(tmp_path, GaveUp)] == [False]
 
 
 def test_a_run_that_diverges_saves_nothing_of_it(forks, tmp_path):
     diverging = ["checkpoint.every=5", "optimizer.learning_rate=1e4", "optimizer.clip=0"]
     job = forks.run(tmp_path, [*SMALL, *diverging, "optimizer.warmup_fraction=0"], ranks=1)
     assert job.wait() == [1], job.output()
-    assert "gives up at step 6" in log(tmp_path)
+    assert [event.step for event in events_of(tmp_path, GaveUp)] == [6]
     assert not list(RunFolder(tmp_path / "run").checkpoints.glob("step_*"))
 
 

@@ -60,7 +60,7 @@ def said():
 def saver(checkpoints, said):
     def make(**settings):
         config = CheckpointConfig(**{"every": 5, "retry_every": 2, **settings})
-        return Saver(config, checkpoints, dict, said.append)
+        return Saver(config, checkpoints, dict, lambda event: said.append(event.sentence))
 
     return make
 

@@ -5,9 +5,10 @@ import socket
 import pytest
 
 from megatron_blackmamba.config.run import GuardConfig
+from megatron_blackmamba.formats.events import SlowRank
 from megatron_blackmamba.training.ranks import Ranks
 from megatron_blackmamba.training.stragglers import Slowest, Stragglers, slowest
-from tests.training.runs import ON_TWO, log, metrics
+from tests.training.runs import ON_TWO, events_of, log, metrics
 
 NOTHING = [0.0] * 4
 
@@ -17,7 +18,7 @@ def stragglers(steps=10, ratio=1.5):
 
 
 def said(found, steps, computing, reading=NOTHING):
-    return [line for _ in range(steps) for line in found.after_step(computing, reading, 1.0)]
+    return [event.sentence for _ in range(steps) for event in found.after_step(computing, reading, 1.0)]
 
 
 def test_a_rank_that_stays_slow_is_named_once_until_it_recovers():
@@ -54,12 +55,13 @@ def test_the_slowest_rank_is_measured_against_the_others():
 
 
 @pytest.mark.xdist_group("forks")
-def test_a_slow_rank_is_named_in_log_and_metrics(forks, tmp_path):
+def test_a_slow_rank_is_named_in_log_and_events(forks, tmp_path):
     watched = ["training.guard.slow_steps=4", "training.guard.slow_ratio=4", "training.stop_after_steps=5"]
     job = forks.run(tmp_path, [*ON_TWO, *watched], trainer="SlowLayer")
     assert job.wait() == [0, 0], job.output()
     assert f"rank 1 ({socket.gethostname()}) is slow: its layers take" in log(tmp_path)
+    first = events_of(tmp_path, SlowRank)[0]
+    assert (first.step, first.rank, first.host) == (4, 1, socket.gethostname()) and first.over_median > 4
     records = metrics(tmp_path)
-    assert "rank 1" in records[3]["note"]
     assert sum(record["slowest_rank"] == 1 for record in records) > len(records) / 2
     assert all(record["slowest_over_median"] > 1 for record in records)

@@ -1,0 +1,437 @@
+"""Events of a run, one JSON object a line in events.jsonl. A kind of event is a class: its fields and its sentence.
+
+`{"time": "2026-01-31T12:00:00.000+00:00", "step": 120, "kind": "saved"}`: when it happened, the step that it is about,
+the kind, and the fields of the kind. The lines of log.txt and the report are made from events.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+Samples = Sequence[Sequence[int]]
+"""First and last sample of each range."""
+KINDS: dict[str, type["Event"]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a run. A subclass is a kind; its name in the file is the class's in snake case."""
+
+    kind: ClassVar[str]
+    remark: ClassVar[bool] = False
+    """List it among the report's interruptions."""
+    repeats: ClassVar[bool] = False
+    """It happens again where an interrupted run repeats the step."""
+
+    step: int | None = None
+    """The step that it is about; the loggers fill in the last step taken."""
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).lower()
+        if not cls.__name__.startswith("_"):
+            KINDS[cls.kind] = cls
+
+    @property
+    def text(self) -> str:
+        """What happened, in words; the step need not be in them."""
+        raise NotImplementedError
+
+    @property
+    def sentence(self) -> str:
+        """The line of log.txt; some have several."""
+        return self.text
+
+    def to_json(self, time: datetime) -> str:
+        """Return the line of events.jsonl without its newline."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "step"}
+        head = {"time": time.astimezone().isoformat(timespec="milliseconds"), "step": self.step, "kind": self.kind}
+        return json.dumps(head | fields, ensure_ascii=False)
+
+
+# Beginning and end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event):
+    """The run begins at its first step."""
+
+    steps: int
+    tokens_per_step: int
+    weights_from: str | None = None
+
+    @property
+    def text(self) -> str:
+        weights = f" from the weights of {self.weights_from}" if self.weights_from else ""
+        return f"starts{weights}: {self.steps} steps of {self.tokens_per_step} tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """The run continues from a checkpoint."""
+
+    sample: int
+    steps_left: int
+    tokens_per_step: int
+    changes: Sequence[str] = ()
+    """Changes of the config that resume.allow or init.allow permits by name."""
+
+    @property
+    def text(self) -> str:
+        where = f"resumes after step {self.step}, at sample {self.sample}"
+        return "\n".join([f"{where}, {self.steps_left} steps of {self.tokens_per_step} tokens to go", *self.changes])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ended(Event):
+    saved: bool
+    """The last step is in a checkpoint."""
+
+    @property
+    def where(self) -> str:
+        return f"at step {self.step}" + ("" if self.saved else ", which is not saved")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done(_Ended):
+    """All tokens are consumed."""
+
+    @property
+    def text(self) -> str:
+        return f"done {self.where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped(_Ended):
+    """The run ends before its last step: someone asked, or training.stop_after_steps says so."""
+
+    on_request: bool
+    steps_left: int
+
+    @property
+    def text(self) -> str:
+        if self.on_request:
+            return f"stops on request {self.where}; start it again to resume"
+        left = f"{self.steps_left} steps of the run are left"
+        return f"stops {self.where}, as training.stop_after_steps says; {left}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaveUp(_Ended):
+    """The guard ends the run."""
+
+    @property
+    def text(self) -> str:
+        return f"gives up {self.where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Event):
+    """An error ends the run."""
+
+    error: str
+    message: str
+
+    @property
+    def text(self) -> str:
+        return f"fails after step {self.step}: {self.error}: {self.message}"
+
+
+# Steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Judged(Event):
+    remark: ClassVar[bool] = True
+    repeats: ClassVar[bool] = True
+
+    reason: str
+    action: str
+    """apply, skip, rewind or stop."""
+    samples: Samples
+    """Those of the batch; when the run stops, those of the whole streak of bad steps."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.reason}; {self.action}; samples {ranges(self.samples)}"
+
+    @property
+    def sentence(self) -> str:
+        return f"step {self.step}: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotFinite(_Judged):
+    """The loss or the gradient norm of a step is not finite, also when it runs again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFailed(_Judged):
+    """A step is not finite at first, but finite when it runs again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spike(_Judged):
+    """The loss of a step is far above that of the steps before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicasDiffer(_Judged):
+    """Ranks hold different values of one weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewound(Event):
+    """The run goes back from `step` to the checkpoint of step `to`."""
+
+    to: int
+    skipped: Samples = ()
+    """Samples that the run does not read again."""
+
+    @property
+    def text(self) -> str:
+        return f"rewound to step {self.to}" + (f", past samples {ranges(self.skipped)}" if self.skipped else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotRewound(Event):
+    """The guard asks for a rewind, and there is no checkpoint, or rewinding to it did not help."""
+
+    remark: ClassVar[bool] = True
+
+    checkpoint: int | None = None
+    times: int = 0
+    """How often the run was rewound to the checkpoint."""
+    new_level: bool = False
+    """The loss has a new level, and training continues."""
+
+    @property
+    def text(self) -> str:
+        if self.checkpoint is None:
+            return "no checkpoint to rewind to yet"
+        counted = f"rewound to step {self.checkpoint} {self.times} times (training.guard.max_spikes)"
+        end = ": a new level of the loss, trained on from here" if self.new_level else ", and that did not help"
+        return counted + end
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRank(Event):
+    """A rank stays slower than the others, or waits longer for data."""
+
+    remark: ClassVar[bool] = True
+
+    rank: int
+    host: str
+    steps: int
+    """Length of the window."""
+    over_median: float | None = None
+    """Time of its layers over that of the median rank, if that is what is slow."""
+    late_seconds: float | None = None
+    """Time of a step that it waits longer for data, if that is what is slow."""
+
+    @property
+    def text(self) -> str:
+        if self.over_median is not None:
+            why = f"its layers take {self.over_median:.2f} times as long as those of the median rank"
+        else:
+            why = f"it waits {self.late_seconds or 0:.3f} s a step longer for data than the median rank"
+        over = f"over the last {self.steps} steps (training.guard.slow_ratio)"
+        return f"rank {self.rank} ({self.host}) is slow: {why}, {over}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecovered(Event):
+    """A slow rank is as fast as the others again."""
+
+    remark: ClassVar[bool] = True
+
+    rank: int
+    host: str
+
+    @property
+    def text(self) -> str:
+        return f"rank {self.rank} ({self.host}) is no longer slow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(Event):
+    """A trace of some steps is written."""
+
+    first: int
+    last: int
+    path: str
+
+    @property
+    def text(self) -> str:
+        return f"traced steps {self.first} to {self.last}: {self.path}"
+
+
+# Checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event):
+    """The checkpoint of `step` is on disk."""
+
+    @property
+    def text(self) -> str:
+        return f"saved step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotSaved(Event):
+    """A checkpoint could not be saved."""
+
+    remark: ClassVar[bool] = True
+
+    problem: str
+    disk: str = ""
+    """Free space at the time."""
+    retried: bool = True
+    """The save is tried again; weights that are not finite are not."""
+
+    @property
+    def text(self) -> str:
+        if not self.retried:
+            return f"not saved: {self.problem}; a run cannot continue from such weights, the previous checkpoint stays"
+        why = "; ".join(filter(None, [self.problem, self.disk]))
+        return f"a checkpoint could not be saved ({why}); the one before stays, and the save is tried again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damaged(Event):
+    """The checkpoint of `step` is damaged and set aside."""
+
+    remark: ClassVar[bool] = True
+
+    folder: str
+    problem: str
+
+    @property
+    def text(self) -> str:
+        return f"skips a damaged checkpoint, now {self.folder}: {self.problem}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotRemoved(Event):
+    """Old checkpoints could not be removed."""
+
+    problem: str
+
+    @property
+    def text(self) -> str:
+        return f"old checkpoints could not be removed: {self.problem}"
+
+
+# Data and logs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsVerified(Event):
+    """All token shards were compared with their manifests."""
+
+    shards: int
+
+    @property
+    def text(self) -> str:
+        return f"all {self.shards} shards match their manifests"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsUnverified(Event):
+    """The run ends before all token shards were compared with their manifests."""
+
+    pending: int
+    shards: int
+
+    @property
+    def text(self) -> str:
+        left = f"{self.pending} of {self.shards} shards were not compared with their manifests yet"
+        return f"{left}: `blackmamba data verify MIXTURE` does it now"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingProblem(Event):
+    """A log is damaged, incomplete or switched off."""
+
+    problem: str
+
+    @property
+    def text(self) -> str:
+        return self.problem
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """An event and its time."""
+
+    time: datetime
+    event: Event
+
+
+def read_events(path: str | Path) -> Iterator[Occurrence]:
+    """Yield the events of a run in order. Skip damaged lines and kinds that this version does not know."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            fields = parse_line(line)
+            event = fields and _event(fields)
+            if fields and event:
+                yield Occurrence(datetime.fromisoformat(fields["time"]), event)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object in a line of events.jsonl, or None if it is cut short or damaged."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        fields = json.loads(line)
+        datetime.fromisoformat(fields["time"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    known = isinstance(fields.get("kind"), str) and isinstance(fields.get("step"), int | None)
+    return fields if known else None
+
+
+Of = TypeVar("Of", bound=Event)
+
+
+def of_kind(events: Sequence[Event], kind: type[Of]) -> list[Of]:
+    """Return the events of one kind."""
+    return [event for event in events if isinstance(event, kind)]
+
+
+def still_valid(events: Sequence[Event]) -> list[Event]:
+    """Leave out what happened in steps that a later resume or rewind repeats."""
+    valid: list[Event] = []
+    for event in events:
+        back_to = event.step if isinstance(event, Resumed) else event.to if isinstance(event, Rewound) else None
+        if back_to is not None:
+            valid = [before for before in valid if not before.repeats or (before.step or 0) <= back_to]
+        valid.append(event)
+    return valid
+
+
+def ranges(samples: Samples) -> str:
+    """Return ranges of samples as `0–15, 32–47`."""
+    return ", ".join(f"{first}–{last}" for first, last in samples)
+
+
+def _event(fields: dict[str, Any]) -> Event | None:
+    kind = KINDS.get(fields["kind"])
+    if kind is None:
+        return None
+    names = {field.name for field in dataclasses.fields(kind)}
+    try:
+        return kind(**{name: value for name, value in fields.items() if name in names})
+    except TypeError:  # a field is missing: another version's
+        return None

@@ -1,0 +1,62 @@
+import dataclasses
+import json
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from megatron_blackmamba.formats import events
+from megatron_blackmamba.formats.events import KINDS, NotFinite, NotSaved, Resumed, Rewound, Saved, Spike, read_events
+
+TIME = datetime(2026, 1, 31, 12, tzinfo=timezone(timedelta(hours=1)))
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+VALUES = {int: 7, str: "text", float: 1.5, bool: True, events.Samples: [[0, 15]]}
+
+
+def shipped():
+    return [kind for kind in KINDS.values() if kind.__module__ == events.__name__]
+
+
+def example(kind):
+    required = [field for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    return kind(step=3, **{field.name: VALUES[field.type] for field in required})
+
+
+@pytest.mark.parametrize("kind", shipped(), ids=lambda kind: kind.kind)
+def test_every_kind_is_read_back(tmp_path, kind):
+    event = example(kind)
+    (tmp_path / "events.jsonl").write_text(event.to_json(TIME) + "\n")
+    (found,) = read_events(tmp_path / "events.jsonl")
+    assert found.event == event and found.time == TIME and found.event.sentence
+
+
+def test_a_line_starts_with_time_step_and_kind():
+    line = json.loads(NotSaved(step=5, problem="the disk is full").to_json(TIME))
+    assert list(line)[:3] == ["time", "step", "kind"] and line["kind"] == "not_saved"
+    assert datetime.fromisoformat(line["time"]) == TIME and line["problem"] == "the disk is full"
+
+
+def test_unknown_kinds_and_damaged_lines_are_skipped(tmp_path):
+    path = tmp_path / "events.jsonl"
+    saved = Saved(step=5).to_json(TIME)
+    newer = [saved.replace("saved", "teleported"), saved.replace('"step": 5', '"step": "5"'), "{", "[]", "\0"]
+    resumed = '{"time": "2026-01-31T12:00:00+00:00", "step": 5, "kind": "resumed"}'  # without its fields
+    path.write_text("\n".join([*newer, resumed, saved.replace("}", ', "more": 1}'), saved[:-2]]))
+    assert [found.event for found in read_events(path)] == [Saved(step=5)]
+    assert list(read_events(tmp_path / "none")) == []
+
+
+def test_repeated_steps_leave_one_event():
+    bad = [Spike(step=step, reason="a spike", action="skip", samples=[]) for step in (3, 5, 6)]
+    resumed = Resumed(step=4, sample=64, steps_left=9, tokens_per_step=1024)
+    late = NotFinite(step=6, reason="the loss is nan", action="rewind", samples=[])
+    happened = [*bad, Saved(step=5), resumed, bad[1], late, Rewound(step=6, to=5)]
+    assert [event.step for event in events.still_valid(happened) if event.repeats] == [3, 5]
+
+
+def test_docs_list_exactly_the_kinds():
+    table = DOCS.read_text().split("| Kind | Fields |")[1].split("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
+    listed = {kind.strip(" `"): [name.strip(" `") for name in names.split(",") if name.strip()] for kind, names in rows}
+    fields = {kind.kind: [field.name for field in dataclasses.fields(kind)][1:] for kind in shipped()}
+    assert listed == fields
