@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -48,7 +48,7 @@ class Event:
 
     def to_json(self, time: datetime) -> str:
         """Return the line of events.jsonl without its newline."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "step"}
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "step"}
         head = {"time": time.astimezone().isoformat(timespec="milliseconds"), "step": self.step, "kind": self.kind}
         return json.dumps(head | fields, ensure_ascii=False)
 
@@ -77,8 +77,8 @@ class Resumed(Event):
     sample: int
     steps_left: int
     tokens_per_step: int
-    changes: Sequence[str] = ()
-    """Changes of the config that resume.allow or init.allow permits by name."""
+    changes: Sequence[str] = field(default_factory=list)
+    """Changes of the config that init.allow permits by name."""
 
     @property
     def text(self) -> str:
@@ -189,7 +189,7 @@ class Rewound(Event):
     """The run goes back from `step` to the checkpoint of step `to`."""
 
     to: int
-    skipped: Samples = ()
+    skipped: Samples = field(default_factory=list)
     """Samples that the run does not read again."""
 
     @property
@@ -430,7 +430,7 @@ def _event(fields: dict[str, Any]) -> Event | None:
     kind = KINDS.get(fields["kind"])
     if kind is None:
         return None
-    names = {field.name for field in dataclasses.fields(kind)}
+    names = {each.name for each in dataclasses.fields(kind)}
     try:
         return kind(**{name: value for name, value in fields.items() if name in names})
     except TypeError:  # a field is missing: another version's

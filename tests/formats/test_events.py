@@ -18,7 +18,8 @@ def shipped():
 
 
 def example(kind):
-    required = [field for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    missing = dataclasses.MISSING
+    required = [each for each in dataclasses.fields(kind) if each.default is each.default_factory is missing]
     return kind(step=3, **{field.name: VALUES[field.type] for field in required})
 
 
