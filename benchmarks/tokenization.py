@@ -155,6 +155,7 @@ def encode_batch_fast(corpus: Path, name: str, folder: Path) -> Measured:
 
 def one_document_at_a_time(encode: Callable[[str], list[int]], eod: int, corpus: Path, folder: Path) -> Measured:
     import torch
+
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(folder / "out.bin"), dtype=DType.optimal_dtype(50277))

@@ -63,16 +63,15 @@ class Preset:
     format: Format
     field: str
     match: str
-    what: str
 
 
 PRESETS = {
-    "pile": Preset("jsonl", "text", "*.jsonl.zst", "the Pile"),
-    "slimpajama": Preset("jsonl", "text", "*.jsonl.zst", "SlimPajama-627B"),
-    "starcoder": Preset("parquet", "content", "*.parquet", "StarCoderData"),
-    "pes2o": Preset("jsonl", "text", "*.json*.gz|*.json*.zst", "peS2o v1 and v2 (gzip), v3 (zstd)"),
-    "proofpile": Preset("jsonl", "text", "*.jsonl.gz|*.jsonl.zst", "ProofPile and Proof-Pile-2"),
-    "pg19": Preset("text", "text", "*.txt", "PG19"),
+    "pile": Preset("jsonl", "text", "*.jsonl.zst"),
+    "slimpajama": Preset("jsonl", "text", "*.jsonl.zst"),
+    "starcoder": Preset("parquet", "content", "*.parquet"),
+    "pes2o": Preset("jsonl", "text", "*.json*.gz|*.json*.zst"),  # v1 and v2: gzip, v3: zstd
+    "proofpile": Preset("jsonl", "text", "*.jsonl.gz|*.jsonl.zst"),  # ProofPile and Proof-Pile-2
+    "pg19": Preset("text", "text", "*.txt"),
 }
 
 

@@ -12,17 +12,17 @@ from megatron_blackmamba.checkpoint.writing import Strategy, Write
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime.world import World
 
-from megatron.core import dist_checkpointing, parallel_state  # isort: skip  (the model's package installed the patches)
-from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy  # isort: skip
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # isort: skip
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.validation import StrictHandling  # isort: skip
-from megatron.core.optimizer import MegatronOptimizer  # isort: skip
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer import MegatronOptimizer
 
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",

@@ -32,7 +32,7 @@ from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
 
-from megatron.core.optimizer import MegatronOptimizer  # isort: skip
+from megatron.core.optimizer import MegatronOptimizer
 
 
 class SaveError(OSError):

@@ -24,8 +24,8 @@ from megatron_blackmamba import model  # noqa: F401  (its package installs the p
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.runtime.parent import die_with_parent
 
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Requests to stop are the rank's to answer. Its writer, forked with these blocked, finishes what it began."""

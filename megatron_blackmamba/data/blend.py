@@ -4,11 +4,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-
 from megatron_blackmamba.data.datasets import Sample, WindowDataset
 from megatron_blackmamba.formats.schedule import Schedule
+
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 
 
 class MixtureDataset(BlendedDataset):

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.utils import Split
 from torch import Tensor
 
 from megatron_blackmamba.data.permutation import Permutation
 from megatron_blackmamba.data.stream import TokenStream
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
 
 Sample = Mapping[str, Any]
 

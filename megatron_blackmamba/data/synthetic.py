@@ -10,10 +10,11 @@ import math
 from itertools import accumulate
 
 import numpy as np
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.utils import Split
 
 from megatron_blackmamba.data.datasets import DataError, WindowDataset
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.utils import Split
 
 ODDS = (0.75, 0.15, 0.07, 0.03)
 FLOOR = -sum(p * math.log(p) for p in ODDS)

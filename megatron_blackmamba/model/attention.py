@@ -6,10 +6,11 @@ Shapes: S sequence, B batch, H heads of this rank, G key-value heads of this ran
 """
 
 import torch.nn.functional as F
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_blackmamba.model.config import MegatronConfig
+
+from megatron.core.transformer.module import MegatronModule
 
 
 class CausalAttention(MegatronModule):

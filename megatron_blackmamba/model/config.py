@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_blackmamba.config import ModelConfig, RunConfig
 from megatron_blackmamba.kinds import kinds_in
+
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 GATES = {"silu": F.silu, "gelu": F.gelu}
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

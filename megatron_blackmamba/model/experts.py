@@ -9,14 +9,15 @@ rank.
 
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty
 from megatron_blackmamba.ops.experts import grouped_experts
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
 
 
 class GroupedExperts(MegatronModule):

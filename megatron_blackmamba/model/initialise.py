@@ -9,14 +9,15 @@ import re
 from collections.abc import Iterator
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.kinds import kind_of
 from megatron_blackmamba.runtime.seeding import generator
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
 
 _MIXER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.mixer\.(?P<name>experts\.\w+|.+)(?:\.\d+)?")
 """A parameter of a mixer, of stacked experts with the expert's number at the end."""

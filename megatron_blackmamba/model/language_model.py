@@ -4,12 +4,6 @@ Shapes: S sequence, B batch, D model, V vocabulary of this rank, L layers, E exp
 """
 
 import torch
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import ModelType
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from megatron_blackmamba.kinds import kinds_in
@@ -17,6 +11,13 @@ from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import ColumnLinear
 from megatron_blackmamba.model.stack import LayerInputs
 from megatron_blackmamba.ops.cross_entropy import cross_entropy, why_not_cpp
+
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
 class LanguageModel(LanguageModule):

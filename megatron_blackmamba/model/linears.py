@@ -1,8 +1,9 @@
 """megatron-core's parallel linears, without their way around the tensor-parallel group where it is one rank."""
 
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class ColumnLinear(ColumnParallelLinear):

@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, sharded, without_decay
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
 from megatron_blackmamba.ops.selective_scan import selective_scan
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
 
 @dataclass

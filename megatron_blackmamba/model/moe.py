@@ -8,10 +8,11 @@ Shapes: S sequence, B batch, D model, T = S * B tokens of this rank.
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megatron_blackmamba.model.router import SinkhornRouter
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 
 class MoEMixer(MoELayer):

@@ -5,11 +5,12 @@ megatron-core's WrappedTorchNorm refuses sequence parallelism, where all it take
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.rms_norm import rms_norm
+
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class RMSNorm(nn.Module):

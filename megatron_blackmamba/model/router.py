@@ -8,14 +8,15 @@ Shapes: S sequence, B batch, D model, T = S * B tokens of this rank, E experts.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.router import Router, TopKRouter
 from torch import Tensor
 
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.sinkhorn import sinkhorn_choice
 from megatron_blackmamba.runtime import device
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import Router, TopKRouter
 
 
 class _Counted(Router):

@@ -7,15 +7,16 @@ are split along the sequence need their gradients summed over the group: `sequen
 from typing import Any
 
 import torch
+from torch import nn
+
+from megatron_blackmamba.runtime import device
+
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from torch import nn
-
-from megatron_blackmamba.runtime import device
 
 NO_DECAY = "no_weight_decay"
 

@@ -2,12 +2,6 @@
 
 from importlib import import_module
 
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.kinds import LayerKind, kinds_in
 from megatron_blackmamba.model.attention import CausalAttention
@@ -27,6 +21,12 @@ from megatron_blackmamba.model.stack import (
     Stack,
     StackSubmodules,
 )
+
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def stack_spec(model: ModelConfig) -> ModuleSpec:

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.kinds import kind_of
 from megatron_blackmamba.model.config import MegatronConfig
+
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import sharded_state_dict_default
 
 
 @dataclass

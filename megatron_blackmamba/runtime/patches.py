@@ -277,10 +277,10 @@ def _router_gemm() -> None:
 
 @_patch("adam", "the distributed optimizer resumes FusedAdam's state layout, not torch.optim's", _without_fused_adam)
 def _adam() -> None:
+    from megatron_blackmamba.runtime.adam import Adam
+
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
-
-    from megatron_blackmamba.runtime.adam import Adam
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
     distrib_optimizer.Adam = Adam

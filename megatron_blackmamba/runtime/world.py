@@ -64,7 +64,6 @@ class Place:
     rank: int
     size: int
     local_rank: int
-    local_size: int
     launcher: str
 
 
@@ -73,12 +72,11 @@ def find_place(environment: dict[str, str] | None = None) -> Place:
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-        return Place(rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size)), "torchrun")
+        return Place(rank, size, int(env.get("LOCAL_RANK", rank)), "torchrun")
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a batch script itself has a SLURM_PROCID, but no step
         size = int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
-        nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")))
-        return Place(int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), -(-size // nodes), "srun")
-    return Place(0, 1, 0, 1, "alone")
+        return Place(int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), "srun")
+    return Place(0, 1, 0, "alone")
 
 
 def start(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=30)) -> World:
@@ -127,7 +125,7 @@ def fake(parallel: ParallelConfig, world_size: int, rank: int = 0, where: str = 
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world_size)
     try:
         with device.placed_on(torch.device(where)):
-            yield _lay_groups(parallel, Place(rank, world_size, 0, world_size, "fake"))
+            yield _lay_groups(parallel, Place(rank, world_size, 0, "fake"))
     finally:
         shutdown()
 

@@ -11,18 +11,18 @@ from megatron_blackmamba.runtime.reduction import reduction
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.gathering import FirstForward
 
-from megatron.core.distributed import (  # isort: skip  (the model's package has installed the patches)
+from megatron.core.distributed import (
     DistributedDataParallel,
     finalize_model_grads,
 )
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
-from megatron.core.optimizer import (  # isort: skip
+from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
     ParamGroupOverride,
     ParamKey,
     get_megatron_optimizer,
 )
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 class NonFiniteGradient(ArithmeticError):

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from megatron_blackmamba.config import RunConfig
@@ -20,6 +19,8 @@ from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.finite import FirstSeen
 from megatron_blackmamba.training.optimizer import NonFiniteGradient, Trainable
 from megatron_blackmamba.training.stragglers import OwnTime
+
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 Batch = dict[str, Tensor]
 

@@ -3,13 +3,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_blackmamba.data.datasets import DataError, EpochDataset, HeldOutDataset
 from megatron_blackmamba.data.stream import TokenStream
 from megatron_blackmamba.formats.shards import Shard, ShardError
 from tests.data.corpus import write_shard
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 
 def core_config(sequence_length, seed=1):

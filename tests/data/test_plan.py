@@ -3,12 +3,13 @@ import shutil
 
 import pytest
 import torch
-from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from megatron_blackmamba.config.run import DataConfig
 from megatron_blackmamba.data import BatchStream, DataError, build, refuse_changed_data
 from megatron_blackmamba.formats.mixture import MixtureError
 from tests.data.corpus import VOCAB, data_config, three_sources, write_mixture, write_shard
+
+from megatron.core.datasets.blended_dataset import BlendedDataset
 
 
 def plan(mixture, total_samples=200, **more):

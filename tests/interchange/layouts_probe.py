@@ -17,10 +17,10 @@ from megatron_blackmamba.model import build
 from megatron_blackmamba.runtime import world
 from tests.runtime.ranks import fork_ranks
 
-from megatron.core import dist_checkpointing  # isort: skip
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
-from megatron.core.dist_checkpointing.validation import StrictHandling  # isort: skip
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # isort: skip
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 LAYOUTS = {
     "solo": {},

@@ -52,11 +52,11 @@ class RunningMean(LayerKind):
 
 
 def block(model):
-    from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-
     from megatron_blackmamba.model import specs
     from megatron_blackmamba.model.stack import Block
+
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     column, row = specs.linears(model.linear)
 

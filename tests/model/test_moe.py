@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 

@@ -12,7 +12,7 @@ from megatron_blackmamba.ops.gated import gated
 from megatron_blackmamba.ops.matvec import matvec
 from megatron_blackmamba.ops.rms_norm import rms_norm
 from megatron_blackmamba.ops.selective_scan import selective_scan, selective_scan_step
-from megatron_blackmamba.ops.sinkhorn import sinkhorn_choice, study
+from megatron_blackmamba.ops.sinkhorn import sinkhorn_choice
 
 B, L, I, N, K, T, D, E, F = 2, 5, 8, 4, 4, 6, 8, 2, 8
 NOT_FLOATS = [torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn]
@@ -49,7 +49,6 @@ OPS = {
     causal_conv1d_step: (convolution_step, {"window_BWI": (B, K - 1, I), "x_BI": (B, I), "weight_IK": (I, K),
                                             "bias_I": (I,)}),
     sinkhorn_choice: (sinkhorn_choice, {"logits_TE": (T, E)}),
-    study: (lambda logits_TE: study(logits_TE).choice_T, {"logits_TE": (T, E)}),
     grouped_experts: (grouped_experts, {"x_TD": (T, D), "fc1_EGD": (E, 2 * F, D), "fc2_EDF": (E, D, F),
                                         "weights_T": (T,)}),
     grouped_linear: (grouped_linear, {"x_TD": (T, D), "weight_EOD": (E, F, D)}),

@@ -5,7 +5,7 @@ import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_blackmamba.ops.sinkhorn import available_backends, load_imbalance, sinkhorn_choice, study
+from megatron_blackmamba.ops.sinkhorn import available_backends, load_imbalance, sinkhorn_choice
 from tests.ops.implementations import CPP, ISAS, PROPERTY, implementation
 
 
@@ -169,28 +169,6 @@ def test_two_ranks_sharing_the_tokens_choose_as_one_rank_holding_all(tmp_path):
     mp.spawn(_choose_half, args=(str(tmp_path / "store"), expected), nprocs=2)
 
 
-def test_the_papers_reduction_of_iterations_is_its_stopping_rule():
-    """From 10-20 iterations to 1 under the absolute rule; by the plan itself the start saves a few."""
-    logits = trained_router_logits(tokens=16384)
-    steps = {
-        (rule, start): study(logits, rule=rule, start=start).iterations
-        for rule in ("absolute", "marginals")
-        for start in ("uniform", "balanced")
-    }
-    assert 10 <= steps["absolute", "uniform"] <= 20
-    assert steps["absolute", "balanced"] == 1
-    assert 1 <= steps["marginals", "uniform"] - steps["marginals", "balanced"] <= 4
-    assert study(logits, rule="absolute").marginal_error > 1e-2  # it stopped before the plan was balanced
-
-
-def test_a_study_ends_balanced_or_says_that_it_did_not():
-    done = study(trained_router_logits(std=2.0))
-    assert done.converged and done.marginal_error <= 1e-3 and done.load_imbalance < 1.1
-    cut = study(trained_router_logits(std=4.0), max_iterations=3)
-    assert not cut.converged and cut.iterations == 3 and cut.marginal_error > 1e-3
-    assert torch.equal(cut.choice_T, exact_choice(trained_router_logits(std=4.0), 3))
-
-
 def test_wrong_calls_are_refused_by_name():
     with pytest.raises(ValueError, match="warm"):
         sinkhorn_choice(torch.zeros(2, 2), start="warm")
@@ -198,8 +176,6 @@ def test_wrong_calls_are_refused_by_name():
         sinkhorn_choice(torch.zeros(2, 2), backend="fast")
     with pytest.raises(ValueError, match="int32"):
         sinkhorn_choice(torch.zeros(2, 2), tokens_E=torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="exact"):
-        study(torch.zeros(2, 2), rule="exact")
     assert available_backends()["reference"] is None
 
 

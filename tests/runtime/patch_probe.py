@@ -22,12 +22,12 @@ SMALL = ["data.sequence_length=16", "training.micro_batch=2", "training.global_b
 
 def train(overrides: list[str]) -> dict:
     """Two steps, a save of the optimizer's state, and a fresh optimizer that takes it up."""
+    from megatron_blackmamba import model
+    from megatron_blackmamba.runtime import layout, world
+
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_blackmamba import model
-    from megatron_blackmamba.runtime import layout, world
 
     config = load("tiny", [*SMALL, *overrides])
     us = world.start(config.parallel)
@@ -124,10 +124,10 @@ def _tensors(state: object) -> list:
 
 def save() -> dict:
     """A checkpoint of the tiny model."""
-    from megatron.core import dist_checkpointing
-
     from megatron_blackmamba import model
     from megatron_blackmamba.runtime import world
+
+    from megatron.core import dist_checkpointing
 
     config = load("tiny", SMALL)
     net = model.build(config, world.start(config.parallel))

@@ -83,10 +83,10 @@ def test_when_one_rank_fails_all_end_soon_and_only_its_traceback_is_printed():
 
 def test_a_batch_script_is_no_rank_although_slurm_numbers_it():
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
-    assert find_place(batch) == Place(0, 1, 0, 1, "alone")
+    assert find_place(batch) == Place(0, 1, 0, "alone")
 
 
 def test_torchrun_inside_srun_is_believed_before_slurm():
     both = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     both |= {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
-    assert find_place(both) == Place(9, 16, 1, 8, "torchrun")
+    assert find_place(both) == Place(9, 16, 1, "torchrun")

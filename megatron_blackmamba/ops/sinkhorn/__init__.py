@@ -13,9 +13,8 @@ from torch import Tensor
 
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.dtypes import require_floats
-from megatron_blackmamba.ops.sinkhorn.study import Study, study
 
-__all__ = ["Study", "available_backends", "load_imbalance", "sinkhorn_choice", "study"]
+__all__ = ["available_backends", "load_imbalance", "sinkhorn_choice"]
 
 BACKENDS = ("triton", "cpu", "reference")  # best first, each where it applies
 
