@@ -37,8 +37,8 @@ def a_run(words: list[str], *overrides: str) -> Iterator[tuple[RunConfig, Any, S
 def _start(config: RunConfig, here: Any, stop: Any, watchdog: Any, name: str, scan: str | None = None) -> Any:
     from megatron_blackmamba.training.loop import Trainer
 
-    model = config.model.model_copy(update={"scan": scan or config.model.scan})
-    trainer = Trainer(config.model_copy(update={"model": model, "name": name}), here, stop, watchdog)
+    kernels = config.kernels.model_copy(update={"scan": scan or config.kernels.scan})
+    trainer = Trainer(config.model_copy(update={"kernels": kernels, "name": name}), here, stop, watchdog)
     trainer.begin()
     return trainer
 

@@ -41,12 +41,21 @@ Configs = Annotated[list[str], ConfigArgument]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def compose(arguments: list[str]):
-    """Files and overrides, as given on the command line, to a RunConfig."""
+def compose(arguments: list[str], quiet: bool = False):
+    """Turn files and overrides, as given on the command line, into a RunConfig.
+
+    quiet: leave the notes about renamed keys to the processes that this one starts.
+    """
     from megatron_blackmamba.config import load
 
     overrides = [a for a in arguments if "=" in a and not os.path.exists(a)]
-    return load([a for a in arguments if a not in overrides], overrides)
+    quiet |= os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
+    return load([a for a in arguments if a not in overrides], overrides, note=lambda line: _note(line, quiet))
+
+
+def _note(line: str, quiet: bool) -> None:
+    if not quiet:
+        print(f"blackmamba: {line}", file=sys.stderr, flush=True)
 
 
 def _version(wanted: bool) -> None:
@@ -108,7 +117,7 @@ def train(
 
     [dim]srun blackmamba train blackmamba_1.5b data.mixture=mixture.yaml[/dim]
     """
-    run = compose(configs)
+    run = compose(configs, quiet=nproc is not None)
     if nproc is None:
         from megatron_blackmamba.training.loop import train as train_here
 

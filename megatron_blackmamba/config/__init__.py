@@ -2,11 +2,12 @@
 
 from megatron_blackmamba.config.load import ConfigError, find, keys, load, shipped
 from megatron_blackmamba.config.model import ModelConfig
-from megatron_blackmamba.config.run import ParallelConfig, RunConfig
+from megatron_blackmamba.config.run import KernelsConfig, ParallelConfig, RunConfig
 from megatron_blackmamba.config.saved import from_saved, read_saved, to_saved, to_yaml
 
 __all__ = [
     "ConfigError",
+    "KernelsConfig",
     "ModelConfig",
     "ParallelConfig",
     "RunConfig",

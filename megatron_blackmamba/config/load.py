@@ -6,7 +6,8 @@ next file, then `a.b=c` overrides.
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -73,20 +74,31 @@ def keys() -> list[str]:
     return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
 
 
-def load(files: str | Path | Sequence[str | Path], overrides: Iterable[str] = ()) -> RunConfig:
-    """Compose a run from files (later ones win) and `a.b=c` overrides."""
+def _warn(note: str) -> None:
+    warnings.warn(note, FutureWarning, stacklevel=2)
+
+
+def load(
+    files: str | Path | Sequence[str | Path], overrides: Iterable[str] = (), note: Callable[[str], None] = _warn
+) -> RunConfig:
+    """Compose a run from files (later ones win) and `a.b=c` overrides.
+
+    note: takes a line about each key that has another name now; by default it warns.
+    """
     names = [files] if isinstance(files, (str, Path)) else list(files)
     if not names:
         raise ConfigError(f"name a config file or a shipped run: {', '.join(shipped())}")
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name in names:
-        _merge_file(find(name), merged, origin, ())
+        _merge_file(find(name), merged, origin, (), note)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"an override reads a.b=value; {override!r} does not")
-        _merge(_nested(key.split("."), _parse(value)), merged, origin, OVERRIDE, "")
+        content = _nested(key.split("."), _parse(value))
+        migrations.accept_old_names(content, OVERRIDE, note)
+        _merge(content, merged, origin, OVERRIDE, "")
     _refuse_unknown_keys(merged, origin)
     try:
         return RunConfig.model_validate(merged)
@@ -94,25 +106,31 @@ def load(files: str | Path | Sequence[str | Path], overrides: Iterable[str] = ()
         raise ConfigError(explain(error, origin)) from None
 
 
-def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...]) -> None:
+def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...], note: Callable[[str], None]) -> None:
     path = path.resolve()
     if path in above:
         raise ConfigError("configs include each other in a circle: " + " → ".join(str(p) for p in (*above, path)))
-    content = _up_to_date(read_yaml(path), path)
+    content = _up_to_date(read_yaml(path), path, note)
     includes = content.pop("include", [])
     for include in [includes] if isinstance(includes, str) else includes:
         target = path.parent / include
         if not target.is_file():
             raise ConfigError(f"{path}: include: {include}: no such file ({target})")
-        _merge_file(target, merged, origin, (*above, path))
+        _merge_file(target, merged, origin, (*above, path), note)
     for key in PATH_KEYS:
         _resolve(content, key, path.parent)
     _merge(content, merged, origin, str(path), "")
 
 
-def _up_to_date(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Migrate a file that a run saved: it has a version. One that a person wrote has none and is today's."""
-    return migrations.migrate(content, str(path)) if migrations.VERSION_KEY in content else content
+def _up_to_date(content: dict[str, Any], path: Path, note: Callable[[str], None]) -> dict[str, Any]:
+    """Migrate a file that a run saved: it has a version. One that a person wrote may use old names of keys."""
+    if migrations.VERSION_KEY in content:
+        return migrations.migrate(content, str(path))
+    try:
+        migrations.accept_old_names(content, str(path), note)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return content
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

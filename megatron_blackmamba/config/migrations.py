@@ -1,11 +1,11 @@
-"""The version of saved configs, and the changes that bring an older one up to date.
+"""Keys under older names: the version of saved configs with its changes, and the renamed keys that people still write.
 
 Checkpoints, run folders and exports save a config with the value of every key. A key that a saved config lacks did not
 exist when it was saved. It gets its default, so a new key needs no entry here if its default does what runs did before
 the key existed. A key that is renamed or removed needs one, and so does a default that changes what a run does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,14 @@ class Migration:
     change: Callable[[Content], None]
 
 
-MIGRATIONS: tuple[Migration, ...] = ()
-"""The first entry turns version 1 into version 2, and so on. Append only."""
+RENAMED = {
+    "model.linear": "kernels.linear",
+    "model.dispatcher": "kernels.dispatcher",
+    "model.scan": "kernels.scan",
+    "init.from": "start.from",
+    "init.allow": "resume.allow",
+}
+"""Old name → new name. Config files and overrides may use the old one, with a note."""
 
 
 def current_version() -> int:
@@ -52,17 +58,21 @@ def migrate(content: Content, where: str) -> Content:
     return migrated
 
 
-def rename(old: str, new: str) -> Callable[[Content], None]:
-    """Move a key, such as `init.from`, with its value."""
+def rename(names: Mapping[str, str]) -> Callable[[Content], None]:
+    """Move keys with their values, old name → new name."""
 
     def change(content: Content) -> None:
-        section, key = _section(content, old)
-        if key in section:
-            value = section.pop(key)
-            section, key = _section(content, new)
-            section[key] = value
+        for old, new in names.items():
+            _move(content, old, new)
 
     return change
+
+
+def accept_old_names(content: Content, where: str, note: Callable[[str], None]) -> None:
+    """Move the renamed keys of a config that a person wrote, in place, and note each one."""
+    for old, new in RENAMED.items():
+        if _move(content, old, new):
+            note(f"{where}: {old} is called {new} now; the old name still works.")
 
 
 def remove(name: str, meaning: Any) -> Callable[[Content], None]:
@@ -87,6 +97,27 @@ def assume(name: str, value: Any) -> Callable[[Content], None]:
     return change
 
 
+def _move(content: Content, old: str, new: str) -> bool:
+    """Move a key if it is there. Drop the section that this leaves empty."""
+    *sections, key = old.split(".")
+    path = [content]
+    for section in sections:
+        inner = path[-1].get(section)
+        if not isinstance(inner, dict):
+            return False
+        path.append(inner)
+    if key not in path[-1]:
+        return False
+    target, name = _section(content, new)
+    if name in target:
+        raise ConfigError(f"{old} and {new} are the same key: both are given. Remove {old}.")
+    target[name] = path[-1].pop(key)
+    for outer, section in zip(reversed(path[:-1]), reversed(sections), strict=True):
+        if not outer[section]:
+            del outer[section]
+    return True
+
+
 def _section(content: Content, name: str) -> tuple[Content, str]:
     *sections, key = name.split(".")
     for section in sections:
@@ -96,3 +127,9 @@ def _section(content: Content, name: str) -> tuple[Content, str]:
 
 def _copied(content: Content) -> Content:
     return {key: _copied(value) if isinstance(value, dict) else value for key, value in content.items()}
+
+
+MIGRATIONS: tuple[Migration, ...] = (
+    Migration("implementations leave model:, and init: is split by when it is read", rename(RENAMED)),
+)
+"""The first entry turns version 1 into version 2, and so on. Append only."""

@@ -77,10 +77,6 @@ class ModelConfig(Section):
     eod_reset: int | None = Field(None, ge=0)
     """Id of the end-of-document token after which state and convolution restart.
     None, as in the paper: states run across documents."""
-    linear: Literal["local", "te"] = "local"
-    """Linear layers: megatron-core's own, or Transformer Engine's under the same names (unmeasured)."""
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    scan: Literal["auto", "reference", "chunked", "cpu", "triton", "mamba_ssm"] = "auto"
     router: RouterConfig = RouterConfig()
     attention: AttentionConfig = AttentionConfig()
     init: InitConfig = InitConfig()

@@ -161,11 +161,27 @@ class LoggingConfig(Section):
     wandb_project: str = "blackmamba"
 
 
+class KernelsConfig(Section):
+    """Which implementation computes a part of the model. The numbers agree within rounding."""
+
+    linear: Literal["local", "te"] = "local"
+    """Linear layers: megatron-core's own, or Transformer Engine's under the same names (unmeasured)."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """megatron-core's exchange of tokens between the ranks that share the experts."""
+    scan: Literal["auto", "reference", "chunked", "cpu", "triton", "mamba_ssm"] = "auto"
+    """The selective scan; auto: the fastest one that works here."""
+
+
 class StartConfig(Section):
     """Where the weights come from."""
 
     from_: str | None = Field(None, alias="from")
     """A checkpoint whose weights start this run, with a fresh optimizer and schedule; not read on resume."""
+
+
+class ResumeConfig(Section):
+    """What a resumed run may change."""
+
     allow: list[str] = Field([])
     """Keys that may differ from what a resumed run's checkpoint was made with, such as optimizer.learning_rate."""
 
@@ -177,13 +193,15 @@ class RunConfig(Section):
     folder: str = "runs"
     """The run lives in FOLDER/NAME."""
     model: ModelConfig
+    kernels: KernelsConfig = KernelsConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
-    init: StartConfig = StartConfig()
+    start: StartConfig = StartConfig()
+    resume: ResumeConfig = ResumeConfig()
 
     @field_validator("name")
     @classmethod
@@ -225,16 +243,17 @@ class RunConfig(Section):
 
     def _supports_float64(self) -> None:
         """Refuse fp64 with implementations that would compute in a lower precision."""
-        model = self.model
+        kernels = self.kernels
         if self.training.precision != "fp64":
             return
-        if model.linear == "te":
-            raise ValueError("model.linear=te has no float64: training.precision=fp64 needs model.linear=local")
-        if model.scan not in ("auto", "chunked", "reference"):
+        if kernels.linear == "te":
+            raise ValueError("kernels.linear=te has no float64: training.precision=fp64 needs kernels.linear=local")
+        if kernels.scan not in ("auto", "chunked", "reference"):
             raise ValueError(
-                f"model.scan={model.scan} computes in fp32: training.precision=fp64 needs auto, chunked or reference"
+                f"kernels.scan={kernels.scan} computes in fp32:"
+                " training.precision=fp64 needs auto, chunked or reference"
             )
-        if model.router.kind == "softmax":
+        if self.model.router.kind == "softmax":
             raise ValueError(
                 "model.router.kind=softmax rounds to fp32 in megatron-core:"
                 " training.precision=fp64 needs model.router.kind=sinkhorn"

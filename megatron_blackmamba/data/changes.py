@@ -18,7 +18,7 @@ def refuse_changed_data(saved: Record, current: Record, position: int) -> None:
             f"the data is not what this run read in its first {position} samples:\n  "
             + "\n  ".join(different)
             + "\nPut it back as it was; or add what is new as a source of weight 0 with a phase that starts at sample "
-            f"{position} or later; or start a new run from these weights (init.from=CHECKPOINT)."
+            f"{position} or later; or start a new run from these weights (start.from=CHECKPOINT)."
         )
 
 

@@ -64,7 +64,7 @@ class Canonical:
             if entry.shape != shape:
                 raise InterchangeError(f"{self.source}: {name} is {_by(entry.shape)}; its config says {_by(shape)}")
             if entry.dtype not in FLOAT_TYPES:
-                advice = " Start an fp32 run from it with init.from." if entry.dtype == torch.float64 else ""
+                advice = " Start an fp32 run from it with start.from." if entry.dtype == torch.float64 else ""
                 raise InterchangeError(
                     f"{self.source}: {name} is {entry.dtype}; weights are fp32, bf16 or fp16.{advice}"
                 )

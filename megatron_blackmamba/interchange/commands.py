@@ -106,7 +106,7 @@ def import_hf(
 
     [dim]blackmamba import hf exports/blackmamba_1.5b checkpoints/start[/dim]
 
-    [dim]blackmamba train my_run.yaml init.from=checkpoints/start[/dim]
+    [dim]blackmamba train my_run.yaml start.from=checkpoints/start[/dim]
     """
     from megatron_blackmamba.interchange import convert, hf
 

@@ -57,7 +57,7 @@ def to_checkpoint(
     verify: bool = True,
     watch: Watch = ignore,
 ) -> Comparison | None:
-    """A checkpoint of ours at `out`, for `init.from`; fp16 weights become fp32 ones, which hold them exactly."""
+    """A checkpoint of ours at `out`, for `start.from`; fp16 weights become fp32 ones, which hold them exactly."""
     stored = torch.float32 if model.dtype == torch.float16 else model.dtype
     model = cast(model, dtype or stored)
     with new_folder(out) as folder:

@@ -43,7 +43,7 @@ def read(path: Path, *, verify: bool = False) -> Canonical:
 
 
 def write(model: Canonical, folder: Path) -> None:
-    """A checkpoint of weights alone, in one file: `init.from` starts any layout from it."""
+    """A checkpoint of weights alone, in one file: `start.from` starts any layout from it."""
     folder.mkdir(parents=True, exist_ok=True)
     _save(_stacked(model), folder)
     common.write(folder, {})

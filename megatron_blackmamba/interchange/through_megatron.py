@@ -45,7 +45,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
 def _run(config: ModelConfig, tokens_BS: Tensor) -> RunConfig:
     return RunConfig.model_validate(
         {
-            "model": config.model_dump() | {"linear": "local"},
+            "model": config.model_dump(),
             "data": {"sequence_length": tokens_BS.shape[1]},
             "training": {"tokens": 1, "global_batch": 1, "precision": "fp32"},
         }

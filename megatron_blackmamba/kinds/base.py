@@ -132,7 +132,7 @@ class LayerKind(ABC):
     name: ClassVar[str]
     """For messages and tables, such as "dense MLP"."""
     block: ClassVar[str]
-    """The place of a function that returns the spec of a block for a ModelConfig: "package.module:function"."""
+    """A function that returns the spec of a block for `model:` and `kernels:`, named as "package.module:function"."""
 
     routed: ClassVar[bool] = False
     """Has a `mixer.router` that sends tokens to experts."""

@@ -16,7 +16,7 @@ OPTIONAL = {
     "triton": "fused kernels on GPUs; comes with PyTorch's CUDA builds",
     "mamba-ssm": "CUDA selective scan",
     "causal-conv1d": "CUDA short convolution",
-    "transformer-engine": "model.linear: te, and fused optimizers on GPUs",
+    "transformer-engine": "kernels.linear: te, and fused optimizers on GPUs",
     "wandb": "logging.wandb",
     "lm-eval": "evaluation of an export",
 }

@@ -142,6 +142,6 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         update={
             "folder": str(Path(config.folder).resolve()),
             "data": config.data.model_copy(update={"mixture": absolute(config.data.mixture)}),
-            "init": config.init.model_copy(update={"from_": absolute(config.init.from_)}),
+            "start": config.start.model_copy(update={"from_": absolute(config.start.from_)}),
         }
     )

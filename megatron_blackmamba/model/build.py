@@ -21,7 +21,10 @@ def build(config: RunConfig, world: World) -> LanguageModel:
     seed_process(config.training.seed)
     with device.device():  # megatron-core's router names no device for its weight
         model = LanguageModel(
-            to_megatron(config), stack_spec(config.model), config.data.sequence_length, pg_collection=world.groups
+            to_megatron(config),
+            stack_spec(config.model, config.kernels),
+            config.data.sequence_length,
+            pg_collection=world.groups,
         )
     mark_linears(model)
     if device.device().type != "meta":

@@ -1,13 +1,13 @@
 """Our configuration in megatron-core's words."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megatron_blackmamba.config import ModelConfig, RunConfig
+from megatron_blackmamba.config import KernelsConfig, ModelConfig, RunConfig
 from megatron_blackmamba.kinds import kinds_in
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,9 +18,10 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float
 
 @dataclass
 class MegatronConfig(TransformerConfig):
-    """megatron-core's config, carrying the `model:` section for the modules it does not know."""
+    """megatron-core's config with the `model:` and `kernels:` sections for the modules that it does not know."""
 
     blackmamba: ModelConfig | None = None
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     recompute: str = "none"
 
     @property
@@ -50,6 +51,7 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         of_kinds |= kind.megatron(model)
     return MegatronConfig(
         blackmamba=model,
+        kernels=config.kernels,
         recompute=config.training.recompute,
         num_layers=model.layers,
         hidden_size=model.hidden_size,
@@ -73,7 +75,7 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         moe_aux_loss_coeff=model.router.aux_loss if softmax else 0.0,
         moe_router_pre_softmax=softmax or model.top_k == 1,
         moe_router_dtype="fp64" if dtype is torch.float64 else "fp32",
-        moe_token_dispatcher_type=model.dispatcher,
+        moe_token_dispatcher_type=config.kernels.dispatcher,
         moe_grouped_gemm=False,
         # The layout
         tensor_model_parallel_size=parallel.tensor,

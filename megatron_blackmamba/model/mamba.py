@@ -80,7 +80,7 @@ class MambaMixer(MegatronModule):
         self.tp_group = pg_collection.tp
         self.state_size = model.state_size
         self.dt_rank = model.dt_rank_or_default
-        self.backend = model.scan
+        self.backend = config.kernels.scan
         inner, local = model.inner_size, model.inner_size // self.tp_group.size()
 
         linear = {

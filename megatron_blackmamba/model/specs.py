@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.config import KernelsConfig, ModelConfig
 from megatron_blackmamba.kinds import LayerKind, kinds_in
 from megatron_blackmamba.model.attention import CausalAttention
 from megatron_blackmamba.model.experts import GroupedExperts
@@ -29,25 +29,25 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 
-def stack_spec(model: ModelConfig) -> ModuleSpec:
+def stack_spec(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
     """Return the spec of a model's whole stack."""
-    blocks = {kind.letter: _block_of(kind, model) for kind in kinds_in(model.pattern)}
+    blocks = {kind.letter: _block_of(kind, model, kernels) for kind in kinds_in(model.pattern)}
     return ModuleSpec(Stack, submodules=StackSubmodules(blocks, final_norm=LayerNorm))
 
 
-def mamba_block(model: ModelConfig) -> ModuleSpec:
-    column, row = linears(model.linear)
+def mamba_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
+    column, row = linears(kernels.linear)
     mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, x_proj=row, out_proj=row))
     return block(MambaBlock, mixer)
 
 
-def experts_block(model: ModelConfig) -> ModuleSpec:
+def experts_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
     router = {"sinkhorn": SinkhornRouter, "softmax": SoftmaxRouter}[model.router.kind]
     return block(ExpertsBlock, ModuleSpec(MoEMixer, submodules=MoESubmodules(router=router, experts=GroupedExperts)))
 
 
-def attention_block(model: ModelConfig) -> ModuleSpec:
-    column, row = linears(model.linear)
+def attention_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
+    column, row = linears(kernels.linear)
     mixer = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -56,8 +56,8 @@ def attention_block(model: ModelConfig) -> ModuleSpec:
     return block(AttentionBlock, mixer)
 
 
-def mlp_block(model: ModelConfig) -> ModuleSpec:
-    column, row = linears(model.linear)
+def mlp_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
+    column, row = linears(kernels.linear)
     return block(MLPBlock, ModuleSpec(DenseMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)))
 
 
@@ -74,8 +74,8 @@ def linears(kind: str) -> tuple[type, type]:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
     except ImportError as error:
         raise ValueError(
-            "model.linear=te needs Transformer Engine, which is not installed here"
-            " (pip install 'megatron-blackmamba[cuda]'); model.linear=local needs nothing"
+            "kernels.linear=te needs Transformer Engine, which is not installed here"
+            " (pip install 'megatron-blackmamba[cuda]'); kernels.linear=local needs nothing"
         ) from error
     return TEColumnParallelLinear, TERowParallelLinear
 
@@ -87,7 +87,7 @@ class DenseMLP(MLP):
         super().__init__(config, submodules, tp_group=pg_collection.tp)
 
 
-def _block_of(kind: LayerKind, model: ModelConfig) -> ModuleSpec:
+def _block_of(kind: LayerKind, model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
     """Call the kind's function, which is named because a kind's file must not import megatron-core."""
     module, _, function = kind.block.partition(":")
-    return getattr(import_module(module), function)(model)
+    return getattr(import_module(module), function)(model, kernels)

@@ -152,7 +152,7 @@ class Trainer:
             sample, left, tokens = self.progress.next_sample, self.steps_left, self.config.tokens_per_step
             self.event(events.Resumed(sample=sample, steps_left=left, tokens_per_step=tokens, changes=allowed))
         else:
-            weights = self.config.init.from_
+            weights = self.config.start.from_
             if weights:
                 self.checkpoints.load_weights(weights)
             steps, tokens = self.config.steps, self.config.tokens_per_step

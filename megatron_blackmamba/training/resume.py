@@ -14,7 +14,7 @@ FIXED = (
 )
 """Another model, other data or other optimizer state: the checkpoint does not fit."""
 BY_NAME = ("optimizer.", "training.tokens", "training.global_batch")
-"""May change from here on, if init.allow names them."""
+"""May change from here on, if resume.allow names them."""
 FREE = (
     *(
         "name",
@@ -25,9 +25,11 @@ FREE = (
         "data.verify_rate",
         "checkpoint.",
         "logging.",
-        "init.",
+        "kernels.",
+        "start.",
+        "resume.",
     ),
-    *("model.linear", "model.dispatcher", "model.scan", "training.micro_batch", "training.recompute"),
+    *("training.micro_batch", "training.recompute"),
     *(
         "training.overlap",
         "training.bucket_size",
@@ -39,7 +41,7 @@ FREE = (
 )
 """May change at any time: they decide how numbers are computed, watched and saved, not which numbers.
 
-data.mixture is a path: its content is compared on its own. init.from is read only when a run starts.
+data.mixture is a path: its content is compared on its own. start.from is read only when a run starts.
 """
 
 
@@ -57,15 +59,15 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
     if fixed:
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(fixed)}\n"
-            "Put it back as it was, or start another run (name=...) from these weights: init.from=CHECKPOINT."
+            "Put it back as it was, or start another run (name=...) from these weights: start.from=CHECKPOINT."
         )
     named = [change for change in changes if _under(change[0], BY_NAME)]
-    refused = [change for change in named if not _under(change[0], _prefixes(config.init.allow))]
+    refused = [change for change in named if not _under(change[0], _prefixes(config.resume.allow))]
     if refused:
         keys = ", ".join(change[0] for change in refused)
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(refused)}\n"
-            f"To go on with the new value from here, name it: 'init.allow=[{keys}]'."
+            f"To go on with the new value from here, name it: 'resume.allow=[{keys}]'."
         )
     return [f"{key}: {_shown(new)} from step {step + 1} on, {_shown(old)} before" for key, old, new in named]
 

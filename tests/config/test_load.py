@@ -169,8 +169,8 @@ def test_the_composed_config_printed_is_yaml_and_the_schema_knows_every_section(
 @pytest.mark.parametrize(
     "override, named",
     [
-        ("model.linear=te", "model.linear=local"),
-        ("model.scan=cpu", "auto, chunked or reference"),
+        ("kernels.linear=te", "kernels.linear=local"),
+        ("kernels.scan=cpu", "auto, chunked or reference"),
         ("model.router.kind=softmax", "model.router.kind=sinkhorn"),
     ],
 )

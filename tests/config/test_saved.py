@@ -3,7 +3,17 @@
 import pytest
 import yaml
 
-from megatron_blackmamba.config import ConfigError, from_saved, load, migrations, read_saved, shipped, to_saved, to_yaml
+from megatron_blackmamba.config import (
+    ConfigError,
+    find,
+    from_saved,
+    load,
+    migrations,
+    read_saved,
+    shipped,
+    to_saved,
+    to_yaml,
+)
 from megatron_blackmamba.config.migrations import Migration, assume, remove, rename
 
 
@@ -11,8 +21,8 @@ from megatron_blackmamba.config.migrations import Migration, assume, remove, ren
 def later(monkeypatch):
     """A later version, in which keys were renamed, removed and given another default."""
     changes = (
-        Migration("one name for both", rename("init.source", "init.from")),
-        Migration("the router's key moves", rename("training.router_start", "model.router.start")),
+        Migration("one name for both", rename({"start.source": "start.from"})),
+        Migration("the router's key moves", rename({"training.router_start": "model.router.start"})),
         Migration("every run does that now", remove("training.fast", meaning=True)),
         Migration("the default changed from 0.9 to 0.95", assume("optimizer.beta2", 0.9)),
     )
@@ -43,25 +53,28 @@ def test_a_missing_key_has_its_default():
 
 def test_every_migration_since_the_saved_version_applies(later):
     content = old(
-        init={"from": None, "source": "runs/a"}, training={"router_start": "uniform"}, optimizer={"beta2": None}
+        start={"from": None, "source": "runs/a"},
+        training={"router_start": "uniform"},
+        model={"router": {}},
+        optimizer={"beta2": None},
     )
     run = from_saved(content, "here")
-    assert (run.init.from_, run.model.router.start, run.optimizer.beta2) == ("runs/a", "uniform", 0.9)
-    assert "source" in content["init"]  # what was read is left as it was
+    assert (run.start.from_, run.model.router.start, run.optimizer.beta2) == ("runs/a", "uniform", 0.9)
+    assert "source" in content["start"]  # what was read is left as it was
 
 
 def test_migrations_before_the_saved_version_do_not_apply(later):
     content = old(optimizer={"beta2": None})
     assert from_saved({"version": 4, **content}, "here").optimizer.beta2 == 0.9
     assert from_saved({"version": 5, **content}, "here").optimizer.beta2 == 0.95
-    with pytest.raises(ConfigError, match=r"'init.source' is unknown"):
-        from_saved({"version": 2, **old(init={"source": "runs/a"})}, "here")
+    with pytest.raises(ConfigError, match=r"'start.source' is unknown"):
+        from_saved({"version": 2, **old(start={"source": "runs/a"})}, "here")
 
 
 def test_a_file_with_a_version_is_migrated(later, tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({"version": 1, **old(init={"from": None, "source": "runs/a"})}))
-    assert load(path).init.from_ == "runs/a"
+    path.write_text(yaml.safe_dump({"version": 1, **old(start={"from": None, "source": "runs/a"})}))
+    assert load(path).start.from_ == "runs/a"
     path.write_text(yaml.safe_dump(old(optimizer={"beta2": None})))
     assert load(path).optimizer.beta2 == 0.95  # no version: a person wrote it, for today's defaults
 
@@ -75,8 +88,11 @@ def test_a_removed_key_with_another_meaning_is_refused(later):
 def test_a_newer_config_is_refused_with_the_way_out(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"version": 99, **old()}))
+    newest = migrations.current_version()
     for read in (load, read_saved):
-        with pytest.raises(ConfigError, match=r"config.yaml: a newer megatron-.*version 99.*reads up to 1.*Upgrade"):
+        with pytest.raises(
+            ConfigError, match=rf"config.yaml: a newer megatron-.*version 99.*reads up to {newest}.*Upgrade"
+        ):
             read(path)
     with pytest.raises(ConfigError, match=r"here: 'training.warp' is unknown to megatron-blackmamba .*newer version"):
         from_saved(old(training={"warp": 9}), "here")
@@ -92,3 +108,42 @@ def test_nonsense_is_refused_in_words(content):
 def test_values_that_no_run_can_have_name_the_key():
     with pytest.raises(ConfigError, match=r"here: optimizer.beta1=2"):
         from_saved(old(optimizer={"beta1": 2}), "here")
+
+
+def as_version_1(content):
+    """Give a saved config the names of keys that version 1 wrote."""
+    kernels, start, resume = (content.pop(name) for name in ("kernels", "start", "resume"))
+    return content | {"model": content["model"] | kernels, "init": start | resume}
+
+
+def test_old_names_in_a_saved_config_are_read_silently(tmp_path, recwarn):
+    changed = ["kernels.scan=chunked", "kernels.linear=te", "start.from=runs/a", "resume.allow=[optimizer]"]
+    run = load("tiny", changed)
+    saved = as_version_1(run.model_dump(mode="json", by_alias=True))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"version": 1, **saved}))
+    assert from_saved(saved, "here") == read_saved(path) == load(path) == run
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("old, new", migrations.RENAMED.items())
+def test_an_old_name_is_read_with_one_note(old, new, tmp_path):
+    value = {"dispatcher": "allgather", "linear": "te", "scan": "cpu", "from": "runs/a", "allow": ["optimizer"]}
+    section, key = old.split(".")
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"include": str(find("tiny")), section: {key: value[key]}}))
+    written = yaml.safe_dump(value[key], default_flow_style=True).removesuffix("\n...\n").strip()
+    expected = load("tiny", [f"{new}={written}"])
+    for files, overrides, where in ((path, [], str(path)), ("tiny", [f"{old}={written}"], "the command line")):
+        notes = []
+        assert load(files, overrides, notes.append) == expected
+        assert notes == [f"{where}: {old} is called {new} now; the old name still works."]
+    with pytest.warns(FutureWarning, match=new):
+        load(path)
+
+
+def test_both_names_of_a_key_in_one_file_are_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"include": str(find("tiny")), "init": {"from": "a"}, "start": {"from": "b"}}))
+    with pytest.raises(ConfigError, match=r"mine.yaml: init.from and start.from are the same key.*Remove init.from"):
+        load(path)

@@ -49,7 +49,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "etp2": (2, ["parallel.tensor=2", "parallel.expert_tensor=2"]),
     "tp2_ep2": (4, ["parallel.tensor=2", "parallel.expert=2"]),
     "tp2_pp2": (4, ["parallel.tensor=2", "parallel.expert_tensor=2", "parallel.pipeline=2"]),
-    "allgather": (2, ["parallel.expert=2", "model.dispatcher=allgather"]),
+    "allgather": (2, ["parallel.expert=2", "kernels.dispatcher=allgather"]),
     "recompute": (2, ["parallel.expert=2", "training.recompute=layers"]),
     "bf16_solo": (1, BF16),
     "bf16_ep2": (2, [*BF16, "parallel.expert=2"]),

@@ -51,14 +51,14 @@ class RunningMean(LayerKind):
         return RunningMeanDecoding()
 
 
-def block(model):
+def block(model, kernels):
     from megatron_blackmamba.model import specs
     from megatron_blackmamba.model.stack import Block
 
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-    column, row = specs.linears(model.linear)
+    column, row = specs.linears(kernels.linear)
 
     class Mixer(MegatronModule):
         def __init__(self, config, layer_number, pg_collection):

@@ -146,7 +146,7 @@ echo $job
 def test_submitting_writes_all_before_sbatch_runs(tmp_path, recording_sbatch, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("weights").mkdir()
-    config = load("tiny", ["folder=runs", "init.from=weights"])
+    config = load("tiny", ["folder=runs", "start.from=weights"])
     launched = submit(config, JobRequest(nodes=1, gpus_per_node=2, chain=2))
     assert launched.jobs == ("41", "42")
     folder = tmp_path / "runs/tiny/launch/001"
@@ -158,7 +158,7 @@ def test_submitting_writes_all_before_sbatch_runs(tmp_path, recording_sbatch, mo
         assert {str(folder / name) for name in needed} <= set(call)
     written = load(str(folder / "config.yaml"))
     assert written.folder == str(tmp_path / "runs")
-    assert written.init.from_ == str(tmp_path / "weights")
+    assert written.start.from_ == str(tmp_path / "weights")
     assert (folder / "job.sbatch").read_text() == launched.script
     assert f"CODE={folder}/code\n" in launched.script
     assert launched.run.logs.is_dir()

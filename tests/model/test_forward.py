@@ -64,7 +64,7 @@ def test_agrees_with_the_reference(build, activation, eod_reset, precision, tole
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_every_scan_gives_the_same_model(build, backend):
     released = tiny(eod_reset=0)
-    model = load_released(build(*as_overrides(released.config), f"model.scan={backend}"), released.weights)
+    model = load_released(build(*as_overrides(released.config), f"kernels.scan={backend}"), released.weights)
     assert furthest(logits(model, TOKENS), forward(released.weights, released.config, TOKENS).logits_SV) < FP32
 
 

@@ -146,7 +146,7 @@ def test_failures_before_the_first_save_requeue_the_job(slurm, blackmamba):
 def test_a_training_that_is_refused_is_not_started_again(slurm, blackmamba, tmp_path):
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/requeue").touch()  # left by an earlier job
-    run, (job,) = launch(blackmamba, "tiny", f"init.from={tmp_path}/nowhere")
+    run, (job,) = launch(blackmamba, "tiny", f"start.from={tmp_path}/nowhere")
     ended = slurm.wait(job, log_of(run, job))
     text = log_of(run, job).read_text()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), text

@@ -127,4 +127,4 @@ def test_every_optimizer_key_is_tried_or_refused():
     before = load("tiny").model_dump(mode="json", by_alias=True)
     for key, value in REFUSED.items():
         with pytest.raises(ResumeError, match=rf"optimizer\.{key}"):
-            refuse_changes(before, load("tiny", [f"optimizer.{key}={value}", "init.allow=[optimizer]"]), step=5)
+            refuse_changes(before, load("tiny", [f"optimizer.{key}={value}", "resume.allow=[optimizer]"]), step=5)

@@ -44,6 +44,6 @@ def test_a_line_says_that_a_step_was_skipped_and_why_its_loss_is_missing():
 def test_brackets_in_a_message_are_text_not_markup():
     text = io.StringIO()
     display = Display(load("tiny"), Console(file=text, force_terminal=False))
-    problem = LoggingProblem(problem="init.allow=[optimizer.learning_rate]")
+    problem = LoggingProblem(problem="resume.allow=[optimizer.learning_rate]")
     display.event(problem, datetime.now())
-    assert "init.allow=[optimizer.learning_rate]" in text.getvalue()
+    assert "resume.allow=[optimizer.learning_rate]" in text.getvalue()

@@ -30,19 +30,26 @@ def test_another_model_or_other_data_is_refused_by_key_with_both_values(override
         resumed(override)
     message = str(error.value)
     assert override.split("=")[0] in message and old in message and new in message
-    assert "step 50" in message and "init.from" in message
+    assert "step 50" in message and "start.from" in message
 
 
 def test_a_changed_learning_rate_is_refused_until_it_is_named():
-    with pytest.raises(ResumeError, match=r"init\.allow=\[optimizer\.learning_rate\]"):
+    with pytest.raises(ResumeError, match=r"resume\.allow=\[optimizer\.learning_rate\]"):
         resumed("optimizer.learning_rate=1e-3")
-    allowed = resumed("optimizer.learning_rate=1e-3", "init.allow=[optimizer.learning_rate]")
+    allowed = resumed("optimizer.learning_rate=1e-3", "resume.allow=[optimizer.learning_rate]")
     assert allowed == ["optimizer.learning_rate: 0.001 from step 51 on, 0.003 before"]
 
 
 RULES = {
     "fixed": (
-        *("model.pattern", "model.vocab_size", "model.hidden_size", "model.state_size", "model.conv_kernel"),
+        *(
+            "model.pattern",
+            "model.arrangement",
+            "model.vocab_size",
+            "model.hidden_size",
+            "model.state_size",
+            "model.conv_kernel",
+        ),
         *("model.expand", "model.dt_rank", "model.experts", "model.top_k", "model.expert_hidden_size"),
         *("model.mlp_hidden_size", "model.activation", "model.norm_eps", "model.tie_embeddings", "model.eod_reset"),
         *("model.router.kind", "model.router.iterations", "model.router.temperature", "model.router.start"),
@@ -59,11 +66,11 @@ RULES = {
         *("training.guard.replicas_every", "training.guard.slow_ratio", "training.guard.slow_steps"),
         *("training.guard.max_bad_steps", "training.guard.hang_seconds", "checkpoint.every", "checkpoint.keep_last"),
         *("checkpoint.keep_every", "checkpoint.asynchronous", "checkpoint.retry_every", "checkpoint.if_damaged"),
-        *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "init.from", "init.allow"),
+        *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "start.from", "resume.allow"),
     ),
     "free, the losses agree within rounding": (
         *("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor"),
-        *("training.micro_batch", "model.linear", "model.dispatcher", "model.scan", "training.deterministic"),
+        *("training.micro_batch", "kernels.linear", "kernels.dispatcher", "kernels.scan", "training.deterministic"),
     ),
     "free, with the effect that the docs describe": (
         *("data.mixture", "training.stop_after_steps", "training.guard.spike", "training.guard.spike_deviations"),
@@ -91,7 +98,7 @@ def test_a_changed_key_follows_its_rule(rule, key):
         return
     with pytest.raises(ResumeError, match=rf"{key}=another value, and now it is"):
         refuse_changes(before, load("tiny"), step=50)
-    named = load("tiny", [f"init.allow=[{key}]"])
+    named = load("tiny", [f"resume.allow=[{key}]"])
     if rule == "by name":
         assert len(refuse_changes(before, named, step=50)) == 1
     else:
@@ -100,7 +107,7 @@ def test_a_changed_key_follows_its_rule(rule, key):
 
 
 def test_naming_a_section_allows_all_of_it_and_nothing_beside_it():
-    changes = ["optimizer.learning_rate=1e-3", "optimizer.beta2=0.9", "init.allow=[optimizer]"]
+    changes = ["optimizer.learning_rate=1e-3", "optimizer.beta2=0.9", "resume.allow=[optimizer]"]
     assert len(resumed(*changes)) == 2
     with pytest.raises(ResumeError, match=r"training\.tokens"):
         resumed(*changes, "training.tokens=4096000")
@@ -108,7 +115,7 @@ def test_naming_a_section_allows_all_of_it_and_nothing_beside_it():
 
 def test_what_is_fixed_cannot_be_allowed():
     with pytest.raises(ResumeError, match=r"model\.hidden_size"):
-        resumed("model.hidden_size=128", "init.allow=[model.hidden_size]")
+        resumed("model.hidden_size=128", "resume.allow=[model.hidden_size]")
 
 
 @pytest.mark.parametrize(
@@ -121,8 +128,8 @@ def test_what_is_fixed_cannot_be_allowed():
         "training.guard.spike=rewind",
         "checkpoint.every=3",
         "training.stop_after_steps=60",
-        "model.scan=reference",
-        "model.linear=te",
+        "kernels.scan=reference",
+        "kernels.linear=te",
         "logging.tensorboard=false",
     ],
 )

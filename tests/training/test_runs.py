@@ -80,7 +80,7 @@ def test_keys_that_may_change_freely_leave_the_losses_alone(forks, half, copy_of
         *("training.guard.replicas_every=3", "training.guard.slow_ratio=2", "training.guard.slow_steps=2"),
         *("checkpoint.every=3", "checkpoint.keep_last=1", "checkpoint.keep_every=4", "checkpoint.asynchronous=false"),
         *("checkpoint.retry_every=2", "checkpoint.if_damaged=stop", "logging.tensorboard=true"),
-        *("logging.wandb_project=other", "init.from=nowhere", "init.allow=[optimizer]"),
+        *("logging.wandb_project=other", "start.from=nowhere", "resume.allow=[optimizer]"),
     ]
     jobs = [forks.run(copy_of_half, [*ON_TWO, until, *changed]), forks.run(other, [*ON_TWO, until])]
     assert [job.wait() for job in jobs] == [[0, 0], [0, 0]], jobs[0].output()
@@ -119,7 +119,7 @@ def test_another_model_is_refused_and_the_run_left_as_it_was(forks, copy_of_half
 def test_a_learning_rate_changed_by_name_acts_from_the_next_step_on(forks, copy_of_half):
     changed = [*ON_TWO, "optimizer.learning_rate=6e-4", "optimizer.decay=constant", "training.stop_after_steps=12"]
     assert forks.run(copy_of_half, changed).wait() == [1, 1]
-    job = forks.run(copy_of_half, [*changed, "init.allow=[optimizer]"])
+    job = forks.run(copy_of_half, [*changed, "resume.allow=[optimizer]"])
     assert job.wait() == [0, 0], job.output()
     rates = [record["learning_rate"] for record in metrics(copy_of_half)]
     assert rates[9] > 2e-3 and rates[10:] == [6e-4, 6e-4]
@@ -127,7 +127,12 @@ def test_a_learning_rate_changed_by_name_acts_from_the_next_step_on(forks, copy_
 
 
 def test_a_global_batch_changed_by_name_trains_the_tokens_that_are_left_and_ends_as_a_run_ends(forks, copy_of_half):
-    larger = [*ON_TWO, "training.global_batch=48", "init.allow=[training.global_batch]", "training.evaluate_every=1000"]
+    larger = [
+        *ON_TWO,
+        "training.global_batch=48",
+        "resume.allow=[training.global_batch]",
+        "training.evaluate_every=1000",
+    ]
     job = forks.run(copy_of_half, [*larger, "training.evaluate_batches=1"])
     assert job.wait() == [0, 0], job.output()
     records, run = metrics(copy_of_half), RunFolder(copy_of_half / "run")
@@ -141,7 +146,7 @@ def test_a_global_batch_changed_by_name_trains_the_tokens_that_are_left_and_ends
 
 
 def test_weights_of_another_run_start_a_new_one_at_step_one_with_a_fresh_optimizer(forks, half, tmp_path):
-    job = forks.run(tmp_path, [*SMALL, f"init.from={half / 'run'}", "training.stop_after_steps=2"], ranks=1)
+    job = forks.run(tmp_path, [*SMALL, f"start.from={half / 'run'}", "training.stop_after_steps=2"], ranks=1)
     assert job.wait() == [0], job.output()
     first, fresh = metrics(tmp_path)[0], metrics(half)[0]
     assert first["step"] == 1 and first["learning_rate"] == fresh["learning_rate"]
