@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
 LAYERS = [
-    {"config", "kinds", "tokenizer", "formats", "ops", "hf"},
+    {"config", "kinds", "optimizers", "tokenizer", "formats", "ops", "hf"},
     {"runtime"},
     {"model", "data"},
     {"checkpoint"},
@@ -80,12 +80,12 @@ def test_modeling_files_import_only_ops():
 
 
 def test_ops_and_kinds_do_not_import_megatron():
-    for path in [*files_of(PACKAGE / "ops"), *files_of(PACKAGE / "kinds")]:
+    for path in [path for package in ("ops", "kinds", "optimizers") for path in files_of(PACKAGE / package)]:
         assert not any(name.split(".")[0] == "megatron" for name in imported(path)), path
 
 
 def test_kinds_import_torch_only_inside_methods():
-    for path in files_of(PACKAGE / "kinds"):
+    for path in [*files_of(PACKAGE / "kinds"), *files_of(PACKAGE / "optimizers")]:
         assert not any(name.split(".")[0] == "torch" for name in imported(path, at_import=True)), path
 
 

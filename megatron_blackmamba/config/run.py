@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import kinds, optimizers
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.model import ModelConfig
 
@@ -51,8 +51,10 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam with decoupled weight decay, on megatron-core's distributed optimizer."""
+    """The update of the weights."""
 
+    kind: str = "adamw"
+    """adamw: Adam with decoupled weight decay (the paper's). sgd: gradient descent with momentum."""
     learning_rate: float = Field(2e-4, gt=0)
     min_learning_rate: float = Field(2e-5, ge=0)
     warmup_fraction: float = Field(0.01, ge=0, lt=1)
@@ -61,11 +63,19 @@ class OptimizerConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.9, gt=0, lt=1)
+    """Part of the last update that the next one keeps, for sgd."""
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 switches clipping off."""
     distributed: bool = True
     """Shard the optimizer state over the data-parallel group."""
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> "OptimizerConfig":
+        if problems := optimizers.problems(self):
+            raise ValueError(" ".join(problems))
+        return self
 
     @model_validator(mode="after")
     def _minimum(self) -> "OptimizerConfig":

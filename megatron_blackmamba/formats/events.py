@@ -78,7 +78,7 @@ class Resumed(Event):
     steps_left: int
     tokens_per_step: int
     changes: Sequence[str] = field(default_factory=list)
-    """Changes of the config that init.allow permits by name."""
+    """Changes of the config that resume.allow permits by name."""
 
     @property
     def text(self) -> str:

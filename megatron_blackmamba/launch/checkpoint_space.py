@@ -29,9 +29,11 @@ def judge(folder: Path, config: RunConfig, thresholds: Thresholds) -> Iterator[F
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the size of the weights, and of Adam's moments and main weights in full precision."""
+    """Return the size of the weights, and of the optimizer's state and main weights in full precision."""
+    from megatron_blackmamba import optimizers
     from megatron_blackmamba.plan import memory, parameters
 
     whole = memory.state_of(config.model_copy(update={"parallel": ParallelConfig()}), world_size=1, rank=0)
     full = 8 if config.training.precision == "fp64" else 4
-    return whole.weights + 3 * full * parameters.count(config).total
+    copies = len(optimizers.kind_of(config.optimizer.kind).state) + config.optimizer.distributed
+    return whole.weights + copies * full * parameters.count(config).total

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.kinds import LayerKind, kind_of
 from megatron_blackmamba.model import build
 from megatron_blackmamba.model.stack import layers_of_stage
+from megatron_blackmamba.optimizers import OptimizerKind
 from megatron_blackmamba.plan.activations import Activations
 from megatron_blackmamba.runtime import layout, world
 from megatron_blackmamba.runtime.reduction import reduction
@@ -70,16 +72,17 @@ def _state_of(described: str, world_size: int, rank: int) -> State:
         reduced = DistributedDataParallel(model.config, reduction(config, us.data_size), model)
         buffers = reduced.buffers + reduced.expert_parallel_buffers
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+        kind = optimizers.kind_of(config.optimizer.kind)
         if config.optimizer.distributed:
             weights = sum(buffer.param_data.nbytes for buffer in buffers)
-            optimizer = sum(_shard_bytes(buffer) for buffer in buffers)
+            optimizer = sum(_shard_bytes(buffer, kind) for buffer in buffers)
         else:
             weights = sum(parameter.nbytes for parameter in model.parameters())
-            optimizer = sum(p.numel() * _optimizer_bytes(p.dtype) for p in model.parameters())
+            optimizer = sum(p.numel() * _optimizer_bytes(p.dtype, kind) for p in model.parameters())
     return State(weights, gradients, optimizer)
 
 
-def _shard_bytes(buffer: Any) -> int:
+def _shard_bytes(buffer: Any, kind: OptimizerKind) -> int:
     """Optimizer state of this rank's part of a buffer: the parameters in its part of every bucket, not the padding."""
     ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
     numbers = 0
@@ -88,7 +91,7 @@ def _shard_bytes(buffer: Any) -> int:
         size = bucket.grad_data.numel() // ranks
         first = bucket.offset + rank * size
         numbers += max(0, min(end, first + size) - max(start, first))
-    return numbers * _optimizer_bytes(buffer.param_dtype)
+    return numbers * _optimizer_bytes(buffer.param_dtype, kind)
 
 
 def _ranges(buffer: Any) -> Iterator[tuple[int, int]]:
@@ -96,10 +99,10 @@ def _ranges(buffer: Any) -> Iterator[tuple[int, int]]:
         yield entry[0], entry[1]
 
 
-def _optimizer_bytes(dtype: torch.dtype) -> int:
-    """Adam's two moments of one weight in full precision, and the fp32 copy of a 16-bit weight."""
+def _optimizer_bytes(dtype: torch.dtype, kind: OptimizerKind) -> int:
+    """Return the bytes of one weight's state in full precision, and of the fp32 copy of a 16-bit weight."""
     full = torch.promote_types(dtype, torch.float32)
-    return full.itemsize * (2 if dtype == full else 3)
+    return full.itemsize * (len(kind.state) + (dtype != full))
 
 
 def fullest(config: RunConfig, world_size: int, device: str = "cuda") -> tuple[Memory, int]:

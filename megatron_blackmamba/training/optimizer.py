@@ -1,16 +1,25 @@
 """A model made trainable: megatron-core's gradient reduction around it, and its optimizer over it."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from unittest import mock
 
+import torch
+
+from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.config.run import OptimizerConfig as Settings
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.model.sharding import NO_DECAY
+from megatron_blackmamba.optimizers import OptimizerKind
 from megatron_blackmamba.runtime.reduction import reduction
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.gathering import FirstForward
 
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import (
     DistributedDataParallel,
     finalize_model_grads,
@@ -53,25 +62,25 @@ def make_trainable(config: RunConfig, model: LanguageModel, world: World) -> Tra
     reduced = DistributedDataParallel(model.config, how, model)
     _count_padding(reduced)
     settings = config.optimizer
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=settings.learning_rate,
-            min_lr=settings.min_learning_rate,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.eps,
-            clip_grad=settings.clip,
-            bf16=model.config.bf16,
-            params_dtype=model.config.params_dtype,
-            use_distributed_optimizer=how.use_distributed_optimizer,
-            overlap_param_gather=how.overlap_param_gather,
-        ),
-        [reduced],
-        config_overrides={ParamKey(attr=NO_DECAY): ParamGroupOverride(wd_mult=0.0)},
-        use_gloo_process_groups=False,
-    )
+    kind = optimizers.kind_of(settings.kind)
+    with _built_by(kind, settings):
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                lr=settings.learning_rate,
+                min_lr=settings.min_learning_rate,
+                weight_decay=settings.weight_decay,
+                clip_grad=settings.clip,
+                bf16=model.config.bf16,
+                params_dtype=model.config.params_dtype,
+                use_distributed_optimizer=how.use_distributed_optimizer,
+                overlap_param_gather=how.overlap_param_gather,
+                **kind.megatron(settings),
+            ),
+            [reduced],
+            config_overrides={ParamKey(attr=NO_DECAY): ParamGroupOverride(wd_mult=0.0)},
+            use_gloo_process_groups=False,
+        )
+    _know_first_state(optimizer, kind)
     _refuse_non_finite(optimizer)
     _number_as_stored(optimizer)
     _forget_rates(optimizer)
@@ -86,6 +95,19 @@ def make_trainable(config: RunConfig, model: LanguageModel, world: World) -> Tra
     return Trainable(model, reduced, optimizer)
 
 
+@contextmanager
+def _built_by(kind: OptimizerKind, settings: Settings) -> Iterator[None]:
+    """Have megatron-core wrap the kind's own optimizer, if it has one, where it would build its SGD."""
+
+    def build(groups: list[dict], lr: float, weight_decay: float, momentum: float) -> torch.optim.Optimizer:
+        own = kind.build(groups, settings)
+        return built_in(groups, lr=lr, weight_decay=weight_decay, momentum=momentum) if own is None else own
+
+    built_in = megatron_optimizer.SGD
+    with mock.patch.object(megatron_optimizer, "SGD", build):
+        yield
+
+
 def _count_padding(reduced: DistributedDataParallel) -> None:
     """Have checkpoints find the optimizer's state of each parameter where it lies in its buffer.
 
@@ -96,6 +118,20 @@ def _count_padding(reduced: DistributedDataParallel) -> None:
         buffer.numel_unpadded = buffer.numel
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
+
+
+def _know_first_state(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+    """Make the state of kinds for which megatron-core cannot: for loading, and for saving before the first update."""
+
+    def fill(inner: torch.optim.Optimizer, _: object = None) -> None:
+        for group in inner.param_groups:
+            for weight in group["params"]:
+                if not inner.state[weight]:
+                    inner.state[weight].update(kind.first_state(weight))
+
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.init_state_fn is None:
+            part.init_state_fn = fill
 
 
 def _refuse_non_finite(optimizer: MegatronOptimizer) -> None:

@@ -13,6 +13,7 @@ ABOVE_ZERO = [
     "model.norm_eps",
     "optimizer.learning_rate",
     "optimizer.eps",
+    "optimizer.momentum",
     "training.guard.spike_deviations",
     "training.guard.hang_seconds",
 ]
@@ -72,6 +73,7 @@ BOUNDS = [
     ("model.eod_reset", 511, 512),
     ("optimizer.warmup_fraction", 0.999, 1),
     ("optimizer.beta1", 0.999, 1),
+    ("optimizer.momentum", 0.999, 1),
     ("optimizer.beta2", 0.999, 1),
     ("training.guard.spike_window", 8, 7),
     ("training.guard.max_spikes", 2, 1),
@@ -82,7 +84,9 @@ BOUNDS = [
 
 @pytest.mark.parametrize("key, good, bad", BOUNDS, ids=[f"{key}={bad}" for key, _, bad in BOUNDS])
 def test_first_value_out_of_bounds_is_refused(key, good, bad):
-    fitting = ["optimizer.min_learning_rate=0", "training.micro_batch=1"]  # so that no other key is in the way
+    fitting = ["optimizer.min_learning_rate=0", "training.micro_batch=1"]
+    if key == "optimizer.momentum":
+        fitting += ["optimizer.kind=sgd", "optimizer.distributed=false"]  # so that no other key is in the way
     load("tiny", [*fitting, f"{key}={good}"])
     with pytest.raises(ConfigError, match=rf"{key}={bad}".replace("[", r"\[")):
         load("tiny", [*fitting, f"{key}={bad}"])

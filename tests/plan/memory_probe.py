@@ -26,6 +26,7 @@ MORE = {
     "layers": (1, "wide", ["training.recompute=layers"]),
     "experts": (1, "wide", ["training.recompute=experts"]),
     "whole_optimizer": (2, "wide", ["optimizer.distributed=false"]),
+    "sgd": (2, "wide", ["optimizer.kind=sgd", "optimizer.distributed=false"]),
     "float64": (2, "wide", ["training.precision=fp64"]),
     "parallel": (1, "wide", PARALLEL),
     "parallel_layers": (1, "wide", [*PARALLEL, "training.recompute=layers"]),

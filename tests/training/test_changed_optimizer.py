@@ -27,13 +27,17 @@ CHANGES = {
     "beta1": 0.5,
     "beta2": 0.5,
     "eps": 0.1,
+    "momentum": 0.5,
     "weight_decay": 0.5,
     "clip": 0.01,
 }
-REFUSED = {"distributed": False}
+REFUSED = {"distributed": False, "kind": "sgd"}
 BEFORE, AFTER = 3, 3
-KINDS = {"bf16": ["training.precision=bf16"], "whole": ["training.precision=fp32", "optimizer.distributed=false"]}
-EACH = [*(("bf16", key) for key in CHANGES), *(("whole", key) for key in ("beta1", "beta2", "eps"))]
+WHOLE = ["training.precision=fp32", "optimizer.distributed=false"]
+KINDS = {"bf16": ["training.precision=bf16"], "whole": WHOLE, "sgd": [*WHOLE, "optimizer.kind=sgd"]}
+OF_SGD = ("momentum", "learning_rate", "weight_decay")
+EACH = [*(("bf16", key) for key in CHANGES if key != "momentum")]
+EACH += [*(("whole", key) for key in ("beta1", "beta2", "eps")), *(("sgd", key) for key in OF_SGD)]
 
 
 class Run:
@@ -80,7 +84,10 @@ class Run:
         for part in getattr(self.trainable.optimizer, "chained_optimizers", [self.trainable.optimizer]):
             part.config.clip_grad = settings.clip
             for group in part.param_groups:
-                group["betas"], group["eps"] = (settings.beta1, settings.beta2), settings.eps
+                if settings.kind == "sgd":
+                    group["momentum"] = settings.momentum
+                else:
+                    group["betas"], group["eps"] = (settings.beta1, settings.beta2), settings.eps
         self.schedule = Schedule(config, self.trainable.optimizer)
         return self
 
@@ -127,4 +134,5 @@ def test_every_optimizer_key_is_tried_or_refused():
     before = load("tiny").model_dump(mode="json", by_alias=True)
     for key, value in REFUSED.items():
         with pytest.raises(ResumeError, match=rf"optimizer\.{key}"):
-            refuse_changes(before, load("tiny", [f"optimizer.{key}={value}", "resume.allow=[optimizer]"]), step=5)
+            changed = [f"optimizer.{key}={value}", "optimizer.distributed=false", "resume.allow=[optimizer]"]
+            refuse_changes(before, load("tiny", changed), step=5)

@@ -1,0 +1,23 @@
+"""Adam with decoupled weight decay: two moments a weight.
+
+megatron-core takes Transformer Engine's or Apex's FusedAdam. Without them the patch `adam` gives it `runtime/adam.py`.
+"""
+
+from megatron_blackmamba.optimizers.base import OptimizerKind
+
+
+class AdamW(OptimizerKind):
+    """`optimizer.kind: adamw`, the default."""
+
+    name = "adamw"
+    keys = ("beta1", "beta2", "eps")
+    state = ("exp_avg", "exp_avg_sq")
+    sharding = True
+
+    def megatron(self, settings):
+        return {
+            "optimizer": "adam",
+            "adam_beta1": settings.beta1,
+            "adam_beta2": settings.beta2,
+            "adam_eps": settings.eps,
+        }

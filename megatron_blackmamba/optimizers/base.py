@@ -1,0 +1,52 @@
+"""The questions that an optimizer kind answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_blackmamba.config.run import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Cannot:
+    """The answer of a kind that does not support something, with the reason as users read it."""
+
+    reason: str
+
+
+class OptimizerKind(ABC):
+    """An optimizer: what it is called, reads, keeps and saves.
+
+    Learning rate, schedule, weight decay and clipping belong to every kind. Nothing here may import torch or
+    megatron-core at its top: the config reads these files too.
+    """
+
+    name: ClassVar[str]
+    """The value of optimizer.kind."""
+    keys: ClassVar[tuple[str, ...]]
+    """Keys of `optimizer:` that only some kinds read, such as ("beta1", "beta2"). A kind that does not read a key
+    refuses another value than its default."""
+    state: ClassVar[tuple[str, ...]]
+    """Tensors it keeps of each weight, in full precision and of the weight's shape, named as in a checkpoint."""
+    sharding: ClassVar[bool | Cannot]
+    """True where megatron-core's distributed optimizer can hold this state (optimizer.distributed=true)."""
+
+    @abstractmethod
+    def megatron(self, settings: OptimizerConfig) -> dict[str, Any]:
+        """Return the fields of megatron-core's OptimizerConfig that choose and set it; "sgd" for one built here."""
+
+    def build(self, groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer | None:
+        """Return the optimizer of a kind that megatron-core does not have; None: megatron-core builds it."""
+        return None
+
+    def first_state(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the state of a weight before its first update."""
+        import torch
+
+        return {name: torch.zeros_like(weight.data) for name in self.state}

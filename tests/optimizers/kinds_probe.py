@@ -1,0 +1,64 @@
+"""Runs under optimizer kinds: trained, stopped, resumed on the same and on another layout, and planned.
+
+`python -m tests.optimizers.kinds_probe FOLDER`: imports once, forks the ranks, and prints what they found as JSON.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+from megatron_blackmamba import optimizers
+from megatron_blackmamba.config import load
+from megatron_blackmamba.plan import memory
+from tests.optimizers.lion import Lion
+from tests.plan.memory_probe import measure
+from tests.runtime.ranks import fork_ranks
+
+optimizers.register(Lion)
+STEPS = 6
+RUN = ["model.pattern=ME", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
+RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "training.precision=fp64"]
+RUN += ["optimizer.distributed=false", "optimizer.min_learning_rate=0"]
+KINDS = {
+    "sgd": ["optimizer.kind=sgd", "optimizer.learning_rate=0.3"],
+    "lion": ["optimizer.kind=lion", "optimizer.learning_rate=1e-3"],
+}
+HALF = "training.stop_after_steps=3"
+OTHER = "parallel.tensor=2"
+
+
+def trained(folder: Path, name: str, *overrides: str) -> None:
+    from megatron_blackmamba.training.loop import train
+
+    train(load("tiny", [*RUN, f"folder={folder}", f"name={name}", *overrides]))
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def held(kind: str) -> dict[str, list[int]]:
+    """Bytes of the optimizer's state as measured and as planned."""
+    overrides = [*RUN, "training.precision=fp32", *KINDS[kind]]
+    measured = fork_ranks(1, partial(measure, overrides))[0]
+    assert "error" not in measured, measured
+    return {"bytes": [measured["answer"]["optimizer"], memory.state_of(load("tiny", overrides), 1, 0).optimizer]}
+
+
+def main(folder: Path) -> dict:
+    found = {}
+    for kind, how in KINDS.items():
+        jobs = [(1, "whole", []), (1, "again", [HALF]), (1, "again", [])]
+        if kind == "sgd":
+            jobs += [(2, "resharded", [OTHER, HALF]), (1, "resharded", [])]
+        for ranks, name, overrides in jobs:
+            answers = fork_ranks(ranks, partial(trained, folder, f"{kind}_{name}", *how, *overrides))
+            assert not any("error" in answer for answer in answers), answers
+        found[kind] = {name: losses(folder, f"{kind}_{name}") for _, name, _ in jobs} | held(kind)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))
