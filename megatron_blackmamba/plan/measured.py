@@ -1,11 +1,10 @@
 """The MFU to plan with: a number, or what a run on the cluster has measured."""
 
-import json
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.step_records import parse_line
 
 LAST_STEPS = 200
 
@@ -29,17 +28,8 @@ def _of_run(folder: Path) -> float:
     path = RunFolder(folder).metrics
     if not path.is_file():
         raise MfuError(f"--mfu takes a number or a run folder; {folder} has no {path.name}")
-    lines = path.read_text(encoding="utf-8").splitlines()[-LAST_STEPS:]
-    measured = [record["mfu"] for record in map(_record, lines) if record.get("mfu")]
+    lines = path.read_bytes().splitlines(keepends=True)[-LAST_STEPS:]
+    measured = [record["speed/mfu"] for line in lines if (record := parse_line(line)) and record.get("speed/mfu")]
     if not measured:
         raise MfuError(f"{path} holds no mfu: it is measured on GPUs whose peak is known")
     return median(measured)
-
-
-def _record(line: str) -> dict[str, Any]:
-    """The metrics of a step; nothing of a line that a killed run left half-written, or is just being written."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}

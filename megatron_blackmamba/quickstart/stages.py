@@ -14,8 +14,8 @@ import yaml
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.step_records import read_metrics
 from megatron_blackmamba.quickstart.corpus import SOURCES, gather
-from megatron_blackmamba.training.metrics import read_metrics
 
 VOCABULARY = 4096
 NAME = "quickstart"
@@ -166,7 +166,7 @@ def measure(q: Quickstart) -> str:
             "logging.tensorboard=false",
         ]
         _train(load([trial], quiet), [str(trial), *quiet], q.processes, silent=True)
-        seconds = statistics.median(record["step_seconds"] for record in list(read_metrics(tried.metrics))[2:])
+        seconds = statistics.median(record["speed/step_seconds"] for record in list(read_metrics(tried.metrics))[2:])
         run = load([trial])
         steps = max(20, round(60 * q.minutes / seconds))
         shutil.rmtree(tried.root)
@@ -182,11 +182,12 @@ def train(q: Quickstart) -> str:
         _train(q.composed(), [str(q.config)], q.processes)
     records = list(read_metrics(q.run.metrics))
     last = records[-1]
-    held_out: dict[str, float] = next((r["validation_loss"] for r in reversed(records) if r.get("validation_loss")), {})
-    losses = ", ".join(f"{name} {loss:.2f}" for name, loss in held_out.items())
-    return (
-        f"{last['consumed_tokens']:,} tokens, loss {last['loss']:.2f}; on held-out documents: {losses or 'too early'}"
-    )
+    from megatron_blackmamba.training.metrics import metric_of
+
+    by_source = metric_of("validation/loss/*")
+    validation = next(filter(None, (by_source.of(record) for record in reversed(records))), {})
+    losses = ", ".join(f"{name} {loss:.2f}" for name, loss in validation.items())
+    return f"{last['consumed_tokens']:,} tokens, loss {last['loss']:.2f}; validation loss: {losses or 'too early'}"
 
 
 def export(q: Quickstart) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Container
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,31 +12,38 @@ import numpy as np
 from megatron_blackmamba.config import read_saved
 from megatron_blackmamba.formats.events import Event, Resumed, Rewound, of_kind, read_events, still_valid
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training.metrics import read_metrics
+from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.training.metrics import metric_of
 
 SAMPLES = "samples.json"
-STEPWISE = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu")
 
 
 class ReportError(ValueError):
     """There is nothing to report on; the message says why."""
 
 
+@dataclass(frozen=True)
+class Series:
+    """A scalar at the steps that have it; NaN where it was not finite."""
+
+    step: np.ndarray
+    value: np.ndarray
+
+
 @dataclass
 class History:
-    """Columns over the steps recorded; NaN where a step has no value."""
+    """The scalars and events of a run, its config and its plan."""
 
     name: str
     folder: RunFolder
     config: dict[str, Any]
     plan: dict[str, Any]
-    step: np.ndarray
-    columns: dict[str, np.ndarray]
-    source_loss: dict[str, np.ndarray]
-    validation: dict[str, list[tuple[int, float]]]
-    router: list[tuple[int, dict[str, dict[str, Any]]]]
-    """Step, and each MoE layer's load, where the router was looked at."""
+    steps: int
+    """How many are recorded."""
+    scalars: dict[str, "Series"]
+    """Every scalar of metrics.jsonl, by name."""
     last: dict[str, Any]
+    """The last record."""
     skipped: list[tuple[int, str]] = field(default_factory=list)
     remarks: list[tuple[int, str]] = field(default_factory=list)
     """Other events that a reader should know: spikes, devices that failed, slow ranks, damaged checkpoints."""
@@ -51,6 +58,28 @@ class History:
         per_step = training["global_batch"] * self.config["data"]["sequence_length"]
         left = max(0, training["tokens"] - self.last["consumed_tokens"])
         return self.last["step"] + -(-left // per_step)
+
+    def of(self, metric: str) -> dict[str, "Series"]:
+        """Return the series of a metric such as `source/loss/*`, by key."""
+        found = {name: metric_of(metric).key_of(name) for name in self.scalars}
+        return {key: self.scalars[name] for name, key in found.items() if key is not None}
+
+    @property
+    def validation_loss(self) -> "Series | None":
+        """The mean over the sources, weighted by the mixture; computed here for runs that did not record it."""
+        by_source = self.of("validation/loss/*")
+        if "validation/loss" in self.scalars or not by_source:
+            return self.scalars.get("validation/loss")
+        planned = self.planned
+        weights = {name: planned.get(name, 0.0) for name in by_source}
+        if not any(weights.values()):
+            weights = dict.fromkeys(by_source, 1.0)
+        total: dict[int, list[tuple[float, float]]] = {}
+        for name, series in by_source.items():
+            for step, value in zip(series.step.tolist(), series.value.tolist(), strict=True):
+                total.setdefault(step, []).append((weights[name], value))
+        means = {step: _weighted(pairs) for step, pairs in sorted(total.items())}
+        return Series(np.array(list(means)), np.array(list(means.values())))
 
     @property
     def finished(self) -> bool:
@@ -71,7 +100,7 @@ class History:
 
     @property
     def achieved(self) -> dict[str, float]:
-        counts = self.last.get("source_samples") or {}
+        counts = metric_of("source/samples/*").of(self.last)
         total = sum(counts.values())
         return {name: count / total for name, count in counts.items()} if total else {}
 
@@ -83,35 +112,22 @@ def read_history(run: Path) -> History:
         inside = [path.parent for path in sorted(run.glob(f"*/{folder.metrics.name}"))]
         hint = f"did you mean {inside[0]}?" if inside else "Name a folder such as runs/tiny"
         raise ReportError(f"{run} is not a run: it has no {folder.config.name}. {hint}")
-    records = list(read_metrics(folder.metrics))
-    if not records:
+    recorded = _read(folder.metrics)
+    if not recorded.last:
         raise ReportError(f"{run} has no step in {folder.metrics.name} yet: come back once it has trained one")
-    steps = np.array([record["step"] for record in records])
-    sources = list(dict.fromkeys(name for record in records for name in record.get("source_loss") or {}))
-    validation: dict[str, list[tuple[int, float]]] = {}
-    for record in records:
-        for name, loss in (record.get("validation_loss") or {}).items():
-            if loss is not None:
-                validation.setdefault(name, []).append((record["step"], loss))
     happened = [occurrence.event for occurrence in read_events(folder.events)]
     bad = {event.step: event.text for event in still_valid(happened) if event.repeats}
-    skipped = {record["step"]: record.get("note") for record in records if record.get("skipped")}
     samples = run / SAMPLES
     return History(
         name=run.resolve().name,
         folder=folder,
         config=read_saved(folder.config).model_dump(mode="json", by_alias=True),
         plan=json.loads(folder.data_plan.read_bytes()) if folder.data_plan.is_file() else {},
-        step=steps,
-        columns={name: _column(record.get(name) for record in records) for name in STEPWISE},
-        source_loss={
-            name: _column((record.get("source_loss") or {}).get(name) for record in records) for name in sources
-        },
-        validation=validation,
-        router=[(record["step"], record["router_load"]) for record in records if record.get("router_load")],
-        last=records[-1],
-        skipped=[(step, bad.get(step) or note or "not applied") for step, note in skipped.items()],
-        remarks=_remarks(happened, records, skipped),
+        steps=recorded.steps,
+        scalars={name: Series(np.array(steps), np.array(values)) for name, (steps, values) in recorded.scalars.items()},
+        last=recorded.last,
+        skipped=[(step, bad.get(step) or recorded.notes.get(step, "not applied")) for step in sorted(recorded.skipped)],
+        remarks=_remarks(happened, recorded),
         restarts=[event.step or 0 for event in of_kind(happened, Resumed)],
         rewinds=[event.to for event in of_kind(happened, Rewound)],
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},
@@ -144,16 +160,49 @@ def thin(x: np.ndarray, y: np.ndarray, points: int = 400) -> Thinned:
     )
 
 
-def _remarks(events: list[Event], records: list[dict[str, Any]], skipped: Container[int]) -> list[tuple[int, str]]:
-    """Return step and text of every event to remark on; runs from before events.jsonl have notes of steps instead."""
-    notes = [(record["step"], record["note"]) for record in records if record.get("note")]
+class _Recorded:
+    """What metrics.jsonl holds; columns of numbers, since a long run has millions of them."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.scalars: dict[str, tuple[array[int], array[float]]] = {}
+        self.skipped: set[int] = set()
+        self.notes: dict[int, str] = {}
+        """What the guard remarked on, in runs from before events.jsonl."""
+        self.last: dict[str, Any] = {}
+
+
+def _read(path: Path) -> _Recorded:
+    found = _Recorded()
+    for record in read_metrics(path):
+        step = record["step"]
+        found.steps, found.last = found.steps + 1, record
+        if record.get("skipped"):
+            found.skipped.add(step)
+        if record.get("note"):
+            found.notes[step] = str(record["note"])
+        for name, value in record.items():
+            if name != "step" and (value is None or isinstance(value, int | float)):
+                if name not in found.scalars:
+                    found.scalars[name] = array("q"), array("d")
+                steps, values = found.scalars[name]
+                steps.append(step)
+                values.append(math.nan if value is None else value)
+    return found
+
+
+def _remarks(events: list[Event], recorded: _Recorded) -> list[tuple[int, str]]:
+    """Return step and text of every event to remark on, but for skipped steps; older runs have notes instead."""
+    skipped = recorded.skipped
+    notes = [(step, note) for step, note in recorded.notes.items() if step not in skipped]
     valid = (event for event in still_valid(events) if event.remark and not (event.repeats and event.step in skipped))
-    remarks = [(event.step or 0, event.text) for event in valid]
-    return [(step, text) for step, text in notes if step not in skipped] + remarks
+    return notes + [(event.step or 0, event.text) for event in valid]
 
 
-def _column(values: Any) -> np.ndarray:
-    return np.array([math.nan if value is None else value for value in values], dtype=float)
+def _weighted(pairs: list[tuple[float, float]]) -> float:
+    """Return the mean of values, each with its weight."""
+    total = sum(weight for weight, _ in pairs)
+    return sum(weight * value for weight, value in pairs) / total if total else math.nan
 
 
 def _fraction(text: str) -> float:

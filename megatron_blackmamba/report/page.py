@@ -10,10 +10,15 @@ import yaml
 from megatron_blackmamba import __version__
 from megatron_blackmamba.report import charts
 from megatron_blackmamba.report.charts import Line, Mark
-from megatron_blackmamba.report.history import History, thin
+from megatron_blackmamba.report.history import History, Series, thin
 from megatron_blackmamba.report.style import STYLE
+from megatron_blackmamba.training.metrics import metric_of
 
 ROUTER_POINTS = 200
+SHOWN_ELSEWHERE = {
+    *("loss", "source/loss/*", "validation/loss", "validation/loss/*"),
+    *("experts/*/max_over_mean", "experts/*/share/*"),
+}
 
 
 def render(history: History) -> str:
@@ -23,7 +28,7 @@ def render(history: History) -> str:
         _section("Loss", [loss(history), *source_losses(history)]),
         _section("Mixture", [mixture(history)], _mixture_words(history)),
         _section("Experts", [*experts(history)], "The share of a layer's tokens that each expert gets."),
-        _section("Optimisation and speed", [*rates(history)]),
+        _section("Optimisation, speed and other metrics", [*others(history)]),
         _interruptions(history),
         _samples(history),
         _details("Configuration", yaml.safe_dump(history.config, sort_keys=False)),
@@ -39,28 +44,28 @@ def render(history: History) -> str:
 
 
 def loss(history: History) -> str:
-    thinned = thin(history.step, history.columns["loss"])
-    curves = [Line("training", thinned.x, thinned.mean, thinned.low, thinned.high, colour=0)]
-    held_out = _mean_validation(history)
-    if held_out:
-        curves.append(_through("held out", held_out, colour=1))
+    curves = [_curve("training", history.scalars["loss"], 0)] if "loss" in history.scalars else []
+    validation = history.validation_loss
+    if validation is not None:
+        curves.append(_through("validation", validation, colour=1))
     return charts.lines("Loss", curves, marks(history))
 
 
 def source_losses(history: History) -> list[str]:
-    if len(history.source_loss) < 2:
+    losses = history.of("source/loss/*")
+    if len(losses) < 2:
         return []
     curves = []
-    for i, (name, values) in enumerate(history.source_loss.items()):
-        thinned = thin(history.step, values, 150)
+    for i, (name, series) in enumerate(losses.items()):
+        thinned = thin(series.step, series.value, 150)
         curves.append(Line(name, thinned.x, thinned.mean, colour=i))
     drawn = [charts.lines("Loss by source", curves)]
-    held_out = [
-        _through(name, points, colour=list(history.source_loss).index(name))
-        for name, points in history.validation.items()
-        if name in history.source_loss
+    validation = [
+        _through(name, series, colour=list(losses).index(name))
+        for name, series in history.of("validation/loss/*").items()
+        if name in losses
     ]
-    return [*drawn, charts.lines("Held-out loss by source", held_out)] if held_out else drawn
+    return [*drawn, charts.lines("Validation loss by source", validation)] if validation else drawn
 
 
 def mixture(history: History) -> str:
@@ -74,36 +79,50 @@ def mixture(history: History) -> str:
 
 
 def experts(history: History) -> list[str]:
-    if not history.router:
+    loads = history.of("experts/*/max_over_mean")
+    shares = {layer: expert_shares(history, layer) for layer in loads}
+    if not loads:
         return [charts.empty("Tokens by expert")]
-    layers = list(history.router[-1][1])
-    last = np.array([history.router[-1][1][layer]["shares"] for layer in layers])
-    drawn = [
-        charts.shares_by_layer(f"At step {history.router[-1][0]:,}, by layer", [_plain(n) for n in layers], last),
-        charts.lines("Busiest expert over the mean", _loads(history, layers), zero=True),
+    last = np.array([shares[layer][-1] for layer in loads])
+    curves = [
+        Line(f"layer {layer}", series.step[_some_rows(series.step)], series.value[_some_rows(series.step)], colour=i)
+        for i, (layer, series) in enumerate(loads.items())
+        if layer in _some(list(loads))
     ]
-    picked = history.router[:: max(1, len(history.router) // ROUTER_POINTS)]
-    steps = [step for step, _ in picked]
-    for layer in _some(layers):
-        shares = np.array([load[layer]["shares"] for _, load in picked])
-        names = [f"expert {i}" for i in range(shares.shape[1])]
-        drawn.append(charts.stacked(f"{_plain(layer).capitalize()}, over training", steps, shares, names))
+    step = int(next(iter(loads.values())).step[-1])
+    drawn = [
+        charts.shares_by_layer(f"At step {step:,}, by layer", [f"layer {layer}" for layer in loads], last),
+        charts.lines("Busiest expert over the mean", curves, zero=True),
+    ]
+    for layer in _some(list(loads)):
+        rows = _some_rows(shares[layer])
+        names = [f"expert {i}" for i in range(shares[layer].shape[1])]
+        title = f"Layer {layer}, over training"
+        drawn.append(charts.stacked(title, loads[layer].step[rows].tolist(), shares[layer][rows], names))
     return drawn
 
 
-def rates(history: History) -> list[str]:
-    wanted = [
-        ("learning_rate", "Learning rate", True),
-        ("grad_norm", "Gradient norm", True),
-        ("tokens_per_second", "Tokens a second", True),
-        ("mfu", "Part of the GPU's peak used (MFU)", True),
-    ]
-    drawn = []
-    for i, (column, title, zero) in enumerate(wanted):
-        thinned = thin(history.step, history.columns[column])
-        if len(thinned.x):
-            curve = Line(title, thinned.x, thinned.mean, thinned.low, thinned.high, colour=i)
-            drawn.append(charts.lines(title, [curve], zero=zero))
+def expert_shares(history: History, layer: str) -> np.ndarray:
+    """Return steps × experts: the share of the layer's tokens that each expert got."""
+    found = metric_of("experts/*/share/*")
+    series = [values for name, values in history.scalars.items() if (found.key_of(name) or "").split("/")[0] == layer]
+    return np.stack([values.value for values in series], axis=1)
+
+
+def others(history: History) -> list[str]:
+    """Return a chart of every metric that no other section shows, a line for each of its keys."""
+    groups: dict[str, list[str]] = {}
+    for name in history.scalars:
+        groups.setdefault(metric_of(name).name, []).append(name)
+    drawn: list[str] = []
+    for metric in sorted(map(metric_of, groups), key=lambda metric: metric.order):
+        if metric.in_report and metric.name not in SHOWN_ELSEWHERE:
+            lines = [
+                _curve(metric.key_of(name) or metric.title, history.scalars[name], len(drawn) + i)
+                for i, name in enumerate(groups[metric.name])
+            ]
+            if any(len(line.x) for line in lines):
+                drawn.append(charts.lines(metric.title, lines, zero=metric.from_zero))
     return drawn
 
 
@@ -116,17 +135,18 @@ def marks(history: History) -> list[Mark]:
     ]
 
 
-def _loads(history: History, layers: list[str]) -> list[Line]:
-    picked = history.router[:: max(1, len(history.router) // ROUTER_POINTS)]
-    steps = [step for step, _ in picked]
-    return [
-        Line(_plain(layer), steps, [load[layer]["max_over_mean"] for _, load in picked], colour=i)
-        for i, layer in enumerate(_some(layers))
-    ]
+def _curve(name: str, series: Series, colour: int) -> Line:
+    thinned = thin(series.step, series.value)
+    return Line(name, thinned.x, thinned.mean, thinned.low, thinned.high, colour=colour)
 
 
-def _through(name: str, points: list[tuple[int, float]], colour: int) -> Line:
-    return Line(name, [step for step, _ in points], [value for _, value in points], colour=colour)
+def _through(name: str, series: Series, colour: int) -> Line:
+    known = np.isfinite(series.value)
+    return Line(name, series.step[known], series.value[known], colour=colour)
+
+
+def _some_rows(rows: np.ndarray) -> slice:
+    return slice(None, None, max(1, len(rows) // ROUTER_POINTS))
 
 
 def _some(layers: list[str], most: int = 6) -> list[str]:
@@ -143,29 +163,21 @@ def _facts(history: History) -> str:
         ("step", f"{last['step']:,} of {total:,}"),
         ("tokens", charts.short(last["consumed_tokens"])),
         ("loss", "–" if last["loss"] is None else f"{last['loss']:.3f}"),
-        ("tokens/s", charts.short(float(np.nanmedian(history.columns["tokens_per_second"][-200:])))),
+        ("tokens/s", charts.short(float(np.nanmedian(history.scalars["speed/tokens_per_second"].value[-200:])))),
         ("state", state),
     ]
-    held_out = _mean_validation(history)
-    if held_out:
-        facts.insert(3, ("held-out loss", f"{held_out[-1][1]:.3f}"))
+    validation = history.validation_loss
+    if validation is not None:
+        facts.insert(3, ("validation loss", f"{validation.value[-1]:.3f}"))
     if not history.finished and last["step"] < total:
-        seconds = (total - last["step"]) * float(last["step_seconds"])
+        seconds = (total - last["step"]) * float(last["speed/step_seconds"])
         facts.append(("to go", str(timedelta(seconds=round(seconds)))))
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
     return f'<dl class="facts">{cells}</dl>'
 
 
-def _mean_validation(history: History) -> list[tuple[int, float]]:
-    by_step: dict[int, list[float]] = {}
-    for points in history.validation.values():
-        for step, value in points:
-            by_step.setdefault(step, []).append(value)
-    return [(step, sum(values) / len(values)) for step, values in sorted(by_step.items())]
-
-
 def _mixture_words(history: History) -> str:
-    counts = history.last.get("source_samples") or {}
+    counts = metric_of("source/samples/*").of(history.last)
     total = sum(counts.values())
     planned = history.planned
     if not counts or not planned:
@@ -207,10 +219,6 @@ def _environment() -> str:
 
 
 def _footer(history: History) -> str:
-    steps = len(history.step)
+    steps = history.steps
     thinned = f" Curves of {steps:,} steps show the mean and the range of stretches." if steps > 400 else ""
     return f"Written {datetime.now():%Y-%m-%d %H:%M} by blackmamba report {escape(str(history.folder.root))}.{thinned}"
-
-
-def _plain(layer: str) -> str:
-    return layer.replace("_", " ")

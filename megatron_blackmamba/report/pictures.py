@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_blackmamba.report.history import History, thin
+from megatron_blackmamba.report.page import expert_shares
 
 
 def write_pictures(history: History, folder: Path) -> list[Path]:
@@ -32,23 +33,22 @@ def _draw(history: History, path: Path, draw) -> Path | None:
 
 
 def _loss(history: History, axes) -> bool:
-    thinned = thin(history.step, history.columns["loss"])
+    thinned = thin(history.scalars["loss"].step, history.scalars["loss"].value)
     axes.plot(thinned.x, thinned.mean, linewidth=1.6, label="training, all sources")
     axes.fill_between(thinned.x, thinned.low, thinned.high, alpha=0.15)
-    for name, points in history.validation.items():
-        steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, marker="o", markersize=3, linewidth=1, label=f"{name}, held out")
+    for name, series in history.of("validation/loss/*").items():
+        axes.plot(series.step, series.value, marker="o", markersize=3, linewidth=1, label=f"{name}, validation")
     axes.set(xlabel="step", ylabel="loss", title=f"{history.name}: loss")
     axes.legend(frameon=False)
     return True
 
 
 def _experts(history: History, axes) -> bool:
-    if not history.router:
+    loads = history.of("experts/*/max_over_mean")
+    if not loads:
         return False
-    step, load = history.router[-1]
-    layers = list(load)
-    shares = np.array([load[layer]["shares"] for layer in layers])
+    step, layers = int(next(iter(loads.values())).step[-1]), [f"layer {layer}" for layer in loads]
+    shares = np.array([expert_shares(history, layer)[-1] for layer in loads])
     left = np.zeros(len(layers))
     for expert in range(shares.shape[1]):
         axes.barh(layers, shares[:, expert], left=left, height=0.8)

@@ -3,7 +3,9 @@
 import contextlib
 import sys
 from collections import deque
+from collections.abc import Mapping
 from datetime import datetime, timedelta
+from itertools import zip_longest
 from statistics import median
 
 from rich.console import Console, Group
@@ -14,28 +16,16 @@ from rich.table import Table
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.events import Event
-from megatron_blackmamba.training.metrics import StepMetrics
+from megatron_blackmamba.formats.step_records import StepRecord
+from megatron_blackmamba.training.metrics import Metric, all_metrics
 
 STEPS_FOR_ETA = 50
 
 
-def step_line(metrics: StepMetrics) -> str:
-    """One step as one plain line."""
-    parts = [
-        f"step {metrics.step}",
-        f"loss {_number(metrics.loss, '.4f')}",
-        f"lr {metrics.learning_rate:.3e}",
-        f"gradient norm {_number(metrics.grad_norm, '.3f')}",
-        f"{metrics.tokens_per_second:,.0f} tokens/s",
-        f"{metrics.step_seconds:.3f} s",
-    ]
-    if metrics.mfu is not None:
-        parts.append(f"MFU {metrics.mfu:.1%}")
-    if metrics.skipped:
-        parts.append("skipped")
-    if metrics.validation_loss:
-        parts.append("validation " + _by_source(metrics.validation_loss, ".4f"))
-    return "  ".join(parts)
+def step_line(record: StepRecord) -> str:
+    """Return one step as one plain line: every metric that asks for it."""
+    texts = (_text(metric, metric.of(record.scalars)) for metric in all_metrics() if metric.in_line)
+    return "  ".join(filter(None, [f"step {record.step}", *texts]))
 
 
 class Display:
@@ -45,7 +35,7 @@ class Display:
         self.console = console or Console(file=sys.stdout)
         self._config = config
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
-        self._validation: dict[str, float] | None = None
+        self._last: dict[str, float] = {}
         self._live: Live | None = None
         if self.console.is_terminal:
             self._bar = Progress(
@@ -59,16 +49,16 @@ class Display:
             )
             self._task = self._bar.add_task(config.name, total=config.last_step(0, 0), eta="–")
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._seconds.append(metrics.step_seconds)
-        self._validation = metrics.validation_loss or self._validation
-        last = self._config.last_step(metrics.step, metrics.consumed_samples)
+    def step(self, record: StepRecord) -> None:
+        self._last |= record.scalars
+        self._seconds.append(record.scalars["speed/step_seconds"])
+        last = self._config.last_step(record.step, int(record.scalars["consumed_samples"]))
         if not self.console.is_terminal:
             with contextlib.suppress(OSError):  # as below; laying out a plain line would take longer than the rest
-                print(step_line(metrics), f" ETA {self._eta(metrics, last)}", file=self.console.file, flush=True)
+                print(step_line(record), f" ETA {self._eta(record.step, last)}", file=self.console.file, flush=True)
             return
-        self._bar.update(self._task, completed=metrics.step, total=last, eta=self._eta(metrics, last))
-        self._show(Panel(Group(self._bar, self._table(metrics)), border_style="dim"))
+        self._bar.update(self._task, completed=record.step, total=last, eta=self._eta(record.step, last))
+        self._show(Panel(Group(self._bar, self._table()), border_style="dim"))
 
     def event(self, event: Event, time: datetime) -> None:
         with contextlib.suppress(OSError):  # standard output may lie on a full disk: log.txt keeps the line
@@ -88,38 +78,32 @@ class Display:
             self._live.start()
         self._live.update(panel)
 
-    def _eta(self, metrics: StepMetrics, last: int) -> str:
-        left = max(0, last - metrics.step) * median(self._seconds)
+    def _eta(self, step: int, last: int) -> str:
+        left = max(0, last - step) * median(self._seconds)
         return str(timedelta(seconds=round(left)))
 
-    def _table(self, metrics: StepMetrics) -> Table:
-        table = Table.grid(padding=(0, 2))
-        table.add_row("loss", _number(metrics.loss, ".4f"), "tokens/s", f"{metrics.tokens_per_second:,.0f}")
-        table.add_row(
-            "gradient norm", _number(metrics.grad_norm, ".3f"), "seconds a step", f"{metrics.step_seconds:.3f}"
-        )
-        table.add_row(
-            "learning rate", f"{metrics.learning_rate:.3e}", "memory", f"{metrics.memory_bytes / 2**30:.2f} GiB"
-        )
-        if metrics.mfu is not None:
-            table.add_row("", "", "MFU", f"{metrics.mfu:.1%}")
-        read = sum(metrics.source_samples.values()) or 1
-        shares = {source: 100 * count / read for source, count in metrics.source_samples.items()}
-        rows = [("mixture, %", shares, ".1f"), ("loss by source", metrics.source_loss, ".3f")]
-        if self._validation:
-            rows.append(("validation", self._validation, ".3f"))
-        lines = Table.grid(padding=(0, 2))
-        for name, values, form in rows:
-            lines.add_row(name, _by_source(values, form))
+    def _table(self) -> Table:
+        """Lay out the last value of every metric that asks for it, those of several keys one a row."""
+        shown = [(metric, metric.of(self._last)) for metric in all_metrics() if metric.in_line or metric.in_table]
+        single = [(metric.title, metric.text(values[""])) for metric, values in shown if values and not metric.many]
+        cells = [cell for cell in single if cell[1]]
+        table, lines = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+        for left, right in zip_longest(cells[::2], cells[1::2], fillvalue=("", "")):
+            table.add_row(*left, *right)
+        for metric, values in shown:
+            if values and metric.many:
+                lines.add_row(metric.title, _by_key(metric, values))
         both = Table.grid()
         both.add_row(table)
         both.add_row(lines)
         return both
 
 
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def _text(metric: Metric, values: Mapping[str, float]) -> str:
+    """Return label and values of a metric; nothing if the step has none."""
+    text = _by_key(metric, values) if metric.many else "".join(map(metric.text, values.values()))
+    return f"{metric.label} {text}".strip() if text else ""
 
 
-def _by_source(values: dict[str, float], form: str) -> str:
-    return "  ".join(f"{source} {value:{form}}" for source, value in values.items())
+def _by_key(metric: Metric, values: Mapping[str, float]) -> str:
+    return "  ".join(f"{key} {metric.text(value)}" for key, value in values.items())

@@ -18,9 +18,9 @@ from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.events import Event, LoggingProblem
 from megatron_blackmamba.formats.events import parse_line as parse_event
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.step_records import StepRecord, parse_line
 from megatron_blackmamba.training.display import Display, step_line
 from megatron_blackmamba.training.line_file import LineFile
-from megatron_blackmamba.training.metrics import StepMetrics, parse_line
 
 WANDB_ID = re.compile(r"[0-9a-z]{6,64}")
 
@@ -30,7 +30,7 @@ class LoggingError(ValueError):
 
 
 class Logger(Protocol):
-    def step(self, metrics: StepMetrics) -> None: ...
+    def step(self, record: StepRecord) -> None: ...
     def event(self, event: Event, time: datetime) -> None: ...
     def rewind(self, step: int) -> None:
         """Remove what came after `step`: it will come again."""
@@ -44,8 +44,8 @@ class MetricsFile:
     def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
         self._lines, self._say = LineFile(path), say
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._lines.write(metrics.to_json())
+    def step(self, record: StepRecord) -> None:
+        self._lines.write(record.to_json())
 
     def event(self, event: Event, time: datetime) -> None:
         if self._lines.waiting:
@@ -85,7 +85,7 @@ class EventsFile:
     def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
         self._lines, self._say = LineFile(path), say
 
-    def step(self, metrics: StepMetrics) -> None:
+    def step(self, record: StepRecord) -> None:
         if self._lines.waiting:
             self._lines.flush()
 
@@ -111,8 +111,8 @@ class LogText:
     def __init__(self, path: Path) -> None:
         self._lines = LineFile(path)
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._write(step_line(metrics), datetime.now())
+    def step(self, record: StepRecord) -> None:
+        self._write(step_line(record), datetime.now())
 
     def event(self, event: Event, time: datetime) -> None:
         self._write(event.sentence, time)
@@ -137,9 +137,9 @@ class TensorBoard:
         self._open = lambda purge: SummaryWriter(str(folder), purge_step=purge)
         self._writer = self._open(None)
 
-    def step(self, metrics: StepMetrics) -> None:
-        for name, value in metrics.scalars():
-            self._writer.add_scalar(name, value, metrics.step)
+    def step(self, record: StepRecord) -> None:
+        for name, value in record.finite():
+            self._writer.add_scalar(name, value, record.step)
 
     def event(self, event: Event, time: datetime) -> None:
         pass
@@ -180,8 +180,8 @@ class Wandb:
         )
         self._run.define_metric("*", step_metric="step")
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._run.log({"step": metrics.step, **dict(metrics.scalars())})
+    def step(self, record: StepRecord) -> None:
+        self._run.log({"step": record.step, **dict(record.finite())})
 
     def event(self, event: Event, time: datetime) -> None:
         pass
@@ -226,9 +226,9 @@ class Loggers:
                 loggers.problem(f"a logger could not be started and is off: {error}")
         return loggers
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._step = metrics.step
-        self._each(lambda logger: logger.step(metrics))
+    def step(self, record: StepRecord) -> None:
+        self._step = record.step
+        self._each(lambda logger: logger.step(record))
 
     def event(self, event: Event) -> None:
         time = datetime.now()

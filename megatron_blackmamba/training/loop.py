@@ -31,10 +31,10 @@ from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.guard import Action, Cause, Guard, Verdict
 from megatron_blackmamba.training.lock import Lock
 from megatron_blackmamba.training.loggers import Loggers
+from megatron_blackmamba.training.metrics import Taken, record
 from megatron_blackmamba.training.optimizer import make_trainable
 from megatron_blackmamba.training.progress import Progress
 from megatron_blackmamba.training.ranks import Ranks
-from megatron_blackmamba.training.records import record
 from megatron_blackmamba.training.replicas import Replicas
 from megatron_blackmamba.training.rerun import Attempt, run_again
 from megatron_blackmamba.training.resume import refuse_changes, refuse_tokenizer
@@ -254,7 +254,8 @@ class Trainer:
         seconds = time.perf_counter() - begun
 
         slow = self.stragglers.after_step(losses.computing, losses.reading, seconds)
-        self.loggers.step(record(self, losses, update, learning_rate, seconds))
+        validation = self.validate() if self.validation_is_due else {}
+        self.loggers.step(record(Taken(self, losses, update, learning_rate, seconds, validation)))
         for event in filter(None, [traced, *slow]):
             self.event(event)
         self.report(verdict)
@@ -279,11 +280,13 @@ class Trainer:
         self.batches.again()
         return self.attempt()
 
-    def validation_if_due(self) -> dict[str, float] | None:
-        every, step = self.config.training.evaluate_every, self.progress.step
-        due = every and (step % every == 0 or not self.steps_left)
-        if not due or not self.data.validation:
-            return None
+    @property
+    def validation_is_due(self) -> bool:
+        every = self.config.training.evaluate_every
+        return bool(self.data.validation and every and (self.progress.step % every == 0 or not self.steps_left))
+
+    def validate(self) -> dict[str, float]:
+        """Return the validation loss of every source that has validation data."""
         self.trainable.settle()
         return validate(self.config, self.world, self.data, self.step, self.watchdog.alive)
 

@@ -29,7 +29,9 @@ class Utilisation:
             device_name = torch.cuda.get_device_name()
         gpu = known_gpu(device_name or "")
         self._peak = gpu.peak(config.training.precision) * world_size if gpu else None
-        self._flops = flops.training(config.model, config.data.sequence_length) * config.tokens_per_step
+        self.flops_per_token = flops.training(config.model, config.data.sequence_length)
+        """Of the model, without recomputation."""
+        self._flops = self.flops_per_token * config.tokens_per_step
 
     def of(self, step_seconds: float) -> float | None:
         return None if self._peak is None else self._flops / step_seconds / self._peak

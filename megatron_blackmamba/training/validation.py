@@ -1,4 +1,4 @@
-"""The held-out loss of every source, the router choosing as it will in use."""
+"""The validation loss of every source, with the router as in inference."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from megatron_blackmamba.training.step import Step
 def validate(
     config: RunConfig, world: World, data: DataPlan, step: Step, alive: Callable[[str], None]
 ) -> dict[str, float]:
-    """Mean loss of each source that holds samples out, over the same samples every time and on every layout.
+    """Return the mean loss of each source that has validation data, over the same samples on every layout.
 
     alive: told before each source, for a watchdog.
     """

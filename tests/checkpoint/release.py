@@ -13,7 +13,7 @@ import torch
 from megatron_blackmamba import __version__
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training.metrics import read_metrics
+from megatron_blackmamba.formats.step_records import read_metrics
 
 RELEASED = Path(__file__).parent / "released"
 SAVED = 5

@@ -28,8 +28,8 @@ def first_hour(tmp_path, monkeypatch):
         (run / "checkpoints").mkdir(parents=True)
         (run / "config.yaml").write_text(to_yaml(load("tiny")))
     (tmp_path / "runs/tiny/checkpoints/latest").write_text("step_00000001\n")
-    record = {"step": 1, "loss": 1.0, "consumed_samples": 16, "consumed_tokens": 2048, "tokens_per_second": 1.0}
-    record |= {"learning_rate": 1e-3, "grad_norm": 1.0, "step_seconds": 1.0}
+    record = {"step": 1, "loss": 1.0, "consumed_samples": 16, "consumed_tokens": 2048, "speed/tokens_per_second": 1.0}
+    record |= {"learning_rate": 1e-3, "grad_norm": 1.0, "speed/step_seconds": 1.0}
     (tmp_path / "runs/tiny/metrics.jsonl").write_text(str(record).replace("'", '"') + "\n")
     (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n')
     monkeypatch.chdir(tmp_path)

@@ -126,11 +126,11 @@ def test_the_mfu_is_a_number_or_what_a_run_measured(tmp_path):
     with pytest.raises(measured.MfuError, match="has no metrics"):
         measured.mfu(str(tmp_path))
     lines = [json.dumps({"step": step, "mfu": 0.1 * step}) for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert measured.mfu(str(tmp_path)) == pytest.approx(0.2)
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('\n{"step": 4, "mf')  # it is being written
-    assert measured.mfu(str(tmp_path)) == pytest.approx(0.2)
+        file.write('{"step": 4, "speed/mfu": 0.4}\n{"step": 5, "speed/mf')  # it is being written
+    assert measured.mfu(str(tmp_path)) == pytest.approx(0.25)
 
 
 def test_twice_the_mfu_takes_half_the_time():

@@ -32,6 +32,11 @@ FLAGS = [
 SOURCES = ["code", "<script>alert(1)</script>", "prose"]
 
 
+def load_of(layer, share):
+    shares = {f"experts/{layer}/share/{expert}": value for expert, value in enumerate(share)}
+    return {f"experts/{layer}/max_over_mean": 8 * max(share)} | shares
+
+
 def record(step, sources=SOURCES):
     random = np.random.default_rng(step)
     share = random.dirichlet(np.full(8, 50)).tolist()
@@ -42,18 +47,17 @@ def record(step, sources=SOURCES):
         "loss": 6 / step**0.2 + 0.05 * float(random.standard_normal()),
         "grad_norm": 0.5,
         "learning_rate": 1e-3,
-        "tokens_per_second": 1e5,
-        "step_seconds": 0.02,
-        "skipped": False,
-        "source_loss": {name: 6 / step**0.2 + i for i, name in enumerate(sources)},
-        "source_samples": {name: (16 * step + 2 - i) // len(sources) for i, name in enumerate(sources)},
-        "memory_bytes": 10**9,
+        "speed/tokens_per_second": 1e5,
+        "speed/step_seconds": 0.02,
+        "skipped": 0,
+        "speed/memory_bytes": 10**9,
     }
+    content |= {f"source/loss/{name}": 6 / step**0.2 + i for i, name in enumerate(sources)}
+    content |= {f"source/samples/{name}": (16 * step + 2 - i) // len(sources) for i, name in enumerate(sources)}
     if step % 10 == 0:
-        load_of = {"max_over_mean": 8 * max(share), "shares": share}
-        content["router_load"] = {"layer_1": load_of, "layer_3": load_of}
+        content |= load_of(1, share) | load_of(3, share)
     if step % 50 == 0:
-        content["validation_loss"] = {name: 6 / step**0.2 + i for i, name in enumerate(sources)}
+        content |= {f"validation/loss/{name}": 6 / step**0.2 + i for i, name in enumerate(sources)}
     return content
 
 
@@ -108,16 +112,35 @@ def test_everything_a_reader_asks_for_is_there(page):
 
 
 def test_runs_without_events_show_their_notes(make_run):
-    """Before events.jsonl, steps had notes and only log.txt knew of restarts."""
-    records = [record(step) for step in range(1, 201)]
+    """Before events.jsonl, records were nested, steps had notes and only log.txt knew of restarts."""
+    names = {
+        "step": 1,
+        "consumed_samples": 16,
+        "consumed_tokens": 2048,
+        "loss": 3.0,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "tokens_per_second": 1e5,
+        "step_seconds": 0.02,
+        "mfu": 0.3,
+        "source_loss": dict.fromkeys(SOURCES, 3.0),
+        "source_samples": dict.fromkeys(SOURCES, 5),
+        "router_load": {"layer_1": {"max_over_mean": 1.2, "shares": [0.6, 0.4]}},
+        "validation_loss": {"code": 2.0, "prose": 4.0},
+    }
+    records = [names | {"step": step} for step in range(1, 201)]
     records[69] |= {"loss": None, "skipped": True, "note": "the loss is nan"}
     records[79] |= {"note": "rank 3 (node-b) is slow"}
     run = make_run(200, records)
     (run / "events.jsonl").unlink()
+    (run / "data_plan.json").write_text(
+        json.dumps({"phases": [{"from_sample": 0, "shares": {"code": "3/4", "prose": "1/4"}}]})
+    )
     (run / "log.txt").write_text("2026-01-01 00:00:00  resumes after step 120, at sample 1920\n")
     text = write_report(run).read_text()
     assert "step 70: skipped, the loss is nan" in text and "step 80: rank 3 (node-b) is slow" in text
     assert "restarted" not in text
+    assert "(MFU)" in text and "Layer 1, over training" in text and "<dt>validation loss</dt><dd>2.500</dd>" in text
 
 
 @pytest.mark.parametrize("sources, drawn", [(["one"], 0), (["one", "two"], 2)])
@@ -137,8 +160,8 @@ def test_rates_that_were_recorded_are_drawn(page):
 def test_deep_models_show_six_layers(make_run):
     records = [record(step) for step in range(1, 21)]
     for step in (10, 20):
-        load_of = records[step - 1]["router_load"]["layer_1"]
-        records[step - 1]["router_load"] = {f"layer_{i}": load_of for i in range(1, 31, 2)}
+        for layer in range(1, 31, 2):
+            records[step - 1] |= load_of(layer, [1 / 8] * 8)
     text = write_report(make_run(20, records)).read_text()
     assert re.findall(r"<figcaption>Layer (\d+), over training", text) == ["1", "7", "13", "17", "23", "29"]
 

@@ -13,7 +13,7 @@ from megatron_blackmamba.training.loop import Trainer
 
 __all__ = [
     *("EarlyNaN", "NaN", "NaNGradient", "Narrating", "OnlyNaN", "ReadsBackBadlyOnce"),
-    *("Shift", "Sleeping", "Spike", "Trainer", "Watchful"),
+    *("Shift", "Sleeping", "Spike", "Trainer", "Watchful", "Weighing"),
     *("NaNOnce", "NaNGradientOnce", "NaNWhileTraining", "FlippedNorm", "FlippedExpert", "FlippedRouter", "SlowLayer"),
 ]
 
@@ -230,3 +230,12 @@ class SlowLayer(Trainer):
     def slow(self, mixer, inputs, output):
         if output.requires_grad:
             output.register_hook(lambda gradient: time.sleep(0.02))
+
+
+class Weighing(Trainer):
+    """A trainer with one more metric."""
+
+    def __init__(self, *parts):
+        from tests.training import weight_norm  # noqa: F401
+
+        super().__init__(*parts)

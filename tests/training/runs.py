@@ -4,7 +4,8 @@ import time
 
 from megatron_blackmamba.formats.events import Event, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training.metrics import read_metrics
+from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.training.metrics import metric_of
 
 SMALL = [
     *("data.sequence_length=64", "training.global_batch=16", "training.tokens=30720"),  # 30 steps
@@ -15,6 +16,16 @@ ON_TWO = [*SMALL, "parallel.expert=2"]
 
 def metrics(folder):
     return list(read_metrics(RunFolder(folder / "run").metrics))
+
+
+def scalars(record, metric):
+    """Return a metric of a record by key."""
+    return metric_of(metric).of(record)
+
+
+def samples_of(folder):
+    """Return the samples that a run has read of each source."""
+    return scalars(metrics(folder)[-1], "source/samples/*")
 
 
 def losses(folder):

@@ -9,7 +9,7 @@ import pytest
 from megatron_blackmamba.formats.events import GaveUp, NotFinite, NotRewound, Rewound, Spike
 from megatron_blackmamba.formats.run_folder import RunFolder
 from tests.training.faults import BAD_SAMPLE
-from tests.training.runs import ON_TWO, events_of, log, losses, metrics, wait_until
+from tests.training.runs import ON_TWO, events_of, log, losses, metrics, samples_of, wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
 
@@ -74,7 +74,7 @@ def test_a_spike_is_rewound_from_and_its_samples_never_seen_again(forks, tmp_pat
     assert f"past samples {BATCH}" in log(tmp_path)
     assert [(event.step, event.to) for event in events_of(tmp_path, Rewound)] == [(BAD_STEP, 20)]
     assert records[-1]["consumed_samples"] == 30 * 16
-    assert sum(records[-1]["source_samples"].values()) == 30 * 16
+    assert sum(samples_of(tmp_path).values()) == 30 * 16
 
 
 def test_where_a_rewind_meets_the_next_spike_each_time_the_loss_has_a_new_level_and_the_run_goes_on(forks, tmp_path):
@@ -86,7 +86,7 @@ def test_where_a_rewind_meets_the_next_spike_each_time_the_loss_has_a_new_level_
     records = metrics(tmp_path)
     assert [record["step"] for record in records] == list(range(1, 31))
     assert [record["step"] for record in records if record["skipped"]] == [BAD_STEP]
-    assert records[-1]["consumed_samples"] == sum(records[-1]["source_samples"].values()) == 30 * 16
+    assert records[-1]["consumed_samples"] == sum(samples_of(tmp_path).values()) == 30 * 16
 
 
 def test_asked_to_stop_it_saves_and_goes_on_later_as_if_it_had_not(forks, tmp_path, undisturbed):

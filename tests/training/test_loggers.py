@@ -194,7 +194,7 @@ def test_optional_logger_that_cannot_start_is_off(tmp_path):
 
 def test_the_log_keeps_every_attempt_with_times(tmp_path):
     log = LogText(tmp_path / "log.txt")
-    log.step(metrics(7, skipped=True))
+    log.step(metrics(7, skipped=1))
     log.rewind(3)
     resumed = Resumed(step=3, sample=48, steps_left=5, tokens_per_step=1024, changes=["optimizer.clip: 2 now"])
     log.event(resumed, datetime(2026, 1, 31, 12))
@@ -264,7 +264,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     board.close()
     seen = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in seen.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
-    assert {"grad_norm", "learning_rate", "source_loss/pile"} <= set(seen.Tags()["scalars"])
+    assert {"grad_norm", "learning_rate", "source/loss/pile"} <= set(seen.Tags()["scalars"])
 
 
 def test_a_logger_that_fails_is_switched_off_and_the_run_goes_on(tmp_path):

@@ -1,56 +1,49 @@
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_blackmamba.training.metrics import StepMetrics, read_metrics, router_load
+from megatron_blackmamba.formats.schedule import Schedule
+from megatron_blackmamba.formats.step_records import StepRecord, read_metrics
+from megatron_blackmamba.report import write_report
+from megatron_blackmamba.training.metrics import MetricError, Taken, all_metrics, metric, metric_of, unregister
+from tests.training import runs
 
-NAMED = [
-    *("step", "consumed_samples", "consumed_tokens", "loss", "grad_norm", "learning_rate"),
-    *("tokens_per_second", "step_seconds", "skipped"),
-]
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def metrics(step=1, **changes):
-    values = {
-        "step": step,
+    """Return the record of a step; `__` in a keyword stands for `/`."""
+    scalars = {
+        "loss": 3.25,
+        "learning_rate": 1e-3,
+        "grad_norm": 0.5,
+        "speed/tokens_per_second": 1234.5,
+        "speed/step_seconds": 1.6,
+        "speed/memory_bytes": 2**30,
+        "skipped": 0,
         "consumed_samples": 16 * step,
         "consumed_tokens": 2048 * step,
-        "loss": 3.25,
-        "grad_norm": 0.5,
-        "learning_rate": 1e-3,
-        "tokens_per_second": 1234.5,
-        "step_seconds": 1.6,
-        "skipped": False,
-        "source_loss": {"pile": 3.0, "code": 3.5},
-        "source_samples": {"pile": 10, "code": 6},
-        "memory_bytes": 2**30,
+        "source/loss/pile": 3.0,
+        "source/loss/code": 3.5,
+        "source/samples/pile": 10,
+        "source/samples/code": 6,
     }
-    return StepMetrics(**{**values, **changes})
-
-
-def test_a_line_has_the_promised_fields_and_leaves_out_what_was_not_measured():
-    record = json.loads(metrics().to_json())
-    assert list(record)[: len(NAMED)] == NAMED
-    assert not {"router_load", "validation_loss", "mfu"} & set(record)
+    return StepRecord(step, scalars | {name.replace("__", "/"): value for name, value in changes.items()})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_is_null_so_that_any_json_reader_can_read_the_line(bad):
-    line = metrics(loss=bad, grad_norm=bad, skipped=True, source_loss={"pile": bad}).to_json()
+def test_scalars_that_are_not_finite_are_null(bad):
+    line = metrics(loss=bad, grad_norm=bad, source__loss__pile=bad).to_json()
     record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert record["loss"] is None and record["grad_norm"] is None and record["source_loss"] == {"pile": None}
+    assert record["loss"] is None and record["grad_norm"] is None and record["source/loss/pile"] is None
 
 
 def test_a_loss_read_back_is_the_same_to_the_last_bit():
     loss = 3.0000000000000004
     assert json.loads(metrics(loss=loss).to_json())["loss"] == loss
-
-
-def test_router_load_is_one_when_even_and_the_number_of_experts_when_collapsed():
-    assert router_load([5, 5, 5, 5]).max_over_mean == 1
-    collapsed = router_load([0, 0, 20, 0])
-    assert collapsed.max_over_mean == 4 and collapsed.shares == [0, 0, 1, 0]
 
 
 def test_a_line_cut_short_by_a_crash_is_not_read(tmp_path):
@@ -65,3 +58,92 @@ def test_damaged_lines_are_skipped_when_read(tmp_path):
     lines = [metrics(1).to_json().encode(), b"", b"\0\0", b"[1]", b'{"loss": 1}', metrics(2).to_json().encode(), b""]
     path.write_bytes(b"\n".join(lines))
     assert [record["step"] for record in read_metrics(path)] == [1, 2]
+
+
+def test_records_of_older_runs_become_scalars(tmp_path):
+    old = {
+        "step": 2,
+        "loss": 3.0,
+        "tokens_per_second": 9.0,
+        "mfu": 0.4,
+        "source_samples": {"a/b": 7},
+        "note": "text",
+        "router_load": {"layer_3": {"max_over_mean": 1.5, "shares": [0.75, 0.25]}},
+        "validation_loss": {"a/b": 2.5},
+    }
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(old) + "\n")
+    assert next(read_metrics(tmp_path / "metrics.jsonl")) == {
+        "step": 2,
+        "loss": 3.0,
+        "speed/tokens_per_second": 9.0,
+        "speed/mfu": 0.4,
+        "source/samples/a/b": 7,
+        "note": "text",
+        "experts/3/max_over_mean": 1.5,
+        "experts/3/share/0": 0.75,
+        "experts/3/share/1": 0.25,
+        "validation/loss/a/b": 2.5,
+    }
+
+
+@pytest.mark.parametrize(
+    "scalar, name, key",
+    [
+        ("loss", "loss", ""),
+        ("validation/loss", "validation/loss", ""),
+        ("validation/loss/a/b", "validation/loss/*", "a/b"),
+        ("experts/3/max_over_mean", "experts/*/max_over_mean", "3"),
+        ("experts/3/share/0", "experts/*/share/*", "3/0"),
+        ("nobody/knows", "nobody/knows", ""),
+    ],
+)
+def test_a_scalar_leads_to_its_metric(scalar, name, key):
+    assert metric_of(scalar).name == name and metric_of(scalar).key_of(scalar) == key
+
+
+def test_a_metric_needs_a_free_name_and_a_fitting_value():
+    with pytest.raises(MetricError, match="two metrics have the name loss"):
+        metric("loss", "Loss")(lambda taken: 1.0)
+    metric("toy/*", "Toy")(lambda taken: 1.0)
+    try:
+        with pytest.raises(MetricError, match="a mapping fills"):
+            metric_of("toy/*").scalars(None)
+    finally:
+        unregister("toy/*")
+
+
+def test_docs_list_exactly_the_metrics():
+    table = (DOCS / "training.md").read_text().split("| Scalar | Meaning |")[1].split("\n\n")[0]
+    listed = [line.split("|")[1].strip(" `") for line in table.splitlines()[2:]]
+    assert listed == [each.name for each in all_metrics()]
+
+
+@pytest.mark.xdist_group("forks")
+def test_a_metric_in_its_own_file_is_shown_everywhere(forks, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = ["training.stop_after_steps=4", "logging.tensorboard=true"]
+    job = forks.run(tmp_path, [*runs.SMALL, *settings], trainer="Weighing", ranks=1)
+    assert job.wait() == [0], job.output()
+    values = {record["step"]: record.get("weights/norm") for record in runs.metrics(tmp_path)}
+    assert values[2] > 1 and values[4] > 1 and values[1] is values[3] is None
+    for shown in (job.output(), runs.log(tmp_path)):
+        assert f"weight norm {values[4]:.2f}" in shown
+    board = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("weights/norm")] == [2, 4]
+    assert "<figcaption>weights/norm</figcaption>" in write_report(tmp_path / "run").read_text()
+
+
+def test_docs_show_the_example_metric():
+    source = (Path(__file__).parent / "weight_norm.py").read_text()
+    assert source in (DOCS / "extending.md").read_text()
+
+
+def test_validation_loss_is_weighted_by_the_mixture():
+    """Of 400 samples, the sources give 300, 60 and 40; the last has no validation data."""
+    train = SimpleNamespace(schedule=Schedule([[15, 3, 2]]))
+    data = SimpleNamespace(train=train, source_names=["pile", "code", "none"])
+    taken = Taken(SimpleNamespace(data=data, end_of_data=400), None, None, 0.0, 1.0, {"pile": 2.0, "code": 3.0})
+    found = metric_of("validation/loss").scalars(taken) | metric_of("validation/loss/*").scalars(taken)
+    weighted = (300 * 2.0 + 60 * 3.0) / 360
+    assert found == {"validation/loss": weighted, "validation/loss/pile": 2.0, "validation/loss/code": 3.0}

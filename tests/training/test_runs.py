@@ -13,7 +13,7 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.history import read_history
 from tests.data.corpus import write_mixture, write_shard
-from tests.training.runs import ON_TWO, SMALL, log, losses, metrics, wait_until
+from tests.training.runs import ON_TWO, SMALL, log, losses, metrics, samples_of, scalars, wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
 
@@ -48,14 +48,14 @@ def test_a_run_leaves_everything_one_looks_for(forks, tmp_path):
         assert path.exists(), path
     assert list(run.tensorboard.iterdir())
     assert [path.name for path in run.profile.iterdir()] == ["steps_2_3_rank_0.json.gz"]
-    assert [record["step"] for record in records if "validation_loss" in record] == [3, 6]
-    assert [record["step"] for record in records if "router_load" in record] == [2, 4, 6]
+    assert [record["step"] for record in records if "validation/loss" in record] == [3, 6]
+    assert [record["step"] for record in records if "experts/1/max_over_mean" in record] == [2, 4, 6]
     last = records[-1]
-    assert set(last["validation_loss"]) == {"synthetic_0", "synthetic_1", "synthetic_2"}
-    assert set(last["router_load"]) == {"layer_1", "layer_3"}
-    assert all(sum(load["shares"]) == pytest.approx(1, abs=1e-4) for load in last["router_load"].values())
-    assert last["consumed_tokens"] == 6 * 16 * 64 and sum(last["source_samples"].values()) == 96
-    assert last["memory_bytes"] > 2**27
+    assert set(scalars(last, "validation/loss/*")) == {"synthetic_0", "synthetic_1", "synthetic_2"}
+    assert set(scalars(last, "experts/*/max_over_mean")) == {"1", "3"}
+    assert sum(scalars(last, "experts/*/share/*").values()) == pytest.approx(2, abs=1e-4)
+    assert last["consumed_tokens"] == 6 * 16 * 64 and sum(scalars(last, "source/samples/*").values()) == 96
+    assert last["speed/memory_bytes"] > 2**27 and last["consumed_flops"] > 1e9
 
 
 def test_a_run_stopped_early_is_not_done_and_a_restart_adds_nothing(forks, copy_of_half):
@@ -94,7 +94,7 @@ def test_on_one_process_a_run_of_two_goes_on_with_the_same_data_and_the_same_los
     jobs = [forks.run(copy_of_half, [*SMALL, more], ranks=1), forks.run(other, [*ON_TWO, more])]
     assert [job.wait() for job in jobs] == [[0], [0, 0]], jobs[0].output()
     assert losses(copy_of_half) == pytest.approx(losses(other), abs=1e-2)  # fp32: a token may change experts
-    assert metrics(copy_of_half)[-1]["source_samples"] == metrics(other)[-1]["source_samples"]
+    assert samples_of(copy_of_half) == samples_of(other)
 
 
 def test_in_bf16_with_the_optimizer_sharded_over_two_ranks_it_goes_on_bit_for_bit(forks, tmp_path):
@@ -139,7 +139,7 @@ def test_a_global_batch_changed_by_name_trains_the_tokens_that_are_left_and_ends
     assert [record["consumed_samples"] for record in records[9:]] == list(range(160, 160 + 8 * 48, 48))  # of 480
     last, lowest = records[-1], load("tiny").optimizer.min_learning_rate
     assert last["step"] == 17 and run.checkpoint(17).exists() and run.done.exists()
-    assert "validation_loss" in last and last["learning_rate"] == pytest.approx(lowest)
+    assert "validation/loss" in last and last["learning_rate"] == pytest.approx(lowest)
     assert "7 steps of 3072 tokens to go" in log(copy_of_half) and "done at step 17" in log(copy_of_half)
     assert json.loads(run.data_plan.read_bytes())["planned"]["samples"] == 496
     assert read_history(run.root).total_steps == 17
@@ -180,7 +180,7 @@ def test_a_mixture_may_change_from_here_on_but_not_what_was_read(forks, tmp_path
     mixed = [*SMALL, "data.kind=mixture", f"data.mixture={tmp_path}/mixture.yaml", "data.sequence_length=16"]
     write_mixture(tmp_path, sources)
     assert forks.run(tmp_path, [*mixed, "training.stop_after_steps=4"], ranks=1).wait() == [0]
-    assert metrics(tmp_path)[-1]["source_samples"] == {"a": 32, "b": 32}
+    assert samples_of(tmp_path) == {"a": 32, "b": 32}
     assert RunFolder(tmp_path / "run").tokenizer.read_text() == "{}"
 
     write_mixture(tmp_path, [sources[0], {**sources[1], "weight": 3}])
@@ -190,7 +190,7 @@ def test_a_mixture_may_change_from_here_on_but_not_what_was_read(forks, tmp_path
     write_mixture(tmp_path, sources, [{"from_sample": 64, "weights": {"b": 3}}])
     job = forks.run(tmp_path, [*mixed, "training.stop_after_steps=6"], ranks=1)
     assert job.wait() == [0], job.output()
-    assert metrics(tmp_path)[-1]["source_samples"] == {"a": 40, "b": 56}
+    assert samples_of(tmp_path) == {"a": 40, "b": 56}
     guard = CheckpointReader(tmp_path / "run").state["guard"]
     assert guard["losses"] == losses(tmp_path)[4:]  # what was usual before the phase is forgotten
 

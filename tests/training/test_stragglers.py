@@ -63,5 +63,5 @@ def test_a_slow_rank_is_named_in_log_and_events(forks, tmp_path):
     first = events_of(tmp_path, SlowRank)[0]
     assert (first.step, first.rank, first.host) == (4, 1, socket.gethostname()) and first.over_median > 4
     records = metrics(tmp_path)
-    assert sum(record["slowest_rank"] == 1 for record in records) > len(records) / 2
-    assert all(record["slowest_over_median"] > 1 for record in records)
+    assert sum(record["speed/slowest_rank"] == 1 for record in records) > len(records) / 2
+    assert all(record["speed/slowest_over_median"] > 1 for record in records)

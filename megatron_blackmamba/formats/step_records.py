@@ -1,0 +1,84 @@
+"""The record of a step: named scalars, one JSON object a line in metrics.jsonl.
+
+`{"step": 120, "loss": 3.25, "source/loss/pile": 3.1, "speed/tokens_per_second": 51200.0}`: what was not measured at a
+step is left out, what is not finite is null. Nested records of older versions are read as named scalars.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OLD_NAMES = {
+    "tokens_per_second": "speed/tokens_per_second",
+    "step_seconds": "speed/step_seconds",
+    "memory_bytes": "speed/memory_bytes",
+    "mfu": "speed/mfu",
+    "slowest_rank": "speed/slowest_rank",
+    "slowest_over_median": "speed/slowest_over_median",
+    "source_loss": "source/loss",
+    "source_samples": "source/samples",
+    "validation_loss": "validation/loss",
+}
+"""Names of older records; those of objects become the beginning of the scalars' names."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The scalars of one step, by name."""
+
+    step: int
+    scalars: Mapping[str, float]
+
+    def to_json(self) -> str:
+        """Return the line of metrics.jsonl without its newline. JSON has no NaN: it becomes null."""
+        finite = {name: value if math.isfinite(value) else None for name, value in self.scalars.items()}
+        return json.dumps({"step": self.step, **finite}, ensure_ascii=False, allow_nan=False)
+
+    def finite(self) -> Iterator[tuple[str, float]]:
+        """Yield the scalars that are numbers, for TensorBoard and wandb."""
+        return ((name, value) for name, value in self.scalars.items() if math.isfinite(value))
+
+
+def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run in order: `step` and the scalars by name. Skip lines that are no record."""
+    path = Path(path)
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            record = parse_line(line)
+            if record is not None:
+                yield record
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line of metrics.jsonl, or None if it is cut short or damaged."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    return _named(record) if OLD_NAMES.keys() & record.keys() else record
+
+
+def _named(old: dict[str, Any]) -> dict[str, Any]:
+    """Return a nested record of an older version as named scalars."""
+    record: dict[str, Any] = {}
+    for key, value in old.items():
+        name = OLD_NAMES.get(key, key)
+        if key == "router_load":
+            for layer, load in value.items():
+                experts = f"experts/{layer.removeprefix('layer_')}"
+                record[f"{experts}/max_over_mean"] = load["max_over_mean"]
+                record |= {f"{experts}/share/{expert}": share for expert, share in enumerate(load["shares"])}
+        elif isinstance(value, dict):
+            record |= {f"{name}/{inner}": number for inner, number in value.items()}
+        else:
+            record[name] = value
+    return record

@@ -1,0 +1,147 @@
+"""What a metric is, the registry, and the record of a step."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megatron_blackmamba.formats.step_records import StepRecord
+
+if TYPE_CHECKING:
+    from megatron_blackmamba.training.loop import Trainer
+    from megatron_blackmamba.training.step import Losses, Update
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step just taken: all that a metric may look at."""
+
+    trainer: "Trainer"
+    losses: "Losses"
+    update: "Update"
+    learning_rate: float
+    seconds: float
+    validation: Mapping[str, float]
+    """Validation loss by source; empty unless it was due."""
+
+
+Key = str | tuple[str, ...]
+Value = float | Mapping[str, float] | Mapping[Key, float] | None
+"""None is left out. A mapping gives one scalar a key: it fills the `*` of the name, a tuple several."""
+Due = Callable[[Taken], bool]
+
+
+class MetricError(ValueError):
+    """A metric whose name is taken, or whose value does not fit its name."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A function of a step, and how its value is shown."""
+
+    name: str
+    """Name of the scalar, such as `speed/mfu`. A `*` stands for the keys of a mapping: `source/loss/*`."""
+    measure: Callable[[Taken], Value]
+    title: str
+    """For the report and the table on a terminal."""
+    format: str | Callable[[float], str] = ".4f"
+    """A format specification of Python, or a function; empty text is not shown."""
+    unit: str = ""
+    due: Due = lambda taken: True
+    """Says at which steps to measure."""
+    label: str = ""
+    """Words before the value in the one-line log; the unit stands behind it."""
+    in_line: bool = False
+    """Show it in the one-line log and in the table on a terminal."""
+    in_table: bool = False
+    """Show it in the table on a terminal only."""
+    in_report: bool = True
+    """Draw it in the report, if the report does not show it in a way of its own."""
+    from_zero: bool = False
+    """Let the axis of the report begin at 0."""
+    order: int = 100
+    """Position among the metrics; ties are in order of registration."""
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        parts = [re.escape(part) for part in self.name.split("*")]
+        head = "([^/]+)".join(parts[:-1])
+        return re.compile(f"{head}(.+){parts[-1]}" if self.many else parts[0])
+
+    @property
+    def many(self) -> bool:
+        """Whether it has a scalar for each of several keys."""
+        return "*" in self.name
+
+    def key_of(self, scalar: str) -> str | None:
+        """Return the key in a scalar's name: empty for a metric with one value, None for another metric's scalar."""
+        found = self.pattern.fullmatch(scalar)
+        return None if found is None else "/".join(found.groups())
+
+    def scalars(self, taken: Taken) -> dict[str, float]:
+        """Measure, if it is due."""
+        value = self.measure(taken) if self.due(taken) else None
+        if value is None:
+            return {}
+        if isinstance(value, Mapping) != self.many:
+            raise MetricError(
+                f"{self.name} has the value {value!r}: a mapping fills a `*` in the name, a number has none"
+            )
+        if not isinstance(value, Mapping):
+            return {self.name: value}
+        template = self.name.replace("*", "{}")
+        return {template.format(*([key] if isinstance(key, str) else key)): one for key, one in value.items()}
+
+    def of(self, scalars: Mapping[str, float]) -> dict[str, float]:
+        """Return this metric's scalars by key."""
+        if not self.many:
+            return {"": scalars[self.name]} if self.name in scalars else {}
+        return {key: value for name, value in scalars.items() if (key := self.key_of(name)) is not None}
+
+    def text(self, value: float | None) -> str:
+        """Return a value as shown to people."""
+        if value is None or value != value:
+            return "–"
+        number = self.format(value) if callable(self.format) else format(value, self.format)
+        return f"{number} {self.unit}".rstrip()
+
+
+_METRICS: dict[str, Metric] = {}
+
+
+def metric(name: str, title: str, **shown: Any) -> Callable[[Callable[[Taken], Value]], Callable[[Taken], Value]]:
+    """Register the decorated function as a metric; the keywords are fields of Metric."""
+
+    def register(measure: Callable[[Taken], Value]) -> Callable[[Taken], Value]:
+        if name in _METRICS:
+            raise MetricError(f"two metrics have the name {name}: give one of them another")
+        _METRICS[name] = Metric(name, measure, title, **shown)
+        return measure
+
+    return register
+
+
+def unregister(name: str) -> None:
+    """Remove a metric."""
+    del _METRICS[name]
+
+
+def all_metrics() -> list[Metric]:
+    """Return every metric in the order of display."""
+    return sorted(_METRICS.values(), key=lambda metric: metric.order)
+
+
+def metric_of(scalar: str) -> Metric:
+    """Return the metric of a scalar, the most specific first; one made up for a scalar that nobody registered."""
+    known = _METRICS.get(scalar)
+    found = [known] if known else [each for each in all_metrics() if each.key_of(scalar) is not None]
+    return found[0] if found else Metric(scalar, lambda taken: None, scalar)
+
+
+def record(taken: Taken) -> StepRecord:
+    """Return the record of a step: every metric that is due."""
+    scalars: dict[str, float] = {}
+    for each in all_metrics():
+        scalars |= each.scalars(taken)
+    return StepRecord(taken.trainer.progress.step, scalars)

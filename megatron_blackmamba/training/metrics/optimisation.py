@@ -1,0 +1,51 @@
+"""Loss, gradient norm, learning rate and how far the run is."""
+
+from megatron_blackmamba.training.metrics.base import Taken, metric
+
+
+@metric("loss", "Loss", label="loss", in_line=True, order=1)
+def loss(taken: Taken) -> float:
+    """Return the mean loss of the batch's tokens."""
+    return taken.losses.loss
+
+
+@metric("grad_norm", "Gradient norm", format=".3f", label="gradient norm", in_line=True, from_zero=True, order=3)
+def grad_norm(taken: Taken) -> float:
+    """Return the norm of all gradients before clipping; NaN if no update was tried."""
+    return taken.update.grad_norm
+
+
+@metric("learning_rate", "Learning rate", format=".3e", label="lr", in_line=True, from_zero=True, order=2)
+def learning_rate(taken: Taken) -> float:
+    """Return the learning rate of the step."""
+    return taken.learning_rate
+
+
+def _skipped(value: float) -> str:
+    return "skipped" if value else ""
+
+
+@metric("skipped", "Skipped", format=_skipped, in_line=True, in_report=False, order=30)
+def skipped(taken: Taken) -> int:
+    """Return 1 if the weights were left as they are, else 0."""
+    return int(not taken.update.applied)
+
+
+@metric("consumed_samples", "Samples", in_report=False, order=40)
+def consumed_samples(taken: Taken) -> int:
+    """Return the samples in the batches of all steps."""
+    return taken.trainer.progress.consumed_samples
+
+
+@metric("consumed_tokens", "Tokens", in_report=False, order=41)
+def consumed_tokens(taken: Taken) -> int:
+    """Return the tokens in the batches of all steps."""
+    return taken.trainer.progress.consumed_samples * taken.trainer.config.data.sequence_length
+
+
+@metric("consumed_flops", "Training FLOPs", format=".3e", in_table=True, in_report=False, order=42)
+def consumed_flops(taken: Taken) -> float:
+    """Return the model's FLOPs for all consumed tokens, without recomputation."""
+    trainer = taken.trainer
+    tokens = trainer.progress.consumed_samples * trainer.config.data.sequence_length
+    return trainer.utilisation.flops_per_token * tokens
