@@ -120,6 +120,13 @@ def test_architecture_page_lists_exactly_the_patches():
     assert first_column(section("The runtime")) == [patch.name for patch in PATCHES]
 
 
+def test_architecture_page_lists_exactly_the_fixes():
+    from megatron_blackmamba.training.fixes import OF_BUFFERS, OF_OPTIMIZER
+
+    listed = first_column(section("Fixes of megatron-core's optimizer"))
+    assert listed == [fix.name for fix in (*OF_BUFFERS, *OF_OPTIMIZER)]
+
+
 def test_architecture_page_lists_exactly_the_plans_files():
     files = {path.name for path in files_of(PACKAGE / "plan")} - {"__init__.py"}
     assert sorted(first_column(section("The plan"))) == sorted(files)

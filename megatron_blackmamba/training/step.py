@@ -17,7 +17,8 @@ from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.finite import FirstSeen
-from megatron_blackmamba.training.optimizer import NonFiniteGradient, Trainable
+from megatron_blackmamba.training.fixes import NonFiniteGradient
+from megatron_blackmamba.training.optimizer import Trainable
 from megatron_blackmamba.training.stragglers import OwnTime
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func

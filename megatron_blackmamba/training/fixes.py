@@ -1,0 +1,155 @@
+"""Named fixes of megatron-core's optimizer and checkpoint, as `runtime/patches.py` has for machines without CUDA.
+
+Each changes one wrapped model or optimizer, not megatron-core's classes. `tests/training/test_fixes.py` leaves each out
+in turn and shows what breaks.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from megatron_blackmamba import model  # noqa: F401  (its package installs the patches before megatron-core is imported)
+from megatron_blackmamba.optimizers import OptimizerKind
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+class NonFiniteGradient(ArithmeticError):
+    """The gradient norm is not a number: no weight was touched."""
+
+    def __init__(self, norm: float):
+        super().__init__(f"the gradient norm is {norm}")
+        self.norm = norm
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One change to what megatron-core built, with the reason for it."""
+
+    name: str
+    why: str
+    apply: Callable[..., None]
+
+
+OF_BUFFERS: list[Fix] = []
+"""Applied to the wrapped model, before the optimizer is built over its buffers."""
+OF_OPTIMIZER: list[Fix] = []
+"""Applied to the optimizer and its kind."""
+
+
+def fix_buffers(reduced: DistributedDataParallel, skip: frozenset[str] = frozenset()) -> None:
+    """Apply the fixes of the gradient buffers, except those in `skip`."""
+    for fix in OF_BUFFERS:
+        if fix.name not in skip:
+            fix.apply(reduced)
+
+
+def fix_optimizer(optimizer: MegatronOptimizer, kind: OptimizerKind, skip: frozenset[str] = frozenset()) -> None:
+    """Apply the fixes of an optimizer, except those in `skip`."""
+    for fix in OF_OPTIMIZER:
+        if fix.name not in skip:
+            fix.apply(optimizer, kind)
+
+
+def _fix(fixes: list[Fix], name: str, why: str) -> Callable:
+    def register(apply: Callable[..., None]) -> Callable[..., None]:
+        fixes.append(Fix(name, why, apply))
+        return apply
+
+    return register
+
+
+@_fix(
+    OF_BUFFERS,
+    "bucket-padding",
+    "a save gathers buckets without the padding at their ends but cuts weights out at places that count it",
+)
+def _count_padding(reduced: DistributedDataParallel) -> None:
+    """Else, from the second bucket on, a checkpoint would hold shifted optimizer state, and zeros for the last."""
+    for buffer in (*reduced.buffers, *reduced.expert_parallel_buffers):
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+
+
+@_fix(OF_OPTIMIZER, "first-state", "megatron-core makes no state before the first update of its SGD, nor to load into")
+def _know_first_state(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+    def fill(inner: torch.optim.Optimizer, _: object = None) -> None:
+        for group in inner.param_groups:
+            for weight in group["params"]:
+                if not inner.state[weight]:
+                    inner.state[weight].update(kind.first_state(weight))
+
+    for part in _parts(optimizer):
+        if part.init_state_fn is None:
+            part.init_state_fn = fill
+
+
+@_fix(OF_OPTIMIZER, "finite-norm", "megatron-core clips by a gradient norm that is NaN, and so makes every weight NaN")
+def _refuse_non_finite(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+    """Have `optimizer.step` raise before it touches a weight."""
+    norm_of = optimizer.get_grad_norm
+
+    def finite_norm() -> float:
+        norm = float(norm_of())
+        if not math.isfinite(norm):
+            raise NonFiniteGradient(norm)
+        return norm
+
+    optimizer.get_grad_norm = finite_norm
+
+
+@_fix(
+    OF_OPTIMIZER,
+    "state-order",
+    "the distributed optimizer stores fp32 weights of a group before bf16 ones but numbers them as in the buffers",
+)
+def _number_as_stored(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+    """Else a checkpoint holds one weight's state under another's name where a group has both, as in a bf16 model."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            for group, weights in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+                for place, weight in enumerate(chain(*weights)):
+                    part.model_param_group_index_map[weight] = (group, place)
+
+
+@_fix(
+    OF_OPTIMIZER,
+    "learning-rates",
+    "megatron-core notes learning rates in every group, and from 0.17 on finds a checkpoint's groups by them",
+)
+def _forget_rates(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+    """Else a run with another learning rate could not load a checkpoint. The schedule alone knows the rates."""
+    for group in optimizer.param_groups:
+        group.pop("max_lr", None)
+        group.pop("min_lr", None)
+
+
+@_fix(
+    OF_OPTIMIZER,
+    "settings",
+    "loading brings the betas and eps that a checkpoint was made with, where the config decides those",
+)
+def _keep_settings(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+    """Load moments and step count alone. Resuming compares the configs and refuses or announces each difference."""
+    load = optimizer.load_state_dict
+
+    def load_state(state: dict) -> None:
+        configured = [
+            {k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups
+        ]
+        load(state)
+        for group, settings in zip(optimizer.param_groups, configured, strict=True):
+            group.update(settings)
+
+    optimizer.load_state_dict = load_state
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
