@@ -10,11 +10,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "| Fault | What happens | Test |"
 PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if HEADER in page.read_text()]
+PROGRAM = re.compile(r"`python -m (tests\.[\w.]+)[^`]*`")
 TEST = re.compile(r"`(?:(tests/[\w/]+\.py)::)?(test_\w+)`")
 
 
 def promises(page):
-    """Yield fault, outcome and the named tests of every row; a name without a file is in the file named before it."""
+    """Yield fault, outcome and the named tests of every row; a name without a file is in the file named before it.
+
+    A long test may be a program of its own, `python -m tests.…`.
+    """
     for table in page.read_text().split(HEADER)[1:]:
         for line in table.strip().splitlines()[1:]:
             if not line.startswith("|"):
@@ -24,6 +28,7 @@ def promises(page):
             for named, test in TEST.findall(tests):
                 file = named or file
                 found.append((file, test))
+            found += [(f"{module.replace('.', '/')}.py", "main") for module in PROGRAM.findall(tests)]
             yield fault, outcome, found
 
 
