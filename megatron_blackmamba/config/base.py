@@ -1,6 +1,12 @@
 """The base of every section, and the error that every config raises."""
 
-from pydantic import BaseModel, ConfigDict
+import os
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path that may begin with ~. No shell expands the ~ in `folder=~/runs`."""
 
 
 class ConfigError(ValueError):

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_blackmamba import kinds, optimizers
-from megatron_blackmamba.config.base import Section
+from megatron_blackmamba.config.base import Section, UserPath
 from megatron_blackmamba.config.model import ModelConfig
 
 LONGEST_NAME = 200
@@ -33,7 +33,7 @@ class SyntheticConfig(Section):
 
 class DataConfig(Section):
     kind: Literal["synthetic", "mixture"] = "synthetic"
-    mixture: str | None = None
+    mixture: UserPath | None = None
     """The mixture file, when kind is mixture; relative to the file that names it."""
     sequence_length: int = Field(2048, gt=0)
     seed: int = 1234
@@ -185,7 +185,7 @@ class KernelsConfig(Section):
 class StartConfig(Section):
     """Where the weights come from."""
 
-    from_: str | None = Field(None, alias="from")
+    from_: UserPath | None = Field(None, alias="from")
     """A checkpoint whose weights start this run, with a fresh optimizer and schedule; not read on resume."""
 
 
@@ -200,7 +200,7 @@ class RunConfig(Section):
     """Everything that defines a run. `blackmamba config FILE` prints it composed."""
 
     name: str = "run"
-    folder: str = "runs"
+    folder: UserPath = "runs"
     """The run lives in FOLDER/NAME."""
     model: ModelConfig
     kernels: KernelsConfig = KernelsConfig()
