@@ -157,6 +157,14 @@ def test_large_numbers_may_be_written_any_way(tokens):
         assert load("tiny", [f"training.tokens={text}"]).training.tokens == tokens
 
 
+def test_off_is_a_word_and_a_switch(write):
+    file = write("run.yaml", f"include: {find('tiny')}\nlogging: {{wandb: off, tensorboard: off}}")
+    run = load(file, ["training.guard.spike=off", "training.overlap=on", "checkpoint.asynchronous=no", "name=on"])
+    assert (run.training.guard.spike, run.logging.wandb, run.name) == ("off", "off", "on")
+    assert (run.training.overlap, run.logging.tensorboard, run.checkpoint.asynchronous) == (True, False, False)
+    assert load(file, ["name=2024-01-01", "training.overlap=True"]).name == "2024-01-01"
+
+
 def test_scientific_notation_is_a_number():
     assert load("tiny", ["training.tokens=3e11", "optimizer.learning_rate=1e-2"]).training.tokens == 300_000_000_000
 
