@@ -13,7 +13,8 @@ above the run's own. Nothing deletes it but a person.
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,10 @@ class Checkpoints:
         """Begin a checkpoint of `step`; `finish` says when it is there. The one before must be finished."""
         self.alive(f"beginning to save step {step}")
         partial = self._partial(step)
-        self._together(lambda: self._prepare(partial), f"step {step}: prepare")
-        tensors, values = sharded.state_to_save(self.model, self.optimizer)
-        self._together(lambda: common.write(partial, values), f"step {step}: begin")
+        with self._removing_leftovers(step):
+            self._together(lambda: self._prepare(partial), f"step {step}: prepare")
+            tensors, values = sharded.state_to_save(self.model, self.optimizer)
+            self._together(lambda: common.write(partial, values), f"step {step}: begin")
         self.write = sharded.begin_save(partial, self.world, tensors)
         self.write.start()
         self.step_being_written, self.state_being_written = step, state
@@ -140,8 +142,9 @@ class Checkpoints:
         elif self._any(self.write.running()):
             return []
         self.step_being_written = None
-        parts = self._parts(step, self.write)
-        self._together(lambda: self._publish(step, parts), f"step {step}: publish")
+        with self._removing_leftovers(step):
+            parts = self._parts(step, self.write)
+            self._together(lambda: self._publish(step, parts), f"step {step}: publish")
         if self.world.is_main:
             self._thin_out(step)
         return [step]
@@ -152,6 +155,16 @@ class Checkpoints:
             shutil.rmtree(left_over, ignore_errors=True)
         self._refuse_full_disk()
         partial.mkdir()
+
+    @contextmanager
+    def _removing_leftovers(self, step: int) -> Iterator[None]:
+        """Remove the files of a save that failed: on a full disk, logs and other runs need their space."""
+        try:
+            yield
+        except SaveError:  # every rank raises it, after every writer has ended
+            if self.world.is_main:
+                shutil.rmtree(self._partial(step), ignore_errors=True)
+            raise
 
     def _refuse_full_disk(self) -> None:
         free = shutil.disk_usage(self.folder.checkpoints).free

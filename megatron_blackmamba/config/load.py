@@ -25,7 +25,7 @@ PATH_KEYS = {"data.mixture"}
 class _Loader(yaml.SafeLoader):
     """YAML 1.1, but 3e11 is a number, `off` and 2024-01-01 are text, and a key given twice is an error."""
 
-    yaml_implicit_resolvers = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it without ClassVar
         first: [(tag, pattern) for tag, pattern in found if tag.rpartition(":")[2] not in ("bool", "timestamp")]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

@@ -4,9 +4,11 @@ Logging never stops a run. Lines that a full disk refuses are kept and written l
 are missing. A damaged file is set aside, or its damaged lines are.
 """
 
+import functools
 import importlib.util
 import re
 import sys
+import threading
 import uuid
 from collections.abc import Callable
 from datetime import datetime
@@ -134,6 +136,7 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        _silence_writer_threads()
         self._open = lambda purge: SummaryWriter(str(folder), purge_step=purge)
         self._writer = self._open(None)
 
@@ -254,6 +257,18 @@ class Loggers:
             except Exception as error:  # these may raise anything; none is worth a run of weeks
                 self._optional.remove(logger)
                 self.problem(f"{type(logger).__name__} failed and is off from here on: {error}")
+
+
+@functools.cache
+def _silence_writer_threads() -> None:
+    """Print no traceback when TensorBoard's writer thread fails: the next call raises its error again."""
+    report = threading.excepthook
+
+    def hook(failure: threading.ExceptHookArgs) -> None:
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            report(failure)
+
+    threading.excepthook = hook
 
 
 def _step_of(line: bytes) -> int:

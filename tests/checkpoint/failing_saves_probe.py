@@ -68,6 +68,7 @@ class Rank:
         dist.all_gather_object(kinds, usual["kinds"])
         ends = []
         for how, which in FAULTS.items():
+            self.save()  # or, after "removed", there would be no checkpoint, and fewer operations before the writer's
             for victim, operations in enumerate(kinds):
                 for number, kind in enumerate(operations, start=1):
                     if kind in which:

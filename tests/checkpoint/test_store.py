@@ -1,5 +1,6 @@
 """What `Checkpoints` keeps, publishes and refuses, on a real model in this process."""
 
+import errno
 import json
 import os
 import pickle
@@ -9,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_blackmamba.checkpoint import CheckpointError, DamagedCheckpoint, NotFiniteError, SaveError, manifest
+from megatron_blackmamba.checkpoint import (
+    CheckpointError,
+    DamagedCheckpoint,
+    NotFiniteError,
+    SaveError,
+    common,
+    manifest,
+    writing,
+)
 from megatron_blackmamba.checkpoint.store import Checkpoints
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -156,6 +165,20 @@ def test_left_overs_are_removed_by_the_next_save(checkpoints):
         (made.folder.checkpoints / name / "shard").touch()
     save(made, 3)
     assert names(made) == ["latest", "step_00000003"]
+
+
+@pytest.mark.parametrize("fails", [(common, "write"), (manifest, "write"), (writing, "_results_of")])
+def test_a_failed_save_leaves_no_files(checkpoints, monkeypatch, fails):
+    made = checkpoints()
+    save(made, 1)
+
+    def full(*ignored):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(*fails, full)
+    with pytest.raises(SaveError, match="No space left"):
+        save(made, 2)
+    assert names(made) == ["latest", "step_00000001"]
 
 
 def test_save_without_space_for_it_is_refused(checkpoints):

@@ -61,8 +61,8 @@ def test_a_path_in_a_file_is_relative_to_that_file(write):
 def test_a_tilde_in_a_path_is_the_home(write, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     file = write("run.yaml", f"include: {find('tiny')}\nfolder: ~/runs")
-    run = load(file, ["data.mixture=~/mixture.yaml", "init.from=~/runs/other"])
-    assert (run.folder, run.data.mixture, run.init.from_) == (
+    run = load(file, ["data.mixture=~/mixture.yaml", "start.from=~/runs/other"])
+    assert (run.folder, run.data.mixture, run.start.from_) == (
         "/home/me/runs",
         "/home/me/mixture.yaml",
         "/home/me/runs/other",

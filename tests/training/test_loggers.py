@@ -192,6 +192,23 @@ def test_optional_logger_that_cannot_start_is_off(tmp_path):
     assert "a logger could not be started and is off" in run.log.read_text() and steps_in(run.metrics) == [1]
 
 
+def test_tensorboard_fails_without_a_traceback(tmp_path):
+    ended = limited(
+        tmp_path,
+        """
+import shutil
+run = RunFolder(folder / "run")
+both = loggers.Loggers.for_run(load("tiny"), run, first_rank=True)
+shutil.rmtree(run.tensorboard)
+for step in range(1, 200):
+    both.step(metrics(step))
+both.close()
+""",
+    )
+    assert "TensorBoard failed and is off from here on" in (tmp_path / "run" / "log.txt").read_text()
+    assert "Traceback" not in ended.stderr and "Exception in thread" not in ended.stderr
+
+
 def test_the_log_keeps_every_attempt_with_times(tmp_path):
     log = LogText(tmp_path / "log.txt")
     log.step(metrics(7, skipped=1))
