@@ -1,4 +1,4 @@
-"""What the checks of a training step cost: a step of the loop with them beside one without, in turns.
+"""Measure the checks of a training step: a step of the loop with them beside one without, in turns.
 
     python -m benchmarks.checks [CONFIG] [a.b=c ...] [--nproc 2] [--repeats 100] [--json]
 

@@ -1,4 +1,4 @@
-"""What a BlackMamba is, for transformers: Mamba-1 mixers alternating with top-1 mixtures of experts."""
+"""The configuration of a BlackMamba for transformers: Mamba-1 mixers alternating with top-1 mixtures of experts."""
 
 import math
 
@@ -9,7 +9,9 @@ class BlackMambaConfig(PretrainedConfig):
     """Fields carry the names of the released config.json; `activation` and the ones after it are additions.
 
     mamba_moe_layers: one entry per layer: "r" for Mamba, a number for a mixture of that many experts, "attention" or
-    "mlp". The heads and rope_theta are those of attention, mlp_hidden_size is the inner width of "mlp".
+    "mlp".
+    num_attention_heads, num_key_value_heads, rope_theta: of "attention" layers.
+    mlp_hidden_size: the inner width of "mlp" layers.
     activation: the gate of the experts. "silu" is what the paper trains; "gelu" is what the released code computes.
     arrangement: "sequential", or "parallel": the layers of a pair share one norm and their outputs are added together.
     eod_reset: id of the token after which the state restarts; None lets it run across documents, as in the paper.

@@ -61,7 +61,7 @@ class Sizes:
 
 
 class Runner(Protocol):
-    """What a decoder lends to the layers that it runs."""
+    """The parts of a decoder that its layers use."""
 
     config: ModelConfig
     gate: Callable[[Tensor], Tensor]
