@@ -30,6 +30,7 @@ from megatron.core.optimizer import (
     ParamKey,
     get_megatron_optimizer,
 )
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 
 @dataclass
@@ -56,6 +57,7 @@ def make_trainable(
     how = reduction(config, world.data_size)
     reduced = DistributedDataParallel(model.config, how, model)
     fixes.fix_buffers(reduced, skip)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of the class, in the shape of another optimizer's scale
     settings = config.optimizer
     kind = optimizers.kind_of(settings.kind)
     with _built_by(kind, settings):

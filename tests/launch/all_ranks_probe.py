@@ -14,11 +14,13 @@ from tests.runtime.ranks import fork_ranks
 
 LENIENT = ["cpu_product=0.01", "cpu_pair=0.001"]  # on a busy machine, ranks differ for no reason
 BRAKE = """
-import os, signal, sys, time
+import os, select, signal, sys, time
 print(flush=True)
-for _ in range(10):
+for _ in range(150):
     os.kill(int(sys.argv[1]), signal.SIGSTOP); time.sleep(0.19)
-    os.kill(int(sys.argv[1]), signal.SIGCONT); time.sleep(0.01)
+    os.kill(int(sys.argv[1]), signal.SIGCONT)
+    if select.select([sys.stdin], [], [], 0.01)[0]:
+        break
 """
 
 
@@ -32,10 +34,13 @@ def slow() -> None:
 
     def slowly(device):
         command = [sys.executable, "-S", "-c", BRAKE, str(os.getpid())]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as brake:
-            assert brake.stdout
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as brake:
+            assert brake.stdin and brake.stdout
             brake.stdout.readline()  # it runs
-            return measured(device)
+            try:
+                return measured(device)
+            finally:
+                brake.stdin.close()  # it ends, and not while this process is stopped
 
     measures.matrix_products = slowly
 

@@ -63,7 +63,7 @@ def test_it_can_be_interrupted_and_goes_on_to_the_end(command):
     assert all(samples.values())
     page = (folder / "quickstart" / "report.html").read_text()
     assert "<h2>Samples</h2>" in page
-    assert {s.name for s in SOURCES} <= set(json.loads(steps.read_text().splitlines()[-1])["source_samples"])
+    assert {f"source/samples/{s.name}" for s in SOURCES} <= json.loads(steps.read_text().splitlines()[-1]).keys()
 
 
 def test_a_call_without_minutes_goes_on_with_those_it_was_begun_with_and_finds_everything_done(command):

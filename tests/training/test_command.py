@@ -72,7 +72,15 @@ def test_the_tiny_run_trains_live_on_two_processes_stops_when_asked_and_goes_on(
     assert terminal.wait() == 75, terminal.shown
     assert run.requeue.exists()
     stopped = len(losses(tmp_path))
-    for wanted in ("/200", "tokens/s", "learning rate", "gradient norm", "mixture, %", "ETA", "stops on request"):
+    for wanted in (
+        "/200",
+        "tokens/s",
+        "Learning rate",
+        "Gradient norm",
+        "Samples by source",
+        "ETA",
+        "stops on request",
+    ):
         assert wanted in terminal.shown, terminal.shown
     assert "Warning" not in terminal.shown and "Traceback" not in terminal.shown
 
