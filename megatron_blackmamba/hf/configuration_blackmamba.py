@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 
 class BlackMambaConfig(PretrainedConfig):
-    """Fields carry the names of the released config.json; `activation` and the ones after it are additions.
+    """Fields carry the names of the released config.json, as far as it has them; the others are additions.
 
     mamba_moe_layers: one entry per layer: "r" for Mamba, a number for a mixture of that many experts, "attention" or
     "mlp".
