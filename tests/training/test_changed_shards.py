@@ -29,9 +29,11 @@ def test_changed_while_training_both_ranks_stop(forks, tmp_path, mixture):
     trained = len(metrics(tmp_path))
     wait_until(lambda: len(metrics(tmp_path)) > trained + 3)
     shard = Shard.open(tmp_path / "train/two")
-    tokens = bytearray(shard.bin_path.read_bytes())
-    tokens[300] ^= 1
-    shard.bin_path.write_bytes(tokens)
+    with open(shard.bin_path, "r+b") as file:  # in place: a file that is cut, even for a moment, is another fault
+        file.seek(300)
+        byte = file.read(1)[0]
+        file.seek(300)
+        file.write(bytes([byte ^ 1]))
     assert job.wait() == [1, 1], job.output()
     for rank in (0, 1):
         assert f"{shard.bin_path}: its sha256 is" in (tmp_path / f"output_{rank}").read_text()
