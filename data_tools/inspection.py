@@ -57,11 +57,15 @@ def read_documents(
             loaded[sha256] = tokenizer_of(shard, tokenizer)
         try:
             ids = shard.document(place)
-            last = ids[-1]
+            _ = ids[-1]
         except (IndexError, ValueError):
             raise InputError(f"{shard.idx_path}: is damaged: `blackmamba data verify` says where") from None
-        text = loaded[sha256].decode(ids[:-1] if last == shard.manifest.eod_id else ids)
-        yield Document(shard, place, ids, origin(shard.manifest, place), text)
+        yield Document(shard, place, ids, origin(shard.manifest, place), text_of_ids(ids, loaded[sha256]))
+
+
+def text_of_ids(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Return token ids as text, without an EOD at their end."""
+    return tokenizer.decode(ids[:-1] if len(ids) and ids[-1] == tokenizer.eod_id else ids)
 
 
 def tokenizer_of(shard: Shard, given: str | None = None) -> Tokenizer:

@@ -5,8 +5,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shuffle import document_order
-from megatron_blackmamba.formats.shards import ShardManifest
+from megatron_blackmamba.formats.shards import ShardManifest, SourceFile
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,39 @@ def origin(manifest: ShardManifest, place: int) -> Origin:
             break
         record += 1
     return Origin(source.name, record)
+
+
+def places_of(manifest: ShardManifest, file: str, record: int) -> list[int] | None:
+    """Return the places in the shard of a raw record: none if it was skipped. None if the shard has no such file.
+
+    file: its name in the manifest, or a path that ends with it.
+    """
+    places: list[int] = []
+    before, known = 0, False
+    for source in manifest.sources:
+        if file == source.name or file.endswith(f"/{source.name}"):
+            known = True
+            number = _number_of(manifest, source, record)
+            places += [] if number is None else [before + number]
+        before += source.documents
+    if not known:
+        return None
+    if not manifest.shuffled:
+        return places
+    order = _order(manifest.seed, manifest.shard, manifest.documents)
+    return [int(np.flatnonzero(order == number)[0]) for number in places]
+
+
+def _number_of(manifest: ShardManifest, source: SourceFile, record: int) -> int | None:
+    """Return which of a file's documents a record is; None if it is none."""
+    if sum(manifest.rejected.values()) > len(manifest.rejects):
+        raise InputError(
+            f"{source.name}: its shard lists only the first {len(manifest.rejects)} of the records it skipped, so a "
+            "record cannot be traced to a document"
+        )
+    skipped = [reject.record for reject in manifest.rejects if reject.source == source.name]
+    number = record - 1 - sum(other < record for other in skipped)
+    return number if record not in skipped and 0 <= number < source.documents else None
 
 
 @lru_cache(maxsize=4)

@@ -13,6 +13,7 @@ from megatron_blackmamba.data_tools import commands as data_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.interchange.commands import Precision
 from megatron_blackmamba.runtime.exits import BAD_INPUT, RESTARTS
+from megatron_blackmamba.trace import commands as trace_commands
 
 app = typer.Typer(
     name="blackmamba",
@@ -360,6 +361,7 @@ def generate(
         print("\n\n".join(p + t for p, t in zip(prompts, texts, strict=True)))
 
 
+data_commands.app.command()(trace_commands.trace)
 app.add_typer(data_commands.app, name="data")
 app.add_typer(interchange_commands.export_app, name="export")
 app.add_typer(interchange_commands.import_app, name="import")

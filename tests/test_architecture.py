@@ -17,7 +17,7 @@ LAYERS = [
     {"checkpoint"},
     {"interchange", "plan"},
     {"training", "inference"},
-    {"report", "launch"},
+    {"report", "launch", "trace"},
     {"quickstart"},
     {"cli"},
 ]

@@ -38,6 +38,16 @@ class Permutation:
             place = self._once(place)
         return place
 
+    def position_of(self, place: int) -> int:
+        """Return the position that goes to `place`: the inverse of indexing."""
+        place = int(place)
+        if not 0 <= place < self.size:
+            raise IndexError(f"place {place} of a permutation of {self.size}")
+        position = self._once_back(place)
+        while position >= self.size:
+            position = self._once_back(position)
+        return position
+
     def of(self, positions: np.ndarray) -> np.ndarray:
         """The places of many positions at once."""
         positions = np.asarray(positions)
@@ -53,6 +63,13 @@ class Permutation:
         for i in range(0, ROUNDS, 2):
             row = (row + _hash(column, self._round_keys[i], self._rows)) % self._rows
             column = (column + _hash(row, self._round_keys[i + 1], self._columns)) % self._columns
+        return row * self._columns + column
+
+    def _once_back(self, x: int) -> int:
+        row, column = x // self._columns, x % self._columns
+        for i in range(ROUNDS - 2, -1, -2):
+            column = (column - _hash(row, self._round_keys[i + 1], self._columns)) % self._columns
+            row = (row - _hash(column, self._round_keys[i], self._rows)) % self._rows
         return row * self._columns + column
 
 

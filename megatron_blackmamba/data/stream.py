@@ -22,7 +22,7 @@ class TokenStream:
     def __init__(self, parts: Sequence[np.ndarray], shards: Sequence[Shard] = ()) -> None:
         """shards: those of the parts, to name what is outside their vocabulary; without them nothing is checked."""
         self._parts = [part for part in parts if len(part)]
-        self._shards = [shard for shard in shards if shard.manifest.tokens]
+        self.shards = [shard for shard in shards if shard.manifest.tokens]
         self._vocab_size = max((shard.manifest.vocab_size for shard in shards), default=None)
         self._ends = list(accumulate(len(part) for part in self._parts))
         self.tokens = self._ends[-1] if self._ends else 0
@@ -50,12 +50,20 @@ class TokenStream:
             self._refuse(window, start, self._vocab_size)
         return window
 
+    def locate(self, place: int) -> tuple[Shard, int]:
+        """Return the shard of a token, and its place there."""
+        part = bisect.bisect_right(self._ends, place)
+        return self.shards[part], place - (self._ends[part] - len(self._parts[part]))
+
+    def start_of(self, shard: Shard) -> int:
+        """Return the place of a shard's first token."""
+        part = self.shards.index(shard)
+        return self._ends[part] - len(self._parts[part])
+
     def _refuse(self, window: np.ndarray, start: int, vocab_size: int) -> None:
         """Name the first id outside the vocabulary. On a GPU the embedding would fail without saying which it was."""
         at = int((window.view(np.uint64) >= vocab_size).argmax())
-        place = (start + at) % self.tokens
-        part = bisect.bisect_right(self._ends, place)
-        shard, place = self._shards[part], place - (self._ends[part] - len(self._parts[part]))
+        shard, place = self.locate((start + at) % self.tokens)
         raise ShardError(
             f"{shard.bin_path}: token {place} ({_document_at(shard, place)}; position {at} of its sample) is "
             f"{window[at]}, but ids end at {shard.manifest.vocab_size - 1}: the file was changed or damaged. "
@@ -68,8 +76,7 @@ def _document_at(shard: Shard, place: int) -> str:
         check_idx(shard.idx, bin_bytes=shard.manifest.bin_bytes)
     except (ShardError, OSError):
         return "the index is damaged too"
-    sequence = int(np.searchsorted(shard.idx.pointers, place * shard.idx.dtype.itemsize, side="right")) - 1
-    return f"document {int(np.searchsorted(shard.idx.document_indices, sequence, side='right')) - 1}"
+    return f"document {shard.document_at(place)}"
 
 
 def _map(shard: Shard) -> np.ndarray:

@@ -126,6 +126,12 @@ class Schedule:
         source, within = self.blends[phase].locate(sample - self.starts[phase])
         return source, within + self._before[phase][source]
 
+    def sample_of(self, source: int, within: int, end: int) -> int | None:
+        """Return the sample below `end` that is number `within` of a source; None if it comes later."""
+        if not 0 <= within < self.counts(end)[source]:
+            return None
+        return bisect.bisect_left(range(end), within + 1, key=lambda sample: self.counts(sample + 1)[source])
+
     def counts(self, samples: int) -> list[int]:
         """How many of the first `samples` each source gives."""
         phase = max(0, bisect.bisect_left(self.starts, samples) - 1)

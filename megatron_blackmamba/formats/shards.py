@@ -300,9 +300,19 @@ class Shard:
 
     def document(self, number: int) -> np.ndarray:
         """Token ids of one document, its EOD included."""
+        start, length = self.span(number)
+        return self.token_ids[start : start + length]
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Return the first token of a document, and how many it has."""
         first, last = self.idx.document_indices[number : number + 2]
         start = int(self.idx.pointers[first]) // self.idx.dtype.itemsize
-        return self.token_ids[start : start + int(self.idx.sequence_lengths[first:last].sum())]
+        return start, int(self.idx.sequence_lengths[first:last].sum())
+
+    def document_at(self, token: int) -> int:
+        """Return the number of the document that a token belongs to."""
+        sequence = int(np.searchsorted(self.idx.pointers, token * self.idx.dtype.itemsize, side="right")) - 1
+        return int(np.searchsorted(self.idx.document_indices, sequence, side="right")) - 1
 
 
 def shards_at(path: str | os.PathLike[str], suffixes: Sequence[str] = SUFFIXES) -> list[Path]:

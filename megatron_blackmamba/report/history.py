@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_blackmamba.config import read_saved
-from megatron_blackmamba.formats.events import Event, Resumed, Rewound, of_kind, read_events, still_valid
+from megatron_blackmamba.formats.events import Event, Resumed, Rewound, Spike, of_kind, read_events, still_valid
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import read_metrics
 from megatron_blackmamba.training.metrics import metric_of
@@ -50,6 +50,8 @@ class History:
     restarts: list[int] = field(default_factory=list)
     rewinds: list[int] = field(default_factory=list)
     samples: dict[str, str] = field(default_factory=dict)
+    spikes: list[Spike] = field(default_factory=list)
+    """Those of rewound steps too."""
 
     @property
     def total_steps(self) -> int:
@@ -131,6 +133,7 @@ def read_history(run: Path) -> History:
         restarts=[event.step or 0 for event in of_kind(happened, Resumed)],
         rewinds=[event.to for event in of_kind(happened, Rewound)],
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},
+        spikes=of_kind(happened, Spike),
     )
 
 

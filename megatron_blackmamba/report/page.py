@@ -1,6 +1,7 @@
 """The page: what a reader wants to know first, then the curves, then what they were made with."""
 
 import platform
+import shlex
 from datetime import datetime, timedelta
 from html import escape
 
@@ -30,6 +31,7 @@ def render(history: History) -> str:
         _section("Experts", [*experts(history)], "The share of a layer's tokens that each expert gets."),
         _section("Optimisation, speed and other metrics", [*others(history)]),
         _interruptions(history),
+        _spikes(history),
         _samples(history),
         _details("Configuration", yaml.safe_dump(history.config, sort_keys=False)),
         _details("Environment", _environment()),
@@ -196,6 +198,20 @@ def _interruptions(history: History) -> str:
     shown = "".join(f"<li>{escape(line)}</li>" for line in words[-50:])
     more = f"<p>The last 50 of {len(words):,}.</p>" if len(words) > 50 else ""
     return f"<section><h2>Interruptions</h2>{more}<ul>{shown}</ul></section>"
+
+
+def _spikes(history: History) -> str:
+    """Return the commands that show the documents of batches with a loss spike; synthetic data has no documents."""
+    if not history.spikes or history.config["data"]["kind"] == "synthetic":
+        return ""
+    run = shlex.quote(str(history.folder.root))
+    commands = "\n".join(
+        f"blackmamba data trace {run} --samples {first}-{last}    # step {spike.step:,}"
+        for spike in history.spikes[-50:]
+        for first, last in spike.samples
+    )
+    words = "These commands show the documents in the batches, with the raw file and record of each."
+    return f"<section><h2>Loss spikes</h2><p>{words}</p><pre>{escape(commands)}</pre></section>"
 
 
 def _samples(history: History) -> str:

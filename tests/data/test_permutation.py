@@ -24,6 +24,13 @@ def test_one_position_at_a_time_or_many_at_once_is_the_same(size, key, fractions
     assert [order[p] for p in positions] == order.of(np.array(positions)).tolist()
 
 
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 2**61), st.binary(max_size=16), st.floats(0, 1, exclude_max=True))
+def test_the_position_of_a_place_goes_there(size, key, fraction):
+    order, place = Permutation(size, key), int(fraction * size)
+    assert order[order.position_of(place)] == place
+
+
 def test_an_order_never_changes_or_a_resumed_run_would_read_other_text():
     order = Permutation(146_484_375, b"1234 fingerprint 0")
     assert [order[p] for p in (0, 1, 2, 146_484_374)] == [86314296, 18087515, 137665111, 51651145]

@@ -55,6 +55,9 @@ def test_every_source_counts_on_without_gap_or_repeat_through_all_phases(first, 
     for i in range(width):
         assert np.array_equal(within[source == i], np.arange((source == i).sum()))
     assert [schedule.locate(k) for k in range(end)] == list(zip(source.tolist(), within.tolist(), strict=True))
+    for k in (0, *starts[:-1], end // 3, end - 1):
+        assert schedule.sample_of(*schedule.locate(k), end) == k
+        assert schedule.sample_of(*schedule.locate(k), k) is None
     for k in (0, 1, *starts, end // 2, end):
         assert schedule.counts(k) == np.bincount(source[:k], minlength=width).tolist()
 

@@ -12,7 +12,7 @@ from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.training.loop import Trainer
 
 __all__ = [
-    *("EarlyNaN", "NaN", "NaNGradient", "Narrating", "OnlyNaN", "ReadsBackBadlyOnce"),
+    *("EarlyNaN", "NaN", "NaNGradient", "Narrating", "OnlyNaN", "ReadsBackBadlyOnce", "Recording"),
     *("Shift", "Sleeping", "Spike", "Trainer", "Watchful", "Weighing"),
     *("NaNOnce", "NaNGradientOnce", "NaNWhileTraining", "FlippedNorm", "FlippedExpert", "FlippedRouter", "SlowLayer"),
 ]
@@ -89,6 +89,26 @@ class Spike(Trainer):
                 batch["labels"].copy_((batch["labels"] * 7 + 3) % self.config.model.vocab_size)
 
         return Altered(super().open_batches(), scramble)
+
+
+class Recording(Spike):
+    """Each step leaves a file with what it read: the samples, and for each the inputs and the last label."""
+
+    def open_batches(self):
+        self.read = []
+
+        def keep(batch):
+            windows = torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1)
+            self.read.append(torch.cat([batch["sample_ids"][:, None], windows], 1))
+
+        stream = super().open_batches()
+        return Altered(Altered(stream.stream, keep), stream.change)
+
+    def take_step(self):
+        self.read.clear()
+        verdict = super().take_step()
+        torch.save(torch.cat(self.read), self.folder.root / f"read_{self.progress.step}.pt")
+        return verdict
 
 
 class Shift(Trainer):

@@ -37,6 +37,12 @@ def consumed_samples(taken: Taken) -> int:
     return taken.trainer.progress.consumed_samples
 
 
+@metric("next_sample", "Next sample", in_report=False, order=40)
+def next_sample(taken: Taken) -> int:
+    """Return the first sample that the step after this one reads, in the order of the data."""
+    return taken.trainer.progress.next_sample
+
+
 @metric("consumed_tokens", "Tokens", in_report=False, order=41)
 def consumed_tokens(taken: Taken) -> int:
     """Return the tokens in the batches of all steps."""

@@ -1,0 +1,122 @@
+"""The verb `blackmamba data trace`, as the command line has it."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from megatron_blackmamba.trace.documents import Piece, Tracer
+
+
+def trace(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Show the batch of this step.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=0, metavar="K", help="Of the batch, only sample K, counted from 0.")
+    ] = None,
+    samples: Annotated[
+        str | None, typer.Option(metavar="FIRST-LAST", help="Show these samples of the run, as events name them.")
+    ] = None,
+    document: Annotated[
+        str | None, typer.Option(metavar="FILE:RECORD", help="Show the steps that read this raw record.")
+    ] = None,
+    chars: Annotated[int, typer.Option(min=0, help="Text shown of each document; 0 is all.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show the documents in a batch of a run, or the steps that read a document.
+
+    [dim]blackmamba data trace runs/tiny --step 120 --sample 0[/dim]
+
+    [dim]blackmamba data trace runs/tiny --document pile/00.jsonl.zst:48211[/dim]
+    """
+    from megatron_blackmamba.trace.documents import Tracer
+    from megatron_blackmamba.trace.steps import TraceError
+
+    if sum(given is not None for given in (step, samples, document)) != 1:
+        raise TraceError("name one of --step N, --samples FIRST-LAST and --document FILE:RECORD")
+    if sample is not None and step is None:
+        raise TraceError("--sample K is a sample of a batch: name its step with --step N")
+    tracer = Tracer(run)
+    if document is not None:
+        _show_readings(tracer, document, as_json)
+        return
+    numbers = _range(samples) if samples is not None else tracer.steps.samples_of(step or 0)
+    if sample is not None:
+        if sample >= len(numbers):
+            raise TraceError(f"--sample {sample}: the batch has {len(numbers)} samples, counted from 0")
+        numbers = numbers[sample : sample + 1]
+    _show_samples(tracer, numbers, step, chars, as_json)
+
+
+def _range(text: str) -> Sequence[int]:
+    from megatron_blackmamba.trace.steps import TraceError
+
+    found = re.fullmatch(r"(\d+)(?:[-–](\d+))?", text)
+    if not found or int(found[2] or found[1]) < int(found[1]):
+        raise TraceError(f"--samples {text}: give a first and a last sample, as 1024-1039")
+    return range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def _show_samples(tracer: "Tracer", numbers: Sequence[int], step: int | None, chars: int, as_json: bool) -> None:
+    shown = []
+    for number in numbers:
+        pieces = list(tracer.pieces(number))
+        if as_json:
+            described = [_described(piece, tracer.text(piece), chars) for piece in pieces]
+            shown.append({"sample": number, "source": pieces[0].source, "documents": described})
+            continue
+        when = f"step {step}, " if step is not None else ""
+        print(f"=== {when}sample {number}: {pieces[0].source}, {len(pieces)} documents")
+        for piece in pieces:
+            print(f"--- {piece.origin}: {_extent(piece)}")
+            print(_cut(tracer.text(piece), chars))
+    if as_json:
+        print(json.dumps({"run": str(tracer.run), "step": step, "samples": shown}))
+
+
+def _show_readings(tracer: "Tracer", document: str, as_json: bool) -> None:
+    from megatron_blackmamba.trace.steps import TraceError
+
+    file, _, record = document.rpartition(":")
+    if not file or not record.isdigit():
+        raise TraceError(f"--document {document}: give a raw file and a record, as pile/00.jsonl.zst:48211")
+    readings = tracer.readings(file, int(record))
+    if as_json:
+        print(json.dumps({"run": str(tracer.run), "document": document, "readings": [vars(each) for each in readings]}))
+        return
+    for each in readings:
+        last = each.first_token + each.tokens - 1
+        extent = f"tokens {each.first_token} to {last} of {each.document_tokens}"
+        print(f"step {each.step}, sample {each.sample}, epoch {each.epoch}: {extent}")
+    if not readings:
+        print(f"{document}: not read in the {tracer.steps.end} samples so far")
+
+
+def _extent(piece: "Piece") -> str:
+    length = len(piece.ids)
+    if length == piece.document_tokens:
+        return f"all {length} tokens"
+    return f"tokens {piece.first_token} to {piece.first_token + length - 1} of {piece.document_tokens}"
+
+
+def _described(piece: "Piece", text: str, chars: int) -> dict[str, Any]:
+    return {
+        "shard": str(piece.shard.prefix),
+        "document": piece.document,
+        "file": piece.origin.source,
+        "record": piece.origin.record,
+        "position": piece.position,
+        "first_token": piece.first_token,
+        "tokens": len(piece.ids),
+        "document_tokens": piece.document_tokens,
+        "ids": piece.ids.tolist(),
+        "text": _cut(text, chars),
+    }
+
+
+def _cut(text: str, chars: int) -> str:
+    return text if not chars or len(text) <= chars else text[:chars] + " [...]"

@@ -1,0 +1,157 @@
+"""The documents inside the samples of a run, and the samples that hold a document."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_blackmamba.config import read_saved
+from megatron_blackmamba.data import DataPlan, build, refuse_changed_data
+from megatron_blackmamba.data.datasets import EpochDataset
+from megatron_blackmamba.data_tools.inspection import text_of_ids, tokenizer_of
+from megatron_blackmamba.data_tools.provenance import Origin, origin, places_of
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.shards import Shard
+from megatron_blackmamba.tokenizer import Tokenizer
+from megatron_blackmamba.trace.steps import Steps, TraceError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a document that lies in a sample."""
+
+    source: str
+    shard: Shard
+    document: int
+    """Its number in the shard, from 0."""
+    origin: Origin
+    position: int
+    """Where in the sample it begins."""
+    first_token: int
+    """Where in the document it begins."""
+    document_tokens: int
+    ids: np.ndarray
+
+    @property
+    def whole(self) -> bool:
+        return len(self.ids) == self.document_tokens
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One sample in which a document was read, wholly or in part."""
+
+    step: int
+    sample: int
+    epoch: int
+    first_token: int
+    tokens: int
+    document_tokens: int
+
+
+class Tracer:
+    """The data of a run, opened as training opens it."""
+
+    def __init__(self, run: Path) -> None:
+        folder = RunFolder(run)
+        if not folder.config.is_file() or not folder.data_plan.is_file():
+            raise TraceError(f"{run}: not a run: it has no {folder.config.name} and {folder.data_plan.name}")
+        self.run, self.steps = run, Steps.of_run(run)
+        config = read_saved(folder.config)
+        if config.data.kind == "synthetic":
+            raise TraceError(f"{run}: trained on synthetic data, which has no documents")
+        self.plan: DataPlan = build(
+            config.data, vocab_size=config.model.vocab_size, total_samples=max(1, self.steps.end)
+        )
+        refuse_changed_data(json.loads(folder.data_plan.read_bytes()), self.plan.record, self.steps.end)
+        self._tokenizers: dict[str, Tokenizer] = {}
+
+    def pieces(self, sample: int) -> Iterator[Piece]:
+        """Yield the documents of a sample in order; together they are its inputs and its last label."""
+        source, within = self.plan.train.schedule.locate(sample)
+        dataset = self._dataset(source)
+        place, left = dataset.place(within), dataset.config.sequence_length + 1
+        position = 0
+        while left:
+            shard, inside = dataset.stream.locate(place)
+            document = shard.document_at(inside)
+            start, length = shard.span(document)
+            taken = min(left, start + length - inside)
+            yield Piece(
+                source=dataset.name,
+                shard=shard,
+                document=document,
+                origin=origin(shard.manifest, document),
+                position=position,
+                first_token=inside - start,
+                document_tokens=length,
+                ids=shard.document(document)[inside - start : inside - start + taken],
+            )
+            position, left = position + taken, left - taken
+            place = (place + taken) % dataset.stream.tokens
+
+    def text(self, piece: Piece) -> str:
+        """Return the text of a piece; a character cut at its ends is shown as a replacement character."""
+        manifest = piece.shard.manifest
+        if manifest.tokenizer_sha256 not in self._tokenizers:
+            self._tokenizers[manifest.tokenizer_sha256] = tokenizer_of(piece.shard)
+        return text_of_ids(piece.ids, self._tokenizers[manifest.tokenizer_sha256])
+
+    def readings(self, file: str, record: int) -> list[Reading]:
+        """Return the samples in which training has read a document, in the order of training."""
+        found = [
+            reading
+            for source, shard, document in self._documents(file, record)
+            for reading in self._readings_of(source, shard, document)
+        ]
+        return sorted(found, key=lambda reading: reading.sample)
+
+    def _documents(self, file: str, record: int) -> Iterator[tuple[int, Shard, int]]:
+        known, hits = False, 0
+        for source in range(len(self.plan.train.datasets)):
+            for shard in self._dataset(source).stream.shards:
+                places = places_of(shard.manifest, file, record)
+                known = known or places is not None
+                for place in places or ():
+                    hits += 1
+                    yield source, shard, place
+        if not hits:
+            raise TraceError(
+                f"{file}:{record}: no training document: "
+                + ("the file has no such record, or it was skipped" if known else f"{self.run} has no such raw file")
+            )
+
+    def _readings_of(self, source: int, shard: Shard, document: int) -> Iterator[Reading]:
+        dataset, schedule, end = self._dataset(source), self.plan.train.schedule, self.steps.end
+        size, tokens = dataset.config.sequence_length, dataset.stream.tokens
+        start, length = shard.span(document)
+        start += dataset.stream.start_of(shard)
+        given = schedule.counts(end)[source]
+        for epoch in range(-(-given // dataset.windows)):
+            order, begin = dataset.epoch(epoch)
+            offset = (start - begin) % tokens  # where the document begins on the way around the ring
+            for window, first, count in _windows(offset, length, size, dataset.windows, tokens):
+                within = epoch * dataset.windows + order.position_of(window)
+                sample = schedule.sample_of(source, within, end)
+                step = None if sample is None else self.steps.step_of(sample)
+                if sample is not None and step is not None:
+                    yield Reading(step, sample, epoch + 1, first, count, length)
+
+    def _dataset(self, source: int) -> EpochDataset:
+        dataset = self.plan.train.datasets[source]
+        assert isinstance(dataset, EpochDataset)
+        return dataset
+
+
+def _windows(offset: int, length: int, size: int, windows: int, tokens: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the windows of an epoch that hold a part of a document: window, first token in the document, tokens.
+
+    Window w holds the tokens w·size to w·size + size of the ring, its last label included. offset: of the document on
+    the way around the ring, which it may leave at one end and enter at the other.
+    """
+    for begin in (offset - tokens, offset, offset + tokens):
+        for window in range(max(0, -(-(begin - size) // size)), min(windows - 1, (begin + length - 1) // size) + 1):
+            first, end = max(begin, window * size), min(begin + length, window * size + size + 1)
+            yield window, first - begin, end - first

@@ -1,0 +1,174 @@
+"""What training read is found again: from steps to documents, and from documents to steps."""
+
+import json
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megatron_blackmamba.cli import app
+from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
+from megatron_blackmamba.formats.events import Rewound, Spike
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.report import write_report
+from megatron_blackmamba.trace.documents import Tracer
+from megatron_blackmamba.trace.steps import Steps, TraceError
+from tests.data.corpus import write_mixture
+from tests.training.runs import events_of, metrics
+
+pytestmark = pytest.mark.xdist_group("forks")
+
+WORDS = ["the", "model", "reads", "each", "window", "of", "its", "source", "once", "and", "then", "begins", "again"]
+
+
+@pytest.fixture(scope="session")
+def raw(tmp_path_factory):
+    """Two corpora of short texts, one with an empty record, and the tokens of both."""
+    folder, choose = tmp_path_factory.mktemp("raw"), random.Random(0)
+    for name, count in (("web", 260), ("code", 140)):
+        texts = [f"{name} {i} " + " ".join(choose.choices(WORDS, k=choose.randint(1, 30))) for i in range(count)]
+        texts[7] = ""
+        lines = (json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+        options = {"max_bad": "1", "workers": 1, "quiet": True}
+        one = {"train_tokenizer": 300} if name == "web" else {"tokenizer": str(folder / "tokens/web/tokenizer.json")}
+        tokenize([folder / f"{name}.jsonl"], folder / "tokens" / name, TokenizeOptions(**one, **options))
+    phases = [{"from_sample": 500, "weights": {"code": 3}}]
+    sources = [{"name": name, "shards": f"tokens/{name}"} for name in ("web", "code")]
+    write_mixture(folder, sources, phases)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(forks, raw, tmp_path_factory):
+    """A run with a spike that it rewinds from, stopped and resumed with another batch, over phases and epochs."""
+    folder = tmp_path_factory.mktemp("traced")
+    common = [
+        *("data.kind=mixture", f"data.mixture={raw}/mixture.yaml", "data.sequence_length=16", "model.vocab_size=320"),
+        *("training.evaluate_every=0", "checkpoint.every=10", "training.guard.spike=rewind", "parallel.expert=1"),
+        *("training.guard.spike_window=8", "training.guard.spike_deviations=6", f"training.tokens={16 * 16 * 90}"),
+    ]
+    for more in (
+        ["training.global_batch=16", "training.stop_after_steps=35"],
+        ["training.global_batch=24", "resume.allow=[training.global_batch]"],
+    ):
+        job = forks.run(folder, [*common, *more], trainer="Recording", ranks=1)
+        assert job.wait() == [0], job.output()
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def read(run):
+    """What each step read: its samples in order, and their windows of tokens."""
+    found = {}
+    for record in metrics(run.parent):
+        rows = torch.load(run / f"read_{record['step']}.pt")
+        found[record["step"]] = rows[:, 0].tolist(), rows[:, 1:].numpy()
+    return found
+
+
+def test_a_trace_equals_the_tokens_training_read(run, read):
+    tracer = Tracer(run)
+    (rewound,) = events_of(run.parent, Rewound)
+    (first, last) = rewound.skipped[0]
+    traced, epochs = 0, set()
+    for step, (samples, windows) in read.items():
+        assert tracer.steps.samples_of(step) == samples
+        assert not {*samples} & {*range(first, last + 1)}
+        for sample, window in zip(samples, windows, strict=True):
+            pieces = list(tracer.pieces(sample))
+            assert np.array_equal(np.concatenate([piece.ids for piece in pieces]), window)
+            source, within = tracer.plan.train.schedule.locate(sample)
+            epochs.add(within // tracer.plan.train.datasets[source].windows)
+            traced += 1
+    assert traced >= 1000 and max(epochs) >= 2 and {len(samples) for samples, _ in read.values()} == {16, 24}
+
+
+def test_a_traced_piece_is_in_its_raw_record(run, read, raw):
+    tracer = Tracer(run)
+    records = {path.name: path.read_text().splitlines() for path in raw.glob("*.jsonl")}
+    for sample in random.Random(1).sample([n for samples, _ in read.values() for n in samples], 200):
+        for piece in tracer.pieces(sample):
+            text = json.loads(records[piece.origin.source][piece.origin.record - 1])["text"]
+            assert tracer.text(piece) in text
+
+
+def test_a_document_s_readings_match_every_step(run, read):
+    tracer = Tracer(run)
+    expected = defaultdict(list)
+    for step, (samples, _) in read.items():
+        for sample in samples:
+            for piece in tracer.pieces(sample):
+                key = piece.origin.source, piece.origin.record
+                expected[key].append((sample, step, piece.first_token, len(piece.ids)))
+    for key in random.Random(2).sample(sorted(expected), 60):
+        readings = [(each.sample, each.step, each.first_token, each.tokens) for each in tracer.readings(*key)]
+        assert sorted(readings) == sorted(expected[key]), key
+
+
+def test_the_command_prints_step_and_document(run, read):
+    step = 50
+    samples, windows = read[step]
+    printed = CliRunner().invoke(app, ["data", "trace", str(run), "--step", str(step), "--sample", "3", "--json"])
+    (shown,) = json.loads(printed.stdout)["samples"]
+    assert shown["sample"] == samples[3]
+    assert [i for each in shown["documents"] for i in each["ids"]] == windows[3].tolist()
+    first = shown["documents"][0]
+    where = f"{first['file']}:{first['record']}"
+    printed = CliRunner().invoke(app, ["data", "trace", str(run), "--document", where])
+    assert f"step {step}, sample {samples[3]}, epoch " in printed.stdout
+    printed = CliRunner().invoke(app, ["data", "trace", str(run), "--samples", f"{samples[0]}-{samples[1]}"])
+    assert f"=== sample {samples[0]}: " in printed.stdout
+
+
+def test_the_report_names_the_trace_of_a_spike(run):
+    (spike,) = events_of(run.parent, Spike)
+    first, last = spike.samples[0]
+    command = f"blackmamba data trace {run} --samples {first}-{last}"
+    assert command in write_report(run).read_text()
+    tracer = Tracer(run)
+    assert all(list(tracer.pieces(sample)) for sample in range(first, last + 1))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--step", "9999"], "step 9999 is not in metrics.jsonl, which has steps 1 to"),
+        ([], "name one of --step N"),
+        (["--step", "1", "--sample", "16"], "the batch has 16 samples"),
+        (["--samples", "9-3"], "give a first and a last sample"),
+        (["--document", "web.jsonl:8"], "the file has no such record, or it was skipped"),
+        (["--document", "other.jsonl:1"], "has no such raw file"),
+        (["--document", "web.jsonl"], "give a raw file and a record"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused(run, arguments, message):
+    refused = CliRunner().invoke(app, ["data", "trace", str(run), *arguments])
+    assert message in str(refused.exception)
+
+
+def test_changed_data_is_not_traced(run, raw, tmp_path):
+    copy = tmp_path / "run"
+    copy.mkdir()
+    for path in (RunFolder(run).config, RunFolder(run).metrics, RunFolder(run).events):
+        (copy / path.name).write_bytes(path.read_bytes())
+    plan = json.loads(RunFolder(run).data_plan.read_bytes())
+    plan["seed"] += 1
+    RunFolder(copy).data_plan.write_text(json.dumps(plan))
+    with pytest.raises(ValueError, match="the data is not what this run read"):
+        Tracer(copy)
+
+
+def test_records_without_skipped_ranges_are_refused():
+    records = [
+        {"step": 1, "next_sample": 16, "consumed_samples": 16},
+        {"step": 2, "next_sample": 48, "consumed_samples": 32},
+    ]
+    assert Steps(records, [Rewound(step=3, to=1, skipped=[(16, 31)])]).samples_of(2) == list(range(32, 48))
+    with pytest.raises(TraceError, match=r"does not say which"):
+        Steps(records, []).samples_of(2)
+    with pytest.raises(TraceError, match="an older version wrote it"):
+        Steps([{"step": 1}], [])
