@@ -5,7 +5,10 @@
 
 The repository is copied to build/mutation and only the copy is changed. The first run measures which test runs which
 line, in the processes that tests start too, and takes as long as the suite. Later runs measure again only the test
-files that ran a changed file. Results are JSON lines, and an interrupted sample continues from them.
+files that ran a changed file; `--map-limit 15` begins with the first 15 seconds of each, and a larger one continues.
+
+A mutant gets the quickest tests that ran its line, up to `--limit` seconds, until one fails. Results are JSON lines.
+A second run tries what is not noticed yet, with the tests that are new, changed or beyond the earlier limit.
 """
 
 import argparse
@@ -14,16 +17,21 @@ import difflib
 import json
 import signal
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 
-from mutation.coverage_map import CoverageMap, build
+from mutation.coverage_map import CoverageMap, Test, build, left, within
 from mutation.mutants import Mutant, find_mutants, sample
-from mutation.processes import adopt_orphans, run_tests
+from mutation.processes import ForkServer, adopt_orphans, run_tests
 from mutation.tree import Tree
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTICED, SURVIVED, UNFINISHED, UNCOVERED = "noticed", "survived", "unfinished", "uncovered"
-SLACK = 10  # a test may take this many times as long as it took when the map was made
+# Imported once for all runs. Not megatron-core and what imports it: the package patches it before.
+PRELOAD = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.utils.tensorboard")
+PRELOAD += ("transformers.generation.utils", "pydantic", "typer.testing", "hypothesis", "pyarrow.parquet")
+SLACK = 5  # a test has hung after this many times the seconds that it took when the map was made, and some
 
 
 def main() -> int:
@@ -41,8 +49,9 @@ def main() -> int:
         tree.refresh()
         results = options.results or tree.work / f"results-{options.seed}.jsonl"
         tops = sorted({path.split("/")[0] for path in packages})
-        covered = build(tree, test_files(root, options.tests), tops, options.map_limit, say)
-        run(tree, chosen, covered, results, options.limit)
+        with closing(ForkServer(tree, options.preload)) as server:
+            covered = build(server, test_files(root, options.tests), tops, options.map_limit, say)
+            run(server, chosen, covered, results, options.limit)
     return summarize(root, chosen, results)
 
 
@@ -52,10 +61,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=50, help="Number of mutants (default 50).")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the sample (default 0).")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="Test files or folders to run (default tests).")
-    parser.add_argument("--limit", type=float, default=300, help="Seconds for the tests of one mutant (default 300).")
+    parser.add_argument("--limit", type=float, default=60, help="Seconds of tests for one mutant (default 60).")
     parser.add_argument(
         "--map-limit", type=float, default=1800, help="Seconds to measure one test file (default 1800)."
     )
+    parser.add_argument("--preload", nargs="*", default=PRELOAD, help="Modules to import before the tests.")
     parser.add_argument("--results", type=Path, help="JSON lines file (default build/mutation/results-SEED.jsonl).")
     parser.add_argument("--work", type=Path, help="Folder of the private copy (default build/mutation).")
     parser.add_argument("--root", type=Path, default=ROOT, help="Repository to test (default this one).")
@@ -75,38 +85,52 @@ def test_files(root: Path, names: list[str]) -> list[str]:
     return [str(file.relative_to(root)) for file in files]
 
 
-def run(tree: Tree, chosen: list[Mutant], covered: CoverageMap, results: Path, limit: float) -> None:
-    """Try the mutants that `results` does not hold yet, and append each outcome."""
+def run(server: ForkServer, chosen: list[Mutant], covered: CoverageMap, results: Path, limit: float) -> None:
+    """Try the mutants that are not noticed yet, with the tests that they have not passed, and append each outcome."""
     done = read_results(results)
+    began, tried = time.monotonic(), 0
     with open(results, "a") as file:
         for place, mutant in enumerate(chosen, 1):
-            source = (tree.root / mutant.path).read_bytes()
-            if mutant.id(source) in done or not changes_the_program(mutant, source):
+            source = (server.tree.root / mutant.path).read_bytes()
+            before = done.get(mutant.id(source))
+            passed = before["passed"] if before else {}
+            tests = [test for test in covered.select(mutant) if passed.get(test.name) != test.digest]
+            finished = before and (before["status"] == NOTICED or not tests)
+            if finished or not changes_the_program(mutant, source):
                 continue
-            outcome = try_mutant(tree, mutant, source, covered, limit)
+            outcome = try_mutant(server, mutant, source, tests, passed, limit)
             record = {"id": mutant.id(source), "path": mutant.path, "line": mutant.line, "kind": mutant.kind}
             file.write(json.dumps(record | {"key": mutant.key()} | outcome) + "\n")
             file.flush()
+            tried += 1
+            eta = left((time.monotonic() - began) / tried * (len(chosen) - place))
             took = f"{outcome['status']} in {outcome['seconds']:.0f} s"
-            say(f"{place}/{len(chosen)} {took}: {mutant.path}:{mutant.line} {outcome.get('by', '')}")
+            say(f"{place}/{len(chosen)} {took}: {mutant.path}:{mutant.line} {outcome.get('by', '')}{eta}")
 
 
-def try_mutant(tree: Tree, mutant: Mutant, source: bytes, covered: CoverageMap, limit: float) -> dict:
-    tests = covered.select(mutant)
+def try_mutant(
+    server: ForkServer, mutant: Mutant, source: bytes, tests: list[Test], passed: dict[str, str], limit: float
+) -> dict:
+    """Run the tests that took `limit` seconds without the mutant, and return what they said of it."""
     if not tests:
-        return {"status": UNCOVERED, "seconds": 0.0, "tests": 0}
-    file = tree.root / mutant.path
+        return {"status": UNCOVERED, "seconds": 0.0, "tests": 0, "passed": {}}
+    chosen, expected = within(tests, limit)
+    file = server.tree.root / mutant.path
     try:
         file.write_bytes(mutant.apply(source))
-        code, output, seconds = run_tests(tree, {t.name: max(60, SLACK * t.seconds) for t in tests}, limit)
+        limits = {test.name: SLACK * test.alone + 20 for test in chosen}
+        code, output, seconds = run_tests(server, limits, SLACK * expected + 60)
     finally:
         file.write_bytes(source)
-    status = {0: SURVIVED, 5: SURVIVED, None: UNFINISHED}.get(code, NOTICED)
-    outcome = {"status": status, "seconds": round(seconds, 1), "tests": len(tests)}
-    if status == NOTICED:
-        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        outcome["by"] = failed[0][:200] if failed else f"pytest ended with {code}: {output[-300:]}"
-    return outcome
+    outcome = {"seconds": round(seconds, 1)}
+    if code in (0, 5):
+        passed = passed | {test.name: test.digest for test in chosen}
+        status = UNFINISHED if len(chosen) < len(tests) else SURVIVED
+        return outcome | {"status": status, "tests": len(passed), "left": len(tests) - len(chosen), "passed": passed}
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    ended = f"hung in one of {len(chosen)} tests" if code is None else f"pytest ended with {code}: {output[-300:]}"
+    by = failed[0][:200] if failed else ended
+    return outcome | {"status": NOTICED, "tests": len(passed) + len(chosen), "by": by, "passed": passed}
 
 
 def changes_the_program(mutant: Mutant, source: bytes) -> bool:

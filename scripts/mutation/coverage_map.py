@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .mutants import Mutant
-from .processes import run_limited
+from .processes import ForkServer
 from .tree import Tree
 
 
@@ -18,13 +19,17 @@ class Test:
     """One test that passes on the unchanged tree."""
 
     name: str
-    seconds: float
-    fixtures: list[str]
-    keeps_module: bool  # uses fixtures that live as long as its file's tests follow each other
+    seconds: float  # without its shared fixtures
+    fixtures: dict[str, float]  # the shared fixtures that it uses, and the seconds to make each
+    digest: str  # of its file
 
     @property
     def file(self) -> str:
         return self.name.split("::")[0]
+
+    @property
+    def alone(self) -> float:
+        return self.seconds + sum(self.fixtures.values())
 
 
 @dataclass
@@ -37,7 +42,8 @@ class CoverageMap:
     def add(self, record: dict) -> None:
         for name, test in record["tests"].items():
             if test["passed"]:
-                self.tests[name] = Test(name, test["seconds"], test["fixtures"], test["keeps_module"])
+                fixtures = {fixture: record["fixtures"].get(fixture, 0.0) for fixture in test["fixtures"]}
+                self.tests[name] = Test(name, test["seconds"], fixtures, record["files"][name.split("::")[0]])
         for path, contexts in record["lines"].items():
             lines = self.lines.setdefault(path, {})
             for context, numbers in contexts.items():
@@ -45,18 +51,18 @@ class CoverageMap:
                     lines.setdefault(number, set()).add(context)
 
     def select(self, mutant: Mutant) -> list[Test]:
-        """Return the tests that can notice a mutant: those that ran its line, then others that are near."""
+        """Return the tests that can notice a mutant, quickest first: those that ran its line.
+
+        What runs on import, or where nothing measures, is left to the tests of the whole file and of its folder.
+        """
         lines = self.lines.get(mutant.path, {})
         ran = (lines.get(number, set()) for number in mutant.reach)
-        contexts = set().union(*ran) if not mutant.runs_on_import else set()
-        first = self._of(contexts)
-        files = {test.file for test in first}
-        near = [test for test in self.tests.values() if test.file in files or mirrors(test.file, mutant.path)]
-        if not first:  # it runs when the file is imported, or where nothing measures
-            near += self._of(set().union(*lines.values()))
-        chosen = {test.name for test in first}
-        rest = {test.name: test for test in near if test.name not in chosen}
-        return [*in_order(first), *in_order(list(rest.values()))]
+        chosen = self._of(set().union(*ran)) if not mutant.runs_on_import else []
+        if not chosen:
+            near = [test for test in self.tests.values() if mirrors(test.file, mutant.path)]
+            rest = {test.name: test for test in self._of(set().union(*lines.values()))}
+            chosen = near + [test for test in rest.values() if test not in near]
+        return in_order(chosen)
 
     def _of(self, contexts: set[str]) -> list[Test]:
         return [t for t in self.tests.values() if t.name in contexts or contexts.intersection(t.fixtures)]
@@ -70,48 +76,87 @@ def mirrors(test_file: str, path: str) -> bool:
 
 
 def in_order(tests: list[Test]) -> list[Test]:
-    """Sort by time; tests that share a file's fixtures stay together, so that these are made once."""
-    slowest: dict[str, float] = {}
+    """Sort by time, in steps of twice as long; in a step, tests of one file follow each other and share fixtures."""
+    return sorted(tests, key=lambda t: (math.ceil(math.log2(max(t.alone, 0.5))), t.file, t.alone))
+
+
+def within(tests: list[Test], limit: float) -> tuple[list[Test], float]:
+    """Return the first tests that took no more than `limit` seconds together, but at least one, and their seconds."""
+    chosen: list[Test] = []
+    made: set[str] = set()
+    spent = 0.0
     for test in tests:
-        group = test.file if test.keeps_module else test.name
-        slowest[group] = max(slowest.get(group, 0.0), test.seconds)
-    return sorted(tests, key=lambda t: (slowest[t.file if t.keeps_module else t.name], t.file, t.seconds))
+        cost = test.seconds + sum(seconds for name, seconds in test.fixtures.items() if name not in made)
+        if chosen and spent + cost > limit:
+            break
+        chosen.append(test)
+        made.update(test.fixtures)
+        spent += cost
+    return chosen, spent
 
 
-def build(tree: Tree, test_files: list[str], packages: list[str], limit: float, say) -> CoverageMap:
-    """Return the map of `test_files`, measuring those whose record is absent or stale."""
+def build(server: ForkServer, test_files: list[str], packages: list[str], limit: float, say) -> CoverageMap:
+    """Return the map of `test_files`, measuring those whose record is absent, stale or cut off by a smaller limit."""
     merged = CoverageMap()
+    tree = server.tree
     folder = tree.work / "map"
     folder.mkdir(exist_ok=True)
+    began, measured = time.monotonic(), 0
     for place, name in enumerate(test_files, 1):
         stored = folder / (name.replace("/", "__") + ".json")
         record = json.loads(stored.read_text()) if stored.exists() else None
-        if record is None or not is_current(record, tree.root):
-            began = time.monotonic()
-            record = measure(tree, name, packages, limit)
+        if record is not None and not is_current(record, tree.root):
+            record = None
+        if record is None or limit > record["limit"]:
+            record = measure(server, name, packages, limit, record)
             stored.with_suffix(".new").write_text(json.dumps(record))
             stored.with_suffix(".new").replace(stored)
             passed = sum(test["passed"] for test in record["tests"].values())
-            counts = f"{passed} of {len(record['tests'])} tests passed"
-            say(f"map {place}/{len(test_files)} {name}: {counts} in {time.monotonic() - began:.0f} s")
+            counts = f"{passed} of {len(record['tests'])} tests passed" + ("" if record["complete"] else ", cut off")
+            measured += 1
+            took = time.monotonic() - began
+            say(f"map {place}/{len(test_files)} {name}: {counts}{left(took / measured * (len(test_files) - place))}")
         merged.add(record)
     return merged
 
 
-def measure(tree: Tree, name: str, packages: list[str], limit: float) -> dict:
-    """Run one test file and return its tests and the lines that they and their processes ran."""
+def left(seconds: float) -> str:
+    return f" ({seconds / 60:.0f} min left)" if seconds > 60 else ""
+
+
+def measure(server: ForkServer, name: str, packages: list[str], limit: float, earlier: dict | None = None) -> dict:
+    """Run one test file and return its tests and the lines that they and their processes ran.
+
+    An `earlier` record, of a smaller limit, is continued.
+    """
+    tree = server.tree
     shutil.rmtree(tree.measurements, ignore_errors=True)
     tree.context.write_text("")
     report = tree.work / "record.json"
     report.unlink(missing_ok=True)
     try:
-        run_limited(tree, [name], {"MUTATION_RECORD": str(report)}, limit)
+        variables = {"MUTATION_RECORD": str(report), "MUTATION_LIMIT": str(limit)}
+        if earlier:
+            (tree.work / "measured.json").write_text(json.dumps(list(earlier["tests"])))
+            variables["MUTATION_MEASURED"] = str(tree.work / "measured.json")
+        server.run([name], variables, 2 * limit + 60)
     finally:
         tree.context.unlink()
     lines, files = read_measurements(tree, packages)
-    tests = json.loads(report.read_text()) if report.exists() else {}
-    files = {*files, name}
-    return {"tests": tests, "lines": lines, "files": {file: digest(tree.root / file) for file in sorted(files)}}
+    record = json.loads(report.read_text()) if report.exists() else {"tests": {}, "fixtures": {}, "complete": False}
+    digests = {file: digest(tree.root / file) for file in sorted({*files, name})}
+    record |= {"lines": lines, "files": digests, "limit": float("inf") if record["complete"] else limit}
+    return record if earlier is None else joined(earlier, record)
+
+
+def joined(earlier: dict, later: dict) -> dict:
+    """Join the records of two measurements of one test file, which ran different tests."""
+    merged = later | {part: earlier[part] | later[part] for part in ("tests", "fixtures", "files")}
+    merged["lines"] = {
+        path: earlier["lines"].get(path, {}) | later["lines"].get(path, {})
+        for path in earlier["lines"].keys() | later["lines"].keys()
+    }
+    return merged
 
 
 def read_measurements(tree: Tree, packages: list[str]) -> tuple[dict[str, dict[str, list[int]]], set[str]]:

@@ -13,7 +13,7 @@ WORK = Path(sys.prefix).parent
 CONTEXT = WORK / "context"
 running = None  # the coverage.Coverage of this process
 
-sys.dont_write_bytecode = True  # a mutant of the same size, written within the same second, would not be compiled
+sys.dont_write_bytecode = True  # the copy is compiled once, with hashes; mutants are compiled in memory
 
 
 def begin() -> None:
@@ -59,8 +59,13 @@ def save_before(function):
     return saved
 
 
-if CONTEXT.exists():
+def install() -> None:
+    if not CONTEXT.exists():
+        return
     begin()
     atexit.register(save)
     os.register_at_fork(after_in_child=after_fork)
     os._exit, os.execv, os.execve = (save_before(f) for f in (os._exit, os.execv, os.execve))
+
+
+install()

@@ -1,5 +1,6 @@
 """A private copy of the repository and a Python that imports it, so that nobody's files are ever changed."""
 
+import compileall
 import fcntl
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import sysconfig
 import venv
 from contextlib import contextmanager
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 HERE = Path(__file__).parent
 IGNORED = {".git", ".venv", "build", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
@@ -41,6 +43,8 @@ class Tree:
             target = self.root / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(self.source / name, target, follow_symlinks=False)
+        # By hash: a mutant may have the size and the second of the original.
+        compileall.compile_dir(self.root, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         self._make_python()
 
     def _files(self) -> list[str]:
@@ -59,7 +63,7 @@ class Tree:
             venv.create(self.environment, symlinks=True)
         own = Path(sysconfig.get_path("purelib", vars={"base": str(self.environment)}))
         packages = [path for path in sys.path if path.endswith("-packages")]
-        for helper in ("measure.py", "plugin.py"):
+        for helper in ("measure.py", "plugin.py", "forkserver.py"):
             shutil.copy(HERE / helper, own / f"mutation_{helper}")
         (own / "mutation.pth").write_text("\n".join([str(self.root), *packages, "import mutation_measure", ""]))
         for program in Path(sys.executable).parent.iterdir():

@@ -28,16 +28,24 @@ def test_nothing():
 """
 
 
+class Toy:
+    """A repository of one module and two tests."""
+
+    def __init__(self, root):
+        self.root = root
+        for name, text in {"toy/__init__.py": "", "toy/shares.py": MODULE, "tests/test_shares.py": TEST}.items():
+            (root / name).parent.mkdir(exist_ok=True)
+            (root / name).write_text(text)
+
+    def mutate(self, *options):
+        command = [sys.executable, MUTATE, "toy", "--root", self.root, "--sample", "9", "--preload", *options]
+        return subprocess.run(command, capture_output=True, text=True)
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    root = tmp_path_factory.mktemp("toy")
-    for name, text in {"toy/__init__.py": "", "toy/shares.py": MODULE, "tests/test_shares.py": TEST}.items():
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text(text)
-    command = [sys.executable, MUTATE, "toy", "--root", root, "--sample", "9", "--tests", "tests/test_shares.py"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    again = subprocess.run(command, capture_output=True, text=True)
-    return root, done, again
+    toy = Toy(tmp_path_factory.mktemp("toy"))
+    return toy.root, toy.mutate(), toy.mutate()
 
 
 def outcomes(root):
@@ -71,6 +79,21 @@ def test_second_run_reuses_map_and_results(toy):
     assert "tests passed" in done.stderr and again.stderr == ""
     assert again.stdout == done.stdout
     assert len(outcomes(root)) == 3
+
+
+def test_later_run_continues_map_and_survivors(tmp_path):
+    toy = Toy(tmp_path)
+    (tmp_path / "tests/test_here.py").write_text("from toy.shares import share\n\ndef test_here():\n    share(1, 2)\n")
+    first = toy.mutate("--map-limit", "0", "--limit", "0")
+    assert "test_shares.py: 1 of 1 tests passed, cut off" in first.stderr
+    assert outcomes(tmp_path)[4]["status"] == "unfinished"
+    assert list(outcomes(tmp_path)[4]["passed"]) == ["tests/test_here.py::test_here"]
+    refuses = "import pytest\nfrom toy.shares import share\n\ndef test_refuses():\n"
+    refuses += "    with pytest.raises(ValueError):\n        share(1, 0)\n"
+    (tmp_path / "tests/test_refuses.py").write_text(refuses)
+    second = toy.mutate()
+    assert "test_shares.py: 2 of 2 tests passed" in second.stderr
+    assert {outcomes(tmp_path)[line]["status"] for line in (3, 4)} == {"noticed"}
 
 
 def test_documented_command_samples_the_package():
