@@ -15,6 +15,7 @@ class BlackMambaConfig(PretrainedConfig):
     activation: the gate of the experts. "silu" is what the paper trains; "gelu" is what the released code computes.
     arrangement: "sequential", or "parallel": the layers of a pair share one norm and their outputs are added together.
     eod_reset: id of the token after which the state restarts; None lets it run across documents, as in the paper.
+    output_router_choices: return the expert of every token from each forward.
     kernels: "auto" uses megatron_blackmamba's kernels where that package is installed, "torch" never does.
     """
 
@@ -48,6 +49,7 @@ class BlackMambaConfig(PretrainedConfig):
         mlp_hidden_size=None,
         initializer_range=0.02,
         kernels="auto",
+        output_router_choices=False,
         use_cache=True,
         bos_token_id=0,
         eos_token_id=0,
@@ -77,6 +79,7 @@ class BlackMambaConfig(PretrainedConfig):
         self.mlp_hidden_size = mlp_hidden_size
         self.initializer_range = initializer_range
         self.kernels = kernels
+        self.output_router_choices = output_router_choices
         self.use_cache = use_cache
         super().__init__(
             bos_token_id=bos_token_id,

@@ -76,29 +76,18 @@ def selective_scan(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_
     return (y * F.silu(widen(z_BLI))).to(u_BLI.dtype), state
 
 
-def multiply(x, weight, fast):
-    """F.linear, or for the few tokens of a step of generation a kernel as fast as memory delivers the weight."""
-    if fast and x.device.type == "cpu" and not torch.is_grad_enabled():
-        return fast_matvec(weight, x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # with many tokens it is F.linear too
-    return F.linear(x, weight)
-
-
-class Linear(nn.Linear):
-    def __init__(self, inputs, outputs, fast):
-        super().__init__(inputs, outputs, bias=False)
-        self.fast = fast
+class FastLinear(nn.Linear):
+    """nn.Linear with a kernel for the few tokens of a step of generation."""
 
     def forward(self, x):
-        return multiply(x, self.weight, self.fast)
+        if x.device.type == "cpu" and not torch.is_grad_enabled():
+            return fast_matvec(self.weight, x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # many tokens: as F.linear
+        return super().forward(x)
 
 
-class Words(nn.Embedding):
-    """Ids to vectors and, since the output layer is the same matrix, hidden states to logits."""
-
-    fast = False
-
-    def forward(self, x):
-        return multiply(x, self.weight, self.fast) if x.is_floating_point() else super().forward(x)
+def linear(inputs, outputs, fast):
+    """Exactly nn.Linear without the kernels, since tools that quantize compare the type."""
+    return (FastLinear if fast else nn.Linear)(inputs, outputs, bias=False)
 
 
 class FinalNorm(nn.LayerNorm):
@@ -151,14 +140,14 @@ class MambaMixer(nn.Module):
         self.layer = layer
         self.splits = (config.dt_rank, N, N)
         self.fast = use_kernels(config)
-        self.in_proj = Linear(D, 2 * I, self.fast)
+        self.in_proj = linear(D, 2 * I, self.fast)
         self.conv1d = Convolution(I, I, K, groups=I)
         self.conv1d.fast = self.fast
-        self.x_proj = Linear(I, sum(self.splits), self.fast)
+        self.x_proj = linear(I, sum(self.splits), self.fast)
         self.dt_proj = TimeStep(config.dt_rank, I)
         self.A_log = nn.Parameter(torch.zeros(I, N))
         self.D = nn.Parameter(torch.ones(I))
-        self.out_proj = Linear(I, D, self.fast)
+        self.out_proj = linear(I, D, self.fast)
 
     def _apply(self, fn, recurse=True):
         """Casting the model to a half precision leaves the recurrence's own parameters in fp32."""
@@ -196,7 +185,10 @@ def _fast_scan(u, delta, A, B, C, D, z, bias, state, reset):
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; it crosses documents, as in training."""
+    """Causal attention with rotary positions, over the tokens with the same segment_BL; -1 is padding.
+
+    eod_reset begins no segment: attention crosses documents, as in training.
+    """
 
     def __init__(self, config, layer):
         super().__init__()
@@ -205,24 +197,25 @@ class Attention(nn.Module):
         D, fast = config.hidden_size, use_kernels(config)
         self.channels = D // self.heads
         # For each group of heads the rows are its queries, one key and one value.
-        self.linear_qkv = Linear(D, (self.heads + 2 * self.groups) * self.channels, fast)
-        self.linear_proj = Linear(D, D, fast)
+        self.linear_qkv = linear(D, (self.heads + 2 * self.groups) * self.channels, fast)
+        self.linear_proj = linear(D, D, fast)
 
-    def forward(self, u_BLD, keep_BL1, cache):
-        B, L, _ = u_BLD.shape
+    def forward(self, u_BLD, segment_BL, cache):
+        L = u_BLD.shape[1]
         q, k, v = self._heads(self.linear_qkv(u_BLD))
         past = None if cache is None else cache.keys_values.get(self.layer)
         before = 0 if past is None else past[0].shape[2]
         q, k = (self._rotated(x, before) for x in (q, k))
-        padding_BS = torch.zeros(B, L, dtype=torch.bool, device=q.device) if keep_BL1 is None else keep_BL1[..., 0] == 0
+        segment_BS = segment_BL
         if past is not None:
             k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
-            padding_BS = torch.cat((past[2], padding_BS), dim=1)
+            segment_BS = torch.cat((past[2], segment_BL), dim=1)
         if cache is not None:
-            cache.keys_values[self.layer] = (k, v, padding_BS)
+            cache.keys_values[self.layer] = (k, v, segment_BS)
         here_L = torch.arange(before, before + L, device=q.device)[:, None]
         there_S = torch.arange(before + L, device=q.device)
-        seen_BLS = (there_S <= here_L) & ~padding_BS[:, None] | (there_S == here_L)  # padding sees itself: no NaN
+        same_BLS = segment_BL[:, :, None] == segment_BS[:, None]  # padding sees padding: no NaN
+        seen_BLS = (there_S <= here_L) & same_BLS
         y = F.scaled_dot_product_attention(q, k, v, seen_BLS[:, None], enable_gqa=self.heads != self.groups)
         return self.linear_proj(y.transpose(1, 2).flatten(2))
 
@@ -245,8 +238,8 @@ class GatedMLP(nn.Module):
     def __init__(self, config, hidden):
         super().__init__()
         size, fast = config.hidden_size, use_kernels(config)
-        self.linear_fc1 = Linear(size, 2 * hidden, fast)  # rows are [gate | up]
-        self.linear_fc2 = Linear(hidden, size, fast)
+        self.linear_fc1 = linear(size, 2 * hidden, fast)  # rows are [gate | up]
+        self.linear_fc2 = linear(hidden, size, fast)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x_TD):
@@ -263,13 +256,25 @@ class Experts(nn.Module):
     def forward(self, u_BLD):
         x_TD = u_BLD.flatten(0, 1)
         best_T, choice_T = self.router(x_TD).max(dim=-1)  # of the logits: their sigmoids saturate, and then tie
+        y_TD = self._by_all(x_TD, choice_T) if torch.compiler.is_exporting() else self._by_choice(x_TD, choice_T)
+        y_BLD = (widen(y_TD) * torch.sigmoid(best_T)[:, None]).to(u_BLD.dtype).view_as(u_BLD)
+        return y_BLD, choice_T.view(u_BLD.shape[:2])
+
+    @torch.compiler.disable  # the sizes depend on the values: one known break of the graph
+    def _by_choice(self, x_TD, choice_T):
+        """Each token through its expert."""
         order_T = choice_T.argsort(stable=True)
         counts_E = torch.bincount(choice_T, minlength=len(self.local_experts)).tolist()
         parts = zip(self.local_experts, x_TD[order_T].split(counts_E), strict=True)
         sorted_TD = torch.cat([expert(part) for expert, part in parts if part.shape[0]])
-        y_TD = torch.empty_like(sorted_TD).index_copy(0, order_T, sorted_TD)
-        y_BLD = (widen(y_TD) * torch.sigmoid(best_T)[:, None]).to(u_BLD.dtype).view_as(u_BLD)
-        return y_BLD, choice_T.view(u_BLD.shape[:2])
+        return torch.empty_like(sorted_TD).index_copy(0, order_T, sorted_TD)
+
+    def _by_all(self, x_TD, choice_T):
+        """Each token through every expert, for an exported graph, whose sizes may not depend on values."""
+        y_TD = torch.zeros_like(x_TD)
+        for number, expert in enumerate(self.local_experts):
+            y_TD = torch.where((choice_T == number)[:, None], expert(x_TD), y_TD)
+        return y_TD
 
 
 class Layer(nn.Module):
@@ -289,7 +294,7 @@ class Layer(nn.Module):
         else:
             self.mixer = Experts(config, int(self.kind))
 
-    def forward(self, residual_BLD, keep_BL1, reset_BL, cache, shared_BLD=None):
+    def forward(self, residual_BLD, keep_BL1, reset_BL, segment_BL, cache, shared_BLD=None):
         """Return the residual stream, of a mixture of experts each token's expert, and the stream as it was normalized.
 
         shared_BLD is that of the layer before, for a layer without a norm of its own.
@@ -298,7 +303,7 @@ class Layer(nn.Module):
         if self.kind == "r":
             y = self.mixer(x, keep_BL1, reset_BL, cache)
         elif self.kind == "attention":
-            y = self.mixer(x, keep_BL1, cache)
+            y = self.mixer(x, segment_BL, cache)
         elif self.kind == "mlp":
             y = self.mixer(x)
         else:

@@ -1,6 +1,7 @@
 """BlackMamba for transformers 4.50 and later; needs torch and transformers alone, and the two files beside it.
 
-Parameter names are those of the released checkpoint. Routing is the inference kind: the largest logit, in fp32.
+Parameter names are those of the released checkpoint, behind the prefix `model.`. Routing is by the largest logit, in
+fp32.
 
 Shapes: B batch, L length, I inner, N state, W window of the convolution.
 """
@@ -8,23 +9,26 @@ Shapes: B batch, L length, I inner, N state, W window of the convolution.
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from .configuration_blackmamba import BlackMambaConfig
-from .layers_blackmamba import FinalNorm, Layer, MambaMixer, RMSNorm, TimeStep, Words, use_kernels, widen
+from .layers_blackmamba import FinalNorm, Layer, MambaMixer, RMSNorm, TimeStep, linear, use_kernels, widen
+
+logger = logging.get_logger(__name__)
 
 
 class BlackMambaCache(Cache):
     """The past of B sequences.
 
     For each Mamba layer it holds the last W inputs of the convolution and the fp32 state, in constant space; for each
-    attention layer the keys, the values, and which tokens are padding.
+    attention layer the keys, the values, and the document of each token.
 
     A `Cache` only so that `generate` recognises one; nothing inherited is used, since what is there differs by version.
     """
@@ -43,6 +47,13 @@ class BlackMambaCache(Cache):
         self.states: dict[int, Tensor] = {}
         self.keys_values: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self.last_tokens: Tensor | None = None
+        self.segments: Tensor | None = None  # the document that each row is in
+
+    def saw(self, segment_BL: Tensor, last_tokens: Tensor | None) -> None:
+        """Count tokens that every layer has read."""
+        self.seen += segment_BL.shape[1]
+        self.last_tokens = last_tokens
+        self.segments = segment_BL.amax(dim=1).clamp(min=0)
 
     def get_seq_length(self, layer_idx=0):
         return self.seen
@@ -56,6 +67,8 @@ class BlackMambaCache(Cache):
         self.keys_values = {layer: tuple(map(function, past)) for layer, past in self.keys_values.items()}
         if self.last_tokens is not None:
             self.last_tokens = function(self.last_tokens)
+        if self.segments is not None:
+            self.segments = function(self.segments)
 
     def reorder_cache(self, beam_idx):
         self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
@@ -71,10 +84,9 @@ class BlackMambaCache(Cache):
 
 
 class Embedding(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config: BlackMambaConfig):
         super().__init__()
-        self.word_embeddings = Words(config.vocab_size, config.hidden_size)
-        self.word_embeddings.fast = use_kernels(config)
+        self.word_embeddings: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
 
 
 class Decoder(nn.Module):
@@ -107,14 +119,19 @@ class BlackMambaCausalOutput(ModelOutput):
 
 class BlackMambaPreTrainedModel(PreTrainedModel):
     config_class = BlackMambaConfig
-    base_model_prefix = ""
+    base_model_prefix = "model"
     _no_split_modules = ["Layer"]  # noqa: RUF012
     _is_stateful = True
     supports_gradient_checkpointing = True
     _supports_cache_class = True  # asked by 4.50
-    # 4.50 reads the first name, later versions the second. Whole modules, since that is what they can name.
-    _keep_in_fp32_modules = ["A_log", "D", "dt_proj"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["A_log", "D", "dt_proj"]  # noqa: RUF012
+
+    def __init__(self, config: BlackMambaConfig):
+        super().__init__(config)
+        # Whole modules, since that is what transformers can name, and only names that there are. Newer versions have a
+        # list that bf16 models obey too.
+        strict = hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict")
+        names = ["A_log", "D", "dt_proj"] if "r" in config.mamba_moe_layers else []
+        setattr(self, "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules", names)
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -136,127 +153,220 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
 class BlackMambaModel(BlackMambaPreTrainedModel):
     """The network up to its final norm."""
 
-    def __init__(self, config):
+    def __init__(self, config: BlackMambaConfig):
         super().__init__(config)
         self.embedding = Embedding(config)
         self.decoder = Decoder(config)
         self.gradient_checkpointing = False  # gradient_checkpointing_enable() finds it and sets it
         self.post_init()
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Module:
         return self.embedding.word_embeddings
 
-    def set_input_embeddings(self, embeddings):
-        words = self.embedding.word_embeddings  # kept, since a plain nn.Embedding gives no logits
-        words.weight, words.num_embeddings = embeddings.weight, embeddings.num_embeddings
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embedding.word_embeddings = value
+
+    def get_decoder(self) -> "BlackMambaModel":
+        return self  # `self.decoder` is the stack of layers, which takes no token ids
 
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: BlackMambaCache | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        output_router_choices: bool = False,
+        output_router_choices: bool | None = None,
         return_dict: bool | None = None,
-        **kwargs,
-    ):
-        """`attention_mask` may cover only these tokens or all seen so far; only padding on the left is skipped over."""
+        **kwargs: Any,
+    ) -> BlackMambaOutput | tuple:
+        """Read tokens, after those that `past_key_values` has seen.
+
+        attention_mask: covers these tokens or all seen so far. Padding stands at either end, not in the middle.
+        position_ids: a token at position 0 begins a new document; nothing before it is remembered. Other values do
+        nothing.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds")
-        residual = widen(self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds)
-        if use_cache is None:
-            use_cache = past_key_values is not None  # scoring needs no state; generate() asks for one
-        cache = (BlackMambaCache() if past_key_values is None else past_key_values) if use_cache else None
+        embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        output_hidden_states = _given_or(output_hidden_states, self.config.output_hidden_states)
+        output_router_choices = _given_or(output_router_choices, self.config.output_router_choices)
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if checkpointing and cache is not None:
-            raise ValueError(
-                "gradient checkpointing goes with no state: no use_cache, or gradient_checkpointing_disable()"
-            )
-        keep_BL1 = self._keep(attention_mask, residual)
-        reset_BL = self._resets(input_ids, past_key_values)
-        hidden_states = [residual] if output_hidden_states else None
-        choices, shared = [], None
+        cache = self._cache(past_key_values, use_cache, checkpointing)
+        residual = widen(embeds)
+        keep_BL1 = self._keep(attention_mask, embeds)
+        begins_BL = _beginnings(position_ids, embeds)
+        reset_BL = self._resets(input_ids, begins_BL, past_key_values)
+        segment_BL = _segments(keep_BL1, begins_BL, embeds, past_key_values)
+        hidden_states, choices, shared = [], [], None
         for layer in self.decoder.layers:
+            if output_hidden_states:
+                hidden_states.append(residual.to(embeds.dtype))
             run = partial(self._gradient_checkpointing_func, layer.__call__) if checkpointing else layer
-            residual, choice_BL, shared = run(residual, keep_BL1, reset_BL, cache, shared)
+            residual, choice_BL, shared = run(residual, keep_BL1, reset_BL, segment_BL, cache, shared)
             choices += [] if choice_BL is None else [choice_BL]
-            if hidden_states is not None:
-                hidden_states.append(residual)
+        last = self.decoder.final_layernorm(residual)
         if cache is not None:
-            cache.seen += residual.shape[1]
-            cache.last_tokens = None if input_ids is None else input_ids[:, -1]
-        states = None if hidden_states is None else tuple(hidden_states)
-        routes = tuple(choices) if output_router_choices else None
-        output = BlackMambaOutput(self.decoder.final_layernorm(residual), cache, states, routes)
-        return output.to_tuple() if return_dict is False else output
+            cache.saw(segment_BL, None if input_ids is None else input_ids[:, -1])
+        output = BlackMambaOutput(
+            last_hidden_state=last,
+            past_key_values=cache,
+            hidden_states=(*hidden_states, last) if output_hidden_states else None,
+            router_choices=tuple(choices) if output_router_choices else None,
+        )
+        return output if _given_or(return_dict, self.config.return_dict) else output.to_tuple()
 
-    def _keep(self, attention_mask, residual_BLD):
+    def _cache(
+        self, past: BlackMambaCache | None, use_cache: bool | None, checkpointing: bool
+    ) -> BlackMambaCache | None:
+        if checkpointing and past is not None:
+            raise ValueError(
+                "gradient checkpointing runs each layer twice, so it cannot go on from past_key_values: pass none, or "
+                "call gradient_checkpointing_disable()"
+            )
+        if checkpointing and use_cache:
+            logger.warning_once("gradient checkpointing keeps no state: use_cache=True is ignored in training")
+        if checkpointing or not _given_or(use_cache, past is not None or (self.config.use_cache and not self.training)):
+            return None
+        return BlackMambaCache() if past is None else past
+
+    def _keep(self, attention_mask: Tensor | None, embeds_BLD: Tensor) -> Tensor | None:
+        """0 at padding, 1 elsewhere; None where there is no padding."""
         if attention_mask is None:
             return None
-        mask_BL = attention_mask[:, -residual_BLD.shape[1] :].bool()
-        if mask_BL.all():
-            return None
-        return mask_BL[:, :, None].to(self.decoder.final_layernorm.weight.dtype)
+        mask = attention_mask.bool()
+        if not torch.compiler.is_compiling():  # a graph cannot look at values
+            if mask.all():
+                return None
+            before, after = mask.cummax(dim=1).values, mask.flip(1).cummax(dim=1).values.flip(1)
+            if (before & after & ~mask).any():
+                raise ValueError(
+                    "attention_mask has a hole: a 0 between two 1s. Only padding at the left or right end can be "
+                    "skipped; give packed documents position_ids that restart at 0"
+                )
+        return mask[:, -embeds_BLD.shape[1] :, None].to(self.decoder.final_layernorm.weight.dtype)
 
-    def _resets(self, input_ids, past):
-        """True at each first token of a document, which is the one after an end-of-document token."""
+    def _resets(
+        self, input_ids: Tensor | None, begins_BL: Tensor | None, past: BlackMambaCache | None
+    ) -> Tensor | None:
+        """True at each first token of a document: at position 0, or after the end-of-document token."""
         if self.config.eod_reset is None:
-            return None
+            return begins_BL
         if input_ids is None:
             raise ValueError("this model restarts after token eod_reset, so it needs input_ids, not inputs_embeds")
         before = torch.full_like(input_ids[:, :1], -1)
         if past is not None and past.last_tokens is not None:
             before = past.last_tokens[:, None]
-        return torch.cat((before, input_ids[:, :-1]), dim=1) == self.config.eod_reset
+        reset_BL = torch.cat((before, input_ids[:, :-1]), dim=1) == self.config.eod_reset
+        return reset_BL if begins_BL is None else reset_BL | begins_BL
 
 
-class BlackMambaForCausalLM(BlackMambaModel, GenerationMixin):
-    """The network with its output layer, which is the embedding again: there is no parameter of its own to tie."""
+def _given_or(value: bool | None, default: bool | None) -> bool:
+    return bool(default if value is None else value)
+
+
+def _beginnings(position_ids: Tensor | None, embeds_BLD: Tensor) -> Tensor | None:
+    """True at position 0; None where no document begins but, at the first token of all, the first."""
+    if position_ids is None:
+        return None
+    begins_BL = (position_ids == 0).expand(embeds_BLD.shape[:2])
+    return begins_BL if torch.compiler.is_compiling() or begins_BL.any() else None
+
+
+def _segments(
+    keep_BL1: Tensor | None, begins_BL: Tensor | None, embeds_BLD: Tensor, past: BlackMambaCache | None
+) -> Tensor:
+    """The number of each token's document, for attention, which looks at no other; -1 at padding."""
+    segment_BL = torch.zeros(embeds_BLD.shape[:2], dtype=torch.long, device=embeds_BLD.device)
+    if begins_BL is not None:
+        segment_BL = begins_BL.long().cumsum(dim=1)
+    if past is not None and past.segments is not None:
+        segment_BL = segment_BL + past.segments[:, None]
+    return segment_BL if keep_BL1 is None else segment_BL.masked_fill(keep_BL1[..., 0] == 0, -1)
+
+
+class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
+    """The network with its output layer, whose weight is the embedding's."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.word_embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: BlackMambaConfig):
+        super().__init__(config)
+        self.model = BlackMambaModel(config)
+        self.lm_head = linear(config.hidden_size, config.vocab_size, use_kernels(config))
+        self.post_init()
 
     @classmethod
-    def _supports_default_dynamic_cache(cls, *args):
+    def _supports_default_dynamic_cache(cls, *args: Any) -> bool:
         return False  # or generate() hands over a cache of attention layers
 
-    def get_output_embeddings(self):
-        return None
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    def get_decoder(self) -> BlackMambaModel:
+        return self.model
 
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: BlackMambaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        output_router_choices: bool = False,
+        output_router_choices: bool | None = None,
         return_dict: bool | None = None,
-        labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs,
-    ):
-        body = super().forward(
-            *(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache),
-            *(output_hidden_states, output_router_choices),
+        **kwargs: Any,
+    ) -> BlackMambaCausalOutput | tuple:
+        """As BlackMambaModel.forward. `labels` are shifted here; -100 counts for nothing."""
+        body = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_router_choices=output_router_choices,
+            return_dict=True,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.get_input_embeddings()(body.last_hidden_state[:, kept])
+        logits = self.lm_head(body.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         output = BlackMambaCausalOutput(loss, logits, body.past_key_values, body.hidden_states, body.router_choices)
-        return output.to_tuple() if return_dict is False else output
+        return output if _given_or(return_dict, self.config.return_dict) else output.to_tuple()
 
-    def prepare_inputs_for_generation(
-        self, input_ids, past_key_values=None, attention_mask=None, inputs_embeds=None, use_cache=None, **kwargs
-    ):
+    def prepare_inputs_for_generation(  # type: ignore[override]  # its arguments differ by version
+        self,
+        input_ids: Tensor,
+        past_key_values: BlackMambaCache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The tokens that the state has not seen, and all options of forward."""
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        inputs = {"past_key_values": past_key_values, "attention_mask": attention_mask, "use_cache": use_cache}
-        if kwargs.get("logits_to_keep") is not None:
-            inputs["logits_to_keep"] = kwargs["logits_to_keep"]
-        if inputs_embeds is not None and seen == 0:
-            return {**inputs, "inputs_embeds": inputs_embeds}
+        inputs = {name: value for name, value in kwargs.items() if name not in _GENERATION_ONLY}
+        inputs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        if inputs_embeds is not None and _first_iteration(input_ids, inputs_embeds, kwargs):
+            new = kwargs.get("next_sequence_length") or inputs_embeds.shape[1]
+            return {**inputs, "inputs_embeds": inputs_embeds[:, -new:]}
         if "next_sequence_length" in kwargs:  # 5.x says how many are new, None for all
             new = input_ids.shape[1] if kwargs["next_sequence_length"] is None else kwargs["next_sequence_length"]
         elif attention_mask is not None:
@@ -269,6 +379,17 @@ class BlackMambaForCausalLM(BlackMambaModel, GenerationMixin):
                 "must cover them (its width is seen + new)"
             )
         return {**inputs, "input_ids": input_ids[:, input_ids.shape[1] - new :].contiguous()}
+
+
+# What generate() says to prepare_inputs_for_generation alone. position_ids follow from the state.
+_GENERATION_ONLY = {"next_sequence_length", "is_first_iteration", "cache_position", "position_ids", "labels"}
+
+
+def _first_iteration(input_ids: Tensor, inputs_embeds: Tensor, kwargs: dict[str, Any]) -> bool:
+    if "is_first_iteration" in kwargs:  # 5.x says so
+        return kwargs["is_first_iteration"]
+    positions = kwargs.get("cache_position")
+    return input_ids.shape[1] == 0 or (positions is not None and len(positions) == inputs_embeds.shape[1] > 1)
 
 
 # So that save_pretrained takes these files along.

@@ -28,6 +28,8 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_blackmamba.BlackMambaForCausalLM",
 }
 INDEX = "model.safetensors.index.json"
+PREFIX = "model."  # of every parameter, before its canonical name
+HEAD = "lm_head.weight"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # 5.x would write a class of its own, which 4.x does not know
 SHARD_BYTES = 4 * 10**9
 
@@ -67,7 +69,7 @@ def read(folder: Path) -> Canonical:
     tokenizer = folder / "tokenizer.json"
     return Canonical(
         config,
-        _read_weights(folder),
+        _canonical_names(_read_weights(folder), folder),
         str(folder),
         tokenizer if tokenizer.is_file() else None,
         content.get("max_sequence_length", 2048),
@@ -107,7 +109,7 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def _write_weights(model: Canonical, folder: Path, shard_bytes: int) -> None:
-    parts = safetensors_io.shards(model.entries, shard_bytes)
+    parts = safetensors_io.shards({PREFIX + name: entry for name, entry in model.entries.items()}, shard_bytes)
     if len(parts) == 1:
         safetensors_io.write(folder / "model.safetensors", parts[0])
         return
@@ -133,6 +135,18 @@ def _read_weights(folder: Path) -> dict[str, Entry]:
                 raise InterchangeError(f"{folder / file}: has no {name}, which {index.name} says is there")
             entries[name] = held[name]
     return entries
+
+
+def _canonical_names(entries: dict[str, Entry], folder: Path) -> dict[str, Entry]:
+    """Drop the prefix, which older exports lack, and a copy of the tied output layer, which some tools write."""
+    result = {name.removeprefix(PREFIX): entry for name, entry in entries.items()}
+    head, embedding = result.pop(HEAD, None), result.get("embedding.word_embeddings.weight")
+    if head is not None and (embedding is None or not torch.equal(head.load(), embedding.load())):
+        raise InterchangeError(
+            f"{folder}: {HEAD} differs from the embedding; only tied embeddings convert. "
+            "Tie them with model.tie_weights() and save again"
+        )
+    return result
 
 
 def _write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:

@@ -3,6 +3,8 @@
 Shapes: B batch, S sequence, V vocabulary.
 """
 
+import importlib
+import itertools
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,8 @@ from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
 from megatron_blackmamba.kinds import layers_of
 
+_NUMBERS = itertools.count()
+
 
 @torch.inference_mode()
 def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -> Observation:
@@ -27,7 +31,7 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
     )
     embedding_VD = model.entries["embedding.word_embeddings.weight"].load().float()
     residual = embedding_VD[tokens_BS]
-    reset_BS = _resets(model, tokens_BS)
+    reset_BS, segment_BS = _resets(model, tokens_BS), torch.zeros_like(tokens_BS)
     routers = []
     for i, kind in enumerate(layers_of(model.config.pattern)):
         layer = _layer(code, config, model, i)
@@ -35,7 +39,7 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
             shared = layer.norm(residual)
         if kind.routed:
             routers.append(Router.of(i, layer.mixer.router(shared)))
-        residual, _, _ = layer(residual, None, reset_BS, None, shared)
+        residual, _, _ = layer(residual, None, reset_BS, segment_BS, None, shared)
     weight, bias = (model.entries[f"decoder.final_layernorm.{name}"].load().float() for name in ("weight", "bias"))
     hidden = F.layer_norm(residual, weight.shape, weight, bias, model.config.norm_eps)
     return Observation(F.linear(hidden, embedding_VD), routers)
@@ -65,7 +69,12 @@ def _modeling(folder: Path | None) -> ModuleType:
         from megatron_blackmamba.hf import modeling_blackmamba
 
         return modeling_blackmamba
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    model_class = get_class_from_dynamic_module("modeling_blackmamba.BlackMambaForCausalLM", str(folder))
-    return sys.modules[model_class.__module__]
+    # Not by transformers' loader: it makes the folder's name part of a module's, which not every name can be.
+    package = ModuleType(f"_exported_{next(_NUMBERS)}")
+    package.__path__ = [str(folder)]
+    sys.modules[package.__name__] = package
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # no __pycache__ in the export
+    try:
+        return importlib.import_module(f"{package.__name__}.modeling_blackmamba")
+    finally:
+        sys.dont_write_bytecode = before

@@ -98,7 +98,7 @@ def test_gradients_reach_every_parameter_and_match_finite_differences(export, si
     loss().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-    weight = model.decoder.layers[0].mixer.A_log
+    weight = model.model.decoder.layers[0].mixer.A_log
     with torch.no_grad():
         losses = []
         for step in (1e-4, -2e-4):
@@ -115,7 +115,7 @@ def checkpointing(request):
 def test_gradient_checkpointing_runs_each_layer_twice_for_the_same_gradients(export, silu, kernels, checkpointing):
     model = load(export(silu), kernels=kernels).train()
     runs = []
-    for layer in model.decoder.layers:
+    for layer in model.model.decoder.layers:
         layer.register_forward_pre_hook(lambda layer, inputs: runs.append(layer))
     tokens = torch.tensor([TOKENS, TOKENS[::-1]])
 
@@ -142,7 +142,7 @@ def test_gradient_checkpointing_trains_adapters_behind_a_frozen_embedding(export
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.enable_input_require_grads()
     model.requires_grad_(False)
-    weight = model.decoder.layers[0].mixer.in_proj.weight.requires_grad_(True)
+    weight = model.model.decoder.layers[0].mixer.in_proj.weight.requires_grad_(True)
     model(torch.tensor([TOKENS]), labels=torch.tensor([TOKENS])).loss.backward()
     assert weight.grad.abs().max() > 0
 
@@ -150,8 +150,12 @@ def test_gradient_checkpointing_trains_adapters_behind_a_frozen_embedding(export
 def test_gradient_checkpointing_and_a_state_to_go_on_from_are_refused(export, silu):
     model = load(export(silu), kernels="torch").train()
     model.gradient_checkpointing_enable()
+    cache = load(export(silu))(torch.tensor([TOKENS])).past_key_values
+    assert (
+        model(torch.tensor([TOKENS]), use_cache=True).past_key_values is None
+    )  # ignored with a warning, as everywhere
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
-        model(torch.tensor([TOKENS]), use_cache=True)
+        model(torch.tensor([TOKENS]), past_key_values=cache)
     assert model.generate(torch.tensor([TOKENS]), max_new_tokens=2).shape == (1, 42)  # no gradient, nothing to save
 
 
@@ -161,7 +165,10 @@ def test_a_resized_vocabulary_has_as_many_logits(export, silu):
     model.resize_token_embeddings(70)
     after = model(torch.tensor([TOKENS])).logits
     assert after.shape[-1] == 70 and torch.equal(after[..., :64], before)
-    model.set_input_embeddings(torch.nn.Embedding.from_pretrained(torch.eye(70, 32)))
+    embedding = torch.nn.Embedding.from_pretrained(torch.eye(70, 32))
+    model.set_input_embeddings(embedding)
+    model.tie_weights()
+    assert model.get_input_embeddings() is embedding and model.get_output_embeddings().weight is embedding.weight
     assert torch.equal(model.get_input_embeddings()(torch.tensor([3])), torch.eye(70, 32)[3:4])
     assert model(torch.tensor([TOKENS])).logits.shape[-1] == 70
 
@@ -265,7 +272,7 @@ def test_bf16_leaves_the_recurrence_in_fp32(export, silu):
         types = {name: parameter.dtype for name, parameter in model.named_parameters()}
         kept = {name for name, dtype in types.items() if dtype == torch.float32}
         assert kept and all(name.split("mixer.")[1].startswith(("A_log", "D", "dt_proj")) for name in kept)
-        assert torch.equal(model.decoder.layers[0].mixer.A_log, silu.weights["decoder.layers.0.mixer.A_log"])
+        assert torch.equal(model.model.decoder.layers[0].mixer.A_log, silu.weights["decoder.layers.0.mixer.A_log"])
         logits = model(torch.tensor([TOKENS])).logits
         assert logits.dtype == torch.bfloat16 and torch.isfinite(logits).all()
         out = model.generate(torch.tensor([TOKENS[:5]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
@@ -277,7 +284,7 @@ def test_save_pretrained_gives_back_the_same_model(export, silu, tmp_path):
     model.save_pretrained(tmp_path / "again")
     again = load(tmp_path / "again")
     for name, weight in silu.weights.items():
-        assert torch.equal(again.state_dict()[name], weight), name
+        assert torch.equal(again.state_dict()["model." + name], weight), name
     torch.testing.assert_close(again(torch.tensor([TOKENS])).logits, model(torch.tensor([TOKENS])).logits)
     assert again.config.activation == "silu" and again.config.mamba_moe_layers == ["r", "4", "r", "4"]
     body = AutoModel.from_pretrained(tmp_path / "again", trust_remote_code=True)
@@ -287,9 +294,9 @@ def test_save_pretrained_gives_back_the_same_model(export, silu, tmp_path):
 def test_a_new_model_starts_from_sane_weights(export, silu):
     config = load(export(silu)).config
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-    delta = torch.nn.functional.softplus(model.decoder.layers[0].mixer.dt_proj.bias)
+    delta = torch.nn.functional.softplus(model.model.decoder.layers[0].mixer.dt_proj.bias)
     assert delta.min() > 0.9e-3 and delta.max() < 0.11
-    assert torch.equal(model.decoder.layers[0].mixer.A_log[0].exp().round(), torch.arange(1.0, 9.0))
+    assert torch.equal(model.model.decoder.layers[0].mixer.A_log[0].exp().round(), torch.arange(1.0, 9.0))
     loss = model(torch.tensor([TOKENS]), labels=torch.tensor([TOKENS])).loss
     assert abs(loss.item() - np.log(64)) < 0.3
 
