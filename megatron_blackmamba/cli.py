@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from megatron_blackmamba.data_tools import commands as data_commands
+from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
-from megatron_blackmamba.interchange.commands import Precision
 from megatron_blackmamba.runtime.exits import BAD_INPUT, RESTARTS
 from megatron_blackmamba.trace import commands as trace_commands
 
@@ -311,56 +311,7 @@ def quickstart(
     run_quickstart(folder, minutes, fresh)
 
 
-@app.command()
-def generate(
-    model: Annotated[
-        Path, typer.Argument(help="A run or checkpoint of ours, a Hugging Face export, or the released files.")
-    ],
-    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Repeat for a batch; - reads standard input.")],
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="At most so many; the end of a document ends it too.")
-    ] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it is written.")] = True,
-    dtype: Annotated[
-        Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, where the model comes without.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Continue a prompt with any kind of BlackMamba; memory does not grow with the length.
-
-    [dim]blackmamba generate runs/tiny --prompt "Once upon a time" --max-new-tokens 60[/dim]
-
-    [dim]blackmamba generate exports/blackmamba_1.5b -p "The proof" -p "The recipe" --temperature 0 --json[/dim]
-    """
-    import json
-
-    from megatron_blackmamba.inference import Sampling, load
-    from megatron_blackmamba.interchange.commands import torch_dtype
-
-    sampling = Sampling(temperature, top_p, seed)
-    prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
-    writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer)
-    if stream and not as_json and len(prompts) == 1:
-        pieces = writer.stream(prompts[0], max_new_tokens=max_new_tokens, sampling=sampling)
-        print(prompts[0], end="", flush=True)
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print()
-        return
-    texts = writer.generate_batch(prompts, max_new_tokens=max_new_tokens, sampling=sampling)
-    if as_json:
-        print(json.dumps([{"prompt": p, "text": t} for p, t in zip(prompts, texts, strict=True)], ensure_ascii=False))
-    else:
-        print("\n\n".join(p + t for p, t in zip(prompts, texts, strict=True)))
-
-
+app.command()(inference_commands.generate)
 data_commands.app.command()(trace_commands.trace)
 app.add_typer(data_commands.app, name="data")
 app.add_typer(interchange_commands.export_app, name="export")

@@ -6,13 +6,15 @@ Shapes: B batch, L prompt length.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_blackmamba.inference.captured import stepper
 from megatron_blackmamba.inference.decoder import Decoder, State
-from megatron_blackmamba.inference.sampling import GenerationError, Sampling, next_tokens
+from megatron_blackmamba.inference.sampling import GenerationError, Sampler, Sampling
+from megatron_blackmamba.inference.text import Piece, Text
 from megatron_blackmamba.inference.weights import fitting_dtype, pack
 from megatron_blackmamba.interchange.canonical import tokenizer_of
 from megatron_blackmamba.interchange.open import open_model
@@ -33,32 +35,76 @@ class Generator:
     decoder: Decoder
     tokenizer: Tokenizer | None = None
 
-    def generate(self, prompt: str, *, max_new_tokens: int = 128, sampling: Sampling = Sampling()) -> str:
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = Sampling(),
+        stop: Sequence[str] = (),
+    ) -> str:
         """What comes after the prompt."""
-        return "".join(self.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling))
+        return "".join(self.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop))
 
-    def stream(self, prompt: str, *, max_new_tokens: int = 128, sampling: Sampling = Sampling()) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = Sampling(),
+        stop: Sequence[str] = (),
+    ) -> Iterator[str]:
         """The same, a piece of text at a time, as soon as its characters are whole."""
-        return self._texts(self.tokens([self._encode(prompt)], max_new_tokens=max_new_tokens, sampling=sampling))
-
-    def _texts(self, steps: Iterator[list[int | None]]) -> Iterator[str]:
-        text = _Text(self._tokenizer())
-        for tokens in steps:
-            if tokens[0] is not None:
-                yield text.add(tokens[0])
-        yield text.rest()
+        pieces = self.pieces([prompt], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+        return (piece.text for piece in pieces)
 
     def generate_batch(
-        self, prompts: Sequence[str], *, max_new_tokens: int = 128, sampling: Sampling = Sampling()
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = Sampling(),
+        samples: int = 1,
+        stop: Sequence[str] = (),
     ) -> list[str]:
-        """What comes after each prompt; greedily, the same as one by one."""
-        new: list[list[int]] = [[] for _ in prompts]
+        """What comes after each prompt, the same as one by one; `samples` texts of each prompt, next to each other."""
+        texts = [""] * (len(prompts) * samples)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "samples": samples}
+        for piece in self.pieces(prompts, **options, stop=stop):
+            texts[piece.row] += piece.text
+        return texts
+
+    def pieces(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = Sampling(),
+        samples: int = 1,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Piece]:
+        """The texts of all rows as they are written; each row's last piece says why it ended.
+
+        stop: a text that holds one of these ends before it.
+        """
+        if not all(stop):
+            raise GenerationError("an empty stop string: leave it out")
         encoded = [self._encode(prompt) for prompt in prompts]
-        for tokens in self.tokens(encoded, max_new_tokens=max_new_tokens, sampling=sampling):
-            for row, token in zip(new, tokens, strict=True):
-                if token is not None:
-                    row.append(token)
-        return [self._tokenizer().decode(row) for row in new]
+        texts = [Text(self._tokenizer(), stop) for _ in range(len(prompts) * samples)]
+        running = [True] * len(texts)
+        steps = self.tokens(encoded, max_new_tokens=max_new_tokens, sampling=sampling, samples=samples, running=running)
+        for tokens in steps:
+            for row, (text, token) in enumerate(zip(texts, tokens, strict=True)):
+                if text.ended:
+                    continue
+                piece = text.rest() if token is None else text.add(token)
+                running[row] = token is not None and not text.stopped
+                text.ended = not running[row]
+                if piece or text.ended:
+                    yield Piece(row, piece, "stop" if text.ended else None)
+        for row, text in enumerate(texts):
+            if not text.ended:
+                yield Piece(row, text.rest(), "stop" if text.stopped or not running[row] else "length")
 
     def tokens(
         self,
@@ -66,34 +112,55 @@ class Generator:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling = Sampling(),
+        samples: int = 1,
         stop: int | None = None,
+        running: list[bool] | None = None,
     ) -> Iterator[list[int | None]]:
-        """The next token of each prompt, step by step; None once a row has ended, and nothing once all have.
+        """The next token of each row, step by step; None once a row has ended, and nothing once all have.
 
+        A row is one sample of one prompt; the samples of a prompt are next to each other.
         stop: the id that ends a row, by default the tokenizer's end of document.
+        running: one flag a row, which the caller may set to False between steps to end the row.
         """
+        if samples < 1:
+            raise GenerationError(f"samples is 1 or more, not {samples}")
         if stop is None and self.tokenizer is not None:
             stop = self.tokenizer.eod_id
         if max_new_tokens < 1 or not prompts:
             return
+        self._check(prompts)
         state = self.decoder.start(len(prompts))
         logits_BV = self._read(state, prompts)
+        if samples > 1:  # a prompt is read once for all its samples
+            rows = torch.arange(len(prompts), device=logits_BV.device).repeat_interleave(samples)
+            state, logits_BV = state.rows(rows), logits_BV[rows]
+            prompts = [prompt for prompt in prompts for _ in range(samples)]
         step = stepper(self.decoder, state)
-        generators = sampling.generators(len(prompts))
-        running = [True] * len(prompts)
+        sampler = Sampler(sampling, prompts, logits_BV.shape[-1], logits_BV.device)
+        running = [True] * len(prompts) if running is None else running
         for n in range(max_new_tokens):
-            tokens_B = next_tokens(logits_BV, sampling, generators)
+            tokens_B = sampler(logits_BV)
             tokens = tokens_B.tolist()
-            running = [goes_on and token != stop for goes_on, token in zip(running, tokens, strict=True)]
+            running[:] = [goes_on and token != stop for goes_on, token in zip(running, tokens, strict=True)]
             if not any(running):
                 return
             yield [token if goes_on else None for goes_on, token in zip(running, tokens, strict=True)]
             if n + 1 < max_new_tokens:
                 logits_BV = step(tokens_B)
 
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        vocabulary = self.decoder.weights.embedding_VD.shape[0]
+        for number, prompt in enumerate(prompts, 1):
+            if not prompt:
+                raise GenerationError("an empty prompt: give at least one token, such as the end-of-document token")
+            wrong = next((place for place, token in enumerate(prompt) if not 0 <= token < vocabulary), None)
+            if wrong is not None:
+                raise GenerationError(
+                    f"token id {prompt[wrong]} of prompt {number} (position {wrong}): the model knows 0 to "
+                    f"{vocabulary - 1}. Take the tokenizer that it was trained with"
+                )
+
     def _read(self, state: State, prompts: Sequence[Sequence[int]]) -> Tensor:
-        if not all(prompts):
-            raise GenerationError("an empty prompt: give at least one token, such as the end-of-document token")
         lengths = [len(prompt) for prompt in prompts]
         L = max(lengths)
         tokens_BL = torch.tensor([[0] * (L - len(prompt)) + list(prompt) for prompt in prompts])
@@ -142,31 +209,3 @@ def _usable(wanted: str | torch.device | None) -> torch.device:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise GenerationError("PyTorch finds no GPU here: take the cpu, or see `blackmamba doctor`")
     return where
-
-
-class _Text:
-    """Text from tokens as they come: a character may take several tokens, and is held back until it is whole."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
-        self.pending: list[int] = []
-        self.before: list[int] = []
-        """Tokens already given out, kept since how a token reads may depend on the one before it."""
-
-    def add(self, token: int) -> str:
-        self.pending.append(token)
-        text = self._read()
-        if text.endswith("\ufffd") and len(self.pending) < 8:
-            return ""
-        return self._release(text)
-
-    def rest(self) -> str:
-        return self._release(self._read()) if self.pending else ""
-
-    def _read(self) -> str:
-        known = self.tokenizer.decode(self.before)
-        return self.tokenizer.decode(self.before + self.pending)[len(known) :]
-
-    def _release(self, text: str) -> str:
-        self.before, self.pending = self.pending, []
-        return text

@@ -1,12 +1,14 @@
 """Text out of a folder: the same whichever way it is asked for, and whatever kind of model the folder holds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_blackmamba.checkpoint import DamagedCheckpoint
 from megatron_blackmamba.inference import Generator, Sampling, load
-from megatron_blackmamba.inference.generator import _Text
-from megatron_blackmamba.inference.sampling import GenerationError, next_tokens
+from megatron_blackmamba.inference.sampling import GenerationError
+from megatron_blackmamba.inference.text import Text
 from megatron_blackmamba.interchange import hf, megatron, zyphra
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.tokenizer import load_tokenizer
@@ -48,12 +50,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(generator):
     prompts = ["a state", "so", "what then, they said"]
     for sampling in (Sampling(), Sampling(temperature=5.0, top_p=0.9, seed=7)):
         batch = generator.generate_batch(prompts, max_new_tokens=12, sampling=sampling)
-        alone = [
-            generator.generate(
-                prompt, max_new_tokens=12, sampling=Sampling(sampling.temperature, sampling.top_p, sampling.seed + row)
-            )
-            for row, prompt in enumerate(prompts)
-        ]
+        alone = [generator.generate(prompt, max_new_tokens=12, sampling=sampling) for prompt in prompts]
         assert batch == alone
 
 
@@ -91,32 +88,53 @@ def test_generation_ends_when_every_row_has_ended(generator):
     assert list(generator.tokens([prompt], max_new_tokens=8, stop=stop)) == []
 
 
-def test_top_p_draws_from_the_likeliest_only():
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(300, 1)
-    sampling = Sampling(temperature=1.0, top_p=0.7, seed=0)
-    drawn = next_tokens(logits, sampling, sampling.generators(300))
-    assert set(drawn.tolist()) == {0, 1}
-    everything = Sampling(temperature=1.0, seed=0)
-    counts = torch.bincount(next_tokens(logits, everything, everything.generators(300)), minlength=4) / 300
-    torch.testing.assert_close(counts, logits[0].exp(), atol=0.1, rtol=0)
-
-
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}])
-def test_impossible_sampling_is_refused(options):
-    with pytest.raises(GenerationError, match=next(iter(options))):
-        Sampling(**options)
-
-
 def test_characters_are_held_back_until_they_are_whole():
     class Bytes:
         def decode(self, ids):
             return bytes(ids).decode("utf-8", errors="replace")
 
-    text = _Text(Bytes())
+    text = Text(Bytes())
     given = [text.add(byte) for byte in "aé漢🦤b".encode()]
     assert given == ["a", "", "é", "", "", "漢", "", "", "", "🦤", "b"] and text.rest() == ""
     text.add("🦤".encode()[0])
     assert text.rest() == "\ufffd"
+
+
+def test_samples_share_nothing(generator):
+    sampling = Sampling(temperature=6.0)
+    texts = [
+        text
+        for seed in (0, 1, 2)
+        for text in generator.generate_batch(
+            ["a state"], max_new_tokens=16, sampling=replace(sampling, seed=seed), samples=4
+        )
+    ]
+    assert len(set(texts)) == 12
+    one = generator.generate("a state", max_new_tokens=16, sampling=sampling)
+    several = generator.generate_batch(["so", "a state"], max_new_tokens=16, sampling=sampling, samples=2)
+    assert several[2] == one == texts[0] and several[3] == texts[1]
+
+
+def test_text_ends_before_a_stop_string(generator):
+    whole = generator.generate("a state", max_new_tokens=16)
+    stop = whole[6:9]
+    cut = whole[: whole.index(stop)]
+    assert generator.generate("a state", max_new_tokens=16, stop=["never", stop]) == cut
+    pieces = list(generator.pieces(["a state", "so"], max_new_tokens=16, stop=[stop]))
+    assert "".join(piece.text for piece in pieces if piece.row == 0) == cut
+    assert {piece.row for piece in pieces if piece.finished} == {0, 1}
+    assert [piece.finished for piece in pieces if piece.row == 0][-1] == "stop"
+    assert generator.generate("a state", max_new_tokens=16, stop=[whole + "?"]) == whole  # held back, then given out
+    with pytest.raises(GenerationError, match="empty stop"):
+        generator.generate("a state", stop=[""])
+
+
+def test_ids_outside_the_vocabulary_are_named(generator):
+    for wrong in (-1, 64):
+        with pytest.raises(GenerationError, match=f"token id {wrong} of prompt 2 \\(position 1\\).*0 to 63"):
+            next(generator.tokens([[1], [2, wrong]]))
+    with pytest.raises(GenerationError, match="empty prompt"):
+        next(generator.tokens([[]]))
 
 
 def test_every_kind_of_model_writes_the_same(folder, tmp_path, tokenizer_file, generator):

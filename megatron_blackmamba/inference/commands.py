@@ -1,0 +1,117 @@
+"""`blackmamba generate`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_blackmamba.interchange.commands import Precision
+
+
+def generate(
+    model: Annotated[
+        Path, typer.Argument(help="A run or checkpoint of ours, a Hugging Face export, or the released files.")
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Repeat for a batch; - reads standard input.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='Prompts from a file: .jsonl with "prompt" in each line, else one a line.')
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Texts for each prompt.")] = 1,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="At most so many; the end of a document ends it too.")
+    ] = 128,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this string; repeat for several.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens; 0 from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 0.95,
+    min_p: Annotated[
+        float, typer.Option(help="Draw from tokens at least this fraction as likely as the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, what was said before becomes less likely.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed and prompt give the same texts.")] = 0,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Print text as it is written; with --json, a line a piece.",
+            show_default="for one text without --json",
+        ),
+    ] = None,
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, where the model comes without.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Continue a prompt with any kind of model.
+
+    [dim]blackmamba generate runs/quickstart --prompt "Once upon a time" --max-new-tokens 60[/dim]
+
+    [dim]blackmamba generate exports/blackmamba_1.5b -p "The proof" -p "The recipe" --temperature 0 --json[/dim]
+
+    [dim]blackmamba generate runs/quickstart --prompts questions.jsonl -n 4 --stop "\\n\\n" --json --stream[/dim]
+    """
+    from megatron_blackmamba.inference import Sampling, load
+    from megatron_blackmamba.interchange.commands import torch_dtype
+
+    sampling = Sampling(temperature, top_p, seed, top_k, min_p, repetition_penalty)
+    texts = [*(sys.stdin.read() if text == "-" else text for text in prompt or []), *_from_file(prompts)]
+    if not texts:
+        raise typer.BadParameter("give --prompt TEXT or --prompts FILE")
+    writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer)
+    pieces = writer.pieces(
+        texts, max_new_tokens=max_new_tokens, sampling=sampling, samples=samples, stop=_unescaped(stop or [])
+    )
+    alone = len(texts) * samples == 1
+    if as_json and stream:
+        for piece in pieces:
+            line = {"prompt": piece.row // samples, "sample": piece.row % samples, "text": piece.text}
+            print(json.dumps(line | {"finished": piece.finished}, ensure_ascii=False), flush=True)
+        return
+    if alone and not as_json and stream is not False:
+        print(texts[0], end="", flush=True)
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+        print()
+        return
+    written = [""] * len(texts) * samples
+    for piece in pieces:
+        written[piece.row] += piece.text
+    whole = [(texts[row // samples], text) for row, text in enumerate(written)]
+    if as_json:
+        print(json.dumps([{"prompt": before, "text": text} for before, text in whole], ensure_ascii=False))
+    else:
+        print("\n\n".join(before + text for before, text in whole))
+
+
+def _unescaped(stop: list[str]) -> list[str]:
+    """Turn \\n and \\t as a shell passes them on into the characters."""
+    return [text.replace("\\n", "\n").replace("\\t", "\t") for text in stop]
+
+
+def _from_file(path: Path | None) -> Iterator[str]:
+    from megatron_blackmamba.inference.sampling import GenerationError
+
+    if path is None:
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            yield line
+            continue
+        try:
+            text = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise GenerationError(f'{path}: line {number} has no "prompt" with a text')
+        yield text

@@ -1,0 +1,89 @@
+"""Which tokens may be drawn, and how often; transformers' own filters are the reference."""
+
+import pytest
+import torch
+from transformers.generation import logits_process
+
+from megatron_blackmamba.inference.sampling import GenerationError, Sampler, Sampling, allowed
+
+VOCABULARY = 50
+
+
+def logits(rows=6, seed=0):
+    return 3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def probabilities(logits_BV, sampling):
+    weights_BV, order_BV = allowed(logits_BV, sampling)
+    return torch.zeros_like(weights_BV).scatter(1, order_BV, weights_BV / weights_BV.sum(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.05},
+        {"top_k": 1},
+        {"top_k": 500},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_filters_agree_with_transformers(options, temperature):
+    expected = logits() / temperature
+    if "top_k" in options:
+        expected = logits_process.TopKLogitsWarper(options["top_k"])(None, expected)
+    if "top_p" in options:
+        expected = logits_process.TopPLogitsWarper(options["top_p"])(None, expected)
+    if "min_p" in options:
+        expected = logits_process.MinPLogitsWarper(options["min_p"])(None, expected)
+    got = probabilities(logits(), Sampling(temperature=temperature, **options))
+    torch.testing.assert_close(got, expected.softmax(dim=-1))
+
+
+def test_draws_follow_the_probabilities():
+    rows = 20_000
+    sampling = Sampling(temperature=1.0, top_k=4)
+    row_V = torch.log(torch.tensor([0.4, 0.05, 0.3, 0.15, 0.1]))
+    prompts = [[number] for number in range(rows)]
+    drawn = Sampler(sampling, prompts, rows, row_V.device)(row_V.repeat(rows, 1))
+    shares = torch.bincount(drawn, minlength=5) / rows
+    torch.testing.assert_close(shares, torch.tensor([0.4, 0, 0.3, 0.15, 0.1]) / 0.95, atol=0.012, rtol=0)
+
+
+def test_repetition_penalty_agrees_with_transformers():
+    prompts = [[1, 2, 2], [3, 4, 5]]
+    sampler = Sampler(Sampling(repetition_penalty=1.7), prompts, VOCABULARY, torch.device("cpu"))
+    said = torch.tensor(prompts)
+    for step in range(5):
+        here = logits(2, seed=step)
+        expected = logits_process.RepetitionPenaltyLogitsProcessor(1.7)(said, here.float()).argmax(dim=-1)
+        assert torch.equal(sampler(here), expected)
+        said = torch.cat((said, expected[:, None]), dim=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_p": float("nan")},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+    ],
+    ids=str,
+)
+def test_impossible_sampling_is_refused(options):
+    with pytest.raises(GenerationError, match=next(iter(options))):
+        Sampling(**options)
+
+
+def test_logits_of_nan_are_refused():
+    with pytest.raises(GenerationError, match="not finite"):
+        Sampler(Sampling(), [[1]], VOCABULARY, torch.device("cpu"))(torch.full((1, VOCABULARY), torch.nan))
