@@ -312,6 +312,7 @@ def quickstart(
 
 
 app.command()(inference_commands.generate)
+app.command()(interchange_commands.verify)
 data_commands.app.command()(trace_commands.trace)
 app.add_typer(data_commands.app, name="data")
 app.add_typer(interchange_commands.export_app, name="export")

@@ -121,6 +121,34 @@ def cast(model: Canonical, dtype: torch.dtype) -> Canonical:
     return replace(model, entries={name: converted(name, entry) for name, entry in model.entries.items()})
 
 
+def finite(model: Canonical) -> Canonical:
+    """The same model; a tensor that holds NaN or infinity is refused by name when it is read."""
+
+    def checked(name: str, entry: Entry) -> Entry:
+        def load() -> Tensor:
+            tensor = entry.load()
+            bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+            if bad:
+                raise InterchangeError(
+                    f"{model.source}: {name} holds NaN or infinity ({bad:,} of {tensor.numel():,} values): training "
+                    "had diverged, or the file is damaged. Take an earlier checkpoint"
+                )
+            return tensor
+
+        return Entry(entry.shape, entry.dtype, load)
+
+    return replace(model, entries={name: checked(name, entry) for name, entry in model.entries.items()})
+
+
+def narrowed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """float64 tensors as fp32, which is what the model computes in; all others as they are."""
+
+    def narrow(entry: Entry) -> Entry:
+        return Entry(entry.shape, torch.float32, lambda: entry.load().float())
+
+    return {name: narrow(entry) if entry.dtype == torch.float64 else entry for name, entry in entries.items()}
+
+
 def kept_in_fp32(config: ModelConfig) -> tuple[str, ...]:
     """Return the ends of the names that stay fp32 in every precision."""
     return tuple(f".mixer.{name}" for kind in kinds_in(config.pattern) for name in kind.kept_in_fp32)

@@ -109,13 +109,17 @@ def import_hf(
     [dim]blackmamba train my_run.yaml start.from=checkpoints/start[/dim]
     """
     from megatron_blackmamba.interchange import convert, hf
+    from megatron_blackmamba.interchange.hub import local_folder
 
-    _run(convert.to_checkpoint, _with_tokenizer(hf.read(source), tokenizer), out, dtype, verify, as_json)
+    _run(convert.to_checkpoint, _with_tokenizer(hf.read(local_folder(source)), tokenizer), out, dtype, verify, as_json)
 
 
 @import_app.command("zyphra")
 def import_zyphra(
-    source: Annotated[Path, typer.Argument(help="The folder of config.json and pytorch_model.bin.")],
+    source: Annotated[
+        Path,
+        typer.Argument(help="The folder of config.json and the weights, or a name on the hub that was downloaded."),
+    ],
     out: Out,
     to: Annotated[
         Target, typer.Option(help="A checkpoint to train from, or a Hugging Face folder.")
@@ -136,12 +140,34 @@ def import_zyphra(
     [dim]blackmamba import zyphra BlackMamba-1.5B checkpoints/released --activation silu[/dim]
     """
     from megatron_blackmamba.interchange import convert, zyphra
+    from megatron_blackmamba.interchange.hub import local_folder
 
+    source = local_folder(source)
     chosen = zyphra.choose_activation(source, activation.value if activation else None)
     _say(f"activation: {chosen.name} ({chosen.reason})")
     model = zyphra.read(source, chosen.name, tokenizer)
     to_target = convert.to_hf if to is Target.hf else convert.to_checkpoint
     _run(to_target, model, out, dtype, verify, as_json, activation=asdict(chosen))
+
+
+def verify(
+    export: Annotated[Path, typer.Argument(help="A Hugging Face export, or released files.")],
+    against: Annotated[Path, typer.Option(help="The checkpoint it came from, or a run's folder for its newest one.")],
+    as_json: Json = False,
+) -> None:
+    """Compare an export with the checkpoint that it came from: every weight, and the answers to the same tokens.
+
+    [dim]blackmamba verify exports/blackmamba_1.5b --against runs/blackmamba_1.5b/checkpoints/step_00010000[/dim]
+    """
+    from megatron_blackmamba.interchange import verification
+
+    found = verification.verify(export, against)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+        return
+    for note in found.notes:
+        _say(f"note: {note}")
+    print(f"{export}: the model of {found.source}: {found.comparison}")
 
 
 def torch_dtype(precision: Precision | None) -> "torch.dtype | None":

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megatron_blackmamba.interchange import hf, megatron, parity, zyphra
-from megatron_blackmamba.interchange.canonical import Canonical, cast, watched
+from megatron_blackmamba.interchange.canonical import Canonical, cast, finite, watched
 from megatron_blackmamba.interchange.folder import new_folder
 from megatron_blackmamba.interchange.observation import Comparison
 
@@ -30,7 +30,7 @@ def to_hf(
     """A Hugging Face folder at `out`. With a `dtype` the weights are rounded to it first, then converted exactly."""
     model = cast(model, dtype or model.dtype)
     with new_folder(out) as folder:
-        hf.write(watched(model, watch), folder, shard_bytes=shard_bytes)
+        hf.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes)
         return parity.check(model, named(hf.read(folder), out), folder) if verify else None
 
 
@@ -45,7 +45,7 @@ def to_zyphra(
     """The released files at `out`; what they cannot say is refused, or told by `zyphra.warning_about`."""
     model = cast(model, dtype or model.dtype)
     with new_folder(out) as folder:
-        zyphra.write(watched(model, watch), folder)
+        zyphra.write(watched(finite(model), watch), folder)
         return parity.check(model, named(zyphra.read(folder), out)) if verify else None
 
 
@@ -61,7 +61,7 @@ def to_checkpoint(
     stored = torch.float32 if model.dtype == torch.float16 else model.dtype
     model = cast(model, dtype or stored)
     with new_folder(out) as folder:
-        megatron.write(watched(model, watch), folder)
+        megatron.write(watched(finite(model), watch), folder)
         if not verify:
             return None
         return parity.check(named(megatron.read(folder), out), model)

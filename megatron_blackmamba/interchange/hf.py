@@ -9,7 +9,7 @@ import torch
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json, write_text
-from megatron_blackmamba.interchange import safetensors_io
+from megatron_blackmamba.interchange import files, safetensors_io
 from megatron_blackmamba.interchange.canonical import (
     Canonical,
     Entry,
@@ -27,7 +27,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_blackmamba.BlackMambaModel",
     "AutoModelForCausalLM": "modeling_blackmamba.BlackMambaForCausalLM",
 }
-INDEX = "model.safetensors.index.json"
+INDEX = files.index_of(files.SAFETENSORS)
 PREFIX = "model."  # of every parameter, before its canonical name
 HEAD = "lm_head.weight"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # 5.x would write a class of its own, which 4.x does not know
@@ -69,7 +69,7 @@ def read(folder: Path) -> Canonical:
     tokenizer = folder / "tokenizer.json"
     return Canonical(
         config,
-        _canonical_names(_read_weights(folder), folder),
+        _canonical_names(files.read(folder, (files.SAFETENSORS,)), folder),
         str(folder),
         tokenizer if tokenizer.is_file() else None,
         content.get("max_sequence_length", 2048),
@@ -97,6 +97,11 @@ def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> di
     }
 
 
+def exported_fields() -> list[str]:
+    """Return the fields of ModelConfig that an export carries."""
+    return [*_SAME.values(), "dt_rank", "pattern"]
+
+
 def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """The ModelConfig in a config.json of ours, and the whole content beside it."""
     content = read_json(path)
@@ -118,23 +123,6 @@ def _write_weights(model: Canonical, folder: Path, shard_bytes: int) -> None:
         safetensors_io.write(folder / name, part)
     weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
     write_json(folder / INDEX, {"metadata": {"total_size": model.bytes}, "weight_map": weight_map})
-
-
-def _read_weights(folder: Path) -> dict[str, Entry]:
-    index = folder / INDEX
-    if not index.exists():
-        return safetensors_io.read(folder / "model.safetensors")
-    weight_map = need(read_json(index), "weight_map", index)
-    entries: dict[str, Entry] = {}
-    for file in sorted(set(weight_map.values())):
-        if Path(file).name != file:
-            raise InterchangeError(f"{index}: weight_map names {file!r}; shards lie beside it")
-        held = safetensors_io.read(folder / file)
-        for name in (name for name, place in weight_map.items() if place == file):
-            if name not in held:
-                raise InterchangeError(f"{folder / file}: has no {name}, which {index.name} says is there")
-            entries[name] = held[name]
-    return entries
 
 
 def _canonical_names(entries: dict[str, Entry], folder: Path) -> dict[str, Entry]:

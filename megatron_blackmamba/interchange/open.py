@@ -5,14 +5,18 @@ from pathlib import Path
 
 from megatron_blackmamba.interchange import hf, megatron, zyphra
 from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError
+from megatron_blackmamba.interchange.hub import local_folder
 from megatron_blackmamba.interchange.json_config import read_json
 
 
 def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = False) -> Canonical:
     """One of our checkpoints (or a run, for its newest), a Hugging Face export, or the released files.
 
+    A name on the Hugging Face hub means its newest download.
+
     verify: read all of a checkpoint first, and refuse one that is damaged.
     """
+    path = local_folder(path)
     if not path.is_dir():
         what = "a file, and a model is a folder" if path.exists() else "no such folder"
         raise InterchangeError(f"{path}: {what}. Name a run (runs/NAME), one of its checkpoints, or an export")

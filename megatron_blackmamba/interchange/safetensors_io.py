@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_blackmamba.formats.atomic import atomic_file
 from megatron_blackmamba.interchange.canonical import Entry, InterchangeError
 
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Entry]:
 
     for name, (_, dtype) in known.items():
         if dtype not in _TYPES:
-            raise InterchangeError(f"{path}: {name} is {dtype}; weights are F32, BF16 or F16")
+            raise InterchangeError(f"{path}: {name} is {dtype}; weights are F32, BF16, F16 or F64")
     return {
         name: Entry(shape, _TYPES[dtype], lambda name=name: load(name))  # type: ignore[misc]
         for name, (shape, dtype) in known.items()

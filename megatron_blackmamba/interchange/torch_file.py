@@ -1,4 +1,4 @@
-"""A `torch.save` file of `{"model": state dict}`, a tensor at a time, both ways, and never anything but tensors.
+"""`torch.save` files of a state dict, a tensor at a time, both ways, and never anything but tensors.
 
 torch.save wants the whole model in memory. So it first writes a file with the bytes of the tensors left out; each then
 goes to its place as it arrives, and the checksums of the zip archive, which such a file is, are put right.
@@ -48,13 +48,10 @@ def write(path: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """What the file holds under "model"; refused unless it is a plain dictionary of tensors."""
+    """What the file holds, as a state dict or as one under "model"; checked against the archive's checksums."""
     file = _File(path)
-    content = file.open()
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict):
-        found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
-        raise InterchangeError(f'{path}: holds no dictionary under "model"; found {found}')
+    model = file.open()
+    _check_archive(path)
     for name, tensor in model.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise InterchangeError(f"{path}: {name!r} is a {type(tensor).__name__}, not a tensor")
@@ -64,21 +61,35 @@ def read(path: Path) -> dict[str, Entry]:
     }
 
 
+def _check_archive(path: Path) -> None:
+    """Read all of the archive once: torch.load, which maps it, never looks at the checksums."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        try:
+            damaged = archive.testzip()
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            raise InterchangeError(f"{path}: damaged: {error}. Fetch the file again") from None
+    if damaged:
+        raise InterchangeError(f"{path}: damaged: {damaged} does not match its checksum (CRC32). Fetch the file again")
+
+
 class _File:
     """A saved file, mapped, and mapped anew after so many bytes."""
 
     def __init__(self, path: Path):
         self.path = path
         self.lock = threading.Lock()
-        self.content: Any = None
+        self.model: dict[Any, Any] = {}
         self.used = 0
 
-    def open(self) -> Any:
+    def open(self) -> dict[Any, Any]:
+        """Map the file, anew where it was mapped before, and return its state dict."""
         if not self.path.is_file():
             raise InterchangeError(f"{self.path}: no such file")
         try:
             mapped = zipfile.is_zipfile(self.path)  # files of torch before 1.6 are not, and cannot be mapped
-            self.content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
+            content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0].strip()
             raise InterchangeError(
@@ -89,13 +100,21 @@ class _File:
                 f"{self.path}: not a whole torch file ({str(error).splitlines()[0] if str(error) else error!r})"
             ) from None
         self.used = 0
-        return self.content
+        self.model = self._state_dict(content)
+        return self.model
+
+    def _state_dict(self, content: Any) -> dict[Any, Any]:
+        inside = content.get("model", content) if isinstance(content, dict) else None
+        if not isinstance(inside, dict) or not any(isinstance(value, Tensor) for value in inside.values()):
+            found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
+            raise InterchangeError(f'{self.path}: holds no state dict, neither itself nor under "model"; found {found}')
+        return inside
 
     def tensor(self, name: str) -> Tensor:
         with self.lock:
             if self.used > MAPPED_BYTES:
                 self.open()
-            tensor = self.content["model"][name].clone()
+            tensor = self.model[name].clone()
             self.used += tensor.nbytes
         return tensor
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json
-from megatron_blackmamba.interchange import torch_file
+from megatron_blackmamba.interchange import files, torch_file
 from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, require_convertible
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
 from megatron_blackmamba.kinds import kinds_in, routes
 
-CONFIG, WEIGHTS, TRUTH = "config.json", "pytorch_model.bin", "blackmamba.json"
+CONFIG, WEIGHTS, TRUTH = "config.json", files.TORCH, "blackmamba.json"
 """The last one is ours: what the model really is, where the format cannot say it."""
 
 _FIELDS = {
@@ -51,6 +51,7 @@ def choose_activation(folder: Path, wanted: str | None = None) -> Activation:
 
 
 def read(folder: Path, activation: str | None = None, tokenizer: Path | None = None) -> Canonical:
+    """The released files; the weights also in shards, as a bare state dict or in safetensors, by the same names."""
     folder = Path(folder)
     path = folder / CONFIG
     content = read_json(path)
@@ -61,7 +62,7 @@ def read(folder: Path, activation: str | None = None, tokenizer: Path | None = N
     config = model_config({**fields, "activation": choose_activation(folder, activation).name}, content, path, _FIELDS)
     if tokenizer is None and (folder / "tokenizer.json").is_file():
         tokenizer = folder / "tokenizer.json"
-    entries = torch_file.read(folder / WEIGHTS)
+    entries = files.read(folder, (WEIGHTS, files.SAFETENSORS))
     return Canonical(config, entries, str(folder / WEIGHTS), tokenizer, content.get("max_sequence_length", 2048))
 
 

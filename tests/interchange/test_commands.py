@@ -6,8 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_blackmamba import cli
-from megatron_blackmamba.interchange import hf, megatron
-from tests.reference import write_released
+from megatron_blackmamba.interchange import hf, megatron, parity
+from megatron_blackmamba.interchange.canonical import InterchangeError
+from tests.reference import tiny, write_released
 from tests.reference.canonical import canonical
 
 
@@ -40,6 +41,24 @@ def test_a_checkpoint_is_exported_and_imported_again(blackmamba, silu, tokenizer
     done = blackmamba("export", "zyphra", "back", "released", "--no-verify")
     assert "warning: This model's experts gate with SiLU" in done.stderr
     assert "not compared" in done.stdout
+
+
+def test_an_export_is_verified_against_its_source(blackmamba, silu, tokenizer_file, tmp_path):
+    megatron.write(canonical(silu, tokenizer=tokenizer_file), tmp_path / "ours")
+    blackmamba("export", "hf", "ours", "exported", "--dtype", "bf16", "--no-verify")
+    done = blackmamba("verify", "exported", "--against", "ours")
+    assert "exported: the model of ours" in done.stdout and "top-1 agreement 192/192" in done.stdout
+    (tmp_path / "exported" / "modeling_blackmamba.py").write_text("")
+    told = json.loads(blackmamba("verify", "exported", "--against", "ours", "--json").stdout)
+    assert told["comparison"]["same_top1"] == 192 and "modeling_blackmamba.py" in told["notes"][0]
+
+    name = "decoder.layers.2.mixer.D"
+    megatron.write(canonical(silu.with_weights(**{name: 2 * silu.weights[name]})), tmp_path / "other")
+    with pytest.raises(parity.ParityError, match=f"{name} is not what other"):
+        blackmamba("verify", "exported", "--against", "other")
+    megatron.write(canonical(tiny("gelu")), tmp_path / "gelu")
+    with pytest.raises(InterchangeError, match=r"model\.activation is silu, not gelu"):
+        blackmamba("verify", "exported", "--against", "gelu")
 
 
 def test_what_cannot_be_read_ends_with_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):

@@ -3,12 +3,15 @@
 import json
 import pickle
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_blackmamba.interchange import convert, hf, zyphra
 from megatron_blackmamba.interchange.canonical import InterchangeError, cast, in_memory, shapes
+from megatron_blackmamba.interchange.open import open_model
 from tests.reference import tiny, write_released
 from tests.reference.canonical import canonical, config_of
 
@@ -161,13 +164,63 @@ def test_missing_and_surplus_and_misshapen_and_mistyped_tensors_are_named(releas
         ({"model": {**silu.weights, some: torch.zeros(5)}}, f"{some} is 5; its config says 4"),
         ({"model": {**silu.weights, some: torch.zeros(4, dtype=torch.int64)}}, f"{some} is torch.int64"),
         ({"model": {**silu.weights, "note": "text"}}, "'note' is a str"),
-        (silu.weights, 'no dictionary under "model"'),
-        ([1, 2], 'no dictionary under "model"'),
+        ({"weights": silu.weights}, "no state dict.*found \\['weights'\\]"),
+        ([1, 2], "no state dict.*found list"),
     ]
     for content, message in cases:
         save(released, content)
         with pytest.raises(InterchangeError, match=message):
             zyphra.read(released)
+
+
+def test_a_flipped_bit_in_a_weight_is_noticed(released):
+    path = released / "pytorch_model.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(InterchangeError, match=r"pytorch_model\.bin: damaged: .*checksum"):
+        zyphra.read(released)
+
+
+@pytest.mark.parametrize("form", ["bare", "sharded", "safetensors", "float64"])
+def test_released_weights_are_read_in_other_forms(released, silu, form):
+    expected, path = zyphra.read(released), released / "pytorch_model.bin"
+    path.unlink()
+    names = sorted(silu.weights)
+    if form == "bare":
+        torch.save(silu.weights, path)
+    elif form == "sharded":
+        parts = {"pytorch_model-00001-of-00002.bin": names[:9], "pytorch_model-00002-of-00002.bin": names[9:]}
+        for file, part in parts.items():
+            torch.save({name: silu.weights[name] for name in part}, released / file)
+        index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+        (released / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    elif form == "safetensors":
+        save_file(silu.weights, released / "model.safetensors")
+    else:
+        torch.save({"model": {name: weight.double() for name, weight in silu.weights.items()}}, path)
+    assert_same(zyphra.read(released), expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(silu, tmp_path, value):
+    name = "decoder.layers.1.mixer.router.bias"
+    weight = silu.weights[name].clone()
+    weight[2] = value
+    with pytest.raises(InterchangeError, match=f"{name} holds NaN or infinity \\(1 of 4 values\\)"):
+        convert.to_hf(canonical(silu.with_weights(**{name: weight})), tmp_path / "out", verify=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_on_the_hub_means_its_download(silu, tmp_path, monkeypatch):
+    with pytest.raises(InterchangeError, match="run `hf download some/model` first"):
+        open_model(Path("some/model"))
+    snapshot = tmp_path / "hub/models--some--model/snapshots/0123456789012345678901234567890123456789"
+    hf.write(canonical(silu), snapshot)
+    (tmp_path / "hub/models--some--model/refs").mkdir()
+    (tmp_path / "hub/models--some--model/refs/main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert open_model(Path("some/model")).source == str(snapshot)
 
 
 def test_a_shard_that_is_missing_or_lies_elsewhere_is_named(silu, tmp_path):

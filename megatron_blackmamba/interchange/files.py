@@ -1,0 +1,50 @@
+"""The weight files of a folder: whole or in shards with an index, in safetensors or as torch saves them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megatron_blackmamba.interchange import safetensors_io, torch_file
+from megatron_blackmamba.interchange.canonical import Entry, InterchangeError, narrowed
+from megatron_blackmamba.interchange.json_config import need, read_json
+
+SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
+_READERS: Mapping[str, Callable[[Path], dict[str, Entry]]] = {
+    ".safetensors": safetensors_io.read,
+    ".bin": torch_file.read,
+}
+
+
+def index_of(name: str) -> str:
+    """Return the name of the index beside the shards of a file that is cut into several."""
+    return f"{name}.index.json"
+
+
+def read(folder: Path, names: Sequence[str]) -> dict[str, Entry]:
+    """Read the first of the named files that is there, or its shards; float64 is read as fp32."""
+    for name in names:
+        if (folder / index_of(name)).is_file():
+            return narrowed(_read_shards(folder / index_of(name)))
+        if (folder / name).is_file():
+            return narrowed(_reader(name)(folder / name))
+    raise InterchangeError(f"{folder / names[0]}: no such file{', nor ' + ', '.join(names[1:]) if names[1:] else ''}")
+
+
+def _read_shards(index: Path) -> dict[str, Entry]:
+    weight_map = need(read_json(index), "weight_map", index)
+    entries: dict[str, Entry] = {}
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file:
+            raise InterchangeError(f"{index}: weight_map names {file!r}; shards lie beside it")
+        held = _reader(file)(index.parent / file)
+        for name in (name for name, place in weight_map.items() if place == file):
+            if name not in held:
+                raise InterchangeError(f"{index.parent / file}: has no {name}, which {index.name} says is there")
+            entries[name] = held[name]
+    return entries
+
+
+def _reader(name: str) -> Callable[[Path], dict[str, Entry]]:
+    suffix = Path(name).suffix
+    if suffix not in _READERS:
+        raise InterchangeError(f"{name}: weights lie in .safetensors or .bin files")
+    return _READERS[suffix]

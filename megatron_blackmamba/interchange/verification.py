@@ -1,0 +1,52 @@
+"""Whether an export is still the model that it was made from."""
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from megatron_blackmamba.interchange import hf, parity
+from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, cast, finite
+from megatron_blackmamba.interchange.observation import Comparison
+from megatron_blackmamba.interchange.open import open_model
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared. `notes`: differences that change no answer of the weights."""
+
+    export: str
+    source: str
+    comparison: Comparison
+    notes: list[str]
+
+
+def verify(export: Path, against: Path) -> Verification:
+    """Compare configs, weights bit for bit, and answers; refuse an export that differs, by name.
+
+    The answers of the export come from this version's modeling files: those in the folder are not run.
+    """
+    theirs, ours = finite(open_model(export, verify=True)), finite(open_model(against, verify=True))
+    _same_config(ours, theirs)
+    ours = cast(ours, theirs.dtype)
+    comparison = parity.check(ours, theirs)
+    return Verification(str(export), ours.source, comparison, _notes(ours, theirs, export))
+
+
+def _same_config(ours: Canonical, theirs: Canonical) -> None:
+    mine, its = (model.config.model_dump() | {"dt_rank": model.config.dt_rank_or_default} for model in (ours, theirs))
+    fields = [name for name in hf.exported_fields() if mine[name] != its[name]]
+    if fields:
+        told = "; ".join(f"model.{name} is {its[name]}, not {mine[name]}" for name in fields)
+        raise InterchangeError(f"{theirs.source}: not the model of {ours.source}: {told}")
+
+
+def _notes(ours: Canonical, theirs: Canonical, export: Path) -> list[str]:
+    notes = []
+    mine, its = ours.tokenizer, theirs.tokenizer
+    if mine is not None and its is not None and mine.read_bytes() != its.read_bytes():
+        notes.append(f"{its} is another file than {mine}")
+    for name in hf.MODELING_FILES:
+        file = export / name
+        if file.is_file() and file.read_bytes() != (resources.files("megatron_blackmamba.hf") / name).read_bytes():
+            notes.append(f"{file} is not this version's; `export hf` writes it anew")
+    return notes
