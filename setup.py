@@ -44,8 +44,11 @@ REQUIREMENTS = [
     "tensorboard>=2.15",
 ]
 
+DEDUP = ["datatrove>=0.10", "xxhash>=3,<4", "regex"]  # xxhash 4 no longer hashes str, which datatrove gives it
+
 EXTRAS = {
     "data": ["isal>=1.5"],  # gzip inputs decompressed 2.5 times as fast
+    "dedup": DEDUP,
     "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4", "transformer-engine[pytorch]>=1.13"],
     "eval": ["lm-eval>=0.4.9", "accelerate>=0.26"],
     "wandb": ["wandb"],
@@ -55,6 +58,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
         "coverage>=7.10",  # scripts/mutate.py
+        *DEDUP,
         "accelerate>=0.26",  # exports with offloaded weights
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions
         "mypy>=1.10",

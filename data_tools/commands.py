@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_blackmamba.data_tools import cleaning_commands
+
 if TYPE_CHECKING:
     from megatron_blackmamba.data_tools.tokenization import Summary
 
@@ -20,6 +22,9 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
+
+app.command()(cleaning_commands.dedup)
+app.command()(cleaning_commands.decontaminate)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

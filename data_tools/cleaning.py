@@ -1,0 +1,245 @@
+"""Raw files as datatrove documents, cleaned parts, and the list of removals: for deduplication and decontamination.
+
+The work is cut into parts as `tokenize` cuts it into shards, and a part is a task of datatrove's executors: it reads
+some raw files and writes `part_00001.jsonl.zst`. A task that is done leaves a marker, so a second call does the rest.
+"""
+
+import contextlib
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+try:
+    from datatrove.data import Document
+    from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+    from datatrove.executor.base import PipelineExecutor
+    from datatrove.pipeline.base import PipelineStep
+    from datatrove.utils.word_tokenizers import WordTokenizer
+    from loguru import logger
+except ImportError:  # said by `require_datatrove`
+    Document = Any
+    LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = WordTokenizer = object
+
+from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
+from megatron_blackmamba.data_tools.rejects import InputError, RejectLog, Tolerance
+from megatron_blackmamba.data_tools.sources import Source
+from megatron_blackmamba.formats import atomic
+
+WORK = ".work"
+REMOVED = "removed.tsv"
+COLUMNS = ("file", "record", "reason", "resembles", "detail")
+_LEVEL = 3
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Where the tasks run, if not on this machine."""
+
+    partition: str
+    time: str = "12:00:00"
+    memory_gb: int = 4
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """One deduplication or decontamination: the parts, the output folder, and how the tasks run."""
+
+    name: str
+    parts: Sequence[Sequence[Source]]
+    out_dir: Path
+    read: ReadOptions
+    tolerance: Tolerance
+    workers: int
+    settings: dict[str, Any]
+    slurm: Slurm | None = None
+
+    @property
+    def work(self) -> Path:
+        """Intermediate files, logs and markers."""
+        return self.out_dir / WORK / self.name
+
+    @property
+    def done(self) -> Path:
+        return self.work / "done.json"
+
+    def refuse_other_settings(self) -> None:
+        """Refuse to continue the work of a call with other inputs or options."""
+        inputs = [[source.name, source.bytes, source.modified_ns] for part in self.parts for source in part]
+        wanted = json.loads(json.dumps({**self.settings, "parts": len(self.parts), "inputs": inputs}))
+        path = self.work / "settings.json"
+        if path.exists():
+            found = json.loads(path.read_bytes())
+            if found != wanted:
+                different = ", ".join(key for key in wanted if found.get(key) != wanted[key])
+                raise InputError(
+                    f"{self.out_dir}: was made with other {different}: choose another folder, or remove it"
+                )
+        elif self.out_dir.exists() and any(self.out_dir.glob("part_*")):
+            raise InputError(f"{self.out_dir}: holds parts of other work: choose another folder")
+        else:
+            atomic.write_json(path, wanted)
+
+    def executor(self, stage: str, steps: Sequence[Any], tasks: int, after: Any = None) -> Any:
+        """Return datatrove's executor of one stage, which skips tasks that are done."""
+        logs = str(self.work / stage)
+        if self.slurm is None:
+            workers = max(1, min(self.workers, tasks))
+            return _Local(list(steps), tasks=tasks, workers=workers, logging_dir=logs, depends=after)
+        bin_dir = Path(os.sys.executable).parent  # type: ignore[attr-defined]
+        return SlurmPipelineExecutor(
+            list(steps),
+            tasks=tasks,
+            time=self.slurm.time,
+            partition=self.slurm.partition,
+            mem_per_cpu_gb=self.slurm.memory_gb,
+            job_name=f"{self.name}_{stage}",
+            qos="",
+            workers=self.workers,
+            env_command=f'export PATH="{bin_dir}:$PATH"',
+            logging_dir=logs,
+            depends=after,
+        )
+
+
+class _Local(LocalPipelineExecutor):
+    """datatrove's local executor, whose log goes to files only."""
+
+    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                return super()._run_for_rank(rank, local_rank, node_rank)
+        finally:
+            logger.remove()
+
+
+class SpacedWords(WordTokenizer):
+    """Splits words at spaces, once datatrove has taken punctuation out. Its own tokenizer of this kind needs spaCy."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return text.split()
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        raise NotImplementedError
+
+    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+        raise NotImplementedError
+
+
+class RawDocuments(PipelineStep):
+    """A datatrove reader of everything that `tokenize` reads. Part number `rank` is read by task `rank`."""
+
+    type = "📖 - READER"
+    name = "raw documents"
+
+    def __init__(self, parts: Sequence[Sequence[Source]], read: ReadOptions, tolerance: Tolerance) -> None:
+        super().__init__()
+        self.parts, self.read, self.tolerance = parts, read, tolerance
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        """Yield the documents of one part; `metadata` holds the raw file and the record."""
+        log, parent, records = RejectLog(self.tolerance), os.getppid(), 0
+        for source in self.parts[rank]:
+            reader = Reader(source.path, source.format, self.read, lambda *bad, s=source: log.add(s.name, s.path, *bad))
+            for batch in reader.batches():
+                if os.getppid() != parent:
+                    raise InputError("the program that started this task is gone")
+                records += len(batch.texts)
+                for number, text in zip(batch.numbers, batch.texts, strict=True):
+                    self.stat_update("documents")
+                    yield Document(text=text, id=f"{rank}/{number}", metadata={"file": source.name, "record": number})
+        log.check(records + log.total)
+
+
+class PartWriter(PipelineStep):
+    """Writes the documents that are kept as `part_00001.jsonl.zst`; the file appears when it is whole."""
+
+    type = "💽 - WRITER"
+    name = "part"
+
+    def __init__(self, out_dir: Path, notes_dir: Path, note: Callable[[Any], dict[str, Any] | None]) -> None:
+        """note: what to keep of a document for later; the notes of a part are JSON lines in `notes_dir`."""
+        super().__init__()
+        self.out_dir, self.notes_dir, self.note = out_dir, notes_dir, note
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
+        kept = 0
+        self.notes_dir.mkdir(parents=True, exist_ok=True)
+        with (
+            atomic.atomic_file(self.notes_dir / f"{rank:05d}.kept") as notes,
+            atomic.atomic_file(self.out_dir / f"part_{rank + 1:05d}.jsonl.zst") as file,
+            zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False) as out,
+        ):
+            for document in data:
+                where = {"file": document.metadata["file"], "record": document.metadata["record"]}
+                out.write(_line({"text": document.text, **where}))
+                found = self.note(document)
+                if found is not None:
+                    notes.write(_line({**where, **found}))
+                kept += 1
+        atomic.write_json(self.notes_dir / f"{rank:05d}.count", kept)
+
+
+class RemovalLog:
+    """Writes what is removed from a part; datatrove's filters take it for their exclusion writer."""
+
+    def __init__(self, notes_dir: Path, note: Callable[[Any], dict[str, Any]]) -> None:
+        self.notes_dir, self.note = notes_dir, note
+        self._file: Any = None
+
+    def __enter__(self) -> "RemovalLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def write(self, document: Any, rank: int = 0, **_: Any) -> None:
+        if self._file is None:
+            self.notes_dir.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.notes_dir / f"{rank:05d}.removed", "wb")  # noqa: SIM115
+        where = {"file": document.metadata["file"], "record": document.metadata["record"]}
+        self._file.write(_line({**where, **self.note(document)}))
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+
+
+def read_notes(folder: Path, suffix: str) -> Iterator[dict[str, Any]]:
+    """Yield the notes of all parts in order."""
+    for path in sorted(folder.glob(f"*.{suffix}")):
+        with open(path, "rb") as file:
+            yield from map(json.loads, file)
+
+
+def write_removed(path: Path, rows: Iterator[Sequence[Any]]) -> int:
+    """Write the list of removals, tab-separated with a header; return their number."""
+    count = 0
+    with atomic.atomic_file(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
+        table = csv.writer(text, delimiter="\t", lineterminator="\n")
+        table.writerow(COLUMNS)
+        for row in rows:
+            table.writerow(row)
+            count += 1
+        text.detach()
+    return count
+
+
+def kept_documents(notes_dir: Path) -> int:
+    return sum(json.loads(path.read_bytes()) for path in notes_dir.glob("*.count"))
+
+
+def require_datatrove() -> None:
+    """Refuse to start without datatrove; keep its log off the terminal."""
+    if PipelineStep is object:
+        raise InputError("datatrove is not installed. Install it with: pip install 'megatron-blackmamba[dedup]'")
+    logger.remove()

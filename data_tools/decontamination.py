@@ -1,0 +1,124 @@
+"""Documents that hold evaluation items, removed with datatrove's n-gram filter."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_blackmamba.data_tools.cleaning import (
+    REMOVED,
+    Cleaning,
+    PartWriter,
+    RawDocuments,
+    RemovalLog,
+    SpacedWords,
+    kept_documents,
+    read_notes,
+    write_removed,
+)
+from megatron_blackmamba.data_tools.evaluation_items import Item
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.formats import atomic
+
+try:
+    from datatrove.pipeline.base import PipelineStep
+    from datatrove.pipeline.decont import NGramsDecontConfig, NGramsDecontFilter
+    from datatrove.utils.text import ngrams, simplify_text
+except ImportError:  # said by `require_datatrove`
+    NGramsDecontFilter = PipelineStep = object
+
+FEWEST_WORDS = 4
+"""Texts of fewer words are everywhere: they are not looked for."""
+
+
+class ItemIndex:
+    """What to look for: the n-grams of the items' texts, and the shorter texts as a whole."""
+
+    def __init__(self, items: Iterable[Item], n_grams: int, language: str | None = None) -> None:
+        if n_grams <= FEWEST_WORDS:
+            raise InputError(f"--n-grams {n_grams}: at least {FEWEST_WORDS + 1}")
+        self.config = NGramsDecontConfig(n_grams=n_grams)
+        self.words: Any = language or SpacedWords()
+        finder = NGramsDecontFilter(".", self.config, language=self.words)
+        self.items = 0
+        self.hashes: dict[int, str] = {}
+        """The item of every n-gram, by its hash."""
+        self.short: dict[tuple[str, ...], dict[tuple[str, ...], str]] = {}
+        """Texts shorter than an n-gram and their items, by their first words."""
+        self.too_short = 0
+        for item in items:
+            self.items += 1
+            texts = [
+                finder.tokenizer.word_tokenize(simplify_text(text, self.config.norm_config)) for text in item.texts
+            ]
+            self.too_short += all(len(words) < FEWEST_WORDS for words in texts)
+            for words in texts:
+                self._add(words, item.name, finder)
+
+    def _add(self, words: list[str], item: str, finder: Any) -> None:
+        if len(words) >= self.config.n_grams:
+            for gram in ngrams(words, self.config.n_grams):
+                self.hashes.setdefault(finder.hash_func(" ".join(gram)), item)
+        elif len(words) >= FEWEST_WORDS:
+            self.short.setdefault(tuple(words[:FEWEST_WORDS]), {}).setdefault(tuple(words), item)
+
+
+class _Filter(NGramsDecontFilter):
+    """datatrove's filter; it also finds items that are shorter than an n-gram, and knows the item of a match."""
+
+    def __init__(self, index: ItemIndex, log: RemovalLog) -> None:
+        super().__init__(".", index.config, exclusion_writer=log, language=index.words)
+        self.index = index
+
+    def load_index_hashes(self) -> None:
+        self._index_hashes = self.index.hashes
+
+    def filter(self, doc: Any) -> bool | tuple[bool, str]:
+        words = self.tokenizer.word_tokenize(simplify_text(doc.text, self.config.norm_config))
+        for at, start in enumerate(ngrams(words, FEWEST_WORDS)):
+            for text, item in self.index.short.get(start, {}).items():
+                if tuple(words[at : at + len(text)]) == text:
+                    doc.metadata["contaminated_ngram"], doc.metadata["contaminated_task"] = " ".join(text), item
+                    return False, "contaminated"
+        return super().filter(doc)
+
+    def stat_update(self, *labels: str, **more: Any) -> None:
+        """Count without a statistic for every item."""
+        super().stat_update(*(label for label in labels if not label.startswith("contaminated_")), **more)
+
+
+class _Listing(PipelineStep):
+    """The last stage: the list of removed documents, each with the item that it holds."""
+
+    type = "🦠 - DECONT"
+    name = "removals"
+
+    def __init__(self, out_dir: Path, notes_dir: Path, done: Path) -> None:
+        super().__init__()
+        self.out_dir, self.notes_dir, self.done = out_dir, notes_dir, done
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        def rows() -> Iterator[tuple[Any, ...]]:
+            for note in read_notes(self.notes_dir, "removed"):
+                yield note["file"], note["record"], "evaluation item", note["item"], note["words"]
+
+        removed = write_removed(self.out_dir / REMOVED, rows())
+        atomic.write_json(self.done, {"kept": kept_documents(self.notes_dir), "removed": removed})
+
+
+def stages(cleaning: Cleaning, index: ItemIndex) -> list[Any]:
+    """Return the executors of both stages in order."""
+    notes = cleaning.work / "notes"
+    read = RawDocuments(cleaning.parts, cleaning.read, cleaning.tolerance)
+    drop = _Filter(index, RemovalLog(notes, _found))
+    keep = PartWriter(cleaning.out_dir, notes, _nothing)
+    first = cleaning.executor("1_documents", [read, drop, keep], len(cleaning.parts))
+    listing = _Listing(cleaning.out_dir, notes, cleaning.done)
+    return [first, cleaning.executor("2_removals", [listing], 1, first)]
+
+
+def _found(document: Any) -> dict[str, Any]:
+    return {"item": document.metadata["contaminated_task"], "words": document.metadata["contaminated_ngram"]}
+
+
+def _nothing(document: Any) -> None:
+    return None

@@ -1,0 +1,129 @@
+"""Near-duplicates removed with datatrove's four MinHash stages."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_blackmamba.data_tools.cleaning import (
+    REMOVED,
+    Cleaning,
+    PartWriter,
+    RawDocuments,
+    RemovalLog,
+    SpacedWords,
+    kept_documents,
+    read_notes,
+    write_removed,
+)
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.formats import atomic
+
+try:
+    from datatrove.pipeline.base import PipelineStep
+    from datatrove.pipeline.dedup import (
+        MinhashDedupBuckets,
+        MinhashDedupCluster,
+        MinhashDedupFilter,
+        MinhashDedupSignature,
+    )
+    from datatrove.pipeline.dedup.minhash import MinhashConfig
+    from datatrove.utils.hashing import HashConfig
+except ImportError:  # said by `require_datatrove`
+    MinhashDedupSignature = MinhashDedupFilter = PipelineStep = object
+
+_SHINGLES_AT_ONCE = 4096
+CLUSTER = "minhash_cluster_id"
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How alike two documents must be: `buckets` groups of `hashes` MinHashes of their n-grams of words."""
+
+    n_grams: int = 2
+    buckets: int = 60
+    hashes: int = 7
+
+    def chance(self, similarity: float) -> float:
+        """Return the chance that documents of this Jaccard similarity are found to be duplicates."""
+        return 1 - (1 - similarity**self.hashes) ** self.buckets
+
+
+class _Signature(MinhashDedupSignature):
+    """datatrove's first stage; the n-grams of a long document are hashed in pieces, so that memory stays bounded."""
+
+    def get_signature(self, shingles: np.ndarray) -> list[list[int]]:
+        pieces = (shingles[i : i + _SHINGLES_AT_ONCE] for i in range(0, len(shingles), _SHINGLES_AT_ONCE))
+        return np.minimum.reduce([super(_Signature, self).get_signature(piece) for piece in pieces]).tolist()
+
+
+class _Filter(MinhashDedupFilter):
+    """datatrove's last stage, with the cluster of every document also in a part from which nothing is removed."""
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        for kind in ("remove", "clusters"):
+            if not self.data_folder.isfile(f"{rank:06d}.{kind}"):
+                self.data_folder.open(f"{rank:06d}.{kind}", "wb").close()
+        return super().run(data, rank, world_size)
+
+
+class _Listing(PipelineStep):
+    """The last stage: the list of removed documents, each with the one of its cluster that is kept."""
+
+    type = "🫂 - DEDUP"
+    name = "removals"
+
+    def __init__(self, out_dir: Path, notes_dir: Path, done: Path) -> None:
+        super().__init__()
+        self.out_dir, self.notes_dir, self.done = out_dir, notes_dir, done
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        kept = {note["cluster"]: f"{note['file']}:{note['record']}" for note in read_notes(self.notes_dir, "kept")}
+
+        def rows() -> Iterator[tuple[Any, ...]]:
+            for note in read_notes(self.notes_dir, "removed"):
+                resembles = kept[note["cluster"]]
+                yield note["file"], note["record"], "near-duplicate", resembles, f"cluster {note['cluster']}"
+
+        removed = write_removed(self.out_dir / REMOVED, rows())
+        atomic.write_json(self.done, {"kept": kept_documents(self.notes_dir), "removed": removed})
+        for folder in ("signatures", "pairs"):  # as large as the text; nothing reads them again
+            shutil.rmtree(self.done.parent / folder, ignore_errors=True)
+
+
+def stages(cleaning: Cleaning, similarity: Similarity, language: str | None = None) -> list[Any]:
+    """Return the executors of all stages in order; each depends on the one before."""
+    if similarity.n_grams < 1 or similarity.buckets < 1 or similarity.hashes < 1:
+        raise InputError("--n-grams, --buckets and --hashes are at least 1")
+    config = MinhashConfig(
+        n_grams=similarity.n_grams,
+        num_buckets=similarity.buckets,
+        hashes_per_bucket=similarity.hashes,
+        hash_config=HashConfig(precision=32),
+    )
+    work, parts = cleaning.work, len(cleaning.parts)
+    signatures, pairs, clusters, notes = (str(work / name) for name in ("signatures", "pairs", "clusters", "notes"))
+    read = RawDocuments(cleaning.parts, cleaning.read, cleaning.tolerance)
+    words: Any = language or SpacedWords()  # datatrove has taken the punctuation out
+    sign = _Signature(signatures, config=config, language=words)
+    first = cleaning.executor("1_signatures", [read, sign], parts)
+    match = MinhashDedupBuckets(signatures, pairs, config=config, lines_to_buffer=1000)
+    second = cleaning.executor("2_pairs", [match], similarity.buckets, first)
+    join = MinhashDedupCluster(pairs, clusters, config=config, save_cluster_id=True, lines_to_buffer=1000)
+    third = cleaning.executor("3_clusters", [join], 1, second)
+    drop = _Filter(clusters, RemovalLog(Path(notes), _cluster), load_cluster_ids=True)
+    keep = PartWriter(cleaning.out_dir, Path(notes), _cluster_of_kept)
+    fourth = cleaning.executor("4_documents", [read, drop, keep], parts, third)
+    listing = _Listing(cleaning.out_dir, Path(notes), cleaning.done)
+    return [first, second, third, fourth, cleaning.executor("5_removals", [listing], 1, fourth)]
+
+
+def _cluster(document: Any) -> dict[str, Any]:
+    return {"cluster": document.metadata[CLUSTER]}
+
+
+def _cluster_of_kept(document: Any) -> dict[str, Any] | None:
+    return _cluster(document) if document.metadata[CLUSTER] >= 0 else None

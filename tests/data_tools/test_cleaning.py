@@ -1,0 +1,181 @@
+"""Near-duplicates and evaluation items are found, listed, and removed; a killed run continues."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_blackmamba.cli import app
+from megatron_blackmamba.data_tools import cleaning
+from megatron_blackmamba.data_tools.evaluation_items import PAPER_TASKS, Item, read_items, texts_of
+from megatron_blackmamba.data_tools.rejects import InputError
+
+pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
+
+from benchmarks.cleaning import copies_found, items_found, plant_copies, plant_items, removed_records
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """Documents of 60 to 300 words, common words more often."""
+    choose = random.Random(3)
+    words = ["".join(choose.choices(LETTERS, k=choose.randint(2, 9))) for _ in range(4000)]
+    weights = [1 / (rank + 5) for rank in range(len(words))]
+    return [" ".join(choose.choices(words, weights, k=choose.randint(60, 300))) for _ in range(300)]
+
+
+def clean(verb, *arguments):
+    done = CliRunner().invoke(app, ["data", verb, *map(str, arguments), "--workers", "1", "--json"])
+    if done.exception:
+        raise done.exception
+    return json.loads(done.stdout)
+
+
+def rows(out_dir):
+    header, *lines = (line.split("\t") for line in (out_dir / "removed.tsv").read_text().splitlines())
+    assert tuple(header) == cleaning.COLUMNS
+    return lines
+
+
+def test_planted_copies_are_removed(documents, tmp_path, run):
+    corpus = plant_copies(documents, random.Random(0))
+    out = tmp_path / "clean"
+    counts = clean("dedup", corpus.write(tmp_path / "corpus.jsonl"), out)
+    removed = removed_records(out)
+    found = copies_found(corpus, removed)
+    assert found["recall at 5%"] == 1 and found["recall at 10%"] >= 0.95 and found["precision"] >= 0.99, found
+    assert counts["removed"] == len(removed) and counts["kept"] == len(corpus.texts) - len(removed)
+    for file, record, reason, resembles, _ in rows(out):
+        kept_file, _, kept = resembles.rpartition(":")
+        assert (file, kept_file, reason) == ("corpus.jsonl", "corpus.jsonl", "near-duplicate")
+        family = {corpus.origin[i] if corpus.origin[i] is not None else i for i in (int(record) - 1, int(kept) - 1)}
+        assert len(family) == 1 and int(kept) - 1 not in removed
+    assert run(out).documents == counts["kept"]
+
+
+def test_planted_evaluation_items_are_removed(documents, tmp_path):
+    choose = random.Random(5)
+    own = ["".join(choose.choices(LETTERS, k=7)) for _ in range(300)]
+    lengths = [4, 8, 11, 12, 30]
+    records = [{"text": " ".join(choose.choices(own, k=length)) + "?"} for length in lengths for _ in range(4)]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    items = read_items([str(tmp_path / "items.jsonl")])
+    corpus = plant_items(documents, items, random.Random(0))
+    out = tmp_path / "clean"
+    clean("decontaminate", corpus.write(tmp_path / "corpus.jsonl"), out, "--against", tmp_path / "items.jsonl")
+    found = items_found(corpus, removed_records(out))
+    assert found["recall, verbatim"] == found["recall, re-cased"] == found["recall, re-spaced"] == 1, found
+    assert found["removed without a planted item"] == 0
+    names = {item.name: " ".join(item.texts) for item in items}
+    for _, record, reason, item, words in rows(out):
+        assert reason == "evaluation item" and words.split()[0] in corpus.texts[int(record) - 1].lower()
+        assert words.replace(" ", "") in names[item].lower().replace(" ", "")
+
+
+def test_every_input_format_is_read(tmp_path):
+    import gzip
+
+    text = " ".join(LETTERS) + " and so on until the end of it"
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text(text)
+    with gzip.open(tmp_path / "in/b.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": text.upper()}) + "\n" + json.dumps({"text": "quite another text"}) + "\n")
+    assert clean("dedup", tmp_path / "in", tmp_path / "out")["removed"] == 1
+    ((file, record, _, resembles, _),) = rows(tmp_path / "out")
+    assert {f"{file}:{record}", resembles} == {"a.txt:1", "b.jsonl.gz:1"}
+    with pytest.raises(InputError, match="was made with other n_grams: choose another folder"):
+        clean("dedup", tmp_path / "in", tmp_path / "out", "--n-grams", "3")
+    assert clean("dedup", tmp_path / "in", tmp_path / "out")["kept"] == 2
+
+
+def test_a_bad_record_stops_the_work(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"body": "bad"}\n')
+    with pytest.raises(InputError, match=r"a.jsonl, record 2: missing field"):
+        clean("dedup", tmp_path / "a.jsonl", tmp_path / "out")
+
+
+def test_a_killed_run_continues(documents, tmp_path):
+    (tmp_path / "in").mkdir()
+    corpus = plant_copies(documents, random.Random(1))
+    for number in range(8):
+        lines = (json.dumps({"text": text}) + "\n" for text in corpus.texts[number::8])
+        (tmp_path / f"in/{number}.jsonl").write_text("".join(lines))
+    command = [sys.executable, "-m", "megatron_blackmamba", "data", "dedup", str(tmp_path / "in")]
+    few = ["--part-size", "1KB", "--workers", "2", "--buckets", "4", "--hashes", "2"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for stage in ("1_signatures", "4_documents"):
+        process = subprocess.Popen([*command, str(killed), *few], start_new_session=True)
+        done = killed / cleaning.WORK / "dedup" / stage / "completions"
+        end = time.monotonic() + 120
+        while not (done.is_dir() and any(done.iterdir())):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    for out in (killed, whole):
+        subprocess.run([*command, str(out), *few], check=True, stdout=subprocess.DEVNULL)
+
+    def content(out):
+        return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+    assert len(content(whole)) == 9 and content(killed) == content(whole)
+
+
+def test_tasks_of_lm_eval_are_items(tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "who sings", "choices": ["a bird", "a stone"], "gold": 0}))
+    (tmp_path / "singing.yaml").write_text(f"""
+task: singing
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "Question: {{{{q}}}}"
+doc_to_choice: choices
+doc_to_target: gold
+should_decontaminate: true
+doc_to_decontamination_query: q
+""")
+    assert read_items(["singing"], str(tmp_path)) == [Item("singing:1", ("Question: who sings a bird", "who sings"))]
+    with pytest.raises(InputError, match="neither a file nor a task of lm-eval"):
+        read_items(["no_such_task"])
+
+
+@pytest.mark.parametrize(
+    "record, texts",
+    [
+        ({"query": "He", "choices": ["runs", "flies"], "label": 1}, ("He flies",)),
+        ({"goal": "Cut", "sol1": "with a knife", "sol2": "with water", "label": "0"}, ("Cut with a knife",)),
+        ({"sentence": "As _ sat", "option1": "he", "option2": "she", "answer": "2"}, ("As she sat",)),
+        ({"question": "Is it?", "passage": "It is.", "label": 1}, ("It is.", "Is it?")),
+        ({"question": "Why", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "B"}, ("Why b",)),
+        ({"question_stem": "Why", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"}, ("Why a",)),
+        ({"text": "All of it"}, ("All of it",)),
+        ({"x": ["one", {"y": "two"}], "n": 3}, ("one", "two")),
+    ],
+)
+def test_question_and_right_answer_are_looked_for(record, texts):
+    assert texts_of(record) == texts
+
+
+def test_the_paper_s_tasks_are_the_default():
+    assert len(PAPER_TASKS) == 8
+    evaluation = Path(__file__).resolve().parents[2] / ".." / "shared" / "evaldata"
+    if not evaluation.exists():
+        pytest.skip("needs the text fixtures")
+    assert len(read_items([str(evaluation)])) > 25_000
+
+
+def test_without_datatrove_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(cleaning, "PipelineStep", object)
+    with pytest.raises(InputError, match=r"pip install 'megatron-blackmamba\[dedup\]'"):
+        cleaning.require_datatrove()

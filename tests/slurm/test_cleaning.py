@@ -1,0 +1,42 @@
+"""A corpus deduplicated by arrays of Slurm jobs."""
+
+import json
+import random
+import sys
+import time
+
+import pytest
+
+from tests.slurm.conftest import REPOSITORY
+
+pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+
+
+def test_arrays_of_jobs_remove_what_one_machine_removes(slurm, tmp_path):
+    choose = random.Random(0)
+    texts = [" ".join("".join(choose.choices("abcdefgh", k=5)) for _ in range(50)) for _ in range(12)]
+    for number in range(2):
+        lines = (json.dumps({"text": text}) + "\n" for text in texts[number * 4 : number * 4 + 8])
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines))
+    tool = [sys.executable, "-m", "megatron_blackmamba", "data", "dedup", *sorted(tmp_path.glob("*.jsonl"))]
+    few = ["--part-size", "1KB", "--buckets", "2", "--hashes", "3"]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    slurm.run(*tool, alone, *few, cwd=REPOSITORY, timeout=240)
+    submitted = slurm.run(
+        *(*tool, together, *few, "--slurm", "batch", "--memory", "1", "--time", "00:10:00"), cwd=REPOSITORY, timeout=240
+    )
+    assert "submitted 5 Slurm jobs" in submitted.stdout
+    job = submitted.stdout.split()[-1]
+    logs = sorted((together / ".work").rglob("*.out"))
+    shown = slurm.wait(job, logs[-1] if logs else tmp_path / "none")
+    assert shown["JobState"] == "COMPLETED"
+    end = time.monotonic() + 30
+    while not (together / ".work/dedup/done.json").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+
+    def content(folder):
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    assert len(content(alone)) == 3 and content(together) == content(alone)
+    assert len((alone / "removed.tsv").read_text().splitlines()) == 1 + 4
