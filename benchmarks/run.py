@@ -41,6 +41,7 @@ CPU = (
     Benchmark("experts", "grouped experts"),
     Benchmark("train_step", "a step of the tiny model", ("--repeats", "20", "--scans")),
     Benchmark("step_length", "a step of the tiny model by length of the sequence"),
+    Benchmark("long_sequences", "one sequence on one process and on two"),
     Benchmark("step_profile", "one Mamba and one MoE layer at the 1.5B shape, by operation",
               ("--pair", "blackmamba_340m_1.5b", "--steps", "3")),
     Benchmark("generation", "time per generated token, 6 of the 1.5B model's 30 layers",

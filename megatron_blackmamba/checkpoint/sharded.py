@@ -48,7 +48,7 @@ def begin_save(folder: Path, world: World, state: dict) -> Write:
     if filesystem_async._results_queue is None:  # else a server process is started for it and imports everything anew
         filesystem_async._results_queue = multiprocessing.get_context("fork").Queue()
     strategy = Strategy()
-    if world.data_size > 1:  # replicas share the writing
+    if world.data_context_size > 1:  # replicas share the writing
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
     return strategy.async_save(state, str(folder), **WRITER)

@@ -23,8 +23,8 @@ class RouterConfig(Section):
     start: Literal["balanced", "uniform"] = "balanced"
     """balanced: the paper's start, each expert normalised over the tokens first. uniform: the textbook start."""
     scope: Literal["rank", "tensor", "data"] = "tensor"
-    """Whose tokens are balanced together: each rank's own, those of its tensor-parallel group, or those of the whole
-    data-parallel group."""
+    """Whose tokens are balanced together: each rank's own, those of its tensor- and context-parallel ranks, which
+    share sequences, or those of the whole data-parallel group."""
     aux_loss: float = Field(0.01, ge=0)
     """Weight of the load-balancing loss of the softmax router; sinkhorn needs none."""
 

@@ -18,6 +18,8 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1)
     """Tensor parallelism; above 1, sequence parallelism is on."""
     pipeline: int = Field(1, ge=1)
+    context: int = Field(1, ge=1)
+    """Contiguous parts that each sequence is cut into, one a rank; layers pass their state on."""
     expert: int = Field(1, ge=1)
     """Experts are spread over this many ranks; it does not shrink the data-parallel size."""
     expert_tensor: int = Field(1, ge=1)
@@ -249,7 +251,24 @@ class RunConfig(Section):
                 f"data.sequence_length={self.data.sequence_length} is not divisible by"
                 f" parallel.tensor={parallel.tensor} (sequence parallelism splits it)"
             )
+        self._can_cut_sequences()
         return self
+
+    def _can_cut_sequences(self) -> None:
+        """Refuse parallel.context with layers or implementations that pass no state on."""
+        context = self.parallel.context
+        if context == 1:
+            return
+        for kind in kinds.kinds_in(self.model.pattern):
+            if kind.cut is not None:
+                raise ValueError(
+                    f"parallel.context={context} cannot cut the sequences of {kind.name} layers ({kind.letter}):"
+                    f" {kind.cut.reason}. Use parallel.context=1."
+                )
+        if self.kernels.scan == "mamba_ssm":
+            raise ValueError(
+                f"kernels.scan=mamba_ssm takes no initial state: parallel.context={context} needs kernels.scan=auto"
+            )
 
     def _supports_float64(self) -> None:
         """Refuse fp64 with implementations that would compute in a lower precision."""

@@ -18,7 +18,9 @@ from megatron_blackmamba.data.datasets import DataError
 from megatron_blackmamba.formats.shards import ShardError
 
 Batch = dict[str, Tensor]
-"""tokens, labels, loss_mask [B, S]; source_ids, sample_ids [B]."""
+"""tokens, labels, loss_mask [B, S]; source_ids, sample_ids [B].
+
+Parts of sequences also have before [B]: the token before the part, or -1 where the sequence begins."""
 
 
 class BatchStream:
@@ -33,12 +35,14 @@ class BatchStream:
         micro_batch: int,
         dp_rank: int = 0,
         dp_size: int = 1,
+        part: tuple[int, int] = (0, 1),
         workers: int = 2,
         skips: Sequence[tuple[int, int]] = (),
         stop_sample: int | None = None,
         source_id: int = 0,
     ) -> None:
-        """skips: first and last sample of ranges never served, as after a rewind past a loss spike.
+        """part: which of how many contiguous parts of each sequence to serve; load-balanced zigzag orders are for
+        attention. skips: first and last sample of ranges never served, as after a rewind past a loss spike.
         stop_sample: end here; the last global batch is filled with samples that count for nothing (loss_mask 0,
         sample_ids -1). Without it the stream has no end. source_id: of a dataset with a single source."""
         if global_batch % (micro_batch * dp_size):
@@ -51,6 +55,7 @@ class BatchStream:
         """The next global sample, once every micro-batch of the current global batch was taken: for the checkpoint."""
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.part = part
         self.skips = sorted((int(first), int(last)) for first, last in skips)
         self.stop_sample, self.source_id = stop_sample, source_id
         self._workers = workers
@@ -123,7 +128,13 @@ class BatchStream:
 
     def _read(self, samples: list[int]) -> Batch:
         rows = [self._row(max(sample, 0)) for sample in samples]
-        batch = {key: torch.stack([row[key] for row in rows]) for key in ("tokens", "labels", "loss_mask")}
+        number, parts = self.part
+        length = len(rows[0]["tokens"]) // parts
+        first = number * length
+        here = slice(first, first + length)
+        batch = {key: torch.stack([row[key][here] for row in rows]) for key in ("tokens", "labels", "loss_mask")}
+        if parts > 1:
+            batch["before"] = torch.stack([row["tokens"][first - 1] if first else torch.tensor(-1) for row in rows])
         batch["source_ids"] = torch.tensor([row.get("dataset_id", self.source_id) for row in rows])
         batch["sample_ids"] = torch.tensor(samples)
         batch["loss_mask"] *= (batch["sample_ids"] >= 0)[:, None]

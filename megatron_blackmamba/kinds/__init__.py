@@ -16,6 +16,7 @@ __all__ = [
     "LayerKind",
     "Sizes",
     "all_kinds",
+    "can_cut",
     "described",
     "kind_of",
     "kinds_in",
@@ -77,6 +78,11 @@ def kinds_in(pattern: str) -> tuple[LayerKind, ...]:
 def routes(pattern: str) -> bool:
     """Return whether some layer sends tokens to experts."""
     return any(kind.routed for kind in kinds_in(pattern))
+
+
+def can_cut(pattern: str) -> bool:
+    """Return whether parallel.context can cut the sequences of every layer."""
+    return all(kind.cut is None for kind in kinds_in(pattern))
 
 
 def described() -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import FP32, Decoding, Division, LayerKind, Runner, Sizes
+from megatron_blackmamba.kinds.base import FP32, Cannot, Decoding, Division, LayerKind, Runner, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,7 @@ class Attention(LayerKind):
     letter, name = "*", "attention"
     block = "megatron_blackmamba.model.specs:attention_block"
     rotary = True
+    cut = Cannot("each token attends to all before it, and megatron-core exchanges those only with Transformer Engine")
     writes_to_residual = ("linear_proj.weight",)
     entry = '"attention"'
 

@@ -44,7 +44,7 @@ class Sizes:
     here: int
     """Tokens whose residual stream this rank holds."""
     whole: int
-    """Tokens of the whole micro-batch."""
+    """Tokens of the whole micro-batch, or of this rank's part of its sequences."""
     routed: int
     """Tokens that this rank's experts compute under equal load."""
     width: int
@@ -53,6 +53,7 @@ class Sizes:
     """cpu or cuda: their kernels keep different things."""
     tensor: int
     expert_tensor: int
+    context: int = 1
 
     @property
     def stream(self) -> int:
@@ -138,6 +139,8 @@ class LayerKind(ABC):
     """Has a `mixer.router` that sends tokens to experts."""
     rotary: ClassVar[bool] = False
     """Needs rotary position embeddings."""
+    cut: ClassVar[Cannot | None] = Cannot("this kind of layer passes no state between ranks")
+    """Why parallel.context cannot cut its sequences; None: it can."""
     recompute: ClassVar[frozenset[str]] = frozenset({"layers"})
     """The values of training.recompute that recompute this layer."""
     writes_to_residual: ClassVar[tuple[str, ...]] = ()

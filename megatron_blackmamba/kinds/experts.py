@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class Experts(LayerKind):
     letter, name = "E", "mixture of experts"
     block = "megatron_blackmamba.model.specs:experts_block"
+    cut = None
     routed = True
     recompute = frozenset({"layers", "experts"})
     writes_to_residual = ("fc2", "linear_fc2.weight")

@@ -25,6 +25,7 @@ SCAN_CHUNK = {"cpu": 16, "cuda": 64}
 
 class Mamba(LayerKind):
     letter, name = "M", "Mamba"
+    cut = None
     block = "megatron_blackmamba.model.specs:mamba_block"
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_proj.bias")
@@ -92,7 +93,15 @@ class Mamba(LayerKind):
         """The stream is gathered and scattered, and gathered once more for the weight gradient; dt, B and C are
         summed."""
         shared = at.whole * (at.model.dt_rank_or_default + 2 * at.model.state_size) * at.width
-        return {"tensor": (2 * passes + 1) * at.stream + passes * 2 * shared}
+        return {"tensor": (2 * passes + 1) * at.stream + passes * 2 * shared, "context": self._passed_on(at, passes)}
+
+    def _passed_on(self, at: Sizes, passes: int) -> float:
+        """Every rank of the context gathers, for each sequence, the last inputs of the convolution, the state and, but
+        in the backward pass, its decay."""
+        _, inner, N, K, _ = _sizes(at.model)
+        I, sequences = inner // at.tensor, at.whole * at.context // at.sequence
+        width = max(at.width, FP32)
+        return at.context * sequences * I * (passes * (at.width * (K - 1) + width * N) + (passes - 1) * width * N)
 
     def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
         D, I, N, K, R = _sizes(model)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 class MLP(LayerKind):
     letter, name = "-", "dense MLP"
+    cut = None
     block = "megatron_blackmamba.model.specs:mlp_block"
     writes_to_residual = ("linear_fc2.weight",)
     entry = '"mlp"'

@@ -80,6 +80,7 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         # The layout
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.tensor > 1,

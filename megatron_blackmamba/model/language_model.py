@@ -67,10 +67,13 @@ class LanguageModel(LanguageModule):
         """What the pipeline stage before sent; the schedules call this."""
         self.decoder.set_input_tensor(received[0] if isinstance(received, list) else received)
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        """The residual stream before the last stage; on it, the loss of each token `[B, S]`, or logits `[B, S, V]`."""
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None, before_B: Tensor | None = None) -> Tensor:
+        """Return the residual stream; on the last stage the loss of each token `[B, S]`, or logits `[B, S, V]`.
+
+        before_B: the token before each sequence's part, where `parallel.context` has cut them; -1: none.
+        """
         residual_SBD = self.embedding(tokens_BS, position_ids=None) if self.pre_process else None
-        x_SBD = self.decoder(residual_SBD, self._layer_inputs(tokens_BS))
+        x_SBD = self.decoder(residual_SBD, self._layer_inputs(tokens_BS, before_B))
         if not self.post_process:
             return x_SBD
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -97,12 +100,14 @@ class LanguageModel(LanguageModule):
                 router.tokens_E.zero_()
         return tokens_LE
 
-    def _layer_inputs(self, tokens_BS: Tensor) -> LayerInputs:
+    def _layer_inputs(self, tokens_BS: Tensor, before_B: Tensor | None) -> LayerInputs:
         eod = self.config.described.eod_reset
         reset_BS = None
         if eod is not None:
             reset_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
             reset_BS[:, 1:] = tokens_BS[:, :-1] == eod
+            if before_B is not None:
+                reset_BS[:, 0] = before_B == eod
         rotary = None if self.rotary is None else self.rotary(tokens_BS.shape[1])
         return LayerInputs(reset_BS, rotary)
 

@@ -4,6 +4,9 @@ Each tensor-parallel rank owns a slice of the inner channels from in_proj to out
 output (dt, B, C) is summed over the ranks, and because every rank then uses all of it for its own channels, so are the
 gradients that come back to it.
 
+Under context parallelism each rank has a contiguous part of every sequence. The convolution then begins with the last
+inputs of the part before, and the scan with its state (`ops/context.py`).
+
 in_proj's rows are [x | z]; each rank holds a slice of both halves, and the checkpoint stores them as one [x | z] matrix
 (a plain row split would hand one rank only x).
 
@@ -11,16 +14,20 @@ Shapes: S sequence, B batch, D model, I inner channels of this rank, N state, R 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, sharded, without_decay
-from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, final_window
+from megatron_blackmamba.ops.context import from_previous_part
 from megatron_blackmamba.ops.selective_scan import selective_scan
+from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -53,8 +60,13 @@ class Channels(nn.Module):
 class Convolution(Channels):
     """The causal convolution along the sequence, one filter a channel, then SiLU."""
 
-    def forward(self, x_BSI: Tensor, reset_BS: Tensor | None) -> Tensor:
-        y_BSI: Any = causal_conv1d(x_BSI, self.weight.squeeze(1), self.bias, reset_BL=reset_BS)
+    def forward(self, x_BSI: Tensor, reset_BS: Tensor | None, context: ProcessGroup) -> Tensor:
+        window_BWI = None
+        if context.size() > 1:
+            last_BWI = final_window(x_BSI, self.weight.shape[-1], reset_BL=reset_BS)
+            window_BWI = from_previous_part(last_BWI, context)
+        weight_IK = self.weight.squeeze(1)
+        y_BSI: Any = causal_conv1d(x_BSI, weight_IK, self.bias, initial_window=window_BWI, reset_BL=reset_BS)
         return y_BSI
 
 
@@ -78,6 +90,7 @@ class MambaMixer(MegatronModule):
         model = config.described
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
+        self.context = pg_collection.cp
         self.state_size = model.state_size
         self.dt_rank = model.dt_rank_or_default
         self.backend = config.kernels.scan
@@ -129,14 +142,17 @@ class MambaMixer(MegatronModule):
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         xz_SBI, _ = self.in_proj(hidden_SBD)
         x_BSI, z_BSI = (half.transpose(0, 1) for half in xz_SBI.chunk(2, dim=-1))
-        x_BSI = self.conv1d(x_BSI, reset_BS)
+        x_BSI = self.conv1d(x_BSI, reset_BS, self.context)
 
         dtBC_SB, _ = self.x_proj(x_BSI.transpose(0, 1))
         dtBC_SB = copy_to_tensor_model_parallel_region(dtBC_SB, group=self.tp_group)
         dt_SBR, B_SBN, C_SBN = dtBC_SB.split([self.dt_rank, self.state_size, self.state_size], dim=-1)
         delta_SBI, delta_bias_I = self.dt_proj(dt_SBR)
 
-        y_BSI: Any = selective_scan(
+        scan: Any = selective_scan
+        if self.context.size() > 1:
+            scan = partial(selective_scan_part, group=self.context)
+        y_BSI = scan(
             x_BSI,
             delta_SBI.transpose(0, 1),
             -torch.exp(self.A_log),

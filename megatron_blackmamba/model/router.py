@@ -97,5 +97,5 @@ class SoftmaxRouter(_Counted, TopKRouter):
 
 def _balanced_over(scope: str, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
     """The ranks whose tokens Sinkhorn balances together; None when it is this rank alone."""
-    group = {"rank": None, "tensor": groups.tp, "data": groups.tp_dp_cp}[scope]
+    group = {"rank": None, "tensor": groups.tp_cp, "data": groups.tp_dp_cp}[scope]
     return group if group is not None and group.size() > 1 else None

@@ -17,7 +17,7 @@ WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
 def sizes_of(config: RunConfig, device: str) -> Sizes:
     """Return one micro-batch of a run on one kind of device."""
     parallel = config.parallel
-    whole = config.training.micro_batch * config.data.sequence_length
+    whole = config.training.micro_batch * config.data.sequence_length // parallel.context
     here = whole // parallel.tensor
     return Sizes(
         model=config.model,
@@ -29,6 +29,7 @@ def sizes_of(config: RunConfig, device: str) -> Sizes:
         device=device,
         tensor=parallel.tensor,
         expert_tensor=parallel.expert_tensor,
+        context=parallel.context,
     )
 
 

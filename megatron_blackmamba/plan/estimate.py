@@ -128,7 +128,7 @@ def _place(config: RunConfig, nodes: int, gpus_per_node: int, gpu: Gpu, mfu: flo
 
 def _most_useful(config: RunConfig, world_size: int) -> int:
     """Four times these GPUs, but no more than give each data-parallel rank a sequence."""
-    return min(4 * world_size, config.training.global_batch * config.parallel.tensor * config.parallel.pipeline)
+    return min(4 * world_size, config.training.global_batch * layout.ranks_of_a_replica(config.parallel))
 
 
 def seconds_per_step(config: RunConfig, world_size: int, gpu: Gpu, mfu: float) -> float:

@@ -69,7 +69,7 @@ def _state_of(described: str, world_size: int, rank: int) -> State:
     with world.fake(config.parallel, world_size, rank) as us, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = build(config, us)
-        reduced = DistributedDataParallel(model.config, reduction(config, us.data_size), model)
+        reduced = DistributedDataParallel(model.config, reduction(config, us.data_context_size), model)
         buffers = reduced.buffers + reduced.expert_parallel_buffers
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
         kind = optimizers.kind_of(config.optimizer.kind)

@@ -101,7 +101,8 @@ def _show_placed(plan: Plan, placed: Placed, console: Console) -> None:
     data = layout.data_parallel_size(parallel, placed.gpus)
     console.print(
         f"\n[bold]{placed.nodes} × {placed.gpus_per_node} {placed.gpu.name}[/bold]: data {data},"
-        f" tensor {parallel.tensor}, pipeline {parallel.pipeline}, expert {parallel.expert},"
+        f" tensor {parallel.tensor}, pipeline {parallel.pipeline},"
+        f"{f' context {parallel.context},' if parallel.context > 1 else ''} expert {parallel.expert},"
         f" expert tensor {parallel.expert_tensor}, micro-batch {config.training.micro_batch}",
         highlight=False,
     )

@@ -1,7 +1,7 @@
 """Bytes that one GPU sends in one step, by kind of parallelism, and the links they cross.
 
 A ring or all-to-all over n ranks sends (n - 1) / n of the data. Ranks are numbered as megatron-core does: tensor inside
-expert inside data inside pipeline, so a group is `size` ranks, `stride` apart.
+context inside expert inside data inside pipeline, so a group is `size` ranks, `stride` apart.
 """
 
 from dataclasses import dataclass
@@ -39,8 +39,9 @@ def flows(
         "tensor": (layers["tensor"], 1, p.tensor),
         "expert": (layers["expert"], p.expert_tensor, p.expert),
         "expert_tensor": (layers["expert_tensor"], 1, p.expert_tensor),
+        "context": (layers["context"], p.tensor, p.context),
         "pipeline": (_pipeline(config, world_size), world_size // p.pipeline, p.pipeline),
-        "data": (_data(config, state, data, expert_data) if state else 0.0, p.tensor, data),
+        "data": (_data(config, state, data * p.context, expert_data) if state else 0.0, p.tensor, data * p.context),
     }
     result = {}
     for axis, (volume, stride, ranks) in sent.items():
@@ -68,7 +69,7 @@ def _part(ranks: int) -> float:
 def _layers(config: RunConfig, world_size: int) -> dict[str, float]:
     """Return what the layers of a stage, and the head, send in a step."""
     p, sizes = config.parallel, sizes_of(config, "cuda")
-    moved = {"tensor": 3.0 * sizes.stream, "expert": 0.0, "expert_tensor": 0.0}
+    moved = {"tensor": 3.0 * sizes.stream, "expert": 0.0, "expert_tensor": 0.0, "context": 0.0}
     # The head gathers its input; the embedding of the first stage moves less.
     for kind in layers_of(config.model.pattern):
         passes = 3 if config.training.recompute in kind.recompute else 2

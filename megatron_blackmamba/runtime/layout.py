@@ -3,10 +3,13 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from megatron_blackmamba import kinds
 from megatron_blackmamba.config import ParallelConfig, RunConfig
 
+SHORTEST_PART = 8192
+"""Cutting sequences into shorter parts than this is not suggested."""
 LARGEST_TENSOR = 16
 """Beyond one machine's GPUs tensor parallelism is too slow to be suggested."""
 
@@ -17,7 +20,12 @@ class LayoutError(ValueError):
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     """Ranks that see different sequences; expert parallelism does not shrink it."""
-    return world_size // (parallel.tensor * parallel.pipeline)
+    return world_size // ranks_of_a_replica(parallel)
+
+
+def ranks_of_a_replica(parallel: ParallelConfig) -> int:
+    """Ranks that work on the same sequences."""
+    return parallel.tensor * parallel.context * parallel.pipeline
 
 
 def micro_batches(config: RunConfig, world_size: int) -> int:
@@ -59,7 +67,7 @@ def check_world(parallel: ParallelConfig, world_size: int) -> None:
 def problems(config: RunConfig, world_size: int) -> list[str]:
     """Every reason why the config's layout is refused on this many processes; none: it works."""
     wrong = _layout_problems(config, config.parallel, world_size)
-    if world_size % (config.parallel.tensor * config.parallel.pipeline) == 0:
+    if world_size % ranks_of_a_replica(config.parallel) == 0:
         wrong += _batch_problems(config, world_size)
     return wrong
 
@@ -69,33 +77,41 @@ def working_layouts(config: RunConfig, world_size: int) -> Iterator[Layout]:
     experts = config.model.experts if kinds.routes(config.model.pattern) else 1
     batch, micro = config.training.global_batch, config.training.micro_batch
     for tensor in [size for size in _divisors(world_size) if size <= LARGEST_TENSOR]:
-        for pipeline in _divisors(world_size // tensor):
-            data = world_size // (tensor * pipeline)
-            if batch % data:
+        for pipeline, context in product(_divisors(world_size // tensor), _contexts(config)):
+            dense = tensor * pipeline * context
+            if world_size % dense or batch % (world_size // dense):
                 continue
-            fitting = max(size for size in _divisors(batch // data) if size <= micro)
+            share = batch // (world_size // dense)
+            fitting = max(size for size in _divisors(share) if size <= micro)
             for expert in _divisors(experts):
                 for expert_tensor in _divisors(tensor) if experts > 1 else [1]:
                     parallel = ParallelConfig(
-                        tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor
+                        tensor=tensor, pipeline=pipeline, context=context, expert=expert, expert_tensor=expert_tensor
                     )
                     if not _layout_problems(config, parallel, world_size):
                         yield Layout(parallel, fitting)
 
 
+def _contexts(config: RunConfig) -> list[int]:
+    """Return the sizes of parallel.context to try: powers of two that leave long parts, and the config's own."""
+    longest = config.data.sequence_length // SHORTEST_PART if kinds.can_cut(config.model.pattern) else 1
+    return sorted({1, config.parallel.context, *(2**n for n in range(1, longest.bit_length()))})
+
+
 def nearest(config: RunConfig, world_size: int, count: int = 1) -> list[Layout]:
-    """The working layouts that change least, one for each tensor × pipeline; of equals, the least parallel first."""
+    """The working layouts that change least, one for each tensor × pipeline × context; of equals, the least parallel
+    first."""
     wanted, micro = config.parallel, config.training.micro_batch
 
     def distance(layout: Layout) -> tuple[float, int, int]:
         axes = [(getattr(layout.parallel, axis), getattr(wanted, axis)) for axis in type(wanted).model_fields]
         changed = sum(abs(math.log2(new / old)) for new, old in axes)
         changed += 0.25 * math.log2(micro / layout.micro_batch)
-        return changed, layout.parallel.tensor * layout.parallel.pipeline, layout.parallel.pipeline
+        return changed, ranks_of_a_replica(layout.parallel), layout.parallel.pipeline
 
-    found: dict[tuple[int, int], Layout] = {}
+    found: dict[tuple[int, int, int], Layout] = {}
     for layout in sorted(working_layouts(config, world_size), key=distance):
-        found.setdefault((layout.parallel.tensor, layout.parallel.pipeline), layout)
+        found.setdefault((layout.parallel.tensor, layout.parallel.pipeline, layout.parallel.context), layout)
     return list(found.values())[:count]
 
 
@@ -107,7 +123,7 @@ def fitting_sizes(config: RunConfig, sizes: Iterable[int]) -> list[int]:
 def advice(config: RunConfig, world_size: int) -> str:
     """What to change: the layout at this size, or the size with this layout."""
     layouts = nearest(config, world_size, count=3)
-    most = config.training.global_batch * config.parallel.tensor * config.parallel.pipeline  # a sequence a rank
+    most = config.training.global_batch * ranks_of_a_replica(config.parallel)  # a sequence a replica
     sizes = fitting_sizes(config, range(1, min(2 * world_size, most) + 1))
     said = []
     if layouts:
@@ -124,11 +140,12 @@ def advice(config: RunConfig, world_size: int) -> str:
 
 def _world_problems(parallel: ParallelConfig, world_size: int) -> list[str]:
     wrong = []
-    dense = parallel.tensor * parallel.pipeline
+    dense = ranks_of_a_replica(parallel)
     if world_size % dense:
+        context = f" × parallel.context={parallel.context}" if parallel.context > 1 else ""
         wrong.append(
             f"{_processes(world_size)} cannot be divided by parallel.tensor={parallel.tensor}"
-            f" × parallel.pipeline={parallel.pipeline} = {dense}."
+            f" × parallel.pipeline={parallel.pipeline}{context} = {dense}."
         )
     experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
     if experts != parallel.pipeline and world_size % experts:
@@ -155,6 +172,7 @@ def _model_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
         for what, size, axis in divisions
         if size % getattr(parallel, axis)
     ]
+    wrong += _cut_problems(config, parallel)
     if model.layers // model.layers_together < parallel.pipeline:
         pairs = " in pairs (model.arrangement=parallel)" if model.layers_together > 1 else ""
         wrong.append(f"{model.layers} layers{pairs} cannot fill parallel.pipeline={parallel.pipeline} stages.")
@@ -166,6 +184,24 @@ def _model_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
     return wrong
 
 
+def _cut_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
+    length, context = config.data.sequence_length, parallel.context
+    if context == 1 or length % parallel.tensor:
+        return []
+    if length % (parallel.tensor * context):
+        return [
+            f"data.sequence_length={length} cannot be divided by parallel.tensor={parallel.tensor}"
+            f" × parallel.context={context}."
+        ]
+    shortest = config.model.conv_kernel - 1
+    if length // context < shortest:
+        return [
+            f"parallel.context={context} cuts data.sequence_length={length} into parts of {length // context} tokens,"
+            f" shorter than the {shortest} that the next part's convolution reads."
+        ]
+    return []
+
+
 def _batch_problems(config: RunConfig, world_size: int) -> list[str]:
     parallel = config.parallel
     batch, micro = config.training.global_batch, config.training.micro_batch
@@ -174,7 +210,8 @@ def _batch_problems(config: RunConfig, world_size: int) -> list[str]:
         near = sorted({data * max(1, batch // data), data * -(-batch // data)})
         return [
             f"training.global_batch={batch} sequences cannot be divided by {data} data-parallel ranks"
-            f" ({_processes(world_size)} / parallel.tensor={parallel.tensor} / parallel.pipeline={parallel.pipeline});"
+            f" ({_processes(world_size)} / parallel.tensor={parallel.tensor} / parallel.pipeline={parallel.pipeline}"
+            f"{f' / parallel.context={parallel.context}' if parallel.context > 1 else ''});"
             f" {_listed(near)} could."
         ]
     if batch // data % micro:

@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
 
 
-def reduction(config: RunConfig, data_size: int) -> "DistributedDataParallelConfig":
-    """Settings for a data-parallel group of this size."""
+def reduction(config: RunConfig, ranks: int) -> "DistributedDataParallelConfig":
+    """Return the settings for gradients that are reduced over this many ranks."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    overlap = config.training.overlap and data_size > 1
+    overlap = config.training.overlap and ranks > 1
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.training.precision != "fp64",  # else in the parameters' precision
         use_distributed_optimizer=config.optimizer.distributed,

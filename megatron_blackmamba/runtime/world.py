@@ -34,6 +34,8 @@ class World:
     data_rank: int
     data_size: int
     expert_data_size: int
+    context_rank: int = 0
+    """Which part of its sequences this rank holds."""
 
     @property
     def is_main(self) -> bool:
@@ -47,6 +49,11 @@ class World:
     @property
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.parallel.pipeline - 1
+
+    @property
+    def data_context_size(self) -> int:
+        """Ranks over which gradients are reduced: those with other sequences, and with other parts of them."""
+        return self.data_size * self.parallel.context
 
     def any_rank(self, said: bool) -> bool:
         """Return True on every rank if any rank says so."""
@@ -176,6 +183,7 @@ def _lay_groups(parallel: ParallelConfig, place: Place) -> World:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         create_gloo_process_groups=False,
@@ -192,4 +200,5 @@ def _lay_groups(parallel: ParallelConfig, place: Place) -> World:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         expert_data_size=parallel_state.get_expert_data_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
     )

@@ -221,6 +221,7 @@ class Trainer:
             micro_batch=training.micro_batch,
             dp_rank=self.world.data_rank,
             dp_size=self.world.data_size,
+            part=(self.world.context_rank, self.world.parallel.context),
             workers=self.config.data.workers,
             skips=self.progress.passed_over,
         )

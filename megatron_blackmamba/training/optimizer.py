@@ -54,7 +54,7 @@ def make_trainable(
 
     skip: names of fixes to leave out, for tests.
     """
-    how = reduction(config, world.data_size)
+    how = reduction(config, world.data_context_size)
     reduced = DistributedDataParallel(model.config, how, model)
     fixes.fix_buffers(reduced, skip)
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of the class, in the shape of another optimizer's scale

@@ -116,7 +116,7 @@ class Step:
         read = self.own_time.read(batches)
         self.first_seen.batch(read["sample_ids"])
         batch = {name: x.to(device.device(), non_blocking=True) for name, x in read.items()}
-        return model(batch["tokens"], batch["labels"]), partial(self._loss, batch)
+        return model(batch["tokens"], batch["labels"], batch.get("before")), partial(self._loss, batch)
 
     def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BS = batch["loss_mask"]
@@ -124,7 +124,7 @@ class Step:
         of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=losses_BS.device)
         of_source[0].index_add_(0, batch["source_ids"], masked_BS.detach().sum(dim=1).double())
         of_source[1].index_add_(0, batch["source_ids"], mask_BS.sum(dim=1).double())
-        loss = masked_BS.mean()
+        loss = masked_BS.mean() / self.world.parallel.context  # the mean over all parts of the sequences
         self.first_seen.loss(loss)
         return loss, {"of_source": of_source}
 

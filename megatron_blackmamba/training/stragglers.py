@@ -103,8 +103,8 @@ class Stragglers:
 def _timed(model: LanguageModel) -> list[nn.Module]:
     """Return the layers of one kind, which talks to no other rank if there is such a kind.
 
-    Layers with experts exchange tokens. Ranks of one tensor-parallel group wait for each other inside any layer, and
-    are slow together.
+    Layers with experts exchange tokens. Ranks of one tensor- or context-parallel group wait for each other inside any
+    layer, and are slow together.
     """
     pattern = model.config.described.pattern
     kinds = kinds_in(pattern)

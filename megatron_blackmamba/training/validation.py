@@ -32,6 +32,7 @@ def _of_source(config: RunConfig, world: World, data: DataPlan, step: Step, sour
         micro_batch=config.training.micro_batch,
         dp_rank=world.data_rank,
         dp_size=world.data_size,
+        part=(world.context_rank, world.parallel.context),
         workers=config.data.workers,
         stop_sample=samples,
         source_id=source,

@@ -46,6 +46,7 @@ FROM_ONE = [
     "model.attention.heads",
     "parallel.tensor",
     "parallel.pipeline",
+    "parallel.context",
     "parallel.expert",
     "parallel.expert_tensor",
     "data.sequence_length",

@@ -34,11 +34,12 @@ TRANSFORMER = [
 ]
 TRANSFORMER_MOE = ["model.pattern=*E*E", "model.attention.heads=4"]
 PARALLEL = ["model.arrangement=parallel"]
+CUT = ["model.eod_reset=397"]  # a letter that ends documents, so that some end where sequences are cut
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
 FP32 = ["training.precision=fp32"]
 STEPS = 50
-SHIPPED_STEPS = 20
+FEWER_STEPS = 20
 
 RUNS: dict[str, tuple[int, list[str]]] = {
     "solo": (1, []),
@@ -56,6 +57,12 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "bf16_tp2": (2, [*BF16, "parallel.tensor=2"]),
     "fp32_solo": (1, FP32),
     "fp32_ep2": (2, [*FP32, "parallel.expert=2"]),
+    "fp32_cp2": (2, [*FP32, "parallel.context=2"]),
+    "cut_solo": (1, CUT),
+    "cut_cp2": (2, [*CUT, "parallel.context=2", "training.recompute=layers"]),
+    "cut_cp2_tp2": (4, [*CUT, "parallel.context=2", "parallel.tensor=2"]),
+    "cut_cp2_ep2": (2, [*CUT, "parallel.context=2", "parallel.expert=2"]),
+    "cut_cp2_pp2": (4, [*CUT, "parallel.context=2", "parallel.pipeline=2"]),
     "shipped_solo": (1, []),
     "shipped_dp2": (2, []),
     "parallel_solo": (1, PARALLEL),
@@ -71,8 +78,8 @@ RUNS: dict[str, tuple[int, list[str]]] = {
 class Choices:
     """The expert of every token of the first step, by layer and sample."""
 
-    def __init__(self, language_model: model.LanguageModel, tensor_rank: int):
-        self.tensor_rank = tensor_rank
+    def __init__(self, language_model: model.LanguageModel, part: int):
+        self.part = part
         self.samples: list[list[int]] = []
         self.seen: list[tuple[str, int, list[list[int]]]] = []
         self.calls: dict[str, int] = {}
@@ -102,10 +109,14 @@ class Choices:
         for hook in self.hooks:
             hook.remove()
         return {
-            (layer, sample, self.tensor_rank): row
+            (layer, sample, self.part): row
             for layer, call, rows in self.seen
             for sample, row in zip(self.samples[call], rows, strict=True)
         }
+
+
+def steps_of(name: str) -> int:
+    return FEWER_STEPS if name.startswith(("shipped", "cut")) else STEPS
 
 
 def describe(run: RunConfig, steps: int) -> dict:
@@ -122,9 +133,10 @@ def describe(run: RunConfig, steps: int) -> dict:
         micro_batch=run.training.micro_batch,
         dp_rank=place.data_rank,
         dp_size=place.data_size,
+        part=(place.context_rank, run.parallel.context),
         workers=0,
     )
-    choices = Choices(language_model, place.tensor_rank)
+    choices = Choices(language_model, place.context_rank * run.parallel.tensor + place.tensor_rank)
     losses, norms, expert_tokens = [], [], []
     for number in range(steps):
         schedule.set(number * run.training.global_batch)
@@ -160,11 +172,11 @@ def _digests(language_model: model.LanguageModel) -> dict[tuple, str]:
 
 
 def _join_choices(ranks: list[dict[tuple[str, int, int], list[int]]]) -> dict[tuple[str, int], list[int]]:
-    """Whole sequences: tensor-parallel ranks hold consecutive parts of each."""
+    """Join whole sequences: context- and tensor-parallel ranks hold consecutive parts of each."""
     parts: dict[tuple[str, int], dict[int, list[int]]] = {}
     for rank in ranks:
-        for (layer, sample, tensor_rank), row in rank.items():
-            parts.setdefault((layer, sample), {})[tensor_rank] = row
+        for (layer, sample, part), row in rank.items():
+            parts.setdefault((layer, sample), {})[part] = row
     return {key: [expert for _, row in sorted(rows.items()) for expert in row] for key, rows in parts.items()}
 
 
@@ -183,7 +195,7 @@ def main(folder: Path, names: list[str]) -> None:
         changes = [] if shipped else [*SMALL, *DECAY, "training.overlap=true"]
         run = load("tiny", [*changes, "training.precision=fp64", *overrides])
 
-        def body(run: RunConfig = run, name: str = name, steps: int = SHIPPED_STEPS if shipped else STEPS) -> bool:
+        def body(run: RunConfig = run, name: str = name, steps: int = steps_of(name)) -> bool:
             seen = describe(run, steps)
             if int(os.environ.get("RANK", 0)) == 0:
                 (folder / f"{name}.pickle").write_bytes(pickle.dumps(seen))

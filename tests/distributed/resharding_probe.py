@@ -18,6 +18,7 @@ STEPS_EACH = 4
 LEGS: list[tuple[int, list[str]]] = [
     (2, ["parallel.expert=2"]),
     (2, ["parallel.tensor=2"]),
+    (2, ["parallel.context=2"]),
     (2, ["parallel.pipeline=2"]),
     (1, []),
     (2, ["parallel.tensor=2", "parallel.expert=2"]),

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from tests.distributed.layouts_probe import RUNS, SHIPPED_STEPS, STEPS
+from tests.distributed.layouts_probe import RUNS, steps_of
 from tests.runtime.ranks import run_script
 
 pytestmark = pytest.mark.xdist_group("layouts")
@@ -18,7 +18,7 @@ EXACT = [name for name in LAYOUTS if not name.startswith(("bf16", "fp32"))]
 
 def alone(name: str) -> str:
     """The run of one process that a layout is compared with."""
-    families = ("bf16", "fp32", "shipped", "parallel", "transformer_moe", "transformer")
+    families = ("bf16", "fp32", "cut", "shipped", "parallel", "transformer_moe", "transformer")
     family = next((f for f in families if name.startswith(f)), "")
     return f"{family}_solo".lstrip("_")
 
@@ -43,7 +43,7 @@ def agreeing(a, b):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_float64_losses_match_one_process(runs, name):
-    assert len(runs[name]["losses"]) == (SHIPPED_STEPS if name.startswith("shipped") else STEPS)
+    assert len(runs[name]["losses"]) == steps_of(name)
     assert furthest(runs[name]["losses"], runs[alone(name)]["losses"]) < 1e-10
     assert furthest(runs[name]["norms"], runs[alone(name)]["norms"]) < 1e-10
 
@@ -54,8 +54,9 @@ def test_float64_routing_matches_one_process(runs, name):
     assert runs[name]["expert_tokens"] == runs[alone(name)]["expert_tokens"]
 
 
-def test_fp32_losses_match_until_a_token_changes_experts(runs):
-    one, many = runs["fp32_solo"], runs["fp32_ep2"]
+@pytest.mark.parametrize("name", ["fp32_ep2", "fp32_cp2"])
+def test_fp32_losses_match_until_a_token_changes_experts(runs, name):
+    one, many = runs["fp32_solo"], runs[name]
     until = agreeing(one, many)
     assert until > 0
     assert furthest(one["losses"][:until], many["losses"][:until]) < 1e-5

@@ -23,6 +23,7 @@ LAYOUTS = {
 }
 MORE = {
     "tp2_ep2": (4, "wide", ["parallel.tensor=2", "parallel.expert=2"]),
+    "cp2": (2, "wide", ["parallel.context=2"]),
     "layers": (1, "wide", ["training.recompute=layers"]),
     "experts": (1, "wide", ["training.recompute=experts"]),
     "whole_optimizer": (2, "wide", ["optimizer.distributed=false"]),
@@ -57,7 +58,7 @@ def measure(overrides: list[str]) -> dict:
     us = world.start(config.parallel)
     model = build(config, us)
     trainable = make_trainable(config, model, us)
-    tokens = torch.randint(config.model.vocab_size, (2, config.data.sequence_length))
+    tokens = torch.randint(config.model.vocab_size, (2, config.data.sequence_length // config.parallel.context))
     trainable.reduced.zero_grad_buffer()
     kept = _kept_for_backward(model, tokens)
     with FlopCounterMode(display=False) as counter:

@@ -148,6 +148,7 @@ def test_twice_the_mfu_takes_half_the_time():
         ParallelConfig(tensor=2, pipeline=2, expert=4, expert_tensor=2),
         ParallelConfig(pipeline=4, expert=8),
         ParallelConfig(tensor=4, expert=2),
+        ParallelConfig(tensor=2, context=4, pipeline=2, expert=4),
     ],
 )
 def test_links_are_those_that_megatrons_groups_cross(parallel):
@@ -156,7 +157,8 @@ def test_links_are_those_that_megatrons_groups_cross(parallel):
         "tp": (1, parallel.tensor),
         "ep": (parallel.expert_tensor, parallel.expert),
         "pp": (size // parallel.pipeline, parallel.pipeline),
-        "dp": (parallel.tensor, size // parallel.tensor // parallel.pipeline),
+        "cp": (parallel.tensor, parallel.context),
+        "dp_cp": (parallel.tensor, size // parallel.tensor // parallel.pipeline),
     }
     inside = dict.fromkeys(axes, True)
     for rank in range(size):

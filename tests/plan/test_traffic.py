@@ -39,6 +39,16 @@ def test_recomputed_layers_communicate_a_third_time():
     assert sent["pipeline"] == round(flows()["pipeline"].gigabytes * 1e9)
 
 
+def test_cut_sequences_gather_states_and_convolution_inputs():
+    cut = ["parallel.tensor=1", "parallel.expert_tensor=1", "parallel.context=4", "training.recompute=layers"]
+    sent = {axis: round(flow.gigabytes * 1e9) for axis, flow in flows(*cut).items()}
+    batches, I, N = 1008 // (48 // (3 * 4)), 2304, 16
+    forward, backward = I * (3 * BF16 + 2 * N * FP32), I * (3 * BF16 + N * FP32)  # of each of 5 layers, to 3 ranks
+    assert sent["context"] == 5 * 3 * (2 * forward + backward) * batches
+    assert sent["data"] == (2_000 + 4_000) * 15 // 16  # 4 groups with other sequences, 4 parts of each
+    assert sent["expert"] == round(flows(*cut, "parallel.context=1")["expert"].gigabytes * 1e9)  # more steps of less
+
+
 def test_plain_optimizer_all_reduces_its_gradients():
     plain = flows("optimizer.distributed=false", "training.precision=fp32")
     assert plain["data"].gigabytes * 1e9 == pytest.approx(2 * 4_000 * 7 / 8)

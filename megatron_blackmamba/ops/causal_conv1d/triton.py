@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops.causal_conv1d import reference
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens
 from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
@@ -28,8 +29,6 @@ def unsupported(x_BLI: Tensor, weight_IK: Tensor, initial_window: Tensor | None,
         return f"computes in float32, the input is {x_BLI.dtype}"
     if not 2 <= weight_IK.shape[1] <= STEPS + 1:
         return f"2 to {STEPS + 1} taps, not {weight_IK.shape[1]}"
-    if initial_window is not None and initial_window.requires_grad:
-        return "gives no gradient to the initial window"
     if x_BLI.numel() == 0:
         return "the input is empty"
     return too_long(*x_BLI.shape[:2], TILE)
@@ -80,7 +79,18 @@ class _Convolution(torch.autograd.Function):
         )  # fmt: skip
         sums_TI = sums_BPTI.sum((0, 1))
         dweight = sums_TI[:K].flip(0).t().to(weight.dtype)
-        return dx, dweight, None if bias is None else sums_TI[K].to(bias.dtype), None, None, None
+        dwindow = _window_gradient(x, weight, bias, ctx.silu, window, reset, dy) if ctx.needs_input_grad[4] else None
+        return dx, dweight, None if bias is None else sums_TI[K].to(bias.dtype), None, dwindow, None
+
+
+def _window_gradient(x, weight, bias, silu: bool, window: Tensor, reset: Tensor | None, dy: Tensor) -> Tensor:
+    """Return the gradient of the initial window, which reaches only the first outputs."""
+    W = window.shape[1]
+    with torch.enable_grad():
+        window = window.detach().requires_grad_()
+        reset = None if reset is None else reset[:, :W].bool()
+        y = reference.convolve(x[:, :W], weight, bias, "silu" if silu else None, window, reset)
+        return torch.autograd.grad(y, window, dy[:, :W])[0]
 
 
 def _inputs(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, reset: Tensor | None) -> tuple:

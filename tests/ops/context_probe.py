@@ -1,0 +1,105 @@
+"""Scans and convolutions over sequences that three gloo ranks share, part by part.
+
+`python -m tests.ops.context_probe FOLDER`: each rank leaves its part of the outputs and of all gradients there.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, final_window
+from megatron_blackmamba.ops.context import from_previous_part
+from megatron_blackmamba.ops.selective_scan import selective_scan
+from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
+from tests.ops.implementations import ISAS, implementation
+from tests.ops.test_causal_conv1d import conv_inputs
+from tests.ops.test_selective_scan import scan_inputs
+from tests.runtime.ranks import fork_ranks
+
+PARTS = ((0, 9), (9, 26), (26, 40))
+RESETS = {"none": None, "some": "some", "first": "first", "last": "last", "all": "all"}
+BACKENDS = ("float64", "chunked", *(f"cpu-{isa}" for isa in ISAS[-1:]))
+OF_TIME = {"u", "delta", "B", "C", "z", "x"}
+
+Leaves = dict[str, Tensor]
+
+
+def scan(leaves: Leaves, reset: Tensor | None, function: Callable[..., Tensor], backend: str) -> Tensor:
+    y: Tensor = function(
+        *(leaves[name] for name in ("u", "delta", "A", "B", "C", "D")),
+        z_BLI=leaves["z"],
+        delta_bias_I=leaves["delta_bias"],
+        reset_BL=reset,
+        backend=backend,
+    )
+    return y
+
+
+def convolve(leaves: Leaves, reset: Tensor | None, group: dist.ProcessGroup | None, backend: str) -> Tensor:
+    x, weight = leaves["x"], leaves["weight"]
+    window = None
+    if group is not None:
+        window = from_previous_part(final_window(x, weight.shape[1], reset_BL=reset), group)
+    y: Tensor = causal_conv1d(x, weight, leaves["bias"], initial_window=window, reset_BL=reset, backend=backend)
+    return y
+
+
+def problem(operation: str, reset: str) -> tuple[Leaves, Tensor | None]:
+    if operation == "scan":
+        tensors, options = scan_inputs(I=5, N=4, without=("initial_state",), reset=RESETS[reset])
+        tensors["delta_bias"] -= 3.0  # states live for the length of several parts
+    else:
+        tensors, options = conv_inputs(I=5, window=False, reset=RESETS[reset])
+    return tensors, options["reset_BL"]
+
+
+def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup | None, part: slice) -> Leaves:
+    """Return y and the gradients of a part, or of the whole sequences without a group."""
+    tensors, reset = problem(operation, reset_name)
+    exact = backend == "float64"
+    leaves = {
+        name: (x[:, part] if name in OF_TIME else x).to(torch.float64 if exact else x.dtype).clone().requires_grad_()
+        for name, x in tensors.items()
+    }
+    reset = None if reset is None else reset[:, part]
+    with implementation("reference" if exact else backend) as used:
+        if operation == "scan":
+            function = partial(selective_scan_part, group=group) if group else selective_scan
+            y = scan(leaves, reset, function, used)
+        else:
+            y = convolve(leaves, reset, group, used if used != "chunked" else "reference")
+    whole = torch.randn(2, PARTS[-1][1], 5, generator=torch.Generator().manual_seed(3))
+    y.backward(whole[:, part].to(y.dtype))
+    with torch.no_grad(), implementation("reference" if exact else backend) as used:
+        if operation == "scan" and group:  # validation takes another way
+            again = scan(leaves, reset, function, used)
+            assert torch.equal(again, y)
+    return {"y": y.detach()} | {f"gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def cases() -> list[tuple[str, str, str]]:
+    return [(operation, reset, backend) for operation in ("scan", "conv") for reset in RESETS for backend in BACKENDS]
+
+
+def body(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    group, rank = dist.group.WORLD, dist.get_rank()
+    part = slice(*PARTS[rank])
+    torch.save({case: run(*case, group, part) for case in cases()}, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(folder: Path) -> None:
+    answers = fork_ranks(len(PARTS), partial(body, folder))
+    print(json.dumps([answer.get("trace") or answer["error"] for answer in answers if "error" in answer]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,87 @@
+"""Offsets of tokens are 64-bit: kernels read and write right where token × stride passes 2^31."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_blackmamba.ops.causal_conv1d import reference as conv_reference
+from megatron_blackmamba.ops.selective_scan import reference as scan_reference
+from tests.ops.far import CHANNELS, STRIDE, TOKENS, Far
+from tests.ops.implementations import CPP, assert_close, implementation
+from tests.ops.interpreted import interpreter
+
+pytestmark = pytest.mark.xdist_group("triton")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    pytest.importorskip("triton")
+    with interpreter() as run:
+        yield run
+
+
+def scan_inputs(far):
+    g = torch.Generator().manual_seed(0)
+    u, delta, z, dy = (far(torch.randn(1, TOKENS, CHANNELS, generator=g)) for _ in range(4))
+    A = -torch.rand(CHANNELS, 4, generator=g)
+    B, C = (torch.randn(1, TOKENS, 4, generator=g) for _ in range(2))
+    return (u, delta, A, B, C, torch.ones(CHANNELS), z, torch.zeros(CHANNELS), True, None, None), dy
+
+
+def conv_inputs(far):
+    g = torch.Generator().manual_seed(0)
+    x, dy = (far(torch.randn(1, TOKENS, CHANNELS, generator=g)) for _ in range(2))
+    return (x, torch.randn(CHANNELS, 4, generator=g), torch.randn(CHANNELS, generator=g), "silu", None, None), dy
+
+
+def results(function, inputs, dy):
+    given = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in inputs]
+    outputs = function(*given)
+    y = outputs[0] if isinstance(outputs, tuple) else outputs
+    leaves = [x for x in given if isinstance(x, torch.Tensor)]
+    found = {"y": y, **dict(enumerate(torch.autograd.grad(y, leaves, dy)))}
+    return {str(name): x.detach().contiguous() for name, x in found.items()}
+
+
+def far_results(operation, backend):
+    """Return what a backend makes of inputs, and puts into outputs, whose tokens lie far apart."""
+    if operation == "scan":
+        from megatron_blackmamba.ops.selective_scan import cpu
+
+        module, inputs = cpu, scan_inputs
+        if backend == "triton":
+            from megatron_blackmamba.ops.selective_scan import triton as module
+        function = module.scan
+    else:
+        from megatron_blackmamba.ops.causal_conv1d import cpu
+
+        module, inputs = cpu, conv_inputs
+        if backend == "triton":
+            from megatron_blackmamba.ops.causal_conv1d import triton as module
+        function = module.convolve
+    far = Far()
+    with mock.patch.object(module, "empty_like_rows", far.like):
+        return results(function, *inputs(far.of))
+
+
+def near_results(operation):
+    if operation == "scan":
+        return results(scan_reference.scan, *scan_inputs(torch.Tensor.double))
+    return results(conv_reference.convolve, *conv_inputs(torch.Tensor.double))
+
+
+def test_the_last_tokens_lie_beyond_32_bits():
+    assert (TOKENS - 1) * STRIDE > 2**31
+
+
+@pytest.mark.parametrize("operation", ["scan", "conv"])
+def test_triton_kernels_reach_tokens_beyond_32_bits(interpreted, operation):
+    assert_close(interpreted(far_results, operation, "triton"), near_results(operation), 1e-5)
+
+
+@pytest.mark.parametrize("operation", ["scan", "conv"])
+@pytest.mark.parametrize("name", CPP)
+def test_cpp_kernels_reach_tokens_beyond_32_bits(name, operation):
+    with implementation(name):
+        assert_close(far_results(operation, "cpu"), near_results(operation), 1e-5)
