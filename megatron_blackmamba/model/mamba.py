@@ -60,9 +60,10 @@ class Channels(nn.Module):
 class Convolution(Channels):
     """The causal convolution along the sequence, one filter a channel, then SiLU."""
 
-    def forward(self, x_BSI: Tensor, reset_BS: Tensor | None, context: ProcessGroup) -> Tensor:
+    def forward(self, x_BSI: Tensor, reset_BS: Tensor | None, context: ProcessGroup | None = None) -> Tensor:
+        """context: the ranks with the other parts of these sequences."""
         window_BWI = None
-        if context.size() > 1:
+        if context is not None and context.size() > 1:
             last_BWI = final_window(x_BSI, self.weight.shape[-1], reset_BL=reset_BS)
             window_BWI = from_previous_part(last_BWI, context)
         weight_IK = self.weight.squeeze(1)

@@ -3,6 +3,8 @@
 A kernel takes STEPS tokens at a time: their inputs are loaded together, ahead of their use, so that the latency of
 memory hides behind the arithmetic. Tuples hold one entry a token. EVEN promises whole steps and blocks of channels.
 
+Tokens are counted in 64 bits: token × stride may pass 2^31.
+
 Shapes: I a block of channels.
 """
 
@@ -68,7 +70,8 @@ def store_tokens(rows, stride, values, t, last, i, inside, STEPS: tl.constexpr, 
 @triton.jit
 def store_token(rows, stride, value, t, last, i, inside, EVEN: tl.constexpr):
     value = value.to(rows.dtype.element_ty)
+    row = rows + tl.cast(t, tl.int64) * stride
     if EVEN:
-        tl.store(rows + t * stride + i, value)
+        tl.store(row + i, value)
     else:
-        tl.store(rows + t * stride + i, value, mask=inside & (t < last))
+        tl.store(row + i, value, mask=inside & (t < last))

@@ -80,6 +80,21 @@ def test_skipped_ranges_are_never_served_and_do_not_shorten_a_batch():
     assert position == served[-1] + 1
 
 
+def test_parts_of_sequences_join_to_the_whole():
+    class Counting:
+        def __getitem__(self, k):
+            row = 100 * k + torch.arange(8)
+            return {"tokens": row, "labels": row + 1, "loss_mask": torch.ones(8)}
+
+    def first(**part):
+        return next(BatchStream(Counting(), start_sample=3, global_batch=2, micro_batch=2, workers=0, **part))
+
+    whole, parts = first(), [first(part=(number, 4)) for number in range(4)]
+    for key in ("tokens", "labels", "loss_mask"):
+        assert torch.equal(torch.cat([part[key] for part in parts], dim=1), whole[key])
+    assert [part["before"].tolist() for part in parts] == [[-1, -1], [301, 401], [303, 403], [305, 405]]
+
+
 @pytest.mark.parametrize("dp_size", [1, 2])
 def test_a_finite_set_is_read_once_and_its_last_batch_filled_with_samples_that_count_for_nothing(dp_size):
     ranks = [stream(dp_rank=r, dp_size=dp_size, stop_sample=31, micro_batch=4) for r in range(dp_size)]

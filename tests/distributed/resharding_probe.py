@@ -38,7 +38,8 @@ def run(folder: Path, name: str, precision: str, ranks: int, until: int, overrid
         "training.micro_batch=2",
         f"training.tokens={32 * 8 * TOTAL}",
         f"training.stop_after_steps={until}",
-        "training.evaluate_every=0",
+        f"training.evaluate_every={STEPS_EACH}",
+        "training.evaluate_batches=1",
         "checkpoint.every=0",
         "logging.tensorboard=false",
         "optimizer.weight_decay=0.1",
@@ -56,12 +57,13 @@ def main(folder: Path, precision: str) -> None:
         errors.append(run(folder, "carried", precision, ranks, number * STEPS_EACH, overrides))
         if errors[-1]:
             break
-    losses = {
-        name: [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("alone", "carried")
-    }
+    seen: dict[str, list] = {"errors": [error for error in errors if error], "validation": []}
+    for name in ("alone", "carried"):
+        steps = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        seen[name] = [step["loss"] for step in steps]
+        seen["validation"].append([step["validation/loss"] for step in steps if "validation/loss" in step])
     print()
-    print(json.dumps({"errors": [error for error in errors if error], **losses}))
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":

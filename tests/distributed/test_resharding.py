@@ -15,4 +15,7 @@ def test_resharded_run_matches_undisturbed_run(tmp_path, precision, closeness):
     assert len(LEGS) > 5
     assert len(seen["carried"]) == len(seen["alone"]) == TOTAL
     assert seen["alone"][-1] < seen["alone"][0] - 0.5
-    assert max(abs(a - b) for a, b in zip(seen["carried"], seen["alone"], strict=True)) < closeness
+    alone, carried = seen["validation"]
+    assert len(alone) == len(LEGS)
+    for a, b in ((seen["alone"], seen["carried"]), (alone, carried)):
+        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < closeness

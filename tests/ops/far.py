@@ -8,6 +8,7 @@ from torch import Tensor
 STRIDE = 2**27 + 512
 """Numbers from token to token: token 16 lies beyond 2^31."""
 TOKENS, CHANNELS, TENSORS = 24, 32, 16
+MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 
 
 class Far:
@@ -15,7 +16,7 @@ class Far:
 
     def __init__(self) -> None:
         size = 4 * (TOKENS * STRIDE)
-        self.block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+        self.block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         self.block.madvise(mmap.MADV_NOHUGEPAGE)
         self.numbers = torch.frombuffer(self.block, dtype=torch.float32)
         self.used = 0

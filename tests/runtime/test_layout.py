@@ -37,6 +37,10 @@ def test_eight_nodes_of_eight_are_refused_and_layouts_that_work_are_named(run, b
         (8, ["parallel.pipeline=8"], "4 layers cannot fill parallel.pipeline=8 stages"),
         (3, ["parallel.tensor=3", "parallel.expert_tensor=3", "data.sequence_length=129"], "model.vocab_size=512"),
         (2, ["model.expert_hidden_size=127", "parallel.expert_tensor=2"], "model.expert_hidden_size=127"),
+        (3, ["parallel.context=2"], "parallel.pipeline=1 × parallel.context=2 = 2"),
+        (3, ["parallel.context=3"], "cannot be divided by parallel.tensor=1 × parallel.context=3"),
+        (64, ["parallel.context=64"], "into parts of 2 tokens, shorter than the 3"),
+        (4, ["parallel.context=2", "training.global_batch=1"], "/ parallel.context=2"),
         (2, ["training.micro_batch=16"], "training.micro_batch=16 does not divide the 8 sequences"),
     ],
 )
@@ -47,6 +51,12 @@ def test_what_cannot_work_is_refused_with_the_numbers(processes, overrides, reas
 def test_attention_heads_must_split_over_the_tensor_ranks():
     heads = ['model.pattern="*-"', "model.mlp_hidden_size=128", "model.attention.heads=2", "parallel.tensor=4"]
     assert "model.attention.heads=2 cannot be divided by parallel.tensor=4" in refusal("tiny", 4, *heads)
+
+
+def test_sequences_are_suggested_to_be_cut_only_where_long():
+    short, long = (load("tiny", [f"data.sequence_length={length}"]) for length in (8192, 32768))
+    assert {found.parallel.context for found in layout.working_layouts(short, 8)} == {1}
+    assert {found.parallel.context for found in layout.working_layouts(long, 8)} == {1, 2, 4}
 
 
 def test_experts_need_not_be_split_as_the_rest_is():
