@@ -100,7 +100,7 @@ class LanguageModel(LanguageModule):
                 router.tokens_E.zero_()
         return tokens_LE
 
-    def _layer_inputs(self, tokens_BS: Tensor, before_B: Tensor | None) -> LayerInputs:
+    def _layer_inputs(self, tokens_BS: Tensor, before_B: Tensor | None = None) -> LayerInputs:
         eod = self.config.described.eod_reset
         reset_BS = None
         if eod is not None:

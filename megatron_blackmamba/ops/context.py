@@ -62,26 +62,27 @@ class _ScanPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scan, summarise, group, *inputs):
         inputs = [None if x is None else x.detach() for x in inputs]
-        start, ctx.decays_G = _start(summarise(*inputs), group)
+        start, decays_G = _start(summarise(*inputs), group)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         for i in wanted:
             inputs[i].requires_grad_()
         with torch.enable_grad():
             y, end = scan(*inputs, start.requires_grad_())
-        ctx.group, ctx.wanted, ctx.inputs, ctx.start, ctx.outputs = group, wanted, inputs, start, (y, end)
+        ctx.group, ctx.wanted = group, wanted
+        ctx.graph = (decays_G, inputs, start, y, end)
         return y.detach()
 
     @staticmethod
     def backward(ctx, grad_y):
-        (y, end), start, group = ctx.outputs, ctx.start, ctx.group
-        ctx.outputs = None
+        group, (decays_G, inputs, start, y, end) = ctx.group, ctx.graph
+        ctx.graph = None  # or the activations would live until the whole backward pass is over
         (of_this_part,) = torch.autograd.grad(y, start, grad_y, retain_graph=True)
         parts_G = _gathered(of_this_part, group)
         grad_end = torch.zeros_like(end)
         for rank in range(group.size() - 1, group.rank(), -1):
-            grad_end = parts_G[rank] + ctx.decays_G[rank] * grad_end
-        grads: list[Any] = [None] * len(ctx.inputs)
-        found = torch.autograd.grad((y, end), [ctx.inputs[i] for i in ctx.wanted], (grad_y, grad_end))
+            grad_end = parts_G[rank] + decays_G[rank] * grad_end
+        grads: list[Any] = [None] * len(inputs)
+        found = torch.autograd.grad((y, end), [inputs[i] for i in ctx.wanted], (grad_y, grad_end))
         for i, grad in zip(ctx.wanted, found, strict=True):
             grads[i] = grad
         return None, None, None, *grads

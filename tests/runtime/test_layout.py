@@ -40,7 +40,7 @@ def test_eight_nodes_of_eight_are_refused_and_layouts_that_work_are_named(run, b
         (3, ["parallel.context=2"], "parallel.pipeline=1 × parallel.context=2 = 2"),
         (3, ["parallel.context=3"], "cannot be divided by parallel.tensor=1 × parallel.context=3"),
         (64, ["parallel.context=64"], "into parts of 2 tokens, shorter than the 3"),
-        (4, ["parallel.context=2", "training.global_batch=1"], "/ parallel.context=2"),
+        (4, ["parallel.context=2", "training.global_batch=1", "training.micro_batch=1"], "/ parallel.context=2"),
         (2, ["training.micro_batch=16"], "training.micro_batch=16 does not divide the 8 sequences"),
     ],
 )
