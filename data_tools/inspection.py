@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_blackmamba.data_tools.provenance import Origin, origin
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.formats.shards import Shard, find_shards
+from megatron_blackmamba.formats.shards import Shard, ShardError, find_shards
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -58,6 +58,8 @@ def read_documents(
         try:
             ids = shard.document(place)
             _ = ids[-1]
+        except ShardError:
+            raise
         except (IndexError, ValueError):
             raise InputError(f"{shard.idx_path}: is damaged: `blackmamba data verify` says where") from None
         yield Document(shard, place, ids, origin(shard.manifest, place), text_of_ids(ids, loaded[sha256]))

@@ -29,6 +29,7 @@ from megatron_blackmamba.formats.shards import (
 from megatron_blackmamba.tokenizer import Tokenizer
 
 _CHUNK_BYTES = 8 << 20
+_BLOCK_TOKENS = 4 << 20
 ADOPTED = "adopted"  # options of a shard that another tool made: its EODs are its own affair
 
 
@@ -202,7 +203,12 @@ def documents_without_eod(prefix: Path) -> int:
     starts = np.asarray(shard.idx.document_indices)
     full = np.flatnonzero(np.diff(starts) > 0)  # a document without a sequence ends nowhere
     ends = np.cumsum(shard.idx.sequence_lengths, dtype=np.int64)[starts[full + 1] - 1]
-    return int(np.count_nonzero(shard.token_ids[ends - 1] != shard.manifest.eod_id))
+    missing = 0
+    for start in range(0, shard.manifest.tokens, _BLOCK_TOKENS):
+        block = shard.token_ids[start : start + _BLOCK_TOKENS]
+        low, high = np.searchsorted(ends - 1, (start, start + len(block)))
+        missing += int(np.count_nonzero(block[ends[low:high] - 1 - start] != shard.manifest.eod_id))
+    return missing
 
 
 def _misplaced(found: np.ndarray, expected: np.ndarray, exact: bool) -> str | None:

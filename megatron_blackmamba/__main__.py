@@ -1,5 +1,6 @@
 """The entry point of `blackmamba` and `python -m megatron_blackmamba`."""
 
+import faulthandler
 import sys
 
 from megatron_blackmamba.runtime.signals import hold
@@ -7,6 +8,8 @@ from megatron_blackmamba.runtime.signals import hold
 
 def main() -> None:
     """Run the command line. Training holds signals first: the imports take seconds, and none may kill it meanwhile."""
+    if sys.__stderr__ is not None:
+        faulthandler.enable()  # no end without a word, such as SIGBUS from a mapped file on a failing disk
     if sys.argv[1:2] == ["train"]:
         hold()
     from megatron_blackmamba import cli

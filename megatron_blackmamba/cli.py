@@ -13,6 +13,7 @@ from megatron_blackmamba.data_tools import commands as data_commands
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.runtime.exits import BAD_INPUT, RESTARTS
+from megatron_blackmamba.runtime.failure import SAID, say_once
 from megatron_blackmamba.trace import commands as trace_commands
 
 app = typer.Typer(
@@ -335,9 +336,9 @@ def main() -> None:
             raise
         code = 1 if PORT_IN_USE in str(error) else BAD_INPUT  # a launcher tries again with another port
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-        if rank not in (None, "0"):
+        if rank not in (None, "0") and SAID not in os.environ:
             time.sleep(3)  # ranks refuse alike: the first one says why, and its launcher ends the others
-        print(f"blackmamba: {message}", file=sys.stderr, flush=True)
+        say_once(message, lambda: print(f"blackmamba: {message}", file=sys.stderr, flush=True))
         if rank is not None:
             os._exit(code)  # others may wait for this one: nothing is tidied up with them
         raise SystemExit(code) from None

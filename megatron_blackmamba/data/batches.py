@@ -144,4 +144,4 @@ class BatchStream:
         try:
             return self.dataset[sample]
         except ShardError as error:
-            raise ShardError(f"sample {sample}: {error}") from None
+            raise type(error)(f"sample {sample}: {error}") from None

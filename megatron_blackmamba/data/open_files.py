@@ -1,4 +1,4 @@
-"""A mapped shard holds an open file, and systems allow a process 1,024 of these until it asks for more."""
+"""A shard in use is an open file, and systems allow a process 1,024 of these until it asks for more."""
 
 import os
 import resource

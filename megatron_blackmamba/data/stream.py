@@ -6,20 +6,19 @@ as they do in the file, each closed by its EOD.
 """
 
 import bisect
-import mmap
 from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 
 from megatron_blackmamba.data.open_files import allow_open_files
-from megatron_blackmamba.formats.shards import Shard, ShardError, check_idx
+from megatron_blackmamba.formats.shards import Shard, ShardError, TokenFile, check_idx
 
 
 class TokenStream:
-    """All tokens of some shards, memory-mapped, in the given order."""
+    """All tokens of some shards, in the given order."""
 
-    def __init__(self, parts: Sequence[np.ndarray], shards: Sequence[Shard] = ()) -> None:
+    def __init__(self, parts: Sequence[np.ndarray | TokenFile], shards: Sequence[Shard] = ()) -> None:
         """shards: those of the parts, to name what is outside their vocabulary; without them nothing is checked."""
         self._parts = [part for part in parts if len(part)]
         self.shards = [shard for shard in shards if shard.manifest.tokens]
@@ -30,7 +29,7 @@ class TokenStream:
     @classmethod
     def of_shards(cls, shards: Sequence[Shard]) -> "TokenStream":
         allow_open_files(len(shards))
-        return cls([_map(shard) for shard in shards], shards)
+        return cls([shard.token_ids for shard in shards], shards)
 
     def __len__(self) -> int:
         return self.tokens
@@ -78,13 +77,3 @@ def _document_at(shard: Shard, place: int) -> str:
         return "the index is damaged too"
     return f"document {shard.document_at(place)}"
 
-
-def _map(shard: Shard) -> np.ndarray:
-    """The shard's tokens, mapped for reading here and there: else the kernel reads ahead megabytes for every window."""
-    if not shard.manifest.tokens:  # nothing to map
-        return np.empty(0, shard.manifest.dtype)
-    with open(shard.bin_path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_RANDOM"):
-        mapped.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(mapped, shard.manifest.dtype)

@@ -35,6 +35,12 @@ class ShardError(ValueError):
     """A shard that is missing, damaged, or not what its manifest says."""
 
 
+class UnreadableShardError(ShardError):
+    """An I/O error while a shard was read."""
+
+    worth_another_try = True  # a network disk may recover
+
+
 class SourceFile(BaseModel):
     """One raw file that went into a shard, and how many of its records did."""
 
@@ -139,7 +145,7 @@ def _refuse_other_version(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class Idx:
-    """A memory-mapped index. Sequence i is `sequence_lengths[i]` tokens from byte `pointers[i]` of the .bin;
+    """An index, read whole. Sequence i is `sequence_lengths[i]` tokens from byte `pointers[i]` of the .bin;
     document d is the sequences `document_indices[d]` up to `document_indices[d + 1]`."""
 
     dtype: np.dtype
@@ -169,35 +175,57 @@ def idx_bytes(sequences: int, documents: int) -> int:
     return _HEADER.size + sequences * (4 + 8) + (documents + 1) * 8
 
 
+@dataclass(frozen=True)
+class _IdxHead:
+    """The header of an .idx file."""
+
+    dtype: np.dtype
+    sequences: int
+    documents: int
+
+
 def read_idx(path: str | os.PathLike[str]) -> Idx:
-    """Map an .idx file, after checking that its header and its size agree."""
-    path = Path(path)
+    """Read an .idx file, after checking that its header and its size agree."""
+    with _open_idx(Path(path)) as file:
+        head = _read_idx_head(file)
+        return Idx(
+            dtype=head.dtype,
+            sequence_lengths=_read_array(file, np.dtype(np.int32), head.sequences),
+            pointers=_read_array(file, np.dtype(np.int64), head.sequences),
+            document_indices=_read_array(file, np.dtype(np.int64), head.documents + 1),
+        )
+
+
+def _open_idx(path: Path) -> BinaryIO:
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            header = file.read(_HEADER.size)
+        return open(path, "rb")
     except FileNotFoundError:
         raise ShardError(f"{path}: no such index") from None
+
+
+def _read_idx_head(file: BinaryIO) -> _IdxHead:
+    header, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise ShardError(f"{path}: not a Megatron index (it must begin with {_MAGIC!r})")
+        raise ShardError(f"{file.name}: not a Megatron index (it must begin with {_MAGIC!r})")
     _, version, code, sequences, document_entries = _HEADER.unpack(header)
     if version != 1 or code not in _DTYPE_OF_CODE:
-        raise ShardError(f"{path}: index version {version}, type code {code}: only version 1, codes 1 to 8 are known")
+        raise ShardError(
+            f"{file.name}: index version {version}, type code {code}: only version 1, codes 1 to 8 are known"
+        )
     expected = idx_bytes(sequences, document_entries - 1)
     if document_entries < 1 or size not in (expected, expected + sequences):  # + sequences: one mode byte each
         raise ShardError(
-            f"{path}: {size} bytes, but its header announces {sequences} sequences and {document_entries - 1} "
+            f"{file.name}: {size} bytes, but its header announces {sequences} sequences and {document_entries - 1} "
             f"documents, which take {expected}: the file is damaged or incomplete"
         )
-    raw = np.memmap(path, mode="r", dtype=np.uint8)
-    lengths_end = _HEADER.size + 4 * sequences
-    pointers_end = lengths_end + 8 * sequences
-    return Idx(
-        dtype=np.dtype(_DTYPE_OF_CODE[code]),
-        sequence_lengths=raw[_HEADER.size : lengths_end].view(np.int32),
-        pointers=raw[lengths_end:pointers_end].view(np.int64),
-        document_indices=raw[pointers_end : pointers_end + 8 * document_entries].view(np.int64),
-    )
+    return _IdxHead(np.dtype(_DTYPE_OF_CODE[code]), sequences, document_entries - 1)
+
+
+def _read_array(file: BinaryIO, dtype: np.dtype, length: int) -> np.ndarray:
+    array = np.empty(length, dtype)
+    if length and file.readinto(array.view(np.uint8).data) < array.nbytes:  # type: ignore[attr-defined]
+        raise ShardError(f"{file.name}: was cut while it was read. Put it back, or tokenize again")
+    return array
 
 
 def write_idx(file: BinaryIO, dtype: np.dtype, document_lengths: np.ndarray) -> str:
@@ -251,7 +279,7 @@ def beside(prefix: Path, suffix: str) -> Path:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard on disk. Opening reads the manifest and the head of the index; everything large is memory-mapped."""
+    """One shard on disk. Opening reads the manifest and the head of the index."""
 
     prefix: Path
     manifest: ShardManifest
@@ -269,7 +297,8 @@ class Shard:
                 f"{shard.bin_path}: {shard.bin_path.stat().st_size} bytes, its manifest says {size}: "
                 "the file is cut or was replaced; `blackmamba data tokenize` makes it again"
             )
-        documents = read_idx(shard.idx_path).documents  # not kept: every mapping holds an open file
+        with _open_idx(shard.idx_path) as file:
+            documents = _read_idx_head(file).documents
         if documents != shard.manifest.documents:
             raise ShardError(
                 f"{shard.idx_path}: {documents} documents, its manifest says {shard.manifest.documents}: "
@@ -294,9 +323,9 @@ class Shard:
         return read_idx(self.idx_path)
 
     @cached_property
-    def token_ids(self) -> np.ndarray:
-        """All token ids, memory-mapped, read-only."""
-        return np.memmap(self.bin_path, dtype=self.manifest.dtype, mode="r")
+    def token_ids(self) -> "TokenFile":
+        """All token ids; slices of it are read from disk."""
+        return TokenFile(self)
 
     def document(self, number: int) -> np.ndarray:
         """Token ids of one document, its EOD included."""
@@ -313,6 +342,59 @@ class Shard:
         """Return the number of the document that a token belongs to."""
         sequence = int(np.searchsorted(self.idx.pointers, token * self.idx.dtype.itemsize, side="right")) - 1
         return int(np.searchsorted(self.idx.document_indices, sequence, side="right")) - 1
+
+
+class TokenFile:
+    """The token ids of a shard on disk; a slice of it is read into a new array.
+
+    Files are not memory-mapped: if one is cut meanwhile, or its disk fails, a mapping kills the process with SIGBUS.
+    Threads and forked processes may share it.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.path = shard.bin_path
+        self._dtype, self._length = np.dtype(shard.manifest.dtype), shard.manifest.tokens
+        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        if hasattr(os, "posix_fadvise"):  # else the kernel reads ahead megabytes for every window
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, step = part.indices(self._length)
+        if step != 1:
+            raise ValueError(f"a slice of tokens has step 1, not {step}")
+        ids = np.empty(max(0, stop - start), self._dtype)
+        if self._read(ids, start * self._dtype.itemsize) < ids.nbytes:
+            self._read_in_parts(ids.view(np.uint8), start * self._dtype.itemsize)
+        return ids
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def _read(self, target: np.ndarray, offset: int) -> int:
+        try:
+            return os.preadv(self._file, [target], offset)
+        except OSError as error:
+            raise UnreadableShardError(
+                f"{self.path}: cannot be read at token {offset // self._dtype.itemsize}: {error.strerror}. "
+                "Check the disk or its network, and start again"
+            ) from None
+
+    def _read_in_parts(self, target: np.ndarray, offset: int) -> None:
+        """Read bytes from `offset` on, as many as `target` has; systems limit what one call may read."""
+        done = 0
+        while done < len(target):
+            count = self._read(target[done:], offset + done)
+            if not count:
+                raise ShardError(
+                    f"{self.path}: ends after {offset + done} bytes, its manifest says "
+                    f"{self._length * self._dtype.itemsize}: the file was cut while in use. Put it back; "
+                    f"`blackmamba data verify {shard_prefix(self.path)}` checks it"
+                )
+            done += count
 
 
 def shards_at(path: str | os.PathLike[str], suffixes: Sequence[str] = SUFFIXES) -> list[Path]:

@@ -1,10 +1,16 @@
-"""When one rank fails, all end, and the traceback one reads first is the one that explains it."""
+"""When one rank fails, all end, and the traceback one reads first is the one that explains it.
 
+An error that several ranks of one launcher run into is printed once.
+"""
+
+import fcntl
+import hashlib
 import os
 import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 LOST_CONTACT = re.compile(
@@ -12,6 +18,27 @@ LOST_CONTACT = re.compile(
 )
 LET_THE_CAUSE_SPEAK = 5.0
 """Seconds that a rank which merely lost its peers waits, so that the failing rank's message stands on top."""
+
+SAID = "BLACKMAMBA_SAID"
+"""Environment variable: the file in which the ranks of a launcher note the errors that they have printed."""
+
+
+def say_once(error: str, say: Callable[[], None]) -> bool:
+    """Call `say` unless another rank of this launcher has printed the same error; return whether it was called."""
+    note = hashlib.sha256(error.encode(errors="replace")).hexdigest() + "\n"
+    try:
+        file = open(os.environ[SAID], "a+")  # noqa: SIM115
+    except (KeyError, OSError):  # a rank with a log of its own
+        say()
+        return True
+    with file:
+        fcntl.lockf(file, fcntl.LOCK_EX)  # until it is printed: the launcher ends the others when one has ended
+        file.seek(0)
+        if note in file:
+            return False
+        say()
+        file.write(note)
+        return True
 
 
 def report_as(rank: int, size: int) -> None:
@@ -28,7 +55,8 @@ def report_as(rank: int, size: int) -> None:
             else:
                 text = "".join(traceback.format_exception(kind, error, trace))
                 who = f"rank {rank} of {size} failed:\n" if size > 1 else ""
-                print(f"{who}{text}", end="", file=err)
+                if not say_once(text, lambda: print(f"{who}{text}", end="", file=err, flush=True)):
+                    print(f"rank {rank} of {size} failed in the same way", file=err)
             sys.stdout.flush()
             err.flush()
         finally:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.formats.events import Event
+from megatron_blackmamba.formats.events import Event, Failed
 from megatron_blackmamba.formats.step_records import StepRecord
 from megatron_blackmamba.training.metrics import Metric, all_metrics
 
@@ -61,6 +61,9 @@ class Display:
         self._show(Panel(Group(self._bar, self._table()), border_style="dim"))
 
     def event(self, event: Event, time: datetime) -> None:
+        """Show an event. The error that ends a run is printed by the process itself."""
+        if isinstance(event, Failed):
+            return
         with contextlib.suppress(OSError):  # standard output may lie on a full disk: log.txt keeps the line
             self.console.print(event.sentence, markup=False, highlight=False, soft_wrap=True)
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from types import FrameType
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime.exits import BAD_INPUT, FINAL, INTERRUPTED, RESTARTS, STOPPED_ON_REQUEST
+from megatron_blackmamba.runtime.failure import SAID
 from megatron_blackmamba.runtime.parent import die_with_parent
 
 FORWARDED = {
@@ -118,10 +120,11 @@ class _Group:
     def __init__(self, command: Sequence[str], processes: int) -> None:
         port = _free_port()
         self._code: int | None = None
+        self._said = tempfile.NamedTemporaryFile(prefix="blackmamba_said_")  # noqa: SIM115
         self._workers = [
             subprocess.Popen(
                 command,
-                env=_environment(rank, processes, port),
+                env={**_environment(rank, processes, port), SAID: self._said.name},
                 start_new_session=True,
                 preexec_fn=partial(_before_exec, os.getpid()),
             )
@@ -160,6 +163,7 @@ class _Group:
             except ProcessLookupError:
                 continue
             worker.wait()
+        self._said.close()
 
     def _failed(self) -> list[tuple[int, int]]:
         codes = [worker.poll() for worker in self._workers]

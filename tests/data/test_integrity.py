@@ -177,7 +177,7 @@ def test_a_rate_of_zero_reads_nothing(check):
 def test_an_id_outside_the_vocabulary_names_its_place(tmp_path, wrong):
     prefix = write_shard(tmp_path / "a/one", 0, 1000, document=37)
     shard = Shard.open(prefix)
-    tokens = shard.token_ids.copy()
+    tokens = shard.token_ids[:]
     tokens[700] = wrong
     shard.bin_path.write_bytes(tokens.tobytes())
     mixture = write_mixture(tmp_path, [{"name": "a", "shards": "a"}])
@@ -195,7 +195,7 @@ def test_an_id_outside_the_vocabulary_names_its_place(tmp_path, wrong):
 
 def test_a_damaged_index_does_not_hide_a_wrong_id(tmp_path):
     shard = Shard.open(write_shard(tmp_path / "one", 0, 1000))
-    tokens = shard.token_ids.copy()
+    tokens = shard.token_ids[:]
     tokens[5] = -7
     shard.bin_path.write_bytes(tokens.tobytes())
     damage_the_index(shard, None)

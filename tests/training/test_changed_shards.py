@@ -1,11 +1,14 @@
 """Runs whose token shards are changed before or during training: they stop, and name the shard on every rank."""
 
+import os
+import re
+
 import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.shards import Shard
 from tests.data.corpus import write_mixture, write_shard
-from tests.training.runs import SMALL, log, metrics, wait_until
+from tests.training.runs import SMALL, line_of, log, metrics, wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
 
@@ -45,16 +48,28 @@ def test_a_replaced_validation_shard_stops_the_run(forks, tmp_path, mixture):
     (tmp_path / "other.bin").replace(tmp_path / "held_out.bin")
     job = forks.run(tmp_path, mixture)
     assert job.wait() == [1, 1], job.output()
-    assert job.output().count(f"{tmp_path}/held_out.bin: its sha256 is") == 3  # both ranks, and the log's line
+    assert job.output().count(f"{tmp_path}/held_out.bin: its sha256 is") == 2  # of each rank
     assert not RunFolder(tmp_path / "run").latest.exists()
 
 
 def test_an_id_outside_the_vocabulary_names_rank_and_place(forks, tmp_path, mixture):
     shard = Shard.open(tmp_path / "train/one")
-    tokens = shard.token_ids.copy()
+    tokens = shard.token_ids[:]
     tokens[77] = 512
     shard.bin_path.write_bytes(tokens.tobytes())
     job = forks.run(tmp_path, [*mixture, "data.verify_rate=0"])
     assert 1 in job.wait(), job.output()
     assert "rank " in job.output()
     assert f"{shard.bin_path}: token 77 (document 2; position" in job.output()
+
+
+def test_a_shard_cut_while_training_is_named(forks, tmp_path, mixture):
+    """A mapped file would kill the rank with SIGBUS."""
+    job = forks.run(tmp_path, [*mixture, "data.verify_rate=0"])
+    wait_until(lambda: RunFolder(tmp_path / "run").metrics.exists() and len(metrics(tmp_path)) > 3)
+    shard = Shard.open(tmp_path / "train/two")
+    os.truncate(shard.bin_path, 301)
+    codes = job.wait()
+    assert set(codes) == {1}, job.output()  # not 135
+    message = line_of(job.output(), f"{shard.bin_path}: ends after 301 bytes, its manifest says 600")
+    assert re.search(r"sample \d+: ", message) and "data verify" in message

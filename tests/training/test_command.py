@@ -95,3 +95,10 @@ def test_what_a_run_cannot_be_is_said_in_one_line_without_starting_anything(trai
     terminal = train("training.global_batch=15", "training.micro_batch=5")
     assert terminal.wait() == 2
     assert "training.global_batch=15" in terminal.shown and "Traceback" not in terminal.shown
+
+
+def test_a_refusal_of_all_ranks_is_printed_once(train, tmp_path):
+    terminal = train(f"start.from={tmp_path}/nowhere")
+    assert terminal.wait() == 2, terminal.shown
+    assert terminal.shown.count("nowhere") == 1, terminal.shown
+    assert "fails after step 0" in RunFolder(tmp_path / "run").log.read_text()
