@@ -334,7 +334,7 @@ def main() -> None:
         message = _in_words(error)
         if message is None or os.environ.get("BLACKMAMBA_TRACEBACK"):
             raise
-        code = 1 if PORT_IN_USE in str(error) else BAD_INPUT  # a launcher tries again with another port
+        code = 1 if _may_pass(error) else BAD_INPUT  # a launcher tries again after 1
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
         if rank not in (None, "0") and SAID not in os.environ:
             time.sleep(3)  # ranks refuse alike: the first one says why, and its launcher ends the others
@@ -347,7 +347,14 @@ def main() -> None:
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
+FAILING_DISK = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO}
 PORT_IN_USE = "EADDRINUSE"
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether the same command may work the next time: on another port, or when a network disk answers again."""
+    failing_disk = isinstance(error, OSError) and error.errno in FAILING_DISK
+    return PORT_IN_USE in str(error) or failing_disk or getattr(error, "worth_another_try", False)
 
 
 def _in_words(error: Exception) -> str | None:
@@ -364,6 +371,8 @@ def _in_words(error: Exception) -> str | None:
             else ""
         )
         return f"{where}{error.strerror}{advice}. (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
+    if isinstance(error, OSError) and error.filename and error.errno in FAILING_DISK:
+        return f"{error.filename}: {error.strerror}: check the disk or its network, then run the same command again"
     if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
         return f"{error.strerror}: raise the limit (`ulimit -n`). (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
     if PORT_IN_USE in str(error):

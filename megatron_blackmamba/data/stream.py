@@ -76,4 +76,3 @@ def _document_at(shard: Shard, place: int) -> str:
     except (ShardError, OSError):
         return "the index is damaged too"
     return f"document {shard.document_at(place)}"
-

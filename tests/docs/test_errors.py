@@ -60,15 +60,20 @@ def test_what_the_page_says_is_answered(line, answer, first_hour, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    "number, advice",
-    [(errno.ENOSPC, "another disk"), (errno.EROFS, "this user may use"), (errno.EACCES, "this user may use")],
+    "number, advice, code",
+    [
+        (errno.ENOSPC, "another disk", 2),
+        (errno.EROFS, "this user may use", 2),
+        (errno.EACCES, "this user may use", 2),
+        (errno.ESTALE, "run the same command again", 1),  # a launcher does that
+    ],
 )
-def test_a_disk_that_takes_nothing_is_named_with_what_to_do(number, advice, first_hour, monkeypatch, capsys):
+def test_a_disk_that_takes_nothing_is_named_with_what_to_do(number, advice, code, first_hour, monkeypatch, capsys):
     def fails(*_, **__):
         raise OSError(number, os.strerror(number), "runs/tiny/report.html")
 
     monkeypatch.setattr("megatron_blackmamba.report.write_report", fails)
-    assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == 2
+    assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == code
     said = capsys.readouterr().err
     assert said.startswith(f"blackmamba: runs/tiny/report.html: {os.strerror(number)}")
     assert advice in said

@@ -1,4 +1,6 @@
+import errno
 import io
+import os
 import struct
 
 import numpy as np
@@ -6,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_blackmamba import cli
 from megatron_blackmamba.formats import shards
 from megatron_blackmamba.formats.shards import Shard, ShardError, ShardManifest, SourceFile
 
@@ -151,3 +154,30 @@ def test_a_manifest_with_an_unknown_key_or_of_the_future_is_refused(tmp_path):
     path.write_text(text.replace('"format_version": 1', '"format_version": 2'))
     with pytest.raises(ShardError, match="manifest format 2, this version reads 1"):
         ShardManifest.read(path)
+
+
+def test_tokens_are_read_where_they_are_asked_for(tmp_path):
+    tokens = Shard.open(make_shard(tmp_path)).token_ids
+    assert len(tokens) == 8 and tokens[:].tolist() == list(range(8))
+    assert (tokens[3:5].tolist(), tokens[6:99].tolist(), tokens[5:2].tolist()) == ([3, 4], [6, 7], [])
+
+
+def test_tokens_of_a_file_that_was_cut_are_refused(tmp_path):
+    shard = Shard.open(make_shard(tmp_path))
+    assert shard.token_ids[:2].tolist() == [0, 1]
+    os.truncate(shard.bin_path, 9)
+    assert shard.token_ids[:4].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ShardError, match=r"shard_00001\.bin: ends after 9 bytes, its manifest says 16"):
+        shard.token_ids[2:6]
+
+
+def test_an_io_error_names_file_and_token_and_may_pass(tmp_path, monkeypatch):
+    shard = Shard.open(make_shard(tmp_path))
+
+    def fails(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(shards.UnreadableShardError, match=r"shard_00001\.bin: cannot be read at token 5: Input/output"):
+        shard.token_ids[5:]
+    assert cli._may_pass(shards.UnreadableShardError())  # so that a launcher starts the ranks again
