@@ -376,7 +376,7 @@ class TokenFile:
 
     def _read(self, target: np.ndarray, offset: int) -> int:
         try:
-            return os.preadv(self._file, [target], offset)
+            return os.preadv(self._file, [target.data], offset)
         except OSError as error:
             raise UnreadableShardError(
                 f"{self.path}: cannot be read at token {offset // self._dtype.itemsize}: {error.strerror}. "
