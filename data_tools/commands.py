@@ -223,6 +223,9 @@ def inspect(
     seed: Annotated[int | None, typer.Option(help="Take them at random, not from the beginning.")] = None,
     chars: Annotated[int, typer.Option(min=0, help="Text shown of each; 0 is all.")] = 500,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show the token ids too.")] = False,
+    lengths: Annotated[
+        bool, typer.Option("--lengths", help="Show lengths of documents by source instead, with a histogram.")
+    ] = False,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", "-t", help="If there is no tokenizer.json beside the shards.")
     ] = None,
@@ -236,6 +239,9 @@ def inspect(
     """
     from megatron_blackmamba.data_tools.inspection import read_documents
 
+    if lengths:
+        _show_lengths(paths, as_json)
+        return
     found = read_documents(paths, numbers=document or (), count=count, seed=seed, tokenizer=tokenizer)
     for each in found:
         if as_json:
@@ -247,6 +253,17 @@ def inspect(
         if tokens:
             print(" ".join(map(str, each.ids.tolist())))
         print(each.text if not chars or len(each.text) <= chars else each.text[:chars] + " [...]")
+
+
+def _show_lengths(paths: list[str], as_json: bool) -> None:
+    from megatron_blackmamba.data_tools.lengths import by_source, histogram
+
+    found = by_source(paths)
+    if as_json:
+        print(json.dumps([each.described() for each in found]))
+        return
+    for each in found:
+        print("\n".join(histogram(each)))
 
 
 @app.command()
@@ -300,13 +317,19 @@ def adopt(
     paths: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Shards that another tool made.")],
     tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="The tokenizer they were made with.")],
     eod: Annotated[str | None, typer.Option(help="End-of-document token or id.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="uint16 or uint32, if a .npy file does not tell \\[by the vocabulary].")
+    ] = None,
 ) -> None:
-    """Check a .bin and .idx that Megatron's or another tool wrote, and write the manifest they lack.
+    """Check token files that another tool wrote, and write the manifest they lack.
+
+    Takes a .bin with its .idx (Megatron), a .ds with its .ds.index (datatrove), and a .npy (dolma, OLMo).
 
     [dim]blackmamba data adopt old/pile_text_document --tokenizer EleutherAI/gpt-neox-20b[/dim]
 
-    [dim]blackmamba data adopt old/part_*.bin --tokenizer tokenizer.json[/dim]
+    [dim]blackmamba data adopt fineweb/*.ds --tokenizer tokenizer.json[/dim]
     """
+    from megatron_blackmamba.data_tools import foreign
     from megatron_blackmamba.data_tools.verification import adopt as run
     from megatron_blackmamba.data_tools.verification import documents_without_eod
     from megatron_blackmamba.formats.shards import shard_prefix
@@ -314,6 +337,8 @@ def adopt(
 
     loaded = load_tokenizer(tokenizer, eod=eod)
     for path in paths:
+        if path.endswith(foreign.SUFFIXES):
+            path = str(foreign.expose(Path(path), loaded, dtype))
         manifest = run(path, loaded)
         print(f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens")
         open_ended = documents_without_eod(shard_prefix(path))

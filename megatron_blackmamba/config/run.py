@@ -43,6 +43,8 @@ class DataConfig(Section):
     """Threads that read ahead."""
     verify_rate: float = Field(100.0, ge=0)
     """Megabytes per second that each rank reads to compare the shards with their manifests; 0 switches this off."""
+    mask_first_token: bool = False
+    """Leave the first token of each document out of the training loss: the text before it is another document's."""
     synthetic: SyntheticConfig = SyntheticConfig()
 
     @model_validator(mode="after")

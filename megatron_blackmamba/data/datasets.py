@@ -34,6 +34,8 @@ class WindowDataset(MegatronDataset):
     ) -> None:
         self.name = name
         self.fingerprint = fingerprint
+        self.masked_after: int | None = None
+        """A token whose label does not count in the loss."""
         # dataset_path becomes part of megatron-core's identity of a dataset: the content, not the place.
         super().__init__(None, fingerprint, np.empty(0, np.int32), samples, split, config)
 
@@ -50,7 +52,10 @@ class WindowDataset(MegatronDataset):
         labels = len(window) - 1
         if labels < length:  # the tail of a held-out set
             window = torch.nn.functional.pad(window, (0, length - labels))
-        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": (torch.arange(length) < labels).float()}
+        counts = torch.arange(length) < labels
+        if self.masked_after is not None:
+            counts &= window[:-1] != self.masked_after
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": counts.float()}
 
 
 class EpochDataset(WindowDataset):

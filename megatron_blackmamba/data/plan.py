@@ -60,6 +60,8 @@ def build(config: DataConfig, *, vocab_size: int, total_samples: int) -> DataPla
     if total_samples < 1:
         raise DataError(f"a run of {total_samples} samples reads nothing: training.tokens is too small")
     if config.kind == "synthetic":
+        if config.mask_first_token:
+            raise DataError("data.mask_first_token=true: synthetic data has no documents. Set it to false")
         return _build_synthetic(config, vocab_size, total_samples)
     return _build_mixture(config, vocab_size, total_samples)
 
@@ -99,6 +101,10 @@ def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int) -> D
             mixture.sources, streams, prints, schedule.counts(total_samples), strict=True
         )
     ]
+    if config.mask_first_token:
+        eod = _eod([shard for shards, _ in opened for shard in shards])
+        for dataset in train:
+            dataset.masked_after = eod
     validation = {
         source.name: HeldOutDataset(source.name, TokenStream.of_shards(shards), content_fingerprint(shards), core)
         for source, (_, shards) in zip(mixture.sources, opened, strict=True)
@@ -120,6 +126,15 @@ def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int) -> D
     )
     shards = [shard for both in opened for part in both for shard in part]
     return DataPlan(MixtureDataset(train, schedule, total_samples, core), validation, record, shards)
+
+
+def _eod(shards: Sequence[Shard]) -> int:
+    """Return the end-of-document token of the shards; refuse several."""
+    ids = {shard.manifest.eod_id: shard.prefix for shard in shards}
+    if len(ids) > 1:
+        found = ", ".join(f"{eod} in {prefix}" for eod, prefix in sorted(ids.items()))
+        raise DataError(f"data.mask_first_token: the shards end documents with different tokens: {found}")
+    return next(iter(ids))
 
 
 def _core_config(config: DataConfig, names: list[str]) -> BlendedMegatronDatasetConfig:

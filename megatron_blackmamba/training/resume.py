@@ -10,6 +10,7 @@ from megatron_blackmamba.config import RunConfig
 
 FIXED = (
     *("model.", "data.kind", "data.sequence_length", "data.seed", "data.synthetic."),
+    "data.mask_first_token",
     *("training.precision", "training.seed", "optimizer.distributed", "optimizer.kind"),
 )
 """Another model, other data or other optimizer state: the checkpoint does not fit."""

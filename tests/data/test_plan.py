@@ -199,3 +199,20 @@ def test_it_is_a_blended_dataset_that_any_data_loader_reads(mixture):
     for theirs, batch in zip(loader, ours, strict=True):
         assert torch.equal(theirs["tokens"], batch["tokens"])
         assert torch.equal(theirs["dataset_id"], batch["source_ids"])
+
+
+def test_first_tokens_of_documents_can_be_left_out_of_the_loss(tmp_path):
+    write_shard(tmp_path / "a", 0, 400)
+    write_mixture(tmp_path, [{"name": "a", "shards": "a", "validation": []}])
+    config = data_config(tmp_path / "mixture.yaml", mask_first_token=True)
+    plan = build(config, vocab_size=VOCAB, total_samples=25)
+    rows = [plan.train[i] for i in range(25)]
+    tokens, counts = (torch.cat([row[key] for row in rows]) for key in ("tokens", "loss_mask"))
+    assert torch.equal(counts == 0, tokens == 0) and (tokens == 0).sum() == 1  # 0 is these shards' EOD
+    without = build(data_config(tmp_path / "mixture.yaml"), vocab_size=VOCAB, total_samples=25)
+    assert without.train[0]["loss_mask"].all() and without.fingerprint == plan.fingerprint
+
+
+def test_masked_first_tokens_need_documents():
+    with pytest.raises(DataError, match="synthetic data has no documents"):
+        build(DataConfig(mask_first_token=True), vocab_size=64, total_samples=1)

@@ -56,6 +56,7 @@ RULES = {
         *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
         *("model.attention.rotary_base", "model.init.std", "model.init.scale_outputs_by_depth", "model.init.dt_min"),
         *("model.init.dt_max", "model.init.dt_floor", "data.kind", "data.sequence_length", "data.seed"),
+        "data.mask_first_token",
         *("data.synthetic.sources", "data.synthetic.order", "training.precision", "training.seed"),
     ),
     "by name": ("training.tokens", "training.global_batch"),

@@ -1,0 +1,129 @@
+"""Token files of other tools become shards without a copy; datatrove's pipelines write ours."""
+
+import csv
+import gzip
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megatron_blackmamba.cli import app
+from megatron_blackmamba.data_tools.foreign import expose
+from megatron_blackmamba.data_tools.lengths import by_source
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.formats.shards import Shard, find_shards
+
+TEXTS = [f"document {i}: " + "import json and read the text " * (i % 9) for i in range(50)]
+
+
+@pytest.fixture
+def documents(tokenizer):
+    """Token ids of each text, its EOD included."""
+    return [[*tokenizer.encode(text), tokenizer.eod_id] for text in TEXTS]
+
+
+def adopt(path, tokenizer_file, *options):
+    done = CliRunner().invoke(app, ["data", "adopt", str(path), "-t", str(tokenizer_file), *options])
+    if done.exception:
+        raise done.exception
+    return Shard.open(path.with_name(path.name.removesuffix(path.suffix)))
+
+
+def same(shard, documents):
+    return [shard.document(i).tolist() for i in range(shard.manifest.documents)] == documents
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_datatrove_s_files_are_adopted_in_place(tmp_path, documents, tokenizer_file, dtype):
+    path = tmp_path / "00000_unshuffled.ds"
+    np.concatenate(documents).astype(dtype).tofile(path)
+    np.cumsum([len(ids) for ids in documents]).astype("<u8").tofile(f"{path}.index")
+    shard = adopt(path, tokenizer_file)
+    assert same(shard, documents) and shard.bin_path.samefile(path)
+    assert CliRunner().invoke(app, ["data", "verify", str(tmp_path)]).exit_code == 0
+
+
+def test_datatrove_s_own_tokenizer_writes_what_is_adopted(tmp_path, tokenizer_file):
+    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
+    from datatrove.pipeline.tokens.tokenizer import TokenizedFile
+
+    written = TokenizedFile(str(tmp_path), "a.ds")
+    for ids in ([3, 4, 5, 0], [6, 0]):
+        written.write(ids, None)
+    written.close()
+    assert same(adopt(tmp_path / "a.ds", tokenizer_file), [[3, 4, 5, 0], [6, 0]])
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_bare_npy_files_are_adopted_in_place(tmp_path, documents, tokenizer_file, listed):
+    path = tmp_path / "part-0-00000.npy"
+    np.concatenate(documents).astype("uint16").tofile(path)
+    if listed:
+        ends = np.cumsum([len(ids) for ids in documents]).tolist()
+        with gzip.open(tmp_path / "part-0-00000.csv.gz", "wt", newline="") as file:
+            csv.writer(file).writerows([a, b, "id", "src", i] for i, (a, b) in enumerate(zip([0, *ends], ends)))  # noqa: B905
+    shard = adopt(path, tokenizer_file)
+    assert same(shard, documents) and shard.bin_path.samefile(path)
+
+
+def test_npy_files_with_a_header_are_copied(tmp_path, documents, tokenizer_file):
+    np.save(tmp_path / "a.npy", np.concatenate(documents).astype("uint32"))
+    shard = adopt(tmp_path / "a.npy", tokenizer_file)
+    assert same(shard, documents) and not shard.bin_path.samefile(tmp_path / "a.npy")
+
+
+def test_token_files_that_do_not_fit_are_refused(tmp_path, tokenizer):
+    (tmp_path / "a.npy").write_bytes(b"\1\0\2")
+    with pytest.raises(InputError, match="3 bytes are no whole number of 2-byte tokens"):
+        expose(tmp_path / "a.npy", tokenizer)
+    (tmp_path / "b.ds").write_bytes(b"\1\0\2\0")
+    with pytest.raises(InputError, match=r"b.ds.index: missing"):
+        expose(tmp_path / "b.ds", tokenizer)
+    np.array([7], "<u8").tofile(tmp_path / "b.ds.index")
+    with pytest.raises(InputError, match="its index ends at token 7"):
+        expose(tmp_path / "b.ds", tokenizer, "uint16")
+    np.save(tmp_path / "c.npy", np.zeros((2, 2), "uint16"))
+    with pytest.raises(InputError, match="not a row of uint16"):
+        expose(tmp_path / "c.npy", tokenizer)
+
+
+def test_a_datatrove_pipeline_writes_shards(tmp_path, tokenizer_file):
+    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
+    from datatrove.data import Document
+
+    from megatron_blackmamba.data_tools.datatrove_step import ShardWriter
+
+    for rank in range(2):
+        found = [Document(text=text, id=str(i)) for i, text in enumerate(TEXTS[rank::2])]
+        ShardWriter(tmp_path / "out", str(tokenizer_file), seed=1).run(found, rank, 2)
+    shards = find_shards(tmp_path / "out")
+    assert [(s.manifest.shard, s.manifest.shards, s.manifest.documents) for s in shards] == [(1, 2, 25), (2, 2, 25)]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.name.startswith(".")) == []
+    printed = CliRunner().invoke(app, ["data", "inspect", str(tmp_path / "out"), "--count", "50", "--json"])
+    shown = [json.loads(line) for line in printed.stdout.splitlines()]
+    assert sorted(each["text"] for each in shown) == sorted(TEXTS)
+    assert all(TEXTS[2 * each["record"] - 2 + int(each["source"][-1])] == each["text"] for each in shown)
+    with pytest.raises(InputError, match="task 5 has no document"):
+        ShardWriter(tmp_path / "out", str(tokenizer_file)).run([], 5, 6)
+
+
+def test_lengths_are_shown_by_source(tmp_path, run, write_jsonl, tokenizer):
+    lengths = {}
+    for name, texts in (("short", TEXTS[:9]), ("long", [text * 3 for text in TEXTS])):
+        run(write_jsonl(f"{name}.jsonl", texts), out=f"tokens/{name}")
+        lengths[name] = [1 + len(tokenizer.encode(text)) for text in texts]
+    (tmp_path / "tokens/mix.yaml").write_text("sources: [{name: short, shards: short}, {name: long, shards: long}]")
+    for found in by_source([str(tmp_path / "tokens/mix.yaml")]):
+        expected = np.array(lengths[found.source])
+        assert (found.documents, found.tokens) == (len(expected), expected.sum())
+        assert (found.shortest, found.longest) == (expected.min(), expected.max())
+        assert found.quantiles[0.5] in expected and abs((expected <= found.quantiles[0.5]).mean() - 0.5) < 0.2
+        for power, count in enumerate(found.counts):
+            assert count == ((expected >= 2**power) & (expected < 2 ** (power + 1))).sum()
+    printed = CliRunner().invoke(app, ["data", "inspect", str(tmp_path / "tokens"), "--lengths"]).stdout
+    assert f"{tmp_path}/tokens/short: 9 documents" in printed and "#" in printed
+    shown = json.loads(
+        CliRunner().invoke(app, ["data", "inspect", str(tmp_path / "tokens/short"), "--lengths", "--json"]).stdout
+    )
+    assert shown[0]["documents"] == 9
