@@ -51,8 +51,8 @@ class Tree:
         """Return what git knows or would add, and compiled libraries; all files where git knows nothing."""
         command = ["git", "-C", str(self.source), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, capture_output=True, text=True)
-        names = [name for name in listed.stdout.split("\0") if name and (self.source / name).is_file()]
-        found = [p for p in self.source.rglob("*") if p.is_file() and not p.is_relative_to(self.work)]
+        names = [name for name in listed.stdout.split("\0") if name and is_file_or_link(self.source / name)]
+        found = [p for p in self.source.rglob("*") if is_file_or_link(p) and not p.is_relative_to(self.work)]
         inside = {str(p.relative_to(self.source)): p for p in found}
         kept = {name for name, path in inside.items() if not IGNORED & set(path.relative_to(self.source).parts)}
         return sorted({*names, *(name for name in kept if name.endswith(".so"))} if names else kept)
@@ -73,3 +73,7 @@ class Tree:
                 target = self.environment / "bin" / program.name
                 target.write_text(f"#!{self.python}\n{text}")
                 target.chmod(0o755)
+
+
+def is_file_or_link(path: Path) -> bool:
+    return path.is_file() or path.is_symlink()

@@ -1,6 +1,7 @@
 import pytest
 
-from megatron_blackmamba.launch.all_ranks import STAGES
+from megatron_blackmamba.launch import all_ranks
+from megatron_blackmamba.launch.all_ranks import STAGES, examine_all
 from megatron_blackmamba.launch.measures import pair_rounds
 from megatron_blackmamba.launch.thresholds import ThresholdError, Thresholds, parse
 from megatron_blackmamba.launch.verdict import Absent, Report, judge, judge_silence
@@ -85,6 +86,15 @@ def test_a_head_node_that_nobody_reaches_is_named():
     absent = [Absent(rank, f"node{rank}", "never reached rank 0") for rank in (1, 2, 3)]
     assert list(judge_silence(absent, 4, 4, "node0").unfit) == ["node0"]
     assert list(judge_silence(absent[:1], 4, 4, "node0").unfit) == ["node1"]
+
+
+def test_a_rank_that_cannot_reach_rank_zero_says_where(monkeypatch, capsys):
+    variables = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(all_ranks, "_end_after", lambda seconds, why: None)
+    assert examine_all(Thresholds(), 1.0, [], None) == 1
+    assert "cannot reach rank 0 at 127.0.0.1:9" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("nodes", range(1, 20))

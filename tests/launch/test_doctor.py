@@ -27,7 +27,9 @@ def test_a_full_examination_covers_every_part_and_ends_with_a_command(tmp_path):
     seen = json.loads(done.stdout)
     assert seen["healthy"]
     assert {finding["part"] for finding in seen["findings"]} == {"software", "backends", "machine", "devices", "disk"}
-    assert any(finding["name"].startswith("all-reduce") for finding in seen["findings"])
+    names = [finding["name"] for finding in seen["findings"]]
+    assert any(name.startswith("all-reduce") for name in names)
+    assert torch.cuda.is_available() or "matrix products" in names
     assert seen["next_command"].startswith("blackmamba ")
 
 

@@ -83,7 +83,9 @@ def test_second_run_reuses_map_and_results(toy):
 
 def test_later_run_continues_map_and_survivors(tmp_path):
     toy = Toy(tmp_path)
-    (tmp_path / "tests/test_here.py").write_text("from toy.shares import share\n\ndef test_here():\n    share(1, 2)\n")
+    (tmp_path / "alias").symlink_to("toy")
+    test_here = "from alias.shares import share\n\ndef test_here():\n    share(1, 2)\n"
+    (tmp_path / "tests/test_here.py").write_text(test_here)
     first = toy.mutate("--map-limit", "0", "--limit", "0")
     assert "test_shares.py: 1 of 1 tests passed, cut off" in first.stderr
     assert outcomes(tmp_path)[4]["status"] == "unfinished"
