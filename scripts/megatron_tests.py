@@ -57,15 +57,19 @@ def main() -> int:
     prepare(options.checkout, work)
     results = work / "results.jsonl"
     done = {json.loads(line)["file"] for line in results.read_text().splitlines()} if results.exists() else set()
-    for name in test_files(work, options.tests):
-        if name in done:
-            continue
+    waiting = [name for name in test_files(work, options.tests) if name not in done]
+    start = time.monotonic()
+    for place, name in enumerate(waiting, 1):
         began = time.monotonic()
         outcomes = run_file(work, name, options)
         record = {"file": name, "seconds": round(time.monotonic() - began), "outcomes": outcomes}
         with open(results, "a") as file:
             file.write(json.dumps(record) + "\n")
-        print(f"{name}: {counts(outcomes)} in {record['seconds']} s", flush=True)
+        left = (time.monotonic() - start) / place * (len(waiting) - place) / 60
+        print(
+            f"{place}/{len(waiting)} {name}: {counts(outcomes)} in {record['seconds']} s, {left:.0f} min left",
+            flush=True,
+        )
         for test, (outcome, why) in outcomes.items():
             if outcome in (FAILED, HUNG):
                 print(f"  {outcome} {test.split('::', 1)[-1]}: {why[:300]}", flush=True)
@@ -170,6 +174,9 @@ def run_ranks(work, name, skip, only, options, deadline) -> dict[str, list[str]]
         )
     try:
         hung = wait(ranks, news, deadline, options.test_limit)
+        if hung:
+            os.killpg(ranks.pid, signal.SIGUSR1)  # each rank writes its stacks
+            time.sleep(2)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
@@ -210,7 +217,8 @@ def merge(news: Path, ranks: int, hung: bool) -> dict[str, list[str]]:
             outcomes[test] = [FAILED, failed[0]]
         elif len(of_test) < ranks:
             waiting = sorted(set(range(ranks)) - set(of_test))
-            outcomes[test] = [HUNG, f"no end on ranks {waiting}" + ("" if hung else "; a rank died")]
+            what = f"; {waits_in(news, waiting[0])}" if hung else "; a rank died"
+            outcomes[test] = [HUNG, f"no end on ranks {waiting}{what}"]
         else:
             kinds = {outcome for outcome, _ in of_test.values()}
             outcomes[test] = [PASSED if PASSED in kinds else SKIPPED, next(why for _, why in of_test.values())]
@@ -219,6 +227,13 @@ def merge(news: Path, ranks: int, hung: bool) -> dict[str, list[str]]:
         log = [line for file in logs for line in file.read_text(errors="replace").splitlines()]
         outcomes["collection"] = [FAILED, next((line for line in reversed(log) if "Error" in line), "no test ran")]
     return outcomes
+
+
+def waits_in(news: Path, rank: int) -> str:
+    """Return the innermost frames of a rank's main thread, which is the last that faulthandler writes."""
+    stacks = news / f"{rank}.stacks"
+    main = stacks.read_text().split("(most recent call first):")[-1] if stacks.exists() else ""
+    return f"rank {rank} waits in: " + " < ".join(line.strip() for line in main.strip().splitlines()[:6])
 
 
 def counts(outcomes: dict[str, list[str]]) -> str:

@@ -5,9 +5,11 @@ many, tensors with device="cuda", the nccl backend) is answered here, and only w
 Run as a program it imports megatron once and forks the ranks.
 """
 
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
 import types
 from pathlib import Path
@@ -121,12 +123,15 @@ def pytest_runtest_logreport(report):
 
 
 def fork_ranks(count: int, arguments: list[str]) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # to the whole process group: where does each rank wait?
     for rank in range(count):
         if os.fork() == 0:
             os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
             log = os.open(Path(ORDERS["news"]) / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            stacks = os.open(Path(ORDERS["news"]) / f"{rank}.stacks", os.O_WRONLY | os.O_CREAT)
+            faulthandler.register(signal.SIGUSR1, stacks)
             code = pytest.main(arguments)
             sys.stdout.flush()
             os._exit(code)
