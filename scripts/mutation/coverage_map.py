@@ -101,23 +101,29 @@ def build(server: ForkServer, test_files: list[str], packages: list[str], limit:
     tree = server.tree
     folder = tree.work / "map"
     folder.mkdir(exist_ok=True)
-    began, measured = time.monotonic(), 0
-    for place, name in enumerate(test_files, 1):
-        stored = folder / (name.replace("/", "__") + ".json")
+    records = {}
+    for name in test_files:
+        stored = stored_at(folder, name)
         record = json.loads(stored.read_text()) if stored.exists() else None
-        if record is not None and not is_current(record, tree.root):
-            record = None
-        if record is None or limit > record["limit"]:
-            record = measure(server, name, packages, limit, record)
-            stored.with_suffix(".new").write_text(json.dumps(record))
-            stored.with_suffix(".new").replace(stored)
-            passed = sum(test["passed"] for test in record["tests"].values())
-            counts = f"{passed} of {len(record['tests'])} tests passed" + ("" if record["complete"] else ", cut off")
-            measured += 1
-            took = time.monotonic() - began
-            say(f"map {place}/{len(test_files)} {name}: {counts}{left(took / measured * (len(test_files) - place))}")
+        records[name] = record if record and is_current(record, tree.root) else None
+    wanted = [name for name, record in records.items() if record is None or limit > record["limit"]]
+    began = time.monotonic()
+    for place, name in enumerate(wanted, 1):
+        record = records[name] = measure(server, name, packages, limit, records[name])
+        new = stored_at(folder, name).with_suffix(".new")
+        new.write_text(json.dumps(record))
+        new.replace(stored_at(folder, name))
+        passed = sum(test["passed"] for test in record["tests"].values())
+        counts = f"{passed} of {len(record['tests'])} tests passed" + ("" if record["complete"] else ", cut off")
+        eta = left((time.monotonic() - began) / place * (len(wanted) - place))
+        say(f"map {place}/{len(wanted)} {name}: {counts}{eta}")
+    for record in records.values():
         merged.add(record)
     return merged
+
+
+def stored_at(folder: Path, name: str) -> Path:
+    return folder / (name.replace("/", "__") + ".json")
 
 
 def left(seconds: float) -> str:

@@ -91,3 +91,16 @@ def test_first_value_out_of_bounds_is_refused(key, good, bad):
     load("tiny", [*fitting, f"{key}={good}"])
     with pytest.raises(ConfigError, match=rf"{key}={bad}".replace("[", r"\[")):
         load("tiny", [*fitting, f"{key}={bad}"])
+
+
+@pytest.mark.parametrize("letter", ["x", "ü"])
+def test_a_name_has_at_most_200_bytes(letter):
+    longest = letter * (200 // len(letter.encode()))
+    assert load("tiny", [f"name={longest}"]).name == longest
+    with pytest.raises(ConfigError, match="at most 200 bytes"):
+        load("tiny", [f"name={longest}y"])
+
+
+def test_constant_learning_rate_is_accepted():
+    rates = load("tiny", ["optimizer.learning_rate=0.002", "optimizer.min_learning_rate=0.002"]).optimizer
+    assert rates.learning_rate == rates.min_learning_rate == 0.002

@@ -118,6 +118,7 @@ def test_a_missing_value_is_told_by_the_file_of_its_section(write):
         (["name=a/b"], "'a/b'"),
         (["training.tokens=-1"], "training.tokens=-1"),
         (["model.pattern=M-"], "model.mlp_hidden_size"),
+        (["model.pattern=MEM", "model.arrangement=parallel"], "the pattern has 3: make it even"),
         (["model.pattern=''"], "found nothing"),
         (["model.expert_hidden_size=null"], "set model.expert_hidden_size"),
         (["model.top_k=9", "model.router.kind=softmax"], "model.top_k=9 is more than model.experts=8"),

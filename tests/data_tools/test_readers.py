@@ -160,6 +160,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert read(tmp_path / "a.jsonl")[0] == read(tmp_path / "a.txt", "text")[0] == [(1, "good")]
 
 
+def test_only_the_first_byte_order_mark_is_dropped():
+    mark = b"\xef\xbb\xbf"
+    content = mark + b'{"text": "a' + mark + b'b"}'
+    parser = JsonLines(ReadOptions(), lambda *bad: pytest.fail(str(bad)))
+    assert fed_in_pieces(parser, content, [content.rindex(mark)]) == [(1, "a\ufeffb")]
+
+
 def test_files_of_another_kind_get_a_hint(tmp_path):
     (tmp_path / "array.jsonl").write_text('[\n {"text": "x"}\n]')
     (tmp_path / "plain.jsonl").write_text("Call me Ishmael.\n")

@@ -79,6 +79,16 @@ def test_a_disk_that_takes_nothing_is_named_with_what_to_do(number, advice, code
     assert advice in said
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_too_few_open_files_name_their_limit(number, first_hour, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("megatron_blackmamba.report.write_report", fails)
+    assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == 2
+    assert capsys.readouterr().err.startswith(f"blackmamba: {os.strerror(number)}: raise the limit (`ulimit -n`)")
+
+
 def test_an_error_of_ours_keeps_its_traceback_unless_an_old_library_explains_it(first_hour, monkeypatch, capsys):
     def fails(*_, **__):
         raise AttributeError("no such name")

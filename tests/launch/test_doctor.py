@@ -1,10 +1,12 @@
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -173,6 +175,42 @@ def test_every_op_has_one_backend_in_use():
     assert len(in_use) == len(set(in_use))
     assert {"selective_scan", "causal_conv1d"} <= set(in_use)
     assert not [finding for finding in findings if finding.status == "problem"]
+
+
+@pytest.mark.parametrize(("unlimited", "status"), [(True, "ok"), (False, "problem")])
+def test_infiniband_needs_unlimited_locked_memory(monkeypatch, tmp_path, unlimited, status):
+    monkeypatch.setattr(hardware, "Path", lambda name: tmp_path)  # /sys/class/infiniband
+    assert list(hardware.locked_memory()) == []
+    (tmp_path / "mlx5_0").touch()
+    limit = resource.RLIM_INFINITY if unlimited else 2**16
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    (finding,) = hardware.locked_memory()
+    assert finding.status == status
+
+
+def test_memory_is_that_of_this_machine(monkeypatch):
+    installed = psutil.virtual_memory().total
+    assert installed * 0.01 < hardware._memory()[0] <= installed * 1.01  # less in a container
+    monkeypatch.setattr(hardware, "Path", lambda name: Path("/no/such/file"))
+    assert hardware._memory() == pytest.approx((installed, installed), rel=0.01)
+
+
+def test_any_of_the_known_compilers_will_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert next(software.programs()).status == "warning"
+    (tmp_path / "clang++").touch(mode=0o755)
+    assert next(software.programs()) == Finding("software", "C++ compiler", "clang++")
+
+
+def test_an_unmet_requirement_is_a_problem_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(software, "unmet", lambda: ["torch 1.0 is here, and this project needs >=2.6"])
+    (finding,) = (finding for finding in software.imports() if finding.name == "requirements")
+    assert finding.status == "problem" and finding.advice == software.REPAIR
+
+
+def test_backends_that_cannot_run_are_notes():
+    missing = [finding for finding in software.backends() if finding.found not in ("available", "in use")]
+    assert missing and {finding.status for finding in missing} == {"note"}
 
 
 def test_a_verdict_carries_advice_only_where_it_is_needed():

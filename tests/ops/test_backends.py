@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 
 from megatron_blackmamba.ops import backends
 
@@ -26,3 +27,22 @@ def test_a_backend_that_cannot_be_imported_is_passed_over(tmp_path, monkeypatch,
         cached.cache_clear()
     assert backends.choose("an_op", ("broken", "plain"), "auto").__name__ == "an_op.plain"
     assert reason in backends.available("an_op", ("broken", "plain"))["broken"]
+
+
+@pytest.mark.parametrize(
+    ("logits", "reason"),
+    [
+        (torch.ones(1, 8), None),
+        (torch.ones(1, 8, dtype=torch.float64), "computes in float32, the input is float64"),
+        (torch.ones(0, 8), "there are no tokens"),
+        (torch.ones(4, 256), None),
+        (torch.ones(4, 257), "up to 256 experts, not 257"),
+    ],
+)
+def test_triton_router_says_what_it_cannot_take(monkeypatch, logits, reason):
+    pytest.importorskip("triton")
+    from megatron_blackmamba.ops.sinkhorn import triton
+
+    assert triton.unsupported(logits, None) == "the tensors are not on a CUDA device"
+    monkeypatch.setattr(triton, "interpreted", lambda: True)
+    assert triton.unsupported(logits, None) == reason

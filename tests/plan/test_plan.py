@@ -233,6 +233,11 @@ def test_data_that_training_would_refuse_are_refused_here(tmp_path):
     assert "max_epochs is 0.5" in estimate.make_plan(load("tiny", overrides)).refused_data
 
 
+def test_a_missing_mixture_file_is_named():
+    planned = estimate.make_plan(load("tiny", ["data.kind=mixture", "data.mixture=nowhere.yaml"]))
+    assert planned.sources == () and planned.missing_data == "nowhere.yaml: no such mixture file"
+
+
 def test_node_counts_beyond_a_sequence_a_rank_are_not_even_tried():
     tried = estimate._most_useful(load("blackmamba_1.5b", ["parallel.tensor=2"]), 8_000_000)
     assert tried == 2 * 1008

@@ -68,3 +68,10 @@ def test_a_parameter_without_gradient_stays_and_an_empty_group_keeps_no_step():
 def test_an_option_it_does_not_have_is_refused_not_ignored():
     with pytest.raises(TypeError, match="master_weights"):
         Adam([torch.nn.Parameter(torch.ones(1))], master_weights=True)
+
+
+def test_features_it_lacks_are_refused():
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    Adam(weights, capturable=False)
+    with pytest.raises(TypeError, match="no capturable"):
+        Adam(weights, capturable=True)

@@ -43,3 +43,37 @@ def test_ranks_with_logs_of_their_own_all_print(tmp_path, monkeypatch):
     for _ in range(2):
         assert failure.say_once("an error", lambda: said.append("an error"))
     assert len(said) == 2
+
+
+@pytest.fixture
+def last_words(monkeypatch, capsys):
+    """Return what a rank does with an exception, in order: pauses, lines on stderr and its exit code."""
+
+    def end(error, size=4):
+        done = []
+
+        def pause(seconds):
+            done.append(capsys.readouterr().err)
+            done.append(seconds)
+
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+        monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+        monkeypatch.setattr(failure.time, "sleep", pause)
+        monkeypatch.setattr(failure.os, "_exit", lambda code: done.append(code))
+        failure.report_as(1, size)
+        sys.excepthook(type(error), error, None)
+        return [capsys.readouterr().err if part is None else part for part in [*done[:-1], None, done[-1]]]
+
+    return end
+
+
+def test_lost_ranks_wait_before_they_speak(last_words):
+    before, pause, said, code = last_words(ConnectionError("Connection closed by peer"))
+    assert before == "" and pause == failure.LET_THE_CAUSE_SPEAK
+    assert said == "rank 1 of 4 ends: it lost another rank (Connection closed by peer)\n"
+    assert code == 1
+
+
+def test_a_rank_alone_gives_a_plain_traceback(last_words):
+    said, code = last_words(KeyboardInterrupt(), size=1)
+    assert said == "KeyboardInterrupt\n" and code == 130

@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -86,3 +88,10 @@ def test_the_flight_recorder_is_on_unless_set():
     environment["TORCH_FR_BUFFER_SIZE"] = "0"
     hangs.record_collectives(environment)
     assert environment["TORCH_FR_BUFFER_SIZE"] == "0"
+
+
+def test_processes_without_torch_dump_no_flight_recorder(tmp_path):
+    program = "import sys; from pathlib import Path; from megatron_blackmamba.runtime import hangs;"
+    program += " hangs.dump_flight_recorder(Path(sys.argv[1]), 0); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
+    assert list(tmp_path.iterdir()) == []

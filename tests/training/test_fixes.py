@@ -1,5 +1,7 @@
 """Each fix of megatron-core's optimizer, left out in turn: what breaks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -85,6 +87,14 @@ BREAKS = {
 def test_leaving_a_fix_out_breaks_what_it_is_for(place, tmp_path, monkeypatch, name):
     assert not BREAKS[name](place, tmp_path / "with", frozenset(), monkeypatch)
     assert BREAKS[name](place, tmp_path / "without", frozenset({name}), monkeypatch), f"is the fix {name!r} needed?"
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+def test_non_finite_gradient_norms_are_refused(norm):
+    optimizer = SimpleNamespace(get_grad_norm=lambda: norm)
+    fixes._refuse_non_finite(optimizer, None)
+    with pytest.raises(fixes.NonFiniteGradient):
+        optimizer.get_grad_norm()
 
 
 def test_every_fix_says_why_it_exists():
