@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_blackmamba.data.datasets import DataError
 from megatron_blackmamba.formats.shards import ShardError
+from megatron_blackmamba.runtime import device
 
 Batch = dict[str, Tensor]
 """tokens, labels, loss_mask [B, S]; source_ids, sample_ids [B].
@@ -138,6 +139,8 @@ class BatchStream:
         batch["source_ids"] = torch.tensor([row.get("dataset_id", self.source_id) for row in rows])
         batch["sample_ids"] = torch.tensor(samples)
         batch["loss_mask"] *= (batch["sample_ids"] >= 0)[:, None]
+        if device.has_cuda():  # copies to the GPU then run beside the host
+            return {name: x.pin_memory() for name, x in batch.items()}
         return batch
 
     def _row(self, sample: int) -> dict[str, Any]:

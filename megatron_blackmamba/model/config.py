@@ -85,6 +85,7 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.tensor > 1,
         batch_p2p_comm=torch.cuda.is_available(),
+        batch_p2p_sync=False,  # works around a fault of older PyTorch versions, and stops the host at every exchange
         deterministic_mode=config.training.deterministic,
         # Fusions that need Apex or Transformer Engine
         gradient_accumulation_fusion=False,

@@ -33,6 +33,8 @@ def grouped_experts(
     if activation not in ACTIVATIONS:
         raise ValueError(f"grouped_experts: activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
     require_floats("grouped_experts", x=x_TD, fc1=fc1_EGD, fc2=fc2_EDF, weights=weights_T)
+    if x_TD.is_cuda:  # once, out of the pinned memory that a dispatcher has copied to: the host does not wait
+        tokens_per_expert_E = tokens_per_expert_E.to(x_TD.device, non_blocking=True)
     gate_up_TG = grouped_linear(x_TD, tokens_per_expert_E, fc1_EGD, backend=backend)
     early = why_not_cpp(gate_up_TG) is None  # the weights cost nothing there; elsewhere they meet the smaller tensor
     hidden_TF = gated(gate_up_TG, activation, weights_T if early else None)

@@ -34,7 +34,7 @@ class State:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at the fullest moment."""
+    """Bytes on one GPU at the fullest moment: in the loss, or in the backward pass of a block."""
 
     weights: int
     gradients: int
@@ -111,12 +111,14 @@ def fullest(config: RunConfig, world_size: int, device: str = "cuda") -> tuple[M
     Ranks of a stage differ only by the padding at the end of the buffers they share; the first has none of it.
     """
     stages = config.parallel.pipeline
-    found = []
-    for stage in range(stages):
-        rank = stage * world_size // stages
-        state = state_of(config, world_size, rank)
-        found.append((_memory(config, world_size, stage, state, device), rank))
+    found = [(of_stage(config, world_size, stage, device), stage * world_size // stages) for stage in range(stages)]
     return max(found, key=lambda pair: pair[0].total)
+
+
+def of_stage(config: RunConfig, world_size: int, stage: int, device: str = "cuda") -> Memory:
+    """Return the memory of the first rank of a pipeline stage."""
+    state = state_of(config, world_size, stage * world_size // config.parallel.pipeline)
+    return _memory(config, world_size, stage, state, device)
 
 
 def beside_state(config: RunConfig, world_size: int, device: str = "cuda") -> int:
@@ -131,12 +133,15 @@ def _memory(config: RunConfig, world_size: int, stage: int, state: State, device
     sizes = Activations(config, device)
     last = stage == stages - 1
     at_work = max(sizes.block(kind, "none") for _, kind in _kinds_of_stage(config, stage))
+    sent = _communication(config, sizes)
+    logits = sizes.logits() + sizes.logits_peak() if last else 0
+    in_loss = logits > at_work + sent  # the logits are gone before the last block's backward pass begins
     return Memory(
         **asdict(state),
         activations=in_flight(config, world_size, stage) * kept(config, stage, config.training.recompute, device),
-        logits=sizes.logits() + sizes.logits_peak() if last else 0,
-        working=at_work,
-        communication=_communication(config, sizes),
+        logits=logits if in_loss else 0,
+        working=0 if in_loss else at_work,
+        communication=0 if in_loss else sent,
         reserved=RESERVED,
     )
 

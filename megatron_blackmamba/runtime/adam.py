@@ -57,7 +57,7 @@ class Adam(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for (device, _), same in by_kind.items():
-            step = torch.tensor(float(group["step"]), device=device)
+            step = torch.full((), float(group["step"]), device=device)  # no copy from the host
             update(
                 same,
                 [p.grad.to(p.dtype) for p in same if p.grad is not None],

@@ -66,6 +66,10 @@ def _without_fused_adam() -> bool:
     return importlib.import_module("megatron.core.optimizer").USING_PYTORCH_OPTIMIZER
 
 
+def _without_fused_norm() -> bool:
+    return importlib.import_module("megatron.core.optimizer.clip_grads").l2_norm_impl.__name__.startswith("local")
+
+
 def _without_te_gemm() -> bool:
     return not hasattr(importlib.import_module("megatron.core.transformer.moe.moe_utils"), "te_general_gemm")
 
@@ -285,6 +289,23 @@ def _adam() -> None:
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
     distrib_optimizer.Adam = Adam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+@_patch("clipping", "megatron-core's own gradient norm reads each parameter's norm on the host", _without_fused_norm)
+def _clipping() -> None:
+    """A few launches for all gradients, and a single wait, which is megatron-core's."""
+    from megatron.core.optimizer import clip_grads
+
+    def norm(_: Any, __: Any, tensors: list[list[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors[0]))).view(1), None
+
+    def scale(_: Any, __: Any, tensors: list[list[torch.Tensor]], factor: float) -> None:
+        source, target = tensors
+        if source is not target:
+            torch._foreach_copy_(target, source)
+        torch._foreach_mul_(target, factor)
+
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = norm, scale
 
 
 @_patch("float64", "optimizer, gradient norm, optimizer checkpoint and loss round a float64 model to fp32")

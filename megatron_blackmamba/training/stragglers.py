@@ -26,6 +26,7 @@ class OwnTime:
     def __init__(self, model: LanguageModel) -> None:
         self.reading = 0.0
         self._spans: list[list[Any]] = []
+        self._latest: Any = 0.0
         for block in _timed(model):
             block.register_forward_hook(self._after_forward)
 
@@ -38,6 +39,8 @@ class OwnTime:
 
     def take(self) -> tuple[float, float]:
         """Return the mean seconds of a layer's backward pass, and the seconds of reading; then start over."""
+        if self._spans and not isinstance(self._latest, float):
+            self._latest.synchronize()  # the others lie before it in the stream
         seconds = [_between(*span) for span in self._spans if len(span) == 2]
         taken = (sum(seconds) / len(seconds) if seconds else 0.0, self.reading)
         self._spans, self.reading = [], 0.0
@@ -47,8 +50,12 @@ class OwnTime:
         if output.requires_grad and inputs[0].requires_grad:
             span: list[Any] = []
             self._spans.append(span)
-            output.register_hook(lambda gradient: span.append(_now(gradient)))
-            inputs[0].register_hook(lambda gradient: span.append(_now(gradient)))
+            output.register_hook(lambda gradient: self._note(span, gradient))
+            inputs[0].register_hook(lambda gradient: self._note(span, gradient))
+
+    def _note(self, span: list[Any], gradient: Tensor) -> None:
+        self._latest = _now(gradient)
+        span.append(self._latest)
 
 
 @dataclass(frozen=True)
@@ -132,5 +139,4 @@ def _now(x: Tensor) -> Any:
 def _between(first: Any, last: Any) -> float:
     if isinstance(first, float):
         return last - first
-    last.synchronize()
     return first.elapsed_time(last) / 1e3

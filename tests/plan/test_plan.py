@@ -102,7 +102,7 @@ def test_broken_layouts_are_refused_with_the_reason(overrides, reason):
 
 def test_a_gpu_too_small_is_said_to_be_and_recomputation_suggested(tmp_path):
     small = tmp_path / "small.yaml"
-    small.write_text(yaml.safe_dump(H100.model_dump() | {"name": "small", "memory_gib": 2.62}))
+    small.write_text(yaml.safe_dump(H100.model_dump() | {"name": "small", "memory_gib": 2.57}))
     long = ["tiny", "data.sequence_length=2048"]
     answer, _ = plan(*long, "--nodes", "1", "--gpus-per-node", "1", "--gpu", str(small), "--suggest")
     assert answer["layout"]["works"]

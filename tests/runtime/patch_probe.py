@@ -92,6 +92,37 @@ def gate_as_megatron_does() -> dict:
     return {"gated": float(swiglu(torch.ones(1, 2)))}
 
 
+def clip() -> dict:
+    """The gradient norm, with the numbers that the host reads counted."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megatron.core.optimizer import clip_grads
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    us = world_of_one()
+    weights = [torch.nn.Parameter(torch.full((n,), 3.0)) for n in (4, 12)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with Reads() as reads:
+        norm = clip_grads.get_grad_norm_fp32([weight.grad for weight in weights], grad_stats_parallel_group=us)
+    if reads.count > 1:
+        raise ArithmeticError(f"{reads.count} numbers read")
+    clip_grads.clip_grad_by_total_norm_fp32(weights, 2.0, norm)
+    return {"norm": norm, "clipped": [float(weight.grad[0]) for weight in weights]}
+
+
+def world_of_one() -> object:
+    from megatron_blackmamba.runtime import world
+
+    return world.start(load("tiny", SMALL).parallel).groups.mp
+
+
 def train_in_float64() -> dict:
     """Two steps of a run in float64, and the optimizer's state as a checkpoint would hold it."""
     from megatron_blackmamba import model
@@ -162,11 +193,12 @@ SCENARIOS = {
     "split-sizes": SPREAD_EXPERTS,
     "router-gemm": (1, route_as_megatron_does),
     "adam": ONE,
+    "clipping": (1, clip),
     "float64": (1, train_in_float64),
 }
 
 
-COMPLETE = ("jit", "synchronize", "streams", "tensor-cuda", "router-gemm", "adam", "float64")
+COMPLETE = ("jit", "synchronize", "streams", "tensor-cuda", "router-gemm", "adam", "clipping", "float64")
 
 
 def refuse_to_compile() -> None:

@@ -17,6 +17,7 @@ WHAT_BREAKS = {
     "split-sizes": r"all_to_all_single\(\): incompatible function arguments",
     "router-gemm": "te_general_gemm",
     "adam": "AssertionError",
+    "clipping": "2 numbers read",
     "float64": "assign a gradient with dtype 'float'|rounded to fp32",
 }
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA needs none of these patches")
@@ -41,6 +42,13 @@ def test_with_every_patch_the_tiny_model_trains_saves_and_resumes_on_one_process
     assert one[0][1] < one[0][0]
     assert stages[0] == pytest.approx(one[0], abs=1e-2)  # fp32: a token may change experts
     assert experts[0] == pytest.approx(one[0], abs=1e-2)
+
+
+@without_cuda
+def test_clipping_gives_the_norm_and_scales_by_it(probe):
+    (rank,) = probe["complete"]["clipping"]
+    assert rank["answer"]["norm"] == 4.0
+    assert rank["answer"]["clipped"] == pytest.approx([0.5, 0.5], rel=1e-6)
 
 
 @without_cuda
@@ -70,6 +78,6 @@ def test_leaving_out_a_patch_that_does_not_exist_is_refused_by_name():
 def test_with_cuda_only_patches_for_missing_libraries_apply_and_torch_stays_as_it_was():
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream", "Event")}
     tensor = torch.Tensor.cuda, torch.Tensor.type
-    assert set(patches.install()) <= {"router-gemm", "adam"}
+    assert set(patches.install()) <= {"router-gemm", "adam", "clipping"}
     assert before == {name: getattr(torch.cuda, name) for name in before}
     assert (torch.Tensor.cuda, torch.Tensor.type) == tensor

@@ -1,0 +1,42 @@
+"""Runs to rehearse: name -> number of ranks, config and overrides."""
+
+from megatron_blackmamba.kinds import all_kinds
+from tests.rehearsal import Case
+
+BLACKMAMBA = ["training.micro_batch=6", "model.pattern=ME"]
+ONE = [*BLACKMAMBA, "parallel.expert=1", "training.global_batch=6"]
+EIGHT = [*BLACKMAMBA, "training.global_batch=96"]
+ANY_KIND = ["model.mlp_hidden_size=3072", "model.attention.heads=9", "model.top_k=1", "training.global_batch=6"]
+
+LAYOUTS = {
+    "one_gpu": Case(1, "blackmamba_1.5b", [*ONE, "training.global_batch=12"]),
+    "ep8": Case(8, "blackmamba_1.5b", EIGHT),
+    "ep8_allgather": Case(8, "blackmamba_1.5b", [*EIGHT, "kernels.dispatcher=allgather"]),
+    "tp2_ep4": Case(8, "blackmamba_1.5b", [*EIGHT, "parallel.tensor=2", "parallel.expert=4"]),
+    "pp2": Case(2, "blackmamba_1.5b", [*ONE, "model.pattern=MEME", "training.global_batch=12", "parallel.pipeline=2"]),
+    "recompute": Case(1, "blackmamba_1.5b", [*ONE, "training.recompute=layers"]),
+    "eod_reset": Case(1, "blackmamba_1.5b", [*ONE, "model.eod_reset=0"]),
+    "softmax": Case(8, "blackmamba_1.5b", [*EIGHT, "model.router.kind=softmax"]),
+    "fp32": Case(
+        2,
+        "blackmamba_1.5b",
+        [*ONE, "training.precision=fp32", "optimizer.distributed=false", "training.global_batch=12"],
+    ),
+}
+ARCHITECTURES = {
+    "blackmamba": Case(
+        1, "blackmamba_1.5b", ["training.micro_batch=6", "parallel.expert=1", "training.global_batch=6"]
+    ),
+    "mamba": Case(1, "mamba_343m", ["model.pattern=MMMM", "training.global_batch=6"]),
+    "transformer": Case(1, "transformer_340m", ["model.pattern=*-*-", "training.global_batch=6"]),
+    "transformer_moe": Case(
+        1, "transformer_moe_1.5b", ["model.pattern=*E*E", "parallel.expert=1", "training.global_batch=6"]
+    ),
+}
+KINDS = {
+    f"kind_{kind.name.replace(' ', '_')}": Case(
+        1, "blackmamba_1.5b", [*ONE, f"model.pattern={kind.letter}{kind.letter}", *ANY_KIND]
+    )
+    for kind in all_kinds()
+}
+CASES = LAYOUTS | ARCHITECTURES | KINDS

@@ -1,0 +1,101 @@
+"""A training step on fake GPUs: no crash, no unexpected wait, few launches, memory as planned."""
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.rehearsal.requirements import why_not
+from megatron_blackmamba.config import load
+from megatron_blackmamba.kinds import kind_of, kinds_in
+from megatron_blackmamba.plan import memory
+from tests.rehearsal.cases import CASES
+from tests.runtime.ranks import run_script
+
+pytestmark = [
+    pytest.mark.xdist_group("rehearsal"),
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+]
+
+A_STEP = Counter(
+    {
+        "copy from pageable memory: step._over_the_world": 1,
+        "copy to the host: step._over_the_world": 1,
+        "synchronize: stragglers.take": 1,
+        "item: clip_grads.get_grad_norm_fp32": 1,
+    }
+)
+AN_EXPERTS_LAYER = {  # and micro-batch, by dispatcher
+    "alltoall": {"synchronize: token_dispatcher._maybe_dtoh_and_synchronize": 1, "masked_select: moe_utils.permute": 2},
+    "allgather": {
+        "copy to the host: token_dispatcher.dispatch_postprocess": 1,
+        "copy from pageable memory: experts.grouped_experts": 1,
+        "masked_select: moe_utils.permute": 1,
+        "masked_select: token_dispatcher.dispatch_postprocess": 1,
+    },
+}
+LAUNCHES = {"M": (19, 76), "E": (62, 93), "*": (31, 31), "-": (9, 23)}
+"""Bounds of launches forward and backward by letter; other kinds have OTHERS."""
+OTHERS = (64, 128)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return run_script("tests.rehearsal.probe", timeout=540)
+
+
+@pytest.fixture(params=CASES)
+def step(request, recorded):
+    found = recorded[request.param]
+    assert "error" not in found, found["error"]
+    return found | {"name": request.param, "case": CASES[request.param]}
+
+
+def config_of(step):
+    return load(step["case"].config, step["case"].overrides)
+
+
+def test_no_stand_in_for_cuda_is_installed(step):
+    assert set(step["patches"]) <= {"adam", "router-gemm", "clipping"}
+
+
+def test_the_host_waits_only_where_expected(step):
+    assert step["waits"] == expected_waits(config_of(step), step)
+
+
+def expected_waits(config, step):
+    waits = A_STEP.copy()
+    experts = sum(kind_of(letter).routed for letter in step["layers"]) * step["micro_batches"]
+    if not config.optimizer.distributed and experts:
+        waits["item: clip_grads.get_grad_norm_fp32"] += 1  # dense weights, then experts
+    if config.parallel.expert * config.parallel.expert_tensor > 1:
+        for name, count in AN_EXPERTS_LAYER[config.kernels.dispatcher].items():
+            waits[name] += count * experts
+    if config.training.precision == "fp32":  # which grouped products do not take
+        waits["tolist: experts.grouped_linear"] += 2 * experts
+    return waits
+
+
+def test_launches_of_a_layer_stay_under_their_bound(step):
+    for letter, found in step["launches"].items():
+        forward, backward = LAUNCHES.get(letter, OTHERS)
+        repeated = forward if config_of(step).training.recompute == "layers" else 0
+        assert found["forward"] <= forward, letter
+        assert found["backward"] <= backward + repeated, letter
+
+
+def test_peak_memory_is_within_5_percent_of_the_plan(step):
+    full = memory.of_stage(config_of(step), step["case"].ranks, stage=0)  # where rank 0 is
+    assert step["peak"] == pytest.approx(full.total - full.reserved, rel=0.05)
+
+
+def test_only_the_router_multiplies_in_fp32_and_nothing_in_fp64(step):
+    if config_of(step).training.precision == "bf16":
+        assert set(step["odd"]) <= {"fp32 addmm: router.gating", "fp32 mm: AddmmBackward0", "fp32 mm: random.backward"}
+    assert not [what for what in step["odd"] if "fp64" in what or "CPU" in what or "cpu" in what]
+
+
+def test_mamba_layers_run_the_triton_kernels(step):
+    if "M" in step["layers"]:
+        assert {"forward", "backward", "convolve_forward", "convolve_backward"} <= set(step["kernels"])
+    if any(kind.routed for kind in kinds_in(step["layers"])) and config_of(step).model.router.kind == "sinkhorn":
+        assert "_choose" in step["kernels"]
