@@ -38,6 +38,16 @@ class AttentionConfig(Section):
     rotary_base: int = 10000
 
 
+class Mamba2Config(Section):
+    """Mamba-2 layers (`S`); they share `expand` and `conv_kernel` with Mamba-1 layers."""
+
+    head_dim: int = Field(64, gt=0)
+    """Channels of a head; expand × hidden_size is divided into heads."""
+    state_size: int = Field(128, gt=0)
+    groups: int = Field(1, gt=0)
+    """Groups of heads that share B and C; tensor parallelism splits the groups."""
+
+
 class InitConfig(Section):
     """Initial weights; they depend on the seed and a parameter's global name, never on the layout."""
 
@@ -50,7 +60,8 @@ class InitConfig(Section):
 
 
 class ModelConfig(Section):
-    """One stack of layers; `pattern` has one letter per layer: M Mamba, E experts, * attention, - dense MLP."""
+    """One stack of layers; `pattern` has one letter per layer: M Mamba, S Mamba-2, E experts, * attention,
+    - dense MLP."""
 
     pattern: str
     arrangement: Literal["sequential", "parallel"] = "sequential"
@@ -79,6 +90,7 @@ class ModelConfig(Section):
     None, as in the paper: states run across documents."""
     router: RouterConfig = RouterConfig()
     attention: AttentionConfig = AttentionConfig()
+    mamba2: Mamba2Config = Mamba2Config()
     init: InitConfig = InitConfig()
 
     @field_validator("pattern")

@@ -184,6 +184,8 @@ class KernelsConfig(Section):
     """megatron-core's exchange of tokens between the ranks that share the experts."""
     scan: Literal["auto", "reference", "chunked", "cpu", "triton", "mamba_ssm"] = "auto"
     """The selective scan; auto: the fastest one that works here."""
+    ssd: Literal["auto", "reference", "chunked", "mamba_ssm"] = "auto"
+    """The scan of Mamba-2 layers; auto: the fastest one that works here (mamba_ssm is unmeasured)."""
 
 
 class StartConfig(Section):

@@ -1,4 +1,4 @@
-"""The configuration of a BlackMamba for transformers: Mamba-1 mixers alternating with top-1 mixtures of experts."""
+"""The configuration of a BlackMamba for transformers: Mamba mixers alternating with top-1 mixtures of experts."""
 
 import math
 
@@ -8,8 +8,9 @@ from transformers import PretrainedConfig
 class BlackMambaConfig(PretrainedConfig):
     """Fields carry the names of the released config.json, as far as it has them; the others are additions.
 
-    mamba_moe_layers: one entry per layer: "r" for Mamba, a number for a mixture of that many experts, "attention" or
-    "mlp".
+    mamba_moe_layers: one entry per layer: "r" for Mamba, "mamba2", a number for a mixture of that many experts,
+    "attention" or "mlp".
+    mamba2_head_dim, mamba2_state_size, mamba2_groups: of "mamba2" layers.
     num_attention_heads, num_key_value_heads, rope_theta: of "attention" layers.
     mlp_hidden_size: the inner width of "mlp" layers.
     activation: the gate of the experts. "silu" is what the paper trains; "gelu" is what the released code computes.
@@ -47,6 +48,9 @@ class BlackMambaConfig(PretrainedConfig):
         num_key_value_heads=None,
         rope_theta=10000,
         mlp_hidden_size=None,
+        mamba2_head_dim=64,
+        mamba2_state_size=128,
+        mamba2_groups=1,
         initializer_range=0.02,
         kernels="auto",
         output_router_choices=False,
@@ -77,6 +81,9 @@ class BlackMambaConfig(PretrainedConfig):
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
         self.rope_theta = rope_theta
         self.mlp_hidden_size = mlp_hidden_size
+        self.mamba2_head_dim = mamba2_head_dim
+        self.mamba2_state_size = mamba2_state_size
+        self.mamba2_groups = mamba2_groups
         self.initializer_range = initializer_range
         self.kernels = kernels
         self.output_router_choices = output_router_choices
@@ -96,12 +103,19 @@ class BlackMambaConfig(PretrainedConfig):
                 f"mamba_moe_layers has {len(self.mamba_moe_layers)} entries, num_layers is {self.num_layers}"
             )
         for kind in self.mamba_moe_layers:
-            if kind not in ("r", "attention", "mlp") and not (kind.isdecimal() and int(kind) > 0):
+            if kind not in ("r", "mamba2", "attention", "mlp") and not (kind.isdecimal() and int(kind) > 0):
                 raise ValueError(
-                    f'mamba_moe_layers: an entry is "r", "attention", "mlp" or a number of experts, not {kind!r}'
+                    'mamba_moe_layers: an entry is "r", "mamba2", "attention", "mlp" or a number of experts, '
+                    f"not {kind!r}"
                 )
         if "mlp" in self.mamba_moe_layers and self.mlp_hidden_size is None:
             raise ValueError("mamba_moe_layers has mlp: set mlp_hidden_size")
+        heads_of_group = self.mamba2_head_dim * self.mamba2_groups
+        if "mamba2" in self.mamba_moe_layers and self.inner_size % heads_of_group:
+            raise ValueError(
+                f"expansion_factor * hidden_size = {self.inner_size} is not divisible by "
+                f"mamba2_head_dim * mamba2_groups = {heads_of_group}"
+            )
         if "attention" in self.mamba_moe_layers and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"

@@ -6,7 +6,7 @@ module that holds it, and goes no further: that is where offloading and device_m
 module's inputs to it.
 
 Shapes: B batch, L length, D model, I inner, N state, R dt rank, K taps, W = K - 1 window, E experts, T tokens,
-S all tokens so far, H heads, G key-value heads, C channels of a head.
+S all tokens so far, H heads, G key-value heads, C channels of a head. Of Mamba-2: H heads of P channels in G groups.
 """
 
 from functools import partial
@@ -19,6 +19,7 @@ try:
     from megatron_blackmamba.ops.causal_conv1d import causal_conv1d as fast_conv1d
     from megatron_blackmamba.ops.matvec import matvec as fast_matvec
     from megatron_blackmamba.ops.selective_scan import selective_scan as fast_scan
+    from megatron_blackmamba.ops.ssd import ssd as fast_ssd
 
     HAVE_KERNELS = True
 except ImportError:
@@ -76,6 +77,34 @@ def selective_scan(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_
     return (y * F.silu(widen(z_BLI))).to(u_BLI.dtype), state
 
 
+def ssd(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, initial_state_BHPN, reset_BL, chunk=64):
+    """The recurrence of Mamba-2, as matrix products over chunks in fp32; returns y_BLHP in x's dtype and the state."""
+    heads_of_group = x_BLHP.shape[2] // B_BLGN.shape[2]
+    x, B, C = (widen(tensor).transpose(1, 2) for tensor in (x_BLHP, B_BLGN, C_BLGN))
+    B, C = (tensor.repeat_interleave(heads_of_group, dim=1) for tensor in (B, C))
+    dt_BHL = F.softplus(widen(dt_BLH) + dt_bias_H).transpose(1, 2)
+    exponent_BHL = dt_BHL * A_H[:, None]
+    if reset_BL is not None:
+        exponent_BHL = exponent_BHL.masked_fill(reset_BL[:, None], -torch.inf)
+    x_dt, state = x * dt_BHL[..., None], initial_state_BHPN
+    y_parts = []
+    for start in range(0, x.shape[2], chunk):
+        here = slice(start, start + chunk)
+        exponent_BHT, C_T = exponent_BHL[..., here], C[:, :, here]
+        T = exponent_BHT.shape[-1]
+        not_after_TT = torch.ones(T, T, dtype=torch.bool, device=x.device).triu()
+        # Each column sums from its own token on: a difference of running sums would be inexact.
+        sums = exponent_BHT[..., None].expand(-1, -1, T, T).masked_fill(not_after_TT, 0.0).cumsum(dim=-2)
+        decay_BHTT = sums.masked_fill(not_after_TT.triu(1), -torch.inf).exp()
+        since_start_BHT1 = exponent_BHT.cumsum(dim=-1).exp()[..., None]
+        scores_BHTT = C_T @ B[:, :, here].mT * decay_BHTT
+        y_parts.append(scores_BHTT @ x_dt[:, :, here] + C_T @ state.mT * since_start_BHT1)
+        left_BHTP = x_dt[:, :, here] * decay_BHTT[..., -1, :, None]
+        state = state * since_start_BHT1[:, :, -1:] + left_BHTP.mT @ B[:, :, here]
+    y = torch.cat(y_parts, dim=2) + D_H[:, None, None] * x
+    return y.transpose(1, 2).to(x_BLHP.dtype), state
+
+
 class FastLinear(nn.Linear):
     """nn.Linear with a kernel for the few tokens of a step of generation."""
 
@@ -108,6 +137,19 @@ class RMSNorm(nn.Module):
         return (x * widen(self.weight)).to(self.weight.dtype)
 
 
+class GatedNorm(RMSNorm):
+    """The norm of gated channels, each group by itself."""
+
+    def __init__(self, size, groups, eps):
+        super().__init__(size, eps)
+        self.groups = groups
+
+    def forward(self, x, gate):
+        x_GC = (widen(x) * F.silu(widen(gate))).unflatten(-1, (self.groups, -1))
+        x_GC = x_GC * torch.rsqrt(x_GC.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (x_GC.flatten(-2) * widen(self.weight)).to(x.dtype)
+
+
 class Convolution(nn.Conv1d):
     fast = False
 
@@ -133,7 +175,33 @@ class Router(nn.Linear):
         return F.linear(widen(x), widen(self.weight), widen(self.bias))
 
 
-class MambaMixer(nn.Module):
+class Recurrent(nn.Module):
+    """What the two kinds of Mamba have in common."""
+
+    def _apply(self, fn, recurse=True):
+        """Casting the model to a half precision leaves the recurrence's own parameters in fp32."""
+        exact = [(p, p.detach()) for p in self.exact()]
+        super()._apply(fn, recurse)
+        for parameter, before in exact:
+            if before.dtype == torch.float32 and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = before.to(parameter.device)
+        return self
+
+    def convolved(self, x, keep_BL1, reset_BL, cache, state_shape):
+        """Return x behind the convolution, the next tokens' window, and the state before these tokens."""
+        if keep_BL1 is not None:
+            x = x * keep_BL1
+        window, state = (None, None) if cache is None else (cache.windows.get(self.layer), cache.states.get(self.layer))
+        if window is None:
+            window = x.new_zeros(x.shape[0], self.conv1d.kernel_size[0] - 1, x.shape[2])
+            state = self.A_log.new_zeros(x.shape[0], *state_shape)
+        x, window = self.conv1d(x, window, reset_BL)
+        if keep_BL1 is not None:
+            x = x * keep_BL1  # the convolution's bias alone must not feed the state at padding
+        return x, window, state
+
+
+class MambaMixer(Recurrent):
     def __init__(self, config, layer):
         super().__init__()
         D, I, N, K = config.hidden_size, config.inner_size, config.state_size, config.conv_dimension
@@ -149,27 +217,12 @@ class MambaMixer(nn.Module):
         self.D = nn.Parameter(torch.ones(I))
         self.out_proj = linear(I, D, self.fast)
 
-    def _apply(self, fn, recurse=True):
-        """Casting the model to a half precision leaves the recurrence's own parameters in fp32."""
-        exact = [(p, p.detach()) for p in (self.A_log, self.D, self.dt_proj.weight, self.dt_proj.bias)]
-        super()._apply(fn, recurse)
-        for parameter, before in exact:
-            if before.dtype == torch.float32 and parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = before.to(parameter.device)
-        return self
+    def exact(self):
+        return self.A_log, self.D, self.dt_proj.weight, self.dt_proj.bias
 
     def forward(self, u_BLD, keep_BL1, reset_BL, cache):
-        B = u_BLD.shape[0]
         x, z = self.in_proj(u_BLD).chunk(2, dim=-1)
-        if keep_BL1 is not None:
-            x = x * keep_BL1
-        window, state = (None, None) if cache is None else (cache.windows.get(self.layer), cache.states.get(self.layer))
-        if window is None:
-            window = x.new_zeros(B, self.conv1d.kernel_size[0] - 1, x.shape[2])
-            state = self.A_log.new_zeros(B, *self.A_log.shape)
-        x, window = self.conv1d(x, window, reset_BL)
-        if keep_BL1 is not None:
-            x = x * keep_BL1  # the convolution's bias alone must not feed the state at padding
+        x, window, state = self.convolved(x, keep_BL1, reset_BL, cache, self.A_log.shape)
         dt_BLR, B_BLN, C_BLN = self.x_proj(x).split(self.splits, dim=-1)
         delta_BLI, bias_I = self.dt_proj(dt_BLR)
         scan = _fast_scan if self.fast else selective_scan
@@ -182,6 +235,45 @@ class MambaMixer(nn.Module):
 def _fast_scan(u, delta, A, B, C, D, z, bias, state, reset):
     options = {"z_BLI": z, "delta_bias_I": bias, "initial_state_BIN": state, "reset_BL": reset}
     return fast_scan(u, delta.to(u.dtype), A, B, C, D, **options, return_final_state=True)
+
+
+class Mamba2Mixer(Recurrent):
+    """Mamba-2, with the names and rows of transformers' own: in_proj [z | x | B | C | dt], conv1d [x | B | C]."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        D, I, K, P = config.hidden_size, config.inner_size, config.conv_dimension, config.mamba2_head_dim
+        self.layer, self.groups, self.fast = layer, config.mamba2_groups, use_kernels(config)
+        H, GN = I // P, self.groups * config.mamba2_state_size
+        self.splits, self.state_shape = (I, GN, GN), (H, P, config.mamba2_state_size)
+        self.in_proj = linear(D, 2 * I + 2 * GN + H, self.fast)
+        self.conv1d = Convolution(I + 2 * GN, I + 2 * GN, K, groups=I + 2 * GN)
+        self.conv1d.fast = self.fast
+        self.dt_bias = nn.Parameter(torch.zeros(H))
+        self.A_log = nn.Parameter(torch.zeros(H))
+        self.D = nn.Parameter(torch.ones(H))
+        self.norm = GatedNorm(I, self.groups, config.norm_eps)
+        self.out_proj = linear(I, D, self.fast)
+
+    def exact(self):
+        return self.A_log, self.D, self.dt_bias
+
+    def forward(self, u_BLD, keep_BL1, reset_BL, cache):
+        heads, groups = self.state_shape[0], self.groups
+        z, x, dt_BLH = self.in_proj(u_BLD).split((self.splits[0], sum(self.splits), heads), dim=-1)
+        x, window, state = self.convolved(x, keep_BL1, reset_BL, cache, self.state_shape)
+        x, B, C = x.split(self.splits, dim=-1)
+        x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
+        scan = _fast_ssd if self.fast else ssd
+        y, state = scan(x, dt_BLH, -torch.exp(self.A_log), B, C, self.D, self.dt_bias, state, reset_BL)
+        if cache is not None:
+            cache.windows[self.layer], cache.states[self.layer] = window, state
+        return self.out_proj(self.norm(y.flatten(2), z).to(u_BLD.dtype))
+
+
+def _fast_ssd(x, dt, A, B, C, D, bias, state, reset):
+    options = {"dt_bias_H": bias, "initial_state_BHPN": state, "reset_BL": reset}
+    return fast_ssd(x, dt, A, B, C, D, **options, return_final_state=True)
 
 
 class Attention(nn.Module):
@@ -287,6 +379,8 @@ class Layer(nn.Module):
         self.norm = None if shares else RMSNorm(config.hidden_size, config.norm_eps)
         if self.kind == "r":
             self.mixer = MambaMixer(config, index)
+        elif self.kind == "mamba2":
+            self.mixer = Mamba2Mixer(config, index)
         elif self.kind == "attention":
             self.mixer = Attention(config, index)
         elif self.kind == "mlp":
@@ -300,7 +394,7 @@ class Layer(nn.Module):
         shared_BLD is that of the layer before, for a layer without a norm of its own.
         """
         x, choice_BL = shared_BLD if self.norm is None else self.norm(residual_BLD), None
-        if self.kind == "r":
+        if self.kind in ("r", "mamba2"):
             y = self.mixer(x, keep_BL1, reset_BL, cache)
         elif self.kind == "attention":
             y = self.mixer(x, segment_BL, cache)

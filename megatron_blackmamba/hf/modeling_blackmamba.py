@@ -19,7 +19,17 @@ from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput, logging
 
 from .configuration_blackmamba import BlackMambaConfig
-from .layers_blackmamba import FinalNorm, Layer, MambaMixer, RMSNorm, TimeStep, linear, use_kernels, widen
+from .layers_blackmamba import (
+    FinalNorm,
+    Layer,
+    Mamba2Mixer,
+    MambaMixer,
+    RMSNorm,
+    TimeStep,
+    linear,
+    use_kernels,
+    widen,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -27,8 +37,8 @@ logger = logging.get_logger(__name__)
 class BlackMambaCache(Cache):
     """The past of B sequences.
 
-    For each Mamba layer it holds the last W inputs of the convolution and the fp32 state, in constant space; for each
-    attention layer the keys, the values, and the document of each token.
+    For each Mamba or Mamba-2 layer it holds the last W inputs of the convolution and the fp32 state, in constant space;
+    for each attention layer the keys, the values, and the document of each token.
 
     A `Cache` only so that `generate` recognises one; nothing inherited is used, since what is there differs by version.
     """
@@ -130,7 +140,8 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         # Whole modules, since that is what transformers can name, and only names that there are. Newer versions have a
         # list that bf16 models obey too.
         strict = hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict")
-        names = ["A_log", "D", "dt_proj"] if "r" in config.mamba_moe_layers else []
+        of_kinds = {"r": ["A_log", "D", "dt_proj"], "mamba2": ["A_log", "D", "dt_bias"]}
+        names = sorted({name for kind in config.mamba_moe_layers for name in of_kinds.get(kind, [])})
         setattr(self, "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules", names)
 
     @torch.no_grad()
@@ -143,11 +154,18 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, MambaMixer) and not getattr(module.A_log, "_is_hf_initialized", False):
             I, N = module.A_log.shape
-            device = module.A_log.device
-            module.A_log.copy_(torch.arange(1, N + 1, device=device).float().log().expand(I, N))
+            module.A_log.copy_(torch.arange(1, N + 1, device=module.A_log.device).float().log().expand(I, N))
             module.D.fill_(1.0)
-            delta = torch.exp(torch.empty(I, device=device).uniform_(math.log(1e-3), math.log(1e-1)))
-            module.dt_proj.bias.copy_(delta + torch.log(-torch.expm1(-delta)))  # softplus of this is delta
+            _spread_time_steps(module.dt_proj.bias)
+        elif isinstance(module, Mamba2Mixer) and not getattr(module.A_log, "_is_hf_initialized", False):
+            module.A_log.uniform_(1.0, 16.0).log_()
+            module.D.fill_(1.0)
+            _spread_time_steps(module.dt_bias)
+
+
+def _spread_time_steps(bias):
+    delta = torch.exp(torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1)))
+    bias.copy_(delta + torch.log(-torch.expm1(-delta)))  # softplus of this is delta
 
 
 class BlackMambaModel(BlackMambaPreTrainedModel):

@@ -63,10 +63,7 @@ class Mamba(LayerKind):
         if name == "A_log":
             return torch.log(torch.arange(1, shape[1] + 1, dtype=torch.float32)).expand(shape)
         if name == "dt_proj.bias":
-            init = model.init
-            low, high = math.log(init.dt_min), math.log(init.dt_max)
-            dt = torch.exp(torch.rand(shape, generator=random) * (high - low) + low).clamp(min=init.dt_floor)
-            return dt + torch.log(-torch.expm1(-dt))  # softplus of this is dt
+            return initial_dt_bias(shape, model, random)
         fans = {"dt_proj": model.dt_rank_or_default, "conv1d": model.conv_kernel}
         if fan := fans.get(name.partition(".")[0]):
             return (torch.rand(shape, generator=random) * 2 - 1) * fan**-0.5
@@ -116,6 +113,15 @@ class Mamba(LayerKind):
 
     def decoding(self, model: ModelConfig) -> Decoding:
         return MambaDecoding()
+
+
+def initial_dt_bias(shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor:
+    """Return the bias whose softplus is log-uniform between model.init.dt_min and dt_max."""
+    import torch
+
+    low, high = math.log(model.init.dt_min), math.log(model.init.dt_max)
+    dt = torch.exp(torch.rand(shape, generator=random) * (high - low) + low).clamp(min=model.init.dt_floor)
+    return dt + torch.log(-torch.expm1(-dt))
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:

@@ -4,13 +4,15 @@ A parameter is sharded over the tensor-parallel group along one axis, or replica
 are split along the sequence need their gradients summed over the group: `sequence_parallel`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_blackmamba.runtime import device
 
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -42,6 +44,27 @@ def without_decay(parameter: nn.Parameter) -> nn.Parameter:
 def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """A parameter without values yet, on the device of this process (or on the meta device, when planning)."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device.device()))
+
+
+def sharded_by_parts(whole: ShardedTensor, parts: Sequence[int], rank: int) -> ShardedTensorFactory:
+    """Shard each part of the rows by itself, so that any layout can load the checkpoint.
+
+    whole: this rank's rows, which are its shares of all parts, one behind the other. parts: rows of each share.
+    """
+    ranks = whole.global_shape[0] // sum(parts)
+
+    def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> list[ShardedTensor]:
+        shards, first = [], 0
+        for share in data.split(parts):
+            offset = (first * ranks + rank * len(share), *[0] * (data.dim() - 1))
+            shape = tuple(share.shape)
+            shards.append(
+                ShardedTensor(key, share, data.dtype, shape, whole.global_shape, offset, None, replica_id=replica_id)
+            )
+            first += len(share)
+        return shards
+
+    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
 
 
 def mark_linears(model: nn.Module) -> None:

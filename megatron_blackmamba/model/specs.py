@@ -8,6 +8,7 @@ from megatron_blackmamba.model.attention import CausalAttention
 from megatron_blackmamba.model.experts import GroupedExperts
 from megatron_blackmamba.model.linears import ColumnLinear, RowLinear
 from megatron_blackmamba.model.mamba import MambaMixer, MambaMixerSubmodules
+from megatron_blackmamba.model.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_blackmamba.model.moe import MoEMixer
 from megatron_blackmamba.model.norms import LayerNorm, RMSNorm
 from megatron_blackmamba.model.router import SinkhornRouter, SoftmaxRouter
@@ -39,6 +40,11 @@ def mamba_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
     column, row = linears(kernels.linear)
     mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, x_proj=row, out_proj=row))
     return block(MambaBlock, mixer)
+
+
+def mamba2_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
+    column, row = linears(kernels.linear)
+    return block(MambaBlock, ModuleSpec(Mamba2Mixer, submodules=Mamba2MixerSubmodules(in_proj=column, out_proj=row)))
 
 
 def experts_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:

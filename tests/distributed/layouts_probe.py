@@ -33,6 +33,7 @@ TRANSFORMER = [
     "model.attention.kv_heads=2",
 ]
 TRANSFORMER_MOE = ["model.pattern=*E*E", "model.attention.heads=4"]
+MAMBA2 = ["model.pattern=SESE", "model.mamba2.head_dim=16", "model.mamba2.state_size=16", "model.mamba2.groups=2"]
 PARALLEL = ["model.arrangement=parallel"]
 CUT = ["model.eod_reset=397"]  # a letter that ends documents, so that some end where sequences are cut
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
@@ -65,6 +66,10 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "cut_cp2_pp2": (4, [*CUT, "parallel.context=2", "parallel.pipeline=2"]),
     "shipped_solo": (1, []),
     "shipped_dp2": (2, []),
+    "mamba2_solo": (1, MAMBA2),
+    "mamba2_ep2": (2, [*MAMBA2, "parallel.expert=2"]),
+    "mamba2_tp2": (2, [*MAMBA2, "parallel.tensor=2"]),
+    "mamba2_pp2": (2, [*MAMBA2, "parallel.pipeline=2", "training.recompute=layers"]),
     "parallel_solo": (1, PARALLEL),
     "parallel_tp2": (2, [*PARALLEL, "parallel.tensor=2", "training.recompute=layers"]),
     "parallel_pp2": (2, [*PARALLEL, "parallel.pipeline=2", "training.recompute=experts"]),

@@ -18,7 +18,7 @@ EXACT = [name for name in LAYOUTS if not name.startswith(("bf16", "fp32"))]
 
 def alone(name: str) -> str:
     """The run of one process that a layout is compared with."""
-    families = ("bf16", "fp32", "cut", "shipped", "parallel", "transformer_moe", "transformer")
+    families = ("bf16", "fp32", "cut", "shipped", "mamba2", "parallel", "transformer_moe", "transformer")
     family = next((f for f in families if name.startswith(f)), "")
     return f"{family}_solo".lstrip("_")
 

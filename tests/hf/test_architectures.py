@@ -16,6 +16,9 @@ ARCHITECTURES = {
     "transformer": {"layers": "amam"},
     "transformer_moe": {"layers": "a4a4"},
     "hybrid": {"layers": "r4a4"},
+    "mamba2": {"layers": "s4"},
+    "mamba2_hybrid": {"layers": "r4s4", "eod_reset": 7},
+    "mamba2_attention": {"layers": "s4a4"},
     "parallel": {"layers": "r4r4", "arrangement": "parallel"},
     "all_parallel": {"layers": "ra4m", "arrangement": "parallel"},
 }

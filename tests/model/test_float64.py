@@ -11,7 +11,7 @@ FP64 = "training.precision=fp64"
 TOKENS_BS = torch.arange(40).view(2, 20)
 
 
-@pytest.mark.parametrize("pattern", ["MEME", "*-*E"])
+@pytest.mark.parametrize("pattern", ["MEME", "*-*E", "SE"])
 def test_float64_model_is_float64_throughout(build, pattern):
     built = build(FP64, f"model.pattern='{pattern}'", "model.mlp_hidden_size=96", "model.attention.heads=4")
     seen = []

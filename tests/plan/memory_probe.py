@@ -10,6 +10,7 @@ from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.runtime import patches, world
 from tests.runtime.ranks import fork_ranks
 
+MAMBA2 = ["model.pattern=SES", "model.mamba2.head_dim=16", "model.mamba2.state_size=32", "model.mamba2.groups=2"]
 PARALLEL = ["model.pattern=MEMEME", "model.arrangement=parallel"]
 SHAPES = {
     "tiny": ["data.sequence_length=64"],
@@ -31,6 +32,8 @@ MORE = {
     "float64": (2, "wide", ["training.precision=fp64"]),
     "parallel": (1, "wide", PARALLEL),
     "parallel_layers": (1, "wide", [*PARALLEL, "training.recompute=layers"]),
+    "mamba2": (1, "tiny", MAMBA2),
+    "mamba2_tp2": (2, "tiny", [*MAMBA2, "parallel.tensor=2", "training.precision=bf16"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
 }
 COMMON = ["data.sequence_length=96", "training.micro_batch=2", "training.global_batch=8"]

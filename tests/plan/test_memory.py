@@ -35,12 +35,20 @@ def test_what_is_kept_for_the_backward_pass_is_predicted_within_15_percent(measu
         assert predicted == pytest.approx(held["kept"], rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["tiny_alone", "wide_alone", "deep_alone"])
+@pytest.mark.parametrize("name", ["mamba2", "mamba2_tp2"])
+def test_what_mamba2_keeps_is_predicted_within_5_percent(measured, name):
+    config = load("tiny", cases()[name][1])
+    predicted = memory.kept(config, 0, "none", "cpu") + Activations(config, "cpu").logits()
+    assert predicted == pytest.approx(measured[name][0]["kept"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["tiny_alone", "wide_alone", "deep_alone", "mamba2"])
 def test_flops_of_matrix_products_are_those_torch_counts(measured, name):
     _, overrides = cases()[name]
     config = load("tiny", overrides)
-    counted = {"mamba_projections", "router", "head"}  # torch's counter does not know grouped_mm
     parts = flops.forward_by_part(config.model, config.data.sequence_length)
+    products = {"mamba_projections", "mamba2_projections", "ssd", "router", "head"}
+    counted = products & parts.keys()  # torch's counter does not know grouped_mm
     tokens = config.training.micro_batch * config.data.sequence_length
     sinkhorn = (
         config.model.pattern.count("E") * 2 * config.model.experts

@@ -18,12 +18,12 @@ def test_the_papers_models_have_exactly_their_parameters(run, total, forward):
 @pytest.mark.parametrize(
     "runs",
     [
-        ["blackmamba_1.5b", "mamba_343m", "transformer_340m", "transformer_moe_1.5b"],
-        ["quickstart", "quickstart_mamba", "quickstart_transformer", "quickstart_transformer_moe"],
+        ["blackmamba_1.5b", "blackmamba2_1.5b", "mamba_343m", "transformer_340m", "transformer_moe_1.5b"],
+        ["quickstart", "quickstart_mamba2", "quickstart_mamba", "quickstart_transformer", "quickstart_transformer_moe"],
     ],
     ids=["paper", "quickstart"],
 )
-def test_the_four_architectures_have_about_one_active_size(runs):
+def test_architectures_have_about_one_active_size(runs):
     forward = [parameters.count(load(run)).forward for run in runs]
     assert max(forward) / min(forward) < 1.07
 
@@ -36,17 +36,19 @@ def test_the_dense_baseline_has_no_idle_parameters():
 
 
 def test_every_kind_of_layer_is_counted_by_hand():
-    overrides = ['model.pattern="M*-E"', "model.mlp_hidden_size=96", "model.tie_embeddings=false"]
+    overrides = ['model.pattern="MS*-E"', "model.mlp_hidden_size=96", "model.tie_embeddings=false"]
+    overrides += ["model.mamba2.head_dim=16", "model.mamba2.state_size=32", "model.mamba2.groups=2"]
     counted = parameters.count(load("tiny", overrides)).by_kind
     D, I, N, R, K, V, E, F = 64, 128, 16, 4, 4, 512, 8, 128
     assert counted == {
         "embedding": V * D,
         "mamba": D * 2 * I + I * (K + 1) + I * (R + 2 * N) + R * I + I + I * N + I + I * D,
+        "mamba2": D * (2 * I + 128 + 8) + (I + 128) * (K + 1) + 3 * 8 + I + I * D,
         "attention": 4 * D * D,
         "mlp": 3 * D * 96,
         "router": E * D + E,
         "experts": 3 * D * F * E,
-        "norms": 4 * D + 2 * D,
+        "norms": 5 * D + 2 * D,
         "head": V * D,
     }
 

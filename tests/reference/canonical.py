@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.config.model import AttentionConfig
+from megatron_blackmamba.config.model import AttentionConfig, Mamba2Config
 from megatron_blackmamba.interchange.canonical import Canonical, in_memory
 from tests.reference.checkpoint import Tiny
 
@@ -14,7 +14,9 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!'-Ġ"
 def config_of(model: Tiny) -> ModelConfig:
     given = model.config
     return ModelConfig(
-        pattern="".join({"r": "M", "attention": "*", "mlp": "-"}.get(kind, "E") for kind in given["mamba_moe_layers"]),
+        pattern="".join(
+            {"r": "M", "mamba2": "S", "attention": "*", "mlp": "-"}.get(kind, "E") for kind in given["mamba_moe_layers"]
+        ),
         vocab_size=given["vocab_size"],
         hidden_size=given["hidden_size"],
         state_size=given["state_size"],
@@ -25,6 +27,9 @@ def config_of(model: Tiny) -> ModelConfig:
             heads=given.get("num_attention_heads", 16),
             kv_heads=given.get("num_key_value_heads"),
             rotary_base=given.get("rope_theta", 10000),
+        ),
+        mamba2=Mamba2Config(
+            **{name[7:]: given[name] for name in given if name.startswith("mamba2_")},
         ),
         expert_hidden_size=given["ffn_hidden_size"],
         activation=given["activation"],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # What a fresh model has where it is not random: a weight left there could be forgotten without a test noticing.
-_CENTRE = {"norm.weight": 1.0, "final_layernorm.weight": 1.0, "mixer.D": 1.0, "dt_proj.bias": -2.0}
+_CENTRE = {"norm.weight": 1.0, "final_layernorm.weight": 1.0, "mixer.D": 1.0, "dt_proj.bias": -2.0, "dt_bias": -2.0}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def tiny(
     seed: int = 0,
 ) -> Tiny:
     """`layers` has one character per layer: r for Mamba, a digit for that many experts, as the released config does,
-    and a for attention, m for a dense MLP."""
+    and a for attention, m for a dense MLP, s for Mamba-2."""
     config = {
         "num_layers": len(layers),
         "hidden_size": hidden,
@@ -48,7 +48,7 @@ def tiny(
         "conv_dimension": 4,
         "vocab_size": vocab,
         "expansion_factor": 2,
-        "mamba_moe_layers": [{"a": "attention", "m": "mlp"}.get(layer, layer) for layer in layers],
+        "mamba_moe_layers": [{"a": "attention", "m": "mlp", "s": "mamba2"}.get(layer, layer) for layer in layers],
         "ffn_hidden_size": ffn,
         "bias": False,
         "add_bias_linear": False,
@@ -63,6 +63,8 @@ def tiny(
         config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 100}
     if "m" in layers:
         config |= {"mlp_hidden_size": 40}
+    if "s" in layers:
+        config |= {"mamba2_head_dim": 8, "mamba2_state_size": 6, "mamba2_groups": 2}
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _random(name, shape, generator) for name, shape in released_shapes(config).items()}
     return Tiny(config, weights)
@@ -86,6 +88,18 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 "mixer.D": (inner,),
                 "mixer.out_proj.weight": (D, inner),
             }
+        elif kind == "mamba2":
+            heads, shared = inner // config["mamba2_head_dim"], config["mamba2_groups"] * config["mamba2_state_size"]
+            layer |= {
+                "mixer.in_proj.weight": (2 * inner + 2 * shared + heads, D),
+                "mixer.conv1d.weight": (inner + 2 * shared, 1, K),
+                "mixer.conv1d.bias": (inner + 2 * shared,),
+                "mixer.dt_bias": (heads,),
+                "mixer.A_log": (heads,),
+                "mixer.D": (heads,),
+                "mixer.norm.weight": (inner,),
+                "mixer.out_proj.weight": (D, inner),
+            }
         elif kind == "attention":
             channels = D // config["num_attention_heads"]
             rows = channels * (config["num_attention_heads"] + 2 * config["num_key_value_heads"])
@@ -105,7 +119,7 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     noise = torch.randn(shape, generator=generator)
     if name.endswith("A_log"):
-        return torch.log(torch.arange(1, shape[1] + 1.0)) + 0.3 * noise
+        return torch.log(torch.arange(1, shape[-1] + 1.0)) + 0.3 * noise
     if len(shape) == 1:
         centre = next((value for end, value in _CENTRE.items() if name.endswith(end)), 0.0)
         return centre + 0.3 * noise

@@ -5,7 +5,9 @@ fused matrices, are those of the released checkpoint: in_proj [x | z], x_proj [d
 Attention and dense MLP, which the released checkpoint lacks, are as in the paper's baselines: linear_qkv has for each
 key-value head its queries, the key and the value; rotary positions turn channel c together with c + C/2.
 
-Shapes: S sequence, V vocabulary, D model, I inner, N state, K taps, C channels of a head.
+Mamba-2 is as in mamba-ssm: in_proj [z | x | B | C | dt], a norm of each group's gated channels.
+
+Shapes: S sequence, V vocabulary, D model, I inner, N state, K taps, C channels of a head; of Mamba-2 H heads, G groups.
 """
 
 import math
@@ -55,6 +57,8 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
                 x_D = _rms_norm(residual_D, w[layer + "norm.weight"])
             if kind == "r":
                 residual_D += _mamba(mixer, states.setdefault(i, _new_state(mixer)), x_D)
+            elif kind == "mamba2":
+                residual_D += _mamba2(mixer, config, states.setdefault(i, _new_state(mixer, config)), x_D)
             elif kind == "attention":
                 residual_D += _attention(mixer, config, pasts.setdefault(i, []), x_D)
             elif kind == "mlp":
@@ -66,22 +70,25 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
     return trace
 
 
-def _new_state(m: dict[str, np.ndarray]) -> _State:
-    inner, _, taps = m["conv1d.weight"].shape
-    return _State(np.zeros((taps, inner)), np.zeros(m["A_log"].shape))
+def _new_state(m: dict[str, np.ndarray], config: Mapping[str, Any] | None = None) -> _State:
+    channels, _, taps = m["conv1d.weight"].shape
+    shape = m["A_log"].shape if config is None else (len(m["norm.weight"]), config["mamba2_state_size"])
+    return _State(np.zeros((taps, channels)), np.zeros(shape))
+
+
+def _convolved(m: dict[str, np.ndarray], state: _State, x_I: np.ndarray) -> np.ndarray:
+    state.window_KI = np.vstack([state.window_KI[1:], x_I])
+    y_I = m["conv1d.bias"].copy()
+    for k in range(len(state.window_KI)):  # the last tap is the newest input
+        y_I += m["conv1d.weight"][:, 0, k] * state.window_KI[k]
+    return _silu(y_I)
 
 
 def _mamba(m: dict[str, np.ndarray], state: _State, u_D: np.ndarray) -> np.ndarray:
     inner, states = m["A_log"].shape
     projected = m["in_proj.weight"] @ u_D
     x_I, z_I = projected[:inner], projected[inner:]
-
-    state.window_KI = np.vstack([state.window_KI[1:], x_I])
-    x_I = m["conv1d.bias"].copy()
-    for k in range(len(state.window_KI)):  # the last tap is the newest input
-        x_I += m["conv1d.weight"][:, 0, k] * state.window_KI[k]
-    x_I = _silu(x_I)
-
+    x_I = _convolved(m, state, x_I)
     dt_B_C = m["x_proj.weight"] @ x_I
     rank = len(dt_B_C) - 2 * states
     dt_R, B_N, C_N = dt_B_C[:rank], dt_B_C[rank : rank + states], dt_B_C[rank + states :]
@@ -93,6 +100,26 @@ def _mamba(m: dict[str, np.ndarray], state: _State, u_D: np.ndarray) -> np.ndarr
         state.ssm_IN[i] = decay_N * state.ssm_IN[i] + delta_I[i] * B_N * x_I[i]
         y_I[i] = state.ssm_IN[i] @ C_N + m["D"][i] * x_I[i]
     return m["out_proj.weight"] @ (y_I * _silu(z_I))
+
+
+def _mamba2(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, u_D: np.ndarray) -> np.ndarray:
+    inner, heads, groups = len(m["norm.weight"]), len(m["A_log"]), config["mamba2_groups"]
+    channels, N = config["mamba2_head_dim"], config["mamba2_state_size"]
+    projected = m["in_proj.weight"] @ u_D
+    z_I, dt_H = projected[:inner], projected[-heads:]
+    xBC = _convolved(m, state, projected[inner:-heads])
+    x_I, B_GN, C_GN = xBC[:inner], *xBC[inner:].reshape(2, groups, N)
+    y_I = np.empty(inner)
+    for h in range(heads):
+        g = h // (heads // groups)
+        dt = np.logaddexp(0.0, dt_H[h] + m["dt_bias"][h])
+        decay = np.exp(-np.exp(m["A_log"][h]) * dt)
+        for i in range(h * channels, (h + 1) * channels):
+            state.ssm_IN[i] = decay * state.ssm_IN[i] + dt * B_GN[g] * x_I[i]
+            y_I[i] = state.ssm_IN[i] @ C_GN[g] + m["D"][h] * x_I[i]
+    parts = np.split(y_I * _silu(z_I), groups)
+    normed_I = np.concatenate([part / np.sqrt(np.mean(part**2) + NORM_EPS) for part in parts])
+    return m["out_proj.weight"] @ (normed_I * m["norm.weight"])
 
 
 def _experts(

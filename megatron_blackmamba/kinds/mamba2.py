@@ -1,0 +1,247 @@
+"""Mamba-2: a causal convolution and the state-space dual (SSD) scan, and a gated norm, between two projections.
+
+Names, shapes and the order of rows are those of the Mamba-2 models of mamba-ssm and transformers.
+
+Shapes: B batch, L length, D model, I inner, H heads, P channels of a head, G groups, N state, K convolution width,
+W = K - 1 window, Q = I + 2GN the channels of the convolution, X = I + Q + H the rows of in_proj.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from megatron_blackmamba.kinds.base import FP32, Decoding, Division, LayerKind, Runner, Sizes
+from megatron_blackmamba.kinds.mamba import initial_dt_bias
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_blackmamba.config import ModelConfig
+
+A_RANGE = (1.0, 16.0)
+"""Initial decay rates, as in mamba-ssm."""
+
+_FIELDS = ("head_dim", "state_size", "groups")
+
+
+class Mamba2(LayerKind):
+    letter, name = "S", "Mamba-2"
+    block = "megatron_blackmamba.model.specs:mamba2_block"
+    writes_to_residual = ("out_proj.weight",)
+    kept_in_fp32 = ("A_log", "D", "dt_bias")
+    entry = '"mamba2"'
+
+    def problems(self, model: ModelConfig) -> list[str]:
+        head_dim, groups = model.mamba2.head_dim, model.mamba2.groups
+        if model.inner_size % head_dim:
+            inner = f"model.expand × model.hidden_size = {model.inner_size}"
+            return [f"{inner} is not divisible by model.mamba2.head_dim={head_dim}"]
+        heads = model.inner_size // head_dim
+        return (
+            [f"the {heads} Mamba-2 heads are not divisible by model.mamba2.groups={groups}"] if heads % groups else []
+        )
+
+    def divisions(self, model: ModelConfig) -> list[Division]:
+        what = "the number of Mamba-2 heads (model.expand × model.hidden_size / model.mamba2.head_dim)"
+        return [
+            Division(what, model.inner_size // model.mamba2.head_dim, "tensor"),
+            Division("model.mamba2.groups", model.mamba2.groups, "tensor"),
+        ]
+
+    def parts(self, model: ModelConfig) -> dict[str, Fraction]:
+        return {"mamba2": Fraction(1)}
+
+    def part_of(self, parameter: str) -> str:
+        return "mamba2"
+
+    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        I, H, _ = _sizes(model)
+        Q = I + 2 * model.mamba2.groups * model.mamba2.state_size
+        return {
+            "in_proj.weight": (I + Q + H, model.hidden_size),  # rows [z | x | B | C | dt]
+            "conv1d.weight": (Q, 1, model.conv_kernel),  # rows [x | B | C]
+            "conv1d.bias": (Q,),
+            "dt_bias": (H,),
+            "A_log": (H,),
+            "D": (H,),
+            "norm.weight": (I,),
+            "out_proj.weight": (model.hidden_size, I),
+        }
+
+    def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
+        import torch
+
+        if name == "D":
+            return torch.ones(shape)
+        if name == "A_log":
+            return torch.empty(shape).uniform_(*A_RANGE, generator=random).log()
+        if name == "dt_bias":
+            return initial_dt_bias(shape, model, random)
+        if name.startswith("conv1d."):
+            return (torch.rand(shape, generator=random) * 2 - 1) * model.conv_kernel**-0.5
+        return None
+
+    def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
+        """The scan's matrix products with the chunk length of `ops/ssd`, causal halves not left out."""
+        from megatron_blackmamba.ops.ssd.chunked import CHUNK
+
+        D, N, G = model.hidden_size, model.mamba2.state_size, model.mamba2.groups
+        I, H, GN = _sizes(model)
+        whole, rest = divmod(sequence, CHUNK)
+        pairs = (whole * CHUNK**2 + rest**2) / sequence  # a token meets in its chunk
+        return {
+            "mamba2_projections": 2 * D * (2 * I + 2 * GN + H) + 2 * I * D,
+            "convolution": 2 * model.conv_kernel * (I + 2 * GN),
+            "ssd": round(2 * pairs * (G * N + I)) + 4 * I * N,
+        }
+
+    def kept(self, at: Sizes) -> int:
+        """in_proj's input and output; x, B and C behind the convolution; the scan's output, as is and normed; of the
+        norm a number a group; and A."""
+        I, H, GN = _sizes(at.model)
+        split = 2 * I + 2 * GN + H + (I + 2 * GN) + 2 * I
+        each = at.whole * (at.width * split + FP32 * at.model.mamba2.groups) + 2 * FP32 * H
+        return at.here * at.width * at.model.hidden_size + each // at.tensor
+
+    def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
+        """The stream is gathered and scattered, and gathered once more for the weight gradient."""
+        return {"tensor": (2 * passes + 1) * at.stream}
+
+    def exported(self, model: ModelConfig) -> str:
+        return "mamba2"
+
+    def imported(self, entry: str) -> dict[str, Any] | None:
+        return {} if entry == "mamba2" else None
+
+    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
+        return {f"mamba2_{field}": getattr(model.mamba2, field) for field in _FIELDS}
+
+    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        return {"mamba2": {field: content[name] for field in _FIELDS if (name := f"mamba2_{field}") in content}}
+
+    def decoding(self, model: ModelConfig) -> Decoding:
+        return Mamba2Decoding()
+
+
+def _sizes(model: ModelConfig) -> tuple[int, int, int]:
+    """I, H, GN."""
+    I = model.inner_size
+    return I, I // model.mamba2.head_dim, model.mamba2.groups * model.mamba2.state_size
+
+
+@dataclass(frozen=True)
+class Mamba2Layer:
+    """The weights of one layer, those of the recurrence in fp32."""
+
+    in_proj: Tensor
+    conv_weight_QK: Tensor
+    conv_bias_Q: Tensor
+    dt_bias_H: Tensor
+    A_H: Tensor
+    D_H: Tensor
+    norm_I: Tensor
+    out_proj: Tensor
+
+
+class Mamba2Decoding(Decoding):
+    """The memory is the last inputs of the convolution `[B, W, Q]` and the fp32 state of the scan `[B, H, P, N]`."""
+
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> Mamba2Layer:
+        return Mamba2Layer(
+            in_proj=get("in_proj.weight", dtype),
+            conv_weight_QK=get("conv1d.weight")[:, 0].contiguous(),
+            conv_bias_Q=get("conv1d.bias"),
+            dt_bias_H=get("dt_bias"),
+            A_H=-get("A_log").exp(),
+            D_H=get("D"),
+            norm_I=get("norm.weight"),
+            out_proj=get("out_proj.weight", dtype),
+        )
+
+    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
+        import torch
+
+        I, H, GN = _sizes(model)
+        return [
+            torch.zeros(batch, model.conv_kernel - 1, I + 2 * GN, device=device),
+            torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, device=device),
+        ]
+
+    def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+        from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
+        from megatron_blackmamba.ops.ssd import ssd_step
+
+        window_BWQ, state_BHPN = memory
+        z_BI, xBC_BQ, dt_BH = _parts(run.times(x_BD, layer.in_proj), run.config)
+        xBC_BQ = causal_conv1d_step(window_BWQ, xBC_BQ, layer.conv_weight_QK, layer.conv_bias_Q)
+        x_BHP, B_BGN, C_BGN = _x_B_C(xBC_BQ, run.config)
+        y_BHP = ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
+        return run.times(_normed(y_BHP, z_BI, layer, run.config), layer.out_proj)
+
+    def read(
+        self,
+        run: Runner,
+        layer: Mamba2Layer,
+        memory: list[Tensor],
+        x_BLD: Tensor,
+        keep_BL1: Tensor | None,
+        reset_BL: Tensor | None,
+    ) -> Tensor:
+        import torch.nn.functional as F
+
+        from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+        from megatron_blackmamba.ops.ssd import ssd
+
+        window_BWQ, state_BHPN = memory
+        z_BLI, xBC_BLQ, dt_BLH = _parts(F.linear(x_BLD, layer.in_proj), run.config)
+        if keep_BL1 is not None:
+            xBC_BLQ = xBC_BLQ * keep_BL1
+        xBC_BLQ, last_window_BWQ = causal_conv1d(
+            xBC_BLQ,
+            layer.conv_weight_QK,
+            layer.conv_bias_Q,
+            initial_window=window_BWQ,
+            reset_BL=reset_BL,
+            return_final_window=True,
+        )
+        if keep_BL1 is not None:
+            xBC_BLQ = xBC_BLQ * keep_BL1  # the convolution's bias alone must not feed the state at padding
+        x_BLHP, B_BLGN, C_BLGN = _x_B_C(xBC_BLQ, run.config)
+        y_BLHP, last_state_BHPN = ssd(
+            x_BLHP,
+            dt_BLH,
+            layer.A_H,
+            B_BLGN,
+            C_BLGN,
+            layer.D_H,
+            dt_bias_H=layer.dt_bias_H,
+            initial_state_BHPN=state_BHPN,
+            reset_BL=reset_BL,
+            return_final_state=True,
+        )
+        window_BWQ.copy_(last_window_BWQ)
+        state_BHPN.copy_(last_state_BHPN)
+        return F.linear(_normed(y_BLHP, z_BLI, layer, run.config), layer.out_proj)
+
+
+def _parts(zxBCdt: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+    """z, what goes through the convolution, and dt."""
+    I, H, GN = _sizes(model)
+    return zxBCdt.split([I, I + 2 * GN, H], dim=-1)
+
+
+def _x_B_C(xBC: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+    I, H, GN = _sizes(model)
+    x, B, C = xBC.split([I, GN, GN], dim=-1)
+    groups = (model.mamba2.groups, -1)
+    return x.unflatten(-1, (H, -1)), B.unflatten(-1, groups), C.unflatten(-1, groups)
+
+
+def _normed(y: Tensor, z: Tensor, layer: Mamba2Layer, model: ModelConfig) -> Tensor:
+    from megatron_blackmamba.ops.gated_norm import gated_rms_norm
+
+    return gated_rms_norm(y.flatten(-2), z, layer.norm_I, model.mamba2.groups, model.norm_eps)

@@ -1,0 +1,144 @@
+"""The Mamba-2 mixer on megatron-core's parallel linears.
+
+Each tensor-parallel rank owns some groups of heads from in_proj to out_proj: their z, x, B, C and dt. Nothing mixes
+groups but out_proj, so the ranks exchange nothing else. A checkpoint stores in_proj and the convolution as the whole
+matrices of Mamba-2, with rows [z | x | B | C | dt] and [x | B | C]; each part is sharded by itself.
+
+megatron-core has a Mamba-2 mixer, too. It cannot be built without mamba-ssm, which needs CUDA, computes with that
+package's kernels only, and has no resets at the ends of documents.
+
+Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P channels of a head, G groups, N state,
+Q = I + 2GN the channels of the convolution.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.mamba import Convolution
+from megatron_blackmamba.model.sharding import empty, sharded, sharded_by_parts, without_decay
+from megatron_blackmamba.ops.gated_norm import gated_rms_norm
+from megatron_blackmamba.ops.ssd import ssd
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+
+
+@dataclass
+class Mamba2MixerSubmodules:
+    in_proj: ModuleSpec | type
+    out_proj: ModuleSpec | type
+
+
+class GatedNorm(nn.Module):
+    """The norm of each group's gated channels."""
+
+    def __init__(self, channels: int, groups: int, config: MegatronConfig):
+        super().__init__()
+        self.groups, self.eps = groups, config.layernorm_epsilon
+        self.weight = without_decay(sharded(empty(channels, dtype=config.params_dtype), 0))
+
+    def forward(self, x_BSI: Tensor, gate_BSI: Tensor) -> Tensor:
+        return gated_rms_norm(x_BSI, gate_BSI, self.weight, self.groups, self.eps)
+
+
+class Mamba2Mixer(MegatronModule):
+    def __init__(
+        self,
+        config: MegatronConfig,
+        submodules: Mamba2MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        model = config.described
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        self.backend = config.kernels.ssd
+        ranks = self.tp_group.size()
+        inner, heads = model.inner_size, model.inner_size // model.mamba2.head_dim
+        self.groups = model.mamba2.groups // ranks
+        self.inner, self.heads, shared = inner // ranks, heads // ranks, self.groups * model.mamba2.state_size
+        self.convolved = [self.inner, shared, shared]  # x, B, C
+
+        linear = {
+            "config": config,
+            "bias": False,
+            "skip_bias_add": False,
+            "is_expert": False,
+            "tp_group": self.tp_group,
+        }
+        self.in_proj = build_module(
+            submodules.in_proj,
+            model.hidden_size,
+            ranks * (self.inner + sum(self.convolved) + self.heads),
+            init_method=config.init_method,
+            gather_output=False,
+            **linear,
+        )
+        channels = sum(self.convolved)
+        self.conv1d = Convolution(
+            empty(channels, 1, model.conv_kernel, dtype=config.params_dtype),
+            empty(channels, dtype=config.params_dtype),
+        )
+        self.dt_bias, self.A_log, self.D = (
+            without_decay(sharded(empty(self.heads, dtype=config.full_precision), 0)) for _ in range(3)
+        )
+        self.norm = GatedNorm(self.inner, self.groups, config)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            inner,
+            model.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            **linear,
+        )
+
+    def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
+        # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
+        zxBCdt_SB, _ = self.in_proj(hidden_SBD)
+        z_BSI, xBC_BSQ, dt_BSH = zxBCdt_SB.transpose(0, 1).split([self.inner, sum(self.convolved), self.heads], dim=-1)
+        x_BSI, B_BS, C_BS = self.conv1d(xBC_BSQ, reset_BS).split(self.convolved, dim=-1)
+        y_BSHP: Any = ssd(
+            x_BSI.unflatten(2, (self.heads, -1)),
+            dt_BSH,
+            -torch.exp(self.A_log),
+            B_BS.unflatten(2, (self.groups, -1)),
+            C_BS.unflatten(2, (self.groups, -1)),
+            self.D,
+            dt_bias_H=self.dt_bias,
+            reset_BL=reset_BS,
+            backend=self.backend,
+        )
+        y_BSI = self.norm(y_BSHP.flatten(2), z_BSI)
+        out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
+        return out_SBD
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        own = {"dt_bias": self.dt_bias, "A_log": self.A_log, "D": self.D, "norm.weight": self.norm.weight}
+        own |= {f"conv1d.{name}": parameter for name, parameter in self.conv1d.named_parameters()}
+        state = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        for name in ("in_proj", "out_proj"):
+            state |= sharded_state_dict_default(
+                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        parts = {
+            "in_proj.weight": [self.inner, *self.convolved, self.heads],
+            "conv1d.weight": self.convolved,
+            "conv1d.bias": self.convolved,
+        }
+        for name, rows in parts.items():
+            state[prefix + name] = sharded_by_parts(state[prefix + name], rows, self.tp_group.rank())
+        return state

@@ -1,0 +1,83 @@
+"""The state-space dual (SSD) scan of Mamba-2: a linear recurrence whose decay is one number a head and token.
+
+For each head h, channel p and state n, with dt = softplus(dt + bias) and the B and C of the head's group,
+
+    state[t] = exp(dt[t] * A) * state[t - 1] + dt[t] * x[t] * B[t]
+    y[t]     = (sum over n of C[t] * state[t]) + D * x[t]
+
+As all channels of a head decay alike, a chunk of tokens is a few matrix products. The state is fp32 whatever the
+activations are, or float64 where they are.
+
+Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.dtypes import require_floats
+from megatron_blackmamba.ops.ssd.inputs import Inputs
+from megatron_blackmamba.ops.ssd.step import ssd_step
+
+__all__ = ["Inputs", "available_backends", "ssd", "ssd_step"]
+
+BACKENDS = ("mamba_ssm", "chunked", "reference")  # best first, each where it applies
+
+
+def ssd(
+    x_BLHP: Tensor,
+    dt_BLH: Tensor,
+    A_H: Tensor,
+    B_BLGN: Tensor,
+    C_BLGN: Tensor,
+    D_H: Tensor | None = None,
+    *,
+    dt_bias_H: Tensor | None = None,
+    initial_state_BHPN: Tensor | None = None,
+    reset_BL: Tensor | None = None,
+    return_final_state: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return y_BLHP in x's dtype, or (y_BLHP, final_state_BHPN in fp32).
+
+    A_H, D_H, dt_bias_H and the states are fp32; A_H is negative (-exp(A_log)).
+    reset_BL: True where the state restarts at zero before that token, the first one of a new document.
+    backend: "auto" or a name of `available_backends()`; "auto" takes a PyTorch one for float64 x.
+    """
+    inputs = Inputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, initial_state_BHPN, reset_BL)
+    _check(inputs)
+    y_BLHP, final_state_BHPN = backends.choose(__name__, BACKENDS, backend, inputs).scan(inputs)
+    return (y_BLHP, final_state_BHPN) if return_final_state else y_BLHP
+
+
+def available_backends() -> dict[str, str | None]:
+    """Name -> None where this machine can use it, else the reason why not."""
+    return backends.available(__name__, BACKENDS)
+
+
+def _check(inputs: Inputs) -> None:
+    B, L, H, P = inputs.x_BLHP.shape
+    G, N = inputs.B_BLGN.shape[-2:]
+    expected = {
+        "dt_BLH": (B, L, H),
+        "A_H": (H,),
+        "B_BLGN": (B, L, G, N),
+        "C_BLGN": (B, L, G, N),
+        "D_H": (H,),
+        "dt_bias_H": (H,),
+        "initial_state_BHPN": (B, H, P, N),
+        "reset_BL": (B, L),
+    }
+    tensors = inputs._asdict()
+    for name, shape in expected.items():
+        if tensors[name] is not None and tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"ssd: {name.rpartition('_')[0]} has shape {tuple(tensors[name].shape)}, expected {shape}"
+                f" (x is {(B, L, H, P)})"
+            )
+    if H % G:
+        raise ValueError(f"ssd: {H} heads in {G} groups: x is {(B, L, H, P)}, B is {(B, L, G, N)}. Make H divisible.")
+    reset_BL = tensors.pop("reset_BL")
+    require_floats("ssd", **{name.rpartition("_")[0]: tensor for name, tensor in tensors.items()})
+    if reset_BL is not None and reset_BL.dtype != torch.bool:
+        raise ValueError(f"ssd: reset is a bool tensor, not {reset_BL.dtype}")

@@ -1,0 +1,186 @@
+"""The SSD scan as matrix products, a chunk of tokens at a time, in plain PyTorch on any device.
+
+Inside a chunk the outputs are a product with a causal matrix of decays; between chunks the state carries on. A decay is
+the exponential of a sum of dt * A over some tokens. The sums are taken in float64: as the difference of two running
+sums they are then exact enough for any dt. Only sums <= 0 are exponentiated, so nothing overflows.
+
+The backward pass keeps the inputs only. It computes the states between segments again, then takes the segments from
+the last to the first, each forward again and back by autograd. Memory grows with a segment, not with the sequence.
+
+Shapes: B batch, L length, H heads, P channels of a head, G groups, E heads of a group, N state, K chunks of a segment,
+T and S tokens of a chunk, F = E * P.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_blackmamba.ops.library import empty_like_rows
+from megatron_blackmamba.ops.ssd.inputs import Inputs
+
+CHUNK = 64
+DECAYS = {"cpu": 2**18, "cuda": 2**26}
+"""Decays of a segment, if one chunk does not have more: they stay in a CPU's cache, and occupy a GPU."""
+PER_TOKEN = ("x_BLHP", "dt_BLH", "B_BLGN", "C_BLGN", "reset_BL")
+
+
+def unavailable() -> str | None:
+    return None
+
+
+def unsupported(inputs: Inputs) -> str | None:
+    return None
+
+
+def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return _Scan.apply(*inputs)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        inputs = Inputs(*inputs)
+        y_BLI, state = empty_like_rows(inputs.x_BLHP.flatten(2)), _start(inputs)
+        for part in _segments(inputs):
+            y_BLHP, state = _segment(_cut(inputs, part), state)
+            y_BLI[:, part] = y_BLHP.flatten(2)
+        return y_BLI.unflatten(2, inputs.x_BLHP.shape[2:]), state
+
+    @staticmethod
+    def backward(ctx, grad_y_BLHP, grad_state_BHPN):
+        inputs = Inputs(*ctx.saved_tensors)
+        parts, starts = _segments(inputs), [_start(inputs)]
+        for part in parts[:-1]:
+            starts.append(_states(_chunks(_cut(inputs, part), starts[-1]), starts[-1], torch.matmul)[1])
+        grads = {name: torch.zeros_like(x) for name, x in inputs._asdict().items() if _has_gradient(x)}
+        for part, start in zip(reversed(parts), reversed(starts), strict=True):
+            leaves = {name: _leaf(x) for name, x in _cut(inputs, part)._asdict().items()}
+            start = _leaf(start)
+            with torch.enable_grad():
+                outputs = _segment(Inputs(**leaves), start)
+            wanted = {name: x for name, x in leaves.items() if _has_gradient(x)}
+            gradients = (grad_y_BLHP[:, part], grad_state_BHPN)
+            grad_state_BHPN, *found = torch.autograd.grad(outputs, [start, *wanted.values()], gradients)
+            for name, grad in zip(wanted, found, strict=True):
+                if name in PER_TOKEN:
+                    grads[name][:, part] = grad
+                else:
+                    grads[name] += grad
+        if inputs.initial_state_BHPN is not None:
+            grads["initial_state_BHPN"] = grad_state_BHPN.to(inputs.initial_state_BHPN.dtype)
+        return tuple(grads.get(name) for name in Inputs._fields)
+
+
+def _has_gradient(x: Tensor | None) -> bool:
+    return x is not None and x.is_floating_point()
+
+
+def _leaf(x: Tensor | None) -> Tensor | None:
+    return x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
+
+
+def _start(inputs: Inputs) -> Tensor:
+    x, N = inputs.x_BLHP, inputs.B_BLGN.shape[3]
+    compute = torch.promote_types(x.dtype, torch.float32)
+    if inputs.initial_state_BHPN is not None:
+        return inputs.initial_state_BHPN.to(compute)
+    return x.new_zeros(x.shape[0], *x.shape[2:], N, dtype=compute)
+
+
+def _segments(inputs: Inputs) -> list[slice]:
+    """Return the segments: whole chunks, then the chunk of the tokens that remain."""
+    B, L, H, _ = inputs.x_BLHP.shape
+    chunks = max(1, DECAYS["cuda" if inputs.x_BLHP.is_cuda else "cpu"] // (B * H * CHUNK**2))
+    whole = L - L % CHUNK
+    starts = [*range(0, whole, chunks * CHUNK), whole]
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], L], strict=True) if a < b]
+
+
+def _cut(inputs: Inputs, part: slice) -> Inputs:
+    """Return the inputs of a segment; the state before it goes beside them."""
+    cut: Any = {name: x if x is None else x[:, part] for name, x in inputs._asdict().items() if name in PER_TOKEN}
+    return inputs._replace(**cut, initial_state_BHPN=None)
+
+
+class _Chunks(NamedTuple):
+    """A segment in chunks."""
+
+    x_BKTHP: Tensor
+    """Times dt."""
+    B_BKGTN: Tensor
+    sums_BKHT: Tensor
+    """Of dt * A, from the start of the chunk up to each token; float64."""
+    document_BKT: Tensor | None
+    """Number of resets from the start of the chunk up to each token."""
+
+
+def _chunks(inputs: Inputs, state: Tensor) -> _Chunks:
+    compute = state.dtype
+    T = min(CHUNK, inputs.x_BLHP.shape[1])
+    x, dt, B = (t.to(compute).unflatten(1, (-1, T)) for t in (inputs.x_BLHP, inputs.dt_BLH, inputs.B_BLGN))
+    dt = F.softplus(dt if inputs.dt_bias_H is None else dt + inputs.dt_bias_H)
+    sums_BKHT = (dt.double() * inputs.A_H.double()).cumsum(dim=2).transpose(2, 3)
+    document_BKT = None if inputs.reset_BL is None else inputs.reset_BL.unflatten(1, (-1, T)).cumsum(dim=2)
+    return _Chunks(x * dt[..., None], B.transpose(2, 3), sums_BKHT, document_BKT)
+
+
+def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a segment, and the state behind it."""
+    x_BLHP, compute, groups = inputs.x_BLHP, state.dtype, inputs.B_BLGN.shape[2]
+    at = _chunks(inputs, state)
+    C_BKGTN = inputs.C_BLGN.to(compute).unflatten(1, at.x_BKTHP.shape[1:3]).transpose(2, 3)
+    product = x_BLHP.dtype if x_BLHP.is_cuda else compute  # a CPU's bf16 products may be slower than fp32
+
+    def times(left: Tensor, right: Tensor) -> Tensor:
+        return (left.to(product) @ right.to(product)).to(compute)
+
+    # Inside each chunk.
+    scores_BKGTS = times(C_BKGTN, at.B_BKGTN.mT)
+    weights_BKGETS = scores_BKGTS[:, :, :, None] * _decays(at, compute).unflatten(2, (groups, -1))
+    x_BKGETP = at.x_BKTHP.transpose(2, 3).unflatten(2, (groups, -1))
+    y_BKTHP = times(weights_BKGETS, x_BKGETP).flatten(2, 3).transpose(2, 3)
+
+    # From the states before each chunk.
+    starts_BKHPN, end_BHPN = _states(at, state, times)
+    found_BKGTF = times(C_BKGTN, starts_BKHPN.unflatten(2, (groups, -1)).flatten(3, 4).mT)
+    since_start_BKHT = at.sums_BKHT.to(compute).exp()
+    if at.document_BKT is not None:
+        since_start_BKHT = since_start_BKHT * (at.document_BKT == 0)[:, :, None]
+    found_BKTHP = found_BKGTF.transpose(2, 3).reshape(y_BKTHP.shape)
+    y_BKTHP = torch.addcmul(y_BKTHP, found_BKTHP, since_start_BKHT.transpose(2, 3)[..., None])
+    y_BLHP = y_BKTHP.flatten(1, 2)
+    if inputs.D_H is not None:
+        y_BLHP = torch.addcmul(y_BLHP, x_BLHP.to(compute), inputs.D_H.to(compute)[:, None])
+    return y_BLHP.to(x_BLHP.dtype), end_BHPN
+
+
+def _decays(at: _Chunks, compute: torch.dtype) -> Tensor:
+    """Return how much of token S is left at token T of its chunk, `[B, K, H, T, S]`."""
+    T = at.sums_BKHT.shape[-1]
+    hidden = torch.ones(T, T, dtype=torch.bool, device=at.sums_BKHT.device).triu(1)
+    if at.document_BKT is not None:
+        hidden = (hidden | (at.document_BKT[..., None] != at.document_BKT[:, :, None]))[:, :, None]
+    sums_BKHTS = at.sums_BKHT[..., None] - at.sums_BKHT[..., None, :]
+    return sums_BKHTS.to(compute).masked_fill_(hidden, -torch.inf).exp_()
+
+
+def _states(at: _Chunks, state: Tensor, times: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the states before each chunk of a segment, and the one behind the last, given the one before the first."""
+    groups = at.B_BKGTN.shape[2]
+    until_end_BKHT = (at.sums_BKHT[..., -1:] - at.sums_BKHT).to(state.dtype).exp()
+    of_chunk_BKH = at.sums_BKHT[..., -1].to(state.dtype).exp()
+    if at.document_BKT is not None:
+        until_end_BKHT = until_end_BKHT * (at.document_BKT == at.document_BKT[..., -1:])[:, :, None]
+        of_chunk_BKH = of_chunk_BKH * (at.document_BKT[..., -1:] == 0)
+    left_BKTHP = at.x_BKTHP * until_end_BKHT.transpose(2, 3)[..., None]
+    left_BKGTF = left_BKTHP.unflatten(3, (groups, -1)).flatten(4, 5).transpose(2, 3)
+    added_BKHPN = times(left_BKGTF.mT, at.B_BKGTN).reshape(*at.x_BKTHP.shape[:2], *state.shape[1:])
+    starts = []
+    for added_BHPN, decay_BH in zip(added_BKHPN.unbind(1), of_chunk_BKH.unbind(1), strict=True):
+        starts.append(state)
+        state = torch.addcmul(added_BHPN, state, decay_BH[..., None, None])
+    return torch.stack(starts, dim=1), state
