@@ -281,11 +281,11 @@ class RunConfig(Section):
             return
         if kernels.linear == "te":
             raise ValueError("kernels.linear=te has no float64: training.precision=fp64 needs kernels.linear=local")
-        if kernels.scan not in ("auto", "chunked", "reference"):
-            raise ValueError(
-                f"kernels.scan={kernels.scan} computes in fp32:"
-                " training.precision=fp64 needs auto, chunked or reference"
-            )
+        for key, scan in (("scan", kernels.scan), ("ssd", kernels.ssd)):
+            if scan not in ("auto", "chunked", "reference"):
+                raise ValueError(
+                    f"kernels.{key}={scan} computes in fp32: training.precision=fp64 needs auto, chunked or reference"
+                )
         if self.model.router.kind == "softmax":
             raise ValueError(
                 "model.router.kind=softmax rounds to fp32 in megatron-core:"

@@ -38,7 +38,7 @@ tags: [blackmamba, mamba, mixture-of-experts]
 ---
 # BlackMamba
 
-A state-space model (Mamba-1) whose layers alternate with mixtures of experts.
+A language model of these kinds of layers: {", ".join(layers)}.
 
 | | |
 |---|---|

@@ -193,6 +193,7 @@ def test_the_composed_config_printed_is_yaml_and_the_schema_knows_every_section(
     [
         ("kernels.linear=te", "kernels.linear=local"),
         ("kernels.scan=cpu", "auto, chunked or reference"),
+        ("kernels.ssd=mamba_ssm", "auto, chunked or reference"),
         ("model.router.kind=softmax", "model.router.kind=sinkhorn"),
     ],
 )

@@ -54,6 +54,7 @@ RULES = {
         *("model.mlp_hidden_size", "model.activation", "model.norm_eps", "model.tie_embeddings", "model.eod_reset"),
         *("model.router.kind", "model.router.iterations", "model.router.temperature", "model.router.start"),
         *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
+        *("model.mamba2.head_dim", "model.mamba2.state_size", "model.mamba2.groups"),
         *("model.attention.rotary_base", "model.init.std", "model.init.scale_outputs_by_depth", "model.init.dt_min"),
         *("model.init.dt_max", "model.init.dt_floor", "data.kind", "data.sequence_length", "data.seed"),
         "data.mask_first_token",
@@ -71,7 +72,8 @@ RULES = {
     ),
     "free, the losses agree within rounding": (
         *("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor"),
-        *("training.micro_batch", "kernels.linear", "kernels.dispatcher", "kernels.scan", "training.deterministic"),
+        *("training.micro_batch", "kernels.linear", "kernels.dispatcher", "training.deterministic"),
+        *("kernels.scan", "kernels.ssd"),
     ),
     "free, with the effect that the docs describe": (
         *("data.mixture", "training.stop_after_steps", "training.guard.spike", "training.guard.spike_deviations"),
