@@ -133,7 +133,7 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     x_BLHP, compute, groups = inputs.x_BLHP, state.dtype, inputs.B_BLGN.shape[2]
     at = _chunks(inputs, state)
     C_BKGTN = inputs.C_BLGN.to(compute).unflatten(1, at.x_BKTHP.shape[1:3]).transpose(2, 3)
-    product = x_BLHP.dtype if x_BLHP.is_cuda else compute  # a CPU's bf16 products may be slower than fp32
+    product = _operands(x_BLHP, compute)
 
     def times(left: Tensor, right: Tensor) -> Tensor:
         return (left.to(product) @ right.to(product)).to(compute)
@@ -156,6 +156,11 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     if inputs.D_H is not None:
         y_BLHP = torch.addcmul(y_BLHP, x_BLHP.to(compute), inputs.D_H.to(compute)[:, None])
     return y_BLHP.to(x_BLHP.dtype), end_BHPN
+
+
+def _operands(x: Tensor, compute: torch.dtype) -> torch.dtype:
+    """Return the precision of a product's operands; a CPU's bf16 products may be slower than fp32."""
+    return x.dtype if x.is_cuda else compute
 
 
 def _decays(at: _Chunks, compute: torch.dtype) -> Tensor:

@@ -1,0 +1,42 @@
+"""The scan of Mamba-2 on a GPU, against its definition in float64, and mamba-ssm's kernels where they are installed."""
+
+import pytest
+import torch
+
+from megatron_blackmamba.ops.ssd import available_backends, ssd
+
+pytestmark = pytest.mark.gpu
+PER_TOKEN = ("x", "dt", "B", "C")
+
+
+def problem(length=512, dtype=torch.bfloat16, batch=2, heads=36, channels=64, groups=2, state=128):
+    g = torch.Generator("cuda").manual_seed(0)
+    shapes = {"x": (batch, length, heads, channels), "dt": (batch, length, heads), "A": (heads,)}
+    shapes |= dict.fromkeys(("B", "C"), (batch, length, groups, state))
+    shapes |= {"D": (heads,), "bias": (heads,), "start": (batch, heads, channels, state)}
+    tensors = {name: torch.randn(*shape, generator=g, device="cuda") for name, shape in shapes.items()}
+    tensors |= {name: tensors[name].to(dtype) for name in PER_TOKEN}
+    tensors |= {"A": -torch.exp(tensors["A"]), "bias": tensors["bias"] - 3}
+    return tensors, torch.rand(batch, length, generator=g, device="cuda") < 0.01
+
+
+def results(tensors, reset, backend, dtype=None):
+    leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in tensors.items()}
+    *given, bias, start = leaves.values()
+    options = {"dt_bias_H": bias, "initial_state_BHPN": start, "reset_BL": reset, "return_final_state": True}
+    y, end = ssd(*given, **options, backend=backend)
+    torch.autograd.backward((y, end), (torch.ones_like(y), torch.ones_like(end)))
+    return {"y": y.detach(), "end": end.detach()} | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("backend", ["chunked", "mamba_ssm"])
+@pytest.mark.parametrize("length", [512, 333])
+def test_agrees_with_the_definition_in_value_and_gradient(backend, length, dtype, tolerance):
+    if why_not := available_backends()[backend]:
+        pytest.skip(why_not)
+    inputs = problem(length, dtype)
+    exact = results(*inputs, "reference", torch.float64)
+    for name, actual in results(*inputs, backend).items():
+        error = (actual.double() - exact[name]).norm() / exact[name].norm()
+        assert error < tolerance, f"{name} is off by {error:.1e}"
