@@ -34,6 +34,7 @@ class Mamba2(LayerKind):
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_bias")
     entry = '"mamba2"'
+    cut = None
 
     def problems(self, model: ModelConfig) -> list[str]:
         head_dim, groups = model.mamba2.head_dim, model.mamba2.groups
@@ -108,8 +109,15 @@ class Mamba2(LayerKind):
         return at.here * at.width * at.model.hidden_size + each // at.tensor
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """The stream is gathered and scattered, and gathered once more for the weight gradient."""
-        return {"tensor": (2 * passes + 1) * at.stream}
+        """The stream is gathered and scattered, and gathered once more for the weight gradient. Every rank of the
+        context gathers, for each sequence, the last inputs of the convolution, the state and, but in the backward pass,
+        a decay for each head."""
+        I, H, GN = _sizes(at.model)
+        sequences, width = at.whole * at.context // at.sequence, max(at.width, FP32)
+        window = at.width * (at.model.conv_kernel - 1) * (I + 2 * GN)
+        passed_on = passes * (window + width * I * at.model.mamba2.state_size) + (passes - 1) * width * H
+        context = at.context * sequences * passed_on / at.tensor
+        return {"tensor": (2 * passes + 1) * at.stream, "context": context}
 
     def exported(self, model: ModelConfig) -> str:
         return "mamba2"

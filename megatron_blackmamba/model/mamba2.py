@@ -1,8 +1,10 @@
 """The Mamba-2 mixer on megatron-core's parallel linears.
 
 Each tensor-parallel rank owns some groups of heads from in_proj to out_proj: their z, x, B, C and dt. Nothing mixes
-groups but out_proj, so the ranks exchange nothing else. A checkpoint stores in_proj and the convolution as the whole
-matrices of Mamba-2, with rows [z | x | B | C | dt] and [x | B | C]; each part is sharded by itself.
+groups but out_proj, so the ranks exchange nothing else. Ranks that share a sequence pass on states (`ops/context.py`).
+
+A checkpoint stores in_proj and the convolution as the whole matrices of Mamba-2, with rows [z | x | B | C | dt] and
+[x | B | C]; each part is sharded by itself.
 
 megatron-core has a Mamba-2 mixer, too. It cannot be built without mamba-ssm, which needs CUDA, computes with that
 package's kernels only, and has no resets at the ends of documents.
@@ -12,6 +14,7 @@ Q = I + 2GN the channels of the convolution.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from megatron_blackmamba.model.mamba import Convolution
 from megatron_blackmamba.model.sharding import empty, sharded, sharded_by_parts, without_decay
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm
 from megatron_blackmamba.ops.ssd import ssd
+from megatron_blackmamba.ops.ssd.part import ssd_part
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -59,6 +63,7 @@ class Mamba2Mixer(MegatronModule):
         model = config.described
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
+        self.context = pg_collection.cp
         self.backend = config.kernels.ssd
         ranks = self.tp_group.size()
         inner, heads = model.inner_size, model.inner_size // model.mamba2.head_dim
@@ -103,8 +108,9 @@ class Mamba2Mixer(MegatronModule):
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         zxBCdt_SB, _ = self.in_proj(hidden_SBD)
         z_BSI, xBC_BSQ, dt_BSH = zxBCdt_SB.transpose(0, 1).split([self.inner, sum(self.convolved), self.heads], dim=-1)
-        x_BSI, B_BS, C_BS = self.conv1d(xBC_BSQ, reset_BS).split(self.convolved, dim=-1)
-        y_BSHP: Any = ssd(
+        x_BSI, B_BS, C_BS = self.conv1d(xBC_BSQ, reset_BS, self.context).split(self.convolved, dim=-1)
+        scan: Any = partial(ssd_part, group=self.context) if self.context.size() > 1 else ssd
+        y_BSHP = scan(
             x_BSI.unflatten(2, (self.heads, -1)),
             dt_BSH,
             -torch.exp(self.A_log),

@@ -35,7 +35,11 @@ TRANSFORMER = [
 TRANSFORMER_MOE = ["model.pattern=*E*E", "model.attention.heads=4"]
 MAMBA2 = ["model.pattern=SESE", "model.mamba2.head_dim=16", "model.mamba2.state_size=16", "model.mamba2.groups=2"]
 PARALLEL = ["model.arrangement=parallel"]
-CUT = ["model.eod_reset=397"]  # a letter that ends documents, so that some end where sequences are cut
+CUT = [
+    *MAMBA2,
+    "model.pattern=MESE",
+    "model.eod_reset=397",
+]  # a letter that ends documents, so that some end where sequences are cut
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
 FP32 = ["training.precision=fp32"]

@@ -17,15 +17,18 @@ from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, final_window
 from megatron_blackmamba.ops.context import from_previous_part
 from megatron_blackmamba.ops.selective_scan import selective_scan
 from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
+from megatron_blackmamba.ops.ssd import ssd
+from megatron_blackmamba.ops.ssd.part import ssd_part
 from tests.ops.implementations import ISAS, implementation
 from tests.ops.test_causal_conv1d import conv_inputs
 from tests.ops.test_selective_scan import scan_inputs
+from tests.ops.test_ssd import problem as ssd_inputs
 from tests.runtime.ranks import fork_ranks
 
 PARTS = ((0, 9), (9, 26), (26, 40))
 RESETS = {"none": None, "some": "some", "first": "first", "last": "last", "all": "all"}
 BACKENDS = ("float64", "chunked", *(f"cpu-{isa}" for isa in ISAS[-1:]))
-OF_TIME = {"u", "delta", "B", "C", "z", "x"}
+OF_TIME = {"u", "delta", "B", "C", "z", "x", "dt"}
 
 Leaves = dict[str, Tensor]
 
@@ -41,6 +44,12 @@ def scan(leaves: Leaves, reset: Tensor | None, function: Callable[..., Tensor], 
     return y
 
 
+def scan_of_mamba2(leaves: Leaves, reset: Tensor | None, function: Callable[..., Tensor], backend: str) -> Tensor:
+    inputs = (leaves[name] for name in ("x", "dt", "A", "B", "C", "D"))
+    y: Tensor = function(*inputs, dt_bias_H=leaves["dt_bias"], reset_BL=reset, backend=backend)
+    return y.flatten(2)
+
+
 def convolve(leaves: Leaves, reset: Tensor | None, group: dist.ProcessGroup | None, backend: str) -> Tensor:
     x, weight = leaves["x"], leaves["weight"]
     window = None
@@ -54,6 +63,10 @@ def problem(operation: str, reset: str) -> tuple[Leaves, Tensor | None]:
     if operation == "scan":
         tensors, options = scan_inputs(I=5, N=4, without=("initial_state",), reset=RESETS[reset])
         tensors["delta_bias"] -= 3.0  # states live for the length of several parts
+    elif operation == "ssd":
+        tensors, reset_BL = ssd_inputs(L=40, H=5, P=1, G=1, N=4, without=("initial_state",), reset=RESETS[reset])
+        tensors["dt_bias"] -= 3.0
+        return tensors, reset_BL
     else:
         tensors, options = conv_inputs(I=5, window=False, reset=RESETS[reset])
     return tensors, options["reset_BL"]
@@ -72,6 +85,8 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
         if operation == "scan":
             function = partial(selective_scan_part, group=group) if group else selective_scan
             y = scan(leaves, reset, function, used)
+        elif operation == "ssd":
+            y = scan_of_mamba2(leaves, reset, partial(ssd_part, group=group) if group else ssd, used)
         else:
             y = convolve(leaves, reset, group, used if used != "chunked" else "reference")
     whole = torch.randn(2, PARTS[-1][1], 5, generator=torch.Generator().manual_seed(3))
@@ -84,7 +99,10 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
 
 
 def cases() -> list[tuple[str, str, str]]:
-    return [(operation, reset, backend) for operation in ("scan", "conv") for reset in RESETS for backend in BACKENDS]
+    of_mamba1 = [
+        (operation, reset, backend) for operation in ("scan", "conv") for reset in RESETS for backend in BACKENDS
+    ]
+    return of_mamba1 + [("ssd", reset, backend) for reset in RESETS for backend in ("float64", "chunked")]
 
 
 def body(folder: Path) -> None:

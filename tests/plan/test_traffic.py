@@ -49,6 +49,14 @@ def test_cut_sequences_gather_states_and_convolution_inputs():
     assert sent["expert"] == round(flows(*cut, "parallel.context=1")["expert"].gigabytes * 1e9)  # more steps of less
 
 
+def test_cut_sequences_of_mamba2_gather_states():
+    cut = ["parallel.tensor=1", "parallel.expert_tensor=1", "parallel.context=4", f"model.pattern={'SE' * 15}"]
+    sent = round(flows(*cut)["context"].gigabytes * 1e9)
+    batches, I, N, H = 1008 // (48 // (3 * 4)), 2304, 128, 36
+    window_and_state = 3 * (I + 2 * N) * BF16 + I * N * FP32
+    assert sent == 5 * 3 * (2 * window_and_state + H * FP32) * batches
+
+
 def test_plain_optimizer_all_reduces_its_gradients():
     plain = flows("optimizer.distributed=false", "training.precision=fp32")
     assert plain["data"].gigabytes * 1e9 == pytest.approx(2 * 4_000 * 7 / 8)

@@ -39,6 +39,15 @@ def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return _Scan.apply(*inputs)
 
 
+@torch.no_grad()
+def final_state(inputs: Inputs) -> Tensor:
+    """Return the state behind the last token, at a part of the cost of a scan."""
+    state = _start(inputs)
+    for part in _segments(inputs):
+        state = _states(_chunks(_cut(inputs, part), state), state, torch.matmul)[1]
+    return state
+
+
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
@@ -188,4 +197,4 @@ def _states(at: _Chunks, state: Tensor, times: Callable[[Tensor, Tensor], Tensor
     for added_BHPN, decay_BH in zip(added_BKHPN.unbind(1), of_chunk_BKH.unbind(1), strict=True):
         starts.append(state)
         state = torch.addcmul(added_BHPN, state, decay_BH[..., None, None])
-    return torch.stack(starts, dim=1), state
+    return torch.stack(starts, dim=1) if len(starts) > 1 else starts[0][:, None], state

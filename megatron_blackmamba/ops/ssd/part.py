@@ -1,0 +1,53 @@
+"""The SSD scan over one rank's part of sequences that are cut over a group (`ops/context.py`).
+
+Shapes: B batch, L length of the part, H heads, P channels of a head, G groups of heads, N state.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_blackmamba.ops.context import Summary, scan_part
+from megatron_blackmamba.ops.ssd import ssd
+from megatron_blackmamba.ops.ssd.chunked import final_state
+from megatron_blackmamba.ops.ssd.inputs import Inputs
+
+
+def ssd_part(
+    x_BLHP: Tensor,
+    dt_BLH: Tensor,
+    A_H: Tensor,
+    B_BLGN: Tensor,
+    C_BLGN: Tensor,
+    D_H: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    dt_bias_H: Tensor | None = None,
+    reset_BL: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Return y_BLHP of this rank's part; arguments as for `ssd`, which does the work with any backend.
+
+    The state that the following ranks need comes first, without outputs; then the part is scanned with the right start.
+    """
+
+    def scan(x, dt, A, B, C, D, bias, reset, start) -> tuple[Tensor, Tensor]:
+        options = {"dt_bias_H": bias, "initial_state_BHPN": start, "reset_BL": reset, "return_final_state": True}
+        y, end = ssd(x, dt, A, B, C, D, **options, backend=backend)
+        return y, end
+
+    def summarise(x, dt, A, B, C, D, bias, reset) -> Summary:
+        part = Inputs(x, dt, A, B, C, dt_bias_H=bias, reset_BL=reset)
+        return decay_of_part(part), final_state(part)
+
+    return scan_part(scan, summarise, group, x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, reset_BL)
+
+
+def decay_of_part(part: Inputs) -> Tensor:
+    """Return how much of its start is left at the end of a part, `[B, H, 1, 1]`: exp(A · sum of dt)."""
+    compute = torch.promote_types(part.x_BLHP.dtype, torch.float32)
+    dt_BLH = part.dt_BLH.to(compute)
+    duration_BH = F.softplus(dt_BLH if part.dt_bias_H is None else dt_BLH + part.dt_bias_H).sum(1)
+    decay_BH11 = torch.exp(duration_BH * part.A_H)[..., None, None]
+    return decay_BH11 if part.reset_BL is None else decay_BH11.masked_fill(part.reset_BL.any(1)[:, None, None, None], 0)
