@@ -2,7 +2,8 @@
 
 Inside a chunk the outputs are a product with a causal matrix of decays; between chunks the state carries on. A decay is
 the exponential of a sum of dt * A over some tokens. The sums are taken in float64: as the difference of two running
-sums they are then exact enough for any dt. Only sums <= 0 are exponentiated, so nothing overflows.
+sums they are then exact enough for any dt. Only sums <= 0 are exponentiated, so nothing overflows. Products are fp32
+for bf16 activations too: the gradient of A is a difference of large sums, and bf16 products put it off by some percent.
 
 The backward pass keeps the inputs only. It computes the states between segments again, then takes the segments from
 the last to the first, each forward again and back by autograd. Memory grows with a segment, not with the sequence.
@@ -11,7 +12,6 @@ Shapes: B batch, L length, H heads, P channels of a head, G groups, E heads of a
 T and S tokens of a chunk, F = E * P.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.ssd.inputs import Inputs
 
 CHUNK = 64
-DECAYS = {"cpu": 2**18, "cuda": 2**26}
+DECAYS = {"cpu": 2**18, "cuda": 2**24}
 """Decays of a segment, if one chunk does not have more: they stay in a CPU's cache, and occupy a GPU."""
 PER_TOKEN = ("x_BLHP", "dt_BLH", "B_BLGN", "C_BLGN", "reset_BL")
 
@@ -44,7 +44,7 @@ def final_state(inputs: Inputs) -> Tensor:
     """Return the state behind the last token, at a part of the cost of a scan."""
     state = _start(inputs)
     for part in _segments(inputs):
-        state = _states(_chunks(_cut(inputs, part), state), state, torch.matmul)[1]
+        state = _states(_chunks(_cut(inputs, part), state), state)[1]
     return state
 
 
@@ -64,7 +64,7 @@ class _Scan(torch.autograd.Function):
         inputs = Inputs(*ctx.saved_tensors)
         parts, starts = _segments(inputs), [_start(inputs)]
         for part in parts[:-1]:
-            starts.append(_states(_chunks(_cut(inputs, part), starts[-1]), starts[-1], torch.matmul)[1])
+            starts.append(_states(_chunks(_cut(inputs, part), starts[-1]), starts[-1])[1])
         grads = {name: torch.zeros_like(x) for name, x in inputs._asdict().items() if _has_gradient(x)}
         for part, start in zip(reversed(parts), reversed(starts), strict=True):
             leaves = {name: _leaf(x) for name, x in _cut(inputs, part)._asdict().items()}
@@ -142,20 +142,16 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     x_BLHP, compute, groups = inputs.x_BLHP, state.dtype, inputs.B_BLGN.shape[2]
     at = _chunks(inputs, state)
     C_BKGTN = inputs.C_BLGN.to(compute).unflatten(1, at.x_BKTHP.shape[1:3]).transpose(2, 3)
-    product = _operands(x_BLHP, compute)
-
-    def times(left: Tensor, right: Tensor) -> Tensor:
-        return (left.to(product) @ right.to(product)).to(compute)
 
     # Inside each chunk.
-    scores_BKGTS = times(C_BKGTN, at.B_BKGTN.mT)
+    scores_BKGTS = C_BKGTN @ at.B_BKGTN.mT
     weights_BKGETS = scores_BKGTS[:, :, :, None] * _decays(at, compute).unflatten(2, (groups, -1))
     x_BKGETP = at.x_BKTHP.transpose(2, 3).unflatten(2, (groups, -1))
-    y_BKTHP = times(weights_BKGETS, x_BKGETP).flatten(2, 3).transpose(2, 3)
+    y_BKTHP = (weights_BKGETS @ x_BKGETP).flatten(2, 3).transpose(2, 3)
 
     # From the states before each chunk.
-    starts_BKHPN, end_BHPN = _states(at, state, times)
-    found_BKGTF = times(C_BKGTN, starts_BKHPN.unflatten(2, (groups, -1)).flatten(3, 4).mT)
+    starts_BKHPN, end_BHPN = _states(at, state)
+    found_BKGTF = C_BKGTN @ starts_BKHPN.unflatten(2, (groups, -1)).flatten(3, 4).mT
     since_start_BKHT = at.sums_BKHT.to(compute).exp()
     if at.document_BKT is not None:
         since_start_BKHT = since_start_BKHT * (at.document_BKT == 0)[:, :, None]
@@ -165,11 +161,6 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     if inputs.D_H is not None:
         y_BLHP = torch.addcmul(y_BLHP, x_BLHP.to(compute), inputs.D_H.to(compute)[:, None])
     return y_BLHP.to(x_BLHP.dtype), end_BHPN
-
-
-def _operands(x: Tensor, compute: torch.dtype) -> torch.dtype:
-    """Return the precision of a product's operands; a CPU's bf16 products may be slower than fp32."""
-    return x.dtype if x.is_cuda else compute
 
 
 def _decays(at: _Chunks, compute: torch.dtype) -> Tensor:
@@ -182,7 +173,7 @@ def _decays(at: _Chunks, compute: torch.dtype) -> Tensor:
     return sums_BKHTS.to(compute).masked_fill_(hidden, -torch.inf).exp_()
 
 
-def _states(at: _Chunks, state: Tensor, times: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _states(at: _Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states before each chunk of a segment, and the one behind the last, given the one before the first."""
     groups = at.B_BKGTN.shape[2]
     until_end_BKHT = (at.sums_BKHT[..., -1:] - at.sums_BKHT).to(state.dtype).exp()
@@ -192,7 +183,7 @@ def _states(at: _Chunks, state: Tensor, times: Callable[[Tensor, Tensor], Tensor
         of_chunk_BKH = of_chunk_BKH * (at.document_BKT[..., -1:] == 0)
     left_BKTHP = at.x_BKTHP * until_end_BKHT.transpose(2, 3)[..., None]
     left_BKGTF = left_BKTHP.unflatten(3, (groups, -1)).flatten(4, 5).transpose(2, 3)
-    added_BKHPN = times(left_BKGTF.mT, at.B_BKGTN).reshape(*at.x_BKTHP.shape[:2], *state.shape[1:])
+    added_BKHPN = (left_BKGTF.mT @ at.B_BKGTN).reshape(*at.x_BKTHP.shape[:2], *state.shape[1:])
     starts = []
     for added_BHPN, decay_BH in zip(added_BKHPN.unbind(1), of_chunk_BKH.unbind(1), strict=True):
         starts.append(state)
