@@ -50,7 +50,7 @@ EXTRAS = {
     "data": ["isal>=1.5"],  # gzip inputs decompressed 2.5 times as fast
     "dedup": DEDUP,
     "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4", "transformer-engine[pytorch]>=1.13"],
-    "eval": ["lm-eval>=0.4.9", "accelerate>=0.26"],
+    "eval": ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"],
     "wandb": ["wandb"],
     "dev": [
         "pytest>=8,<9.2",  # 9.2 hides the groups of --dist loadgroup from pytest-xdist 3.8
@@ -133,7 +133,11 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=[*find_packages(include=["megatron_blackmamba*"]), *DATA_FOLDERS],
     package_dir={"": ".", **DATA_FOLDERS},
-    package_data={"megatron_blackmamba.configs": ["**/*.yaml"], "megatron_blackmamba.scripts": ["**/*"]},
+    package_data={
+        "megatron_blackmamba.configs": ["**/*.yaml"],
+        "megatron_blackmamba.scripts": ["**/*"],
+        "megatron_blackmamba.report": ["vendor/*"],
+    },
     ext_modules=[KERNELS],
     cmdclass={"build_ext": BuildKernels},
     install_requires=REQUIREMENTS,

@@ -27,6 +27,7 @@ from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_
 from megatron_blackmamba.checkpoint.writing import Part, Write, reason
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.evaluations import is_claimed
 from megatron_blackmamba.formats.events import Damaged, Event, NotRemoved
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import LanguageModel
@@ -223,7 +224,8 @@ class Checkpoints:
         try:
             behind = sorted(found for found in self._folders() if found[0] <= newest)
             for step, path in behind[: -settings.keep_last]:
-                if not settings.keep_every or step % settings.keep_every:
+                kept = settings.keep_every and step % settings.keep_every == 0
+                if not kept and not is_claimed(self.folder.root, step):
                     gone = _out_of_the_way(path)
                     os.rename(path, gone)  # whole or hidden, whatever happens meanwhile
                     shutil.rmtree(gone)

@@ -70,6 +70,14 @@ class RunFolder:
         return self.root / "profile"
 
     @property
+    def evaluations(self) -> Path:
+        """Scores, one JSON file a checkpoint."""
+        return self.root / "evaluations"
+
+    def evaluation(self, step: int) -> Path:
+        return self.evaluations / f"step_{step:08d}.json"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"
 

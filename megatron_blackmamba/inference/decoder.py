@@ -84,6 +84,16 @@ class Decoder:
         return self._logits(self._hidden(state, tokens_BL, lengths_B).flatten(0, 1)).unflatten(0, tokens_BL.shape)
 
     @torch.inference_mode()
+    def hidden(self, state: State, tokens_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
+        """Take in tokens as `read` does, and return what the head reads after every token, `[B, L, D]` fp32."""
+        return self._hidden(state, tokens_BL, lengths_B)
+
+    @torch.inference_mode()
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Apply the head to some rows of `hidden`: `[T, V]` fp32."""
+        return self._logits(hidden_TD)
+
+    @torch.inference_mode()
     def step(self, state: State, tokens_B: Tensor) -> Tensor:
         """One token of each sequence: `state` moves on in place; the logits after it, `[B, V]` fp32."""
         residual_BD = F.embedding(tokens_B, self.weights.embedding_VD).float()

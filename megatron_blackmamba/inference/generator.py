@@ -194,14 +194,15 @@ def load(
 
     dtype: of the large matrices; by default as stored, or bf16 where fp32 would fill the memory.
     """
-    where = _usable(device)
+    where = usable_device(device)
     source = open_model(Path(model), None if tokenizer is None else Path(tokenizer))
     text = tokenizer_of(source)
     weights = pack(source, dtype or fitting_dtype(source, where), where)
     return Generator(Decoder(weights), text)
 
 
-def _usable(wanted: str | torch.device | None) -> torch.device:
+def usable_device(wanted: str | torch.device | None) -> torch.device:
+    """Return the device to run on, or refuse one that is not here; None: CUDA where there is a GPU."""
     try:
         where = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:

@@ -1,0 +1,209 @@
+"""Score a model on tasks: what is finished is not repeated, and every finished task is on disk at once."""
+
+import hashlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2.exceptions import TemplateError
+
+from megatron_blackmamba.checkpoint import manifest
+from megatron_blackmamba.checkpoint.reading import find_checkpoint
+from megatron_blackmamba.evaluation.errors import EvaluationError
+from megatron_blackmamba.evaluation.journal import Journal
+from megatron_blackmamba.evaluation.scoring import VERSION
+from megatron_blackmamba.evaluation.tasks import LoadedTask, does_not_fit, load_tasks, quiet
+from megatron_blackmamba.formats.evaluations import Encoding, Evaluation, ScoringKey, TaskResult, claim, read_evaluation
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.interchange.open import open_model
+
+if TYPE_CHECKING:
+    from megatron_blackmamba.evaluation.harness import BlackMambaLM
+
+CHUNK = 1 << 22
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
+Progress = Callable[[str, int, int], None]
+"""Told the task, the tokens scored and the tokens in all."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to score."""
+
+    tasks: Sequence[str]
+    data: Path | None = None
+    download: bool = False
+    limit: int | None = None
+    encoding: Encoding = Encoding.joint
+    dtype: torch.dtype | None = None
+    device: str | None = None
+    tokenizer: Path | None = None
+    nproc: int | None = None
+    batch_tokens: int | None = None
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model to score, and where its scores go."""
+
+    path: Path
+    step: int | None
+    out: Path
+    run: Path | None
+    """The run that it is a checkpoint of."""
+
+
+def find_target(path: Path, out: Path | None = None) -> Target:
+    """Return what a path names: a run's newest checkpoint, a checkpoint, an export or released files."""
+    if not path.is_dir() or (path / "config.json").is_file():
+        return Target(path, None, out or path / "evaluations" / "scores.json", None)
+    folder = find_checkpoint(path)
+    step = manifest.read(folder)["step"]
+    run = folder.absolute().parents[1]
+    if RunFolder(run).config.is_file() and folder.parent.name == RunFolder(run).checkpoints.name:
+        return Target(folder, step, out or RunFolder(run).evaluation(step), run)
+    return Target(folder, step, out or folder / "evaluations" / "scores.json", None)
+
+
+def evaluate(path: Path, options: Options, progress: Progress = lambda task, done, all: None) -> Evaluation:
+    """Return the scores of a model; those that an earlier call finished are read from its file."""
+    quiet()
+    from megatron_blackmamba.evaluation.harness import BlackMambaLM
+
+    target = find_target(path, options.out)
+    with ExitStack() as stack:
+        renew = stack.enter_context(claim(target.run, target.step)) if target.run and target.step else lambda: None
+        tasks = load_tasks(options.tasks, options.data, options.download)
+        lm = BlackMambaLM(
+            target.path,
+            dtype=options.dtype,
+            device=options.device,
+            tokenizer=options.tokenizer,
+            encoding=options.encoding,
+            nproc=options.nproc,
+            batch_tokens=options.batch_tokens,
+        )
+        stack.callback(lm.close)
+        identity = identify(target.path, options.tokenizer)
+        found = _read(target)
+        keys = [_key(identity, task, lm, options) for task in tasks]
+        if any(found.find(key) is None for key in keys):
+            open_model(target.path, options.tokenizer, verify=True)
+        for task, key in zip(tasks, keys, strict=True):
+            if found.find(key) is None:
+
+                def told(done: int, total: int, name: str = task.name) -> None:
+                    renew()
+                    progress(name, done, total)
+
+                scored = _score(task, key, lm, options.limit, target.out, told)
+                found = _read(target).with_result(scored)
+                found.write(target.out)
+    return replace(found, results=tuple(result for key in keys if (result := found.find(key))))
+
+
+def identify(path: Path, tokenizer: Path | None = None) -> str:
+    """Return a hash of the weights, and of the tokenizer if one was named."""
+    digest = hashlib.sha256()
+    if (path / manifest.NAME).is_file():
+        digest.update((path / manifest.NAME).read_bytes())
+    else:
+        for file in sorted(file for pattern in WEIGHT_FILES for file in path.glob(pattern)):
+            digest.update(f"{file.name} {_sha256(file)}\n".encode())
+    if tokenizer is not None:
+        digest.update(_sha256(tokenizer).encode())
+    return digest.hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as content:
+        while chunk := content.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read(target: Target) -> Evaluation:
+    if target.out.is_file():
+        return replace(read_evaluation(target.out), model=str(target.path), step=target.step)
+    return Evaluation(str(target.path), target.step)
+
+
+def _key(identity: str, task: LoadedTask, lm: "BlackMambaLM", options: Options) -> ScoringKey:
+    return ScoringKey(
+        model=identity,
+        task=task.name,
+        task_version=task.version,
+        data=task.sha256,
+        scorer=f"{VERSION}, lm-eval {version('lm_eval')}",
+        precision=str(lm.dtype).removeprefix("torch."),
+        encoding=options.encoding.value,
+        limit=options.limit,
+        max_length=lm.max_length,
+    )
+
+
+def _score(
+    task: LoadedTask,
+    key: ScoringKey,
+    lm: "BlackMambaLM",
+    limit: int | None,
+    out: Path,
+    progress: Callable[[int, int], None],
+) -> TaskResult:
+    from lm_eval.evaluator import evaluate as run_task
+
+    begun = time.perf_counter()
+    with Journal(out.with_name(f".{out.stem}.{task.name}.partial"), key, progress) as journal:
+        lm.watcher = journal
+        # lm-eval's own standard errors are bootstrapped in forked processes; ours follow from the answers
+        try:
+            found: Any = run_task(lm, {"tasks": {task.name: task.task}}, limit=limit, bootstrap_iters=0)
+        except EvaluationError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, TemplateError) as error:
+            raise does_not_fit(task.name, str(task.file or task.name), error) from error
+    metrics = {
+        name.removesuffix(",none"): float(value)
+        for name, value in found["results"][task.name].items()
+        if name.endswith(",none") and "_stderr" not in name and isinstance(value, int | float)
+    }
+    samples = sorted(found["samples"][task.name], key=lambda sample: sample["doc_id"])
+    answers = {
+        name: [float(sample[name]) for sample in samples]
+        for name in metrics
+        if all(isinstance(sample.get(name), int | float) for sample in samples)
+    }
+    return TaskResult(
+        key=key,
+        metrics=metrics,
+        errors={name: deviation for name in answers if (deviation := _error(metrics[name], answers[name])) is not None},
+        questions=len(samples),
+        answers=answers,
+        seconds=round(time.perf_counter() - begun, 3),
+        data_file=None if task.file is None else str(task.file),
+    )
+
+
+def _error(value: float, answers: Sequence[float]) -> float | None:
+    """Return the standard error of a mean, or of a perplexity: exp of minus the mean log-likelihood."""
+    if len(answers) < 2:
+        return None
+    of_mean = statistics.stdev(answers) / math.sqrt(len(answers))
+    mean = statistics.fmean(answers)
+    if math.isclose(value, mean, rel_tol=1e-6, abs_tol=1e-9):
+        return of_mean
+    if math.isclose(value, math.exp(-mean), rel_tol=1e-6):
+        return value * of_mean
+    return None
+
+
+__all__ = ["EvaluationError", "Options", "evaluate", "find_target", "identify"]

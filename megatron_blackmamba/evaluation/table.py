@@ -1,0 +1,49 @@
+"""Scores for a terminal, beside the paper's own."""
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_blackmamba.evaluation import paper
+from megatron_blackmamba.formats.evaluations import Evaluation, TaskResult
+
+
+def show(evaluation: Evaluation, console: Console) -> None:
+    """Print every metric of every task; below, the paper's table where a task is in it."""
+    results = evaluation.by_task()
+    where = "" if evaluation.step is None else f", step {evaluation.step:,}"
+    table = Table("task", "metric", "value", "standard error", "questions", "data", title=f"{evaluation.model}{where}")
+    for name, result in results.items():
+        for metric, value in result.metrics.items():
+            error = result.errors.get(metric)
+            shown = "–" if error is None else f"{error:.3g}"
+            table.add_row(name, metric, f"{value:.5g}", shown, f"{result.questions:,}", result.key.data[:12])
+    console.print(table)
+    tasks = [task for task in paper.TASKS if task in results]
+    if tasks:
+        console.print(_beside_the_paper(results, tasks))
+        console.print(_remarks(results, tasks), style="dim", highlight=False)
+
+
+def _beside_the_paper(results: dict[str, TaskResult], tasks: list[str]) -> Table:
+    table = Table("accuracy", *tasks, title="Beside the paper's table; in brackets, this model's distance from it")
+    ours = [f"{results[task].metrics[paper.METRIC]:.3f} ± {results[task].errors.get('acc', 0):.3f}" for task in tasks]
+    table.add_row("this model", *ours, style="bold")
+    for row in paper.ROWS:
+        table.add_row(row.label, *(_distance(results[task], row.scores[paper.TASKS.index(task)]) for task in tasks))
+    return table
+
+
+def _distance(result: TaskResult, theirs: float) -> str:
+    error = result.errors.get(paper.METRIC)
+    if not error:
+        return f"{theirs:.3f}"
+    return f"{theirs:.3f} ({(result.metrics[paper.METRIC] - theirs) / error:+.1f})"
+
+
+def _remarks(results: dict[str, TaskResult], tasks: list[str]) -> str:
+    said = "Distances are in standard errors of this model's score."
+    if any(results[task].key.limit for task in tasks):
+        said += " With --limit the questions are not the paper's."
+    if any(results[task].key.encoding != "separate" for task in tasks):
+        said += " The paper encoded context and continuation separately: --encoding separate."
+    return said

@@ -1,0 +1,219 @@
+"""lm-eval's own task definitions, with the data from local files."""
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_blackmamba.evaluation.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
+PAPER = ("hellaswag", "piqa", "winogrande", "lambada_openai", "arc_easy", "arc_challenge", "openbookqa", "boolq")
+"""The tasks of the paper, in the order of its table; it plots BoolQ but has no figure for it."""
+NAMED = {"paper": PAPER}
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+SPLITS = ("", "_test", "_validation", "_val", "_dev")
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task of lm-eval and the identity of its data."""
+
+    task: "ConfigurableTask"
+    sha256: str
+    file: Path | None
+
+    @property
+    def name(self) -> str:
+        return self.task.task_name
+
+    @property
+    def version(self) -> str:
+        return str(self.task.VERSION)
+
+
+def names_of(wanted: str) -> list[str]:
+    """Return the tasks in a comma-separated list; `paper` stands for the paper's eight."""
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    if not names:
+        raise EvaluationError("--tasks is empty: name tasks of lm-eval, or `paper`")
+    return list(dict.fromkeys(task for name in names for task in NAMED.get(name, (name,))))
+
+
+def load_tasks(names: Sequence[str], data: Path | None, download: bool) -> list[LoadedTask]:
+    """Return tasks with the files of a folder as their data; download what it lacks only if asked to."""
+    if not download:
+        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    quiet()
+    definitions = {name: _definition(name) for name in names}
+    files = {name: None if data is None else _find(name, data) for name in names}
+    missing = [name for name, file in files.items() if file is None]
+    if missing and not download:
+        where = "no --data DIR given" if data is None else f"{data} has no file"
+        raise EvaluationError(
+            f"{where} for {', '.join(missing)}. Put TASK.jsonl, TASK.jsonl.gz or TASK.parquet into --data DIR,"
+            " or let lm-eval download with --download"
+        )
+    return [_local(name, definitions[name], file) if file else _downloaded(name) for name, file in files.items()]
+
+
+def quiet() -> None:
+    """Have lm-eval and datasets print no progress of their own."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    lm_eval_is_installed()
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    for name in ("lm_eval", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def lm_eval_is_installed() -> None:
+    """Refuse to go on without lm-eval."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        raise EvaluationError(
+            "lm-eval, which defines the tasks, is not installed: pip install 'megatron-blackmamba[eval]'"
+        ) from None
+
+
+@cache
+def _index() -> dict[str, Any]:
+    """Return all tasks that lm-eval defines; reading them takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager().task_index
+
+
+@cache
+def _near(name: str) -> dict[str, Any]:
+    """Return the tasks in the folders that the task's name begins with, in which it most likely is."""
+    import lm_eval.tasks
+    from lm_eval.tasks import TaskManager
+
+    root = Path(lm_eval.tasks.__path__[0])
+    folders = [root / name, root / name.partition("_")[0], root / "super_glue" / name]
+    found = [str(folder) for folder in folders if folder.is_dir()]
+    return TaskManager(include_path=list(dict.fromkeys(found)), include_defaults=False).task_index if found else {}
+
+
+def _definition(name: str) -> dict[str, Any]:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    entry = _near(name).get(name) or _index().get(name)
+    if entry is None:
+        close = get_close_matches(name, [*_index(), *NAMED], 3)
+        hint = f" Did you mean {', '.join(close)}?" if close else " `lm_eval ls tasks` lists them."
+        raise EvaluationError(f"lm-eval has no task {name!r}.{hint}")
+    config = load_yaml(entry.yaml_path, resolve_func=True) if entry.yaml_path else {}
+    if "output_type" not in config:
+        raise EvaluationError(f"{name} is a group or a program in lm-eval, not a single task: name its tasks")
+    if config["output_type"] not in ("multiple_choice", "loglikelihood", "loglikelihood_rolling"):
+        raise EvaluationError(
+            f"{name} is a {config['output_type']} task; evaluate scores likelihoods. Run it with"
+            " `python -m megatron_blackmamba.evaluation --model blackmamba`"
+        )
+    return config
+
+
+def _find(name: str, folder: Path) -> Path | None:
+    if not folder.is_dir():
+        raise EvaluationError(f"--data {folder}: no such folder")
+    places = (folder / f"{name}{split}{suffix}" for split in SPLITS for suffix in SUFFIXES)
+    return next((path for path in places if path.is_file()), None)
+
+
+def _local(name: str, definition: dict[str, Any], file: Path) -> LoadedTask:
+    import datasets
+    from lm_eval.api.task import ConfigurableTask
+
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise EvaluationError(f"{file}: cannot be read: {error.strerror}") from None
+    documents = datasets.Dataset.from_list(_documents(file, content))
+    config = {key: value for key, value in definition.items() if key not in ("tag", "group")}
+    split = {"training_split": None, "validation_split": None, "test_split": "data", "fewshot_split": None}
+    process = config.get("process_docs")
+    if process is not None and _is_processed(process, documents):
+        config["process_docs"] = None
+    config |= split | {"dataset_kwargs": None, "custom_dataset": lambda **_: {"data": documents}}
+    try:
+        task = ConfigurableTask(config=config)
+    except Exception as error:  # templates and functions of the task raise anything
+        raise does_not_fit(name, str(file), error) from error
+    return LoadedTask(task, hashlib.sha256(content).hexdigest(), file)
+
+
+def does_not_fit(task: str, data: str, error: Exception) -> EvaluationError:
+    """Return the error for data that lacks what a task reads."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    return EvaluationError(
+        f"{data}: a document does not fit the task {task} ({type(error).__name__}: {said})."
+        " Use the fields of the data set that lm-eval names for it"
+    )
+
+
+def _is_processed(process: Any, documents: Any) -> bool:
+    """Return whether the task's preprocessing does not apply: the file has what it would make."""
+    try:
+        process(documents.select(range(1)))
+    except KeyError:
+        return True
+    return False
+
+
+def _documents(file: Path, content: bytes) -> list[dict[str, Any]]:
+    try:
+        if file.suffix == ".parquet":
+            import io
+
+            import pyarrow.parquet
+
+            rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+        else:
+            text = gzip.decompress(content) if file.suffix == ".gz" else content
+            rows = [_document(file, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    except EvaluationError:
+        raise
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow's errors are ValueErrors
+        raise EvaluationError(f"{file}: cannot be read: {error}. Copy it again") from None
+    if not rows:
+        raise EvaluationError(f"{file}: has no document")
+    return rows
+
+
+def _document(file: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise EvaluationError(f"{file}, line {number}: not JSON: {error}. Copy it again") from None
+    if not isinstance(document, dict):
+        raise EvaluationError(f"{file}, line {number}: not a JSON object")
+    return document
+
+
+def _downloaded(name: str) -> LoadedTask:
+    from lm_eval.tasks import TaskManager
+
+    try:
+        task = TaskManager().load([name])["tasks"][name]
+    except Exception as error:  # the network, the hub and datasets raise anything
+        said = str(error).splitlines()[0] if str(error) else ""
+        raise EvaluationError(f"{name}: its data could not be downloaded: {type(error).__name__}: {said}") from None
+    digest = hashlib.sha256()
+    for document in task.eval_docs:
+        digest.update(json.dumps(document, sort_keys=True, default=str).encode())
+    return LoadedTask(task, digest.hexdigest(), None)

@@ -1,0 +1,70 @@
+"""The verb `blackmamba evaluate`, as the command line has it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_blackmamba.formats.evaluations import Encoding
+from megatron_blackmamba.interchange.commands import Json, Precision
+
+
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(help="A run or checkpoint of ours, a Hugging Face export, or the released files.")
+    ],
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, comma-separated, or the paper's eight.")] = "paper",
+    data: Annotated[Path | None, typer.Option(help="Folder with TASK.jsonl, TASK.jsonl.gz or TASK.parquet.")] = None,
+    download: Annotated[bool, typer.Option("--download", help="Let lm-eval download data that is not here.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions a task.", show_default="all")] = None,
+    encoding: Annotated[
+        Encoding, typer.Option(help="Tokenize context and continuation together, or apart as the paper did.")
+    ] = Encoding.joint,
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Number of scoring processes.", show_default="one a GPU, 1 on a CPU")
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a batch.", show_default="2048, 16384 on a GPU")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, where the model comes without.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File of the results.", show_default="RUN/evaluations/step_N.json")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Score each checkpoint of a run as it appears.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Score a model of any kind on the paper's tasks or others of lm-eval. Finished tasks are not repeated.
+
+    [dim]blackmamba evaluate runs/tiny --data evaldata --limit 200[/dim]
+
+    [dim]blackmamba evaluate runs/blackmamba_1.5b --data evaldata --encoding separate --watch[/dim]
+    """
+    from megatron_blackmamba.evaluation.commands import run as evaluate_model
+    from megatron_blackmamba.evaluation.evaluate import Options
+    from megatron_blackmamba.evaluation.tasks import names_of
+    from megatron_blackmamba.evaluation.watch import watch as watch_run
+    from megatron_blackmamba.interchange.commands import torch_dtype
+
+    options = Options(
+        names_of(tasks),
+        data=data,
+        download=download,
+        limit=limit,
+        encoding=encoding,
+        dtype=torch_dtype(dtype),
+        device=device,
+        tokenizer=tokenizer,
+        nproc=nproc,
+        batch_tokens=batch_tokens,
+        out=out,
+    )
+    if watch:
+        watch_run(model, options)
+    else:
+        evaluate_model(model, options, as_json)

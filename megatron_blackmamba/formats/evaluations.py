@@ -1,0 +1,157 @@
+"""Scores of a checkpoint: one JSON file, a record for each task and way of scoring, written after every task."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.run_folder import RunFolder
+
+FORMAT = 1
+CLAIM_SECONDS = 3600
+"""A claim that is not renewed for this long is that of a process which was killed."""
+
+
+class EvaluationFileError(ValueError):
+    """A file of scores that cannot be read; names the file."""
+
+
+class Encoding(str, Enum):
+    """How a context and its continuation become tokens."""
+
+    joint = "joint"
+    """Encode the whole text; the continuation is what follows the tokens of the context (lm-eval today)."""
+    separate = "separate"
+    """Encode each by itself (lm-eval 0.3.0, which the paper used)."""
+
+
+@dataclass(frozen=True)
+class ScoringKey:
+    """All that decides a score. Equal keys have equal scores."""
+
+    model: str
+    """Hash of the checkpoint's manifest, or of an export's files; with another tokenizer, of that too."""
+    task: str
+    task_version: str
+    data: str
+    """sha256 of the data."""
+    scorer: str
+    """Versions of the scorer and of lm-eval."""
+    precision: str
+    encoding: str
+    limit: int | None
+    """Number of questions from the start; None: all."""
+    max_length: int
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The scores of one task."""
+
+    key: ScoringKey
+    metrics: Mapping[str, float]
+    errors: Mapping[str, float]
+    """Standard errors, by metric."""
+    questions: int
+    answers: Mapping[str, list[float]]
+    """Each metric by question, in the order of the data, for paired comparisons."""
+    seconds: float
+    data_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The scores of one model."""
+
+    model: str
+    """Path, for people."""
+    step: int | None
+    results: tuple[TaskResult, ...] = ()
+
+    def find(self, key: ScoringKey) -> TaskResult | None:
+        """Return the finished result of a key."""
+        return next((result for result in self.results if result.key == key), None)
+
+    def with_result(self, new: TaskResult) -> "Evaluation":
+        """Return these scores and one more, which replaces a result with the same key."""
+        kept = tuple(result for result in self.results if result.key != new.key)
+        return Evaluation(self.model, self.step, (*kept, new))
+
+    def by_task(self) -> dict[str, TaskResult]:
+        """Return the best result of each task: on the most questions, the newest of those."""
+        best: dict[str, TaskResult] = {}
+        for result in self.results:
+            known = best.get(result.key.task)
+            if known is None or result.questions >= known.questions:
+                best[result.key.task] = result
+        return best
+
+    def write(self, path: Path) -> None:
+        """Write the file; a reader finds the old or the new one, never a part."""
+        content = {"format": FORMAT, "model": self.model, "step": self.step, "results": [*map(asdict, self.results)]}
+        atomic.write_text(path, json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def read_evaluation(path: Path) -> Evaluation:
+    """Return the scores in a file, or raise EvaluationFileError."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != FORMAT:
+            raise EvaluationFileError(f"{path}: format {content['format']!r}; this version reads format {FORMAT}")
+        return Evaluation(content["model"], content["step"], tuple(map(_result, content["results"])))
+    except EvaluationFileError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise EvaluationFileError(
+            f"{path}: not a file of scores ({type(error).__name__}: {error}). Move it away to score again"
+        ) from None
+
+
+def read_run(run: Path) -> list[Evaluation]:
+    """Return the readable scores of a run, by step."""
+    found = []
+    for path in sorted(RunFolder(run).evaluations.glob("step_*.json")):
+        try:
+            found.append(read_evaluation(path))
+        except EvaluationFileError:
+            continue
+    return sorted(found, key=lambda evaluation: evaluation.step or 0)
+
+
+@contextlib.contextmanager
+def claim(run: Path, step: int) -> Iterator[Callable[[], None]]:
+    """Protect a checkpoint from removal while it is read. Call what this yields now and then to say so again."""
+    marker = RunFolder(run).evaluation(step).with_suffix(".in_use")
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    try:
+        yield marker.touch
+    finally:
+        marker.unlink(missing_ok=True)
+
+
+def is_claimed(run: Path, step: int) -> bool:
+    """Return whether a checkpoint is protected by a process that said so within CLAIM_SECONDS."""
+    try:
+        age = time.time() - RunFolder(run).evaluation(step).with_suffix(".in_use").stat().st_mtime
+    except OSError:
+        return False
+    return age < CLAIM_SECONDS
+
+
+def headline(result: TaskResult) -> Iterator[tuple[str, float, float]]:
+    """Yield name, value and standard error of each metric of a task."""
+    for name, value in result.metrics.items():
+        yield name, value, result.errors.get(name, math.nan)
+
+
+def _result(content: dict[str, Any]) -> TaskResult:
+    known = {field.name for field in fields(TaskResult)}
+    given = {name: value for name, value in content.items() if name in known}
+    return TaskResult(**(given | {"key": ScoringKey(**content["key"])}))

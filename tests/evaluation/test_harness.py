@@ -1,0 +1,68 @@
+"""The model `blackmamba` gives lm-eval the numbers that its `hf` backend gives."""
+
+import pytest
+
+from megatron_blackmamba.evaluation.tasks import load_tasks
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
+huggingface = pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError, reason="accelerate is missing")
+
+
+@pytest.mark.parametrize("pattern", ["MEME", "ME*-ME"])
+def test_scores_equal_those_of_the_hf_backend(export, data, pattern):
+    from megatron_blackmamba.evaluation.harness import BlackMambaLM
+
+    folder = export(pattern)
+    theirs = huggingface.HFLM(
+        pretrained=str(folder), trust_remote_code=True, device="cpu", dtype="float32", batch_size=3
+    )
+    ours = BlackMambaLM(folder, dtype="fp32", device="cpu")
+    assert theirs.max_length == ours.max_length
+    for task in load_tasks(["piqa", "winogrande", "lambada_openai"], data, download=False):
+        task.task.build_all_requests()
+        expected = theirs.loglikelihood(task.task.instances, disable_tqdm=True)
+        found = ours.loglikelihood(task.task.instances)
+        assert [score[0] for score in found] == pytest.approx([score[0] for score in expected], abs=1e-4)
+        assert [score[1] for score in found] == [score[1] for score in expected]
+
+
+def test_rolling_likelihood_equals_that_of_the_hf_backend(export):
+    from lm_eval.api.instance import Instance
+
+    from megatron_blackmamba.evaluation.harness import BlackMambaLM
+
+    folder = export("MEME")
+    theirs = huggingface.HFLM(pretrained=str(folder), trust_remote_code=True, device="cpu", dtype="float32")
+    text = "so a model reads once and answers what then they said " * 4  # longer than the model's 64 tokens
+    requests = [Instance("loglikelihood_rolling", {}, (text,), 0, ("task", 0, 1))]
+    expected = theirs.loglikelihood_rolling(requests, disable_tqdm=True)
+    ours = BlackMambaLM(folder, dtype="fp32", device="cpu")
+    assert ours.loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-3)
+
+
+def test_lm_eval_finds_the_model_by_name(export, data):
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from megatron_blackmamba.evaluation import __main__  # noqa: F401  lm-eval's command line with the model
+
+    task = {
+        "task": "local",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data / "piqa.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{goal}}",
+        "doc_to_choice": "{{[sol1, sol2]}}",
+        "doc_to_target": "label",
+        "metric_list": [{"metric": "acc"}],
+    }
+    found = simple_evaluate(
+        model="blackmamba",
+        model_args=f"pretrained={export('MEME')},dtype=fp32",
+        device="cpu",
+        tasks=[task],
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert 0 <= found["results"]["local"]["acc,none"] <= 1

@@ -1,0 +1,62 @@
+"""The scorer: contexts read once, states branched, and the same numbers as reading every sequence by itself."""
+
+import pytest
+import torch
+
+from megatron_blackmamba.evaluation.scoring import Item, make_item, plan, score
+from megatron_blackmamba.inference import Decoder
+from megatron_blackmamba.inference.weights import pack
+from tests.evaluation.conftest import random_model
+
+
+def items():
+    context = tuple(range(1, 31))
+    other = (40, 41, *range(3, 30))
+    pairs = [
+        (context, (50,)),
+        (context, (51, 52, 53)),
+        (context[:25], (9,)),
+        (other, (1, 2)),
+        (other, (3,)),
+        ((7,), (8, 9)),
+    ]
+    return [make_item(i, *pair, 64) for i, pair in enumerate(pairs)]
+
+
+def alone(decoder, item):
+    """Log-likelihood and greediness from one pass over the whole sequence."""
+    logits = decoder.read_all(decoder.start(1), torch.tensor([item.tokens]))[0].double().log_softmax(-1)
+    places = range(item.context, len(item.tokens))
+    total = sum(logits[at - 1, item.tokens[at]].item() for at in places)
+    return total, all(int(logits[at - 1].argmax()) == item.tokens[at] for at in places)
+
+
+@pytest.mark.parametrize("pattern", ["MEME", "*E*-", "M*E-"])
+@pytest.mark.parametrize("more", [{}, {"eod_reset": 9}], ids=["plain", "resetting"])
+def test_shared_contexts_change_no_score(pattern, more):
+    decoder = Decoder(pack(random_model(pattern, None, **more), torch.float32))
+    for budget in (16, 1000):
+        found = {s.item: s for batch in plan(items(), budget) for s in score(decoder, batch, budget)}
+        for item in items():
+            total, greedy = alone(decoder, item)
+            assert found[item.index].log_likelihood == pytest.approx(total, abs=1e-4)
+            assert found[item.index].greedy == greedy
+
+
+def test_a_shared_context_is_read_once():
+    read = sum(group.tokens for batch in plan(items(), 1000) for group in batch)
+    apart = sum(len(item.tokens) - 1 for item in items())
+    assert read < 0.6 * apart
+
+
+def test_every_item_is_planned_once_within_the_budget():
+    many = [make_item(i, tuple((i * j) % 60 + 1 for j in range(5 + i % 9)), (1,), 64) for i in range(50)]
+    batches = plan(many, 40)
+    assert sorted(item.index for batch in batches for group in batch for item in group.items) == list(range(50))
+    assert all(len(batch) * max(group.longest for group in batch) <= 40 for batch in batches if not batch[0].shared)
+
+
+def test_long_contexts_are_cut_on_the_left():
+    item = make_item(0, range(100), (7, 8), 10)
+    assert item == Item(0, (*range(91, 100), 7, 8), 2)
+    assert make_item(0, (1,), tuple(range(20)), 10).scored == 10
