@@ -1,4 +1,4 @@
-"""Charts as inline SVG: no script, no font, no colour of their own; the page's style sheet gives those."""
+"""Charts as inline SVG in the colours of the page; scripts make those of curves interactive where they run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
+
+from megatron_blackmamba.report import interactive
 
 WIDTH, HEIGHT = 480, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34
@@ -100,7 +102,22 @@ def lines(
         )
     inside = HEIGHT - TOP - BOTTOM
     clip = f'<svg x="0" y="{TOP}" width="{WIDTH}" height="{inside}" viewBox="0 {TOP} {WIDTH} {inside}">'
-    return _figure(title, axes.frame(x_label) + clip + "".join(drawn) + "</svg>", _legend(curves))
+    chart = _data(curves, marks, axes, x_label)
+    return _figure(title, axes.frame(x_label) + clip + "".join(drawn) + "</svg>", _legend(curves) + chart)
+
+
+def _data(curves: Sequence[Line], marks: Sequence[Mark], axes: _Axes, x_label: str) -> str:
+    """Return the numbers of a chart for the script that makes it interactive."""
+    described = []
+    for curve in curves:
+        one = {"name": curve.name, "colour": curve.colour % COLOURS, "dashed": curve.dashed}
+        one |= {"x": interactive.numbers(curve.x), "y": interactive.numbers(curve.y)}
+        if curve.low is not None and curve.high is not None and not np.array_equal(curve.low, curve.high):
+            one |= {"low": interactive.numbers(curve.low), "high": interactive.numbers(curve.high)}
+        described.append(one)
+    marked = [{"x": mark.x, "kind": mark.kind} for mark in marks]
+    content = {"x_label": x_label, "y0": axes.y0, "y1": axes.y1, "series": described, "marks": marked}
+    return interactive.data(content)
 
 
 def stacked(title: str, x: Sequence[float], shares: np.ndarray, names: Sequence[str], x_label: str = "step") -> str:

@@ -9,10 +9,11 @@ import numpy as np
 import yaml
 
 from megatron_blackmamba import __version__
-from megatron_blackmamba.report import charts
+from megatron_blackmamba.evaluation import paper
+from megatron_blackmamba.formats.evaluations import read_run
+from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, Mark
 from megatron_blackmamba.report.history import History, Series, thin
-from megatron_blackmamba.report.style import STYLE
 from megatron_blackmamba.training.metrics import metric_of
 
 ROUTER_POINTS = 200
@@ -26,23 +27,19 @@ def render(history: History) -> str:
     """The whole page as one string of HTML."""
     title = f"{history.name} · BlackMamba run"
     sections = [
-        _section("Loss", [loss(history), *source_losses(history)]),
-        _section("Mixture", [mixture(history)], _mixture_words(history)),
-        _section("Experts", [*experts(history)], "The share of a layer's tokens that each expert gets."),
-        _section("Optimisation, speed and other metrics", [*others(history)]),
+        html.section("Loss", [loss(history), *source_losses(history)]),
+        evaluations(history),
+        html.section("Mixture", [mixture(history)], _mixture_words(history)),
+        html.section("Experts", [*experts(history)], "The share of a layer's tokens that each expert gets."),
+        html.section("Optimisation, speed and other metrics", [*others(history)]),
         _interruptions(history),
         _spikes(history),
         _samples(history),
-        _details("Configuration", yaml.safe_dump(history.config, sort_keys=False)),
-        _details("Environment", _environment()),
+        html.details("Configuration", yaml.safe_dump(history.config, sort_keys=False)),
+        html.details("Environment", _environment()),
     ]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style></head><body><main><header><h1>{escape(history.name)}</h1>{_facts(history)}</header>"
-        f"{''.join(sections)}<footer>{_footer(history)}</footer></main></body></html>\n"
-    )
+    header = f"<h1>{escape(history.name)}</h1>{_facts(history)}"
+    return html.page(title, header, sections, _footer(history))
 
 
 def loss(history: History) -> str:
@@ -68,6 +65,29 @@ def source_losses(history: History) -> list[str]:
         if name in losses
     ]
     return [*drawn, charts.lines("Validation loss by source", validation)] if validation else drawn
+
+
+def evaluations(history: History) -> str:
+    """Return the scores over training, with the paper's final scores as lines, and the last ones as a table."""
+    found = read_run(history.folder.root)
+    if not found:
+        return ""
+    drawn = []
+    for task in dict.fromkeys(task for evaluation in found for task in evaluation.by_task()):
+        points = [(each.step or 0, each.by_task()[task]) for each in found if task in each.by_task()]
+        metric = paper.METRIC if paper.METRIC in points[0][1].metrics else next(iter(points[0][1].metrics))
+        scored = [(step, result) for step, result in points if metric in result.metrics]
+        steps, values = [step for step, _ in scored], np.array([result.metrics[metric] for _, result in scored])
+        errors = np.array([result.errors.get(metric, 0.0) for _, result in scored])
+        curves = [Line(f"{task} {metric}", steps, values, values - errors, values + errors)]
+        ends = [0, steps[-1]]
+        for i, row in enumerate(paper.MAIN if metric == paper.METRIC else ()):
+            theirs = row.score(task)
+            if theirs is not None:
+                curves.append(Line(f"{row.label}, paper", ends, [theirs, theirs], colour=i + 1, dashed=True))
+        drawn.append(charts.lines(task, curves))
+    words = "Bands are one standard error; dashed lines are the paper's final scores. BoolQ has no figure in the paper."
+    return html.section("Scores", drawn, words) + html.scores(found[-1])
 
 
 def mixture(history: History) -> str:
@@ -194,7 +214,7 @@ def _interruptions(history: History) -> str:
     words += [f"restarted after step {step:,}" for step in history.restarts]
     words += [f"rewound to step {step:,}" for step in history.rewinds]
     if not words:
-        return _section("Interruptions", [], "None: no step skipped or remarked on, no restart, no rewind.")
+        return html.section("Interruptions", [], "None: no step skipped or remarked on, no restart, no rewind.")
     shown = "".join(f"<li>{escape(line)}</li>" for line in words[-50:])
     more = f"<p>The last 50 of {len(words):,}.</p>" if len(words) > 50 else ""
     return f"<section><h2>Interruptions</h2>{more}<ul>{shown}</ul></section>"
@@ -219,15 +239,6 @@ def _samples(history: History) -> str:
         return ""
     blocks = "".join(f"<pre><b>{escape(prompt)}</b>{escape(text)}</pre>" for prompt, text in history.samples.items())
     return f"<section><h2>Samples</h2><p>The prompt in bold, then what the model wrote.</p>{blocks}</section>"
-
-
-def _section(title: str, figures: list[str], words: str = "") -> str:
-    paragraph = f"<p>{escape(words)}</p>" if words else ""
-    return f'<section><h2>{escape(title)}</h2>{paragraph}<div class="figures">{"".join(figures)}</div></section>'
-
-
-def _details(title: str, text: str) -> str:
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
 
 
 def _environment() -> str:

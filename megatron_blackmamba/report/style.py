@@ -37,6 +37,10 @@ pre{background:var(--panel);border:1px solid var(--rule);border-radius:6px;paddi
 overflow-wrap:anywhere;font:13px/1.45 ui-monospace,"SF Mono",Menlo,Consolas,monospace;margin:0 0 12px}
 details{margin-top:16px}summary{cursor:pointer;font-weight:600}
 details pre{margin-top:8px}
+.wide{overflow-x:auto;margin:12px 0;font-size:.82rem;font-variant-numeric:tabular-nums}
+.wide table{border-collapse:collapse}
+.wide th,.wide td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
+.wide th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}.wide thead th{color:var(--soft)}
 ul{padding-left:20px}li{font-size:.9rem}
 footer{margin-top:40px;color:var(--soft);font-size:.8rem;overflow-wrap:anywhere}
 """

@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from megatron_blackmamba.config import load, to_yaml
+from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult
 from megatron_blackmamba.formats.events import NotFinite, Resumed, Rewound, SlowRank, Spike
+from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import ReportError, write_report
 from megatron_blackmamba.report.charts import short, ticks
 from megatron_blackmamba.report.history import read_history, thin
@@ -169,7 +171,7 @@ def test_deep_models_show_six_layers(make_run):
 def test_the_page_needs_nothing_from_outside_and_trusts_no_text(page):
     text = page.read_text()
     assert not re.search(r'(src|href)="(?!data:)', text)
-    assert "<script" not in text
+    assert text.count("<script") == text.count('<script type="application/json" class="chart-data">') + 2
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert "<b>def f(&lt;b&gt;</b>x &amp; y): return &#x27;&lt;i&gt;&#x27;" in text
 
@@ -254,8 +256,14 @@ def browse(page, tmp_path, width, probe):
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
 def test_in_a_browser_every_chart_is_drawn_and_fits_a_phone(page, tmp_path):
-    probe = """{charts: [...document.querySelectorAll('svg.chart')].map(s => [s.getBoundingClientRect().width,
-        s.getBoundingClientRect().height, s.querySelectorAll('polyline,polygon,rect').length]),
+    probe = """{charts: [...document.querySelectorAll('figure')].map(figure => {
+          const chart = figure.querySelector('canvas') || figure.querySelector('svg');
+          const { width, height } = chart.getBoundingClientRect();
+          const shapes = chart.querySelectorAll('polyline,polygon,rect').length;
+          return [width, height, chart.tagName == 'CANVAS' ? 1 : shapes];
+        }),
+        interactive: document.querySelectorAll('.uplot').length,
+        readings: document.querySelectorAll('.u-legend .u-value').length,
         wide: document.documentElement.scrollWidth, window: window.innerWidth}"""
     seen, console = browse(page, tmp_path, 500, probe)
     assert console == []
@@ -264,7 +272,21 @@ def test_in_a_browser_every_chart_is_drawn_and_fits_a_phone(page, tmp_path):
         assert width > 300
         assert height > 50
         assert shapes > 0
+    assert seen["interactive"] >= 5
+    assert seen["readings"] > seen["interactive"]
     assert seen["wide"] <= seen["window"]
+
+
+def test_the_page_shows_scores_beside_the_paper_s(make_run):
+    run = make_run(20)
+    for step in (10, 20):
+        key = ScoringKey("hash", "piqa", "1", "data", "1", "float32", "separate", None, 2048)
+        answers = {"acc": [1.0, 0.0] * 50}
+        result = TaskResult(key, {"acc": 0.5 + step / 1000}, {"acc": 0.05}, 100, answers, 1.0)
+        Evaluation("run", step, (result,)).write(RunFolder(run).evaluation(step))
+    text = write_report(run).read_text()
+    assert "BlackMamba 342M/1.5B, paper" in text
+    assert "<td>0.690 (-3.4)</td>" in text
 
 
 def test_the_configuration_shown_is_the_run_s(page):

@@ -1,0 +1,158 @@
+"""`blackmamba compare`: runs side by side on a page and on the terminal."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.report import charts, html
+from megatron_blackmamba.report.charts import Line, short
+from megatron_blackmamba.report.comparison import Compared, common_end, differences, paired, read_all
+from megatron_blackmamba.report.history import thin
+
+AXES = {"step": "step", "tokens": "tokens", "flops": "training FLOPs", "hours": "hours"}
+Rows = list[list[str]]
+
+
+def compare(paths: Sequence[Path], out: Path, console: Console) -> Path:
+    """Write the page, print the tables, and return the page's path."""
+    runs = read_all(paths)
+    for title, columns, rows in tables(runs):
+        table = Table(*columns, title=title)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    atomic.write_text(out, render(runs))
+    return out
+
+
+def render(runs: Sequence[Compared]) -> str:
+    """Return the page as one string of HTML."""
+    names = " and ".join(run.name for run in runs)
+    sections = [
+        *(f"<section><h2>{escape(title)}</h2>{html.table(columns, rows)}</section>"
+          for title, columns, rows in tables(runs)),
+        html.section("Training loss", [_loss(runs, axis) for axis in AXES]),
+        html.section("Validation loss", [_validation(runs, axis) for axis in AXES], "Weighted by the mixture."),
+        html.section("Validation loss by source", _by_source(runs)),
+    ]  # fmt: skip
+    footer = f"Written {datetime.now():%Y-%m-%d %H:%M} by blackmamba compare."
+    return html.page(f"{names} · BlackMamba runs", f"<h1>{escape(names)}</h1>", sections, footer)
+
+
+def tables(runs: Sequence[Compared]) -> list[tuple[str, list[str], Rows]]:
+    """Return title, columns and rows of each table that has something to show."""
+    names = [run.name for run in runs]
+    config = [[key, *(_value(value) for value in values)] for key, values in differences(runs)]
+    found = [
+        ("Results", ["", *names], _results(runs)),
+        ("Scores", ["task", *names], _scores(runs)),
+        ("Scores on the same questions", ["task", "runs", "difference", "95% interval", "p"], _paired(runs)),
+        ("Configuration that differs", ["key", *names], config),
+    ]
+    return [(title, columns, rows) for title, columns, rows in found if rows]
+
+
+def _results(runs: Sequence[Compared]) -> Rows:
+    rows = [
+        ["step", *(f"{run.history.last['step']:,}" for run in runs)],
+        ["tokens", *(short(run.history.last["consumed_tokens"]) for run in runs)],
+        ["training FLOPs", *(f"{run.along('flops', run.tokens.step[-1:])[0]:.2e}" for run in runs)],
+    ]
+    for axis, label in (("tokens", "tokens"), ("flops", "FLOPs")):
+        end = common_end(runs, axis)
+        rows.append([f"loss at {short(end)} {label}", *(_number(run.loss_at(axis, end)) for run in runs)])
+        validation = [_number(run.validation_at(axis, end)) for run in runs]
+        rows.append([f"validation loss at {short(end)} {label}", *validation])
+    return [
+        *rows,
+        ["tokens/s, median", *(short(_median(run, "speed/tokens_per_second")) for run in runs)],
+        ["memory", *(_memory(run) for run in runs)],
+    ]
+
+
+def _scores(runs: Sequence[Compared]) -> Rows:
+    results = [run.scores.by_task() if run.scores else {} for run in runs]
+    rows = []
+    for task in dict.fromkeys(task for each in results for task in each):
+        for metric in dict.fromkeys(m for each in results if task in each for m in each[task].metrics):
+            cells = [
+                f"{each[task].metrics[metric]:.4g} ± {each[task].errors.get(metric, float('nan')):.2g}"
+                if task in each and metric in each[task].metrics
+                else "–"
+                for each in results
+            ]
+            rows.append([f"{task} {metric}", *cells])
+    return rows
+
+
+def _paired(runs: Sequence[Compared]) -> Rows:
+    """Compare the first run with each other one."""
+    first = runs[0]
+    return [
+        [
+            f"{one.task} {one.metric}",
+            f"{run.name} − {first.name}",
+            f"{one.second - one.first:+.4f}",
+            f"{one.low:+.4f} … {one.high:+.4f}",
+            f"{one.p:.3f}",
+        ]
+        for run in runs[1:]
+        if first.scores and run.scores
+        for one in paired(first.scores, run.scores)
+    ]
+
+
+def _loss(runs: Sequence[Compared], axis: str) -> str:
+    curves = []
+    for i, run in enumerate(runs):
+        series = run.history.scalars["loss"]
+        thinned = thin(run.along(axis, series.step), series.value)
+        curves.append(Line(run.name, thinned.x, thinned.mean, thinned.low, thinned.high, colour=i))
+    return charts.lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
+
+
+def _validation(runs: Sequence[Compared], axis: str) -> str:
+    curves = []
+    for i, run in enumerate(runs):
+        series = run.history.validation_loss
+        if series is not None:
+            known = np.isfinite(series.value)
+            curves.append(Line(run.name, run.along(axis, series.step[known]), series.value[known], colour=i))
+    return charts.lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
+
+
+def _by_source(runs: Sequence[Compared]) -> list[str]:
+    sources = dict.fromkeys(name for run in runs for name in run.history.of("validation/loss/*"))
+    drawn = []
+    for source in sources:
+        found = [(i, run, run.history.of("validation/loss/*").get(source)) for i, run in enumerate(runs)]
+        curves = [
+            Line(run.name, run.along("tokens", series.step), series.value, colour=i)
+            for i, run, series in found
+            if series is not None
+        ]
+        drawn.append(charts.lines(source, curves, x_label="tokens"))
+    return drawn
+
+
+def _median(run: Compared, scalar: str) -> float:
+    return float(np.nanmedian(run.history.scalars[scalar].value))
+
+
+def _memory(run: Compared) -> str:
+    series = run.history.scalars.get("speed/memory_bytes")
+    return "–" if series is None else f"{np.nanmax(series.value) / 2**30:.2f} GiB"
+
+
+def _number(value: float) -> str:
+    return "–" if not np.isfinite(value) else f"{value:.4f}"
+
+
+def _value(value: object) -> str:
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

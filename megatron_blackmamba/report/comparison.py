@@ -1,0 +1,149 @@
+"""Runs side by side: what differs in their configs, and losses, speed and scores at equal tokens and equal FLOPs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.formats.evaluations import Evaluation, read_run
+from megatron_blackmamba.plan import flops
+from megatron_blackmamba.report.history import History, ReportError, Series, read_history
+
+RESAMPLES = 10_000
+WINDOW = 0.02
+"""Part of a run over which its training loss is averaged."""
+NOT_COMPARED = {"name", "folder"}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run as a comparison sees it."""
+
+    history: History
+    flops_per_token: float
+    scores: Evaluation | None
+    """Of its last evaluated checkpoint."""
+
+    @property
+    def name(self) -> str:
+        return self.history.name
+
+    @property
+    def tokens(self) -> Series:
+        """Tokens consumed by step."""
+        return self.history.scalars["consumed_tokens"]
+
+    def along(self, axis: str, steps: np.ndarray) -> np.ndarray:
+        """Return where steps lie on an axis: step, tokens, flops or hours."""
+        if axis == "step":
+            return steps.astype(float)
+        if axis == "hours":
+            seconds = self.history.scalars["speed/step_seconds"]
+            return np.interp(steps, seconds.step, np.cumsum(np.nan_to_num(seconds.value)) / 3600)
+        tokens = np.interp(steps, self.tokens.step, self.tokens.value)
+        return tokens * self.flops_per_token if axis == "flops" else tokens
+
+    def loss_at(self, axis: str, place: float) -> float:
+        """Return the training loss up to a place on an axis, averaged over the last part of the way there."""
+        series = self.history.scalars["loss"]
+        where = self.along(axis, series.step)
+        near = series.value[(where <= place) & (where >= place * (1 - WINDOW))]
+        near = near[np.isfinite(near)]
+        return float(near.mean()) if len(near) else float(np.interp(place, where, series.value))
+
+    def validation_at(self, axis: str, place: float) -> float:
+        """Return the validation loss at a place on an axis, interpolated; NaN beyond what was measured."""
+        series = self.history.validation_loss
+        if series is None:
+            return float("nan")
+        return float(np.interp(place, self.along(axis, series.step), series.value, left=np.nan, right=np.nan))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One score of two models on the same questions."""
+
+    task: str
+    metric: str
+    first: float
+    second: float
+    low: float
+    high: float
+    """95% interval of second minus first, bootstrapped over the questions."""
+    p: float
+    """Part of the resamples in which the difference has the other sign, twice."""
+
+    @property
+    def clear(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def read_all(paths: Sequence[Path]) -> list[Compared]:
+    """Read the runs to compare."""
+    if len(paths) < 2:
+        raise ReportError("name at least two runs to compare")
+    found = []
+    for path in paths:
+        history = read_history(path)
+        config = RunConfig.model_validate(history.config)
+        scores = read_run(path)
+        per_token = float(flops.training(config.model, config.data.sequence_length))
+        found.append(Compared(history, per_token, scores[-1] if scores else None))
+    return found
+
+
+def differences(runs: Sequence[Compared]) -> list[tuple[str, list[Any]]]:
+    """Return the keys of the configs that are not the same in all runs, with their values."""
+    flat = [dict(_flat(run.history.config)) for run in runs]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    rows = [(key, [config.get(key) for config in flat]) for key in keys if key not in NOT_COMPARED]
+    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def common_end(runs: Sequence[Compared], axis: str) -> float:
+    """Return the last place on an axis that every run has reached."""
+    return min(float(run.along(axis, run.tokens.step[-1:])[0]) for run in runs)
+
+
+def paired(first: Evaluation, second: Evaluation, seed: int = 0) -> list[Difference]:
+    """Compare the scores that two models have on the same questions."""
+    found = []
+    mine, theirs = first.by_task(), second.by_task()
+    for task in mine:
+        if task not in theirs or not _same_questions(mine[task].key, theirs[task].key):
+            continue
+        for metric in mine[task].answers.keys() & theirs[task].answers.keys():
+            a, b = (np.asarray(each[task].answers[metric]) for each in (mine, theirs))
+            low, high, p = bootstrap(b - a, seed)
+            found.append(Difference(task, metric, float(a.mean()), float(b.mean()), low, high, p))
+    return sorted(found, key=lambda one: (list(mine).index(one.task), one.metric))
+
+
+def bootstrap(differences: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
+    """Return the 95% interval of the mean of paired differences, and the two-sided p-value of no difference."""
+    random = np.random.default_rng(seed)
+    values, counts = np.unique(differences, return_counts=True)
+    if len(values) <= 100:  # right or wrong: a resample of questions is a draw of how many have each difference
+        drawn = random.multinomial(counts.sum(), counts / counts.sum(), RESAMPLES)
+        means = drawn @ values / counts.sum()
+    else:
+        picks = (random.integers(0, len(differences), len(differences)) for _ in range(RESAMPLES))
+        means = np.array([differences[pick].mean() for pick in picks])
+    low, high = np.quantile(means, (0.025, 0.975))
+    p = 2 * min((means <= 0).mean(), (means >= 0).mean())
+    return float(low), float(high), float(min(1.0, p))
+
+
+def _same_questions(a: Any, b: Any) -> bool:
+    return (a.data, a.task_version, a.limit, a.encoding) == (b.data, b.task_version, b.limit, b.encoding)
+
+
+def _flat(content: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in content.items():
+        name = f"{before}{key}"
+        found += _flat(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
+    return found

@@ -1,0 +1,136 @@
+"""`blackmamba runs`: every run in a folder with its state, in a table."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_blackmamba.config import ConfigError, read_saved
+from megatron_blackmamba.formats.evaluations import read_run
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.step_records import parse_line
+from megatron_blackmamba.report.charts import short
+from megatron_blackmamba.report.history import ReportError
+
+TAIL = 1 << 18
+"""Bytes at the end of metrics.jsonl in which the last records lie."""
+SILENT_STEPS = 20
+"""A run that has been silent for the time of this many steps is not training."""
+SILENT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A run in one line."""
+
+    name: str
+    state: str
+    """finished, training, stopped or not started."""
+    step: int | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    loss: float | None = None
+    validation: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    evaluations: int = 0
+
+
+def overviews(folder: Path) -> list[Overview]:
+    """Return the runs in a folder, or the one that it is."""
+    if not folder.is_dir():
+        raise ReportError(f"{folder}: no such folder. Name a folder of runs, such as runs")
+    roots = [folder] if RunFolder(folder).config.is_file() else sorted(p.parent for p in folder.glob("*/config.yaml"))
+    return [_overview(RunFolder(root)) for root in roots]
+
+
+def _overview(run: RunFolder) -> Overview:
+    records = list(_last_records(run.metrics))
+    evaluations = len(read_run(run.root))
+    if not records:
+        return Overview(run.root.resolve().name, "not started", evaluations=evaluations)
+    last = records[-1]
+    validated = [r["validation/loss"] for r in records if r.get("validation/loss") is not None]
+    left = _steps_left(run, last)
+    seconds = float(last.get("speed/step_seconds") or 0.0)
+    state = _state(run, seconds)
+    return Overview(
+        name=run.root.resolve().name,
+        state=state,
+        step=last["step"],
+        steps=last["step"] + left if left is not None else None,
+        tokens=last.get("consumed_tokens"),
+        loss=last.get("loss"),
+        validation=validated[-1] if validated else None,
+        tokens_per_second=last.get("speed/tokens_per_second"),
+        seconds_left=left * seconds if left and state == "training" else None,
+        evaluations=evaluations,
+    )
+
+
+def _state(run: RunFolder, step_seconds: float) -> str:
+    if run.done.exists():
+        return "finished"
+    silent = time.time() - run.metrics.stat().st_mtime
+    return "training" if silent < max(SILENT_SECONDS, SILENT_STEPS * step_seconds) else "stopped"
+
+
+def _steps_left(run: RunFolder, last: dict[str, Any]) -> int | None:
+    try:
+        config = read_saved(run.config)
+    except ConfigError:
+        return None
+    return config.steps_left(last.get("consumed_samples", 0))
+
+
+def _last_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the last records of a file of metrics, without reading all of a long one."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL))
+        for line in file.read().splitlines(keepends=True):
+            record = parse_line(line)
+            if record is not None:
+                yield record
+
+
+def show(found: list[Overview], console: Console) -> None:
+    """Print the table."""
+    table = Table("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "to go", "evaluations")
+    for one in found:
+        step = "–" if one.step is None else f"{one.step:,}" + (f" of {one.steps:,}" if one.steps else "")
+        left = "–" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left)))
+        table.add_row(
+            one.name,
+            one.state,
+            step,
+            _short(one.tokens),
+            _loss(one.loss),
+            _loss(one.validation),
+            _short(one.tokens_per_second),
+            left,
+            str(one.evaluations),
+        )
+    console.print(table)
+
+
+def to_json(found: list[Overview]) -> str:
+    """Return the runs as one JSON object."""
+    return json.dumps({"runs": [asdict(one) for one in found]}, ensure_ascii=False)
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else short(value)
+
+
+def _loss(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,112 @@
+"""Runs in one table, and runs side by side at equal tokens and equal FLOPs."""
+
+import io
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_blackmamba.config import load, to_yaml
+from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.report import ReportError
+from megatron_blackmamba.report.compare import compare, tables
+from megatron_blackmamba.report.comparison import bootstrap, common_end, paired, read_all
+from megatron_blackmamba.report.overview import overviews
+
+SHARES = {"code": "3/4", "prose": "1/4"}
+
+
+def write_run(root, steps, pattern="MEME", loss=lambda step: 5.0 - step / 100):
+    root.mkdir()
+    (root / "config.yaml").write_text(to_yaml(load("tiny", [f"model.pattern={pattern}", "training.tokens=204800"])))
+    (root / "data_plan.json").write_text(json.dumps({"phases": [{"from_sample": 0, "shares": SHARES}]}))
+    with open(root / "metrics.jsonl", "w") as file:
+        for step in range(1, steps + 1):
+            record = {"step": step, "loss": loss(step), "consumed_samples": 16 * step, "consumed_tokens": 2048 * step}
+            record |= {"speed/step_seconds": 36.0, "speed/tokens_per_second": 57.0, "speed/memory_bytes": 2**30}
+            if step % 10 == 0:
+                record |= {"validation/loss/code": loss(step), "validation/loss/prose": loss(step) + 1}
+            file.write(json.dumps(record) + "\n")
+    return root
+
+
+def scored(run, answers, data="1"):
+    key = ScoringKey(run.name, "piqa", "1", data, "1", "float32", "joint", None, 2048)
+    mean = float(np.mean(answers))
+    result = TaskResult(key, {"acc": mean}, {"acc": 0.05}, len(answers), {"acc": answers}, 1.0)
+    Evaluation(str(run), 60, (result,)).write(RunFolder(run).evaluation(60))
+
+
+@pytest.fixture
+def two(tmp_path):
+    first = write_run(tmp_path / "first", 60)
+    second = write_run(tmp_path / "second", 40, "MM", loss=lambda step: 4.0 - step / 100)
+    scored(first, [1.0, 0.0] * 100)
+    scored(second, [1.0, 1.0, 1.0, 0.0] * 50)
+    return first, second
+
+
+def test_losses_are_compared_at_equal_tokens_and_equal_flops(two):
+    a, b = read_all(two)
+    tokens = common_end([a, b], "tokens")
+    assert tokens == 40 * 2048
+    assert a.loss_at("tokens", tokens) == pytest.approx(4.6)
+    assert b.validation_at("tokens", tokens) == pytest.approx(3.6 + 0.25)
+    assert a.flops_per_token > b.flops_per_token
+    shared = common_end([a, b], "flops")
+    assert shared == 40 * 2048 * b.flops_per_token
+    step = shared / a.flops_per_token / 2048
+    assert a.loss_at("flops", shared) == pytest.approx(5 - step / 100, abs=0.02)
+    assert a.along("hours", np.array([50]))[0] == pytest.approx(0.5)
+
+
+def test_the_page_and_the_tables_show_what_differs(two, tmp_path):
+    found = {title: rows for title, _, rows in tables(read_all(two))}
+    assert found["Configuration that differs"] == [["model.pattern", "MEME", "MM"]]
+    assert found["Scores on the same questions"][0][:3] == ["piqa acc", "second − first", "+0.2500"]
+    console = Console(record=True, width=200, file=io.StringIO())
+    text = compare(two, tmp_path / "compare.html", console).read_text()
+    assert text.count("chart-data") >= 10
+    assert "model.pattern" in console.export_text()
+    with pytest.raises(ReportError, match="at least two runs"):
+        read_all(two[:1])
+
+
+def test_scores_on_other_questions_are_not_paired(two):
+    a, b = read_all(two)
+    assert paired(a.scores, b.scores)[0].clear
+    scored(two[1], [1.0] * 200, data="2")
+    b = read_all(two)[1]
+    assert paired(a.scores, b.scores) == []
+
+
+def test_bootstrap_agrees_with_the_normal_interval():
+    random = np.random.default_rng(1)
+    for differences in (random.choice([-1.0, 0.0, 1.0], 400, p=[0.1, 0.6, 0.3]), random.normal(0.1, 1.0, 400)):
+        low, high, p = bootstrap(differences)
+        error = 1.96 * differences.std() / 20
+        assert low == pytest.approx(differences.mean() - error, abs=0.2 * error)
+        assert high == pytest.approx(differences.mean() + error, abs=0.2 * error)
+        assert (p < 0.05) == (low > 0 or high < 0)
+
+
+def test_runs_lists_states_and_losses(two, tmp_path):
+    RunFolder(two[1]).done.touch()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.yaml").write_text(to_yaml(load("tiny")))
+    found = {one.name: one for one in overviews(tmp_path)}
+    assert found["first"].state == "training"
+    assert (found["first"].step, found["first"].steps) == (60, 100)
+    assert found["first"].seconds_left == 40 * 36
+    assert found["second"].state == "finished"
+    assert found["second"].evaluations == 1
+    assert found["new"].state == "not started"
+    long_ago = time.time() - 10_000
+    os.utime(two[0] / "metrics.jsonl", (long_ago, long_ago))
+    assert overviews(two[0])[0].state == "stopped"
+    with pytest.raises(ReportError, match="no such folder"):
+        overviews(tmp_path / "none")
