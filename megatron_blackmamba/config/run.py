@@ -139,6 +139,8 @@ class TrainingConfig(Section):
     """Steps between validations, the last step having one too; 0 for none."""
     evaluate_batches: int = Field(8, ge=1)
     """Global batches a source in one validation."""
+    validate_balanced: bool = False
+    """Measure the validation loss also with the experts balanced as in training."""
     router_every: int = Field(10, ge=1)
     """Steps between reports of the experts' shares."""
     stop_after_steps: int | None = Field(None, ge=1)

@@ -256,7 +256,8 @@ class Trainer:
 
         slow = self.stragglers.after_step(losses.computing, losses.reading, seconds)
         validation = self.validate() if self.validation_is_due else {}
-        self.loggers.step(record(Taken(self, losses, update, learning_rate, seconds, validation)))
+        balanced = self.validate(True) if validation and self.config.training.validate_balanced else {}
+        self.loggers.step(record(Taken(self, losses, update, learning_rate, seconds, validation, balanced)))
         for event in filter(None, [traced, *slow]):
             self.event(event)
         self.report(verdict)
@@ -286,10 +287,10 @@ class Trainer:
         every = self.config.training.evaluate_every
         return bool(self.data.validation and every and (self.progress.step % every == 0 or not self.steps_left))
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, routed_as_trained: bool = False) -> dict[str, float]:
         """Return the validation loss of every source that has validation data."""
         self.trainable.settle()
-        return validate(self.config, self.world, self.data, self.step, self.watchdog.alive)
+        return validate(self.config, self.world, self.data, self.step, self.watchdog.alive, routed_as_trained)
 
     def report(self, verdict: Verdict) -> None:
         """Record what was wrong with a step and its samples. When giving up, list those of the whole streak."""

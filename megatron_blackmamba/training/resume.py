@@ -37,6 +37,7 @@ FREE = (
         "training.deterministic",
         "training.evaluate_every",
         "training.evaluate_batches",
+        "training.validate_balanced",
     ),
     *("training.router_every", "training.stop_after_steps", "training.profile", "training.guard."),
 )

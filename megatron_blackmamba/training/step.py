@@ -22,6 +22,7 @@ from megatron_blackmamba.training.optimizer import Trainable
 from megatron_blackmamba.training.stragglers import OwnTime
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.moe.router import Router
 
 Batch = dict[str, Tensor]
 
@@ -85,9 +86,12 @@ class Step:
         return Update(bool(applied), float(norm))
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Batch]) -> Losses:
-        """Losses of a global batch, the router choosing as it will in use."""
+    def evaluate(self, batches: Iterator[Batch], routed_as_trained: bool = False) -> Losses:
+        """Return the losses of a global batch, the router choosing as in inference, or as in training."""
         self.trainable.reduced.eval()
+        for module in self.trainable.reduced.modules():
+            if routed_as_trained and isinstance(module, Router):
+                module.train()
         try:
             return self._run(batches, forward_only=True)
         finally:

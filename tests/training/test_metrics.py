@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,3 +148,6 @@ def test_validation_loss_is_weighted_by_the_mixture():
     found = metric_of("validation/loss").scalars(taken) | metric_of("validation/loss/*").scalars(taken)
     weighted = (300 * 2.0 + 60 * 3.0) / 360
     assert found == {"validation/loss": weighted, "validation/loss/pile": 2.0, "validation/loss/code": 3.0}
+    balanced = replace(taken, validation_as_trained={"pile": 1.0, "code": 2.0})
+    assert metric_of("validation/loss_balanced").scalars(taken) == {}
+    assert metric_of("validation/loss_balanced").scalars(balanced) == {"validation/loss_balanced": weighted - 1}

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ class Taken:
     seconds: float
     validation: Mapping[str, float]
     """Validation loss by source; empty unless it was due."""
+    validation_as_trained: Mapping[str, float] = field(default_factory=dict)
+    """The same with the experts balanced as in training; empty unless training.validate_balanced asks for it."""
 
 
 Key = str | tuple[str, ...]
