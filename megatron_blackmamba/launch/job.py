@@ -12,6 +12,8 @@ from megatron_blackmamba.runtime.exits import RESTARTS
 LONGEST_WARNING_S = 600
 MOST_WARNING_S = 65535
 LONGEST_NAME = 60
+EVALUATE_JOB = "evaluate.sbatch"
+"""The job that scores a checkpoint, beside the config of a launch."""
 
 
 class LaunchError(ValueError):
@@ -43,6 +45,8 @@ class JobRequest:
     """Jobs in a row, each continuing the one before; with 1, the job requeues itself."""
     restarts: int = RESTARTS
     """Restarts inside the allocation after a crash or a hang; a new checkpoint resets the count."""
+    evaluate: Path | None = None
+    """Folder of evaluation data: each kept checkpoint is scored by a job of its own."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, one each, as `--qos=high`."""
 
@@ -50,6 +54,10 @@ class JobRequest:
         for name in ("nodes", "cpus_per_process", "chain"):
             if getattr(self, name) < 1:
                 raise LaunchError(f"{name.replace('_', '-')} is at least 1, not {getattr(self, name)}")
+        if self.evaluate is not None and not self.evaluate.is_dir():
+            raise LaunchError(f"--evaluate {self.evaluate}: no such folder. Name one with a data file for each task")
+        if self.evaluate is not None and self.container:
+            raise LaunchError("--evaluate does not run in a container: leave out --container, or use evaluate --watch")
         if self.restarts < 0:
             raise LaunchError(f"restarts is 0 or more, not {self.restarts}")
         if self.gpus_per_node < 0 or (self.processes_per_node or 1) < 1:
@@ -91,7 +99,7 @@ def time_limit_s(text: str) -> int:
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
-def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str:
+def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_every: int = 0) -> str:
     """The sbatch file: Slurm's options, what the job is about, and the body every training job shares."""
     wishes = [
         f"--job-name={job_name(run)}",
@@ -121,6 +129,8 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str
         "WHEN_TIME_IS_UP": "exit" if request.chain > 1 else "requeue",
         "CONTAINER": request.container or "",
     }
+    if request.evaluate is not None:
+        variables |= {"EVALUATE_JOB": config.with_name(EVALUATE_JOB), "KEEP_EVERY": keep_every}
     if wrong := next((text for text in (*wishes, *map(str, variables.values())) if re.search(r"[\n\r\\]", text)), None):
         raise LaunchError(f"{wrong!r}: Slurm takes neither a backslash nor a line feed; choose other names")
     return "\n".join(
@@ -133,6 +143,35 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path) -> str
             f"CONFIG=({shlex.quote(str(config))})",
             "",
             'source "$CODE/scripts/slurm/train_job.sh"',
+            "",
+        ]
+    )
+
+
+def render_evaluation(request: JobRequest, run: RunFolder, code: Path) -> str:
+    """Return the sbatch file that scores the checkpoint given as its argument, on one GPU or on CPUs."""
+    wishes = [
+        f"--job-name={job_name(run)}-evaluate",
+        "--nodes=1",
+        "--ntasks=1",
+        "--gpus-per-node=1" if request.gpus_per_node else "",
+        f"--cpus-per-task={request.cpus_per_process}",
+        f"--time={request.time}",
+        f"--output={_literal(run.logs)}/evaluate-%j.log",
+        f"--partition={request.partition}" if request.partition else "",
+        f"--account={request.account}" if request.account else "",
+        *request.options,
+    ]
+    command = [request.python, "-m", "megatron_blackmamba", "evaluate"]
+    options = ["--data", str(request.evaluate), "--encoding", "separate"]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# Scores a checkpoint of {run.root.name}; written by `blackmamba launch`. Use: sbatch FILE CHECKPOINT",
+            *(f"#SBATCH {_quoted(wish)}" for wish in wishes if wish),
+            "",
+            f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+            f'exec {shlex.join(command)} "$1" {shlex.join(options)}',
             "",
         ]
     )

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats.atomic import write_text
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.launch.job import JobRequest, LaunchError, render
+from megatron_blackmamba.launch.job import EVALUATE_JOB, JobRequest, LaunchError, render, render_evaluation
 from megatron_blackmamba.launch.snapshot import take_snapshot
 from megatron_blackmamba.plan import gpus
 from megatron_blackmamba.plan.estimate import make_plan
@@ -63,7 +63,11 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
         )
     if Path(request.gpu).is_file() and request.gpu.lower() not in gpus.KNOWN:
         request = replace(request, gpu=str(folder / GPU_FILE))
-    return Launch(run, folder, render(request, run, folder / "code", folder / "config.yaml"), plan.missing_data)
+    return Launch(run, folder, _rendered(config, request, run, folder), plan.missing_data)
+
+
+def _rendered(config: RunConfig, request: JobRequest, run: RunFolder, folder: Path) -> str:
+    return render(request, run, folder / "code", folder / "config.yaml", config.checkpoint.keep_every)
 
 
 def submit(config: RunConfig, request: JobRequest) -> Launch:
@@ -79,6 +83,8 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
     write_text(launch.folder / "config.yaml", to_yaml(_with_absolute_paths(config)))
     if str(launch.folder / GPU_FILE) in launch.script:
         shutil.copyfile(request.gpu, launch.folder / GPU_FILE)
+    if request.evaluate is not None:
+        write_text(launch.folder / EVALUATE_JOB, render_evaluation(request, launch.run, launch.folder / "code"))
     script = launch.folder / "job.sbatch"
     write_text(script, launch.script)
     jobs: list[str] = []

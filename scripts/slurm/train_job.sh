@@ -9,6 +9,7 @@
 #   CODE, PYTHON      the checkout (or snapshot) to run, and the interpreter with its requirements
 #   CONTAINER         optional: an image for srun's --container-image, or a .sif file for apptainer
 #   RESTARTS          how often crashed or hung ranks start again inside the job (3); a new checkpoint resets the count
+#   EVALUATE_JOB      optional: a job script that scores the checkpoint it is given; KEEP_EVERY says which to score
 #   WHEN_TIME_IS_UP   requeue: the job goes back into the queue by itself; exit: the next job of a chain continues
 #
 # A job decides by files in the run folder, since launchers change exit codes: `done` is there when the run is
@@ -266,6 +267,37 @@ train_with_restarts() {
     touch "$RUN_FOLDER/requeue" # the time is up between two tries; the newest checkpoint is what there is
 }
 
+# Submits a scoring job for each complete checkpoint that the run keeps for ever, and for the last one of a finished run.
+submit_evaluations() {
+    local folder name step last
+    last=$([ -e "$RUN_FOLDER/done" ] && newest_checkpoint)
+    for folder in "$RUN_FOLDER"/checkpoints/step_*; do
+        name=${folder##*/}
+        step=$((10#${name#step_})) 2>/dev/null || continue # step_N.damaged is no checkpoint
+        [ -e "$folder/manifest.json" ] || continue
+        [ "$name" = "$last" ] || { [ "$KEEP_EVERY" -gt 0 ] && [ $((step % KEEP_EVERY)) -eq 0 ]; } || continue
+        [ -e "$RUN_FOLDER/evaluations/$name.job" ] && continue
+        mkdir -p "$RUN_FOLDER/evaluations"
+        # a job of its own, not of this job's size; a failure is tried again with the next look
+        if (
+            for inherited in "${!SLURM_@}" "${!SBATCH_@}" "${!SRUN_@}"; do
+                [ "$inherited" = SLURM_CONF ] || unset "$inherited"
+            done
+            sbatch --parsable "$EVALUATE_JOB" "$folder"
+        ) >"$RUN_FOLDER/evaluations/.$name.job"; then
+            mv "$RUN_FOLDER/evaluations/.$name.job" "$RUN_FOLDER/evaluations/$name.job"
+            say "job $(cat "$RUN_FOLDER/evaluations/$name.job") scores $name"
+        fi
+    done
+}
+
+# Looks for new checkpoints beside training, which never waits for it: this shell has no such child to wait for.
+watch_checkpoints() {
+    [ -n "${EVALUATE_JOB:-}" ] || return 0
+    WATCHER=$( (trap '' USR1; while sleep "${WATCH_SECONDS:-60}"; do submit_evaluations; done) >&2 & echo $!)
+    trap 'kill "$WATCHER" 2>/dev/null' EXIT
+}
+
 # The next job of a chain: one of this name that waits in the queue.
 follower() {
     squeue --noheader --user="$(id -un)" --states=PENDING --name="$SLURM_JOB_NAME" --format=%A | head -n 1
@@ -285,7 +317,12 @@ if [ "$RESTART" -eq 0 ]; then
 fi
 preflight || leave_out_unfit
 SAVED_BEFORE=$(newest_checkpoint)
+watch_checkpoints
 train_with_restarts
+if [ -n "${EVALUATE_JOB:-}" ]; then
+    kill "$WATCHER"
+    submit_evaluations
+fi
 
 if [ -e "$RUN_FOLDER/done" ]; then
     say "the run is complete"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.launch.job import JobRequest, LaunchError, job_name, render, time_limit_s
+from megatron_blackmamba.launch.job import JobRequest, LaunchError, job_name, render, render_evaluation, time_limit_s
 
 RUN = RunFolder(Path("/runs/my run"))
 
@@ -158,3 +158,16 @@ def test_a_job_name_is_short_and_plain():
 def test_the_job_knows_its_restarts():
     assert "RESTARTS=3\n" in rendered()
     assert "RESTARTS=0\n" in rendered(restarts=0)
+
+
+def test_a_launch_with_evaluation_scores_kept_checkpoints(tmp_path):
+    request = JobRequest(nodes=2, evaluate=tmp_path, partition="gpu")
+    training = render(request, RUN, Path("/code"), Path("/launch/config.yaml"), keep_every=10_000)
+    assert "EVALUATE_JOB=/launch/evaluate.sbatch" in training and "KEEP_EVERY=10000" in training
+    scoring = render_evaluation(request, RUN, Path("/code"))
+    wanted = options_of(scoring)
+    assert (wanted["--nodes"], wanted["--gpus-per-node"], wanted["--partition"]) == ("1", "1", "gpu")
+    assert "--dependency" not in wanted and wanted["--job-name"] != options_of(training)["--job-name"]
+    assert scoring.splitlines()[-1].endswith(f'evaluate "$1" --data {tmp_path} --encoding separate')
+    with pytest.raises(LaunchError, match="no such folder"):
+        JobRequest(nodes=1, evaluate=tmp_path / "none")
