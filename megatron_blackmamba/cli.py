@@ -10,10 +10,12 @@ from typing import Annotated
 import typer
 
 from megatron_blackmamba.data_tools import commands as data_commands
+from megatron_blackmamba.evaluation.verb import evaluate
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.runtime.exits import BAD_INPUT, RESTARTS
 from megatron_blackmamba.runtime.failure import SAID, say_once
+from megatron_blackmamba.study.verb import study
 from megatron_blackmamba.trace import commands as trace_commands
 
 app = typer.Typer(
@@ -228,6 +230,9 @@ def launch(
     restarts: Annotated[
         int, typer.Option(min=0, help="Restarts inside the job after a crash or hang between two checkpoints.")
     ] = RESTARTS,
+    evaluate: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Score kept checkpoints in jobs of their own, on data in DIR.")
+    ] = None,
     sbatch: Annotated[
         list[str] | None, typer.Option(metavar="OPTION", help="One more option of sbatch, as --qos=high; repeatable.")
     ] = None,
@@ -259,6 +264,7 @@ def launch(
         python=interpreter(container),
         chain=chain,
         restarts=restarts,
+        evaluate=None if evaluate is None else evaluate.resolve(),
         options=tuple(sbatch or ()),
     )
     run = compose(configs)
@@ -291,6 +297,41 @@ def report(
 
 
 @app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="A folder of runs.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List runs: state, step, tokens, losses, speed, time to go, evaluations.
+
+    [dim]blackmamba runs[/dim]
+
+    [dim]blackmamba runs studies/paper/runs --json[/dim]
+    """
+    from rich.console import Console
+
+    from megatron_blackmamba.report import overview
+
+    found = overview.overviews(folder)
+    print(overview.to_json(found)) if as_json else overview.show(found, Console())
+
+
+@app.command()
+def compare(
+    run: Annotated[list[Path], typer.Argument(help="Folders of two or more runs; the first is compared with each.")],
+    out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("compare.html"),
+) -> None:
+    """Compare runs: configs, losses at equal tokens and equal FLOPs, speed, memory, scores with paired tests.
+
+    [dim]blackmamba compare runs/quickstart runs/quickstart_mamba[/dim]
+    """
+    from rich.console import Console
+
+    from megatron_blackmamba.report.compare import compare as compare_runs
+
+    print(compare_runs(run, out, Console()))
+
+
+@app.command()
 def quickstart(
     minutes: Annotated[
         float | None,
@@ -315,6 +356,8 @@ def quickstart(
 app.command()(inference_commands.generate)
 app.command()(interchange_commands.verify)
 data_commands.app.command()(trace_commands.trace)
+app.command()(evaluate)
+app.command()(study)
 app.add_typer(data_commands.app, name="data")
 app.add_typer(interchange_commands.export_app, name="export")
 app.add_typer(interchange_commands.import_app, name="import")

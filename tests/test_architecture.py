@@ -17,8 +17,9 @@ LAYERS = [
     {"checkpoint"},
     {"interchange", "plan"},
     {"training", "inference"},
+    {"evaluation"},
     {"report", "launch", "trace"},
-    {"quickstart"},
+    {"quickstart", "study"},
     {"cli"},
 ]
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}

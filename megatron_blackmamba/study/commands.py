@@ -1,0 +1,108 @@
+"""`blackmamba study`: from a study file to its page, in as many calls as it takes."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.study import corpus, generation
+from megatron_blackmamba.study.config import StudyError, read_study
+from megatron_blackmamba.study.execute import Local, submit_jobs
+from megatron_blackmamba.study.page import COLUMNS, render, rows
+from megatron_blackmamba.study.results import collect, grouped, to_json
+from megatron_blackmamba.study.runs import Cell, Study
+
+
+@dataclass(frozen=True)
+class HowToRun:
+    """Where the runs of a study train."""
+
+    jobs: int | None = None
+    minutes: float | None = None
+    slurm: bool = False
+    gpus: int = 1
+    time: str = "4:00:00"
+    sbatch: Sequence[str] = ()
+    page_only: bool = False
+
+
+def open_study(name: str, folder: Path | None) -> Study:
+    """Return a study; a folder that another study file began is refused."""
+    config = read_study(name)
+    study = Study(Path(name).stem, config, (folder or Path("studies") / Path(name).stem).resolve())
+    record = study.folder / "study.json"
+    said = config.model_dump_json(indent=2) + "\n"
+    if record.is_file() and record.read_text() != said:
+        raise StudyError(f"{study.folder} belongs to another version of this study: name a new --folder, or remove it")
+    if not record.is_file():
+        atomic.write_text(record, said)
+    return study
+
+
+def run(study: Study, how: HowToRun) -> bool:
+    """Do what is left of a study, and write its page; return whether it is finished."""
+    if not how.page_only:
+        say("gathering text" if not study.mixture.is_file() else f"corpus: {study.corpus}")
+        corpus.build(study.corpus, study.config.corpus_megabytes, study.config.vocabulary)
+    finished = False
+    try:
+        finished = _train(study, how)
+    finally:
+        write_page(study)
+    return finished
+
+
+def _train(study: Study, how: HowToRun) -> bool:
+    jobs = how.jobs or len(os.sched_getaffinity(0))
+    local = Local(study.folder / "configs", jobs, None if how.minutes is None else 60 * how.minutes, say)
+    tuning = study.tuning()
+    if not _do(tuning, study, how, local):
+        return False
+    rates = study.learning_rates()
+    return rates is not None and _do(study.runs(rates), study, how, local)
+
+
+def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> bool:
+    """Train or submit cells; return whether all are done."""
+    if how.page_only or all(cell.done for cell in cells):
+        return all(cell.done for cell in cells)
+    if how.slurm:
+        submit_jobs(cells, study.folder / "configs", how.sbatch, how.gpus, how.time, say)
+        say("run the same command again when these jobs have ended")
+        return False
+    return local.train(cells)
+
+
+def write_page(study: Study) -> Path:
+    """Write results.json and the page from what is finished."""
+    rates = study.learning_rates()
+    cells = [*study.tuning(), *(study.runs(rates) if rates else ())]
+    generation.measure(study.folder, cells)
+    results = [collect(cell) for cell in cells if cell.done]
+    atomic.write_json(study.folder / "results.json", to_json(results))
+    total = len(study.tuning()) + len(study.runs(dict.fromkeys(study.config.variants, 1e-3)))
+    path = study.folder / "study.html"
+    atomic.write_text(path, render(study, results, total))
+    show(grouped(results, "run"), grouped(results, "ablation"), path)
+    return path
+
+
+def show(runs: Sequence, ablations: Sequence, page: Path) -> None:
+    """Print the table of results."""
+    table = Table(*COLUMNS)
+    for cells in [*rows(runs), *rows(ablations)]:
+        table.add_row(*cells)
+    console = Console()
+    if runs:
+        console.print(table)
+    print(page)
+
+
+def say(line: str) -> None:
+    """Tell the user on standard error."""
+    print(f"blackmamba: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,100 @@
+"""A study, described: variants × sizes × seeds at equal training FLOPs, and how learning rates are chosen."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from megatron_blackmamba.config.base import Section
+from megatron_blackmamba.config.load import config_folder, read_yaml
+
+Keys = dict[str, Any]
+"""Keys of a run and their values: `model.pattern: MEME`."""
+
+
+class StudyError(ValueError):
+    """A study that cannot be read or continued; the message says what to do."""
+
+
+class TuningConfig(Section):
+    """How the learning rate of each variant is chosen: the one with the lowest validation loss."""
+
+    size: str
+    """The size to tune at; other sizes take the same learning rate."""
+    learning_rates: list[float] = Field(min_length=1)
+    fraction: float = Field(0.5, gt=0, le=1)
+    """Part of the tokens of a whole run."""
+    seed: int = 1
+
+
+class AblationConfig(Section):
+    """A variant with some keys changed, at one size, with its variant's learning rate."""
+
+    of: str
+    size: str
+    set: Keys
+    seeds: list[int] = Field([1], min_length=1)
+
+
+class StudyConfig(Section):
+    """One study file."""
+
+    about: str
+    """What the study asks, for its page."""
+    base: list[str] = Field(min_length=1)
+    """Config files or shipped names that every run begins with."""
+    set: Keys = Field({})
+    """Keys of every run."""
+    vocabulary: int = Field(4096, ge=257)
+    """Tokens of the tokenizer that is trained on the corpus."""
+    corpus_megabytes: int = Field(60, gt=0)
+    """Most text gathered from this machine."""
+    variants: dict[str, dict[str, Keys]] = Field(min_length=1)
+    """For each variant, the keys of each size. The first variant sets the FLOPs."""
+    tokens: dict[str, int] = Field(min_length=1)
+    """For each size, the tokens of the first variant; the others get as many as cost the same FLOPs."""
+    seeds: list[int] = Field([1, 2, 3], min_length=1)
+    tuning: TuningConfig
+    ablations: dict[str, AblationConfig] = Field({})
+
+    @model_validator(mode="after")
+    def _sizes_match(self) -> "StudyConfig":
+        for name, sizes in self.variants.items():
+            if sizes.keys() != self.tokens.keys():
+                raise ValueError(f"variants.{name} has the sizes {list(sizes)}, and tokens has {list(self.tokens)}")
+        if self.tuning.size not in self.tokens:
+            raise ValueError(f"tuning.size={self.tuning.size} is none of {list(self.tokens)}")
+        for name, ablation in self.ablations.items():
+            if ablation.of not in self.variants or ablation.size not in self.tokens:
+                raise ValueError(f"ablations.{name} names no variant and size of this study")
+        return self
+
+    @property
+    def first(self) -> str:
+        """The variant that sets the FLOPs."""
+        return next(iter(self.variants))
+
+
+def shipped() -> list[str]:
+    """Return the names of the shipped studies."""
+    return sorted(path.stem for path in (config_folder() / "studies").glob("*.yaml"))
+
+
+def read_study(name: str) -> StudyConfig:
+    """Return a shipped study, or the one in a file."""
+    path = Path(name) if Path(name).is_file() else config_folder() / "studies" / f"{name}.yaml"
+    if not path.is_file():
+        raise StudyError(f"no study {name!r}: name a file, or one of {', '.join(shipped())}")
+    try:
+        return StudyConfig.model_validate(read_yaml(path))
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"]))
+        raise StudyError(f"{path}: {where + ': ' if where else ''}{found['msg']}") from None
+
+
+def as_overrides(*keys: Mapping[str, Any]) -> list[str]:
+    """Return keys as the command line has them; later ones win."""
+    merged = {key: value for group in keys for key, value in group.items()}
+    return [f"{key}={'null' if value is None else value}" for key, value in merged.items()]

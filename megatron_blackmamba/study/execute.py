@@ -1,0 +1,109 @@
+"""Runs of a study, several at once on this machine or as Slurm jobs; a stop saves them, and the next call goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_blackmamba.config import to_yaml
+from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
+from megatron_blackmamba.runtime.parent import die_with_parent
+from megatron_blackmamba.study.config import StudyError
+from megatron_blackmamba.study.runs import Cell
+
+POLL_SECONDS = 0.2
+Say = Callable[[str], None]
+
+
+class Local:
+    """Trains cells in processes of this machine, `jobs` at a time, each on its share of the cores."""
+
+    def __init__(self, configs: Path, jobs: int, seconds: float | None, say: Say):
+        self.configs, self.jobs, self.say = configs, jobs, say
+        self.until = None if seconds is None else time.monotonic() + seconds
+        self.threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+        self.running: dict[subprocess.Popen, Cell] = {}
+        self.stopping = False
+        self.failed: list[str] = []
+
+    def train(self, cells: Sequence[Cell]) -> bool:
+        """Train what is not done; return whether all are done. A failed run does not stop the others."""
+        waiting = [cell for cell in cells if not cell.done]
+        total, done = len(cells), len(cells) - len(waiting)
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while self.running or (waiting and not self.stopping):
+                if self.until is not None and time.monotonic() > self.until and not self.stopping:
+                    self._stop()
+                while waiting and len(self.running) < self.jobs and not self.stopping:
+                    self._start(waiting.pop(0))
+                for process in [each for each in self.running if each.poll() is not None]:
+                    done += self._ended(process, done, total)
+                time.sleep(POLL_SECONDS)
+        finally:
+            for process in self.running:
+                process.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self.failed:
+            raise StudyError(f"{len(self.failed)} runs failed: {self.failed[0]}. The same command tries them again")
+        return not waiting and all(cell.done for cell in cells)
+
+    def _start(self, cell: Cell) -> None:
+        config = self.configs / f"{cell.name}.yaml"
+        atomic.write_text(config, to_yaml(cell.config))
+        cell.folder.root.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+        with open(cell.folder.root / "output.txt", "ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_blackmamba", "train", str(config)],
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches this process, which then asks the runs to save
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        self.running[process] = cell
+
+    def _ended(self, process: subprocess.Popen, done: int, total: int) -> bool:
+        cell = self.running.pop(process)
+        if process.returncode == 0 and cell.done:
+            self.say(f"{done + 1}/{total} {cell.name}")
+            return True
+        if process.returncode != STOPPED_ON_REQUEST:
+            self.failed.append(f"{cell.name} ended with code {process.returncode}, see {cell.folder.root}/output.txt")
+            self.say(self.failed[-1])
+        return False
+
+    def _stop(self, *_: object) -> None:
+        """Ask the runs to save and end; a second request kills them."""
+        if self.stopping:
+            raise KeyboardInterrupt
+        self.stopping = True
+        self.say("saving; the same command goes on from here")
+        for process in self.running:
+            process.send_signal(signal.SIGTERM)
+
+
+def submit_jobs(cells: Sequence[Cell], configs: Path, sbatch: Sequence[str], gpus: int, hours: str, say: Say) -> int:
+    """Submit what is not done and was not submitted yet as Slurm jobs of one node each; return how many."""
+    from megatron_blackmamba.launch.job import JobRequest
+    from megatron_blackmamba.launch.submit import interpreter, submit
+
+    submitted = 0
+    for cell in cells:
+        marker = configs / f"{cell.name}.job"
+        if cell.done or marker.exists():
+            continue
+        request = JobRequest(nodes=1, gpus_per_node=gpus, time=hours, python=interpreter(None), options=tuple(sbatch))
+        job = submit(cell.config, request).jobs[0]
+        atomic.write_text(marker, f"{job}\n")
+        say(f"{cell.name}: job {job}")
+        submitted += 1
+    return submitted

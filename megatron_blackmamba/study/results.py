@@ -1,0 +1,123 @@
+"""Results of a study's runs: losses, parameters, FLOPs, balance, speed and memory, with confidence over seeds."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.plan import flops, parameters
+from megatron_blackmamba.study.runs import Cell
+
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""97.5% points of Student's t by number of values."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished run."""
+
+    name: str
+    kind: str
+    group: str
+    size: str
+    seed: int
+    learning_rate: float
+    parameters: int
+    active: int
+    """Parameters that a token passes through."""
+    tokens: int
+    flops: float
+    loss: float
+    """Training loss, the mean over the last 20 steps."""
+    validation: float
+    """Validation loss with the router as in inference."""
+    balanced: float | None
+    """Validation loss with the experts balanced as in training."""
+    tokens_per_second: float
+    memory_bytes: int
+    busiest: dict[str, float]
+    """By layer: the busiest expert's tokens over the mean, at the end."""
+    curve: list[tuple[int, float, float]]
+    """Tokens, FLOPs and validation loss at every validation."""
+
+
+def collect(cell: Cell) -> Result:
+    """Return the result of a finished run."""
+    records = list(read_metrics(cell.folder.metrics))
+    last, config = records[-1], cell.config
+    counted = parameters.count(config)
+    per_token = flops.training(config.model, config.data.sequence_length)
+    validated = [record for record in records if record.get("validation/loss") is not None]
+    recent = [record["loss"] for record in records[-20:] if record.get("loss") is not None]
+    return Result(
+        name=cell.name,
+        kind=cell.kind,
+        group=cell.group,
+        size=cell.size,
+        seed=cell.seed,
+        learning_rate=config.optimizer.learning_rate,
+        parameters=counted.total,
+        active=counted.forward,
+        tokens=last["consumed_tokens"],
+        flops=float(per_token * last["consumed_tokens"]),
+        loss=statistics.fmean(recent) if recent else math.nan,
+        validation=validated[-1]["validation/loss"] if validated else math.nan,
+        balanced=validated[-1].get("validation/loss_balanced") if validated else None,
+        tokens_per_second=statistics.median(record["speed/tokens_per_second"] for record in records),
+        memory_bytes=int(max(record.get("speed/memory_bytes", 0) for record in records)),
+        busiest=_busiest(records),
+        curve=[
+            (record["consumed_tokens"], float(per_token * record["consumed_tokens"]), record["validation/loss"])
+            for record in validated
+        ],
+    )
+
+
+def _busiest(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    for record in reversed(records):
+        found = {name.split("/")[1]: value for name, value in record.items() if name.endswith("/max_over_mean")}
+        if found:
+            return found
+    return {}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of a variant or ablation at one size."""
+
+    kind: str
+    group: str
+    size: str
+    results: tuple[Result, ...]
+
+    def mean(self, field: str) -> float:
+        """Return the mean of a field over the seeds."""
+        return statistics.fmean(getattr(result, field) for result in self.results)
+
+    def interval(self, field: str) -> float | None:
+        """Return half of the 95% confidence interval of that mean; None from one seed."""
+        values = [getattr(result, field) for result in self.results]
+        if len(values) < 2:
+            return None
+        return T_95.get(len(values), 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+
+    @property
+    def has_balanced(self) -> bool:
+        """Whether every run was validated with balanced experts too, and has experts."""
+        return all(result.balanced is not None and result.busiest for result in self.results)
+
+
+def grouped(results: Sequence[Result], kind: str) -> list[Group]:
+    """Return the groups of one kind in the order of the study."""
+    keys = dict.fromkeys((result.group, result.size) for result in results if result.kind == kind)
+    return [
+        Group(kind, group, size, tuple(r for r in results if (r.kind, r.group, r.size) == (kind, group, size)))
+        for group, size in sorted(keys, key=lambda key: list(dict.fromkeys(k[1] for k in keys)).index(key[1]))
+    ]
+
+
+def to_json(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return the results as JSON values."""
+    return [asdict(result) for result in results]

@@ -1,0 +1,36 @@
+"""The verb `blackmamba study`, as the command line has it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def study(
+    name: Annotated[str, typer.Argument(help="A shipped study, such as paper or smoke, or a study file.")],
+    folder: Annotated[Path | None, typer.Option(help="Where everything goes.", show_default="studies/NAME")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time.", show_default="one a core")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.1, help="Save and end after this time.")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit the runs as Slurm jobs of one node.")] = False,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of each Slurm job.")] = 1,
+    time: Annotated[str, typer.Option(help="Time limit of each Slurm job.")] = "4:00:00",
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="One more option of sbatch, as --qos=high; repeatable.")
+    ] = None,
+    page: Annotated[bool, typer.Option("--page", help="Only write the page of what is finished.")] = False,
+) -> None:
+    """Train a declared set of runs and compare them on a page. The same command goes on after a stop.
+
+    Exit code 75: stopped, or waiting for Slurm jobs; run the same command again.
+
+    [dim]blackmamba study smoke[/dim]
+
+    [dim]blackmamba study paper --minutes 60[/dim]
+    """
+    from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
+    from megatron_blackmamba.study.commands import HowToRun, open_study
+    from megatron_blackmamba.study.commands import run as run_study
+
+    how = HowToRun(jobs, minutes, slurm, gpus, time, tuple(sbatch or ()), page)
+    if not run_study(open_study(name, folder), how):
+        raise typer.Exit(STOPPED_ON_REQUEST)

@@ -1,0 +1,144 @@
+"""Studies: equal FLOPs, learning rates chosen alike, confidence over seeds, and a run that goes on after Ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.plan import flops, parameters
+from megatron_blackmamba.study import StudyError, corpus
+from megatron_blackmamba.study.config import read_study, shipped
+from megatron_blackmamba.study.page import render
+from megatron_blackmamba.study.results import Result, grouped
+from megatron_blackmamba.study.runs import Study
+
+
+def finish(cell, loss):
+    """Leave what a finished run leaves."""
+    record = {"step": 1, "loss": loss, "validation/loss": loss, "validation/loss_balanced": loss + 0.1}
+    atomic.write_text(cell.folder.metrics, json.dumps(record) + "\n")
+    cell.folder.done.touch()
+
+
+def paper(tmp_path):
+    return Study("paper", read_study("paper"), tmp_path)
+
+
+def test_variants_of_the_paper_s_study_are_equal_in_size_and_cost(tmp_path):
+    study = paper(tmp_path)
+    cells = [cell for cell in study.runs(dict.fromkeys(study.config.variants, 1e-3)) if cell.seed == 1]
+    for size in study.config.tokens:
+        some = [cell.config for cell in cells if cell.kind == "run" and cell.size == size]
+        active = [parameters.count(config).forward for config in some]
+        assert max(active) < 1.06 * min(active)
+        cost = [flops.training(c.model, c.data.sequence_length) * c.training.tokens for c in some]
+        assert max(cost) < 1.01 * min(cost)
+        assert len({config.optimizer.learning_rate for config in some}) == 1
+
+
+def test_each_variant_takes_the_learning_rate_with_the_lowest_loss(tmp_path):
+    study = paper(tmp_path)
+    assert study.learning_rates() is None
+    for cell in study.tuning():
+        rate = cell.config.optimizer.learning_rate
+        finish(cell, abs(rate - (2e-3 if cell.group == "mamba" else 8e-3)))
+    assert study.learning_rates() == {"blackmamba": 8e-3, "mamba": 2e-3, "transformer": 8e-3, "transformer_moe": 8e-3}
+    runs = study.runs(study.learning_rates())
+    assert len(runs) == 4 * 2 * 3 + 6 * 2
+    assert {cell.config.optimizer.learning_rate for cell in runs if cell.group == "mamba"} == {2e-3}
+    softmax = next(cell for cell in runs if cell.group == "softmax")
+    assert (softmax.config.model.router.kind, softmax.config.optimizer.learning_rate) == ("softmax", 8e-3)
+
+
+def result(group, seed, loss, kind="run", **more):
+    given = {
+        "name": f"{group}{seed}",
+        "kind": kind,
+        "group": group,
+        "size": "small",
+        "seed": seed,
+        "learning_rate": 1e-3,
+        "parameters": 10,
+        "active": 5,
+        "tokens": 100,
+        "flops": 1e9,
+        "loss": loss,
+        "validation": loss,
+        "balanced": loss + 0.1,
+        "tokens_per_second": 1.0,
+        "memory_bytes": 1,
+        "busiest": {"1": 1.5},
+        "curve": [(50, 5e8, loss), (100, 1e9, loss)],
+    }
+    return Result(**(given | more))
+
+
+def test_confidence_over_seeds_is_student_s(tmp_path):
+    results = [result("blackmamba", seed, loss) for seed, loss in ((1, 1.0), (2, 2.0), (3, 3.0))]
+    (group,) = grouped(results, "run")
+    assert group.mean("validation") == 2.0
+    assert group.interval("validation") == pytest.approx(4.303 / 3**0.5)
+    text = render(paper(tmp_path), [*results, result("mamba", 1, 2.5, busiest={}), result("x", 1, 2.0, "ablation")], 9)
+    assert "2.000 ± 2.484" in text
+    assert "5 of 9 runs are finished" in text
+
+
+def test_the_corpus_has_no_document_twice_and_splits_by_document(tmp_path):
+    lines: set[bytes] = set()
+    page = "\n".join(f"a sentence that is long enough, number {i}" for i in range(20))
+    changed = page + "\none more line at its end, of some length"
+    other = page.replace("sentence", "paragraph")
+    assert corpus._distinct(iter([page, page, changed, other]), lines, 10**6) == ([page, other], 2)
+    counts = corpus.gather(tmp_path, 1)
+    for source in corpus.SOURCES:
+        parts = [(tmp_path / source / f"{part}.jsonl").read_text().splitlines() for part in ("train", "validation")]
+        assert not set(parts[0]) & set(parts[1])
+        assert sum(map(len, parts)) == counts[source]["documents"]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_studies_are_read(name):
+    assert read_study(name).about
+
+
+def test_wrong_studies_are_one_line(tmp_path):
+    with pytest.raises(StudyError, match="no study 'papre': name a file, or one of paper, smoke"):
+        read_study("papre")
+    file = tmp_path / "mine.yaml"
+    content = read_study("smoke").model_dump() | {"tokens": {"large": 1}}
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(StudyError, match="has the sizes"):
+        read_study(str(file))
+
+
+def test_a_study_goes_on_after_ctrl_c_to_its_page(tmp_path):
+    content = read_study("smoke").model_dump() | {"ablations": {}, "seeds": [1]}
+    content["variants"].pop("mamba")
+    content["tuning"]["learning_rates"] = [2e-3]
+    content["tokens"] = {"small": 64 * 4 * 60}
+    file = tmp_path / "short.yaml"
+    file.write_text(yaml.safe_dump(content))
+    folder = tmp_path / "study"
+    words = [sys.executable, "-m", "megatron_blackmamba", "study", str(file), "--folder", str(folder), "--jobs", "1"]
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    steps = folder / "runs" / "run-blackmamba-small-seed1" / "metrics.jsonl"
+    while running.poll() is None and not (steps.is_file() and steps.stat().st_size):
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    said, _ = running.communicate(timeout=300)
+    assert running.returncode == 75, said
+    taken = len(steps.read_text().splitlines())
+    assert taken < 60
+    again = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert f"resumes after step {taken}" in (steps.parent / "log.txt").read_text()
+    (found,) = json.loads((folder / "results.json").read_text())
+    assert found["tokens"] == 64 * 4 * 60
+    assert found["balanced"] != found["validation"]
+    assert "blackmamba" in (folder / "study.html").read_text()
