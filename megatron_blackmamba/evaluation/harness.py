@@ -113,21 +113,15 @@ class BlackMambaLM(LM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Write greedily until a stop text, the end of the document or max_gen_toks."""
+        model, greedily = Generator(self.decoder, self.text), Sampling(temperature=0.0)
         texts = []
         for request in requests:
             context, settings = request.args
             if settings.get("do_sample"):
                 raise EvaluationError("the model blackmamba writes greedily: set do_sample: false in the task")
-            text, stops = "", [stop for stop in settings.get("until", []) if stop]
+            stop = [text for text in settings.get("until", []) if text]
             limit = int(settings.get("max_gen_toks", 256))
-            for piece in Generator(self.decoder, self.text).stream(
-                context, max_new_tokens=limit, sampling=Sampling(temperature=0.0)
-            ):
-                text += piece
-                if any(stop in text for stop in stops):
-                    break
-            ends = [text.index(stop) for stop in stops if stop in text]
-            texts.append(text[: min(ends)] if ends else text)
+            texts.append(model.generate(context, max_new_tokens=limit, sampling=greedily, stop=stop))
         return texts
 
     def _scores(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:

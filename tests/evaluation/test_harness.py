@@ -66,3 +66,15 @@ def test_lm_eval_finds_the_model_by_name(export, data):
         bootstrap_iters=0,
     )
     assert 0 <= found["results"]["local"]["acc,none"] <= 1
+
+
+def test_generation_stops_as_that_of_the_hf_backend(export):
+    from lm_eval.api.instance import Instance
+
+    from megatron_blackmamba.evaluation.harness import BlackMambaLM
+
+    settings = {"until": ["e"], "max_gen_toks": 12, "do_sample": False}
+    requests = [Instance("generate_until", {}, ("so a model ", settings), 0, ("task", 0, 1))]
+    theirs = huggingface.HFLM(pretrained=str(export("MEME")), trust_remote_code=True, device="cpu", dtype="float32")
+    ours = BlackMambaLM(export("MEME"), dtype="fp32", device="cpu")
+    assert ours.generate_until(requests) == theirs.generate_until(requests, disable_tqdm=True)
