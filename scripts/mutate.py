@@ -87,25 +87,27 @@ def test_files(root: Path, names: list[str]) -> list[str]:
 
 def run(server: ForkServer, chosen: list[Mutant], covered: CoverageMap, results: Path, limit: float) -> None:
     """Try the mutants that are not noticed yet, with the tests that they have not passed, and append each outcome."""
-    done = read_results(results)
-    began, tried = time.monotonic(), 0
+    done, known = read_results(results), equivalents(server.tree.root)
+    wanted = []
+    for mutant in chosen:
+        source = (server.tree.root / mutant.path).read_bytes()
+        before = done.get(mutant.id(source), {"status": None, "passed": {}})
+        passed = before["passed"]
+        tests = [test for test in covered.select(mutant) if passed.get(test.name) != test.digest]
+        left_to_do = before["status"] is None or (before["status"] != NOTICED and tests)
+        if left_to_do and mutant.key() not in known and changes_the_program(mutant, source):
+            wanted.append((before["status"] is not None, mutant, source, tests, passed))
+    wanted.sort(key=lambda each: each[0])  # those never tried come first
+    began = time.monotonic()
     with open(results, "a") as file:
-        for place, mutant in enumerate(chosen, 1):
-            source = (server.tree.root / mutant.path).read_bytes()
-            before = done.get(mutant.id(source))
-            passed = before["passed"] if before else {}
-            tests = [test for test in covered.select(mutant) if passed.get(test.name) != test.digest]
-            finished = before and (before["status"] == NOTICED or not tests)
-            if finished or not changes_the_program(mutant, source):
-                continue
+        for place, (_, mutant, source, tests, passed) in enumerate(wanted, 1):
             outcome = try_mutant(server, mutant, source, tests, passed, limit)
             record = {"id": mutant.id(source), "path": mutant.path, "line": mutant.line, "kind": mutant.kind}
             file.write(json.dumps(record | {"key": mutant.key()} | outcome) + "\n")
             file.flush()
-            tried += 1
-            eta = left((time.monotonic() - began) / tried * (len(chosen) - place))
+            eta = left((time.monotonic() - began) / place * (len(wanted) - place))
             took = f"{outcome['status']} in {outcome['seconds']:.0f} s"
-            say(f"{place}/{len(chosen)} {took}: {mutant.path}:{mutant.line} {outcome.get('by', '')}{eta}")
+            say(f"{place}/{len(wanted)} {took}: {mutant.path}:{mutant.line} {outcome.get('by', '')}{eta}")
 
 
 def try_mutant(
@@ -166,7 +168,7 @@ def summarize(root: Path, chosen: list[Mutant], results: Path) -> int:
     counts = dict.fromkeys([NOTICED, "equivalent", SURVIVED, UNFINISHED, UNCOVERED], 0)
     for mutant in chosen:
         source = (root / mutant.path).read_bytes()
-        record = done.get(mutant.id(source))
+        record = done.get(mutant.id(source), {"status": "equivalent"} if mutant.key() in known else None)
         if record is None:
             continue
         status = record["status"]

@@ -59,7 +59,7 @@ class Mutant:
 
     def key(self) -> str:
         """Return the mutant's name in the list of equivalents, which survives a move to another line."""
-        return f"{self.path}::{self.scope} | {self.line_before} => {self.line_after}"
+        return f"{self.path}::{self.scope} | {self.line_before} => {self.line_after}".strip()
 
     def id(self, source: bytes) -> str:
         digest = hashlib.sha256(source + f"{self.start}:{self.end}:{self.new}".encode())

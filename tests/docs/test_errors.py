@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from megatron_blackmamba import cli
 from megatron_blackmamba.config import load, to_yaml
@@ -136,3 +137,9 @@ def test_an_old_python_and_one_without_venv_are_told_what_to_do(tmp_path):
     assert bare.returncode == 2
     assert "could not make the virtual environment" in bare.stderr
     assert "python3.12-venv" in bare.stderr
+
+
+@pytest.mark.parametrize("group", [(), ("data",), ("export",), ("import",)])
+def test_groups_without_a_command_list_their_commands(group):
+    done = CliRunner().invoke(cli.app, list(group))
+    assert "Usage" in done.output and "Missing command" not in done.output

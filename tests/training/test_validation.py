@@ -1,10 +1,13 @@
 """Validation with the router as in inference, and with the experts balanced as in training."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_blackmamba.config import ParallelConfig
 from megatron_blackmamba.runtime import world
+from megatron_blackmamba.training import validation
 from tests.training.short_runs import Run
 
 from megatron.core.transformer.moe.router import Router
@@ -28,3 +31,11 @@ def test_balanced_validation_routes_as_in_training(place, tmp_path):
     assert shares[False] > 0.9
     assert 0.4 < shares[True] < 0.6
     assert all(module.training for module in run.trainable.model.modules())
+
+
+def test_the_watchdog_hears_of_every_source(monkeypatch):
+    data = SimpleNamespace(validation={"web": None, "books": None}, source_names=["web", "code", "books"])
+    monkeypatch.setattr(validation, "_of_source", lambda config, world, data, step, source, *_: float(source))
+    heard = []
+    assert validation.validate(None, None, data, None, heard.append) == {"books": 2.0, "web": 0.0}
+    assert heard == ["validation on books", "validation on web"]
