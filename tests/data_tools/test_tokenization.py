@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_blackmamba.data_tools import shard_writer, shuffle, workers
 from megatron_blackmamba.data_tools.provenance import origin
+from megatron_blackmamba.data_tools.readers import ReadOptions
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shuffle import document_order
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, plan
@@ -435,3 +436,8 @@ def test_a_giant_document_is_rechecked_by_its_beginning(run, tmp_path, monkeypat
     (tmp_path / "book.txt").write_text("a long story " * 1000)
     run(tmp_path / "book.txt")
     assert lengths == [1000]
+
+
+def test_shards_are_shuffled_from_plain_files_by_default():
+    recorded = shard_writer.ShardSettings().recorded([])
+    assert recorded == shard_writer.ShardSettings(read=ReadOptions(), shuffle=True, seed=0).recorded([])

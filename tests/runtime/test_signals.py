@@ -82,3 +82,12 @@ def test_a_signal_sets_the_flag_and_letting_go_restores_what_was_there():
     assert stop.received is signal.SIGUSR1
     stop.release()
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_held_signals_stay_pending():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signals.hold()
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before | {signal.SIGTERM, signal.SIGUSR1}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
