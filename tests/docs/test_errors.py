@@ -142,4 +142,4 @@ def test_an_old_python_and_one_without_venv_are_told_what_to_do(tmp_path):
 @pytest.mark.parametrize("group", [(), ("data",), ("export",), ("import",)])
 def test_groups_without_a_command_list_their_commands(group):
     done = CliRunner().invoke(cli.app, list(group))
-    assert "Usage" in done.output and "Missing command" not in done.output
+    assert "Commands" in done.output and "Missing command" not in done.output

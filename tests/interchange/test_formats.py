@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import struct
 import zipfile
 from pathlib import Path
 
@@ -63,6 +64,20 @@ def test_the_written_torch_file_is_what_torch_itself_would_read_and_other_tools_
     assert list(loaded) == ["model"]
     assert all(torch.equal(loaded["model"][name], weight) for name, weight in silu.weights.items())
     assert zipfile.ZipFile(tmp_path / "pytorch_model.bin").testzip() is None
+
+
+def test_both_checksums_of_a_storage_are_written(silu, tmp_path):
+    """A zip file has each twice; tools that read it as a stream check the one behind the data."""
+    zyphra.write(canonical(silu), tmp_path)
+    content = (tmp_path / "pytorch_model.bin").read_bytes()
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin") as archive:
+        storages = [record for record in archive.infolist() if "/data/" in record.filename]
+    for record in storages:
+        name_bytes, extra_bytes = struct.unpack_from("<HH", content, record.header_offset + 26)
+        end = record.header_offset + 30 + name_bytes + extra_bytes + record.file_size
+        assert content[end : end + 4] == b"PK\x07\x08"
+        assert struct.unpack_from("<I", content, end + 4) == (record.CRC,)
+    assert len(storages) > 10
 
 
 def test_the_released_config_says_what_the_released_code_reads(silu, tmp_path):

@@ -1,6 +1,9 @@
-import pytest
+import itertools
 
-from megatron_blackmamba.launch import all_ranks
+import pytest
+import torch
+
+from megatron_blackmamba.launch import all_ranks, measures
 from megatron_blackmamba.launch.all_ranks import STAGES, examine_all
 from megatron_blackmamba.launch.measures import pair_rounds
 from megatron_blackmamba.launch.thresholds import ThresholdError, Thresholds, parse
@@ -95,6 +98,14 @@ def test_a_rank_that_cannot_reach_rank_zero_says_where(monkeypatch, capsys):
     monkeypatch.setattr(all_ranks, "_end_after", lambda seconds, why: None)
     assert examine_all(Thresholds(), 1.0, [], None) == 1
     assert "cannot reach rank 0 at 127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_rates_are_means_without_the_warm_up(monkeypatch):
+    clock = itertools.count(100.0, step=1.5)
+    monkeypatch.setattr(measures.time, "perf_counter", lambda: next(clock))
+    calls = []
+    assert measures._time(lambda: calls.append(1), torch.device("cpu")) == 1.5 / measures.REPEATS
+    assert len(calls) == measures.REPEATS + 1
 
 
 @pytest.mark.parametrize("nodes", range(1, 20))

@@ -95,3 +95,8 @@ def test_processes_without_torch_dump_no_flight_recorder(tmp_path):
     program += " hangs.dump_flight_recorder(Path(sys.argv[1]), 0); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_beat_several_times_within_their_patience(tmp_path):
+    assert Heartbeats(tmp_path, 0, 2, 16).every == 2
+    assert Heartbeats(tmp_path, 0, 2, 6000).every == hangs.LONGEST_BEAT_S

@@ -40,6 +40,7 @@ def test_without_a_terminal_a_step_is_one_plain_line():
     text = shown(False, metrics(199), metrics(200))
     assert text.count("\n") == 2
     assert "\x1b" not in text and "ETA 0:00:02" in text
+    assert "gradient norm 0.500" in text.split("  ")
 
 
 def test_the_time_left_follows_the_tokens_left_when_the_batch_was_another_before():
