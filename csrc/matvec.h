@@ -7,7 +7,7 @@
 // y = x weight^T. x and y are fp32 and contiguous.
 struct Matvec {
   Matrix weight;      // [O, I]
-  int64_t B, threads;  // B vectors, at most MAX_VECTORS
+  int64_t B, threads;
   const float* x;     // [B, I]
   float* y;           // [B, O]
 };

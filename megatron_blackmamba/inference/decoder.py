@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_blackmamba.inference.linear import linear, threads_for_matrices_alone
 from megatron_blackmamba.inference.weights import Weights, decodings
 from megatron_blackmamba.ops import decoding
+from megatron_blackmamba.ops.matvec import product
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Decoder:
         self.threads: int | None = None
         self.gate: Callable[[Tensor], Tensor] = F.silu if weights.config.activation == "silu" else F.gelu
         self.how = decodings(weights.config)
-        compiles = decoding.why_not(weights.embedding_VD, 1) is None and self.config.arrangement == "sequential"
+        compiles = decoding.why_not(weights.embedding_VD) is None and self.config.arrangement == "sequential"
         self.compiled = [
             how.compiled(layer, norm_D, self.config) if compiles and norm_D is not None else None
             for how, layer, norm_D in zip(self.how, weights.layers, weights.norms_D, strict=True)
@@ -99,9 +100,7 @@ class Decoder:
         residual_BD = F.embedding(tokens_B, self.weights.embedding_VD).float()
         with threads_for_matrices_alone(residual_BD, self.weights.embedding_VD) as self.threads:
             self._restart(state)
-            self._layers(
-                state, residual_BD, compiled=decoding.why_not(self.weights.embedding_VD, len(tokens_B)) is None
-            )
+            self._layers(state, residual_BD, compiled=decoding.why_not(self.weights.embedding_VD) is None)
             state.last_B.copy_(tokens_B)
             return self._logits(self._final_norm(residual_BD))
 
@@ -142,6 +141,10 @@ class Decoder:
     def times(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
         """Multiply a few rows by a weight, in fp32."""
         return linear(x_BI, weight_OI, self.threads)
+
+    def product(self, x: Tensor, weight_OI: Tensor) -> Tensor:
+        """Multiply many rows by a weight, in the dtype of x."""
+        return product(x, weight_OI)
 
     def _keep(self, tokens_BL: Tensor, lengths_B: Tensor | None) -> Tensor | None:
         L = tokens_BL.shape[1]

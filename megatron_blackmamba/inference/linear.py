@@ -7,17 +7,16 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops.matvec import matvec, why_not_cpp
+from megatron_blackmamba.ops.matvec import MAX_VECTORS, matvec, product, why_not_cpp
 
 
 def linear(x_BI: Tensor, weight_OI: Tensor, threads: int | None = None) -> Tensor:
     """x times the weight, transposed; fp32 in, fp32 out, whatever the weight is stored in."""
-    if why_not_cpp(weight_OI, x_BI) is None:
+    if why_not_cpp(weight_OI, x_BI) is None and x_BI.shape[0] <= MAX_VECTORS:
         return matvec(weight_OI, x_BI, threads)
-    return F.linear(x_BI.to(weight_OI.dtype), weight_OI).float()
+    return product(x_BI, weight_OI).float()
 
 
 @contextlib.contextmanager

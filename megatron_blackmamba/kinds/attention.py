@@ -150,9 +150,9 @@ class AttentionDecoding(Decoding):
         keep_BL1: Tensor | None,
         reset_BL: Tensor | None,
     ) -> Tensor:
-        import torch.nn.functional as F
-
-        return F.linear(_attend(run.config, memory, F.linear(x_BLD, layer.linear_qkv), keep_BL1), layer.linear_proj)
+        return run.product(
+            _attend(run.config, memory, run.product(x_BLD, layer.linear_qkv), keep_BL1), layer.linear_proj
+        )
 
 
 def _attend(model: ModelConfig, memory: list[Tensor], qkv_BLQ: Tensor, keep_BL1: Tensor | None) -> Tensor:

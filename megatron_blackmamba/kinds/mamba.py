@@ -201,13 +201,11 @@ class MambaDecoding(Decoding):
         keep_BL1: Tensor | None,
         reset_BL: Tensor | None,
     ) -> Tensor:
-        import torch.nn.functional as F
-
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
         from megatron_blackmamba.ops.selective_scan import selective_scan
 
         window_BWI, state_BIN = memory
-        x_BLI, z_BLI = F.linear(x_BLD, layer.in_proj).chunk(2, dim=-1)
+        x_BLI, z_BLI = run.product(x_BLD, layer.in_proj).chunk(2, dim=-1)
         if keep_BL1 is not None:
             x_BLI = x_BLI * keep_BL1
         x_BLI, last_window_BWI = causal_conv1d(
@@ -220,10 +218,10 @@ class MambaDecoding(Decoding):
         )
         if keep_BL1 is not None:
             x_BLI = x_BLI * keep_BL1  # the convolution's bias alone must not feed the state at padding
-        dt_BLR, B_BLN, C_BLN = _dt_B_C(F.linear(x_BLI, layer.x_proj), run.config)
+        dt_BLR, B_BLN, C_BLN = _dt_B_C(run.product(x_BLI, layer.x_proj), run.config)
         y_BLI, last_state_BIN = selective_scan(
             x_BLI,
-            F.linear(dt_BLR, layer.dt_proj_IR),
+            run.product(dt_BLR, layer.dt_proj_IR),
             layer.A_IN,
             B_BLN,
             C_BLN,
@@ -236,7 +234,7 @@ class MambaDecoding(Decoding):
         )
         window_BWI.copy_(last_window_BWI)
         state_BIN.copy_(last_state_BIN)
-        return F.linear(y_BLI, layer.out_proj)
+        return run.product(y_BLI, layer.out_proj)
 
 
 def _dt_B_C(x: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:

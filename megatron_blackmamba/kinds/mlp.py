@@ -103,7 +103,5 @@ class MLPDecoding(Decoding):
         keep_BL1: Tensor | None,
         reset_BL: Tensor | None,
     ) -> Tensor:
-        import torch.nn.functional as F
-
-        gate, up = F.linear(x_BLD, layer.fc1_GD).chunk(2, dim=-1)
-        return F.linear(run.gate(gate) * up, layer.fc2_DF)
+        gate, up = run.product(x_BLD, layer.fc1_GD).chunk(2, dim=-1)
+        return run.product(run.gate(gate) * up, layer.fc2_DF)

@@ -15,12 +15,12 @@ from megatron_blackmamba.ops import library
 from megatron_blackmamba.ops.matvec import MAX_VECTORS, Matrix, matrix
 
 
-def why_not(weight: Tensor, batch: int) -> str | None:
-    """Why blocks of weights like this one cannot take so many sequences along here, or None."""
+def why_not(weight: Tensor) -> str | None:
+    """Say why blocks of weights like this one cannot run here, or None."""
     if reason := library.unavailable():
         return reason
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or batch > MAX_VECTORS:
-        return f"{batch} sequences, {weight.dtype} on {weight.device.type}"
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"{weight.dtype} on {weight.device.type}"
     return None
 
 
@@ -32,6 +32,10 @@ class Step:
 
     def __call__(self, *moving_B: Tensor, threads: int | None = None) -> None:
         """Take the residual stream `[B, D]`, and what the block remembers, one token further, in place."""
+        for parts_B in zip(*(tensor.split(MAX_VECTORS) for tensor in moving_B), strict=True):
+            self._advance(parts_B, threads)
+
+    def _advance(self, moving_B: tuple[Tensor, ...], threads: int | None) -> None:
         B = moving_B[0].shape[0]
         arguments = self.arguments.copy()
         for (name, shape), tensor in zip(self.moving.items(), moving_B, strict=True):

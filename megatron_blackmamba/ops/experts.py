@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops.dtypes import require_floats
 from megatron_blackmamba.ops.gated import ACTIVATIONS, gated, why_not_cpp
+from megatron_blackmamba.ops.matvec import bf16_products, product
 
 BACKENDS = ("grouped_mm", "loop")  # best first, each where it applies
 ROW_ALIGNMENT = 16  # bytes, which grouped_mm asks of every row
@@ -59,7 +60,8 @@ def grouped_linear(x_TD: Tensor, tokens_per_expert_E: Tensor, weight_EOD: Tensor
     why_not = _why_not_grouped_mm(x_TD, weight_EOD)
     if backend == "loop" or (backend == "auto" and why_not) or tokens == 0:  # whose backward grouped_mm lacks
         parts = x_TD.split(tokens_per_expert_E.tolist())
-        return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_EOD.unbind(), strict=True)])
+        times = F.linear if torch.is_grad_enabled() or x_TD.is_cuda else product
+        return torch.cat([times(part, weight) for part, weight in zip(parts, weight_EOD.unbind(), strict=True)])
     if backend not in ("auto", "grouped_mm"):
         raise ValueError(f"backend is one of auto, {', '.join(BACKENDS)}; not {backend!r}")
     if why_not:
@@ -81,6 +83,8 @@ def _why_not_grouped_mm(x_TD: Tensor, weight_EOD: Tensor) -> str | None:
         return reason
     if x_TD.dtype not in (torch.bfloat16, torch.float32) or (x_TD.is_cuda and x_TD.dtype != torch.bfloat16):
         return f"{x_TD.dtype} on {x_TD.device.type}"
+    if x_TD.is_cpu and x_TD.dtype == torch.bfloat16 and not torch.is_grad_enabled() and not bf16_products():
+        return "this processor has no bf16 products, and without gradients `product` is faster"
     for size in weight_EOD.shape[1:]:
         if size * x_TD.element_size() % ROW_ALIGNMENT:
             return f"rows of {size} {x_TD.dtype} are not a multiple of {ROW_ALIGNMENT} bytes"

@@ -61,10 +61,13 @@ def experts_weights(D, E, F, seed, dtype=torch.float32):
     return w | {name: w[name].to(dtype) for name in ("fc1_EGD", "fc2_EDF")}
 
 
+SEQUENCES = st.integers(1, 9) | st.sampled_from([MAX_VECTORS, MAX_VECTORS + 1, 2 * MAX_VECTORS + 3])
+
+
 @pytest.mark.parametrize("name", CPP)
 @PROPERTY
 @given(
-    sequences=st.integers(1, MAX_VECTORS), D=st.integers(1, 150), I=st.integers(1, 150), N=st.integers(1, 40),
+    sequences=SEQUENCES, D=st.integers(1, 150), I=st.integers(1, 150), N=st.integers(1, 40),
     R=st.integers(1, 20), K=st.integers(2, 5), threads=st.integers(1, 3), dtype=DTYPES, seed=st.integers(0, 2**20),
 )  # fmt: skip
 def test_a_mamba_block_agrees_with_float64(name, sequences, D, I, N, R, K, threads, dtype, seed):
@@ -81,7 +84,7 @@ def test_a_mamba_block_agrees_with_float64(name, sequences, D, I, N, R, K, threa
 @pytest.mark.parametrize("name", CPP)
 @PROPERTY
 @given(
-    sequences=st.integers(1, MAX_VECTORS), D=st.integers(1, 150), E=st.integers(1, 9), F=st.integers(1, 150),
+    sequences=SEQUENCES, D=st.integers(1, 150), E=st.integers(1, 9), F=st.integers(1, 150),
     threads=st.integers(1, 3), activation=st.sampled_from(["silu", "gelu"]), dtype=DTYPES, seed=st.integers(0, 2**20),
 )  # fmt: skip
 def test_an_experts_block_agrees_with_float64(name, sequences, D, E, F, threads, activation, dtype, seed):
@@ -114,5 +117,4 @@ def test_what_does_not_fit_is_refused_by_name():
     step = mamba_step(**weights, eps=EPS)
     with pytest.raises(ValueError, match=r"state: .*float32"):
         step(torch.zeros(1, 4), torch.zeros(1, 3, 6), torch.zeros(2, 6, 3))
-    assert "9 sequences" in why_not(torch.zeros(1), MAX_VECTORS + 1)
-    assert "float64" in why_not(torch.zeros(1).double(), 1)
+    assert "float64" in why_not(torch.zeros(1).double())
