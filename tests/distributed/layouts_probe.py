@@ -125,7 +125,7 @@ class Choices:
 
 
 def steps_of(name: str) -> int:
-    return FEWER_STEPS if name.startswith(("shipped", "cut")) else STEPS
+    return FEWER_STEPS if name.startswith(("shipped", "cut", "mamba2")) else STEPS
 
 
 def describe(run: RunConfig, steps: int) -> dict:
