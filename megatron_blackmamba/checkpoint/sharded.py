@@ -4,7 +4,6 @@ The files are the same under every version of megatron-core: tensors here, plain
 """
 
 import inspect
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -45,8 +43,6 @@ def state_to_save(model: LanguageModel, optimizer: MegatronOptimizer) -> tuple[d
 
 def begin_save(folder: Path, world: World, state: dict) -> Write:
     """Plan how the ranks share the writing of the state; `Write.start` takes a copy of it and begins."""
-    if filesystem_async._results_queue is None:  # else a server process is started for it and imports everything anew
-        filesystem_async._results_queue = multiprocessing.get_context("fork").Queue()
     strategy = Strategy()
     if world.data_context_size > 1:  # replicas share the writing
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

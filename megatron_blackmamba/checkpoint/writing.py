@@ -23,9 +23,13 @@ from torch import Tensor
 from megatron_blackmamba import model  # noqa: F401  (its package installs the patches before megatron-core is imported)
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.runtime.parent import die_with_parent
+from megatron_blackmamba.runtime.patches import require
 
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+require(TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks")
+require(FileSystemWriterAsync, "get_save_function_and_args", "write_preloaded_data")
 
 BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Requests to stop are the rank's to answer. Its writer, forked with these blocked, finishes what it began."""
@@ -112,18 +116,6 @@ class Strategy(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, plan: Any, *ignored: Any) -> Write:
         _, table, _ = plan
         return Write(writer, table)
-
-
-def _leave_folder_alone(writer: FileSystemWriterAsync, plan: Any) -> Any:
-    """Return the plan as it is.
-
-    torch makes the folder here, on every rank and between two exchanges: a rank that could not would raise, and the
-    others wait for it. Rank 0 has made the folder.
-    """
-    return plan
-
-
-FileSystemWriterAsync.prepare_local_plan = _leave_folder_alone
 
 
 def _become_writer(parent: int) -> None:

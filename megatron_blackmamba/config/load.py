@@ -107,9 +107,11 @@ def load(
         _merge(content, merged, origin, OVERRIDE, "")
     _refuse_unknown_keys(merged, origin)
     try:
-        return RunConfig.model_validate(merged)
+        run = RunConfig.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(explain(error, origin)) from None
+    _refuse_unknown_names(run.resume.allow, _where("resume.allow", origin))
+    return run
 
 
 def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...], note: Callable[[str], None]) -> None:
@@ -233,6 +235,14 @@ def _refuse_unknown_keys(content: dict, origin: dict) -> None:
 
 def _fields(section: type[Section]) -> dict[str, Any]:
     return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def _refuse_unknown_names(allowed: Iterable[str], where: str) -> None:
+    """Refuse names of resume.allow that are neither a key nor a section: they would allow nothing."""
+    known = {*_key_paths(RunConfig), *migrations.RENAMED}
+    for name in allowed:
+        if name not in known:
+            raise ConfigError(f"{where}: resume.allow={name}: unknown key; {_nearest(name, _fields(RunConfig), '')}")
 
 
 def _nearest(path: str, fields: dict, prefix: str) -> str:

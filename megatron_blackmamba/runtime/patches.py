@@ -2,13 +2,14 @@
 
 megatron-core names CUDA in literals: `device="cuda"`, `torch.cuda.current_device()`, `"torch.cuda.FloatTensor"`.
 Without CUDA each of these is answered by the CPU. `install()` applies what this machine needs, once; with CUDA only
-the patches for a missing Transformer Engine or Apex remain. Call it before megatron-core is imported: the packages of
+the patches of checkpoints and those for a missing Transformer Engine or Apex remain. Call it before megatron-core is imported: the packages of
 this project that import megatron-core do so in their `__init__`.
 """
 
 import importlib
 import importlib.util
 import logging
+import queue
 import sys
 import types
 import warnings
@@ -22,6 +23,10 @@ from unittest import mock
 import torch
 
 from megatron_blackmamba.runtime import device as here
+
+
+class PatchError(ValueError):
+    """A megatron-core that cannot be patched as this project needs it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,22 @@ def _without_fused_norm() -> bool:
 
 def _without_te_gemm() -> bool:
     return not hasattr(importlib.import_module("megatron.core.transformer.moe.moe_utils"), "te_general_gemm")
+
+
+def _everywhere() -> bool:
+    return True
+
+
+def require(owner: Any, *names: str) -> None:
+    """Refuse a megatron-core that lacks private names which this project changes or calls."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        where = owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+        version = importlib.import_module("megatron.core").__version__
+        raise PatchError(
+            f"megatron-core {version} has no {', '.join(missing)} in {where}, which checkpoints need. "
+            "Install a version from 0.16.1 to 0.19 (`pip install 'megatron-core<0.20'`)"
+        )
 
 
 def _patch(name: str, why: str, needed: Callable[[], bool] = _without_cuda) -> Callable:
@@ -313,3 +334,27 @@ def _float64() -> None:
     from megatron_blackmamba.runtime import float64
 
     float64.apply()
+
+
+@_patch(
+    "checkpoint-folder",
+    "torch makes a checkpoint's folder on every rank between two exchanges; if one rank cannot, the others wait for it",
+    _everywhere,
+)
+def _checkpoint_folder() -> None:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    require(FileSystemWriterAsync, "prepare_local_plan")
+    FileSystemWriterAsync.prepare_local_plan = lambda writer, plan: plan  # rank 0 has made the folder
+
+
+@_patch(
+    "results-queue",
+    "megatron-core starts a server process, which imports everything anew, for a queue that our writers do not use",
+    _everywhere,
+)
+def _results_queue() -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    require(filesystem_async, "_results_queue")
+    filesystem_async._results_queue = queue.Queue()

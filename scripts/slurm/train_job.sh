@@ -203,9 +203,11 @@ train() {
     wait "$step"
     STATUS=$?
     if [ "$TIME_IS_UP" -eq 1 ]; then # the signal ended the wait, not the step
-        while kill -0 "$step" 2>/dev/null; do
-            kill -USR1 "$step"
-            sleep 5
+        while kill -USR1 "$step" 2>/dev/null; do
+            for _ in 1 2 3 4 5; do
+                sleep 1
+                kill -0 "$step" 2>/dev/null || break
+            done
         done
         wait "$step"
         STATUS=$?

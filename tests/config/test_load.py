@@ -200,3 +200,21 @@ def test_the_composed_config_printed_is_yaml_and_the_schema_knows_every_section(
 def test_fp64_refuses_what_would_round(override, named):
     message = refusal("tiny", ["training.precision=fp64", override])
     assert override in message and named in message
+
+
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("optimiser.beta1", "optimizer.beta1"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("training.tokns", "training.tokens"),
+    ],
+)
+def test_unknown_names_in_resume_allow_are_refused(name, near):
+    with pytest.raises(ConfigError, match=rf"resume\.allow={name}: unknown key; did you mean '{near}'"):
+        load("tiny", [f"resume.allow=[{name}]"])
+
+
+def test_resume_allow_takes_sections_and_old_names():
+    names = ["optimizer", "training.tokens", "model.scan"]
+    assert load("tiny", [f"resume.allow=[{','.join(names)}]"]).resume.allow == names

@@ -43,8 +43,10 @@ CUT = [
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
 FP32 = ["training.precision=fp32"]
+FULL = ("solo", "dp2", "ep2", "pp2", "tp2", "etp2", "tp2_ep2", "tp2_pp2")
 STEPS = 50
-FEWER_STEPS = 20
+SHIPPED_STEPS = 20
+FEWER_STEPS = 12
 
 RUNS: dict[str, tuple[int, list[str]]] = {
     "solo": (1, []),
@@ -125,7 +127,8 @@ class Choices:
 
 
 def steps_of(name: str) -> int:
-    return FEWER_STEPS if name.startswith(("shipped", "cut", "mamba2")) else STEPS
+    """Return how long a run is: the layouts of the plain model in full, other models and switches for fewer steps."""
+    return STEPS if name in FULL else SHIPPED_STEPS if name.startswith("shipped") else FEWER_STEPS
 
 
 def describe(run: RunConfig, steps: int) -> dict:

@@ -1,6 +1,6 @@
 """One run carried from layout to layout by its checkpoints, and the same run left alone.
 
-`python -m tests.distributed.resharding_probe FOLDER PRECISION`
+`python -m tests.distributed.resharding_probe FOLDER PRECISION...`
 """
 
 import json
@@ -14,7 +14,7 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.training.loop import train
 from tests.runtime.ranks import fork_ranks
 
-STEPS_EACH = 4
+STEPS_EACH = 3
 LEGS: list[tuple[int, list[str]]] = [
     (2, ["parallel.expert=2"]),
     (2, ["parallel.tensor=2"]),
@@ -53,9 +53,8 @@ def run(folder: Path, name: str, precision: str, ranks: int, until: int, overrid
     return next((a.get("trace") or a["error"] for a in answers if "error" in a), None)
 
 
-def main(folder: Path, precision: str) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+def carry(folder: Path, precision: str) -> dict[str, list]:
+    """Run alone, then from layout to layout; return the losses of both."""
     errors = [run(folder, "alone", precision, 1, TOTAL, [])]
     for number, (ranks, overrides) in enumerate(LEGS, start=1):
         errors.append(run(folder, "carried", precision, ranks, number * STEPS_EACH, overrides))
@@ -66,9 +65,16 @@ def main(folder: Path, precision: str) -> None:
         steps = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         seen[name] = [step["loss"] for step in steps]
         seen["validation"].append([step["validation/loss"] for step in steps if "validation/loss" in step])
+    return seen
+
+
+def main(folder: Path, precisions: list[str]) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    seen = {precision: carry(folder / precision, precision) for precision in precisions}
     print()
     print(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2:])

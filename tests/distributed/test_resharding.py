@@ -8,9 +8,18 @@ from tests.runtime.ranks import run_script
 pytestmark = pytest.mark.xdist_group("resharding")
 
 
-@pytest.mark.parametrize("precision, closeness", [("fp64", 1e-10), ("bf16", 2e-2)])
-def test_resharded_run_matches_undisturbed_run(tmp_path, precision, closeness):
-    seen = run_script("tests.distributed.resharding_probe", str(tmp_path), precision, timeout=400)
+CLOSENESS = {"fp64": 1e-10, "bf16": 2e-2}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("resharding"))
+    return run_script("tests.distributed.resharding_probe", folder, *CLOSENESS, timeout=580)
+
+
+@pytest.mark.parametrize("precision, closeness", CLOSENESS.items())
+def test_resharded_run_matches_undisturbed_run(runs, precision, closeness):
+    seen = runs[precision]
     assert seen["errors"] == []
     assert len(LEGS) > 5
     assert len(seen["carried"]) == len(seen["alone"]) == TOTAL

@@ -5,6 +5,7 @@ A process that has loaded torch and megatron-core, unpatched, forks one rank or 
 
 import importlib
 import json
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable
@@ -178,6 +179,32 @@ def attempt(skip: frozenset[str], scenario: tuple[int, Callable[[], dict]]) -> l
     return fork_ranks(count, body)
 
 
+def plan_a_save() -> dict:
+    """Plan as torch does on a rank that cannot make the folder."""
+    from megatron_blackmamba.runtime import world
+
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    world.start(load("tiny").parallel)
+    with tempfile.NamedTemporaryFile() as file:
+        FileSystemWriterAsync(f"{file.name}/step").prepare_local_plan(None)
+    return {"losses": []}
+
+
+def ask_for_the_queue() -> dict:
+    """Ask for the queue of results as megatron-core does before a save."""
+    from megatron_blackmamba.runtime import world
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    world.start(load("tiny").parallel)
+    filesystem_async._get_write_results_queue()
+    children = multiprocessing.active_children()
+    if children:
+        raise RuntimeError(f"a server process was started: {children[0].name}")
+    return {"losses": []}
+
+
 ONE = (1, partial(train, []))
 TWO_STAGES = (2, partial(train, ["parallel.pipeline=2"]))
 SPREAD_EXPERTS = (2, partial(train, ["parallel.expert=2"]))
@@ -195,10 +222,13 @@ SCENARIOS = {
     "adam": ONE,
     "clipping": (1, clip),
     "float64": (1, train_in_float64),
+    "checkpoint-folder": (1, plan_a_save),
+    "results-queue": (1, ask_for_the_queue),
 }
 
 
 COMPLETE = ("jit", "synchronize", "streams", "tensor-cuda", "router-gemm", "adam", "clipping", "float64")
+COMPLETE += ("checkpoint-folder", "results-queue")
 
 
 def refuse_to_compile() -> None:

@@ -1,3 +1,6 @@
+import importlib.metadata
+import re
+
 import pytest
 import torch
 
@@ -19,6 +22,8 @@ WHAT_BREAKS = {
     "adam": "AssertionError",
     "clipping": "2 numbers read",
     "float64": "assign a gradient with dtype 'float'|rounded to fp32",
+    "checkpoint-folder": "NotADirectoryError|FileExistsError",
+    "results-queue": "a server process was started",
 }
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA needs none of these patches")
 
@@ -56,8 +61,6 @@ def test_clipping_gives_the_norm_and_scales_by_it(probe):
 def test_leaving_a_patch_out_breaks_what_it_is_for(probe, name):
     if name not in probe["needed"]:
         pytest.skip(f"this megatron-core does not need the patch {name!r}")
-    import re
-
     broken = errors(probe["without"][name])
     assert broken, f"without {name!r} everything still works: is the patch needed?"
     assert re.search(WHAT_BREAKS[name], broken[0]), broken[0]
@@ -78,6 +81,17 @@ def test_leaving_out_a_patch_that_does_not_exist_is_refused_by_name():
 def test_with_cuda_only_patches_for_missing_libraries_apply_and_torch_stays_as_it_was():
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream", "Event")}
     tensor = torch.Tensor.cuda, torch.Tensor.type
-    assert set(patches.install()) <= {"router-gemm", "adam", "clipping"}
+    everywhere = {"checkpoint-folder", "results-queue"}
+    assert set(patches.install()) <= {"router-gemm", "adam", "clipping"} | everywhere
     assert before == {name: getattr(torch.cuda, name) for name in before}
     assert (torch.Tensor.cuda, torch.Tensor.type) == tensor
+
+
+def test_a_private_name_that_is_gone_is_refused_with_the_version():
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    version = re.escape(importlib.metadata.version("megatron-core"))
+    with pytest.raises(patches.PatchError, match=rf"megatron-core {version} has no _gone in megatron\.core\.dist_chec"):
+        patches.require(filesystem_async, "_results_queue", "_gone")
+    with pytest.raises(patches.PatchError, match=r"filesystem_async\.FileSystemWriterAsync"):
+        patches.require(filesystem_async.FileSystemWriterAsync, "_gone")

@@ -74,16 +74,16 @@ def parent(pid: int) -> int:
         return 0
 
 
-def kill(pids: list[int]) -> int:
-    """Kill processes; return how many were still there."""
-    killed = 0
+def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> int:
+    """Send processes a signal; return how many were still there."""
+    reached = 0
     for pid in pids:
         try:
-            os.kill(pid, signal.SIGKILL)
-            killed += 1
+            os.kill(pid, number)
+            reached += 1
         except ProcessLookupError:
             pass
-    return killed
+    return reached
 
 
 def train_alone(slurm: Cluster, folder: Path, *config: str) -> dict[int, float]:

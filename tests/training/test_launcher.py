@@ -16,7 +16,7 @@ LAUNCH = """
 import sys
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.training import launcher
-launcher.LAST_WORDS_SECONDS = 2.0
+launcher.LAST_WORDS_SECONDS = float(sys.argv[4])
 sys.exit(launcher.launch([sys.executable, "-c", sys.argv[1]], 2, RunFolder(sys.argv[2]), restarts=int(sys.argv[3])))
 """
 
@@ -50,9 +50,9 @@ def both():
 """
 
 
-def start(folder, body, restarts=0):
+def start(folder, body, restarts=0, last_words=2.0):
     worker = WORKER.format(folder=str(folder)) + body
-    command = [sys.executable, "-c", LAUNCH, worker, str(folder), str(restarts)]
+    command = [sys.executable, "-c", LAUNCH, worker, str(folder), str(restarts), str(last_words)]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -151,7 +151,7 @@ if this_try == 1:
     time.sleep(300)
 """
     )
-    code, errors = finish(start(tmp_path, body, restarts=3))
+    code, errors = finish(start(tmp_path, body, restarts=3, last_words=0.1))
     assert code == 0, errors
     assert [(tmp_path / f"tries_{rank}").read_text() for rank in (0, 1)] == ["xx", "xx"]
     assert "rank 1" in errors and "starting again from the beginning" in errors
@@ -171,7 +171,7 @@ if rank == 1:
 time.sleep(300)
 """
     )
-    code, errors = finish(start(tmp_path, body, restarts=2))
+    code, errors = finish(start(tmp_path, body, restarts=2, last_words=0.1))
     assert code == 1
     assert (tmp_path / "tries_1").read_text() == "x" * 4  # the second try brought a checkpoint and two more tries
     assert errors.count("starting again from step_00000007") == 2
