@@ -52,6 +52,8 @@ def read(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{folder}: no {NAME}: it was never finished") from None
+    except IsADirectoryError:
+        raise DamagedCheckpoint(f"{path}: not a file") from None
     except OSError as error:
         raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
@@ -107,7 +109,10 @@ def _files_read(folder: Path) -> set[str]:
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """Return the error for a file that may be intact, but cannot be read now."""
-    return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
+    return CheckpointError(
+        f"{path}: cannot be read: {error.strerror or error}. Make it readable for this user, or check its disk. "
+        "To resume from the checkpoint before it, move this one away."
+    )
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:

@@ -8,7 +8,7 @@ A save may fail on any rank at any moment. No rank raises while others may wait 
 parts ended, and raise the same SaveError together.
 
 A damaged checkpoint is renamed `step_N.damaged` when the run goes on from one before it, so that no number on disk is
-above the run's own. Nothing deletes it but a person.
+above the run's own. It stays until a person removes it, or the next damaged checkpoint of that step takes its place.
 """
 
 import os

@@ -21,8 +21,10 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno:  # a full disk is noticed by calls that do not name the file
+            error.filename, error.filename2 = str(path), None
         raise
 
 

@@ -293,13 +293,16 @@ class NotSaved(Event):
     """Free space at the time."""
     retried: bool = True
     """The save is tried again; weights that are not finite are not."""
+    newest: int = 0
+    """Step of the newest checkpoint; 0 if there is none."""
 
     @property
     def text(self) -> str:
+        stays = f"the one of step {self.newest} stays" if self.newest else "there is none before it"
         if not self.retried:
-            return f"not saved: {self.problem}; a run cannot continue from such weights, the previous checkpoint stays"
+            return f"not saved: {self.problem}; a run cannot continue from such weights; {stays}"
         why = "; ".join(filter(None, [self.problem, self.disk]))
-        return f"a checkpoint could not be saved ({why}); the one before stays, and the save is tried again"
+        return f"a checkpoint could not be saved ({why}); {stays}, and the save is tried again"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+class RunFolderError(ValueError):
+    """A run folder in which no run can write."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths of one run; nothing is created by asking for a path."""
@@ -12,6 +16,15 @@ class RunFolder:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))
+
+    def refuse_obstacles(self) -> None:
+        """Raise RunFolderError if a folder stands where a run writes a file, or a file where it needs a folder."""
+        for path in (self.config, self.data_plan, self.tokenizer, self.latest, self.lock, self.done, self.requeue):
+            if path.is_dir():
+                raise RunFolderError(f"{path}: is a folder, where a run writes a file. Move it away, then start again.")
+        for path in (self.root, self.checkpoints, self.logs, self.verified):
+            if path.exists() and not path.is_dir():
+                raise RunFolderError(f"{path}: is not a folder, but a run needs one. Move it away, then start again.")
 
     @property
     def config(self) -> Path:

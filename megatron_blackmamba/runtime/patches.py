@@ -2,8 +2,8 @@
 
 megatron-core names CUDA in literals: `device="cuda"`, `torch.cuda.current_device()`, `"torch.cuda.FloatTensor"`.
 Without CUDA each of these is answered by the CPU. `install()` applies what this machine needs, once; with CUDA only
-the patches of checkpoints and those for a missing Transformer Engine or Apex remain. Call it before megatron-core is imported: the packages of
-this project that import megatron-core do so in their `__init__`.
+the patches of checkpoints and those for a missing Transformer Engine or Apex remain. Call it before megatron-core is
+imported: the packages of this project that import megatron-core do so in their `__init__`.
 """
 
 import importlib

@@ -44,6 +44,7 @@ def launch(command: Sequence[str], processes: int, run: RunFolder, restarts: int
 
     restarts: how often to start them again after a crash or a hang. A new checkpoint resets the count.
     """
+    run.refuse_obstacles()
     run.requeue.unlink(missing_ok=True)
     signals = _Signals()
     try:

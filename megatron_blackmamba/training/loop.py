@@ -104,6 +104,8 @@ class Trainer:
         self.schedule = Schedule(config, self.trainable.optimizer)
         self.guard = Guard(config.training.guard)
         self.folder = RunFolder(Path(config.folder) / config.name)
+        if world.is_main:
+            self.folder.refuse_obstacles()
         self.lock = Lock(self.folder.lock) if world.is_main else None
         self.loggers = Loggers.for_run(config, self.folder, world.is_main)
         model, optimizer = self.trainable.model, self.trainable.optimizer
@@ -204,7 +206,7 @@ class Trainer:
     @property
     def end_of_data(self) -> int:
         """Samples in order up to the last one that the run will read, those passed over among them."""
-        return self.progress.next_sample + self.steps_left * self.config.training.global_batch
+        return self.progress.end_after(self.steps_left * self.config.training.global_batch)
 
     def open_data(self) -> serving.DataPlan:
         return serving.build(self.config.data, vocab_size=self.config.model.vocab_size, total_samples=self.end_of_data)
@@ -325,7 +327,7 @@ class Trainer:
         if cause is not Cause.REPLICAS:
             more = (self.config.training.guard.rewind_batches - 1) * self.config.training.global_batch
             skipped = [(max(self.progress.next_sample, first - more), last)]
-        self.progress.passed_over = [*passed_over, *skipped]
+        self.progress.passed_over = [*passed_over, *skipped]  # past its planned length the data goes on as planned
         self.batches.close()
         self.batches = self.open_batches()
         self.loggers.rewind(step)

@@ -36,6 +36,17 @@ class Progress:
             spans.append((start, end - 1))
         return spans
 
+    def end_after(self, samples: int) -> int:
+        """Return the index behind the last sample if `samples` more are read: skipped ranges ahead count."""
+        if not samples:
+            return self.next_sample
+        end, seen = self.next_sample + samples, self.next_sample
+        for first, last in sorted(self.passed_over):
+            if first < end and seen <= last:
+                end += last - max(first, seen) + 1
+                seen = last + 1
+        return end
+
     def state(self) -> dict[str, Any]:
         return {
             "step": self.step,

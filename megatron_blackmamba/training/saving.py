@@ -25,10 +25,11 @@ class Saver:
         self._begun: int | None = None
         self._retry_at: int | None = None
         self._not_finite = False
+        self._newest = 0
 
     def resumed_at(self, step: int) -> None:
         """Note that this step is on disk already."""
-        self._begun = step
+        self._begun = self._newest = step
 
     def after_step(self, step: int) -> None:
         """Begin a save if one is due. Publish the one being written if it is done."""
@@ -77,7 +78,7 @@ class Saver:
     def _finish(self, step: int | None, wait: bool) -> None:
         try:
             for saved in self.checkpoints.finish(wait):
-                self._not_finite = False
+                self._not_finite, self._newest = False, saved
                 self.report(Saved(step=saved))
         except SaveError as error:
             self._failed(step, error)
@@ -86,12 +87,12 @@ class Saver:
         self._begun = None
         self._not_finite = isinstance(error, NotFiniteError)
         if self._not_finite:
-            self.report(NotSaved(step=step, problem=str(error), retried=False))
+            self.report(NotSaved(step=step, problem=str(error), retried=False, newest=self._newest))
             return
         if step is not None:
             self._retry_at = step + self.config.retry_every
         free = _free_space(self.checkpoints.folder.root)  # torch does not always say that the disk was full
-        self.report(NotSaved(step=step, problem=str(error), disk=free))
+        self.report(NotSaved(step=step, problem=str(error), disk=free, newest=self._newest))
 
 
 def _free_space(folder: Path) -> str:

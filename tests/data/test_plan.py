@@ -216,3 +216,12 @@ def test_first_tokens_of_documents_can_be_left_out_of_the_loss(tmp_path):
 def test_masked_first_tokens_need_documents():
     with pytest.raises(DataError, match="synthetic data has no documents"):
         build(DataConfig(mask_first_token=True), vocab_size=64, total_samples=1)
+
+
+def test_past_its_planned_length_a_mixture_goes_on_as_a_longer_plan(tmp_path):
+    """So a run that rewinds past a range need not open its data again."""
+    config = data_config(three_sources(tmp_path))
+    short, long = (build(config, vocab_size=2**30, total_samples=samples) for samples in (20, 200))
+    assert short.fingerprint == long.fingerprint
+    for sample in range(15, 200, 7):
+        assert torch.equal(short.train[sample]["tokens"], long.train[sample]["tokens"])

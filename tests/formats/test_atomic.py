@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from pathlib import Path
@@ -79,3 +80,9 @@ def test_folder_without_fsync_is_no_error(tmp_path, monkeypatch):
 def test_json_keeps_letters_and_is_indented(tmp_path):
     atomic.write_json(tmp_path / "a.json", {"b": ["é"]})
     assert (tmp_path / "a.json").read_text() == '{\n  "b": [\n    "é"\n  ]\n}\n'
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError) as failed, atomic.atomic_file(tmp_path / "a"), open("/dev/full", "wb", 0) as full:
+        full.write(b"x")
+    assert (failed.value.errno, failed.value.filename) == (errno.ENOSPC, str(tmp_path / "a"))

@@ -26,3 +26,14 @@ def test_what_was_read_is_everything_that_was_not_passed_over(ranges, first, len
 def test_progress_survives_json():
     progress = Progress(3, 64, 48, [(16, 31)])
     assert Progress.restored(json.loads(json.dumps(progress.state()))) == progress
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=5), st.integers(0, 40), st.integers(0, 40))
+def test_the_end_counts_skipped_ranges_ahead(ranges, position, samples):
+    skipped = [(first, first + more) for first, more in ranges]
+    progress = Progress(next_sample=position, passed_over=skipped)
+    left, at = samples, position
+    while left:
+        left -= not any(first <= at <= last for first, last in skipped)
+        at += 1
+    assert progress.end_after(samples) == at

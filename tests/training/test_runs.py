@@ -235,6 +235,15 @@ def test_on_a_full_disk_training_goes_on_keeps_the_checkpoint_before_and_saves_a
     assert [record["step"] for record in metrics(small_disk)] == list(range(1, 81))
 
 
+def test_a_start_on_a_full_disk_names_the_file(forks, small_disk, tmp_path):
+    run = RunFolder(small_disk / "run")
+    run.checkpoints.mkdir(parents=True)
+    fill(small_disk / "ballast")
+    job = forks.run(tmp_path, [*SMALL, f"folder={small_disk}"], ranks=1)
+    assert job.wait() == [1]
+    assert f"No space left on device: '{run.root}/" in job.output()
+
+
 def fill(path):
     with open(path, "ab", buffering=0) as file, suppress(OSError):
         while True:

@@ -162,3 +162,13 @@ def test_rewind_goes_to_the_save_under_way(saver, checkpoints):
     made = saver()
     steps(made, 1, 6)
     assert checkpoints.published == [] and made.settled() == 5
+
+
+def test_a_failed_save_names_the_newest_checkpoint(saver, checkpoints, said, naps):
+    made = saver()
+    for step in (5, 10):
+        checkpoints.fail_to_begin = [SaveError("the disk is full")]
+        assert made.last(step)  # at the second attempt
+        checkpoints.fail_to_begin = []
+    assert "there is none before it" in said[0] and said[1] == "saved step 5"
+    assert "the one of step 5 stays" in said[2] and said[3] == "saved step 10"

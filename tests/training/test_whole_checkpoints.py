@@ -6,7 +6,7 @@ import pytest
 
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.formats.run_folder import RunFolder
-from tests.training.runs import ON_TWO, log, losses, metrics
+from tests.training.runs import ON_TWO, SMALL, log, losses, metrics
 
 pytestmark = pytest.mark.xdist_group("forks")
 LONGER = [*ON_TWO, "checkpoint.keep_last=1", "training.stop_after_steps=7"]
@@ -91,3 +91,12 @@ def test_a_run_that_gives_up_keeps_what_was_being_written(forks, tmp_path):
     assert job.wait() == [65, 65]
     assert "saved step 2\n" in log(tmp_path)
     assert folders(RunFolder(tmp_path / "run")) == ["step_00000002"]
+
+
+def test_a_folder_in_place_of_latest_is_refused_at_once(forks, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.latest.mkdir(parents=True)
+    job = forks.run(tmp_path, SMALL, ranks=1)
+    assert job.wait() == [1]
+    assert f"{run.latest}: is a folder, where a run writes a file. Move it away" in job.output()
+    assert not run.metrics.exists()
