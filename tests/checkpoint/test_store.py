@@ -21,6 +21,7 @@ from megatron_blackmamba.checkpoint import (
 )
 from megatron_blackmamba.checkpoint.store import Checkpoints
 from megatron_blackmamba.config import load
+from megatron_blackmamba.formats.evaluations import claim
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import build
 from megatron_blackmamba.training.optimizer import make_trainable
@@ -53,6 +54,16 @@ def test_old_checkpoints_are_removed_but_milestones_stay(checkpoints):
         assert save(made, step) == [step]
     assert names(made) == ["latest", "step_00000003", "step_00000006", "step_00000007"]
     assert made.folder.latest.read_text() == "step_00000007\n" and made.newest() == 7
+
+
+def test_a_checkpoint_that_is_being_scored_is_kept(checkpoints):
+    made = checkpoints("checkpoint.keep_last=1", "checkpoint.keep_every=0")
+    save(made, 1)
+    with claim(made.folder.root, 1):
+        save(made, 2)
+        assert made.steps() == [1, 2]
+    save(made, 3)
+    assert made.steps() == [3]
 
 
 def test_without_milestones_only_the_last_stay(checkpoints):

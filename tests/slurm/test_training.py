@@ -176,3 +176,17 @@ def test_when_every_node_fails_its_preflight_none_is_blamed(slurm, tmp_path):
     assert (ended["JobState"], ended["Restarts"], ended["ExcNodeList"]) == ("FAILED", "0", "(null)")
     assert "it is not the nodes" in log.read_text()
     assert "0, 1 expected" in log.read_text()
+
+
+def test_each_kept_checkpoint_is_scored_by_a_job_of_its_own(slurm, blackmamba, tmp_path):
+    keep = ("training.tokens=40960", "checkpoint.every=10", "checkpoint.keep_every=10", "checkpoint.keep_last=1")
+    run, (job,) = launch(blackmamba, "tiny", "name=scored", *keep, "--evaluate", str(tmp_path))
+    slurm.wait(job, log_of(run, job))
+    steps = sorted(path.name for path in run.checkpoints.glob("step_*"))
+    assert len(steps) >= 2
+    submitted = {path.stem: path.read_text().strip() for path in run.evaluations.glob("step_*.job")}
+    assert sorted(submitted) == steps, log_of(run, job).read_text()
+    for scoring in submitted.values():
+        slurm.wait(scoring, run.logs / f"evaluate-{scoring}.log")
+        said = (run.logs / f"evaluate-{scoring}.log").read_text()
+        assert "blackmamba: " in said and "Traceback" not in said  # the tiny model has no tokenizer: one line
