@@ -27,14 +27,14 @@ TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp32": torch.float
 
 
 class Watcher(Protocol):
-    """Is told of scores as they come, and may know some already."""
+    """Records scores as they come, and returns those of an earlier call."""
 
     def known(self, batches: Sequence[Batch]) -> list[Score]:
         """Return scores of an earlier call for the same batches."""
         ...
 
     def done(self, batch: Batch, scores: list[Score]) -> None:
-        """A batch has been scored."""
+        """Record the scores of a batch."""
         ...
 
 

@@ -158,7 +158,7 @@ def _scores(decoder: Decoder, hidden_BLD: Tensor, part: list[tuple[int, Item]]) 
 def score_all(
     decoder: Decoder, batches: Sequence[Batch], batch_tokens: int, done: Callable[[Batch, list[Score]], None]
 ) -> None:
-    """Score batches one after another in this process; `done` is told of each."""
+    """Score batches one after another in this process; call `done` after each."""
     with torch.inference_mode():
         for batch in batches:
             done(batch, score(decoder, batch, batch_tokens))

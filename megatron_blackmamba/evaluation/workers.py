@@ -48,7 +48,7 @@ class Pool:
         )
 
     def score_all(self, batches: Sequence[Batch], batch_tokens: int, done: Done) -> None:
-        """Score batches; `done` is told of each, in the order in which they end."""
+        """Score batches; call `done` after each, in the order in which they end."""
         running = {self._pool.submit(_score, batch, batch_tokens): batch for batch in batches}
         try:
             for future in as_completed(running):

@@ -1,4 +1,4 @@
-"""What the pages share: their frame, sections and tables."""
+"""Frame, sections and tables of the pages."""
 
 from collections.abc import Sequence
 from html import escape

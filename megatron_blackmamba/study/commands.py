@@ -20,7 +20,7 @@ from megatron_blackmamba.study.runs import Cell, Study
 
 @dataclass(frozen=True)
 class HowToRun:
-    """Where the runs of a study train."""
+    """Options of `blackmamba study`."""
 
     jobs: int | None = None
     minutes: float | None = None

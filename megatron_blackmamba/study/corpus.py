@@ -97,7 +97,7 @@ def _hash(line: str) -> bytes:
 
 
 def _code() -> Iterator[str]:
-    """Yield Python sources: the standard library's, then those of installed packages in an order without pattern."""
+    """Yield Python sources of the standard library, then of installed packages in a shuffled order."""
     paths = sysconfig.get_paths()
     library, packages = Path(paths["stdlib"]), Path(paths["purelib"])
     yield from _texts(path for path in sorted(library.rglob("*.py")) if packages not in path.parents)

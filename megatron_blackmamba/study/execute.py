@@ -92,14 +92,14 @@ class Local:
 
 
 def submit_jobs(cells: Sequence[Cell], configs: Path, sbatch: Sequence[str], gpus: int, hours: str, say: Say) -> int:
-    """Submit what is not done and was not submitted yet as Slurm jobs of one node each; return how many."""
+    """Submit what is neither done nor in the queue as Slurm jobs of one node each; return how many."""
     from megatron_blackmamba.launch.job import JobRequest
     from megatron_blackmamba.launch.submit import interpreter, submit
 
     submitted = 0
     for cell in cells:
         marker = configs / f"{cell.name}.job"
-        if cell.done or marker.exists():
+        if cell.done or (marker.exists() and _in_queue(marker.read_text().strip())):
             continue
         request = JobRequest(nodes=1, gpus_per_node=gpus, time=hours, python=interpreter(None), options=tuple(sbatch))
         job = submit(cell.config, request).jobs[0]
@@ -107,3 +107,9 @@ def submit_jobs(cells: Sequence[Cell], configs: Path, sbatch: Sequence[str], gpu
         say(f"{cell.name}: job {job}")
         submitted += 1
     return submitted
+
+
+def _in_queue(job: str) -> bool:
+    """Return whether Slurm still has a job."""
+    asked = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True)
+    return asked.returncode == 0 and bool(asked.stdout.strip())

@@ -26,7 +26,7 @@ def render(study: Study, results: Sequence[Result], total: int) -> str:
         _against(runs),
         _table("Results", runs, "Means over the seeds, ± the 95% confidence interval of the mean."),
         html.section("Validation loss over training", _curves(runs), "Each line is one seed."),
-        _ablations(results),
+        _ablations(study, results),
         html.section("Expert balance by layer", _balance(runs), "Busiest expert over the mean; 1 is perfect balance."),
         _generation(results, study),
         _tuning(study, results),
@@ -101,13 +101,13 @@ def _columns(result: Result, at: int) -> tuple[list[float], list[float]]:
     return [point[at] for point in result.curve], [point[2] for point in result.curve]
 
 
-def _ablations(results: Sequence[Result]) -> str:
+def _ablations(study: Study, results: Sequence[Result]) -> str:
     groups = grouped(results, "ablation")
     if not groups:
         return ""
-    compared = {(g.group, g.size) for g in groups}
-    base = [g for g in grouped(results, "run") if any(g.size == size for _, size in compared)][:1]
-    return _table("Ablations", [*base, *groups], "The first row is the model that they change.")
+    changed = {(ablation.of, ablation.size) for ablation in study.config.ablations.values()}
+    base = [group for group in grouped(results, "run") if (group.group, group.size) in changed]
+    return _table("Ablations", [*base, *groups], "The unchanged model comes first.")
 
 
 def _balance(runs: Sequence[Group]) -> list[str]:

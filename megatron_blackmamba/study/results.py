@@ -105,7 +105,7 @@ class Group:
 
     @property
     def has_balanced(self) -> bool:
-        """Whether every run was validated with balanced experts too, and has experts."""
+        """Return whether every run has experts and was also validated with balanced ones."""
         return all(result.balanced is not None and result.busiest for result in self.results)
 
 

@@ -26,12 +26,12 @@ class Cell:
 
     @property
     def folder(self) -> RunFolder:
-        """Where the run lives."""
+        """Return the folder of the run."""
         return RunFolder(Path(self.config.folder) / self.config.name)
 
     @property
     def done(self) -> bool:
-        """Whether the run has consumed its tokens."""
+        """Return whether the run has consumed its tokens."""
         return self.folder.done.exists()
 
 

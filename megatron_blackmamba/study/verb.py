@@ -8,7 +8,7 @@ import typer
 
 def study(
     name: Annotated[str, typer.Argument(help="A shipped study, such as paper or smoke, or a study file.")],
-    folder: Annotated[Path | None, typer.Option(help="Where everything goes.", show_default="studies/NAME")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of the study.", show_default="studies/NAME")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time.", show_default="one a core")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.1, help="Save and end after this time.")] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit the runs as Slurm jobs of one node.")] = False,

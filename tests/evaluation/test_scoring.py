@@ -12,14 +12,16 @@ from tests.evaluation.conftest import random_model
 def items():
     context = tuple(range(1, 31))
     other = (40, 41, *range(3, 30))
+    shorter = context[:25]  # sorts before the whole context with one continuation, behind it with the other
     pairs = [
         (context, (50,)),
         (context, (51, 52, 53)),
-        (context[:25], (9,)),
+        (shorter, (9,)),
+        (shorter, (60,)),
         (other, (1, 2)),
         (other, (3,)),
-        ((7,), (8, 9)),
     ]
+    pairs += [((7,), (8, 9)), (context[:20], (21, 22, 23, 24, 61)), ((*other[:20], 61, 61, 61), (4,))]
     return [make_item(i, *pair, 64) for i, pair in enumerate(pairs)]
 
 
