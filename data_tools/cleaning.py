@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ class Cleaning:
         if self.slurm is None:
             workers = max(1, min(self.workers, tasks))
             return _Local(list(steps), tasks=tasks, workers=workers, logging_dir=logs, depends=after)
-        bin_dir = Path(os.sys.executable).parent  # type: ignore[attr-defined]
+        bin_dir = Path(sys.executable).parent
         return SlurmPipelineExecutor(
             list(steps),
             tasks=tasks,

@@ -12,6 +12,7 @@ from megatron_blackmamba.data_tools import rejects
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.streams import Damage, InputStream, file_sha256
+from megatron_blackmamba.formats.remote import size_of
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
 TABLES = ("parquet", "arrow")
@@ -82,7 +83,7 @@ class Reader:
     def _table_batches(self) -> Iterator[Batch]:
         from megatron_blackmamba.data_tools.tables import read_arrow, read_parquet
 
-        size = Path(self.path).stat().st_size
+        size = size_of(self.path)
         self.sha256 = file_sha256(self.path)
         read = read_parquet if self.format == "parquet" else read_arrow
         for batch, fraction in read(self.path, self.options, self.reject):

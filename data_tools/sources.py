@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_blackmamba.data_tools.compression import SUFFIXES as COMPRESSION_SUFFIXES
+from megatron_blackmamba.data_tools.object_storage import remote_files
 from megatron_blackmamba.data_tools.readers import TABLES, Format
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.selection import Selection, split_of
 from megatron_blackmamba.data_tools.streams import STDIN
+from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.formats.tree import files_under
 
 _FORMAT_OF_SUFFIX: dict[str, Format] = {
@@ -47,7 +49,7 @@ class NotTaken:
     first: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, paths: Sequence[Path]) -> "NotTaken":
+    def of(cls, paths: Sequence[Path | str]) -> "NotTaken":
         return cls(len(paths), tuple(printable(path) for path in paths[:NOT_TAKEN_LISTED]))
 
 
@@ -78,7 +80,8 @@ PRESETS = {
 @dataclass(frozen=True)
 class Found:
     sources: list[Source]
-    ignored: list[Path]  # files in the given folders that are not taken for text
+    ignored: list[Path | str]
+    """Files in the given folders that are not taken for text; those in object storage by URL."""
 
 
 def find_sources(
@@ -106,33 +109,57 @@ def find_sources(
         if sys.stdin.isatty():
             raise InputError("standard input (-) is this terminal: pipe the records in, or name a file")
         return Found([Source(STDIN, "stdin", _format_of_stdin(format), 0, 0)], [])
+    remote = [given for given in inputs if is_remote(given)]
+    taken, ignored = _remote(remote, selection, format)
+    local = [given for given in inputs if given not in remote]
+    if not local:
+        return Found(taken, ignored)
     paths: list[Path] = []
-    ignored: list[Path] = []
-    for given in inputs:
+    for given in local:
         path = Path(given)
         if path.is_dir():
             inside = sorted(_visible(path, apart), key=_natural)
-            taken = [p for p in inside if _wanted(p, path, format, selection)]
-            dangling = next((p for p in taken if not p.exists()), None)
+            wanted = [p for p in inside if _wanted(p, path, format, selection)]
+            dangling = next((p for p in wanted if not p.exists()), None)
             if dangling:
                 raise InputError(
                     f"{dangling}: a link to nothing ({os.readlink(dangling)}): fetch the file, or remove it"
                 )
-            if not taken:
+            if not wanted:
                 raise InputError(
                     f"{path}: no input in this folder among its {len(inside)} files"
                     + _advice(path, inside, format, selection)
                 )
-            paths += taken
-            ignored += sorted(set(inside) - set(taken), key=_natural)
+            paths += wanted
+            ignored += sorted(set(inside) - set(wanted), key=_natural)
         elif path.exists():
             paths.append(path)
         else:
             raise InputError(f"{path}: no such file or folder (working folder: {Path.cwd()})")
     _refuse_twins(paths)
-    folders = [path if path.is_dir() else path.parent for path in map(Path, inputs)]
+    folders = [path if path.is_dir() else path.parent for path in map(Path, local)]
     root = Path(os.path.commonpath([folder.absolute() for folder in folders]))
-    return Found([_source(path, root, format) for path in paths], ignored)
+    return Found(taken + [_source(path, root, format) for path in paths], ignored)
+
+
+def _remote(urls: Sequence[str], selection: Selection, format: Format | None) -> tuple[list[Source], list[Path | str]]:
+    """Return the objects taken from object storage, in natural order, and those that are not."""
+    taken: list[Source] = []
+    ignored: list[Path | str] = []
+    for url in urls:
+        found, other = remote_files(url, selection)
+        wanted = [each for each in found if format or len(found) == 1 or format_of(Path(each.url))]
+        for each in sorted(wanted, key=lambda each: _natural(Path(each.name))):
+            known = format or format_of(Path(each.url))
+            if known is None:
+                raise InputError(f"{each.url}: cannot tell its format by its name: add --format jsonl, parquet or text")
+            taken.append(Source(each.url, printable(each.name), known, each.bytes, each.modified_ns))
+        if not wanted:
+            raise InputError(
+                f"{url}: no input among its {len(found) + len(other)} objects: choose with --match '*.xyz'"
+            )
+        ignored += sorted({*other, *(each.url for each in found)} - {each.url for each in wanted})
+    return taken, ignored
 
 
 def plan_shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:
@@ -238,7 +265,7 @@ def _hidden(path: Path, top: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(top).parts)
 
 
-def _natural(path: Path) -> list[tuple[int, int | str]]:
+def _natural(path: Path | str) -> list[tuple[int, int | str]]:
     """part-2 before part-10."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", str(path)) if part]
 

@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 from megatron_blackmamba.data_tools.compression import KINDS, Compression
 from megatron_blackmamba.data_tools.rejects import DAMAGED_FILE, TRUNCATED_FILE, InputError
+from megatron_blackmamba.formats.remote import open_any
 
 STDIN = "-"
 _READ_BYTES = 1 << 20
@@ -29,7 +30,7 @@ class InputStream(AbstractContextManager["InputStream"]):
         self.path = path
         self.bytes_read = 0
         self._digest = hashlib.sha256()
-        self._file: BinaryIO = sys.stdin.buffer if str(path) == STDIN else open(path, "rb")  # noqa: SIM115
+        self._file: BinaryIO = sys.stdin.buffer if str(path) == STDIN else open_any(path)
 
     def __exit__(self, *_: object) -> None:
         if str(self.path) != STDIN:
@@ -89,7 +90,7 @@ class InputStream(AbstractContextManager["InputStream"]):
 
 def file_sha256(path: str | Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_any(path) as file:
         while block := file.read(8 << 20):
             digest.update(block)
     return digest.hexdigest()

@@ -11,12 +11,14 @@ from megatron_blackmamba.data_tools import readers, rejects
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, root_columns, text_of
 from megatron_blackmamba.data_tools.readers import Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.formats.remote import is_remote, open_any, size_of
 
 
 def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
     """Yield batches of a parquet file, and the fraction of its rows read so far."""
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
+        whole = open_any(path) if is_remote(path) else path
+        file = pq.ParquetFile(whole, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path}: not a whole parquet file ({_first_line(error)}): download it again") from None
     with file:
@@ -27,9 +29,9 @@ def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> It
 
 def read_arrow(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
     """Yield batches of an Arrow file or stream, and the fraction of its bytes read so far."""
-    if not Path(path).stat().st_size:
+    if not size_of(path):
         raise InputError(f"{path}: has no bytes at all: download it again")
-    with pa.memory_map(str(path)) as file:
+    with pa.PythonFile(open_any(path), "r") if is_remote(path) else pa.memory_map(str(path)) as file:
         try:
             reader: Any = pa.ipc.open_stream(file)  # what save_to_disk writes
         except pa.ArrowInvalid:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_blackmamba.data_tools.finished import refuse_other_settings
+from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.readers import Format, ReadOptions
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
 from megatron_blackmamba.data_tools.selection import split_of
 from megatron_blackmamba.data_tools.shard_writer import ShardJob, ShardSettings
 from megatron_blackmamba.data_tools.sources import PRESETS, NotTaken, find_sources, parse_array, parse_size, plan_shards
 from megatron_blackmamba.data_tools.workers import Made, make_shards
+from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside
 from megatron_blackmamba.tokenizer import Backend, Tokenizer, load_tokenizer
 
@@ -54,10 +56,10 @@ class TokenizeOptions:
 class Summary:
     """What one call did."""
 
-    out_dir: Path
+    out_dir: str | os.PathLike[str]
     shards: list[Made]
     seconds: float
-    not_taken: list[Path]
+    not_taken: list[Path | str]
     """Files in the input folders that were not taken."""
 
     @property
@@ -98,7 +100,7 @@ class Plan:
 
     jobs: list[ShardJob]
     mine: list[ShardJob]
-    ignored: list[Path]
+    ignored: list[Path | str]
 
 
 def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -> Plan:
@@ -137,30 +139,38 @@ def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -
 def tokenize(inputs: Sequence[str | os.PathLike[str]], out_dir: str | Path, options: TokenizeOptions) -> Summary:
     """Make every shard that is not there yet. Raises InputError where something has to be put right first."""
     start = time.monotonic()
+    remote = RemoteFolder.open(os.fspath(out_dir)) if is_remote(out_dir) else None
+    shown, out_dir = out_dir, remote.folder if remote else Path(out_dir)
     planned = plan([os.fspath(path) for path in inputs], out_dir, options)
     say = (lambda _: None) if options.quiet else (lambda line: print(line, file=sys.stderr, flush=True))
     if planned.ignored:
-        names = ", ".join(path.name for path in planned.ignored[:5]) + (", ..." if len(planned.ignored) > 5 else "")
+        names = ", ".join(str(path).rpartition("/")[2] for path in planned.ignored[:5]) + (
+            ", ..." if len(planned.ignored) > 5 else ""
+        )
         say(f"not taken for input: {len(planned.ignored)} files ({names})")
     splits = sorted({split_of(source.name) or "" for job in planned.jobs for source in job.sources} - {""})
     if len(splits) > 1 and options.split is None:
         say(f"the inputs hold files of several splits ({', '.join(splits)}): --split train takes only one")
     tokenizer = _tokenizer(planned, out_dir, options, say)
     if options.overwrite:
-        _remove_surplus(planned, Path(out_dir))
+        _remove_surplus(planned, Path(out_dir), remote)
     else:
         _refuse_surplus(planned, Path(out_dir))
         for job in planned.mine:
             refuse_other_settings(job, tokenizer)
         _refuse_other_tokenizer(planned, tokenizer)
     _keep_tokenizer(tokenizer, Path(out_dir))
+    if remote:
+        remote.publish_tokenizer()
     cores = options.workers or usable_cores()
     try:
-        shards = make_shards(planned.mine, tokenizer, cores=cores, overwrite=options.overwrite, quiet=options.quiet)
+        shards = make_shards(
+            planned.mine, tokenizer, cores=cores, overwrite=options.overwrite, quiet=options.quiet, remote=remote
+        )
     except KeyboardInterrupt:
         say("stopped; finished shards are kept, and the same command goes on from there")
         raise
-    return Summary(Path(out_dir), shards, time.monotonic() - start, planned.ignored)
+    return Summary(shown, shards, time.monotonic() - start, planned.ignored)
 
 
 def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say: Callable[[str], None]) -> Tokenizer:
@@ -229,11 +239,13 @@ def _refuse_surplus(planned: Plan, out_dir: Path) -> None:
         )
 
 
-def _remove_surplus(planned: Plan, out_dir: Path) -> None:
+def _remove_surplus(planned: Plan, out_dir: Path, remote: RemoteFolder | None) -> None:
     for path in _surplus(planned, out_dir):
         prefix = path.with_name(path.name.removesuffix(MANIFEST_SUFFIX))
         for file in (path, beside(prefix, ".bin"), beside(prefix, ".idx")):
             file.unlink(missing_ok=True)
+        if remote:
+            remote.remove(prefix)
 
 
 def usable_cores() -> int:

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megatron_blackmamba.data_tools.finished import is_finished, with_count
+from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.progress import Count, Progress
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shard_writer import ShardJob, write_shard
@@ -35,12 +36,18 @@ class Made:
 
 
 def make_shards(
-    jobs: Sequence[ShardJob], tokenizer: Tokenizer, *, cores: int, overwrite: bool = False, quiet: bool = False
+    jobs: Sequence[ShardJob],
+    tokenizer: Tokenizer,
+    *,
+    cores: int,
+    overwrite: bool = False,
+    quiet: bool = False,
+    remote: RemoteFolder | None = None,
 ) -> list[Made]:
     """Make every shard that is not finished, in this process where one is enough; the first error stops them all."""
     context = multiprocessing.get_context("spawn")
     counters = context.RawArray(c_int64, _COUNTERS * len(jobs) + 1)
-    task = _Task(tokenizer, counters, os.getpid(), overwrite)
+    task = _Task(tokenizer, counters, os.getpid(), overwrite, remote)
 
     def count() -> Count:
         return Count(*(sum(counters[i:-1:_COUNTERS]) for i in range(_COUNTERS)))
@@ -62,12 +69,20 @@ class _Task:
     counters: Any  # three per slot, and a last one that says stop
     owner: int
     overwrite: bool
+    remote: RemoteFolder | None = None
 
     def __call__(self, slot: int, job: ShardJob) -> Made:
-        if not self.overwrite and job.sources[0].path != STDIN and is_finished(job, self.tokenizer):
+        if not self.overwrite and job.sources[0].path != STDIN and self._is_finished(job):
             self._report(slot, job.input_bytes, 0, 0)
-            return Made(with_count(job), written=False)
-        return Made(write_shard(job, self.tokenizer, lambda *so_far: self._report(slot, *so_far)), written=True)
+            made = Made(with_count(job), written=False)
+        else:
+            made = Made(write_shard(job, self.tokenizer, lambda *so_far: self._report(slot, *so_far)), written=True)
+        if self.remote:
+            self.remote.publish(job)
+        return made
+
+    def _is_finished(self, job: ShardJob) -> bool:
+        return self.remote.has(job) if self.remote else is_finished(job, self.tokenizer)
 
     def _report(self, slot: int, input_bytes: int, tokens: int, documents: int) -> None:
         self.counters[slot * _COUNTERS : (slot + 1) * _COUNTERS] = (input_bytes, tokens, documents)

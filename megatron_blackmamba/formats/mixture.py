@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model
 
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import ConfigError, read_yaml
+from megatron_blackmamba.formats.remote import cached, is_remote
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
     SUFFIXES,
@@ -180,7 +181,7 @@ class Mixture(Section):
     def _refuse_incomplete(self, source: Source, opened: Sequence[Shard]) -> None:
         """Refuse a folder that lacks shards. Shards that are named one by one or by a glob may be a part."""
         named = [self._path(source, pattern) for pattern in (*source.shards, *source.validation)]
-        folders = [path for path in map(Path, named) if path.is_dir()]
+        folders = [path for path in (cached(p) if is_remote(p) else Path(p) for p in named) if path.is_dir()]
         for folder in sorted({shard.prefix.parent for shard in opened}):
             missing, expected = missing_parts(shard.manifest for shard in opened if shard.prefix.parent == folder)
             if missing and any(folder.is_relative_to(given) for given in folders):
@@ -190,11 +191,15 @@ class Mixture(Section):
                 )
 
     def _path(self, source: Source, pattern: str) -> str:
-        return os.path.normpath(os.path.join(self._root, _fill_in(pattern, source.name)))
+        filled = _fill_in(pattern, source.name)
+        if is_remote(filled) or not is_remote(self._root):
+            return filled if is_remote(filled) else os.path.normpath(os.path.join(self._root, filled))
+        return f"{self._root.rstrip('/')}/{filled}"
 
     @property
     def _root(self) -> str:
-        return os.path.join(self._folder, _fill_in(self.root, "root"))
+        root = _fill_in(self.root, "root")
+        return root if is_remote(root) else os.path.join(self._folder, root)
 
     def _glob(self, source: Source, pattern: str) -> list[Path]:
         """Return the shards that a pattern matches; brackets belong to a name if there is one."""
@@ -206,7 +211,7 @@ class Mixture(Section):
         found: dict[Path, None] = {}
         for pattern in patterns:
             full = self._path(source, pattern)
-            matches = shards_at(full) or self._glob(source, pattern)
+            matches = shards_at(full) or ([] if is_remote(full) else self._glob(source, pattern))
             if not matches:
                 raise MixtureError(f"source {source.name!r}: {key}: {pattern!r} names no shard (looked for {full})")
             found.update(dict.fromkeys(matches))

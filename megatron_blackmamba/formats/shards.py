@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.formats.tree import files_under
 
 FORMAT_VERSION = 1
@@ -403,6 +404,10 @@ def shards_at(path: str | os.PathLike[str], suffixes: Sequence[str] = SUFFIXES) 
     A folder may lie beside a shard with the same name, as megatron-core's cache does: it counts if it holds shards.
     Hidden files and folders are skipped.
     """
+    if is_remote(path):
+        from megatron_blackmamba.formats.remote_shards import fetch_shards  # which reads manifests
+
+        return fetch_shards(os.fspath(path))
     path = Path(path)
     files = files_under(path) if path.is_dir() else iter(())
     inside = {shard_prefix(file) for file in files if file.name.endswith(tuple(suffixes)) and not _hidden(file, path)}
@@ -419,10 +424,10 @@ def _hidden(path: Path, folder: Path) -> bool:
 def find_shards(*paths: str | os.PathLike[str]) -> list[Shard]:
     """The shards named by prefixes, files and folders (searched to any depth), in order of name."""
     prefixes: list[Path] = []
-    for path in map(Path, paths):
+    for path in paths:
         found = shards_at(path, (MANIFEST_SUFFIX,))
-        if not found and path.is_dir():
-            raise ShardError(f"{path}: no shard in this folder. {_no_manifest_advice(path / 'any')}")
+        if not found and (is_remote(path) or Path(path).is_dir()):
+            raise ShardError(f"{path}: no shard in this folder. {_no_manifest_advice(Path(path) / 'any')}")
         prefixes.extend(found or [shard_prefix(path)])
     return [Shard.open(prefix) for prefix in prefixes]
 

@@ -171,7 +171,7 @@ def test_the_paper_s_tasks_are_the_default():
     assert len(PAPER_TASKS) == 8
     evaluation = Path(__file__).resolve().parents[2] / ".." / "shared" / "evaldata"
     if not evaluation.exists():
-        pytest.skip("needs the text fixtures")
+        pytest.skip("needs the evaluation data")
     assert len(read_items([str(evaluation)])) > 25_000
 
 

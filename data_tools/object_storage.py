@@ -1,0 +1,95 @@
+"""Raw files and shards of `tokenize` in object storage."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_blackmamba.data_tools.selection import Selection
+from megatron_blackmamba.formats.remote import cached, download, file_system, files_below, is_folder, size_of, upload
+from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside
+
+if TYPE_CHECKING:
+    from megatron_blackmamba.data_tools.shard_writer import ShardJob
+
+TOKENIZER = "tokenizer.json"
+
+
+class RemoteInput(NamedTuple):
+    """A raw file in object storage."""
+
+    url: str
+    name: str
+    bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """The output folder in object storage, and the local folder in which shards are made for it."""
+
+    url: str
+    folder: Path
+
+    @classmethod
+    def open(cls, url: str) -> "RemoteFolder":
+        """Fetch the manifests of finished shards."""
+        url = url.rstrip("/")
+        remote = cls(url, cached(url) / ".making")
+        remote.folder.mkdir(parents=True, exist_ok=True)
+        for stale in remote.folder.glob(f"shard_*{MANIFEST_SUFFIX}"):
+            stale.unlink()
+        for name in files_below(url):
+            if name.rpartition("/")[0] == url and name.endswith((MANIFEST_SUFFIX, TOKENIZER)):
+                local = remote.folder / name.rpartition("/")[2]
+                local.unlink(missing_ok=True)
+                download(name, local)
+        return remote
+
+    def has(self, job: "ShardJob") -> bool:
+        """Return whether a shard is there; object storage keeps what it was given, so sizes suffice."""
+        if not job.manifest_path.exists():
+            return False
+        manifest = ShardManifest.read(job.manifest_path)
+        found = files_below(f"{self.url}/{job.prefix.name}.*")
+        sizes = [
+            int(found.get(f"{self.url}/{job.prefix.name}{suffix}", {}).get("size", -1)) for suffix in (".bin", ".idx")
+        ]
+        return sizes[0] == manifest.bin_bytes and sizes[1] > 0
+
+    def publish(self, job: "ShardJob") -> None:
+        """Upload a finished shard, its manifest last, and remove the local tokens."""
+        for suffix in (".bin", ".idx", MANIFEST_SUFFIX):
+            local = beside(job.prefix, suffix)
+            if local.exists():
+                upload(local, f"{self.url}/{job.prefix.name}{suffix}")
+                if suffix != MANIFEST_SUFFIX:
+                    local.unlink()
+
+    def publish_tokenizer(self) -> None:
+        upload(self.folder / TOKENIZER, f"{self.url}/{TOKENIZER}")
+
+    def remove(self, prefix: Path) -> None:
+        """Remove a shard that no input makes any more."""
+        fs, _ = file_system(self.url)
+        for url in files_below(f"{self.url}/{prefix.name}.*"):
+            fs.rm_file(url.partition("://")[2])
+
+
+def remote_files(url: str, selection: Selection) -> tuple[list[RemoteInput], list[str]]:
+    """Return the objects taken below a URL, and the URLs of those that are not. Hidden ones are skipped."""
+    url = url.rstrip("/")
+    if not is_folder(url):
+        return [RemoteInput(url, url.rpartition("/")[2], size_of(url), 0)], []
+    taken, ignored = [], []
+    for name, info in files_below(url).items():
+        inside = name.removeprefix(url + "/")
+        if any(part.startswith(".") for part in inside.split("/")):
+            continue
+        modified = info.get("LastModified")
+        stamp = int(modified.timestamp() * 1e9) if isinstance(modified, datetime) else 0
+        if selection.takes(Path("/", inside), Path("/")):
+            taken.append(RemoteInput(name, inside, int(info["size"]), stamp))
+        else:
+            ignored.append(name)
+    return taken, ignored

@@ -1,0 +1,179 @@
+"""Files in object storage (`s3://`, `gs://`, `hf://`), through fsspec: read, written, and kept as local copies.
+
+A read is a sequence of ranges, each of which is tried again where it fails, so a connection may break at any byte.
+"""
+
+import fcntl
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+CACHE_VARIABLE = "BLACKMAMBA_CACHE"
+_URL = re.compile(r"^[a-z][a-z0-9+]+://")
+_PIECE = 8 << 20
+_ATTEMPTS = 6
+_FIRST_WAIT_SECONDS = 0.2
+_LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
+T = TypeVar("T")
+
+
+class RemoteError(ValueError):
+    """Object storage that cannot be used; the message says which object and what to do."""
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a URL such as s3://bucket/tokens."""
+    return bool(_URL.match(os.fspath(path)))
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the path there."""
+    from fsspec.core import url_to_fs
+
+    scheme = url.partition("://")[0]
+    try:
+        file_system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        library = _LIBRARIES.get(scheme)
+        advice = f"pip install {library}" if library else "Use s3://, gs:// or hf://"
+        raise RemoteError(f"{url}: {error}. {advice}") from None
+    return file_system, path.rstrip("/")
+
+
+def trying(url: str, action: Callable[[], T]) -> T:
+    """Run an action on object storage; try again after a failure that may pass."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            return action()
+        except FileNotFoundError:
+            raise RemoteError(f"{url}: no such object") from None
+        except PermissionError as error:
+            raise RemoteError(f"{url}: access denied ({error}). Check the credentials") from None
+        except Exception as error:  # every library has its own
+            if attempt + 1 == _ATTEMPTS:
+                raise RemoteError(f"{url}: failed {_ATTEMPTS} times: {type(error).__name__}: {error}") from error
+            time.sleep(_FIRST_WAIT_SECONDS * 2**attempt)
+    raise AssertionError
+
+
+def files_below(url: str) -> dict[str, dict[str, Any]]:
+    """Return the objects below a URL, or those that a pattern matches, with their `size`, by URL."""
+    fs, path = file_system(url)
+    scheme = url.partition("://")[0]
+    find = fs.glob if any(mark in path for mark in "*?[") else fs.find
+    fs.invalidate_cache()
+    found = trying(url, lambda: find(path, detail=True))
+    return {f"{scheme}://{name}": info for name, info in found.items() if info.get("type") != "directory"}
+
+
+def is_folder(url: str) -> bool:
+    """Return whether a URL is a folder rather than an object."""
+    fs, path = file_system(url)
+    return bool(trying(url, lambda: fs.isdir(path)))
+
+
+class RemoteFile(io.RawIOBase):
+    """An object opened for reading."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._position = url, 0
+        self._fs, self._path = file_system(url)
+        self.size = int(trying(url, lambda: self._fs.info(self._path))["size"])
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        return self._position
+
+    def readall(self) -> bytes:
+        return b"".join(iter(lambda: self.read(_PIECE) or b"", b""))  # io's own reads 8 kB at a time
+
+    def readinto(self, buffer: Any) -> int:
+        start, end = self._position, min(self._position + len(buffer), self.size)
+        if start >= end:
+            return 0
+        data = trying(self._url, lambda: self._whole(start, end))
+        buffer[: len(data)] = data
+        self._position = end
+        return end - start
+
+    def _whole(self, start: int, end: int) -> bytes:
+        data = self._fs.cat_file(self._path, start=start, end=end)
+        if len(data) != end - start:
+            raise OSError(f"{len(data)} bytes instead of {end - start}")
+        return data
+
+
+def open_remote(url: str) -> BinaryIO:
+    """Open an object for reading, in pieces of some megabytes."""
+    return io.BufferedReader(RemoteFile(url), _PIECE)
+
+
+def open_any(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a local file or an object for reading."""
+    return open_remote(os.fspath(path)) if is_remote(path) else open(path, "rb")
+
+
+def size_of(path: str | os.PathLike[str]) -> int:
+    """Return the bytes of a local file or an object."""
+    return RemoteFile(os.fspath(path)).size if is_remote(path) else os.stat(path).st_size
+
+
+def upload(local: Path, url: str) -> None:
+    """Write an object; it appears when it is whole."""
+    fs, path = file_system(url)
+    size = local.stat().st_size
+
+    def put() -> None:
+        fs.put_file(str(local), path)
+        fs.invalidate_cache()
+        if int(fs.info(path)["size"]) != size:
+            raise OSError(f"{fs.info(path)['size']} bytes arrived of {size}")
+
+    trying(url, put)
+
+
+def download(url: str, target: Path) -> None:
+    """Copy an object to a local file, which appears when it is whole; a part from an earlier call is continued."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.part")
+    source = RemoteFile(url)
+    with open(part, "ab") as file:
+        if file.tell() > source.size:
+            file.truncate(0)
+        source.seek(file.tell())
+        piece = bytearray(_PIECE)
+        while count := source.readinto(piece):
+            file.write(memoryview(piece)[:count])
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, target)
+
+
+def cached(url: str) -> Path:
+    """Return where local copies of a URL lie: below $BLACKMAMBA_CACHE, by default ~/.cache/blackmamba."""
+    root = os.environ.get(CACHE_VARIABLE) or "~/.cache/blackmamba"
+    scheme, _, path = url.partition("://")
+    return Path(root).expanduser().absolute() / scheme / os.path.normpath(path)
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Let one process of this machine into the block, for each `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

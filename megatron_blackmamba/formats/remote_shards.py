@@ -1,0 +1,66 @@
+"""Local copies of token shards in object storage, for readers that need files."""
+
+import hashlib
+from pathlib import Path
+
+from megatron_blackmamba.formats.remote import RemoteError, cached, download, files_below, one_at_a_time
+from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, SUFFIXES, ShardManifest, beside
+
+TOKENIZER = "tokenizer.json"
+
+
+def fetch_shards(url: str) -> list[Path]:
+    """Return the prefixes of local copies of all shards below a URL, or of the one shard with this name.
+
+    Copies that match the manifest there are used again. Processes of one machine share them: the first one fetches.
+    """
+    url = url.rstrip("/")
+    for suffix in SUFFIXES:
+        url = url.removesuffix(suffix)
+    found = files_below(url) or files_below(f"{url}{MANIFEST_SUFFIX}")
+    inside = url.partition("*")[0]
+    manifests = sorted(n for n in found if n.endswith(MANIFEST_SUFFIX) and "/." not in n.removeprefix(inside))
+    for folder in sorted({name.rpartition("/")[0] for name in manifests}):
+        _fetch_tokenizer(folder)
+    return [_fetch(name.removesuffix(MANIFEST_SUFFIX)) for name in manifests]
+
+
+def _fetch(url: str) -> Path:
+    prefix = cached(url)
+    with one_at_a_time(prefix):
+        manifest_path = beside(prefix, MANIFEST_SUFFIX)
+        fresh = beside(prefix, f"{MANIFEST_SUFFIX}.new")
+        fresh.unlink(missing_ok=True)
+        download(url + MANIFEST_SUFFIX, fresh)
+        manifest = ShardManifest.read(fresh)
+        wanted = {".bin": manifest.bin_sha256, ".idx": manifest.idx_sha256}
+        known = ShardManifest.read(manifest_path) if manifest_path.exists() else None
+        same = known is not None and (known.bin_sha256, known.idx_sha256) == tuple(wanted.values())
+        if not same:
+            manifest_path.unlink(missing_ok=True)
+        for suffix, sha256 in wanted.items():
+            path = beside(prefix, suffix)
+            if same and path.exists():
+                continue
+            path.unlink(missing_ok=True)
+            download(url + suffix, path)
+            _refuse_damage(url + suffix, path, sha256)
+        fresh.replace(manifest_path)
+    return prefix
+
+
+def _refuse_damage(url: str, path: Path, sha256: str) -> None:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(8 << 20):
+            digest.update(block)
+    if digest.hexdigest() != sha256:
+        path.unlink()
+        raise RemoteError(f"{url}: its sha256 is not that of its manifest. Upload the shard again")
+
+
+def _fetch_tokenizer(folder: str) -> None:
+    path = cached(f"{folder}/{TOKENIZER}")
+    with one_at_a_time(path):
+        if not path.exists() and files_below(f"{folder}/{TOKENIZER}"):
+            download(f"{folder}/{TOKENIZER}", path)

@@ -1,0 +1,234 @@
+"""Raw files and shards in a real S3 server on this machine, over connections that break."""
+
+import contextlib
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
+from megatron_blackmamba.formats import remote
+from megatron_blackmamba.formats.mixture import IncompleteError, Mixture
+from megatron_blackmamba.formats.remote import RemoteError
+from megatron_blackmamba.formats.shards import ShardError, find_shards
+from megatron_blackmamba.formats.step_records import read_metrics
+
+pytest.importorskip("moto", reason="moto is not installed: pip install megatron-blackmamba[dev]")
+pytest.importorskip("s3fs", reason="s3fs is not installed: pip install megatron-blackmamba[s3]")
+pytestmark = pytest.mark.xdist_group("s3")
+
+TEXTS = [f"document {i}: " + "import json and read the text " * (i % 9) for i in range(60)]
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Cutter:
+    """A proxy before the server that can break connections after some bytes of the answer."""
+
+    def __init__(self, server_port):
+        self.server_port, self.cuts, self.after = server_port, 0, 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while True:
+            client, _ = self.listener.accept()
+            server = socket.create_connection(("127.0.0.1", self.server_port))
+            threading.Thread(target=self.pass_on, args=(client, server, False), daemon=True).start()
+            threading.Thread(target=self.pass_on, args=(server, client, True), daemon=True).start()
+
+    def pass_on(self, source, target, answer):
+        sent = 0
+        try:
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+                sent += len(data)
+                if answer and self.cuts and sent > self.after:
+                    self.cuts -= 1
+                    break
+        except OSError:
+            pass
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="module")
+def server():
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port), "-H", "127.0.0.1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
+        except OSError:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+    yield Cutter(port)
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def s3(server):
+    """A bucket, through the proxy; named as users name it, by the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}"),
+            ("AWS_ACCESS_KEY_ID", "test"),
+            ("AWS_SECRET_ACCESS_KEY", "test"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+            ("AWS_EC2_METADATA_DISABLED", "true"),
+        ):
+            patch.setenv(name, value)
+        import s3fs
+
+        files = s3fs.S3FileSystem()
+        files.mkdir("bucket")
+        yield files
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.setattr(remote, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setenv("BLACKMAMBA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def raw(s3, tmp_path_factory):
+    """Raw files in three formats, here and in the bucket."""
+    folder = tmp_path_factory.mktemp("raw") / "web"
+    folder.mkdir()
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    (folder / "a.jsonl").write_text("".join(lines[:20]))
+    with gzip.GzipFile(folder / "b.jsonl.gz", "wb", mtime=0) as file:
+        file.write("".join(lines[20:40]).encode())
+    pq.write_table(pa.table({"text": TEXTS[40:]}), folder / "c.parquet")
+    (folder / "notes.pdf").write_bytes(b"no text")
+    s3.put(str(folder), "bucket/raw/", recursive=True)
+    return folder
+
+
+def options(tokenizer_file, **more):
+    return TokenizeOptions(
+        **{"tokenizer": str(tokenizer_file), "workers": 1, "quiet": True, "shard_size": "1KB", **more}
+    )
+
+
+@pytest.fixture
+def shards(s3, raw, tokenizer_file, tmp_path):
+    """Shards made here, and from the bucket into the bucket."""
+    here = tokenize([raw], tmp_path / "here", options(tokenizer_file))
+    there = tokenize(["s3://bucket/raw/web"], "s3://bucket/tokens/web", options(tokenizer_file, overwrite=True))
+    return here, there
+
+
+def test_shards_from_s3_to_s3_equal_local_ones(s3, shards, tmp_path, tokenizer_file):
+    here, there = shards
+    assert [made.manifest.bin_sha256 for made in there.shards] == [made.manifest.bin_sha256 for made in here.shards]
+    assert [str(path) for path in there.not_taken] == ["s3://bucket/raw/web/notes.pdf"]
+    for path in (tmp_path / "here").iterdir():
+        if path.name.endswith((".bin", ".idx", "tokenizer.json")):
+            assert s3.cat_file(f"bucket/tokens/web/{path.name}") == path.read_bytes()
+    again = tokenize(["s3://bucket/raw/web"], "s3://bucket/tokens/web", options(tokenizer_file))
+    assert not again.written and len(again.shards) == 3
+    s3.rm_file("bucket/tokens/web/shard_00002.bin")
+    repaired = tokenize(["s3://bucket/raw/web"], "s3://bucket/tokens/web", options(tokenizer_file))
+    assert [manifest.shard for manifest in repaired.written] == [2]
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+
+
+def test_a_run_from_s3_has_the_losses_of_one_from_disk(shards, tmp_path):
+    losses = []
+    for number, (root, inside) in enumerate([(tmp_path, "here"), ("s3://bucket", "tokens/web")]):
+        (tmp_path / f"{number}.yaml").write_text(f"root: {root}\nsources: [{{name: web, shards: {inside}}}]\n")
+        overrides = [f"folder={tmp_path}", f"name=run{number}", "data.kind=mixture", "training.tokens=320"]
+        overrides += [f"data.mixture={tmp_path}/{number}.yaml", "data.sequence_length=16", "model.vocab_size=640"]
+        overrides += ["training.global_batch=4", "training.micro_batch=4", "logging.tensorboard=false"]
+        command = [sys.executable, "-m", "megatron_blackmamba", "train", "tiny", *overrides]
+        subprocess.run(command, check=True, capture_output=True)
+        losses.append([record["loss"] for record in read_metrics(tmp_path / f"run{number}/metrics.jsonl")])
+    assert losses[0] == losses[1] and len(losses[0]) == 5
+
+
+def test_cut_connections_are_resumed(s3, server, shards, tmp_path):
+    big = os.urandom(3 << 20)
+    s3.pipe_file("bucket/big", big)
+    server.cuts, server.after = 4, 300_000
+    assert remote.open_remote("s3://bucket/big").read() == big
+    assert server.cuts == 0
+    server.cuts = 2
+    remote.download("s3://bucket/big", tmp_path / "big")
+    assert (tmp_path / "big").read_bytes() == big
+    (tmp_path / ".part.part").write_bytes(big[:1000])  # of an earlier call
+    remote.download("s3://bucket/big", tmp_path / "part")
+    assert (tmp_path / "part").read_bytes() == big
+    server.cuts, server.after = 1, 0
+    remote.upload(tmp_path / "big", "s3://bucket/copy")
+    assert s3.cat_file("bucket/copy") == big
+    server.cuts = 0
+
+
+def test_a_connection_that_always_breaks_is_named(s3, server):
+    s3.pipe_file("bucket/big", bytes(3 << 20))
+    server.cuts, server.after = 10**6, 300_000
+    try:
+        with pytest.raises(RemoteError, match="s3://bucket/big: failed 6 times"):
+            remote.open_remote("s3://bucket/big").read()
+    finally:
+        server.cuts = 0
+
+
+def test_local_copies_follow_the_bucket(s3, shards, tmp_path):
+    (first, second, _) = find_shards("s3://bucket/tokens/web")
+    assert first.prefix == tmp_path / "cache/s3/bucket/tokens/web/shard_00001"
+    assert (first.prefix.parent / "tokenizer.json").exists()
+    before = first.bin_path.stat().st_mtime_ns
+    for suffix in (".bin", ".idx", ".manifest.json"):  # another shard in its place
+        s3.copy(f"bucket/tokens/web/shard_00001{suffix}", f"bucket/tokens/web/shard_00002{suffix}")
+    (again, changed, _) = find_shards("s3://bucket/tokens/web")
+    assert again.bin_path.stat().st_mtime_ns == before
+    assert changed.manifest.bin_sha256 == first.manifest.bin_sha256 != second.manifest.bin_sha256
+    assert changed.bin_path.read_bytes() == first.bin_path.read_bytes()
+    s3.pipe_file("bucket/tokens/web/shard_00003.bin", b"no tokens")
+    (again.prefix.parent / "shard_00003.bin").unlink()
+    with pytest.raises(RemoteError, match=r"shard_00003.bin: its sha256 is not that of its manifest"):
+        find_shards("s3://bucket/tokens/web")
+
+
+def test_missing_objects_are_named(s3, shards, tmp_path):
+    s3.rm(["bucket/tokens/web/shard_00002.manifest.json"])
+    (tmp_path / "mix.yaml").write_text("root: s3://bucket/tokens\nsources: [{name: web, shards: web}]\n")
+    mixture = Mixture.read(tmp_path / "mix.yaml")
+    with pytest.raises(IncompleteError, match=r"lacks shard_00002 of 3"):
+        mixture.open_shards(mixture.sources[0])
+    (tmp_path / "mix.yaml").write_text("root: s3://bucket\nsources: [{name: web, shards: 'tokens/web/shard_*'}]\n")
+    mixture = Mixture.read(tmp_path / "mix.yaml")
+    assert len(mixture.open_shards(mixture.sources[0])[0]) == 2
+    with pytest.raises(RemoteError, match=r"s3://bucket/none\.jsonl: no such object"):
+        tokenize(["s3://bucket/none.jsonl"], tmp_path / "out", TokenizeOptions(tokenizer="x"))
+    with pytest.raises(ShardError, match="s3://bucket/nothing: no shard in this folder"):
+        find_shards("s3://bucket/nothing")
+
+
+def test_a_scheme_without_a_library_says_what_to_install():
+    with pytest.raises(RemoteError, match=r"nosuch://x/y: .* Use s3://, gs:// or hf://"):
+        remote.file_system("nosuch://x/y")
