@@ -15,11 +15,18 @@ import numpy as np
 BUCKET_BYTES = 128 << 20
 MOST_BUCKETS = 256
 _WRITE_BYTES = 8 << 20
+_SHORT_BYTES = 400
+"""Mean size below which documents count as short."""
+_GATHERED_AT_ONCE = 4096
+"""Short documents gathered with one index, which stays in the cache."""
 _MASK = (1 << 64) - 1
 
 
 def order_keys(seed: int, shard: int, first: int, count: int) -> np.ndarray:
-    """Keys of documents `first` to `first + count`: splitmix64 over a stream chosen by seed and shard."""
+    """Keys of documents `first` to `first + count`: splitmix64 over a stream chosen by seed and shard.
+
+    No two documents have the same key, since every step can be undone: any way of sorting gives the same order.
+    """
     stream = _mix_int(_mix_int(seed & _MASK) ^ shard)
     numbers = np.arange(first, first + count, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -31,7 +38,7 @@ def order_keys(seed: int, shard: int, first: int, count: int) -> np.ndarray:
 
 def document_order(seed: int, shard: int, count: int) -> np.ndarray:
     """Which document stands at each place of a shuffled shard: document_order(...)[place] counts in reading order."""
-    return np.argsort(order_keys(seed, shard, 0, count), kind="stable")
+    return np.argsort(order_keys(seed, shard, 0, count))
 
 
 class DocumentShuffler:
@@ -67,14 +74,33 @@ class DocumentShuffler:
         for bucket, low, high in zip(self._buckets, borders[:-1].tolist(), borders[1:].tolist(), strict=True):
             if low < high:
                 chosen = order[low:high]
-                pieces = [data[s:e] for s, e in zip(starts[chosen].tolist(), ends[chosen].tolist(), strict=True)]
-                bucket.add(pieces, lengths[chosen], keys[chosen])
+                sizes = ends[chosen] - starts[chosen]
+                bucket.add([gathered(data, starts[chosen], sizes, tokens.itemsize)], lengths[chosen], keys[chosen])
 
     def drain(self, itemsize: int) -> Iterator[tuple[bytes, np.ndarray]]:
         """All documents in order: chunks of their bytes, and their lengths."""
         for bucket in self._buckets:
             yield from bucket.drain(itemsize)
             bucket.remove()
+
+
+def gathered(data: memoryview, starts: np.ndarray, sizes: np.ndarray, itemsize: int) -> bytes:
+    """Return pieces of `data` back to back. starts, sizes: in bytes, multiples of `itemsize`.
+
+    Slices are fast for long pieces; for short ones an index for every token is.
+    """
+    if not len(sizes) or int(sizes.sum()) > _SHORT_BYTES * len(sizes):
+        stops = (starts + sizes).tolist()
+        return b"".join([data[b:e] for b, e in zip(starts.tolist(), stops, strict=True)])
+    tokens = np.frombuffer(data, f"u{itemsize}")
+    begins, lengths = starts // itemsize, sizes // itemsize
+    parts = []
+    for first in range(0, len(lengths), _GATHERED_AT_ONCE):
+        some = lengths[first : first + _GATHERED_AT_ONCE]
+        before = np.cumsum(some) - some
+        places = np.repeat(begins[first : first + _GATHERED_AT_ONCE] - before, some) + np.arange(int(some.sum()))
+        parts.append(tokens[places].tobytes())
+    return b"".join(parts)
 
 
 class _Bucket:
@@ -98,7 +124,7 @@ class _Bucket:
             return
         self.file.close()
         lengths = np.concatenate(self.lengths)
-        order = np.argsort(np.concatenate(self.keys), kind="stable")
+        order = np.argsort(np.concatenate(self.keys))
         sizes = lengths.astype(np.int64) * itemsize
         ends = np.cumsum(sizes)
         data = np.memmap(self.path, mode="r", dtype=np.uint8).data
@@ -107,9 +133,7 @@ class _Bucket:
         borders = [0, *(np.flatnonzero(np.diff(chunk_of)) + 1).tolist(), len(order)]
         for low, high in itertools.pairwise(borders):
             chosen = order[low:high]
-            stops = ends[chosen].tolist()
-            begins = (ends[chosen] - sizes[chosen]).tolist()
-            yield b"".join([data[b:e] for b, e in zip(begins, stops, strict=True)]), lengths[chosen]
+            yield gathered(data, ends[chosen] - sizes[chosen], sizes[chosen], itemsize), lengths[chosen]
 
     def remove(self) -> None:
         if self.file is not None:
