@@ -97,9 +97,12 @@ def gathered(data: memoryview, starts: np.ndarray, sizes: np.ndarray, itemsize: 
     parts = []
     for first in range(0, len(lengths), _GATHERED_AT_ONCE):
         some = lengths[first : first + _GATHERED_AT_ONCE]
-        before = np.cumsum(some) - some
-        places = np.repeat(begins[first : first + _GATHERED_AT_ONCE] - before, some) + np.arange(int(some.sum()))
-        parts.append(tokens[places].tobytes())
+        here = begins[first : first + _GATHERED_AT_ONCE]
+        ends = np.cumsum(some)
+        places = np.ones(int(ends[-1]), np.int64)  # one token on, and at a new document a jump
+        places[0] = here[0]
+        places[ends[:-1]] = here[1:] - (here[:-1] + some[:-1] - 1)
+        parts.append(tokens[np.cumsum(places, out=places)].tobytes())
     return b"".join(parts)
 
 
