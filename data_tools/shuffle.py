@@ -5,7 +5,7 @@ into bucket files by the leading bits of their keys as they come, and each bucke
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -115,7 +115,7 @@ class _Bucket:
         self.lengths: list[np.ndarray] = []
         self.keys: list[np.ndarray] = []
 
-    def add(self, pieces: list[memoryview], lengths: np.ndarray, keys: np.ndarray) -> None:
+    def add(self, pieces: Sequence[bytes | memoryview], lengths: np.ndarray, keys: np.ndarray) -> None:
         if self.file is None:
             self.file = open(self.path, "wb", buffering=1 << 16)  # noqa: SIM115
         self.file.writelines(pieces)
