@@ -1,9 +1,9 @@
 """The base of every section, and the error that every config raises."""
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path that may begin with ~. No shell expands the ~ in `folder=~/runs`."""
@@ -19,3 +19,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_people_write(cls, content: Any) -> Any:
+        """Take 300B for a whole number, and one value for a list of one."""
+        from megatron_blackmamba.config import spellings
+
+        if not isinstance(content, dict):
+            return content
+        fields = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
+        return {
+            key: spellings.listed(spellings.number(value, fields[key]), fields[key]) if key in fields else value
+            for key, value in content.items()
+        }

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from megatron_blackmamba.config import migrations
+from megatron_blackmamba.config import migrations, spellings
 from megatron_blackmamba.config.base import ConfigError, Section
 from megatron_blackmamba.config.run import RunConfig
 
@@ -98,13 +98,18 @@ def load(
     origin: dict[str, str] = {}
     for name in names:
         _merge_file(find(name), merged, origin, (), note)
+    overrides = list(overrides)
+    if {"data.kind=synthetic"} & set(overrides) and any(override.startswith("data.mixture=") for override in overrides):
+        raise ConfigError(f"{OVERRIDE}: data.kind=synthetic reads no mixture: leave out one of the two")
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"an override reads a.b=value; {override!r} does not")
         content = _nested(key.split("."), _parse(value))
         migrations.accept_old_names(content, OVERRIDE, note)
+        spellings.accept(content)
         _merge(content, merged, origin, OVERRIDE, "")
+    spellings.steps_as_tokens(merged, origin)
     _refuse_unknown_keys(merged, origin)
     try:
         run = RunConfig.model_validate(merged)
@@ -127,6 +132,7 @@ def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...],
         _merge_file(target, merged, origin, (*above, path), note)
     for key in PATH_KEYS:
         _resolve(content, key, path.parent)
+    spellings.accept(content)
     _merge(content, merged, origin, str(path), "")
 
 
@@ -247,6 +253,9 @@ def _refuse_unknown_names(allowed: Iterable[str], where: str) -> None:
 
 def _nearest(path: str, fields: dict, prefix: str) -> str:
     last = path.rpartition(".")[2]
+    ours = spellings.our_name(path)
+    if ours is not None:
+        return f"did you mean {ours!r}?"
     initials = [name for name in fields if last == "".join(word[0] for word in name.split("_"))]
     here = initials or difflib.get_close_matches(last, fields, n=1, cutoff=0.6)
     if here:

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_blackmamba.config import ConfigError, find, load, shipped, to_yaml
+from megatron_blackmamba.config import ConfigError, find, keys, load, shipped, spellings, to_yaml
 
 
 @pytest.fixture
@@ -218,3 +218,60 @@ def test_unknown_names_in_resume_allow_are_refused(name, near):
 def test_resume_allow_takes_sections_and_old_names():
     names = ["optimizer", "training.tokens", "model.scan"]
     assert load("tiny", [f"resume.allow=[{','.join(names)}]"]).resume.allow == names
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        *[("d_model", "model.hidden_size"), ("n_layer", "model.pattern"), ("model.num_layers", "model.pattern")],
+        *[
+            ("lr", "optimizer.learning_rate"),
+            ("training.lr", "optimizer.learning_rate"),
+            ("bs", "training.global_batch"),
+        ],
+        *[("max_steps", "training.tokens"), ("batch_size", "training.global_batch"), ("n_experts", "model.experts")],
+        *[("block_size", "data.sequence_length"), ("tensor-model-parallel-size", "parallel.tensor")],
+        *[("training.grad_clip", "optimizer.clip"), ("out_dir", "folder"), ("save_interval", "checkpoint.every")],
+    ],
+)
+def test_names_of_other_projects_lead_to_ours(theirs, ours):
+    with pytest.raises(ConfigError, match=f"did you mean '{ours}'"):
+        load("tiny", [f"{theirs}=4"])
+
+
+def test_other_names_are_not_ours():
+    known = set(keys())
+    for ours, theirs in spellings.OTHER_NAMES.items():
+        assert ours in known, ours
+        assert not known & set(theirs.split())
+
+
+def test_numbers_may_have_a_suffix():
+    config = load("tiny", ["training.tokens=1.5M", "checkpoint.every=2k"])
+    assert (config.training.tokens, config.checkpoint.every) == (1_500_000, 2000)
+    assert load("tiny", ["training.tokens=300B"]).training.tokens == 300 * 10**9
+    assert load("tiny", ["name=300B"]).name == "300B"
+    for wrong in ("training.tokens=1.5", "training.tokens=0.1234567B1", "training.tokens=3X"):
+        with pytest.raises(ConfigError, match=r"training\.tokens"):
+            load("tiny", [wrong])
+
+
+def test_steps_are_turned_into_tokens():
+    config = load("tiny", ["training.steps=30", "training.global_batch=8"])
+    assert config.training.tokens == 30 * 8 * config.data.sequence_length
+    with pytest.raises(ConfigError, match=r"training\.steps is 'many'"):
+        load("tiny", ["training.steps=many"])
+
+
+def test_one_value_may_stand_for_a_list():
+    assert load("tiny", ["resume.allow=optimizer.clip"]).resume.allow == ["optimizer.clip"]
+
+
+def test_a_mixture_is_what_trains(tmp_path):
+    assert load("tiny", ["data.mixture=mix.yaml"]).data.kind == "mixture"
+    run = tmp_path / "run.yaml"
+    run.write_text(f"include: {find('tiny')}\ndata:\n  mixture: mix.yaml\n")
+    assert load(run).data.kind == "mixture"
+    assert load(run, ["data.kind=synthetic"]).data.kind == "synthetic"
+    with pytest.raises(ConfigError, match="reads no mixture"):
+        load("tiny", ["data.kind=synthetic", "data.mixture=mix.yaml"])

@@ -1,0 +1,100 @@
+"""What people write: numbers as 300B, one value where a list is wanted, steps for tokens, and other projects' names."""
+
+import re
+from typing import Any, get_args, get_origin
+
+from megatron_blackmamba.config.base import ConfigError
+
+_NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKMGBT])")
+_SCALE = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+
+OTHER_NAMES = {
+    "model.hidden_size": "d_model dim model_dim n_embd n_embed embed_dim embedding_dim emb_dim width hidden_dim",
+    "model.pattern": "n_layer n_layers num_layers num_hidden_layers depth layers layer_types hybrid_override_pattern",
+    "model.experts": "n_experts num_experts num_local_experts moe_num_experts n_routed_experts",
+    "model.top_k": "num_experts_per_tok moe_router_topk topk experts_per_token moe_top_k",
+    "model.expert_hidden_size": "ffn_hidden_size intermediate_size d_ff ffn_dim mlp_dim moe_ffn_hidden_size",
+    "model.state_size": "d_state ssm_state_size state_dim ssm_state_dim mamba_state_dim",
+    "model.conv_kernel": "d_conv conv_dimension conv_size kernel_size ssm_conv_dim",
+    "model.expand": "expansion_factor expand_factor",
+    "model.attention.heads": "n_head n_heads num_heads num_attention_heads",
+    "model.attention.kv_heads": "n_kv_heads num_kv_heads num_key_value_heads num_query_groups",
+    "model.init.std": "init_method_std initializer_range init_std",
+    "data.sequence_length": "seq_len seq_length seqlen block_size max_seq_len max_seq_length context_length n_ctx",
+    "data.mixture": "data_path dataset data_prefix data_dir train_data_path dataset_path",
+    "data.workers": "num_workers dataloader_num_workers",
+    "optimizer.learning_rate": "lr max_lr peak_lr",
+    "optimizer.min_learning_rate": "min_lr lr_min",
+    "optimizer.warmup_fraction": "warmup warmup_steps warmup_iters warmup_ratio lr_warmup_fraction lr_warmup_iters",
+    "optimizer.decay": "lr_decay_style scheduler lr_scheduler schedule lr_schedule lr_scheduler_type",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_eps adam_epsilon",
+    "optimizer.weight_decay": "wd",
+    "optimizer.clip": "grad_clip clip_grad max_grad_norm gradient_clipping clip_grad_norm grad_norm_clip",
+    "training.tokens": "max_steps train_iters max_iters num_steps n_steps total_steps train_tokens train_samples",
+    "training.global_batch": "batch_size global_batch_size train_batch_size bs per_device_train_batch_size",
+    "training.micro_batch": "micro_batch_size device_batch_size gradient_accumulation_steps grad_acc_steps",
+    "training.precision": "dtype bf16 fp16 mixed_precision",
+    "training.evaluate_every": "eval_interval eval_every eval_steps val_interval",
+    "training.evaluate_batches": "eval_iters eval_batches",
+    "training.recompute": "activation_checkpointing gradient_checkpointing recompute_granularity recompute_activations",
+    "checkpoint.every": "save_interval save_steps save_every ckpt_interval checkpoint_interval",
+    "checkpoint.keep_last": "save_total_limit keep",
+    "parallel.tensor": "tensor_model_parallel_size tp tp_size tensor_parallel_size",
+    "parallel.pipeline": "pipeline_model_parallel_size pp pp_size pipeline_parallel_size",
+    "parallel.expert": "expert_model_parallel_size ep ep_size expert_parallel_size",
+    "parallel.context": "context_parallel_size cp cp_size",
+    "logging.wandb": "wandb use_wandb wandb_log report_to",
+    "logging.wandb_project": "project wandb_project_name",
+    "folder": "out_dir output_dir save_dir dump_dir run_dir save",
+    "name": "run_name exp_name experiment_name wandb_run_name",
+    "start.from": "init_from load pretrained checkpoint_path resume_from",
+}
+"""A key of ours, and what nanoGPT, Megatron-LM, transformers, lingua and others call it."""
+
+_OURS = {theirs: ours for ours, names in OTHER_NAMES.items() for theirs in names.split()}
+
+
+def our_name(key: str) -> str | None:
+    """Return our key for the last part of one that another project has."""
+    return _OURS.get(key.rpartition(".")[2].replace("-", "_"))
+
+
+def number(value: Any, annotation: Any) -> Any:
+    """Return 300B as 300 000 000 000 where the field is a whole number."""
+    wanted = (annotation, *get_args(annotation))
+    match = _NUMBER.fullmatch(value) if isinstance(value, str) and int in wanted else None
+    if match is None:
+        return value
+    scaled = float(match[1].replace("_", "")) * _SCALE[match[2]]
+    return int(scaled) if scaled.is_integer() else value
+
+
+def listed(value: Any, annotation: Any) -> Any:
+    """Return one value as a list where the field is a list."""
+    wants = get_origin(annotation) is list
+    return [value] if wants and isinstance(value, (str, int, float)) else value
+
+
+def accept(content: dict[str, Any]) -> None:
+    """Take `data.mixture` without `data.kind` as a mixture."""
+    data = content.get("data")
+    if isinstance(data, dict) and data.get("mixture") and "kind" not in data:
+        data["kind"] = "mixture"
+
+
+def steps_as_tokens(content: dict[str, Any], origin: dict[str, str]) -> None:
+    """Turn `training.steps` into the tokens of so many batches, in place."""
+    training, data = content.get("training"), content.get("data")
+    if not isinstance(training, dict) or training.get("steps") is None:
+        return
+    steps = number(training.pop("steps"), int)
+    where = origin.pop("training.steps", "the run")
+    factors: dict[str, Any] = {"training.global_batch": training.get("global_batch")}
+    factors["data.sequence_length"] = data.get("sequence_length", 2048) if isinstance(data, dict) else 2048
+    for key, value in {"training.steps": steps, **factors}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{where}: training.steps needs whole numbers: {key} is {value!r}")
+    training["tokens"] = steps * factors["training.global_batch"] * factors["data.sequence_length"]
+    origin["training.tokens"] = where
