@@ -20,8 +20,8 @@ MARK = "part: "
 PARTS = {
     "MambaMixer": "Mamba, but scan and convolution",
     "MoEMixer": "dispatch",
-    "SinkhornRouter": "router",
-    "SoftmaxRouter": "router",
+    "KindRouter": "router",
+    "MegatronRouter": "router",
     "GroupedExperts": "experts",
     "SelfAttention": "attention",
     "DenseMLP": "MLP",

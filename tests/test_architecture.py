@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
 LAYERS = [
-    {"config", "kinds", "optimizers", "tokenizer", "formats", "ops", "hf"},
+    {"config", "kinds", "routers", "optimizers", "tokenizer", "formats", "ops", "hf"},
     {"runtime"},
     {"model", "data"},
     {"checkpoint"},
@@ -81,12 +81,12 @@ def test_modeling_files_import_only_ops():
 
 
 def test_ops_and_kinds_do_not_import_megatron():
-    for path in [path for package in ("ops", "kinds", "optimizers") for path in files_of(PACKAGE / package)]:
+    for path in [path for package in ("ops", "kinds", "routers", "optimizers") for path in files_of(PACKAGE / package)]:
         assert not any(name.split(".")[0] == "megatron" for name in imported(path)), path
 
 
 def test_kinds_import_torch_only_inside_methods():
-    for path in [*files_of(PACKAGE / "kinds"), *files_of(PACKAGE / "optimizers")]:
+    for path in [path for package in ("kinds", "routers", "optimizers") for path in files_of(PACKAGE / package)]:
         assert not any(name.split(".")[0] == "torch" for name in imported(path, at_import=True)), path
 
 
@@ -131,6 +131,18 @@ def test_architecture_page_lists_exactly_the_fixes():
 def test_architecture_page_lists_exactly_the_plans_files():
     files = {path.name for path in files_of(PACKAGE / "plan")} - {"__init__.py"}
     assert sorted(first_column(section("The plan"))) == sorted(files)
+
+
+def test_training_page_lists_exactly_the_routers():
+    from megatron_blackmamba.routers import all_kinds
+
+    page = (ROOT / "docs" / "training.md").read_text()
+    table = re.search(r"^\| `model.router.kind` .*?\n\n", page, re.DOTALL | re.MULTILINE)[0]
+    rows = {re.search(r"`(\w+)`", row)[1]: row for row in table.strip().splitlines()[2:]}
+    assert sorted(rows) == sorted(kind.name for kind in all_kinds())
+    for kind in all_kinds():
+        assert kind.depends_on in rows[kind.name]
+        assert all(f"`{key}`" in rows[kind.name] for key in kind.keys)
 
 
 def test_files_stay_under_500_lines():

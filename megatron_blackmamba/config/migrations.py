@@ -129,7 +129,17 @@ def _copied(content: Content) -> Content:
     return {key: _copied(value) if isinstance(value, dict) else value for key, value in content.items()}
 
 
+def _forget_unread_router_keys(content: Content) -> None:
+    """Drop keys of model.router that its kind never read: they are refused now."""
+    router = content.get("model", {}).get("router", {})
+    read = {"sinkhorn": ("iterations", "temperature", "start", "scope"), "softmax": ("aux_loss",)}
+    kind = router.get("kind", "sinkhorn")
+    for key in set(router) - {"kind", *read.get(kind, router)}:
+        del router[key]
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     Migration("implementations leave model:, and init: is split by when it is read", rename(RENAMED)),
+    Migration("a kind of router refuses keys that it does not read", _forget_unread_router_keys),
 )
 """The first entry turns version 1 into version 2, and so on. Append only."""

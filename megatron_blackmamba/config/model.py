@@ -5,28 +5,38 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import kinds, routers
 from megatron_blackmamba.config.base import Section
 
 Activation = Literal["silu", "gelu"]
 
 
 class RouterConfig(Section):
-    """How a token finds its expert."""
+    """How tokens find their experts. A kind of router refuses keys that it does not read."""
 
-    kind: Literal["sinkhorn", "softmax"] = "sinkhorn"
-    """sinkhorn: balanced top-1 choice, sigmoid(logit) scales the output (the paper).
-    softmax: top-k with an auxiliary loss, for ablations."""
+    kind: str = "sinkhorn"
+    """sinkhorn: balanced choice in training, sigmoid(logit) scales the output (the paper).
+    softmax: an auxiliary loss balances the experts.
+    expert_bias: a bias that follows the experts' loads balances them, without an auxiliary loss.
+    expert_choice: in training each expert takes its best tokens, so training is not causal."""
     iterations: int = Field(1, ge=1)
     """Sinkhorn iterations in training. The paper's start makes one enough at the logit scales of training."""
     temperature: float = Field(2.0, gt=0)
     start: Literal["balanced", "uniform"] = "balanced"
     """balanced: the paper's start, each expert normalised over the tokens first. uniform: the textbook start."""
     scope: Literal["rank", "tensor", "data"] = "tensor"
-    """Whose tokens are balanced together: each rank's own, those of its tensor- and context-parallel ranks, which
-    share sequences, or those of the whole data-parallel group."""
+    """Whose tokens sinkhorn and expert_choice balance together: each rank's own, those of its tensor- and
+    context-parallel ranks, which share sequences, or those of the whole data-parallel group."""
     aux_loss: float = Field(0.01, ge=0)
-    """Weight of the load-balancing loss of the softmax router; sinkhorn needs none."""
+    """Weight of the load-balancing loss of the softmax router."""
+    bias_update_rate: float = Field(0.001, gt=0)
+    """Amount by which expert_bias changes the bias of an expert after each step."""
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> "RouterConfig":
+        if problems := routers.problems(self):
+            raise ValueError(" ".join(problems))
+        return self
 
 
 class AttentionConfig(Section):
@@ -77,8 +87,11 @@ class ModelConfig(Section):
     """None: ceil(hidden_size / 16)."""
     experts: int = Field(8, ge=1)
     top_k: int = Field(1, ge=1)
+    """Experts of a token."""
     expert_hidden_size: int | None = Field(None, gt=0)
     """Inner width of one expert; needed when the pattern has E."""
+    shared_expert_hidden_size: int | None = Field(None, gt=0)
+    """Inner width of one more expert in each E layer, which all tokens meet beside theirs. None: there is none."""
     mlp_hidden_size: int | None = Field(None, gt=0)
     """Inner width of a dense MLP; needed when the pattern has -."""
     activation: Activation = "silu"
@@ -112,10 +125,6 @@ class ModelConfig(Section):
             )
         if self.top_k > self.experts:
             raise ValueError(f"model.top_k={self.top_k} is more than model.experts={self.experts}")
-        if self.router.kind == "sinkhorn" and self.top_k != 1:
-            raise ValueError(
-                f"the sinkhorn router chooses one expert; model.top_k={self.top_k} needs model.router.kind=softmax"
-            )
         if self.eod_reset is not None and self.eod_reset >= self.vocab_size:
             raise ValueError(f"model.eod_reset={self.eod_reset} is outside the vocabulary of {self.vocab_size}")
         return self

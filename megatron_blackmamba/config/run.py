@@ -288,11 +288,6 @@ class RunConfig(Section):
                 raise ValueError(
                     f"kernels.{key}={scan} computes in fp32: training.precision=fp64 needs auto, chunked or reference"
                 )
-        if self.model.router.kind == "softmax":
-            raise ValueError(
-                "model.router.kind=softmax rounds to fp32 in megatron-core:"
-                " training.precision=fp64 needs model.router.kind=sinkhorn"
-            )
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,4 +1,4 @@
-"""The configuration of a BlackMamba for transformers: Mamba mixers alternating with top-1 mixtures of experts."""
+"""The configuration of a BlackMamba for transformers: Mamba mixers alternating with mixtures of experts."""
 
 import math
 
@@ -13,6 +13,12 @@ class BlackMambaConfig(PretrainedConfig):
     mamba2_head_dim, mamba2_state_size, mamba2_groups: of "mamba2" layers.
     num_attention_heads, num_key_value_heads, rope_theta: of "attention" layers.
     mlp_hidden_size: the inner width of "mlp" layers.
+    num_experts_per_tok: how many experts a token goes to.
+    router_scores: what weighs their outputs, the "sigmoid" or the "softmax" of the router's logits.
+    router_normalized: whether the weights of a token are divided by their sum.
+    router_biased: whether the largest sums of score and expert bias are chosen, instead of the largest logits.
+    router_kind: the router of training, which these files do not have.
+    shared_expert_hidden_size: the inner width of one more expert that every token goes to; None for none.
     activation: the gate of the experts. "silu" is what the paper trains; "gelu" is what the released code computes.
     arrangement: "sequential", or "parallel": the layers of a pair share one norm and their outputs are added together.
     eod_reset: id of the token after which the state restarts; None lets it run across documents, as in the paper.
@@ -51,6 +57,12 @@ class BlackMambaConfig(PretrainedConfig):
         mamba2_head_dim=64,
         mamba2_state_size=128,
         mamba2_groups=1,
+        num_experts_per_tok=1,
+        router_scores="sigmoid",
+        router_normalized=False,
+        router_biased=False,
+        router_kind="sinkhorn",
+        shared_expert_hidden_size=None,
         initializer_range=0.02,
         kernels="auto",
         output_router_choices=False,
@@ -84,6 +96,12 @@ class BlackMambaConfig(PretrainedConfig):
         self.mamba2_head_dim = mamba2_head_dim
         self.mamba2_state_size = mamba2_state_size
         self.mamba2_groups = mamba2_groups
+        self.num_experts_per_tok = num_experts_per_tok
+        self.router_scores = router_scores
+        self.router_normalized = router_normalized
+        self.router_biased = router_biased
+        self.router_kind = router_kind
+        self.shared_expert_hidden_size = shared_expert_hidden_size
         self.initializer_range = initializer_range
         self.kernels = kernels
         self.output_router_choices = output_router_choices
@@ -108,6 +126,8 @@ class BlackMambaConfig(PretrainedConfig):
                     'mamba_moe_layers: an entry is "r", "mamba2", "attention", "mlp" or a number of experts, '
                     f"not {kind!r}"
                 )
+            if kind.isdecimal() and not 1 <= self.num_experts_per_tok <= int(kind):
+                raise ValueError(f"num_experts_per_tok is 1 to {kind}, not {self.num_experts_per_tok}")
         if "mlp" in self.mamba_moe_layers and self.mlp_hidden_size is None:
             raise ValueError("mamba_moe_layers has mlp: set mlp_hidden_size")
         heads_of_group = self.mamba2_head_dim * self.mamba2_groups
@@ -124,6 +144,8 @@ class BlackMambaConfig(PretrainedConfig):
             raise ValueError(f'arrangement is "sequential" or "parallel", not {self.arrangement!r}')
         if self.activation not in ("silu", "gelu"):
             raise ValueError(f'activation is "silu" or "gelu", not {self.activation!r}')
+        if self.router_scores not in ("sigmoid", "softmax"):
+            raise ValueError(f'router_scores is "sigmoid" or "softmax", not {self.router_scores!r}')
         if self.kernels not in ("auto", "torch"):
             raise ValueError(f'kernels is "auto" or "torch", not {self.kernels!r}')
         if not self.tie_word_embeddings:

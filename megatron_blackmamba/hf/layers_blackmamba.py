@@ -6,7 +6,8 @@ module that holds it, and goes no further: that is where offloading and device_m
 module's inputs to it.
 
 Shapes: B batch, L length, D model, I inner, N state, R dt rank, K taps, W = K - 1 window, E experts, T tokens,
-S all tokens so far, H heads, G key-value heads, C channels of a head. Of Mamba-2: H heads of P channels in G groups.
+S all tokens so far, k experts of a token, H heads, G key-value heads, C channels of a head. Of Mamba-2: H heads of P
+channels in G groups.
 """
 
 from functools import partial
@@ -171,8 +172,37 @@ class TimeStep(nn.Module):
 
 
 class Router(nn.Linear):
+    """Logits in fp32, and what they mean."""
+
+    def __init__(self, config, experts):
+        super().__init__(config.hidden_size, experts)
+        self.top_k = config.num_experts_per_tok
+        self.scores, self.normalized = config.router_scores, config.router_normalized
+        self.register_buffer("expert_bias", torch.zeros(experts) if config.router_biased else None)
+
+    def _apply(self, fn, recurse=True):
+        """Casting the model to a half precision leaves the expert bias in fp32."""
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        if before is not None and before.dtype == torch.float32 and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = before.to(self.expert_bias.device)
+        return self
+
     def forward(self, x):
         return F.linear(widen(x), widen(self.weight), widen(self.bias))
+
+    def scored(self, logits_TE):
+        return torch.sigmoid(logits_TE) if self.scores == "sigmoid" else torch.softmax(logits_TE, dim=-1)
+
+    def selecting(self, logits_TE):
+        """Return the numbers whose largest are chosen. Not the scores, since large logits have equal sigmoids."""
+        return logits_TE if self.expert_bias is None else self.scored(logits_TE) + self.expert_bias
+
+    def choose(self, logits_TE):
+        """Return the weights and numbers of each token's experts, `[T, k]`."""
+        choice_Tk = self.selecting(logits_TE).topk(self.top_k, dim=-1).indices
+        weights_Tk = self.scored(logits_TE).gather(-1, choice_Tk)
+        return weights_Tk / weights_Tk.sum(dim=-1, keepdim=True) if self.normalized else weights_Tk, choice_Tk
 
 
 class Recurrent(nn.Module):
@@ -342,31 +372,36 @@ class GatedMLP(nn.Module):
 class Experts(nn.Module):
     def __init__(self, config, experts):
         super().__init__()
-        self.router = Router(config.hidden_size, experts)
+        self.router = Router(config, experts)
         self.local_experts = nn.ModuleList([GatedMLP(config, config.ffn_hidden_size) for _ in range(experts)])
+        shared = config.shared_expert_hidden_size
+        self.shared_experts = GatedMLP(config, shared) if shared else None
 
     def forward(self, u_BLD):
         x_TD = u_BLD.flatten(0, 1)
-        best_T, choice_T = self.router(x_TD).max(dim=-1)  # of the logits: their sigmoids saturate, and then tie
-        y_TD = self._by_all(x_TD, choice_T) if torch.compiler.is_exporting() else self._by_choice(x_TD, choice_T)
-        y_BLD = (widen(y_TD) * torch.sigmoid(best_T)[:, None]).to(u_BLD.dtype).view_as(u_BLD)
-        return y_BLD, choice_T.view(u_BLD.shape[:2])
+        weights_Tk, choice_Tk = self.router.choose(self.router(x_TD))
+        y_TkD = self._by_all(x_TD, choice_Tk) if torch.compiler.is_exporting() else self._by_choice(x_TD, choice_Tk)
+        y_TD = (widen(y_TkD) * weights_Tk[:, :, None]).sum(dim=1).to(u_BLD.dtype)
+        if self.shared_experts is not None:
+            y_TD = y_TD + self.shared_experts(x_TD)
+        return y_TD.view_as(u_BLD), choice_Tk.view(*u_BLD.shape[:2], -1)
 
     @torch.compiler.disable  # the sizes depend on the values: one known break of the graph
-    def _by_choice(self, x_TD, choice_T):
-        """Each token through its expert."""
-        order_T = choice_T.argsort(stable=True)
-        counts_E = torch.bincount(choice_T, minlength=len(self.local_experts)).tolist()
-        parts = zip(self.local_experts, x_TD[order_T].split(counts_E), strict=True)
-        sorted_TD = torch.cat([expert(part) for expert, part in parts if part.shape[0]])
-        return torch.empty_like(sorted_TD).index_copy(0, order_T, sorted_TD)
+    def _by_choice(self, x_TD, choice_Tk):
+        """Each token through its experts."""
+        pairs = choice_Tk.flatten()
+        order = pairs.argsort(stable=True)
+        counts_E = torch.bincount(pairs, minlength=len(self.local_experts)).tolist()
+        parts = zip(self.local_experts, x_TD[order // choice_Tk.shape[1]].split(counts_E), strict=True)
+        sorted_y = torch.cat([expert(part) for expert, part in parts if part.shape[0]])
+        return torch.empty_like(sorted_y).index_copy(0, order, sorted_y).unflatten(0, choice_Tk.shape)
 
-    def _by_all(self, x_TD, choice_T):
+    def _by_all(self, x_TD, choice_Tk):
         """Each token through every expert, for an exported graph, whose sizes may not depend on values."""
-        y_TD = torch.zeros_like(x_TD)
+        y_TkD = x_TD.new_zeros(*choice_Tk.shape, x_TD.shape[1])
         for number, expert in enumerate(self.local_experts):
-            y_TD = torch.where((choice_T == number)[:, None], expert(x_TD), y_TD)
-        return y_TD
+            y_TkD = torch.where((choice_Tk == number)[:, :, None], expert(x_TD)[:, None], y_TkD)
+        return y_TkD
 
 
 class Layer(nn.Module):
@@ -393,7 +428,7 @@ class Layer(nn.Module):
 
         shared_BLD is that of the layer before, for a layer without a norm of its own.
         """
-        x, choice_BL = shared_BLD if self.norm is None else self.norm(residual_BLD), None
+        x, choice_BLk = shared_BLD if self.norm is None else self.norm(residual_BLD), None
         if self.kind in ("r", "mamba2"):
             y = self.mixer(x, keep_BL1, reset_BL, cache)
         elif self.kind == "attention":
@@ -401,5 +436,5 @@ class Layer(nn.Module):
         elif self.kind == "mlp":
             y = self.mixer(x)
         else:
-            y, choice_BL = self.mixer(x)
-        return residual_BLD + y, choice_BL, x
+            y, choice_BLk = self.mixer(x)
+        return residual_BLD + y, choice_BLk, x

@@ -1,6 +1,6 @@
 """BlackMamba for transformers 4.50 and later; needs torch and transformers alone, and the two files beside it.
 
-Parameter names are those of the released checkpoint, behind the prefix `model.`. Routing is by the largest logit, in
+Parameter names are those of the released checkpoint, behind the prefix `model.`. Routing is by the largest logits, in
 fp32.
 
 Shapes: B batch, L length, I inner, N state, W window of the convolution.
@@ -108,7 +108,8 @@ class Decoder(nn.Module):
 
 @dataclass
 class BlackMambaOutput(ModelOutput):
-    """router_choices: for each mixture layer the expert of every token, `[B, L]`, when asked for."""
+    """router_choices: for each mixture layer the expert of every token, `[B, L]`, when asked for; `[B, L, k]` where a
+    token has several."""
 
     last_hidden_state: Tensor | None = None
     past_key_values: BlackMambaCache | None = None
@@ -141,7 +142,8 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         # list that bf16 models obey too.
         strict = hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict")
         of_kinds = {"r": ["A_log", "D", "dt_proj"], "mamba2": ["A_log", "D", "dt_bias"]}
-        names = sorted({name for kind in config.mamba_moe_layers for name in of_kinds.get(kind, [])})
+        biases = ["expert_bias"] if config.router_biased else []
+        names = sorted({*biases, *(name for kind in config.mamba_moe_layers for name in of_kinds.get(kind, []))})
         setattr(self, "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules", names)
 
     @torch.no_grad()
@@ -223,8 +225,10 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
             if output_hidden_states:
                 hidden_states.append(residual.to(embeds.dtype))
             run = partial(self._gradient_checkpointing_func, layer.__call__) if checkpointing else layer
-            residual, choice_BL, shared = run(residual, keep_BL1, reset_BL, segment_BL, cache, shared)
-            choices += [] if choice_BL is None else [choice_BL]
+            residual, choice_BLk, shared = run(residual, keep_BL1, reset_BL, segment_BL, cache, shared)
+            choices += [] if choice_BLk is None else [choice_BLk]
+        if self.config.num_experts_per_tok == 1:
+            choices = [choice_BLk[..., 0] for choice_BLk in choices]
         last = self.decoder.final_layernorm(residual)
         if cache is not None:
             cache.saw(segment_BL, None if input_ids is None else input_ids[:, -1])

@@ -41,7 +41,7 @@ class Weights:
         vectors = (self.final_norm_D, self.final_bias_D, *self.norms_D)
         ends = self.embedding_VD.nbytes + sum(vector.nbytes for vector in vectors if vector is not None)
         how = decodings(self.config)
-        return ends + sum(one.bytes_a_token(layer) for one, layer in zip(how, self.layers, strict=True))
+        return ends + sum(one.bytes_a_token(layer, self.config) for one, layer in zip(how, self.layers, strict=True))
 
 
 def decodings(config: ModelConfig) -> list[Decoding]:

@@ -1,12 +1,8 @@
 """Our own checkpoints, in and out: whatever layout wrote them, and for any layout to start from.
 
-The names are the canonical ones but for the experts, which a checkpoint stacks: `mixer.experts.fc1` [E, 2, F, D] holds
-the gate and up halves of every `linear_fc1`, `mixer.experts.fc2` [E, D, F] every `linear_fc2`.
-
-Shapes: E experts, F expert hidden, D model.
+The names are the canonical ones but for parameters that a kind of layer stacks (`LayerKind.stacks`).
 """
 
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -22,8 +18,8 @@ from megatron_blackmamba.checkpoint.reading import STATE
 from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, tokenizer_of
-
-_ONE_EXPERT = re.compile(r"(.*\.mixer)\.local_experts\.(\d+)\.linear_(fc[12])\.weight")
+from megatron_blackmamba.interchange.canonical import shapes as canonical_shapes
+from megatron_blackmamba.kinds import Stack, stacks_of
 
 
 def read(path: Path, *, verify: bool = False) -> Canonical:
@@ -72,51 +68,42 @@ def run_config(model: Canonical) -> RunConfig:
 
 def _entries(reader: CheckpointReader) -> dict[str, Entry]:
     shapes, dtypes = reader.shapes(), reader.dtypes()
-    whole = lru_cache(maxsize=2)(_quietly(reader.tensor))  # the two stacks that a layer's experts are cut from
+    whole = lru_cache(maxsize=2)(_quietly(reader.tensor))  # the stacks that a layer's parameters are cut from
     entries: dict[str, Entry] = {}
+    parts = canonical_shapes(reader.config.model)
+    stacks = stacks_of(reader.config.model)
     for name, shape in shapes.items():
-        stack = re.fullmatch(r"(.*\.mixer)\.experts\.(fc[12])", name)
-        if stack is None:
+        if name not in stacks or tuple(shape) != stacks[name].shape:
             entries[name] = Entry(tuple(shape), dtypes[name], partial(_quietly(reader.tensor), name))
             continue
-        for e in range(shape[0]):
-            one = torch.empty(shape, device="meta")[e]
-            entries[f"{stack[1]}.local_experts.{e}.linear_{stack[2]}.weight"] = Entry(
-                tuple(_matrix(one).shape), dtypes[name], partial(_cut, whole, name, e)
-            )
+        for number, part in enumerate(stacks[name].parts):
+            entries[part] = Entry(parts[part], dtypes[name], partial(_cut, whole, name, number, parts[part]))
     return entries
 
 
-def _cut(whole: Callable[[str], Tensor], stack: str, expert: int) -> Tensor:
-    return _matrix(whole(stack)[expert]).clone()
-
-
-def _matrix(weight: Tensor) -> Tensor:
-    """fc1's gate and up halves [2, F, D] as one [2F, D]; fc2 as it is."""
-    return weight.flatten(0, 1) if weight.dim() == 3 else weight
+def _cut(whole: Callable[[str], Tensor], stack: str, number: int, shape: tuple[int, ...]) -> Tensor:
+    return whole(stack)[number].reshape(shape).clone()
 
 
 def _stacked(model: Canonical) -> dict[str, Entry]:
     """The canonical entries under a checkpoint's names."""
+    stacks = {stack.parts[0]: (name, stack) for name, stack in stacks_of(model.config).items()}
+    rest = {part for _, stack in stacks.values() for part in stack.parts[1:]}
     entries: dict[str, Entry] = {}
     for name, entry in model.entries.items():
-        expert = _ONE_EXPERT.fullmatch(name)
-        if expert is None:
+        if name in stacks:
+            stored, stack = stacks[name]
+            entries[stored] = Entry(stack.shape, entry.dtype, partial(_stack, model, stack))
+        elif name not in rest:
             entries[name] = entry
-        elif expert[2] == "0":
-            stack, one = f"{expert[1]}.experts.{expert[3]}", entry.shape
-            halves = (2, one[0] // 2, one[1]) if expert[3] == "fc1" else one
-            shape = (model.config.experts, *halves)
-            entries[stack] = Entry(shape, entry.dtype, partial(_stack, model, name, shape))
     return entries
 
 
-def _stack(model: Canonical, first: str, shape: tuple[int, ...]) -> Tensor:
-    stack = torch.empty(shape, dtype=model.entries[first].dtype)
-    for e in range(shape[0]):
-        name = first.replace(".local_experts.0.", f".local_experts.{e}.")
-        stack[e] = model.entries[name].load().view(shape[1:])
-    return stack
+def _stack(model: Canonical, stack: Stack) -> Tensor:
+    stacked = torch.empty(stack.shape, dtype=model.entries[stack.parts[0]].dtype)
+    for number, part in enumerate(stack.parts):
+        stacked[number] = model.entries[part].load().view(stack.shape[1:])
+    return stacked
 
 
 def _save(entries: Mapping[str, Entry], folder: Path) -> None:

@@ -1,9 +1,11 @@
 """The README.md of an export: what the model is, what it was trained on as far as is known, and how to load it."""
 
 from collections import Counter
+from fractions import Fraction
 
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.kinds import layers_of, routes
+from megatron_blackmamba.routers import kind_of
 
 _GATES = {
     "silu": "SwiGLU (the experts gate with SiLU)",
@@ -19,7 +21,7 @@ def model_card(model: Canonical) -> str:
         "Parameters": f"{model.parameters:,}, of which {forward_parameters(model):,} work on a token",
         "Layers": f"{config.layers}: {counted} (`{config.pattern}`)",
         "Width": f"{config.hidden_size}; state {config.state_size}, convolution {config.conv_kernel}",
-        "Experts": f"{config.experts} of {config.expert_hidden_size}, one a token, scaled by the sigmoid of its logit",
+        "Experts": _experts(model),
         "Activation": _GATES[config.activation],
         "Vocabulary": f"{config.vocab_size:,}, tied with the output",
         "Precision": str(model.dtype).removeprefix("torch.") + "; A_log, D and the dt projection are kept in fp32",
@@ -54,14 +56,27 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
 
 Works with transformers 4.50 and later. Where the package `megatron-blackmamba` is installed, its kernels are used.
-Routing is that of inference, the largest logit; training with these files does not balance the experts.
+Routing is that of inference; training with these files does not balance the experts.
 """
 
 
+def _experts(model: Canonical) -> str:
+    config = model.config
+    use = kind_of(config.router.kind).use(config)
+    text = f"{config.experts} of {config.expert_hidden_size}, {config.top_k if config.top_k > 1 else 'one'} a token,"
+    text += f" scaled by the {use.scores} of its logit" + (" over the sum" if use.normalized else "")
+    text += ", chosen with a bias" if use.biased else ""
+    shared = config.shared_expert_hidden_size
+    return text + (f"; and one of {shared} for all tokens" if shared else "")
+
+
 def forward_parameters(model: Canonical) -> int:
-    """Parameters that a token meets: all but the experts it is not sent to."""
-    idle = 0
+    """Return the parameters that work on a token: all but the experts it is not sent to."""
+    config, total = model.config, Fraction(0)
+    used = {f"decoder.layers.{i}.mixer.": kind for i, kind in enumerate(layers_of(config.pattern))}
     for name, entry in model.entries.items():
-        if ".local_experts." in name and ".local_experts.0." not in name:
-            idle += entry.bytes // entry.dtype.itemsize
-    return model.parameters - idle
+        start, mixer, own = name.partition(".mixer.")
+        kind = used.get(start + mixer)
+        part = kind.parts(config)[kind.part_of(own)] if kind else 1
+        total += part * (entry.bytes // entry.dtype.itemsize)
+    return int(total)

@@ -1,6 +1,6 @@
 """What a model says about some tokens, and how two of them compare.
 
-Shapes: B batch, S sequence, V vocabulary, E experts.
+Shapes: B batch, S sequence, V vocabulary, E experts, K experts of a token.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 TIE = 1e-4
-"""Router logits closer than this are a tie: rounding may send the token to either expert, and both are right."""
+"""What a router chooses by, closer than this, is a tie: rounding may send the token to either expert, and both are
+right."""
 
 
 @dataclass(frozen=True)
@@ -17,15 +18,23 @@ class Router:
     """The decisions of one mixture layer."""
 
     layer: int
-    choice_BS: Tensor
+    choice_BSK: Tensor
+    """In ascending order."""
     margin_BS: Tensor
+    """How far the last chosen expert was above the best of the others."""
 
     @classmethod
-    def of(cls, layer: int, logits_BSE: Tensor) -> "Router":
-        if logits_BSE.shape[-1] == 1:
-            return cls(layer, logits_BSE[..., 0].long() * 0, torch.full_like(logits_BSE[..., 0], torch.inf))
-        best = logits_BSE.topk(2, dim=-1)
-        return cls(layer, best.indices[..., 0].clone(), best.values[..., 0] - best.values[..., 1])
+    def of(cls, layer: int, selecting_BSE: Tensor, top_k: int) -> "Router":
+        """`selecting_BSE`: the numbers whose largest are chosen."""
+        best = selecting_BSE.topk(min(top_k + 1, selecting_BSE.shape[-1]), dim=-1)
+        choice_BSK = best.indices[..., :top_k].sort(dim=-1).values
+        if best.values.shape[-1] == top_k:  # all are chosen
+            return cls(layer, choice_BSK, torch.full_like(selecting_BSE[..., 0], torch.inf))
+        return cls(layer, choice_BSK, best.values[..., -2] - best.values[..., -1])
+
+    def differs(self, other: "Router") -> Tensor:
+        """Return where another model chose otherwise, `[B, S]`."""
+        return (self.choice_BSK != other.choice_BSK).any(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -66,9 +75,7 @@ class Comparison:
 def compare(one: Observation, other: Observation) -> Comparison:
     kept_BS = _before_ties(one, other)
     difference = (one.logits_BSV - other.logits_BSV).abs().amax(dim=-1)
-    differing = sum(
-        int(((a.choice_BS != b.choice_BS) & kept_BS).sum()) for a, b in zip(one.routers, other.routers, strict=True)
-    )
+    differing = sum(int((a.differs(b) & kept_BS).sum()) for a, b in zip(one.routers, other.routers, strict=True))
     top1 = _same_top1(one.logits_BSV, other.logits_BSV) & kept_BS
     tokens = int(kept_BS.sum())
     finite = bool(torch.isfinite(other.logits_BSV).all())
@@ -87,7 +94,7 @@ def _before_ties(one: Observation, other: Observation) -> Tensor:
     """The tokens up to the first that either model sent elsewhere at a tie; a tie moves all that comes after it."""
     tied_BS = torch.zeros(one.logits_BSV.shape[:2], dtype=torch.bool)
     for a, b in zip(one.routers, other.routers, strict=True):
-        tied_BS |= (a.choice_BS != b.choice_BS) & (torch.minimum(a.margin_BS, b.margin_BS) < TIE)
+        tied_BS |= a.differs(b) & (torch.minimum(a.margin_BS, b.margin_BS) < TIE)
     return tied_BS.cumsum(dim=1) == 0
 
 

@@ -38,7 +38,8 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
         if layer.norm is not None:
             shared = layer.norm(residual)
         if kind.routed:
-            routers.append(Router.of(i, layer.mixer.router(shared)))
+            router = layer.mixer.router
+            routers.append(Router.of(i, router.selecting(router(shared)), model.config.top_k))
         residual, _, _ = layer(residual, None, reset_BS, segment_BS, None, shared)
     weight, bias = (model.entries[f"decoder.final_layernorm.{name}"].load().float() for name in ("weight", "bias"))
     hidden = F.layer_norm(residual, weight.shape, weight, bias, model.config.norm_eps)

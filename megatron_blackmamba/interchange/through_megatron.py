@@ -1,6 +1,6 @@
 """A model's answer by our megatron-core modules, a layer in memory at a time, in fp32, in a world of one process.
 
-Shapes: B batch, S sequence, V vocabulary, D model, E experts, F expert hidden.
+Shapes: B batch, S sequence, V vocabulary, D model, E experts.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_blackmamba.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.interchange.observation import Observation, Router
-from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.kinds import LayerKind, layers_of
 
 
 @torch.inference_mode()
@@ -29,13 +29,14 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
         routers = []
         for i, kind in enumerate(layers_of(model.config.pattern)):
             block = network.decoder.layers[letters.index(kind.letter)]
-            weights = _stacked(_below(model, f"decoder.layers.{i}."), model.config)
+            weights = _stacked(_below(model, f"decoder.layers.{i}."), kind, model.config)
             _fill(block, {"norm.weight": block.norm.weight, **weights})
             if model.config.has_norm(i):
                 hidden = block.norm(residual)
             if kind.routed:
-                logits_SBE = block.mixer.router.gating(hidden)
-                routers.append(Router.of(i, logits_SBE.transpose(0, 1)))
+                router = block.mixer.router
+                selecting_SBE = router.use.selecting(router.gating(hidden), getattr(router, "expert_bias", None))
+                routers.append(Router.of(i, selecting_SBE.transpose(0, 1), model.config.top_k))
             residual = block(residual, inputs, hidden)
         hidden = network.decoder.final_layernorm(residual)
         logits_SBV, _ = network.output_layer(hidden, weight=network.shared_embedding_or_output_weight())
@@ -56,23 +57,20 @@ def _below(model: Canonical, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): entry.load() for name, entry in model.entries.items() if name.startswith(prefix)}
 
 
-def _stacked(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """One expert after another, as the canonical form has them, to megatron's stacks [E, 2, F, D] and [E, D, F]."""
-    own = {name: weight for name, weight in weights.items() if ".local_experts." not in f".{name}"}
-    if len(own) == len(weights):
-        return own
-    fc1, fc2 = (
-        torch.stack([weights[f"mixer.local_experts.{e}.linear_fc{n}.weight"] for e in range(config.experts)])
-        for n in (1, 2)
-    )
-    return own | {"mixer.experts.fc1": fc1.unflatten(1, (2, -1)), "mixer.experts.fc2": fc2}
+def _stacked(weights: dict[str, Tensor], kind: LayerKind, config: ModelConfig) -> dict[str, Tensor]:
+    """Turn a layer's canonical weights into those that megatron's module has."""
+    for name, stack in kind.stacks(config).items():
+        parts = [weights.pop(f"mixer.{part}") for part in stack.parts]
+        weights[f"mixer.{name}"] = torch.stack(parts).view(stack.shape)
+    return weights
 
 
 def _fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    parameters = dict(module.named_parameters())
-    if parameters.keys() != weights.keys():
+    state = module.state_dict(keep_vars=True)  # buffers that are saved among them
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    if tensors.keys() != weights.keys():
         raise RuntimeError(
-            f"megatron's {type(module).__name__} has other parameters: {parameters.keys() ^ weights.keys()}"
+            f"megatron's {type(module).__name__} has other parameters: {tensors.keys() ^ weights.keys()}"
         )
-    for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
+    for name, tensor in tensors.items():
+        tensor.copy_(weights[name])

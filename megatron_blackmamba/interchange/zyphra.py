@@ -15,6 +15,7 @@ from megatron_blackmamba.interchange import files, torch_file
 from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, require_convertible
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
 from megatron_blackmamba.kinds import kinds_in, routes
+from megatron_blackmamba.routers import Use, kind_of
 
 CONFIG, WEIGHTS, TRUTH = "config.json", files.TORCH, "blackmamba.json"
 """The last one is ours: what the model really is, where the format cannot say it."""
@@ -114,6 +115,15 @@ def require_expressible(config: ModelConfig, source: str) -> None:
         "experts": routes(config.pattern)
         and not 2 <= config.experts <= 9
         and f"{config.experts}; the released format writes 2 to 9, one character a layer",
+        "top_k": routes(config.pattern)
+        and config.top_k != 1
+        and f"{config.top_k}; the released code sends a token to one expert",
+        "router.kind": routes(config.pattern)
+        and kind_of(config.router.kind).use(config) != Use("sigmoid")
+        and f"{config.router.kind}; the released code scales by the sigmoid of the largest logit",
+        "shared_expert_hidden_size": routes(config.pattern)
+        and config.shared_expert_hidden_size is not None
+        and f"{config.shared_expert_hidden_size}; the released code has no shared expert",
         "dt_rank": config.dt_rank_or_default != default_rank
         and f"{config.dt_rank}; the released code computes it as hidden_size / 16, rounded up ({default_rank})",
         "eod_reset": config.eod_reset is not None

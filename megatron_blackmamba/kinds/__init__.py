@@ -6,8 +6,12 @@ A file in this package that defines a LayerKind is found by itself; `register` a
 from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import TYPE_CHECKING
 
-from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, LayerKind, Sizes
+from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, LayerKind, Sizes, Stack
+
+if TYPE_CHECKING:
+    from megatron_blackmamba.config import ModelConfig
 
 __all__ = [
     "Cannot",
@@ -15,6 +19,7 @@ __all__ = [
     "Division",
     "LayerKind",
     "Sizes",
+    "Stack",
     "all_kinds",
     "can_cut",
     "described",
@@ -23,6 +28,7 @@ __all__ = [
     "layers_of",
     "register",
     "routes",
+    "stacks_of",
     "unregister",
 ]
 
@@ -83,6 +89,17 @@ def routes(pattern: str) -> bool:
 def can_cut(pattern: str) -> bool:
     """Return whether parallel.context can cut the sequences of every layer."""
     return all(kind.cut is None for kind in kinds_in(pattern))
+
+
+def stacks_of(model: "ModelConfig") -> dict[str, Stack]:
+    """Return the stacks of every layer by their names in a checkpoint; the parts have their full names."""
+    return {
+        f"decoder.layers.{i}.mixer.{name}": Stack(
+            stack.shape, tuple(f"decoder.layers.{i}.mixer.{part}" for part in stack.parts)
+        )
+        for i, kind in enumerate(layers_of(model.pattern))
+        for name, stack in kind.stacks(model).items()
+    }
 
 
 def described() -> str:

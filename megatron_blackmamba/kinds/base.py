@@ -35,6 +35,15 @@ class Division(NamedTuple):
     """A field of ParallelConfig."""
 
 
+class Stack(NamedTuple):
+    """Parameters that a checkpoint holds as one tensor, stacked on a first axis."""
+
+    shape: tuple[int, ...]
+    """Of the stack. A part is one entry of the first axis, viewed in the parameter's own shape."""
+    parts: tuple[str, ...]
+    """Canonical names, in order."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """One micro-batch on one rank, for counting bytes."""
@@ -122,7 +131,7 @@ class Decoding(ABC):
         """Return the whole block's step in C++, if there is one."""
         return None
 
-    def bytes_a_token(self, layer: Any) -> int:
+    def bytes_a_token(self, layer: Any, model: ModelConfig) -> int:
         """Return the bytes of weights that one step reads at batch 1."""
         return sum(tensor.nbytes for tensor in vars(layer).values())
 
@@ -175,6 +184,10 @@ class LayerKind(ABC):
     @abstractmethod
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Return the mixer's parameters: canonical name and whole shape."""
+
+    def stacks(self, model: ModelConfig) -> dict[str, Stack]:
+        """Return the parameters that checkpoints store stacked, by their name there. The others keep their names."""
+        return {}
 
     @abstractmethod
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:

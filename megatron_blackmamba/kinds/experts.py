@@ -1,15 +1,20 @@
-"""Mixture of experts: a router, and SwiGLU experts of which each token meets `model.top_k`.
+"""Mixture of experts: a router, SwiGLU experts of which each token meets `model.top_k`, and one that all may share.
 
-Shapes: B batch, L length, T = B * L tokens, D model, E experts, F hidden units of an expert, G = 2F gate and up.
+How tokens find their experts is told by the router kind (`routers`).
+
+Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K pairs of both, D model, E experts, F hidden
+units of an expert, G = 2F gate and up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import BOOL, FP32, INT64, Cannot, Decoding, Division, LayerKind, Runner, Sizes
+from megatron_blackmamba import routers
+from megatron_blackmamba.kinds.base import FP32, INT64, Cannot, Decoding, Division, LayerKind, Runner, Sizes, Stack
 
 if TYPE_CHECKING:
     import torch
@@ -29,74 +34,123 @@ class Experts(LayerKind):
     released = True
     entry = "a number of experts"
 
+    @property
+    def kept_in_fp32(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(f"router.{name}" for kind in routers.all_kinds() for name in kind.state)
+
     def problems(self, model: ModelConfig) -> list[str]:
-        return [] if model.expert_hidden_size else ["the pattern has E layers: set model.expert_hidden_size"]
+        missing = [] if model.expert_hidden_size else ["the pattern has E layers: set model.expert_hidden_size"]
+        return missing + routers.kind_of(model.router.kind).problems(model)
 
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
-        return {"num_moe_experts": model.experts, "moe_ffn_hidden_size": model.expert_hidden_size}
+        return {
+            "num_moe_experts": model.experts,
+            "moe_ffn_hidden_size": model.expert_hidden_size,
+            "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size,
+            "moe_router_topk": model.top_k,
+            "moe_router_pre_softmax": True,  # else megatron-core refuses top_k=1, whatever the router
+            **routers.kind_of(model.router.kind).megatron(model),
+        }
 
     def divisions(self, model: ModelConfig) -> list[Division]:
         return [
             Division("model.expert_hidden_size", model.expert_hidden_size or 0, "expert_tensor"),
             Division("model.experts", model.experts, "expert"),
+            Division("model.shared_expert_hidden_size", model.shared_expert_hidden_size or 0, "tensor"),
         ]
 
     def parts(self, model: ModelConfig) -> dict[str, Fraction]:
-        return {"router": Fraction(1), "experts": Fraction(model.top_k, model.experts)}
+        shared = {"shared_expert": Fraction(1)} if model.shared_expert_hidden_size else {}
+        return {"router": Fraction(1), "experts": Fraction(model.top_k, model.experts), **shared}
 
     def part_of(self, parameter: str) -> str:
-        return "router" if parameter.startswith("router.") else "experts"
+        parts = {"router.": "router", "shared_experts.": "shared_expert"}
+        return next((part for start, part in parts.items() if parameter.startswith(start)), "experts")
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         D, E, F = _sizes(model)
         shapes: dict[str, tuple[int, ...]] = {"router.weight": (E, D), "router.bias": (E,)}
+        shapes |= {f"router.{name}": (E,) for name in routers.kind_of(model.router.kind).state}
         for e in range(E):
-            shapes[f"local_experts.{e}.linear_fc1.weight"] = (2 * F, D)  # rows [gate | up]
-            shapes[f"local_experts.{e}.linear_fc2.weight"] = (D, F)
+            shapes[_expert_weight(e, 1)] = (2 * F, D)  # rows [gate | up]
+            shapes[_expert_weight(e, 2)] = (D, F)
+        if shared := model.shared_expert_hidden_size:
+            shapes["shared_experts.linear_fc1.weight"] = (2 * shared, D)  # rows [gate | up]
+            shapes["shared_experts.linear_fc2.weight"] = (D, shared)
         return shapes
+
+    def stacks(self, model: ModelConfig) -> dict[str, Stack]:
+        D, E, F = _sizes(model)
+        return {
+            "experts.fc1": Stack((E, 2, F, D), tuple(_expert_weight(e, 1) for e in range(E))),
+            "experts.fc2": Stack((E, D, F), tuple(_expert_weight(e, 2) for e in range(E))),
+        }
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
 
-        return torch.zeros(shape) if name == "router.bias" else None
+        return torch.zeros(shape) if name == "router.bias" or name in self.kept_in_fp32 else None
 
     def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
-        D, E, F = _sizes(model)
-        return {"router": 2 * D * E, "experts": model.top_k * 6 * D * F}
+        D, _, F = _sizes(model)
+        shared = {"shared_expert": 6 * D * size} if (size := model.shared_expert_hidden_size) else {}
+        return {"router": routers.kind_of(model.router.kind).flops(model), "experts": model.top_k * 6 * D * F, **shared}
 
     def kept(self, at: Sizes) -> int:
-        """The router's fp32 input, logits and maps; the experts' input, gate and up, and product. GPUs also keep the
-        activation, and the output before the token's weight."""
-        D, E, hidden = _sizes(at.model)
+        """Add up the router; the experts' input, gate and up, and product; the shared expert's gate and up, activation
+        and product. GPUs also keep the experts' activation, and the output before the token's weight."""
+        D, _, hidden = _sizes(at.model)
         F = hidden // at.expert_tensor
-        router = FP32 * D + (2 * FP32 + 2 * BOOL) * E
         apart = 0 if at.device == "cpu" else D + F
         expert = at.width * (D + 3 * F + apart) + FP32 + INT64
-        return at.here * router + at.routed * expert
+        shared = 0
+        if at.model.shared_expert_hidden_size:
+            shared = at.width * 4 * at.model.shared_expert_hidden_size // at.tensor
+        router = routers.kind_of(at.model.router.kind).kept(at)
+        return at.here * router + at.routed * expert + at.whole * shared
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """Tokens go to their experts and back; where ranks share an expert, its tokens are gathered and its outputs
-        summed."""
+        """Tokens go to their experts and back, one copy for each; where ranks share an expert, its tokens are gathered
+        and its outputs summed. A shared expert is a dense MLP."""
         D = at.model.hidden_size
         tokens = at.here * at.model.top_k
-        return {
+        moved = {
             "expert": 2 * passes * tokens * (D * at.width + FP32),
             "expert_tensor": 2 * passes * at.routed * D * at.width,
+            "tensor": (2 * passes + 1) * at.stream if at.model.shared_expert_hidden_size else 0.0,
         }
+        for axis, volume in routers.kind_of(at.model.router.kind).traffic(at, passes).items():
+            moved[axis] += volume
+        return moved
 
     def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
+        if model.top_k > 1 or model.shared_expert_hidden_size:
+            return None
         D, E, _ = _sizes(model)
         return D * E * (16 * D + 2), 16 * D * D + 2 * D * E
 
     def exported(self, model: ModelConfig) -> str | Cannot:
-        if model.router.kind != "sinkhorn":
-            return Cannot(
-                f"model.router.kind is {model.router.kind}; only the top-1 sigmoid router (sinkhorn) converts"
-            )
-        return str(model.experts)
+        answer = routers.kind_of(model.router.kind).exported(model)
+        return answer if isinstance(answer, Cannot) else str(model.experts)
 
     def imported(self, entry: str) -> dict[str, Any] | None:
         return {"experts": int(entry)} if entry.isdecimal() and int(entry) > 0 else None
+
+    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
+        use = routers.kind_of(model.router.kind).use(model)
+        return {
+            "num_experts_per_tok": model.top_k,
+            "shared_expert_hidden_size": model.shared_expert_hidden_size,
+            "router_kind": model.router.kind,
+            "router_scores": use.scores,
+            "router_normalized": use.normalized,
+            "router_biased": use.biased,
+        }
+
+    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        names = {"top_k": "num_experts_per_tok", "shared_expert_hidden_size": "shared_expert_hidden_size"}
+        fields = {ours: content[theirs] for ours, theirs in names.items() if theirs in content}
+        return fields | {"router": {"kind": content.get("router_kind", "sinkhorn")}}
 
     def decoding(self, model: ModelConfig) -> Decoding | Cannot:
         exported = self.exported(model)
@@ -106,6 +160,10 @@ class Experts(LayerKind):
 def _sizes(model: ModelConfig) -> tuple[int, int, int]:
     """D, E, F."""
     return model.hidden_size, model.experts, model.expert_hidden_size or 0
+
+
+def _expert_weight(expert: int, linear: int) -> str:
+    return f"local_experts.{expert}.linear_fc{linear}.weight"
 
 
 @dataclass(frozen=True)
@@ -118,8 +176,17 @@ class ExpertsLayer:
     fc2_EDF: Tensor
 
 
+@dataclass(frozen=True)
+class RoutedLayer(ExpertsLayer):
+    """The same for a router other than the paper's, or with a shared expert; empty where there is none."""
+
+    expert_bias_E: Tensor
+    shared_fc1_GD: Tensor
+    shared_fc2_DF: Tensor
+
+
 class ExpertsDecoding(Decoding):
-    """No memory: each token goes to the expert with the largest logit."""
+    """No memory: each token finds its experts by itself, as its router kind says."""
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> ExpertsLayer:
         import torch
@@ -128,31 +195,45 @@ class ExpertsDecoding(Decoding):
         fc1_EGD = torch.empty(E, 2 * F, D, dtype=dtype, device=device)
         fc2_EDF = torch.empty(E, D, F, dtype=dtype, device=device)
         for e in range(E):
-            fc1_EGD[e] = get(f"local_experts.{e}.linear_fc1.weight", dtype)
-            fc2_EDF[e] = get(f"local_experts.{e}.linear_fc2.weight", dtype)
-        return ExpertsLayer(
-            router_ED=get("router.weight"),
-            router_bias_E=get("router.bias"),
-            fc1_EGD=fc1_EGD,
-            fc2_EDF=fc2_EDF,
+            fc1_EGD[e] = get(_expert_weight(e, 1), dtype)
+            fc2_EDF[e] = get(_expert_weight(e, 2), dtype)
+        weights = {"router_ED": get("router.weight"), "router_bias_E": get("router.bias")}
+        weights |= {"fc1_EGD": fc1_EGD, "fc2_EDF": fc2_EDF}
+        if is_papers(model):
+            return ExpertsLayer(**weights)
+        none = torch.empty(0, dtype=dtype, device=device)
+        shared = bool(model.shared_expert_hidden_size)
+        return RoutedLayer(
+            **weights,
+            expert_bias_E=get("router.expert_bias") if _use(model).biased else none,
+            shared_fc1_GD=get("shared_experts.linear_fc1.weight", dtype) if shared else none,
+            shared_fc2_DF=get("shared_experts.linear_fc2.weight", dtype) if shared else none,
         )
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         return []
 
-    def compiled(self, layer: ExpertsLayer, norm_D: Tensor, model: ModelConfig) -> Step:
+    def compiled(self, layer: ExpertsLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
         from megatron_blackmamba.ops.decoding import experts_step
 
+        if not is_papers(model):
+            return None
         return experts_step(norm_D=norm_D, **vars(layer), activation=model.activation, eps=model.norm_eps)
 
-    def bytes_a_token(self, layer: ExpertsLayer) -> int:
+    def bytes_a_token(self, layer: ExpertsLayer, model: ModelConfig) -> int:
         experts = layer.fc1_EGD.nbytes + layer.fc2_EDF.nbytes
-        return super().bytes_a_token(layer) - experts + experts // len(layer.fc1_EGD)
+        return super().bytes_a_token(layer, model) - experts + experts // model.experts * model.top_k
 
     def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
-        best_B, choice_B = _route(layer, x_BD)
-        y_BD = gathered(run, layer, x_BD, choice_B) if x_BD.is_cuda else chosen(run, layer, x_BD, choice_B.tolist())
-        return y_BD * best_B.sigmoid()[:, None]
+        weights_BK, choice_BK = _route(layer, x_BD, run.config)
+        choice_P, x_PD = choice_BK.flatten(), x_BD.repeat_interleave(choice_BK.shape[1], dim=0)
+        y_PD = gathered(run, layer, x_PD, choice_P) if x_BD.is_cuda else chosen(run, layer, x_PD, choice_P.tolist())
+        y_BD = _weighed(y_PD, weights_BK)
+        if not run.config.shared_expert_hidden_size:
+            return y_BD
+        assert isinstance(layer, RoutedLayer)
+        gate, up = run.times(x_BD, layer.shared_fc1_GD).chunk(2, dim=-1)
+        return y_BD + run.times(run.gate(gate) * up, layer.shared_fc2_DF)
 
     def read(
         self,
@@ -163,17 +244,41 @@ class ExpertsDecoding(Decoding):
         keep_BL1: Tensor | None,
         reset_BL: Tensor | None,
     ) -> Tensor:
+        import torch.nn.functional as F
+
         x_TD = x_BLD.flatten(0, 1)
-        best_T, choice_T = _route(layer, x_TD.float())
-        return (_grouped(run, layer, x_TD, choice_T) * best_T.sigmoid()[:, None]).view_as(x_BLD)
+        weights_TK, choice_TK = _route(layer, x_TD.float(), run.config)
+        y_TD = _weighed(_grouped(run, layer, x_TD, choice_TK), weights_TK)
+        if run.config.shared_expert_hidden_size:
+            assert isinstance(layer, RoutedLayer)
+            gate, up = F.linear(x_TD.to(layer.shared_fc1_GD.dtype), layer.shared_fc1_GD).chunk(2, dim=-1)
+            y_TD = y_TD + F.linear(run.gate(gate) * up, layer.shared_fc2_DF).float()
+        return y_TD.view_as(x_BLD)
 
 
-def _route(layer: ExpertsLayer, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each token, and whose it is."""
+def is_papers(model: ModelConfig) -> bool:
+    """Return whether the layer routes as the paper's: one expert a token, scaled by the sigmoid of its logit."""
+    return model.top_k == 1 and _use(model) == routers.Use("sigmoid") and not model.shared_expert_hidden_size
+
+
+def _use(model: ModelConfig) -> routers.Use:
+    return routers.kind_of(model.router.kind).use(model)
+
+
+def _route(layer: ExpertsLayer, x_TD: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Return the weights and the experts of each token, `[T, K]`."""
     import torch.nn.functional as F
 
-    best_T, choice_T = F.linear(x_TD, layer.router_ED, layer.router_bias_E).max(dim=-1)
-    return best_T, choice_T
+    use = _use(model)
+    logits_TE = F.linear(x_TD, layer.router_ED, layer.router_bias_E)
+    bias_E = layer.expert_bias_E if isinstance(layer, RoutedLayer) else None
+    choice_TK = use.choice(logits_TE, model.top_k, bias_E)
+    return use.weights(logits_TE, choice_TK), choice_TK
+
+
+def _weighed(y_PD: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return the weighted sums of each token's outputs, which follow one another in y_PD."""
+    return (y_PD.unflatten(0, weights_TK.shape) * weights_TK[..., None]).sum(dim=1)
 
 
 def gathered(run: Runner, layer: ExpertsLayer, x_BD: Tensor, choice_B: Tensor) -> Tensor:
@@ -208,14 +313,15 @@ def _expert(run: Runner, layer: ExpertsLayer, x_BD: Tensor, expert: int) -> Tens
     return run.times(run.gate(gate) * up, layer.fc2_EDF[expert])
 
 
-def _grouped(run: Runner, layer: ExpertsLayer, x_TD: Tensor, choice_T: Tensor) -> Tensor:
+def _grouped(run: Runner, layer: ExpertsLayer, x_TD: Tensor, choice_TK: Tensor) -> Tensor:
+    """Return the output of each of a token's experts, `[T * K, D]`."""
     import torch
 
     from megatron_blackmamba.ops.experts import grouped_experts
 
-    order_T = choice_T.argsort()
-    tokens_E = (choice_T[:, None] == torch.arange(len(layer.fc1_EGD), device=choice_T.device)).sum(dim=0)
-    y_TD = grouped_experts(
-        x_TD[order_T].to(layer.fc1_EGD.dtype), tokens_E, layer.fc1_EGD, layer.fc2_EDF, activation=run.config.activation
-    )
-    return torch.empty_like(x_TD, dtype=torch.float32).index_copy_(0, order_T, y_TD.float())
+    choice_P, K = choice_TK.flatten(), choice_TK.shape[1]
+    order_P = choice_P.argsort()
+    tokens_E = (choice_P[:, None] == torch.arange(len(layer.fc1_EGD), device=choice_P.device)).sum(dim=0)
+    x_PD = x_TD[order_P // K].to(layer.fc1_EGD.dtype)
+    y_PD = grouped_experts(x_PD, tokens_E, layer.fc1_EGD, layer.fc2_EDF, activation=run.config.activation)
+    return torch.empty_like(y_PD, dtype=torch.float32).index_copy_(0, order_P, y_PD.float())

@@ -45,8 +45,10 @@ def to_megatron(config: RunConfig) -> MegatronConfig:
 def _to_megatron(config: RunConfig) -> MegatronConfig:
     model, parallel = config.model, config.parallel
     dtype = PRECISIONS[config.training.precision]
-    softmax = model.router.kind == "softmax"
-    of_kinds: dict[str, Any] = {"num_attention_heads": parallel.tensor}  # divided even where no layer has any
+    of_kinds: dict[str, Any] = {  # what megatron-core reads even where no layer has any
+        "num_attention_heads": parallel.tensor,
+        "moe_router_load_balancing_type": "none",
+    }
     for kind in kinds_in(model.pattern):
         of_kinds |= kind.megatron(model)
     return MegatronConfig(
@@ -70,10 +72,6 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         fp32_residual_connection=dtype is not torch.float64,  # else the embedding would round to fp32
         bf16=dtype is torch.bfloat16,
         # The experts
-        moe_router_topk=model.top_k,
-        moe_router_load_balancing_type="aux_loss" if softmax else "none",
-        moe_aux_loss_coeff=model.router.aux_loss if softmax else 0.0,
-        moe_router_pre_softmax=softmax or model.top_k == 1,
         moe_router_dtype="fp64" if dtype is torch.float64 else "fp32",
         moe_token_dispatcher_type=config.kernels.dispatcher,
         moe_grouped_gemm=False,

@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.kinds import kind_of
+from megatron_blackmamba.kinds import kind_of, stacks_of
 from megatron_blackmamba.runtime.seeding import generator
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 
-_MIXER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.mixer\.(?P<name>experts\.\w+|.+)(?:\.\d+)?")
-"""A parameter of a mixer, of stacked experts with the expert's number at the end."""
+_MIXER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.mixer\.(?P<name>.+)")
 
 
 @torch.no_grad()
 def initialise(model: MegatronModule, described: ModelConfig, seed: int) -> None:
     """Fill every parameter of a (stage and shard of a) model."""
     whole: tuple[str, Tensor] | None = None
+    stacks = stacks_of(described)
     for shard in shards(model.sharded_state_dict()):
         key, shape, offset = shard.key, tuple(shard.global_shape), tuple(shard.global_offset)
-        if ".experts." in key:
-            for local, expert in enumerate(range(offset[0], offset[0] + shard.local_shape[0])):
-                drawn = draw(f"{key}.{expert}", shape[1:], described, seed)
+        if key in stacks:
+            for local, number in enumerate(range(offset[0], offset[0] + shard.local_shape[0])):
+                drawn = draw(key, shape[1:], described, seed, number)
                 _keep(shard.data[local], drawn, offset[1:])
         else:
             if whole is None or whole[0] != key:  # the two halves of in_proj come one after the other
@@ -39,9 +39,9 @@ def initialise(model: MegatronModule, described: ModelConfig, seed: int) -> None
             _keep(shard.data, whole[1], offset)
 
 
-def draw(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int) -> Tensor:
-    """Return the initial value of a whole parameter, fp32."""
-    init, random = model.init, generator(seed, name)
+def draw(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int, number: int | None = None) -> Tensor:
+    """Return the initial value of a whole parameter, fp32; of a stack, that of one entry."""
+    init, random = model.init, generator(seed, name if number is None else f"{name}.{number}")
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if name.endswith("norm.bias"):

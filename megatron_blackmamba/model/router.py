@@ -1,38 +1,42 @@
-"""Routers: which expert each token goes to, and by how much its output counts.
+"""Routers as torch modules: what their kinds (`routers`) answer, between the gate and megatron-core's dispatchers.
 
-Both count the tokens each expert gets, so that the trainer can report them without asking the device anything.
+All count the tokens each expert gets, so that the trainer can report them without asking the device anything.
 
-Shapes: S sequence, B batch, D model, T = S * B tokens of this rank, E experts.
+Shapes: S sequence, B batch, D model, T = S * B tokens of this rank, E experts, K experts of a token.
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba import routers
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
-from megatron_blackmamba.ops.sinkhorn import sinkhorn_choice
+from megatron_blackmamba.routers import Tokens
 from megatron_blackmamba.runtime import device
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import Router, TopKRouter
 
+Measured = dict[str, tuple[Tensor | float, float]]
+"""By name a sum over what this rank saw, and what to divide it by once both are added up over all ranks."""
+
 
 class _Counted(Router):
-    """What our two routers share: a bias, which megatron-core ties to the bias of every linear, and the counts."""
+    """The part that our routers share: a bias, which megatron-core ties to the bias of every linear, and the counts."""
 
     def _complete(self, config: MegatronConfig) -> None:
+        self.kind = routers.kind_of(config.described.router.kind)
+        self.use = self.kind.use(config.described)
         self.bias = without_decay(
             replicated(empty(config.num_moe_experts, dtype=config.params_dtype), config.sequence_parallel)
         )
         # With recomputation a forward runs twice, the first time without gradients; count that one.
         self.runs_twice = config.recompute != "none"
-        self.register_buffer(
-            "tokens_E",
-            torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device.device()),
-            persistent=False,
-        )
+        self.register_buffer("tokens_E", self._counts(config.num_moe_experts), persistent=False)
+
+    def _counts(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=device.device())
 
     def gating(self, hidden_SBD: Tensor) -> Tensor:
         """Return logits in fp32 (or float64): rounded to bf16, near-equal experts would swap."""
@@ -40,49 +44,63 @@ class _Counted(Router):
 
     @property
     def counter_E(self) -> Tensor | None:
-        """What this forward adds its counts to; None where it must not."""
+        """The counts that this forward adds to; None where it must not."""
         return None if self.runs_twice and torch.is_grad_enabled() else self.tokens_E
 
+    def measured(self) -> Measured:
+        """Return the numbers that the kind's `metrics` names, of the last steps, and begin anew."""
+        return {}
 
-class SinkhornRouter(_Counted):
-    """The paper's: in training a balanced top-1 choice by Sinkhorn, else the largest logit; sigmoid(logit) scales."""
+
+class KindRouter(_Counted):
+    """A router whose kind chooses the experts in training; else every token finds its own."""
 
     def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection)
         self._complete(config)
-        self.described = config.described.router
-        self.group = _balanced_over(self.described.scope, pg_collection)
+        self.described = config.described
+        groups = {"rank": None, "tensor": pg_collection.tp_cp, "data": pg_collection.tp_dp_cp}
+        self.groups = {scope: group if group and group.size() > 1 else None for scope, group in groups.items()}
+        if not self.kind.every_token_gets_k:
+            self.register_buffer("unrouted", self._counts(2), persistent=False)
 
     def forward(
         self, hidden_SBD: Tensor, padding_mask: Tensor | None = None, *, as_map: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return (weights_TE, chosen_TE), zero and False but for the chosen expert of each token, as dispatchers take
-        them; else (weight_T, choice_T)."""
+        """Return (weights_TE, chosen_TE), zero and False but for the chosen experts of each token, as dispatchers take
+        them; else (weights_TK, choice_TK)."""
         logits_TE = self.gating(hidden_SBD).flatten(0, 1)
-        choice_T = self.routing(logits_TE.detach())
+        chosen = self.routing(logits_TE.detach())
         if not as_map:
-            return torch.sigmoid(logits_TE.gather(1, choice_T[:, None])[:, 0]), choice_T
-        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, choice_T[:, None], True)
-        return torch.sigmoid(logits_TE) * chosen_TE, chosen_TE
+            return self.use.weights(logits_TE, chosen), chosen
+        if chosen.dtype != torch.bool:
+            chosen = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, chosen, True)
+        return self.use.weight_map(logits_TE, chosen), chosen
 
     def routing(self, logits_TE: Tensor) -> Tensor:
-        """Return the expert of each token, `[T]`."""
+        """Return the experts of each token: `[T, K]`, or `[T, E]` bool where their number differs."""
+        model = self.described
         if self.training:
-            return sinkhorn_choice(
-                logits_TE,
-                iterations=self.described.iterations,
-                temperature=self.described.temperature,
-                start=self.described.start,
-                group=self.group,
-                tokens_E=self.counter_E,
-            )
-        choice_T = logits_TE.max(dim=-1).indices
-        self.tokens_E.scatter_add_(0, choice_T, torch.ones_like(choice_T))
-        return choice_T
+            chosen = self.kind.choose(logits_TE, Tokens(model, self.groups, self.counter_E))
+            if not self.kind.every_token_gets_k and self.counter_E is not None:
+                self.unrouted[0] += chosen.logical_not().all(1).sum()
+                self.unrouted[1] += len(chosen)
+            return chosen
+        choice_TK = self.use.choice(logits_TE, model.top_k)
+        choice_P = choice_TK.flatten()
+        self.tokens_E.scatter_add_(0, choice_P, torch.ones_like(choice_P))
+        return choice_TK
+
+    def measured(self) -> Measured:
+        if self.kind.every_token_gets_k:
+            return {}
+        without, of = self.unrouted.tolist()
+        self.unrouted.zero_()
+        return {"unrouted": (without, of)}
 
 
-class SoftmaxRouter(_Counted, TopKRouter):
-    """Softmax top-k with an auxiliary load-balancing loss, for ablations: megatron-core's."""
+class MegatronRouter(_Counted, TopKRouter):
+    """megatron-core's own top-k router, set by what the kind's `megatron` answers."""
 
     def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection)
@@ -94,8 +112,7 @@ class SoftmaxRouter(_Counted, TopKRouter):
             counter_E += chosen_TE.sum(dim=0)
         return weights_TE, chosen_TE
 
-
-def _balanced_over(scope: str, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
-    """The ranks whose tokens Sinkhorn balances together; None when it is this rank alone."""
-    group = {"rank": None, "tensor": groups.tp_cp, "data": groups.tp_dp_cp}[scope]
-    return group if group is not None and group.size() > 1 else None
+    def measured(self) -> Measured:
+        if self.expert_bias is None:
+            return {}
+        return {"bias_range": (self.expert_bias.max() - self.expert_bias.min(), 1.0)}

@@ -1,7 +1,9 @@
 """Which module plugs in where: the spec of the stack, and of the block of each kind of layer."""
 
 from importlib import import_module
+from typing import Any
 
+from megatron_blackmamba import routers
 from megatron_blackmamba.config import KernelsConfig, ModelConfig
 from megatron_blackmamba.kinds import LayerKind, kinds_in
 from megatron_blackmamba.model.attention import CausalAttention
@@ -11,7 +13,6 @@ from megatron_blackmamba.model.mamba import MambaMixer, MambaMixerSubmodules
 from megatron_blackmamba.model.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_blackmamba.model.moe import MoEMixer
 from megatron_blackmamba.model.norms import LayerNorm, RMSNorm
-from megatron_blackmamba.model.router import SinkhornRouter, SoftmaxRouter
 from megatron_blackmamba.model.stack import (
     AttentionBlock,
     Block,
@@ -27,6 +28,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 
@@ -48,8 +50,13 @@ def mamba2_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
 
 
 def experts_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
-    router = {"sinkhorn": SinkhornRouter, "softmax": SoftmaxRouter}[model.router.kind]
-    return block(ExpertsBlock, ModuleSpec(MoEMixer, submodules=MoESubmodules(router=router, experts=GroupedExperts)))
+    column, row = linears(kernels.linear)
+    submodules = MoESubmodules(
+        router=_named(routers.kind_of(model.router.kind).module),
+        experts=GroupedExperts,
+        shared_experts=ModuleSpec(SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+    )
+    return block(ExpertsBlock, ModuleSpec(MoEMixer, submodules=submodules))
 
 
 def attention_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
@@ -94,6 +101,10 @@ class DenseMLP(MLP):
 
 
 def _block_of(kind: LayerKind, model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
-    """Call the kind's function, which is named because a kind's file must not import megatron-core."""
-    module, _, function = kind.block.partition(":")
-    return getattr(import_module(module), function)(model, kernels)
+    return _named(kind.block)(model, kernels)
+
+
+def _named(name: str) -> Any:
+    """Return what "package.module:name" names, because a kind's file must not import megatron-core."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,8 +1,8 @@
 """Keep float64 models in float64 where megatron-core rounds to fp32.
 
 Training in float64 exists to compare layouts on CPUs. megatron-core calls its full precision fp32 by name: in the
-gradients given to the optimizer, their norm, the optimizer's checkpoint, and the loss. Every function here checks the
-model's precision first, so that other models take megatron-core's own path.
+gradients given to the optimizer, their norm, the optimizer's checkpoint, the router's scores, and the loss. Every
+function here checks the model's precision first, so that other models take megatron-core's own path.
 """
 
 import math
@@ -21,6 +21,7 @@ def apply() -> None:
     """Replace the methods that round."""
     from megatron.core.optimizer import distrib_optimizer, optimizer
     from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+    from megatron.core.transformer.moe import moe_utils, router
 
     distributed = distrib_optimizer.DistributedOptimizer
     _in_float64(distributed, "_copy_model_grads_to_main_grads", _copy_gradients)
@@ -28,6 +29,8 @@ def apply() -> None:
         _in_float64(distributed, name, _with_float64_buffers(distrib_optimizer, getattr(distributed, name)))
     for kind in (optimizer.MegatronOptimizer, optimizer.ChainedOptimizer):
         _in_float64(kind, "get_grad_norm", _gradient_norm)
+    for name in ("topk_routing_with_score_function", "compute_routing_scores_for_aux_loss"):
+        setattr(router, name, _of_float64_logits(moe_utils, getattr(moe_utils, name)))
     VocabParallelCrossEntropy.calculate_logits_max = staticmethod(_logits_max)
 
 
@@ -53,8 +56,7 @@ def _copy_gradients(self: Any) -> None:
 
 def _with_float64_buffers(module: types.ModuleType, original: Callable) -> Callable:
     """Run a function of `module` that builds buffers with dtype=torch.float32 as if it asked for float64."""
-    namespace = types.ModuleType("torch")
-    vars(namespace).update(vars(torch), float32=torch.float64)
+    namespace = _torch_without_fp32()
 
     @wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -62,6 +64,26 @@ def _with_float64_buffers(module: types.ModuleType, original: Callable) -> Calla
             return original(*args, **kwargs)
 
     return run
+
+
+def _of_float64_logits(module: types.ModuleType, original: Callable) -> Callable:
+    """Run a function of `module` on float64 logits without its casts to fp32."""
+    namespace = _torch_without_fp32()
+
+    @wraps(original)
+    def run(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if logits.dtype is not torch.float64:
+            return original(logits, *args, **kwargs)
+        with mock.patch.object(module, "torch", namespace), mock.patch.object(Tensor, "float", Tensor.double):
+            return original(logits, *args, **kwargs)
+
+    return run
+
+
+def _torch_without_fp32() -> types.ModuleType:
+    namespace = types.ModuleType("torch")
+    vars(namespace).update(vars(torch), float32=torch.float64)
+    return namespace
 
 
 def _gradient_norm(self: Any) -> float:

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, L layers, E experts.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,6 +55,35 @@ class Update:
     grad_norm: float
 
 
+class ExpertBiases:
+    """The routers' expert biases, which megatron-core changes as it reduces the gradients, kept until the update.
+
+    A step that is not applied, or computed again, must leave them as they were.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        found = (getattr(module, "expert_bias", None) for module in model.modules())
+        self.here: list[Tensor] = [bias for bias in found if bias is not None]
+        self.next: list[Tensor] = []
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Take back what changes inside."""
+        before = [bias.clone() for bias in self.here]
+        yield
+        self.next = [bias.clone() for bias in self.here]
+        self._set(before)
+
+    def apply(self) -> None:
+        """Set what was held back."""
+        self._set(self.next)
+
+    @torch.no_grad()
+    def _set(self, biases: list[Tensor]) -> None:
+        for bias, value in zip(self.here, biases, strict=True):
+            bias.copy_(value)
+
+
 class Step:
     def __init__(self, config: RunConfig, world: World, trainable: Trainable, sources: int):
         self.config, self.world, self.trainable, self.sources = config, world, trainable, sources
@@ -62,6 +92,7 @@ class Step:
         self.forward_backward = get_forward_backward_func()
         self.own_time = OwnTime(trainable.model)
         self.first_seen = FirstSeen(world, trainable.model)
+        self.expert_biases = ExpertBiases(trainable.model)
 
     def gradients(
         self, batches: Iterator[Batch], asked_to_stop: bool = False, shards: tuple[int, int] = (0, 0)
@@ -75,7 +106,8 @@ class Step:
         self.trainable.reduced.train()
         self.trainable.reduced.zero_grad_buffer()
         self.trainable.optimizer.zero_grad()
-        return self._run(batches, forward_only=False, asked_to_stop=asked_to_stop, shards=shards)
+        with self.expert_biases.held_back():
+            return self._run(batches, forward_only=False, asked_to_stop=asked_to_stop, shards=shards)
 
     def update(self) -> Update:
         """Change the weights by the gradients at hand, or leave them alone if these are not finite."""
@@ -83,6 +115,8 @@ class Step:
             applied, norm, _ = self.trainable.optimizer.step()
         except NonFiniteGradient as bad:
             return Update(False, bad.norm)
+        if applied:
+            self.expert_biases.apply()
         return Update(bool(applied), float(norm))
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ from megatron_blackmamba.config import ConfigError, load
 
 ABOVE_ZERO = [
     "model.router.temperature",
+    "model.router.bias_update_rate",
     "model.init.std",
     "model.init.dt_min",
     "model.init.dt_max",
@@ -83,11 +84,17 @@ BOUNDS = [
 ]
 
 
+READER = {  # a kind that reads the key
+    "optimizer.momentum": ["optimizer.kind=sgd", "optimizer.distributed=false"],
+    "model.router.aux_loss": ["model.router.kind=softmax"],
+    "model.router.bias_update_rate": ["model.router.kind=expert_bias"],
+}
+
+
 @pytest.mark.parametrize("key, good, bad", BOUNDS, ids=[f"{key}={bad}" for key, _, bad in BOUNDS])
 def test_first_value_out_of_bounds_is_refused(key, good, bad):
     fitting = ["optimizer.min_learning_rate=0", "training.micro_batch=1"]
-    if key == "optimizer.momentum":
-        fitting += ["optimizer.kind=sgd", "optimizer.distributed=false"]  # so that no other key is in the way
+    fitting += READER.get(key, [])
     load("tiny", [*fitting, f"{key}={good}"])
     with pytest.raises(ConfigError, match=rf"{key}={bad}".replace("[", r"\[")):
         load("tiny", [*fitting, f"{key}={bad}"])

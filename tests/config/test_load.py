@@ -108,7 +108,11 @@ def test_a_missing_value_is_told_by_the_file_of_its_section(write):
         (["parallel.expert=3"], "parallel.expert=3"),
         (["model.pattern=MM", "parallel.expert=2"], "has no layer with experts"),
         (["model.pattern=MX"], "found ['X']"),
-        (["model.top_k=2"], "model.router.kind=softmax"),
+        (["model.router.kind=dice"], "no such kind. Choose one of expert_bias, expert_choice, sinkhorn, softmax."),
+        (
+            ["model.router.aux_loss=0.1"],
+            "sinkhorn does not read this key. Remove it, or choose model.router.kind=softmax",
+        ),
         (["model.eod_reset=512"], "outside the vocabulary of 512"),
         (["data.kind=mixture"], "data.mixture"),
         (["optimizer.min_learning_rate=1"], "is above optimizer.learning_rate"),
@@ -194,7 +198,6 @@ def test_the_composed_config_printed_is_yaml_and_the_schema_knows_every_section(
         ("kernels.linear=te", "kernels.linear=local"),
         ("kernels.scan=cpu", "auto, chunked or reference"),
         ("kernels.ssd=mamba_ssm", "auto, chunked or reference"),
-        ("model.router.kind=softmax", "model.router.kind=sinkhorn"),
     ],
 )
 def test_fp64_refuses_what_would_round(override, named):

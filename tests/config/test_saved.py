@@ -127,6 +127,13 @@ def test_old_names_in_a_saved_config_are_read_silently(tmp_path, recwarn):
     assert not recwarn.list
 
 
+def test_saved_router_keys_that_nothing_read_are_forgotten():
+    router = {"kind": "sinkhorn", "iterations": 3, "aux_loss": 0.5}
+    assert from_saved(old(model={"router": router}), "here") == load("tiny", ["model.router.iterations=3"])
+    softmax = from_saved(old(model={"router": {"kind": "softmax", "iterations": 3, "aux_loss": 0.5}}), "here")
+    assert softmax == load("tiny", ["model.router.kind=softmax", "model.router.aux_loss=0.5"])
+
+
 @pytest.mark.parametrize("old, new", migrations.RENAMED.items())
 def test_an_old_name_is_read_with_one_note(old, new, tmp_path):
     value = {"dispatcher": "allgather", "linear": "te", "scan": "cpu", "from": "runs/a", "allow": ["optimizer"]}

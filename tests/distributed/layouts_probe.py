@@ -43,10 +43,23 @@ CUT = [
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
 FP32 = ["training.precision=fp32"]
+ROUTERS = {  # two experts a token, and one for all
+    "sinkhorn": ["model.shared_expert_hidden_size=64"],
+    "softmax": ["model.router.kind=softmax"],
+    "expert_bias": ["model.router.kind=expert_bias", "model.router.bias_update_rate=0.02"],
+    "expert_choice": ["model.router.kind=expert_choice"],
+}
+ROUTER_LAYOUTS = {
+    "solo": (1, []),
+    "tp2_ep2": (4, ["parallel.tensor=2", "parallel.expert=2"]),
+    "cp2_ep2": (2, ["parallel.context=2", "parallel.expert=2"]),
+    "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),
+}
 FULL = ("solo", "dp2", "ep2", "pp2", "tp2", "etp2", "tp2_ep2", "tp2_pp2")
 STEPS = 50
 SHIPPED_STEPS = 20
 FEWER_STEPS = 12
+ROUTER_STEPS = 8
 
 RUNS: dict[str, tuple[int, list[str]]] = {
     "solo": (1, []),
@@ -83,11 +96,16 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "transformer_tp2": (2, [*TRANSFORMER, "parallel.tensor=2"]),
     "transformer_moe_solo": (1, TRANSFORMER_MOE),
     "transformer_moe_ep2": (2, [*TRANSFORMER_MOE, "parallel.expert=2"]),
+    **{
+        f"{router}_{layout}": (ranks, ["model.top_k=2", *settings, *overrides])
+        for router, settings in ROUTERS.items()
+        for layout, (ranks, overrides) in ROUTER_LAYOUTS.items()
+    },
 }
 
 
 class Choices:
-    """The expert of every token of the first step, by layer and sample."""
+    """The experts of every token of the first step, as the bits of a number, by layer and sample."""
 
     def __init__(self, language_model: model.LanguageModel, part: int):
         self.part = part
@@ -112,8 +130,11 @@ class Choices:
             return
         call = self.calls[layer] = self.calls.get(layer, -1) + 1
         samples = len(self.samples[0])
-        choice_T = chosen if chosen.dim() == 1 else chosen.int().argmax(dim=1)
-        chosen_BS = choice_T.view(-1, samples).t()
+        if chosen.dtype == torch.bool:
+            bits_T = (chosen.long() << torch.arange(chosen.shape[1])).sum(dim=1)
+        else:
+            bits_T = (1 << chosen).sum(dim=1)
+        chosen_BS = bits_T.view(-1, samples).t()
         self.seen.append((layer, call, chosen_BS.tolist()))
 
     def done(self) -> dict[tuple[str, int, int], list[int]]:
@@ -128,6 +149,8 @@ class Choices:
 
 def steps_of(name: str) -> int:
     """Return how long a run is: the layouts of the plain model in full, other models and switches for fewer steps."""
+    if name.startswith(tuple(ROUTERS)):
+        return ROUTER_STEPS
     return STEPS if name in FULL else SHIPPED_STEPS if name.startswith("shipped") else FEWER_STEPS
 
 

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from tests.distributed.layouts_probe import RUNS, steps_of
+from tests.distributed.layouts_probe import ROUTERS, RUNS, steps_of
 from tests.runtime.ranks import run_script
 
 pytestmark = pytest.mark.xdist_group("layouts")
@@ -18,7 +18,7 @@ EXACT = [name for name in LAYOUTS if not name.startswith(("bf16", "fp32"))]
 
 def alone(name: str) -> str:
     """The run of one process that a layout is compared with."""
-    families = ("bf16", "fp32", "cut", "shipped", "mamba2", "parallel", "transformer_moe", "transformer")
+    families = ("bf16", "fp32", "cut", "shipped", "mamba2", "parallel", "transformer_moe", "transformer", *ROUTERS)
     family = next((f for f in families if name.startswith(f)), "")
     return f"{family}_solo".lstrip("_")
 
@@ -92,3 +92,12 @@ def test_weights_really_moved(runs):
     initial, final = runs["solo"]["initial"][0], runs["solo"]["final"][0]
     assert initial.keys() == final.keys()
     assert all(initial[shard] != final[shard] for shard in initial)
+
+
+@pytest.mark.parametrize("name", [f"{router}_solo" for router in ROUTERS])
+def test_two_experts_compute_each_token(runs, name):
+    tokens = 8 * 32
+    for layer in (1, 3):
+        assert sum(runs[name]["expert_tokens"][-1][layer]) == 2 * tokens
+    balanced = runs["expert_choice_solo"]["expert_tokens"][0][1]
+    assert min(balanced) == max(balanced) == 2 * tokens // 8

@@ -21,6 +21,18 @@ ARCHITECTURES = {
     "mamba2_attention": {"layers": "s4a4"},
     "parallel": {"layers": "r4r4", "arrangement": "parallel"},
     "all_parallel": {"layers": "ra4m", "arrangement": "parallel"},
+    "sinkhorn_2": {"layers": "r4r4", "num_experts_per_tok": 2},
+    "shared_expert": {"layers": "r4", "shared_expert_hidden_size": 24},
+    "softmax_2": {"layers": "a4", "num_experts_per_tok": 2, "router_kind": "softmax", "router_scores": "softmax"},
+    "expert_bias_3": {
+        "layers": "r4r4",
+        "num_experts_per_tok": 3,
+        "shared_expert_hidden_size": 40,
+        "router_kind": "expert_bias",
+        "router_biased": True,
+        "router_normalized": True,
+    },
+    "expert_choice": {"layers": "r4", "router_kind": "expert_choice", "router_scores": "softmax"},
 }
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(1, 64, size=24)]
 
@@ -50,11 +62,32 @@ def test_export_agrees_with_the_reference(made):
 
 
 def test_export_imports_bit_exactly(made, tmp_path):
-    _, folder = made
+    model, folder = made
     convert.to_checkpoint(hf.read(folder), tmp_path / "checkpoint", verify=False)
-    back = dict(megatron.read(tmp_path / "checkpoint").tensors())
+    checkpoint = megatron.read(tmp_path / "checkpoint")
+    for field in ("router", "top_k", "shared_expert_hidden_size", "pattern"):
+        assert getattr(checkpoint.config, field) == getattr(canonical(model).config, field)
+    back = dict(checkpoint.tensors())
     for name, weight in hf.read(folder).tensors():
         assert torch.equal(back[name], weight), name
+
+
+def test_half_precision_keeps_expert_bias(made):
+    model, folder = made
+    network = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, torch_dtype=torch.bfloat16)
+    for moved in (network, network.to(torch.float32).to(torch.bfloat16)):
+        biases = {name: value for name, value in moved.state_dict().items() if name.endswith("expert_bias")}
+        assert len(biases) == (2 if model.config.get("router_biased") else 0)
+        for name, value in biases.items():
+            assert torch.equal(value, model.weights[name.removeprefix("model.")])
+
+
+def test_export_names_the_experts_of_each_token(made):
+    model, folder = made
+    trace = forward(model.weights, model.config, TOKENS)
+    choices = loaded(folder)(torch.tensor([TOKENS]), output_router_choices=True).router_choices
+    chosen = [(choice[0] if choice.dim() == 2 else choice[0].sort(-1).values).tolist() for choice in choices]
+    assert chosen == list(trace.routes.values())
 
 
 @torch.no_grad()

@@ -89,8 +89,8 @@ def test_conversions_to_and_from_a_checkpoint_end_with_a_comparison(silu, tokeni
 
 
 def test_a_checkpoint_that_holds_something_else_than_was_given_is_caught(silu, tmp_path, monkeypatch):
-    swap = megatron._matrix
-    monkeypatch.setattr(megatron, "_matrix", lambda weight: swap(weight.flip(0) if weight.dim() == 3 else weight))
+    cut = megatron._cut
+    monkeypatch.setattr(megatron, "_cut", lambda whole, *what: cut(lambda name: whole(name).flip(1), *what))
     with pytest.raises(parity.ParityError, match=r"local_experts\.0\.linear_fc1\.weight"):
         convert.to_checkpoint(canonical(silu), tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -269,6 +269,21 @@ def test_released_format_refuses_other_layers(layers, named, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("router", "field"),
+    [
+        ({"num_experts_per_tok": 2}, "model.top_k is 2"),
+        ({"router_kind": "softmax", "router_scores": "softmax"}, "model.router.kind is softmax"),
+        ({"router_kind": "expert_bias", "router_biased": True}, "model.router.kind is expert_bias"),
+        ({"shared_expert_hidden_size": 24}, "model.shared_expert_hidden_size is 24"),
+    ],
+)
+def test_released_format_refuses_other_routers(router, field, tmp_path):
+    with pytest.raises(InterchangeError, match=field):
+        zyphra.write(canonical(tiny(layers="r4", **router)), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_left_when_a_conversion_fails_midway(silu, tmp_path):
     def interrupted(_):
         raise KeyboardInterrupt

@@ -25,7 +25,7 @@ def test_agrees_with_the_reference_in_logits_and_routing(side, activation, eod_r
         torch.testing.assert_close(
             seen.logits_BSV[row].double(), torch.from_numpy(trace.logits_SV), atol=3e-5, rtol=3e-5
         )
-        assert [router.choice_BS[row].tolist() for router in seen.routers] == list(trace.routes.values())
+        assert [router.choice_BSK[row, :, 0].tolist() for router in seen.routers] == list(trace.routes.values())
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_swapped_halves_are_named(silu, name):
         ("x, z = self.in_proj(u_BLD)", "z, x = self.in_proj(u_BLD)"),
         ("gate, up = self.linear_fc1(x_TD)", "up, gate = self.linear_fc1(x_TD)"),
         ("dt_BLR, B_BLN, C_BLN = self.x_proj(x)", "dt_BLR, C_BLN, B_BLN = self.x_proj(x)"),
-        ("* torch.sigmoid(best_T)[:, None]", ""),
+        ("* weights_Tk[:, :, None]", ""),
     ],
 )
 def test_an_export_whose_modeling_file_computes_something_else_is_caught(exported, line, wrong):
@@ -81,7 +81,7 @@ def observation(margin: float, choice: int, logit: float = 0.0) -> Observation:
     logits[:, :, 0], logits[:, 2:, 1] = 1.0, logit
     choices = torch.zeros(1, 4, dtype=torch.long)
     choices[:, 2] = choice
-    return Observation(logits, [Router(1, choices, torch.full((1, 4), margin))])
+    return Observation(logits, [Router(1, choices[..., None], torch.full((1, 4), margin))])
 
 
 def test_a_tie_that_rounding_decides_is_no_difference_and_a_clear_choice_is():

@@ -22,14 +22,14 @@ def trained_router_logits(tokens=4096, experts=8, std=1.0, seed=0):
     return std * (torch.randn(tokens, experts, generator=g) + liked_E)
 
 
-def exact_choice(logits_TE, iterations, temperature=2.0, start="balanced"):
+def exact_choice(logits_TE, iterations, temperature=2.0, start="balanced", top_k=1):
     """The definition, in the log domain and float64: slow, and right for any logits."""
     X = logits_TE.double() * temperature
     column = -torch.logsumexp(X, 0) if start == "balanced" else torch.zeros_like(X[0])
     for _ in range(iterations):
         row = -torch.logsumexp(X + column, 1, keepdim=True)
         column = -torch.logsumexp(X + row, 0)
-    return (X + column).argmax(1)
+    return (X + column).topk(top_k, 1).indices if top_k > 1 else (X + column).argmax(1)
 
 
 @pytest.mark.parametrize("start", ["balanced", "uniform"])
@@ -51,6 +51,25 @@ def test_agrees_with_the_definition_whatever_the_shape(tokens, experts, temperat
         choice = sinkhorn_choice(logits, iterations=2, temperature=temperature, start=start, backend=backend)
         if tokens > 1 or start == "uniform":  # one token alone, balanced, likes all experts alike
             assert (choice == exact_choice(logits, 2, temperature, start)).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("start", ["balanced", "uniform"])
+@pytest.mark.parametrize(("top_k", "std", "iterations"), [(2, 1.0, 1), (3, 4.0, 3), (8, 1.0, 2), (2, 0.1, 9)])
+def test_several_experts_are_the_largest_of_the_plan(top_k, std, iterations, start, backend):
+    logits, tokens_E = trained_router_logits(std=std), torch.zeros(8, dtype=torch.int64)
+    how = {"top_k": top_k, "iterations": iterations, "start": start, "backend": backend}
+    choice = sinkhorn_choice(logits, tokens_E=tokens_E, **how).sort(1).values
+    expected = exact_choice(logits, iterations, start=start, top_k=top_k).sort(1).values
+    assert choice.shape == (4096, top_k)
+    assert (choice == expected).all(1).float().mean() > 0.999
+    assert torch.equal(tokens_E, torch.bincount(choice.flatten(), minlength=8))
+
+
+@pytest.mark.parametrize("std", [0.68, 1.0, 2.0])
+def test_two_experts_a_token_are_balanced(std):
+    logits = trained_router_logits(tokens=16384, std=std)
+    assert load_imbalance(sinkhorn_choice(logits, top_k=2).flatten(), 8) < 1.3
+    assert load_imbalance(logits.topk(2, dim=1).indices.flatten(), 8) > 1.7
 
 
 @pytest.mark.parametrize("backend", CPP)
@@ -146,9 +165,11 @@ def logits_for(backend):
 
 def _choose_half(rank, store_file, results):
     dist.init_process_group("gloo", store=dist.FileStore(store_file, 2), rank=rank, world_size=2)
-    for (backend, iterations, start), expected in results.items():
-        half = logits_for(backend).chunk(2)[rank]
-        choice = sinkhorn_choice(half, iterations=iterations, start=start, group=dist.group.WORLD, backend=backend)
+    for (backend, iterations, start, top_k), expected in results.items():
+        half, how = logits_for(backend).chunk(2)[rank], {"iterations": iterations, "start": start, "top_k": top_k}
+        choice = sinkhorn_choice(half, group=dist.group.WORLD, backend=backend, **how)
+        if top_k > 1:
+            choice, expected = choice.sort(1).values, expected.sort(1).values
         agreement = (choice == expected.chunk(2)[rank]).float().mean()
         assert agreement == 1 if backend == "reference" else agreement > 0.995, (backend, iterations, start)
     dist.destroy_process_group()
@@ -158,11 +179,13 @@ def test_two_ranks_sharing_the_tokens_choose_as_one_rank_holding_all(tmp_path):
     cases = [
         (backend, *case)
         for backend in (["cpu"] if ISAS else []) + ["reference"]
-        for case in [(0, "balanced"), (1, "balanced"), (2, "uniform"), (9, "balanced")]
+        for case in [(0, "balanced", 1), (1, "balanced", 1), (2, "uniform", 1), (9, "balanced", 1), (1, "balanced", 2)]
     ]
     expected = {
-        (backend, n, start): sinkhorn_choice(logits_for(backend), iterations=n, start=start, backend=backend)
-        for backend, n, start in cases
+        (backend, n, start, top_k): sinkhorn_choice(
+            logits_for(backend), iterations=n, start=start, top_k=top_k, backend=backend
+        )
+        for backend, n, start, top_k in cases
     }
     alone = sinkhorn_choice(logits_for("cpu").chunk(2)[0])
     assert (alone == expected[cases[1]].chunk(2)[0]).float().mean() < 0.995  # else the exchange would prove nothing
@@ -174,6 +197,8 @@ def test_wrong_calls_are_refused_by_name():
         sinkhorn_choice(torch.zeros(2, 2), start="warm")
     with pytest.raises(ValueError, match="fast"):
         sinkhorn_choice(torch.zeros(2, 2), backend="fast")
+    with pytest.raises(ValueError, match="top_k is 1 to the number of experts, 2; not 3"):
+        sinkhorn_choice(torch.zeros(2, 2), top_k=3)
     with pytest.raises(ValueError, match="int32"):
         sinkhorn_choice(torch.zeros(2, 2), tokens_E=torch.zeros(2, dtype=torch.int32))
     assert available_backends()["reference"] is None

@@ -36,6 +36,20 @@ MORE = {
     "mamba2_tp2": (2, "tiny", [*MAMBA2, "parallel.tensor=2", "training.precision=bf16"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
 }
+TOP2 = ["model.top_k=2"]
+SHARED = ["model.shared_expert_hidden_size=96"]
+BIASED = [*TOP2, "model.router.kind=expert_bias"]
+ROUTERS = {
+    "top2": (1, "wide", TOP2),
+    "top2_ep2": (2, "wide", [*TOP2, "parallel.expert=2"]),
+    "experts_float64": (1, "wide", [*TOP2, *SHARED, "model.pattern=EE", "training.precision=fp64"]),
+    "shared_tp2": (2, "wide", [*SHARED, "parallel.tensor=2", "parallel.expert_tensor=2"]),
+    "softmax": (1, "wide", [*TOP2, "model.router.kind=softmax"]),
+    "expert_bias": (1, "wide", BIASED),
+    "expert_bias_ep2": (2, "deep", [*BIASED, "parallel.expert=2"]),
+    "expert_choice_tp2": (2, "wide", [*TOP2, "model.router.kind=expert_choice", "parallel.tensor=2"]),
+}
+MORE |= ROUTERS
 COMMON = ["data.sequence_length=96", "training.micro_batch=2", "training.global_batch=8"]
 
 

@@ -4,7 +4,7 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.ops import library
 from megatron_blackmamba.plan import flops, memory
 from megatron_blackmamba.plan.activations import Activations
-from tests.plan.memory_probe import cases
+from tests.plan.memory_probe import ROUTERS, cases
 from tests.runtime.ranks import run_script
 
 
@@ -26,13 +26,14 @@ def test_weights_gradients_and_optimizer_are_predicted_to_the_byte(measured, nam
         assert predicted == memory.State(held["weights"], held["gradients"], held["optimizer"])
 
 
-@pytest.mark.parametrize("name", [name for name in cases() if name != "float64"])  # whose plan is refused
+@pytest.mark.parametrize("name", [name for name in cases() if "float64" not in name])  # whose plan is refused
 def test_what_is_kept_for_the_backward_pass_is_predicted_within_15_percent(measured, name):
     _, overrides = cases()[name]
     config = load("tiny", overrides)
     predicted = memory.kept(config, 0, config.training.recompute, "cpu") + Activations(config, "cpu").logits()
     for held in measured[name]:
-        assert predicted == pytest.approx(held["kept"], rel=0.15)
+        close = 0.05 if name in ROUTERS and not library.unavailable() else 0.15
+        assert predicted == pytest.approx(held["kept"], rel=close)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "mamba2_tp2"])
@@ -55,6 +56,17 @@ def test_flops_of_matrix_products_are_those_torch_counts(measured, name):
     )  # in PyTorch its column update is a product too
     sinkhorn *= bool(library.unavailable())
     assert tokens * (sinkhorn + sum(parts[part] for part in counted)) == measured[name][0]["matmul_flops"]
+
+
+def test_flops_of_experts_are_those_torch_counts(measured):
+    """In float64, where experts are plain products; Sinkhorn's column update is one more."""
+    _, overrides = cases()["experts_float64"]
+    config = load("tiny", overrides)
+    parts = flops.forward_by_part(config.model, config.data.sequence_length)
+    assert parts["shared_expert"] == 2 * 6 * 160 * 96 and parts["experts"] == 2 * 2 * 6 * 160 * 272
+    tokens = config.training.micro_batch * config.data.sequence_length
+    sinkhorn = 2 * 2 * config.model.experts
+    assert tokens * (sinkhorn + sum(parts.values())) == measured["experts_float64"][0]["matmul_flops"]
 
 
 def test_recomputation_keeps_less_and_the_order_is_none_experts_layers():

@@ -19,7 +19,10 @@ def test_the_papers_models_have_exactly_their_parameters(run, total, forward):
     "runs",
     [
         ["blackmamba_1.5b", "blackmamba2_1.5b", "mamba_343m", "transformer_340m", "transformer_moe_1.5b"],
-        ["quickstart", "quickstart_mamba2", "quickstart_mamba", "quickstart_transformer", "quickstart_transformer_moe"],
+        [
+            *("quickstart", "quickstart_mamba2", "quickstart_mamba", "quickstart_transformer"),
+            *("quickstart_transformer_moe", "quickstart_top2", "quickstart_shared_expert"),
+        ],
     ],
     ids=["paper", "quickstart"],
 )

@@ -83,3 +83,17 @@ def test_time_follows_from_the_slowest_link_of_an_axis():
     for flow in flows().values():
         speed = H100.nvlink_gb_s if flow.link == "nvlink" else H100.network_gb_s
         assert flow.seconds == pytest.approx(flow.gigabytes / speed)
+
+
+def test_tokens_go_to_each_of_their_experts():
+    plain, twice = flows(), flows("model.top_k=2")
+    for axis, times in {"expert": 2, "expert_tensor": 2, "tensor": 1}.items():
+        assert twice[axis].gigabytes == pytest.approx(times * plain[axis].gigabytes)
+
+
+def test_shared_experts_and_expert_choice_add_tensor_traffic():
+    plain = flows()["tensor"].gigabytes
+    shared = flows("model.shared_expert_hidden_size=1024")["tensor"].gigabytes
+    assert round((shared - plain) * 1e9) == 5 * 5 * STREAM * BATCHES // 2  # as a dense MLP in each of 5 layers
+    chosen = flows("model.router.kind=expert_choice")["tensor"].gigabytes
+    assert round((chosen - plain) * 1e9) == 5 * TOKENS * 8 * FP32 * BATCHES // 2  # all scores, gathered once

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.config.model import AttentionConfig, Mamba2Config
+from megatron_blackmamba.config.model import AttentionConfig, Mamba2Config, RouterConfig
 from megatron_blackmamba.interchange.canonical import Canonical, in_memory
 from tests.reference.checkpoint import Tiny
 
@@ -21,6 +21,9 @@ def config_of(model: Tiny) -> ModelConfig:
         hidden_size=given["hidden_size"],
         state_size=given["state_size"],
         experts=next((int(kind) for kind in given["mamba_moe_layers"] if kind.isdecimal()), 1),
+        top_k=given.get("num_experts_per_tok", 1),
+        router=RouterConfig(kind=given.get("router_kind", "sinkhorn")),
+        shared_expert_hidden_size=given.get("shared_expert_hidden_size"),
         arrangement=given.get("arrangement", "sequential"),
         mlp_hidden_size=given.get("mlp_hidden_size"),
         attention=AttentionConfig(

@@ -38,9 +38,10 @@ def tiny(
     eod_reset: int | None = None,
     arrangement: str = "sequential",
     seed: int = 0,
+    **router: Any,
 ) -> Tiny:
     """`layers` has one character per layer: r for Mamba, a digit for that many experts, as the released config does,
-    and a for attention, m for a dense MLP, s for Mamba-2."""
+    and a for attention, m for a dense MLP, s for Mamba-2. `router`: fields of config.json for other routers."""
     config = {
         "num_layers": len(layers),
         "hidden_size": hidden,
@@ -65,6 +66,7 @@ def tiny(
         config |= {"mlp_hidden_size": 40}
     if "s" in layers:
         config |= {"mamba2_head_dim": 8, "mamba2_state_size": 6, "mamba2_groups": 2}
+    config |= router
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _random(name, shape, generator) for name, shape in released_shapes(config).items()}
     return Tiny(config, weights)
@@ -109,6 +111,11 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             layer |= {"mixer.linear_fc1.weight": (2 * hidden, D), "mixer.linear_fc2.weight": (D, hidden)}
         else:
             layer |= {"mixer.router.weight": (int(kind), D), "mixer.router.bias": (int(kind),)}
+            if config.get("router_biased"):
+                layer["mixer.router.expert_bias"] = (int(kind),)
+            if shared := config.get("shared_expert_hidden_size"):
+                layer["mixer.shared_experts.linear_fc1.weight"] = (2 * shared, D)
+                layer["mixer.shared_experts.linear_fc2.weight"] = (D, shared)
             for e in range(int(kind)):
                 layer[f"mixer.local_experts.{e}.linear_fc1.weight"] = (2 * F, D)
                 layer[f"mixer.local_experts.{e}.linear_fc2.weight"] = (D, F)

@@ -22,10 +22,10 @@ NORM_EPS = 1e-5
 
 @dataclass
 class Trace:
-    """What the model said, and which expert each token took on the way."""
+    """What the model said, and which expert each token took on the way; the sorted experts where it took several."""
 
     logits_SV: np.ndarray
-    routes: dict[int, list[int]] = field(default_factory=dict)
+    routes: dict[int, list[Any]] = field(default_factory=dict)
     margins: list[float] = field(default_factory=list)
     """For each routing decision, how far the best logit was above the next."""
 
@@ -64,7 +64,7 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
             elif kind == "mlp":
                 residual_D += _gated(mixer["linear_fc1.weight"], mixer["linear_fc2.weight"], config["activation"], x_D)
             else:
-                residual_D += _experts(mixer, int(kind), config["activation"], x_D, trace, i)
+                residual_D += _experts(mixer, int(kind), config, x_D, trace, i)
         final_D = _layer_norm(residual_D, w["decoder.final_layernorm.weight"], w["decoder.final_layernorm.bias"])
         trace.logits_SV[t] = embedding_VD @ final_D
     return trace
@@ -123,15 +123,27 @@ def _mamba2(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, 
 
 
 def _experts(
-    m: dict[str, np.ndarray], experts: int, activation: str, x_D: np.ndarray, trace: Trace, layer: int
+    m: dict[str, np.ndarray], experts: int, config: Mapping[str, Any], x_D: np.ndarray, trace: Trace, layer: int
 ) -> np.ndarray:
     logits = m["router.weight"] @ x_D + m["router.bias"]
     assert len(logits) == experts
-    chosen = int(np.argmax(logits))
-    trace.routes[layer].append(chosen)
-    trace.margins.append(float(logits[chosen] - np.delete(logits, chosen).max()))
-    fc1, fc2 = (m[f"local_experts.{chosen}.linear_{name}.weight"] for name in ("fc1", "fc2"))
-    return _gated(fc1, fc2, activation, x_D) / (1.0 + math.exp(-logits[chosen]))
+    scores = 1.0 / (1.0 + np.exp(-logits))
+    if config.get("router_scores") == "softmax":
+        scores = np.exp(logits) / np.exp(logits).sum()
+    ranking = scores + m["router.expert_bias"] if config.get("router_biased") else logits
+    order, taken = list(np.argsort(-ranking)), config.get("num_experts_per_tok", 1)
+    chosen = [int(e) for e in order[:taken]]
+    trace.routes[layer].append(chosen[0] if taken == 1 else sorted(chosen))
+    trace.margins.append(float(ranking[order[taken - 1]] - ranking[order[taken]]))
+    total = sum(scores[e] for e in chosen) if config.get("router_normalized") else 1.0
+    y_D = np.zeros_like(x_D)
+    for e in chosen:
+        fc1, fc2 = (m[f"local_experts.{e}.linear_{name}.weight"] for name in ("fc1", "fc2"))
+        y_D += _gated(fc1, fc2, config["activation"], x_D) * scores[e] / total
+    if config.get("shared_expert_hidden_size"):
+        fc1, fc2 = (m[f"shared_experts.linear_{name}.weight"] for name in ("fc1", "fc2"))
+        y_D += _gated(fc1, fc2, config["activation"], x_D)
+    return y_D
 
 
 def _gated(fc1: np.ndarray, fc2: np.ndarray, activation: str, x_D: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ The router asks for the plan pi that follows the logits and gives every token we
 (paper, appendix "Sinkhorn MoE Routing Modifications"). It has the form pi = exp(X) * column_E * row_T, and the choice
 of a token, argmax over E, does not depend on row_T: only column_E has to be found.
 
-Shapes: T tokens, E experts.
+Shapes: T tokens, E experts, K experts of a token.
 """
 
 import torch
@@ -23,6 +23,7 @@ BACKENDS = ("triton", "cpu", "reference")  # best first, each where it applies
 def sinkhorn_choice(
     logits_TE: Tensor,
     *,
+    top_k: int = 1,
     iterations: int = 1,
     temperature: float = 2.0,
     start: str = "balanced",
@@ -32,6 +33,8 @@ def sinkhorn_choice(
 ) -> Tensor:
     """Return the expert of each token, `[T]`, int64. The number of iterations is fixed: nothing waits for the device.
 
+    top_k: with more than one, the experts of each token, `[T, K]`: the K largest entries of its row of the plan, whose
+    columns then add up to K * T / E.
     start: "balanced" normalises each expert over the tokens first, which makes one iteration enough at the logit scales
     of training; "uniform" is the textbook start.
     group: ranks whose tokens are balanced together. They exchange E numbers an iteration, and the result is that of one
@@ -43,8 +46,16 @@ def sinkhorn_choice(
         raise ValueError(f'start is "balanced" or "uniform", not {start!r}')
     if tokens_E is not None and not (tokens_E.dtype == torch.int64 and tokens_E.is_contiguous()):
         raise ValueError(f"tokens_E is int64 and contiguous, not {tokens_E.dtype} with strides {tokens_E.stride()}")
+    if not 1 <= top_k <= logits_TE.shape[1]:
+        raise ValueError(f"top_k is 1 to the number of experts, {logits_TE.shape[1]}; not {top_k}")
     chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
-    return chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E)
+    if top_k == 1:
+        return chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E)
+    X_TE = chosen.plan(logits_TE, iterations, temperature, start, group)
+    choice_TK = X_TE.topk(top_k, dim=1).indices
+    if tokens_E is not None:
+        tokens_E.scatter_add_(0, choice_TK.flatten(), torch.ones_like(choice_TK.flatten()))
+    return choice_TK
 
 
 def load_imbalance(choice_T: Tensor, experts: int) -> Tensor:

@@ -35,6 +35,23 @@ def choice(
     group: dist.ProcessGroup | None,
     tokens_E: Tensor | None = None,
 ) -> Tensor:
+    return _run(logits_TE, iterations, temperature, start, group, tokens_E)[0]
+
+
+def plan(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the logarithms of the plan, each row less a constant."""
+    return logits_TE.float() * (temperature * LOG2_E) + _run(logits_TE, iterations, temperature, start, group, None)[1]
+
+
+def _run(
+    logits_TE: Tensor,
+    iterations: int,
+    temperature: float,
+    start: str,
+    group: dist.ProcessGroup | None,
+    tokens_E: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the choice of each token, and the offsets of the experts, of base 2."""
     T, E = logits_TE.shape
     choice_T = torch.empty(T, dtype=torch.int64)
     offset_E, largest_E, sum_E = torch.zeros(3, E).unbind()
@@ -59,7 +76,7 @@ def choice(
         if group is not None:
             dist.all_reduce(sum_E, group=group)
     library.call("sinkhorn_choose", arguments, isa)
-    return choice_T
+    return choice_T, offset_E
 
 
 class _Arguments(library.Arguments):

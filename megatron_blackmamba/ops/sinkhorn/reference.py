@@ -29,6 +29,25 @@ def choice(
     group: dist.ProcessGroup | None,
     tokens_E: Tensor | None = None,
 ) -> Tensor:
+    X_ET, column_E = _factors(logits_TE, iterations, temperature, start, group)
+    K_ET = _kernel(X_ET)
+    K_ET *= column_E[:, None]
+    choice_T = K_ET.max(dim=0).indices  # argmax over a leading dimension is 4x slower on CPUs
+    if tokens_E is not None:
+        tokens_E.scatter_add_(0, choice_T, torch.ones_like(choice_T))  # bincount would wait for the device
+    return choice_T
+
+
+def plan(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the logarithms of the plan, each row less a constant."""
+    X_ET, column_E = _factors(logits_TE, iterations, temperature, start, group)
+    return (X_ET + column_E.log()[:, None]).t()
+
+
+def _factors(
+    logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Return X, and the experts' factors that the plan has beside exp(X)."""
     X_ET = logits_TE.t().to(torch.promote_types(logits_TE.dtype, torch.float32)).contiguous() * temperature
     if start == "uniform" and iterations > 0:
         # Its first iteration is: normalise the tokens, then the experts. The rest goes on as from the balanced start.
@@ -40,12 +59,7 @@ def choice(
     while iterations > ITERATIONS_PER_REBASE:
         X_ET += _column_factors(_kernel(X_ET), ITERATIONS_PER_REBASE, group).log()[:, None]
         iterations -= ITERATIONS_PER_REBASE
-    K_ET = _kernel(X_ET)
-    K_ET *= _column_factors(K_ET, iterations, group)[:, None]
-    choice_T = K_ET.max(dim=0).indices  # argmax over a leading dimension is 4x slower on CPUs
-    if tokens_E is not None:
-        tokens_E.scatter_add_(0, choice_T, torch.ones_like(choice_T))  # bincount would wait for the device
-    return choice_T
+    return X_ET, _column_factors(_kernel(X_ET), iterations, group)
 
 
 def _kernel(X_ET: Tensor) -> Tensor:

@@ -57,6 +57,13 @@ def choice(
         return _choose_experts(logits_TE.contiguous(), iterations, temperature, start == "balanced", group, tokens_E)
 
 
+def plan(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the logarithms of the plan, each row less a constant."""
+    with torch.cuda.device_of(logits_TE):
+        columns = _found(logits_TE.contiguous(), iterations, temperature, start == "balanced", group)
+        return logits_TE.float() * (temperature * LOG2E.value) + columns.offset_E()
+
+
 def _choose_experts(
     logits_TE: Tensor,
     iterations: int,
@@ -66,13 +73,7 @@ def _choose_experts(
     tokens_E: Tensor | None,
 ) -> Tensor:
     T, E = logits_TE.shape
-    passes = [False] * balanced + [True] * iterations  # whether rows are normalised first
-    if not passes:
-        columns = _Columns.settled(torch.zeros(1, E, device=logits_TE.device))
-    elif group is None and T * E <= ONE_PROGRAM:
-        columns = _by_one_program(logits_TE, temperature, passes)
-    else:
-        columns = _by_a_launch_each(logits_TE, temperature, passes, group)
+    columns = _found(logits_TE, iterations, temperature, balanced, group)
     choice_T = torch.empty(T, device=logits_TE.device, dtype=torch.int64)
     count = tokens_E is not None
     shape = _shape(E, columns.parts)
@@ -80,6 +81,18 @@ def _choose_experts(
         logits_TE, *columns.arguments, choice_T, tokens_E if count else choice_T, T, temperature, COUNT=count, **shape
     )
     return choice_T
+
+
+def _found(
+    logits_TE: Tensor, iterations: int, temperature: float, balanced: bool, group: dist.ProcessGroup | None
+) -> "_Columns":
+    T, E = logits_TE.shape
+    passes = [False] * balanced + [True] * iterations  # whether rows are normalised first
+    if not passes:
+        return _Columns.settled(torch.zeros(1, E, device=logits_TE.device))
+    if group is None and T * E <= ONE_PROGRAM:
+        return _by_one_program(logits_TE, temperature, passes)
+    return _by_a_launch_each(logits_TE, temperature, passes, group)
 
 
 def _shape(E: int, parts: int) -> dict[str, int]:
@@ -141,6 +154,14 @@ class _Columns:
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, int]:
         return *self.tensors, self.parts
+
+    def offset_E(self) -> Tensor:
+        """Return the offsets after the update, as `_updated_offset` finds them."""
+        if not self.parts:
+            return self.offset_1E[0]
+        largest_E = self.largest_PE.amax(0)
+        sum_E = (self.sums_PE * torch.exp2(self.largest_PE - largest_E)).sum(0)
+        return self.offset_1E[0] - largest_E - sum_E.log2()
 
     def exchanged(self, group: dist.ProcessGroup | None) -> "_Columns":
         if group is None:

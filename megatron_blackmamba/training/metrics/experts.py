@@ -1,8 +1,16 @@
-"""How evenly the experts of each layer are used, every training.router_every steps."""
+"""How evenly the experts of each layer are used, every training.router_every steps.
+
+Shapes: L layers, N numbers that the router kind measures, each a sum and what to divide it by.
+"""
 
 from collections.abc import Iterator
 
-from megatron_blackmamba.kinds import layers_of
+import torch
+import torch.distributed as dist
+
+from megatron_blackmamba import routers
+from megatron_blackmamba.kinds import kind_of, layers_of
+from megatron_blackmamba.runtime import device
 from megatron_blackmamba.training.metrics.base import Key, Taken, metric
 
 
@@ -25,6 +33,25 @@ def shares(taken: Taken) -> dict[Key, float]:
         for layer, counts in expert_tokens(taken)
         for expert, count in enumerate(counts)
     }
+
+
+@metric("experts/*/router/*", "Router", format=".4g", due=due, order=72)
+def router(taken: Taken) -> dict[Key, float]:
+    """Return by layer the numbers that the router kind's `metrics` names."""
+    model = taken.trainer.config.model
+    names = sorted(routers.kind_of(model.router.kind).metrics)
+    if not names:
+        return {}
+    sums_LN2 = torch.zeros(model.layers, len(names), 2, dtype=torch.float64, device=device.device())
+    for layer, block in taken.trainer.trainable.model.decoder.layers.named_children():
+        if kind_of(model.pattern[int(layer)]).routed:
+            for name, measured in block.mixer.router.measured().items():
+                sums_LN2[int(layer), names.index(name)] += sums_LN2.new_tensor([float(x) for x in measured])
+    if taken.trainer.world.size > 1:
+        dist.all_reduce(sums_LN2)
+    values_LN = (sums_LN2[..., 0] / sums_LN2[..., 1]).tolist()
+    routed = [layer for layer, kind in enumerate(layers_of(model.pattern)) if kind.routed]
+    return {(str(layer), name): value for layer in routed for name, value in zip(names, values_LN[layer], strict=True)}
 
 
 def expert_tokens(taken: Taken) -> Iterator[tuple[str, list[int]]]:

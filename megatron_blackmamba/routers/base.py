@@ -1,0 +1,150 @@
+"""The questions that a router kind answers.
+
+Shapes: T tokens, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from megatron_blackmamba.kinds.base import BOOL, FP32, Cannot, Sizes
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from megatron_blackmamba.config import ModelConfig
+
+__all__ = ["Cannot", "RouterKind", "Sizes", "Tokens", "Use"]
+
+OWN_MODULE = "megatron_blackmamba.model.router:KindRouter"
+MEGATRON_MODULE = "megatron_blackmamba.model.router:MegatronRouter"
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a token finds its experts by itself, with no other token in sight: in evaluation, decoding and exports.
+
+    The K experts with the largest logits are chosen; `scores` of the logits weigh their outputs.
+    """
+
+    scores: Literal["sigmoid", "softmax"]
+    """softmax: over all experts, not only the chosen ones."""
+    normalized: bool = False
+    """Whether the weights of a token are divided by their sum."""
+    biased: bool = False
+    """Whether the largest sums of score and expert bias are chosen instead. The bias does not enter the weights."""
+
+    def scored(self, logits_TE: Tensor) -> Tensor:
+        """Return the score of every expert."""
+        return logits_TE.sigmoid() if self.scores == "sigmoid" else logits_TE.softmax(-1)
+
+    def selecting(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        """Return the numbers whose largest K are chosen. Logits, because large ones have equal sigmoids."""
+        if not self.biased:
+            return logits_TE
+        assert bias_E is not None
+        return self.scored(logits_TE) + bias_E
+
+    def choice(self, logits_TE: Tensor, top_k: int, bias_E: Tensor | None = None) -> Tensor:
+        """Return the experts of each token, `[T, K]`."""
+        selecting_TE = self.selecting(logits_TE, bias_E)
+        return selecting_TE.max(-1, keepdim=True).indices if top_k == 1 else selecting_TE.topk(top_k, -1).indices
+
+    def weights(self, logits_TE: Tensor, choice_TK: Tensor) -> Tensor:
+        """Return the weights of the chosen experts, `[T, K]`."""
+        scores_TE = logits_TE if self.scores == "sigmoid" else logits_TE.softmax(-1)
+        scores_TK = scores_TE.gather(-1, choice_TK)
+        scores_TK = scores_TK.sigmoid() if self.scores == "sigmoid" else scores_TK
+        return scores_TK / scores_TK.sum(-1, keepdim=True) if self.normalized else scores_TK
+
+    def weight_map(self, logits_TE: Tensor, chosen_TE: Tensor) -> Tensor:
+        """Return the weights of the chosen experts and zero for the others, `[T, E]`."""
+        weights_TE = self.scored(logits_TE) * chosen_TE
+        return weights_TE / weights_TE.sum(-1, keepdim=True) if self.normalized else weights_TE
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The surroundings of one micro-batch's tokens on one rank, for a choice among their experts."""
+
+    model: ModelConfig
+    groups: Mapping[str, dist.ProcessGroup | None]
+    """By value of model.router.scope, the ranks whose tokens are balanced together; None: this rank alone."""
+    tokens_E: Tensor | None
+    """`choose` adds the tokens of each expert to it; int64. None: they are not counted."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that model.router.scope names."""
+        return self.groups[self.model.router.scope]
+
+
+class RouterKind(ABC):
+    """A way to assign tokens to experts: what it is called, reads, chooses and keeps.
+
+    Answers are arithmetic, strings and plain tensor operations. Import torch inside methods: the config reads these
+    files too.
+    """
+
+    name: ClassVar[str]
+    """The value of model.router.kind."""
+    keys: ClassVar[tuple[str, ...]]
+    """Keys of model.router that only some kinds read, such as ("aux_loss",). A kind that does not read a key refuses
+    another value than its default."""
+    depends_on: ClassVar[str]
+    """What the choice in training depends on, for people: later tokens, earlier steps, or the token alone."""
+    module: ClassVar[str] = OWN_MODULE
+    """The torch module, as "package.module:class": one that calls `choose`, or one that is megatron-core's."""
+    every_token_gets_k: ClassVar[bool] = True
+    """Whether each token gets exactly model.top_k experts in training."""
+    state: ClassVar[tuple[str, ...]] = ()
+    """Names of fp32 buffers `[E]` of the module that are saved, exported and zero at first."""
+    metrics: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Numbers that the module's `measured` returns, and what each says."""
+
+    def problems(self, model: ModelConfig) -> list[str]:
+        """Return what the config lacks or gets wrong for this kind."""
+        return []
+
+    def megatron(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields of megatron-core's TransformerConfig that this kind sets."""
+        return {}
+
+    def choose(self, logits_TE: Tensor, at: Tokens) -> Tensor:
+        """Return the experts of each token in training: `[T, K]` int64, or `[T, E]` bool.
+
+        The logits carry no gradient. Add the tokens of each expert to `at.tokens_E`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} leaves the choice to megatron-core")
+
+    @abstractmethod
+    def use(self, model: ModelConfig) -> Use:
+        """Return how a token finds its experts by itself."""
+
+    @abstractmethod
+    def layouts(self, model: ModelConfig) -> bool | Cannot:
+        """Return True where every layout balances the same tokens together, so that all have one loss curve."""
+
+    def exported(self, model: ModelConfig) -> bool | Cannot:
+        """Return whether exports and decoding, which route as `use` says, serve a model trained with this kind."""
+        return True
+
+    def flops(self, model: ModelConfig) -> int:
+        """Return the forward FLOPs of one layer's router per token; a choice is left out."""
+        return 2 * model.hidden_size * model.experts
+
+    def kept(self, at: Sizes) -> int:
+        """Return the bytes per token that the router keeps for the backward pass: input, logits, scores, maps."""
+        return FP32 * at.model.hidden_size + (2 * FP32 + 2 * BOOL) * at.model.experts
+
+    def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
+        """Return the bytes that balancing moves in a micro-batch, by field of ParallelConfig.
+
+        A few numbers an expert are left out.
+        """
+        return {}

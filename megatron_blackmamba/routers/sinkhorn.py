@@ -1,0 +1,52 @@
+"""The paper's router: in training a balanced choice by Sinkhorn, in use the largest logits.
+
+Shapes: T tokens, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_blackmamba.routers.base import Cannot, RouterKind, Tokens, Use
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_blackmamba.config import ModelConfig
+
+
+class Sinkhorn(RouterKind):
+    name = "sinkhorn"
+    keys = ("iterations", "temperature", "start", "scope")
+    depends_on = "all tokens of the micro-batch, later ones too"
+
+    def choose(self, logits_TE: Tensor, at: Tokens) -> Tensor:
+        from megatron_blackmamba.ops.sinkhorn import sinkhorn_choice
+
+        router, top_k = at.model.router, at.model.top_k
+        choice = sinkhorn_choice(
+            logits_TE,
+            top_k=top_k,
+            iterations=router.iterations,
+            temperature=router.temperature,
+            start=router.start,
+            group=at.group,
+            tokens_E=at.tokens_E,
+        )
+        return choice.view(-1, top_k)
+
+    def use(self, model: ModelConfig) -> Use:
+        return Use("sigmoid")
+
+    def layouts(self, model: ModelConfig) -> bool | Cannot:
+        return of_scope(model)
+
+
+def of_scope(model: ModelConfig) -> bool | Cannot:
+    """Return the answer of a kind that balances the tokens of model.router.scope together."""
+    changes = {
+        "rank": "balances the tokens of each rank apart: the choice depends on parallel.tensor",
+        "data": "balances the tokens of all data-parallel ranks: the choice depends on how many there are",
+    }
+    reason = changes.get(model.router.scope)
+    return Cannot(f"model.router.scope={model.router.scope} {reason}") if reason else True

@@ -1,0 +1,52 @@
+"""What docs/extending.md promises: each worked example is one file, and nothing else in the package knows of it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+CODE = [path for folder in ("megatron_blackmamba", "data_tools") for path in (ROOT / folder).rglob("*.py")]
+EXAMPLES = {  # the example's file, and a pattern for its names
+    "layer kind": ("tests/kinds/running_mean.py", r"running.?mean"),
+    "router": ("tests/routers/unbalanced.py", r"\bunbalanced\b"),
+    "optimizer": ("tests/optimizers/lion.py", r"\blion\b"),
+    "metric": ("tests/training/weight_norm.py", r"\bweights/norm\b"),
+    "data preset": ("tests/data_tools/new_preset.py", r"\bforum\b"),
+}
+
+
+def test_every_worked_example_has_its_section():
+    assert re.findall(r"^## Add an? (.*)$", PAGE, re.MULTILINE) == list(EXAMPLES)
+
+
+def test_page_counts_the_files_of_each_example():
+    rows = dict(re.findall(r"^\| (?:an? )?([a-z ]+) \| `.*?` \| (\d) \|", PAGE, re.MULTILINE))
+    assert rows == dict.fromkeys(EXAMPLES, "1")
+
+
+@pytest.mark.parametrize("what", EXAMPLES)
+def test_worked_example_is_one_file(what):
+    file, names = EXAMPLES[what]
+    assert (ROOT / file).is_file()
+    shown = (ROOT / file).read_text() in PAGE or f"({Path('..') / file})" in PAGE
+    assert shown, f"docs/extending.md neither links nor shows {file}"
+    known = [str(path) for path in CODE if re.search(names, path.read_text(), re.IGNORECASE)]
+    assert known == []
+
+
+def decides_by_name(path):
+    """Yield the lines of a file that compare a router's or an optimizer's kind with a constant."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            text = " ".join(ast.unparse(side) for side in sides)
+            named = any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in sides)
+            if named and re.search(r"(router|optimizer|settings)\.kind\b", text):
+                yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_file_decides_by_the_name_of_a_kind():
+    assert [line for path in CODE for line in decides_by_name(path)] == []

@@ -1,0 +1,3 @@
+from tests.model.conftest import build, place
+
+__all__ = ["build", "place"]

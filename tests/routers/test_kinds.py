@@ -1,0 +1,66 @@
+"""A router kind of one file goes the whole way, and so does state that a router keeps."""
+
+import pytest
+
+from megatron_blackmamba import routers
+from megatron_blackmamba.config import load
+from megatron_blackmamba.routers import Cannot
+from tests.routers.unbalanced import Unbalanced
+from tests.runtime.ranks import run_script
+
+
+@pytest.fixture(scope="module")
+def went(tmp_path_factory):
+    return run_script("tests.routers.routers_probe", str(tmp_path_factory.mktemp("routers")), timeout=300)
+
+
+def test_new_router_trains_alike_under_tensor_parallelism(went):
+    assert went["losses"]["unbalanced_tp2"] == pytest.approx(went["losses"]["unbalanced_fp64"], abs=1e-10)
+    assert went["losses"]["unbalanced"][-1] < went["losses"]["unbalanced"][0]
+
+
+def test_new_router_exports_and_decodes(went):
+    assert went["exported"]["agrees"] and went["exported"]["kind"] == "unbalanced"
+    assert went["exported"]["furthest"] < 1e-4
+
+
+def test_expert_bias_resumes_exactly(went):
+    assert went["losses"]["bias_again"] == went["losses"]["bias"]
+    assert went["biases_again"] == went["biases"]
+    assert len(went["biases"]) == 2 and all(any(bias) for bias in went["biases"])
+
+
+def test_expert_bias_resumes_on_other_layouts(went):
+    assert went["losses"]["bias_resharded"] == pytest.approx(went["losses"]["bias_fp64"], abs=1e-9)
+
+
+def test_routers_measure_themselves_on_every_pipeline_stage(went):
+    for layer, bias in zip((1, 3), went["biases"], strict=True):
+        assert went["last"]["bias"][f"experts/{layer}/router/bias_range"] == pytest.approx(max(bias) - min(bias))
+        assert 0 < went["last"]["choice"][f"experts/{layer}/router/unrouted"] < 0.5
+
+
+def test_registry_refuses_missing_answers_by_name():
+    class Silent(routers.RouterKind):
+        name = "silent"
+        keys = ()
+
+    with pytest.raises(TypeError, match="Silent does not answer: depends_on, layouts, use, choose"):
+        routers.register(Silent)
+
+
+def test_registry_refuses_taken_names():
+    class Second(Unbalanced):
+        name = "sinkhorn"
+
+    with pytest.raises(TypeError, match="'sinkhorn' is taken by Sinkhorn"):
+        routers.register(Second)
+
+
+@pytest.mark.parametrize("kind", ["sinkhorn", "expert_choice"])
+@pytest.mark.parametrize(("scope", "named"), [("rank", "parallel.tensor"), ("data", "data-parallel ranks")])
+def test_scopes_that_depend_on_the_layout_say_so(kind, scope, named):
+    model = load("tiny", [f"model.router.kind={kind}", f"model.router.scope={scope}"]).model
+    answer = routers.kind_of(kind).layouts(model)
+    assert isinstance(answer, Cannot) and named in answer.reason
+    assert routers.kind_of(kind).layouts(load("tiny", [f"model.router.kind={kind}"]).model) is True

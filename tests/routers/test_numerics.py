@@ -1,0 +1,102 @@
+"""Every router against its paper in float64: choice, weights and gradients, in training and in use."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_blackmamba.training.optimizer import MoEAuxLossAutoScaler
+from tests.reference import routing
+
+RATE = 0.25
+BIAS_E = np.linspace(0.3, -0.3, 8)
+CASES = {
+    "sinkhorn": (1, "sigmoid", False),
+    "sinkhorn_2": (2, "sigmoid", False),
+    "softmax": (1, "softmax", False),
+    "softmax_2": (2, "softmax", False),
+    "expert_bias": (1, "sigmoid", False),
+    "expert_bias_3": (3, "sigmoid", True),
+    "expert_choice": (1, "softmax", False),
+    "expert_choice_2": (2, "softmax", False),
+}
+
+
+def kind_of(name):
+    return name.rstrip("_123")
+
+
+@pytest.fixture(params=CASES)
+def case(request, build):
+    top_k, *how = CASES[request.param]
+    kind = kind_of(request.param)
+    settings = [f"model.router.aux_loss={RATE}"] if kind == "softmax" else []
+    router = build(
+        "model.pattern=E", "training.precision=fp64", f"model.router.kind={kind}", f"model.top_k={top_k}", *settings
+    )
+    router = router.decoder.layers[0].mixer.router
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        router.weight.normal_(generator=random)
+        router.bias.copy_(torch.linspace(-1, 1, 8))  # some experts are liked by everyone
+        if kind == "expert_bias":
+            router.expert_bias.copy_(torch.from_numpy(BIAS_E))
+    return kind, top_k, how, router, torch.randn(6, 4, 64, generator=random, dtype=torch.float64) / 8
+
+
+def chosen_by(kind, logits_TE, top_k, training):
+    if kind == "sinkhorn" and training:
+        return routing.sinkhorn(logits_TE, top_k)
+    if kind == "expert_choice" and training:
+        return routing.expert_choice(logits_TE, top_k)
+    if kind == "expert_bias":
+        return routing.largest(routing.sigmoid(logits_TE) + BIAS_E.astype(np.float32), top_k)
+    return routing.largest(logits_TE, top_k)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_choice_and_weights_match_the_paper(case, training):
+    kind, top_k, how, router, hidden_SBD = case
+    logits_TE = router.gating(hidden_SBD).flatten(0, 1).detach().numpy()
+    weights_TE, chosen_TE = router.train(training)(hidden_SBD)
+    expected = chosen_by(kind, logits_TE, top_k, training)
+    np.testing.assert_array_equal(chosen_TE.numpy(), expected)
+    np.testing.assert_allclose(weights_TE.detach().numpy(), routing.weights(logits_TE, expected, *how), atol=1e-14)
+    np.testing.assert_array_equal(router.tokens_E.numpy(), expected.sum(0))
+
+
+def test_gradients_match_central_differences(case):
+    kind, top_k, how, router, hidden_SBD = case
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    pull_TE = np.random.default_rng(0).normal(size=(24, 8))
+    hidden_SBD = hidden_SBD.clone().requires_grad_()
+    weights_TE, _ = router.train()(hidden_SBD)
+    (weights_TE * torch.from_numpy(pull_TE)).sum().backward()
+
+    logits_TE = router.gating(hidden_SBD).flatten(0, 1).detach().numpy()
+    chosen_TE = chosen_by(kind, logits_TE, top_k, training=True)
+
+    def loss(logits_TE):
+        total = float((routing.weights(logits_TE, chosen_TE, *how) * pull_TE).sum())
+        return total + (routing.auxiliary_loss(logits_TE, chosen_TE, RATE) if kind == "softmax" else 0.0)
+
+    gradient_TE = routing.gradient(loss, logits_TE)
+    hidden_TD = hidden_SBD.detach().flatten(0, 1).numpy()
+    close = {"atol": 1e-8, "rtol": 1e-7}
+    np.testing.assert_allclose(router.weight.grad.numpy(), gradient_TE.T @ hidden_TD, **close)
+    np.testing.assert_allclose(router.bias.grad.numpy(), gradient_TE.sum(0), **close)
+    np.testing.assert_allclose(
+        hidden_SBD.grad.flatten(0, 1).numpy(), gradient_TE @ router.weight.detach().numpy(), **close
+    )
+
+
+def test_only_balanced_choices_see_later_tokens(case):
+    kind, _, _, router, hidden_SBD = case
+    later_SBD = hidden_SBD.clone()
+    later_SBD[3:] = later_SBD[3:].flip(0) * 4
+
+    def same(training):
+        router.train(training)
+        return torch.equal(router(hidden_SBD)[1][:12], router(later_SBD)[1][:12])
+
+    assert same(training=False)
+    assert same(training=True) == (kind in ("softmax", "expert_bias"))

@@ -1,0 +1,23 @@
+"""A router kind in one file, as somebody else would add it: each token takes its best experts, balanced or not."""
+
+import torch
+
+from megatron_blackmamba.routers import RouterKind, Use
+
+
+class Unbalanced(RouterKind):
+    name = "unbalanced"
+    keys = ()
+    depends_on = "the token alone"
+
+    def choose(self, logits_TE, at):
+        choice_TK = self.use(at.model).choice(logits_TE, at.model.top_k)
+        if at.tokens_E is not None:
+            at.tokens_E.add_(torch.bincount(choice_TK.flatten(), minlength=at.model.experts))
+        return choice_TK
+
+    def use(self, model):
+        return Use("sigmoid", normalized=model.top_k > 1)
+
+    def layouts(self, model):
+        return True
