@@ -103,7 +103,9 @@ preflight_together() {
         [ ${#UNFIT[@]} -eq 0 ] || return 1
         grep -q '^problem: ' "$reports/rank-0.txt" || return 0
         say "the ranks cannot train together, and no single node is the cause. Nothing is excluded."
-        exit 1
+        [ "$RESTART" -gt 0 ] || [ "$TRY" -gt 1 ] || exit 1 # a wrong setting stays wrong; later it may be what passes
+        idle_start
+        requeue
     fi
     say "no verdict within 300 s. What the other ranks said:"
     tail -n 3 "$reports"/rank-*.txt

@@ -2,6 +2,8 @@
 
 import gc
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -75,19 +77,43 @@ class Rank:
                         ends.append({"fault": [how, victim, number, kind], **self.save(victim, number, how)})
         return ends
 
+    def full_file_system(self) -> list[dict]:
+        """Save with less and less free space on a file system of its own, which fills up while the save writes."""
+        self.checkpoints._refuse_full_disk = lambda: None  # as if another program took the space meanwhile
+        saved = self.save()["steps"][-1]
+        used = sum(file.stat().st_size for file in self.run.checkpoint(saved).iterdir())
+        ends = []
+        for left in (used * 2, used - 4096, *(used * eighths // 8 for eighths in range(7, -1, -1))):
+            dist.barrier()
+            ballast = self.run.root / "ballast"
+            if self.place.is_main:
+                free = shutil.disk_usage(self.run.root).free
+                with open(ballast, "wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, free - left)
+            dist.barrier()
+            ends.append(self.save())
+            if self.place.is_main:
+                ballast.unlink()
+        return ends
+
 
 def body(folder: Path) -> None:
     rank = Rank(folder)
     ends = rank.every_fault()
+    full = rank.full_file_system() if os.path.ismount(folder) else []
     last = rank.save()
     last["newest"] = rank.checkpoints.newest()
     rank.checkpoints.load(last["newest"])
     world.shutdown()
     (folder / f"rank_{rank.place.rank}.json").write_text(json.dumps([*ends, last]))
+    (folder / f"full_{rank.place.rank}.json").write_text(json.dumps(full))
 
 
 if __name__ == "__main__":
     where = Path(sys.argv[1])
     failed = [answer for answer in fork_ranks(2, lambda: body(where), seconds=240) if "error" in answer]
-    answers = [] if failed else [json.loads((where / f"rank_{number}.json").read_bytes()) for number in (0, 1)]
-    print(json.dumps({"failed": failed, "ranks": answers}))
+    seen = {
+        name: [] if failed else [json.loads((where / f"{name}_{number}.json").read_bytes()) for number in (0, 1)]
+        for name in ("rank", "full")
+    }
+    print(json.dumps({"failed": failed, "ranks": seen["rank"], "full": seen["full"]}))

@@ -1,5 +1,7 @@
 """Every operation of a save fails in turn: the ranks agree, say so in one line, and the next save works."""
 
+import re
+import subprocess
 from collections import Counter
 
 import pytest
@@ -12,11 +14,30 @@ REFUSED = "a checkpoint could not be saved (step "
 
 
 @pytest.fixture(scope="module")
-def saves(tmp_path_factory):
-    """What both ranks saw of each save; the last one had no fault."""
-    answer = run_script("tests.checkpoint.failing_saves_probe", str(tmp_path_factory.mktemp("saves")))
+def answer(tmp_path_factory):
+    """The probe's answer, on a small file system of its own where one can be mounted."""
+    folder = tmp_path_factory.mktemp("saves")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    mounted = not subprocess.run(mount, capture_output=True).returncode
+    try:
+        answer = run_script("tests.checkpoint.failing_saves_probe", str(folder))
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", folder], check=True)
     assert answer["failed"] == []
+    return answer
+
+
+@pytest.fixture(scope="module")
+def saves(answer):
+    """What both ranks saw of each save; the last one had no fault."""
     return answer["ranks"]
+
+
+def said(save):
+    """Return how a save ended; what rank 0 removes and the free space at that moment are a rank's own."""
+    lines = [line for line in save["said"] if "old checkpoints" not in line]
+    return [re.sub(r"[\d.e-]+ GB free", "GB free", line) for line in lines]
 
 
 def test_every_operation_fails_on_every_rank(saves):
@@ -28,7 +49,7 @@ def test_every_operation_fails_on_every_rank(saves):
 def test_ranks_agree_how_each_save_ended(saves):
     for mine, theirs in zip(*saves, strict=True):
         assert mine["steps"] == theirs["steps"]
-        assert [line for line in mine["said"] if "old checkpoints" not in line] == theirs["said"], mine["fault"]
+        assert said(mine) == said(theirs), mine["fault"]
 
 
 def test_failed_save_is_reported_in_one_line(saves):
@@ -51,6 +72,17 @@ def test_no_fault_costs_older_checkpoints(saves):
     for before, after in zip(saves[0], saves[0][1:], strict=False):
         if after.get("fault", ["removed"])[0] != "removed" and before["steps"]:
             assert after["steps"] and after["steps"][-1] >= before["steps"][-1]
+
+
+def test_a_file_system_that_fills_up_costs_only_the_save(answer):
+    mine, theirs = answer["full"]
+    if not mine:
+        pytest.skip("no small file system can be mounted here")
+    assert [said(save) for save in mine] == [said(save) for save in theirs]
+    assert [save["steps"] for save in mine] == [save["steps"] for save in theirs]
+    ended = [save["said"][-1].startswith("saved") for save in mine]
+    assert ended[0] and not any(ended[1:]), mine
+    assert all(save["steps"] == mine[0]["steps"] for save in mine)
 
 
 def test_save_after_all_faults_works(saves):

@@ -56,3 +56,14 @@ def test_a_disk_too_small_ends_the_job_without_blame(slurm, tmp_path):
     ended = slurm.wait(job, log)
     assert (ended["JobState"], ended["Restarts"], ended["ExcNodeList"]) == ("FAILED", "0", "(null)"), log.read_text()
     assert "problem: space: " in log.read_text() and "no single node is the cause" in log.read_text()
+
+
+def test_a_later_start_that_no_node_spoils_is_idle(slurm, tmp_path):
+    """The first start ends the job, since a wrong setting stays wrong; later ones may meet what passes."""
+    too_much = f"{LENIENT} --threshold checkpoints=1e9"
+    job, log = submit(slurm, tmp_path, too_much, SLURM_RESTART_COUNT="1"), tmp_path / "job.log"
+    shown = slurm.wait(job, log, until=lambda shown: shown["Restarts"] == "1")
+    assert shown["ExcNodeList"] == "(null)", log.read_text()
+    assert "no single node is the cause" in log.read_text()
+    (idle,) = (tmp_path / "run/logs").glob("*/idle_starts")
+    assert len(idle.read_text().splitlines()) == 1
