@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, sharded, without_decay
-from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, final_window
-from megatron_blackmamba.ops.context import from_previous_part
+from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
 from megatron_blackmamba.ops.selective_scan import selective_scan
 from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
 
@@ -62,12 +62,10 @@ class Convolution(Channels):
 
     def forward(self, x_BSI: Tensor, reset_BS: Tensor | None, context: ProcessGroup | None = None) -> Tensor:
         """context: the ranks with the other parts of these sequences."""
-        window_BWI = None
+        convolve: Any = causal_conv1d
         if context is not None and context.size() > 1:
-            last_BWI = final_window(x_BSI, self.weight.shape[-1], reset_BL=reset_BS)
-            window_BWI = from_previous_part(last_BWI, context)
-        weight_IK = self.weight.squeeze(1)
-        y_BSI: Any = causal_conv1d(x_BSI, weight_IK, self.bias, initial_window=window_BWI, reset_BL=reset_BS)
+            convolve = partial(causal_conv1d_part, group=context)
+        y_BSI: Tensor = convolve(x_BSI, self.weight.squeeze(1), self.bias, reset_BL=reset_BS)
         return y_BSI
 
 

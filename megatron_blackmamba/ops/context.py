@@ -4,7 +4,7 @@ Over its part of a sequence, a recurrence whose decay is diagonal is an affine m
 
     end = decay * start + added
 
-A rank computes decay and added with a start of zero, all ranks gather the two, and each chains those of the ranks
+A rank computes decay and added with a start of zero. All ranks gather the two, and each chains the maps of the ranks
 before it into its own start. The gradient of the state goes the other way. So ranks exchange the sizes of a state,
 whatever the length of the sequence, and no activations. One gather takes the place of log2(ranks) dependent messages.
 
@@ -22,10 +22,33 @@ Summary = tuple[Tensor, Tensor]
 """decay and added; the decay may be one number for many entries of the state."""
 
 
-def from_previous_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `x` of the rank with the part before, zeros for the first part; gradients go back to where x came from."""
-    received: Tensor = _FromPreviousPart.apply(x, group)
-    return received
+class Chain:
+    """The parts of the same sequences on other ranks, as seen from one layer in one forward and backward pass."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def start(self, decay: Tensor, added: Tensor) -> Tensor:
+        """Give what this part makes of its start, and return its start."""
+        self.decays_G, added_G = _gathered(decay, self.group), _gathered(added, self.group)
+        start = torch.zeros_like(added)
+        for rank in range(self.group.rank()):
+            start = self.decays_G[rank] * start + added_G[rank]
+        return start
+
+    def grad_end(self, grad_start: Tensor, sequences: slice = slice(None)) -> Tensor:
+        """Give the gradient of the start by this part's outputs alone. Return that of the end by the later parts."""
+        grads_G = _gathered(grad_start, self.group)
+        grad_end = torch.zeros_like(grad_start)
+        for rank in range(self.group.size() - 1, self.group.rank(), -1):
+            grad_end = grads_G[rank] + self.decays_G[rank][sequences] * grad_end
+        return grad_end
+
+
+def from_neighbour(x: Tensor, group: dist.ProcessGroup, distance: int) -> Tensor:
+    """Return `x` of the rank that many parts further on, or back if negative; zeros if there is no such part."""
+    gathered_G, rank = _gathered(x, group), group.rank() + distance
+    return gathered_G[rank].clone() if 0 <= rank < group.size() else torch.zeros_like(gathered_G[0])
 
 
 def scan_part(
@@ -36,24 +59,14 @@ def scan_part(
 ) -> Tensor:
     """Return what `scan` puts out for this rank's part of the sequences.
 
-    scan(*inputs, start) returns the output and the state at the end, and gives gradients to all it is given.
-    summarise(*inputs) returns the part's decay, and its end from a start of zero.
+    scan(*inputs, start) returns the output and the state at the end, and gives gradients to its arguments.
+    summarise(*inputs) returns the part's decay, and its end from a start of zero. Each part is scanned twice: once for
+    the state that the following ranks need, once with the right start. So is the backward pass.
     """
     if torch.is_grad_enabled():
         y: Tensor = _ScanPart.apply(scan, summarise, group, *inputs)
         return y
-    return scan(*inputs, _start(summarise(*inputs), group)[0])[0]
-
-
-class _FromPreviousPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _neighbours(x, group, -1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _neighbours(grad, ctx.group, 1), None
+    return scan(*inputs, Chain(group).start(*summarise(*inputs)))[0]
 
 
 class _ScanPart(torch.autograd.Function):
@@ -62,45 +75,28 @@ class _ScanPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scan, summarise, group, *inputs):
         inputs = [None if x is None else x.detach() for x in inputs]
-        start, decays_G = _start(summarise(*inputs), group)
+        chain = Chain(group)
+        start = chain.start(*summarise(*inputs))
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         for i in wanted:
             inputs[i].requires_grad_()
         with torch.enable_grad():
             y, end = scan(*inputs, start.requires_grad_())
-        ctx.group, ctx.wanted = group, wanted
-        ctx.graph = (decays_G, inputs, start, y, end)
+        ctx.chain, ctx.wanted = chain, wanted
+        ctx.graph = (inputs, start, y, end)
         return y.detach()
 
     @staticmethod
     def backward(ctx, grad_y):
-        group, (decays_G, inputs, start, y, end) = ctx.group, ctx.graph
+        inputs, start, y, end = ctx.graph
         ctx.graph = None  # or the activations would live until the whole backward pass is over
         (of_this_part,) = torch.autograd.grad(y, start, grad_y, retain_graph=True)
-        parts_G = _gathered(of_this_part, group)
-        grad_end = torch.zeros_like(end)
-        for rank in range(group.size() - 1, group.rank(), -1):
-            grad_end = parts_G[rank] + decays_G[rank] * grad_end
+        grad_end = ctx.chain.grad_end(of_this_part)
         grads: list[Any] = [None] * len(inputs)
         found = torch.autograd.grad((y, end), [inputs[i] for i in ctx.wanted], (grad_y, grad_end))
         for i, grad in zip(ctx.wanted, found, strict=True):
             grads[i] = grad
         return None, None, None, *grads
-
-
-def _start(summary: Summary, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the state that this part starts with, and the decays of all parts."""
-    decays_G, added_G = (_gathered(x, group) for x in summary)
-    start = torch.zeros_like(summary[1])
-    for rank in range(group.rank()):
-        start = decays_G[rank] * start + added_G[rank]
-    return start, decays_G
-
-
-def _neighbours(x: Tensor, group: dist.ProcessGroup, distance: int) -> Tensor:
-    """Return `x` of the rank so far behind this one; where there is none, zeros."""
-    gathered_G, rank = _gathered(x, group), group.rank() + distance
-    return gathered_G[rank].clone() if 0 <= rank < group.size() else torch.zeros_like(gathered_G[0])
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -4,21 +4,24 @@
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, final_window
-from megatron_blackmamba.ops.context import from_previous_part
+from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
 from megatron_blackmamba.ops.selective_scan import selective_scan
 from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
 from megatron_blackmamba.ops.ssd import ssd
 from megatron_blackmamba.ops.ssd.part import ssd_part
+from tests.ops import interpreted
 from tests.ops.implementations import ISAS, implementation
 from tests.ops.test_causal_conv1d import conv_inputs
 from tests.ops.test_selective_scan import scan_inputs
@@ -28,6 +31,7 @@ from tests.runtime.ranks import fork_ranks
 PARTS = ((0, 9), (9, 26), (26, 40))
 RESETS = {"none": None, "some": "some", "first": "first", "last": "last", "all": "all"}
 BACKENDS = ("float64", "chunked", *(f"cpu-{isa}" for isa in ISAS[-1:]))
+INTERPRETED = ("triton",) if find_spec("triton") else ()
 OF_TIME = {"u", "delta", "B", "C", "z", "x", "dt"}
 
 Leaves = dict[str, Tensor]
@@ -52,10 +56,8 @@ def scan_of_mamba2(leaves: Leaves, reset: Tensor | None, function: Callable[...,
 
 def convolve(leaves: Leaves, reset: Tensor | None, group: dist.ProcessGroup | None, backend: str) -> Tensor:
     x, weight = leaves["x"], leaves["weight"]
-    window = None
-    if group is not None:
-        window = from_previous_part(final_window(x, weight.shape[1], reset_BL=reset), group)
-    y: Tensor = causal_conv1d(x, weight, leaves["bias"], initial_window=window, reset_BL=reset, backend=backend)
+    function = causal_conv1d if group is None else partial(causal_conv1d_part, group=group)
+    y: Tensor = function(x, weight, leaves["bias"], reset_BL=reset, backend=backend)
     return y
 
 
@@ -81,28 +83,27 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
         for name, x in tensors.items()
     }
     reset = None if reset is None else reset[:, part]
-    with implementation("reference" if exact else backend) as used:
+
+    def compute(used: str) -> Tensor:
         if operation == "scan":
-            function = partial(selective_scan_part, group=group) if group else selective_scan
-            y = scan(leaves, reset, function, used)
-        elif operation == "ssd":
-            y = scan_of_mamba2(leaves, reset, partial(ssd_part, group=group) if group else ssd, used)
-        else:
-            y = convolve(leaves, reset, group, used if used != "chunked" else "reference")
+            return scan(leaves, reset, partial(selective_scan_part, group=group) if group else selective_scan, used)
+        if operation == "ssd":
+            return scan_of_mamba2(leaves, reset, partial(ssd_part, group=group) if group else ssd, used)
+        return convolve(leaves, reset, group, "reference" if used == "chunked" else used)
+
+    with implementation("reference" if exact else backend) as used:
+        y = compute(used)
+        with torch.no_grad():
+            assert torch.equal(compute(used), y)  # validation takes another way
     whole = torch.randn(2, PARTS[-1][1], 5, generator=torch.Generator().manual_seed(3))
     y.backward(whole[:, part].to(y.dtype))
-    with torch.no_grad(), implementation("reference" if exact else backend) as used:
-        if operation == "scan" and group:  # validation takes another way
-            again = scan(leaves, reset, function, used)
-            assert torch.equal(again, y)
     return {"y": y.detach()} | {f"gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
 
 
 def cases() -> list[tuple[str, str, str]]:
-    of_mamba1 = [
-        (operation, reset, backend) for operation in ("scan", "conv") for reset in RESETS for backend in BACKENDS
-    ]
-    return of_mamba1 + [("ssd", reset, backend) for reset in RESETS for backend in ("float64", "chunked")]
+    every = [(operation, reset, backend) for operation in ("scan", "conv") for reset in RESETS for backend in BACKENDS]
+    every += [("ssd", reset, backend) for reset in RESETS for backend in ("float64", "chunked")]
+    return every + [(operation, "some", backend) for operation in ("scan", "conv") for backend in INTERPRETED]
 
 
 def body(folder: Path) -> None:
@@ -115,6 +116,9 @@ def body(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
+    if INTERPRETED:
+        os.environ["TRITON_INTERPRET"] = "1"
+        interpreted._prepare()
     answers = fork_ranks(len(PARTS), partial(body, folder))
     print(json.dumps([answer.get("trace") or answer["error"] for answer in answers if "error" in answer]))
 

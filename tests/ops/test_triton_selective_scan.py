@@ -66,6 +66,35 @@ def triton_results(inputs, plan):
     return results(scan, inputs, Plan(**plan))
 
 
+class Neighbours:
+    """Stands for the other parts: answers with what is given, and keeps what it is told."""
+
+    def __init__(self, start, grad_end):
+        self.answers, self.told = (start, grad_end), {}
+
+    def start(self, decay, added):
+        self.told |= {"decay": decay, "added": added}
+        return self.answers[0].mT.contiguous()
+
+    def grad_end(self, grad_start, sequences):
+        self.told.setdefault("grad_start", []).append(grad_start)
+        return self.answers[1][sequences].mT.contiguous()
+
+
+def chained_results(inputs, grad_end, plan):
+    """As `results`, with start and gradient of the end as a chain gives them; and what the chain was told."""
+    from megatron_blackmamba.ops.selective_scan.triton import scan
+    from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
+
+    chain = Neighbours(inputs["start"], grad_end)
+
+    def chained(*given):
+        y, end = scan(*given[:9], None, given[10], plan=Plan(**plan), chain=chain)
+        return y, end.detach().requires_grad_()
+
+    return results(chained, inputs), chain.told | {"grad_start": torch.cat(chain.told["grad_start"])}
+
+
 def assert_close(actual, exact, tolerance):
     assert actual.keys() == exact.keys()
     for name in exact:
@@ -174,3 +203,18 @@ def test_a_plan_that_does_not_fit_together_is_refused():
 
     with pytest.raises(ValueError, match="divide"):
         Plan(chunk=10, steps=4)
+
+
+@pytest.mark.parametrize("segment", [0, 8], ids=["one pass", "segments"])
+def test_a_chain_of_parts_replaces_start_and_end(interpreted, segment):
+    inputs = problem(3, 21, 5, 4)
+    exact = results(reference.scan, inputs, dtype=torch.float64)
+    g = torch.Generator().manual_seed(1)
+    grad_end = [torch.randn(exact[name].shape, generator=g, dtype=torch.float64) for name in ("y", "end")][1]
+    plan = {**PLAN, "segment": segment, "group": 2}
+    actual, told = interpreted(chained_results, inputs, grad_end.float(), plan)
+    start_gradient = exact.pop("dstart")
+    assert_close({name: actual[name] for name in exact}, exact, 3e-6)
+    decay, added, grad_start = (told[name].mT.double() for name in ("decay", "added", "grad_start"))
+    whole = {"end": decay * inputs["start"].double() + added, "start": grad_start + decay * grad_end}
+    assert_close(whole, {"end": exact["end"], "start": start_gradient}, 3e-6)

@@ -8,9 +8,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops.context import Summary, scan_part
-from megatron_blackmamba.ops.selective_scan import selective_scan
+from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.context import Chain, Summary, scan_part
+from megatron_blackmamba.ops.selective_scan import BACKENDS, selective_scan
 
+PACKAGE = "megatron_blackmamba.ops.selective_scan"
 TOKENS = 1024  # whose time steps are in memory at once, in full precision
 
 
@@ -29,11 +31,17 @@ def selective_scan_part(
     reset_BL: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return y_BLI of this rank's part; arguments as for `selective_scan`, which does the work with any backend.
+    """Return y_BLI of this rank's part; arguments as for `selective_scan`.
 
-    Each part is scanned twice: once for the state that the following ranks need, once with the right start. So is the
-    backward pass.
+    A backend that takes a `chain` sees the other ranks between its own phases. With any other one, the part is scanned
+    twice (`scan_part`).
     """
+    compute = torch.promote_types(u_BLI.dtype, torch.float32)
+    nothing = torch.zeros(len(u_BLI), *A_IN.shape, dtype=compute, device=u_BLI.device)
+    chosen = backends.choose(PACKAGE, BACKENDS, backend, u_BLI, A_IN, nothing, reset_BL)
+    if getattr(chosen, "TAKES_CHAIN", False):
+        inputs = (u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, delta_softplus, None, reset_BL)
+        return chosen.scan(*inputs, chain=Chain(group))[0]
 
     def scan(u, delta, A, B, C, D, z, bias, reset, start) -> tuple[Tensor, Tensor]:
         y, end = selective_scan(
@@ -49,8 +57,6 @@ def selective_scan_part(
         return y, end
 
     def summarise(u, delta, A, B, C, D, z, bias, reset) -> Summary:
-        compute = torch.promote_types(u.dtype, torch.float32)
-        nothing = torch.zeros(len(u), *A.shape, dtype=compute, device=u.device)
         _, end = scan(u, delta, A, B, C, None, None, bias, reset, nothing)
         return decay_of_part(delta, A, bias, delta_softplus, reset, compute), end
 

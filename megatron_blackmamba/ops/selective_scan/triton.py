@@ -6,13 +6,16 @@ out lies in memory as u does, [B, L] or [L, B], so that nobody around the scan h
 Shapes: B batch, L length, I inner channels, N state, S segments, G checkpoints, K blocks of channels.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from megatron_blackmamba.ops.context import Chain
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.selective_scan import triton_backward, triton_forward
 from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan, plan_for
@@ -20,6 +23,7 @@ from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavai
 
 __all__ = ["scan", "unavailable", "unsupported"]
 
+TAKES_CHAIN = True
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CARRY_BLOCK = 256
 SHORTEST_CHUNK = 32  # of any plan
@@ -52,22 +56,24 @@ def scan(
     initial_state_BIN: Tensor | None,
     reset_BL: Tensor | None,
     plan: Plan | None = None,
+    chain: Chain | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """chain: the other parts of the sequences, in place of an initial state; the final state then gets no gradient."""
     plan = plan or plan_for(u_BLI, A_IN.shape[1])
     optional = (D_I, z_BLI, delta_bias_I, initial_state_BIN, reset_BL)
-    return _Scan.apply(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, *optional, delta_softplus, plan)
+    return _Scan.apply(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, *optional, delta_softplus, plan, chain)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, u, delta, A, B, C, D, z, bias, initial, reset, softplus: bool, plan: Plan):
+    def forward(ctx, u, delta, A, B, C, D, z, bias, initial, reset, softplus: bool, plan: Plan, chain: Chain | None):
         problem = _Problem.of(u, delta, A, B, C, D, z, bias, reset, softplus)
         start_BNI = None if initial is None else initial.float().transpose(1, 2).contiguous()
         save = any(ctx.needs_input_grad)
         with torch.cuda.device_of(u):
-            y, checkpoints, final_BNI = _run_forward(problem, start_BNI, plan, save)
+            y, checkpoints, final_BNI = _run_forward(problem, start_BNI, plan, save, chain)
         ctx.save_for_backward(u, delta, A, B, C, D, z, bias, reset, checkpoints)
-        ctx.softplus, ctx.plan = softplus, plan
+        ctx.softplus, ctx.plan, ctx.chain = softplus, plan, chain
         return y, final_BNI.transpose(1, 2)
 
     @staticmethod
@@ -75,7 +81,7 @@ class _Scan(torch.autograd.Function):
         u, delta, A, B, C, D, z, bias, reset, checkpoints = ctx.saved_tensors
         problem = _Problem.of(u, delta, A, B, C, D, z, bias, reset, ctx.softplus)
         dend_BNI = dfinal.float().transpose(1, 2).contiguous()
-        grads = _run_backward(problem, _unit_stride(dy), dend_BNI, checkpoints, ctx.plan)
+        grads = _run_backward(problem, _unit_stride(dy), dend_BNI, checkpoints, ctx.plan, ctx.chain)
         du, ddelta, dA, dB, dC, dD, dz, dbias, dstart_BNI = grads
         return (
             du,
@@ -87,6 +93,7 @@ class _Scan(torch.autograd.Function):
             dz,
             None if bias is None else dbias.to(bias.dtype),
             dstart_BNI.transpose(1, 2) if ctx.needs_input_grad[8] else None,
+            None,
             None,
             None,
             None,
@@ -153,20 +160,25 @@ class _Problem:
         return self.u if tensor is None else tensor
 
 
-def _run_forward(p: _Problem, start_BNI: Tensor | None, plan: Plan, save: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def _run_forward(
+    p: _Problem, start_BNI: Tensor | None, plan: Plan, save: bool, chain: Chain | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     B, L, I, N = p.sizes
     fp32 = {"device": p.u.device, "dtype": torch.float32}
     blocks, segments = triton.cdiv(I, plan.block), plan.segments(L)
-    if segments > 1:
+    if segments > 1 or chain is not None:
         batch_strides, token_strides = _strides(u=p.u, delta=p.delta)
         ends_BSNI = torch.empty(B, segments, N, I, **fp32)
         decays_BSNI = torch.empty_like(ends_BSNI)
         triton_forward.segment_ends[(blocks, B, segments)](
             p.u, p.delta, p.A_NI, p.BC, p.or_u(p.bias), p.or_u(p.reset), ends_BSNI, decays_BSNI,
-            L, *batch_strides, plan.segment, **token_strides,
+            L, *batch_strides, plan.segment if segments > 1 else L, **token_strides,
             I=I, N=N, BLOCK_I=plan.block, STEPS=plan.steps, num_warps=plan.block // WARP,
             **p.switches(plan.block, plan.steps, "EVEN", "SOFTPLUS", "HAS_BIAS", "HAS_RESET"),
         )  # fmt: skip
+        if chain is not None:
+            added_BNI = _carry(ends_BSNI.clone(), decays_BSNI, None, reverse=False)
+            start_BNI = chain.start(decays_BSNI.prod(1), added_BNI)
         _carry(ends_BSNI, decays_BSNI, start_BNI, reverse=False)
         starts_BSNI = ends_BSNI
     else:
@@ -185,7 +197,7 @@ def _run_forward(p: _Problem, start_BNI: Tensor | None, plan: Plan, save: bool) 
 
 
 def _run_backward(
-    p: _Problem, dy: Tensor, dend_BNI: Tensor, checkpoints: Tensor, plan: Plan
+    p: _Problem, dy: Tensor, dend_BNI: Tensor, checkpoints: Tensor, plan: Plan, chain: Chain | None
 ) -> tuple[Tensor | None, ...]:
     B, L, I, N = p.sizes
     like = {"device": p.u.device}
@@ -201,6 +213,7 @@ def _run_backward(
             _backward_of_part(
                 p.part(first, last), dy[cut], dend_BNI[cut], checkpoints[cut],
                 du[cut], ddelta[cut], None if dz is None else dz[cut], dBC[cut], dstart_BNI[cut], plan,
+                None if chain is None else partial(chain.grad_end, sequences=cut),
             )
         )  # fmt: skip
     dA_NI, dD_I, dbias_I = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
@@ -209,7 +222,17 @@ def _run_backward(
 
 
 def _backward_of_part(
-    p: _Problem, dy, dend_BNI, checkpoints, du, ddelta, dz, dBC, dstart_BNI, plan: Plan
+    p: _Problem,
+    dy,
+    dend_BNI,
+    checkpoints,
+    du,
+    ddelta,
+    dz,
+    dBC,
+    dstart_BNI,
+    plan: Plan,
+    grad_end: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fill the gradients of some sequences; return their sums of dA, dD and the bias."""
     B, L, I, N = p.sizes
@@ -227,6 +250,8 @@ def _backward_of_part(
         I=I, N=N, BLOCK_I=plan.block, CHUNK=plan.chunk, STEPS=steps, num_warps=plan.block // WARP,
         **p.switches(plan.block, steps),
     )  # fmt: skip
+    if grad_end is not None:
+        dend_BNI = grad_end(_carry(parts_BGNI.clone(), decays_BGNI, None, reverse=True))
     dstart_BNI.copy_(_carry(parts_BGNI, decays_BGNI, dend_BNI, reverse=True))
 
     blocks = triton.cdiv(I, plan.backward_block)
