@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 Summary = tuple[Tensor, Tensor]
 """decay and added; the decay may be one number for many entries of the state."""
@@ -83,13 +84,13 @@ class _ScanPart(torch.autograd.Function):
         with torch.enable_grad():
             y, end = scan(*inputs, start.requires_grad_())
         ctx.chain, ctx.wanted = chain, wanted
-        ctx.graph = (inputs, start, y, end)
+        ctx.graph = (inputs, start, get_gradient_edge(y), get_gradient_edge(end))
         return y.detach()
 
     @staticmethod
     def backward(ctx, grad_y):
         inputs, start, y, end = ctx.graph
-        ctx.graph = None  # or the activations would live until the whole backward pass is over
+        ctx.graph = None  # or the inputs would live until the whole backward pass is over
         (of_this_part,) = torch.autograd.grad(y, start, grad_y, retain_graph=True)
         grad_end = ctx.chain.grad_end(of_this_part)
         grads: list[Any] = [None] * len(inputs)

@@ -6,6 +6,7 @@ Shapes: B batch, L length of the part, I inner channels, K taps, W = K - 1 the w
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, final_window
 from megatron_blackmamba.ops.context import from_neighbour
@@ -40,13 +41,13 @@ class _ConvolvePart(torch.autograd.Function):
         leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in (x, weight, bias, window)]
         with torch.enable_grad():
             y = _convolve(*leaves, reset, backend)
-        ctx.group, ctx.graph = group, (leaves, reset, y)
+        ctx.group, ctx.graph = group, (leaves, reset, get_gradient_edge(y))
         return y.detach()
 
     @staticmethod
     def backward(ctx, grad_y):
         leaves, reset, y = ctx.graph
-        ctx.graph = None  # or the activations would live until the whole backward pass is over
+        ctx.graph = None  # or the inputs would live until the whole backward pass is over
         there = [leaf for leaf in leaves if leaf is not None]
         grad_x, grad_weight, *grad_bias, grad_window = torch.autograd.grad(y, there, grad_y)
         W = grad_window.shape[1]
