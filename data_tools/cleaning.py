@@ -41,7 +41,7 @@ _LEVEL = 3
 
 @dataclass(frozen=True)
 class Slurm:
-    """Where the tasks run, if not on this machine."""
+    """The Slurm partition and limits for tasks that do not run on this machine."""
 
     partition: str
     time: str = "12:00:00"

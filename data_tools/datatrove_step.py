@@ -1,4 +1,4 @@
-"""A datatrove pipeline step that writes token shards: the end of a pipeline of one's own.
+"""A datatrove pipeline step that writes token shards, for the end of your pipeline.
 
 LocalPipelineExecutor([WarcReader(...), Trafilatura(), ShardWriter("tokens/web", "tokenizer.json")], tasks=32).run()
 """

@@ -31,7 +31,7 @@ FEWEST_WORDS = 4
 
 
 class ItemIndex:
-    """What to look for: the n-grams of the items' texts, and the shorter texts as a whole."""
+    """The n-grams of the items' texts, and the shorter texts as a whole."""
 
     def __init__(self, items: Iterable[Item], n_grams: int, language: str | None = None) -> None:
         if n_grams <= FEWEST_WORDS:

@@ -27,7 +27,7 @@ class Item:
 def read_items(against: Sequence[str], task_folder: str | None = None) -> list[Item]:
     """Return the items of tasks and files. A name that is no file is one of lm-eval's tasks.
 
-    task_folder: a folder with task definitions of one's own, as lm-eval's --include_path.
+    task_folder: a folder with your own task definitions, as lm-eval's --include_path.
     """
     files = [name for name in against if Path(name).exists()]
     tasks = [name for name in against if name not in files]

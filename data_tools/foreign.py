@@ -23,7 +23,7 @@ _STORED: dict[int, np.dtype] = {2: np.dtype("uint16"), 4: np.dtype("int32")}
 def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Path:
     """Give a token file a `.bin`, a link if possible, and an `.idx`; return their prefix.
 
-    dtype: uint16 or uint32, where the file and what lies beside it leave it open.
+    dtype: uint16 or uint32, for a file that does not tell its type, nor a file beside it.
     """
     prefix = path.with_name(path.name.removesuffix(path.suffix))
     header, stored = _header(path)

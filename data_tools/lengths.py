@@ -43,7 +43,7 @@ class Lengths:
 
 
 def by_source(paths: Sequence[str]) -> list[Lengths]:
-    """Return the lengths of every source: those of a mixture file, else each folder of shards."""
+    """Return the lengths of every source of a mixture file, and of every folder of shards."""
     groups: dict[str, list[np.ndarray]] = {}
     for path in paths:
         if path.endswith((".yaml", ".yml")):

@@ -16,7 +16,7 @@ def trace(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     step: Annotated[int | None, typer.Option(min=1, help="Show the batch of this step.")] = None,
     sample: Annotated[
-        int | None, typer.Option(min=0, metavar="K", help="Of the batch, only sample K, counted from 0.")
+        int | None, typer.Option(min=0, metavar="K", help="Show only sample K of the batch, counted from 0.")
     ] = None,
     samples: Annotated[
         str | None, typer.Option(metavar="FIRST-LAST", help="Show these samples of the run, as events name them.")

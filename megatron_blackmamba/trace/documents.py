@@ -148,8 +148,8 @@ class Tracer:
 def _windows(offset: int, length: int, size: int, windows: int, tokens: int) -> Iterator[tuple[int, int, int]]:
     """Yield the windows of an epoch that hold a part of a document: window, first token in the document, tokens.
 
-    Window w holds the tokens w·size to w·size + size of the ring, its last label included. offset: of the document on
-    the way around the ring, which it may leave at one end and enter at the other.
+    Window w holds the tokens w·size to w·size + size of the ring, its last label included. The document begins at
+    token `offset` of the ring, and may leave the ring at its end and enter it again at its beginning.
     """
     for begin in (offset - tokens, offset, offset + tokens):
         for window in range(max(0, -(-(begin - size) // size)), min(windows - 1, (begin + length - 1) // size) + 1):

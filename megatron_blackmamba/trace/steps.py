@@ -19,7 +19,7 @@ class Steps:
     """The steps of a run in order, and the samples that each of them read."""
 
     def __init__(self, records: Iterable[dict[str, Any]], events: Sequence[Event], name: str = "the run") -> None:
-        """records: those of metrics.jsonl. events: those of events.jsonl, for the ranges that rewinds skip."""
+        """records: the lines of metrics.jsonl. events: the lines of events.jsonl, for the ranges that rewinds skip."""
         self.name = name
         self._steps, self._ends, self._consumed = array("q"), array("q"), array("q")
         for record in records:
