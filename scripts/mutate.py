@@ -51,7 +51,7 @@ def main() -> int:
         tops = sorted({path.split("/")[0] for path in packages})
         with closing(ForkServer(tree, options.preload)) as server:
             covered = build(server, test_files(root, options.tests), tops, options.map_limit, say)
-            run(server, chosen, covered, results, options.limit)
+            run(server, chosen, covered, results, options.limit, options.survivors)
     return summarize(root, chosen, results)
 
 
@@ -69,6 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="JSON lines file (default build/mutation/results-SEED.jsonl).")
     parser.add_argument("--work", type=Path, help="Folder of the private copy (default build/mutation).")
     parser.add_argument("--root", type=Path, default=ROOT, help="Repository to test (default this one).")
+    parser.add_argument("--survivors", action="store_true", help="Try only what an earlier run did not notice.")
     parser.add_argument("--list", action="store_true", help="List the sampled mutants and stop.")
     return parser.parse_args()
 
@@ -85,7 +86,9 @@ def test_files(root: Path, names: list[str]) -> list[str]:
     return [str(file.relative_to(root)) for file in files]
 
 
-def run(server: ForkServer, chosen: list[Mutant], covered: CoverageMap, results: Path, limit: float) -> None:
+def run(
+    server: ForkServer, chosen: list[Mutant], covered: CoverageMap, results: Path, limit: float, survivors: bool
+) -> None:
     """Try the mutants that are not noticed yet, with the tests that they have not passed, and append each outcome."""
     done, known = read_results(results), equivalents(server.tree.root)
     wanted = []
@@ -94,7 +97,7 @@ def run(server: ForkServer, chosen: list[Mutant], covered: CoverageMap, results:
         before = done.get(mutant.id(source), {"status": None, "passed": {}})
         passed = before["passed"]
         tests = [test for test in covered.select(mutant) if passed.get(test.name) != test.digest]
-        left_to_do = before["status"] is None or (before["status"] != NOTICED and tests)
+        left_to_do = not survivors if before["status"] is None else before["status"] != NOTICED and tests
         if left_to_do and mutant.key() not in known and changes_the_program(mutant, source):
             wanted.append((before["status"] is not None, mutant, source, tests, passed))
     wanted.sort(key=lambda each: each[0])  # those never tried come first
