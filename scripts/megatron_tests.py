@@ -9,6 +9,7 @@
 The checkout must be of the installed version of megatron-core (its wheel has no tests); its
 `megatron/core` is not used. Each file runs in eight gloo ranks. A test has passed if it passed on all ranks.
 What fails or hangs runs once more alone, since a failed collective leaves the other ranks waiting.
+scripts/megatron_tests.md keeps the results so far, with the cause of each failure.
 """
 
 import argparse
