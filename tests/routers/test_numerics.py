@@ -100,3 +100,12 @@ def test_only_balanced_choices_see_later_tokens(case):
 
     assert same(training=False)
     assert same(training=True) == (kind in ("softmax", "expert_bias"))
+
+
+def test_evaluation_is_what_decoding_and_exports_do(case):
+    _, top_k, _, router, hidden_SBD = case
+    weights_TE, chosen_TE = router.eval()(hidden_SBD)
+    logits_TE = router.gating(hidden_SBD).flatten(0, 1)
+    choice_TK = router.use.choice(logits_TE, top_k, getattr(router, "expert_bias", None))
+    assert chosen_TE.gather(1, choice_TK).all() and chosen_TE.sum() == choice_TK.numel()
+    torch.testing.assert_close(weights_TE.gather(1, choice_TK), router.use.weights(logits_TE, choice_TK))
