@@ -1,6 +1,6 @@
 """Quality and speed of `data dedup` and `data decontaminate` on text with planted copies and evaluation items.
 
-    python -m benchmarks.cleaning FILE.jsonl... --against FILE... [--documents 3000] [--workers 2] [--json]
+    python -m benchmarks.cleaning FILE.jsonl... --against FILE... [--documents 3000] [--json]
 
 The texts of the files are cut into documents of 60 to 400 words. Some are planted again with 5, 10, 20 and 40% of their
 words changed, others get an evaluation item in their middle: verbatim, re-cased, re-spaced, or cut to its first 60%.
@@ -8,7 +8,7 @@ words changed, others get an evaluation item in their middle: verbatim, re-cased
 recall      planted copies that are not kept beside their original; planted items whose document is removed
 precision   removed documents that were planted (the copy or its original), or resemble another one: the Jaccard
             similarity of their word n-grams is at least 0.5, computed for all pairs
-speed       megabytes of text per CPU-second, all processes together, and the largest memory of one
+speed       megabytes of text per CPU-second and the memory of the process; tasks of more --workers are not counted
 """
 
 import argparse
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("inputs", nargs="+", type=Path, help="JSON lines with a field `text`")
     parser.add_argument("--against", nargs="+", required=True, help="files of evaluation items")
     parser.add_argument("--documents", type=int, default=3000)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     choose = random.Random(0)
