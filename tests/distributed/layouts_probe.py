@@ -151,7 +151,7 @@ def steps_of(name: str) -> int:
     """Return how long a run is: the layouts of the plain model in full, other models and switches for fewer steps."""
     if name.startswith(tuple(ROUTERS)):
         return ROUTER_STEPS
-    return STEPS if name in FULL else SHIPPED_STEPS if name.startswith("shipped") else FEWER_STEPS
+    return STEPS if name in FULL else SHIPPED_STEPS if name.startswith(("shipped", "cut", "fp32")) else FEWER_STEPS
 
 
 def describe(run: RunConfig, steps: int) -> dict:
