@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BATCH, LENGTH, INNER, STATE, TAPS, EXPERTS = 8, 2048, 2304, 16, 4, 8  # the 1.5B model, 8 sequences
+MODEL, HIDDEN, VOCABULARY = 1152, 3072, 50_304
 
 
 @dataclass
@@ -191,11 +192,34 @@ def large_sinkhorn_launches(arch: int, reset: bool = False) -> None:
     choice(fp32(2 * ONE_PROGRAM // 256, 256).detach(), 1, 2.0, "balanced", None)
 
 
+def gated_launches(arch: int, reset: bool = False) -> None:
+    from megatron_blackmamba.ops.triton_gated import gated
+
+    gated(bf16(BATCH * LENGTH, 2 * HIDDEN), fp32(BATCH * LENGTH), False).sum().backward()
+
+
+def norm_launches(arch: int, reset: bool = False) -> None:
+    from megatron_blackmamba.ops.triton_norm import norm_and_stream
+
+    y, stream = norm_and_stream(fp32(BATCH * LENGTH, MODEL), bf16(MODEL), 1e-5)
+    (y.sum() + stream.sum()).backward()
+
+
+def cross_entropy_launches(arch: int, reset: bool = False) -> None:
+    from megatron_blackmamba.ops.triton_cross_entropy import cross_entropy
+
+    labels = torch.empty(BATCH * LENGTH, device="meta", dtype=torch.int64)
+    cross_entropy(bf16(BATCH * LENGTH, VOCABULARY) * 1, labels).sum().backward()
+
+
 OPERATIONS = {
     "selective_scan": scan_launches,
     "causal_conv1d": convolution_launches,
     "sinkhorn": sinkhorn_launches,
     "sinkhorn, large": large_sinkhorn_launches,
+    "gated": gated_launches,
+    "norm": norm_launches,
+    "cross_entropy": cross_entropy_launches,
 }
 
 

@@ -59,6 +59,7 @@ def rehearse(config: RunConfig, ranks: int = 1) -> Rehearsed:
     experts, top_k = config.model.experts, config.model.top_k
     LOG.share_of_mask = top_k / experts if experts else 1.0
     with ExitStack() as stack:
+        stack.callback(world.shutdown)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(Recorder())

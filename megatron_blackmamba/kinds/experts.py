@@ -98,11 +98,10 @@ class Experts(LayerKind):
 
     def kept(self, at: Sizes) -> int:
         """Add up the router; the experts' input, gate and up, and product; the shared expert's gate and up, activation
-        and product. GPUs also keep the experts' activation, and the output before the token's weight."""
+        and product."""
         D, _, hidden = _sizes(at.model)
         F = hidden // at.expert_tensor
-        apart = 0 if at.device == "cpu" else D + F
-        expert = at.width * (D + 3 * F + apart) + FP32 + INT64
+        expert = at.width * (D + 3 * F) + FP32 + INT64
         shared = 0
         if at.model.shared_expert_hidden_size:
             shared = at.width * 4 * at.model.shared_expert_hidden_size // at.tensor

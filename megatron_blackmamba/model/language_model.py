@@ -10,7 +10,7 @@ from megatron_blackmamba.kinds import kinds_in
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import ColumnLinear
 from megatron_blackmamba.model.stack import LayerInputs
-from megatron_blackmamba.ops.cross_entropy import cross_entropy, why_not_cpp
+from megatron_blackmamba.ops.cross_entropy import cross_entropy, why_not
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -83,7 +83,7 @@ class LanguageModel(LanguageModule):
         return self._losses(logits_SBV, labels_BS)
 
     def _losses(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
-        if self.pg_collection.tp.size() > 1 or why_not_cpp(logits_SBV):
+        if self.pg_collection.tp.size() > 1 or why_not(logits_SBV):
             return self.compute_language_model_loss(labels_BS, logits_SBV)
         losses_T = cross_entropy(logits_SBV.flatten(0, 1), labels_BS.t().flatten())
         return losses_T.view(logits_SBV.shape[:2]).t()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
-from megatron_blackmamba.ops.rms_norm import rms_norm
+from megatron_blackmamba.ops.rms_norm import norm_and_stream, rms_norm
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -19,8 +19,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = without_decay(replicated(empty(hidden_size, dtype=config.params_dtype), config.sequence_parallel))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, and_stream: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the norm; with `and_stream` also x to go on with, whose gradient the norm's backward pass adds."""
+        norm = norm_and_stream if and_stream else rms_norm
+        return norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

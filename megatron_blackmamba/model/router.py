@@ -6,12 +6,12 @@ Shapes: S sequence, B batch, D model, T = S * B tokens of this rank, E experts, 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
+from megatron_blackmamba.ops.fp32_linear import fp32_linear
 from megatron_blackmamba.routers import Tokens
 from megatron_blackmamba.runtime import device
 
@@ -40,7 +40,7 @@ class _Counted(Router):
 
     def gating(self, hidden_SBD: Tensor) -> Tensor:
         """Return logits in fp32 (or float64): rounded to bf16, near-equal experts would swap."""
-        return F.linear(*(x.to(self.config.full_precision) for x in (hidden_SBD, self.weight, self.bias)))
+        return fp32_linear(hidden_SBD, self.weight, self.bias, self.config.full_precision)
 
     @property
     def counter_E(self) -> Tensor | None:

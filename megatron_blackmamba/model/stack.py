@@ -74,6 +74,9 @@ class Block(MegatronModule):
         x_SBD = residual_SBD if shared_SBD is None else shared_SBD
         if self.recompute and self.training and torch.is_grad_enabled():
             return residual_SBD + tensor_parallel.checkpoint(mixed, False, x_SBD)
+        if shared_SBD is None:
+            hidden_SBD, residual_SBD = self.norm(residual_SBD, and_stream=True)
+            return residual_SBD + self.mix(hidden_SBD, inputs)
         return residual_SBD + mixed(x_SBD)
 
 

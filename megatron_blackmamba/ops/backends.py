@@ -7,8 +7,10 @@ and the function that does the work, named as its package (or `scan`, `convolve`
 """
 
 import importlib
+import os
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 
 def choose(package: str, names: tuple[str, ...], wanted: str, *call: object) -> ModuleType:
@@ -27,6 +29,15 @@ def choose(package: str, names: tuple[str, ...], wanted: str, *call: object) -> 
 def available(package: str, names: tuple[str, ...]) -> dict[str, str | None]:
     """Name -> None where this machine can use the backend, else the reason why not."""
     return {name: why_not(package, name) for name in names}
+
+
+def triton_of(name: str, *call: Any) -> ModuleType | None:
+    """Return the module `ops.triton_<name>` if it can do the call, of which the first argument is a tensor."""
+    package, module = "megatron_blackmamba.ops", f"triton_{name}"
+    if not (call[0].is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or why_not(package, module):
+        return None
+    found = _load(package, module)
+    return None if found.unsupported(*call) else found
 
 
 @cache

@@ -1,5 +1,5 @@
-"""The cross entropy of each token over a whole vocabulary, in C++: it keeps the logits, and their gradient takes their
-place.
+"""The cross entropy of each token over a whole vocabulary, in C++ or Triton: it keeps the logits, and their gradient
+takes their place.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -9,10 +9,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops import backends, library
 from megatron_blackmamba.ops.dtypes import require_floats
 
-why_not_cpp = library.unsupported
+
+def why_not(logits: Tensor) -> str | None:
+    """Return why neither kernel takes the logits; None: one does."""
+    return None if backends.triton_of("cross_entropy", logits) else library.unsupported(logits)
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -20,7 +23,10 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     require_floats("cross_entropy", logits=logits_TV)
     if labels_T.dtype != torch.int64:
         raise ValueError(f"cross_entropy: labels are {labels_T.dtype}. Pass int64.")
-    if reason := why_not_cpp(logits_TV):
+    if triton := backends.triton_of("cross_entropy", logits_TV):
+        losses_T: Tensor = triton.cross_entropy(logits_TV, labels_T)
+        return losses_T
+    if reason := why_not(logits_TV):
         raise ValueError(f"cross_entropy cannot run here: {reason}")
     return _CrossEntropy.apply(logits_TV, labels_T)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops.dtypes import require_floats
-from megatron_blackmamba.ops.gated import ACTIVATIONS, gated, why_not_cpp
+from megatron_blackmamba.ops.gated import ACTIVATIONS, gated, is_fused
 from megatron_blackmamba.ops.matvec import bf16_products, product
 
 BACKENDS = ("grouped_mm", "loop")  # best first, each where it applies
@@ -37,7 +37,7 @@ def grouped_experts(
     if x_TD.is_cuda:  # once, out of the pinned memory that a dispatcher has copied to: the host does not wait
         tokens_per_expert_E = tokens_per_expert_E.to(x_TD.device, non_blocking=True)
     gate_up_TG = grouped_linear(x_TD, tokens_per_expert_E, fc1_EGD, backend=backend)
-    early = why_not_cpp(gate_up_TG) is None  # the weights cost nothing there; elsewhere they meet the smaller tensor
+    early = is_fused(gate_up_TG)  # the weights cost nothing there; elsewhere they meet the smaller tensor
     hidden_TF = gated(gate_up_TG, activation, weights_T if early else None)
     y_TD = grouped_linear(hidden_TF, tokens_per_expert_E, fc2_EDF, backend=backend)
     return y_TD if early or weights_T is None else (y_TD * weights_T[:, None]).to(x_TD.dtype)

@@ -1,4 +1,4 @@
-"""Gated activations: activation(gate) * up, times a weight for each token; forward and backward one call of C++ each.
+"""Gated activations: activation(gate) * up, times a weight for each token; one kernel of C++ or Triton each way.
 
 Shapes: T tokens, F hidden units, G = 2F gate and up, gate first.
 """
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops import backends, library
 from megatron_blackmamba.ops.dtypes import require_floats
 
 why_not_cpp = library.unsupported
@@ -18,9 +18,17 @@ why_not_cpp = library.unsupported
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
 
+def is_fused(gate_up_TG: Tensor) -> bool:
+    """Return whether one kernel does it all, so that weights of tokens cost nothing."""
+    return why_not_cpp(gate_up_TG) is None or backends.triton_of("gated", gate_up_TG) is not None
+
+
 def gated(gate_up_TG: Tensor, activation: str, weights_T: Tensor | None = None) -> Tensor:
     """Return `[T, F]` in the dtype of gate and up."""
     require_floats("gated", gate_up=gate_up_TG, weights=weights_T)
+    if triton := backends.triton_of("gated", gate_up_TG):
+        y_TF: Tensor = triton.gated(gate_up_TG, weights_T, activation == "gelu")
+        return y_TF
     if why_not_cpp(gate_up_TG):
         gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
         y_TF = ACTIVATIONS[activation](gate_TF) * up_TF

@@ -1,4 +1,4 @@
-"""RMS norm over the last dimension, of fp32 inputs: one call of C++ where it applies, else PyTorch's.
+"""RMS norm over the last dimension, of fp32 inputs: one kernel of C++ or Triton where it applies, else PyTorch's.
 
 Shapes: T tokens, D channels, U units of tokens.
 """
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops import backends, library
 from megatron_blackmamba.ops.dtypes import require_floats
 
 ROWS_OF_A_UNIT = 64  # as in csrc/rms_norm.cpp
@@ -18,10 +18,21 @@ ROWS_OF_A_UNIT = 64  # as in csrc/rms_norm.cpp
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight, computed in fp32 (float64 if x is), in the weight's dtype."""
     require_floats("rms_norm", x=x, weight=weight_D)
+    if triton := backends.triton_of("norm", x, weight_D):
+        return triton.norm_and_stream(x, weight_D, eps)[0]
     if why_not_cpp(x, weight_D):
         compute = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(compute), weight_D.shape, weight_D.to(compute), eps).to(weight_D.dtype)
     return _RmsNorm.apply(x, weight_D, eps)
+
+
+def norm_and_stream(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of x, and x to go on with: where a kernel can, it adds the gradients of the two."""
+    require_floats("rms_norm", x=x, weight=weight_D)
+    if triton := backends.triton_of("norm", x, weight_D):
+        both: tuple[Tensor, Tensor] = triton.norm_and_stream(x, weight_D, eps)
+        return both
+    return rms_norm(x, weight_D, eps), x
 
 
 def why_not_cpp(x: Tensor, weight_D: Tensor) -> str | None:

@@ -58,15 +58,16 @@ class Activations:
         return self._norm(statistics=2) + self.width * self.model.hidden_size * self.sizes.here
 
     def logits(self) -> int:
-        """The fp32 softmax that the loss keeps; on a CPU with the whole vocabulary it keeps the logits as they are."""
-        width = self.width if self.device == "cpu" and self.tensor == 1 else FP32
+        """The logits as they are, which the loss keeps; of a divided vocabulary their fp32 softmax."""
+        width = FP32 if self.tensor > 1 else self.width
         return self.sizes.whole * (width * self.model.vocab_size // self.tensor + INT64 + BOOL)
 
     def logits_peak(self) -> int:
-        """Beside the softmax, the logits in the width of computation, and later their gradient; in fp32 one tensor."""
-        if self.device == "cuda" and self.width == FP32:
-            return 0
-        return self.sizes.whole * self.width * self.model.vocab_size // self.tensor
+        """Beside the softmax, the logits in the width of computation, and later their gradient; on GPUs often none."""
+        model, V = self.model, self.model.vocab_size // self.tensor
+        if self.device == "cuda" and (self.tensor == 1 or self.width == FP32):
+            return self.width * model.hidden_size * (V + self.sizes.whole)  # gradients of the head's weight and input
+        return self.sizes.whole * self.width * V
 
     def embedding(self) -> int:
         return INT64 * self.sizes.whole

@@ -25,6 +25,12 @@ class Gpu(Section):
     """To the GPUs of its node, one direction."""
     network_gb_s: float = Field(gt=0)
     """Its share of the node's network, one direction."""
+    memory_gb_s: float = Field(default=3000, gt=0)
+    """Bytes a second that kernels reach, somewhat below the maker's figure."""
+    product_share: float = Field(default=0.75, gt=0, le=1)
+    """Share of the peak that large matrix products reach."""
+    issue_t_s: float = Field(default=29.6, gt=0)
+    """Instructions of single threads a second, in units of 10^12."""
 
     def peak(self, precision: str) -> float:
         """Return FLOP/s of dense matrix products."""
@@ -37,13 +43,37 @@ class Gpu(Section):
 
 KNOWN = {
     "h100": Gpu(
-        name="H100 SXM 80GB", memory_gib=79.6, bf16_tflops=989, fp32_tflops=67, nvlink_gb_s=450, network_gb_s=50
+        name="H100 SXM 80GB",
+        memory_gib=79.6,
+        bf16_tflops=989,
+        fp32_tflops=67,
+        nvlink_gb_s=450,
+        network_gb_s=50,
+        memory_gb_s=3000,
+        product_share=0.71,
+        issue_t_s=29.6,
     ),
     "h200": Gpu(
-        name="H200 SXM 141GB", memory_gib=139.8, bf16_tflops=989, fp32_tflops=67, nvlink_gb_s=450, network_gb_s=50
+        name="H200 SXM 141GB",
+        memory_gib=139.8,
+        bf16_tflops=989,
+        fp32_tflops=67,
+        nvlink_gb_s=450,
+        network_gb_s=50,
+        memory_gb_s=4300,
+        product_share=0.80,
+        issue_t_s=29.6,
     ),
     "a100": Gpu(
-        name="A100 SXM 80GB", memory_gib=79.3, bf16_tflops=312, fp32_tflops=19.5, nvlink_gb_s=300, network_gb_s=25
+        name="A100 SXM 80GB",
+        memory_gib=79.3,
+        bf16_tflops=312,
+        fp32_tflops=19.5,
+        nvlink_gb_s=300,
+        network_gb_s=25,
+        memory_gb_s=1700,
+        product_share=0.80,
+        issue_t_s=19.5,
     ),
 }
 

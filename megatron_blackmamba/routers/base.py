@@ -140,7 +140,8 @@ class RouterKind(ABC):
 
     def kept(self, at: Sizes) -> int:
         """Return the bytes per token that the router keeps for the backward pass: input, logits, scores, maps."""
-        return FP32 * at.model.hidden_size + (2 * FP32 + 2 * BOOL) * at.model.experts
+        width = FP32 if at.device == "cpu" else at.width  # on CPUs the input is made fp32
+        return width * at.model.hidden_size + (2 * FP32 + 2 * BOOL) * at.model.experts
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the bytes that balancing moves in a micro-batch, by field of ParallelConfig.

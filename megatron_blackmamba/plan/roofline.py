@@ -1,0 +1,45 @@
+"""The time that operations take on a GPU at best: the largest of its bytes, arithmetic, instructions and launches.
+
+Calculated, not measured: products run at a share of their peak, bytes at the speed that kernels reach, and the host
+never holds the GPU up. `benchmarks.rehearse` applies it to every operation of a rehearsed step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_blackmamba.plan.gpus import Gpu
+
+LAUNCH_SECONDS = 2.5e-6
+"""The smallest kernel, with the gap to the next."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one operation, or many, ask of a GPU."""
+
+    moved: float = 0.0
+    """Bytes read and written."""
+    flops: float = 0.0
+    """Of matrix products."""
+    slots: float = 0.0
+    """Issue slots of single threads, where a kernel is bound by instructions."""
+    launches: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.moved + other.moved,
+            self.flops + other.flops,
+            self.slots + other.slots,
+            self.launches + other.launches,
+        )
+
+
+def seconds(work: Work, gpu: Gpu, precision: str = "bf16") -> float:
+    """Return the time of one operation."""
+    return max(
+        work.moved / (1e9 * gpu.memory_gb_s),
+        work.flops / (gpu.peak(precision) * gpu.product_share),
+        work.slots / (1e12 * gpu.issue_t_s),
+        work.launches * LAUNCH_SECONDS,
+    )

@@ -1,0 +1,32 @@
+import torch
+import torch.nn.functional as F
+
+from megatron_blackmamba.ops.fp32_linear import Fp32Product, applies, fp32_linear
+from tests.ops.implementations import assert_close
+
+
+def inputs():
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=g).bfloat16() for shape in ((60, 48), (8, 48), (60, 8))]
+
+
+def results(product, x, weight, grad):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = product(x, weight)
+    y.backward(grad.to(y.dtype))
+    return {"y": y.detach(), "x": x.grad, "weight": weight.grad}
+
+
+def test_product_of_bf16_agrees_with_float64():
+    x, weight, grad = inputs()
+    actual, exact = results(Fp32Product.apply, x, weight, grad), results(F.linear, x.double(), weight.double(), grad)
+    assert actual["y"].dtype == torch.float32
+    assert_close({"y": actual["y"]}, {"y": exact["y"]}, 1e-6)
+    assert_close(actual, exact, 1e-2)
+
+
+def test_cpus_round_nothing_and_keep_float64():
+    x, weight, _ = inputs()
+    assert not applies(x, weight)
+    assert fp32_linear(x, weight, weight[:, 0]).dtype == torch.float32
+    assert fp32_linear(x.double(), weight.double(), weight[:, 0].double(), torch.float64).dtype == torch.float64

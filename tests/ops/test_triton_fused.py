@@ -1,0 +1,110 @@
+"""The fused Triton kernels of a training step, interpreted, against the definitions in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from tests.ops.implementations import assert_close
+from tests.ops.interpreted import interpreter
+
+pytestmark = pytest.mark.xdist_group("triton")
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with interpreter() as run:
+        yield run
+
+
+def random(*shape, seed, dtype=torch.float32, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def leaves_of(tensors, dtype=None):
+    return [None if x is None else x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in tensors]
+
+
+def named(outputs, leaves):
+    found = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    return found | {f"gradient {i}": x.grad for i, x in enumerate(leaves) if x is not None}
+
+
+def run_gated(gate_up, weights, grad, gelu):
+    from megatron_blackmamba.ops.gated import gated
+
+    leaves = leaves_of([gate_up, weights])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_blackmamba.ops.triton_gated.BLOCK_F", 16)  # several blocks
+        y = gated(leaves[0], "gelu" if gelu else "silu", leaves[1])
+        y.backward(grad)
+    return named([y], leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("gelu", "weighted"), [(False, True), (True, True), (False, False)])
+def test_gating_agrees_with_float64(interpreted, dtype, gelu, weighted):
+    gate_up, grad = random(5, 2 * 37, seed=0, dtype=dtype, scale=3.0), random(5, 37, seed=1, dtype=dtype)
+    weights = random(5, seed=2).sigmoid() if weighted else None
+    actual = interpreted(run_gated, gate_up, weights, grad, gelu)
+    exact = leaves_of([gate_up, weights], torch.float64)
+    gate, up = exact[0].chunk(2, dim=-1)
+    y = (F.gelu(gate) if gelu else F.silu(gate)) * up * (1.0 if exact[1] is None else exact[1][:, None])
+    y.backward(grad.double())
+    assert_close(actual, named([y], exact), TOLERANCE[dtype])
+
+
+def run_norm(x, weight, grad_y, grad_stream):
+    from megatron_blackmamba.ops import triton_norm
+    from megatron_blackmamba.ops.rms_norm import norm_and_stream
+
+    triton_norm.PROGRAMS = 3  # several tokens each
+    leaves = leaves_of([x, weight])
+    y, stream = norm_and_stream(*leaves, 1e-5)
+    outputs = [(y, grad_y)] + ([(stream, grad_stream)] if grad_stream is not None else [])
+    torch.autograd.backward(*map(list, zip(*outputs, strict=True)))
+    return named([y, stream], leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("beside", [True, False])
+def test_norm_adds_the_gradient_of_the_stream(interpreted, dtype, beside):
+    x, weight = random(7, 2, 50, seed=0), 1 + random(50, seed=1, dtype=dtype)
+    grad_y, grad_stream = random(7, 2, 50, seed=2, dtype=dtype), random(7, 2, 50, seed=3) if beside else None
+    actual = interpreted(run_norm, x, weight, grad_y, grad_stream)
+    exact = leaves_of([x, weight], torch.float64)
+    y = F.rms_norm(exact[0], (50,), exact[1], 1e-5)
+    loss = (y * grad_y.double()).sum() + (0.0 if grad_stream is None else (exact[0] * grad_stream.double()).sum())
+    loss.backward()
+    assert_close(actual, named([y, exact[0]], exact), TOLERANCE[dtype])
+
+
+def run_cross_entropy(logits, labels, grad):
+    from megatron_blackmamba.ops import triton_cross_entropy
+    from megatron_blackmamba.ops.cross_entropy import cross_entropy
+
+    triton_cross_entropy.BLOCK_V = 16
+    leaf = logits.clone().requires_grad_()
+    copy = leaf * 1  # the gradient takes its place
+    losses = cross_entropy(copy, labels)
+    losses.backward(grad)
+    try:
+        losses.backward(grad)
+    except RuntimeError as error:
+        return named([losses], [leaf]), str(error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_cross_entropy_agrees_with_float64(interpreted, dtype, scale):
+    logits, grad = random(6, 75, seed=0, dtype=dtype, scale=scale), random(6, seed=1).abs()
+    labels = torch.tensor([0, 74, 3, 16, 15, 40])
+    actual, second = interpreted(run_cross_entropy, logits, labels, grad)
+    assert "backward" in second
+    exact = logits.double().requires_grad_()
+    losses = F.cross_entropy(exact, labels, reduction="none")
+    losses.backward(grad.double())
+    assert_close(actual, named([losses], [exact]), TOLERANCE[dtype])
