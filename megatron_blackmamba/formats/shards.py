@@ -391,7 +391,7 @@ class TokenFile:
             count = self._read(target[done:], offset + done)
             if not count:
                 raise ShardError(
-                    f"{self.path}: ends after {offset + done} bytes, its manifest says "
+                    f"{self.path}: ends after {os.fstat(self._file).st_size} bytes, its manifest says "
                     f"{self._length * self._dtype.itemsize}: the file was cut while in use. Put it back; "
                     f"`blackmamba data verify {shard_prefix(self.path)}` checks it"
                 )

@@ -66,7 +66,7 @@ class Tree:
         for helper in ("measure.py", "plugin.py", "forkserver.py"):
             shutil.copy(HERE / helper, own / f"mutation_{helper}")
         (own / "mutation.pth").write_text("\n".join([str(self.root), *packages, "import mutation_measure", ""]))
-        for program in Path(sys.executable).parent.iterdir():
+        for program in (path for path in Path(sys.executable).parent.iterdir() if path.is_file()):
             first = program.read_bytes()[:200].split(b"\n")[0]
             if first.startswith(b"#!") and b"python" in first and not program.is_symlink():
                 text = program.read_text().split("\n", 1)[1]

@@ -54,6 +54,7 @@ RULES = {
         *("model.mlp_hidden_size", "model.activation", "model.norm_eps", "model.tie_embeddings", "model.eod_reset"),
         *("model.router.kind", "model.router.iterations", "model.router.temperature", "model.router.start"),
         *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
+        *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
         *("model.mamba2.head_dim", "model.mamba2.state_size", "model.mamba2.groups"),
         *("model.attention.rotary_base", "model.init.std", "model.init.scale_outputs_by_depth", "model.init.dt_min"),
         *("model.init.dt_max", "model.init.dt_floor", "data.kind", "data.sequence_length", "data.seed"),
@@ -63,7 +64,7 @@ RULES = {
     "by name": ("training.tokens", "training.global_batch"),
     "free, the losses stay the same": (
         *("name", "folder", "data.workers", "data.verify_rate", "training.recompute", "training.overlap"),
-        "training.bucket_size",
+        *("training.bucket_size", "training.validate_balanced"),
         *("training.evaluate_every", "training.evaluate_batches", "training.router_every", "training.profile"),
         *("training.guard.replicas_every", "training.guard.slow_ratio", "training.guard.slow_steps"),
         *("training.guard.max_bad_steps", "training.guard.hang_seconds", "checkpoint.every", "checkpoint.keep_last"),
@@ -71,7 +72,7 @@ RULES = {
         *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "start.from", "resume.allow"),
     ),
     "free, the losses agree within rounding": (
-        *("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor"),
+        *("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor", "parallel.context"),
         *("training.micro_batch", "kernels.linear", "kernels.dispatcher", "training.deterministic"),
         *("kernels.scan", "kernels.ssd"),
     ),
