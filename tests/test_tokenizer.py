@@ -224,7 +224,7 @@ def test_an_eod_may_be_configured_as_text_or_damaged(tmp_path):
 
 
 def test_a_name_that_is_no_file_says_what_was_tried(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at the import
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     for name in ("./absent", "org/absent", "absent.json", "a/b/c"):

@@ -9,6 +9,8 @@ from megatron_blackmamba import kinds
 from tests.kinds.running_mean import RunningMean
 from tests.runtime.ranks import run_script
 
+pytestmark = pytest.mark.xdist_group("new_kind")  # its processes start once, not once a worker
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_blackmamba"
 

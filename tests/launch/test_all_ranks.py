@@ -10,6 +10,8 @@ from megatron_blackmamba.launch.thresholds import ThresholdError, Thresholds, pa
 from megatron_blackmamba.launch.verdict import Absent, Report, judge, judge_silence
 from tests.runtime.ranks import run_script
 
+pytestmark = pytest.mark.xdist_group("all_ranks")  # its processes start once, not once a worker
+
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory):

@@ -7,6 +7,8 @@ from megatron_blackmamba.config import ConfigError, load
 from tests.optimizers.lion import Lion
 from tests.runtime.ranks import run_script
 
+pytestmark = pytest.mark.xdist_group("optimizer_kinds")  # its processes start once, not once a worker
+
 
 @pytest.fixture(scope="module")
 def went(tmp_path_factory):

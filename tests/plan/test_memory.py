@@ -7,6 +7,8 @@ from megatron_blackmamba.plan.activations import Activations
 from tests.plan.memory_probe import ROUTERS, cases
 from tests.runtime.ranks import run_script
 
+pytestmark = pytest.mark.xdist_group("plan_memory")  # its processes start once, not once a worker
+
 
 @pytest.fixture(scope="module")
 def measured():

@@ -8,6 +8,8 @@ from megatron_blackmamba.routers import Cannot
 from tests.routers.unbalanced import Unbalanced
 from tests.runtime.ranks import run_script
 
+pytestmark = pytest.mark.xdist_group("routers")  # its processes start once, not once a worker
+
 
 @pytest.fixture(scope="module")
 def went(tmp_path_factory):

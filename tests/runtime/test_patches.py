@@ -7,6 +7,8 @@ import torch
 from megatron_blackmamba.runtime import patches
 from tests.runtime.ranks import run_script
 
+pytestmark = pytest.mark.xdist_group("patches")  # its processes start once, not once a worker
+
 NO_CUDA = "Torch not compiled with CUDA enabled|requires CUDA|No CUDA GPUs|NVIDIA driver|re-initialize CUDA|CUDA driver"
 WHAT_BREAKS = {
     "jit": "torch.compile was asked to compile",
