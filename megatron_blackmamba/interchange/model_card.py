@@ -49,8 +49,9 @@ A language model of these kinds of layers: {", ".join(layers)}.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+folder = "."  # this folder, or its name on the hub
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer("The state of a recurrent model", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
