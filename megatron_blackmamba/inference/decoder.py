@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_blackmamba.inference.linear import linear, threads_for_matrices_alone
 from megatron_blackmamba.inference.weights import Weights, decodings
 from megatron_blackmamba.ops import decoding
-from megatron_blackmamba.ops.matvec import product
 
 
 @dataclass
@@ -141,10 +140,6 @@ class Decoder:
     def times(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
         """Multiply a few rows by a weight, in fp32."""
         return linear(x_BI, weight_OI, self.threads)
-
-    def product(self, x: Tensor, weight_OI: Tensor) -> Tensor:
-        """Multiply many rows by a weight, in the dtype of x."""
-        return product(x, weight_OI)
 
     def _keep(self, tokens_BL: Tensor, lengths_B: Tensor | None) -> Tensor | None:
         L = tokens_BL.shape[1]

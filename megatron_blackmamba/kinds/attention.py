@@ -150,9 +150,10 @@ class AttentionDecoding(Decoding):
         keep_BL1: Tensor | None,
         reset_BL: Tensor | None,
     ) -> Tensor:
-        return run.product(
-            _attend(run.config, memory, run.product(x_BLD, layer.linear_qkv), keep_BL1), layer.linear_proj
-        )
+        from megatron_blackmamba.ops.matvec import product
+
+        y_BLD = _attend(run.config, memory, product(x_BLD, layer.linear_qkv), keep_BL1)
+        return product(y_BLD, layer.linear_proj)
 
 
 def _attend(model: ModelConfig, memory: list[Tensor], qkv_BLQ: Tensor, keep_BL1: Tensor | None) -> Tensor:

@@ -80,10 +80,6 @@ class Runner(Protocol):
         """Multiply a few rows by a weight."""
         ...
 
-    def product(self, x: Tensor, weight_OI: Tensor) -> Tensor:
-        """Multiply many rows by a weight, in the dtype of x."""
-        ...
-
 
 class Decoding(ABC):
     """A layer as a recurrence: its weights as decoding reads them, its memory, and one or many tokens through it.

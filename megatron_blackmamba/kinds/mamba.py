@@ -202,10 +202,11 @@ class MambaDecoding(Decoding):
         reset_BL: Tensor | None,
     ) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+        from megatron_blackmamba.ops.matvec import product
         from megatron_blackmamba.ops.selective_scan import selective_scan
 
         window_BWI, state_BIN = memory
-        x_BLI, z_BLI = run.product(x_BLD, layer.in_proj).chunk(2, dim=-1)
+        x_BLI, z_BLI = product(x_BLD, layer.in_proj).chunk(2, dim=-1)
         if keep_BL1 is not None:
             x_BLI = x_BLI * keep_BL1
         x_BLI, last_window_BWI = causal_conv1d(
@@ -218,10 +219,10 @@ class MambaDecoding(Decoding):
         )
         if keep_BL1 is not None:
             x_BLI = x_BLI * keep_BL1  # the convolution's bias alone must not feed the state at padding
-        dt_BLR, B_BLN, C_BLN = _dt_B_C(run.product(x_BLI, layer.x_proj), run.config)
+        dt_BLR, B_BLN, C_BLN = _dt_B_C(product(x_BLI, layer.x_proj), run.config)
         y_BLI, last_state_BIN = selective_scan(
             x_BLI,
-            run.product(dt_BLR, layer.dt_proj_IR),
+            product(dt_BLR, layer.dt_proj_IR),
             layer.A_IN,
             B_BLN,
             C_BLN,
@@ -234,7 +235,7 @@ class MambaDecoding(Decoding):
         )
         window_BWI.copy_(last_window_BWI)
         state_BIN.copy_(last_state_BIN)
-        return run.product(y_BLI, layer.out_proj)
+        return product(y_BLI, layer.out_proj)
 
 
 def _dt_B_C(x: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:

@@ -199,13 +199,12 @@ class Mamba2Decoding(Decoding):
         keep_BL1: Tensor | None,
         reset_BL: Tensor | None,
     ) -> Tensor:
-        import torch.nn.functional as F
-
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+        from megatron_blackmamba.ops.matvec import product
         from megatron_blackmamba.ops.ssd import ssd
 
         window_BWQ, state_BHPN = memory
-        z_BLI, xBC_BLQ, dt_BLH = _parts(F.linear(x_BLD, layer.in_proj), run.config)
+        z_BLI, xBC_BLQ, dt_BLH = _parts(product(x_BLD, layer.in_proj), run.config)
         if keep_BL1 is not None:
             xBC_BLQ = xBC_BLQ * keep_BL1
         xBC_BLQ, last_window_BWQ = causal_conv1d(
@@ -233,7 +232,7 @@ class Mamba2Decoding(Decoding):
         )
         window_BWQ.copy_(last_window_BWQ)
         state_BHPN.copy_(last_state_BHPN)
-        return F.linear(_normed(y_BLHP, z_BLI, layer, run.config), layer.out_proj)
+        return product(_normed(y_BLHP, z_BLI, layer, run.config), layer.out_proj)
 
 
 def _parts(zxBCdt: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:

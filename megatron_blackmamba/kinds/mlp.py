@@ -103,5 +103,7 @@ class MLPDecoding(Decoding):
         keep_BL1: Tensor | None,
         reset_BL: Tensor | None,
     ) -> Tensor:
-        gate, up = run.product(x_BLD, layer.fc1_GD).chunk(2, dim=-1)
-        return run.product(run.gate(gate) * up, layer.fc2_DF)
+        from megatron_blackmamba.ops.matvec import product
+
+        gate, up = product(x_BLD, layer.fc1_GD).chunk(2, dim=-1)
+        return product(run.gate(gate) * up, layer.fc2_DF)
