@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megatron_blackmamba.config import migrations, spellings
 from megatron_blackmamba.config.base import ConfigError, Section
-from megatron_blackmamba.config.run import RunConfig
+from megatron_blackmamba.config.run import DataConfig, RunConfig
 
 OVERRIDE = "the command line"
 PATH_KEYS = {"data.mixture"}
@@ -99,7 +99,7 @@ def load(
     for name in names:
         _merge_file(find(name), merged, origin, (), note)
     overrides = list(overrides)
-    if {"data.kind=synthetic"} & set(overrides) and any(override.startswith("data.mixture=") for override in overrides):
+    if "data.kind=synthetic" in overrides and any(override.startswith("data.mixture=") for override in overrides):
         raise ConfigError(f"{OVERRIDE}: data.kind=synthetic reads no mixture: leave out one of the two")
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -109,7 +109,7 @@ def load(
         migrations.accept_old_names(content, OVERRIDE, note)
         spellings.accept(content)
         _merge(content, merged, origin, OVERRIDE, "")
-    spellings.steps_as_tokens(merged, origin)
+    spellings.steps_as_tokens(merged, origin, DataConfig.model_fields["sequence_length"].default)
     _refuse_unknown_keys(merged, origin)
     try:
         run = RunConfig.model_validate(merged)

@@ -84,15 +84,15 @@ def accept(content: dict[str, Any]) -> None:
         data["kind"] = "mixture"
 
 
-def steps_as_tokens(content: dict[str, Any], origin: dict[str, str]) -> None:
-    """Turn `training.steps` into the tokens of so many batches, in place."""
+def steps_as_tokens(content: dict[str, Any], origin: dict[str, str], sequence_length: int) -> None:
+    """Turn `training.steps` into the tokens of so many batches, in place. `sequence_length`: the default."""
     training, data = content.get("training"), content.get("data")
     if not isinstance(training, dict) or training.get("steps") is None:
         return
     steps = number(training.pop("steps"), int)
     where = origin.pop("training.steps", "the run")
     factors: dict[str, Any] = {"training.global_batch": training.get("global_batch")}
-    factors["data.sequence_length"] = data.get("sequence_length", 2048) if isinstance(data, dict) else 2048
+    factors["data.sequence_length"] = (data if isinstance(data, dict) else {}).get("sequence_length", sequence_length)
     for key, value in {"training.steps": steps, **factors}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{where}: training.steps needs whole numbers: {key} is {value!r}")

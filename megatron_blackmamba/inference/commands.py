@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -67,24 +67,19 @@ def generate(
     if not texts:
         raise typer.BadParameter("give --prompt TEXT or --prompts FILE")
     writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer)
-    pieces = writer.pieces(
-        texts, max_new_tokens=max_new_tokens, sampling=sampling, samples=samples, stop=_unescaped(stop or [])
-    )
-    alone = len(texts) * samples == 1
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": _unescaped(stop or [])}
     if as_json and stream:
-        for piece in pieces:
+        for piece in writer.pieces(texts, samples=samples, **options):
             line = {"prompt": piece.row // samples, "sample": piece.row % samples, "text": piece.text}
             print(json.dumps(line | {"finished": piece.finished}, ensure_ascii=False), flush=True)
         return
-    if alone and not as_json and stream is not False:
+    if len(texts) * samples == 1 and not as_json and stream is not False:
         print(texts[0], end="", flush=True)
-        for piece in pieces:
-            print(piece.text, end="", flush=True)
+        for text in writer.stream(texts[0], **options):
+            print(text, end="", flush=True)
         print()
         return
-    written = [""] * len(texts) * samples
-    for piece in pieces:
-        written[piece.row] += piece.text
+    written = writer.generate_batch(texts, samples=samples, **options)
     whole = [(texts[row // samples], text) for row, text in enumerate(written)]
     if as_json:
         print(json.dumps([{"prompt": before, "text": text} for before, text in whole], ensure_ascii=False))
