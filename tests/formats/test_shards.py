@@ -167,8 +167,9 @@ def test_tokens_of_a_file_that_was_cut_are_refused(tmp_path):
     assert shard.token_ids[:2].tolist() == [0, 1]
     os.truncate(shard.bin_path, 9)
     assert shard.token_ids[:4].tolist() == [0, 1, 2, 3]
-    with pytest.raises(ShardError, match=r"shard_00001\.bin: ends after 9 bytes, its manifest says 16"):
-        shard.token_ids[2:6]
+    for asked in (slice(2, 6), slice(6, 8)):  # across the end, and wholly behind it
+        with pytest.raises(ShardError, match=r"shard_00001\.bin: ends after 9 bytes, its manifest says 16"):
+            shard.token_ids[asked]
 
 
 def test_an_io_error_names_file_and_token_and_may_pass(tmp_path, monkeypatch):
