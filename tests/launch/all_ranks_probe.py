@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from megatron_blackmamba.launch import all_ranks, measures
 from megatron_blackmamba.launch.thresholds import parse
 from tests.runtime.ranks import fork_ranks
@@ -16,10 +18,10 @@ LENIENT = ["cpu_product=0.01", "cpu_pair=0.001"]  # on a busy machine, ranks dif
 BRAKE = """
 import os, select, signal, sys, time
 print(flush=True)
-for _ in range(150):
-    os.kill(int(sys.argv[1]), signal.SIGSTOP); time.sleep(0.19)
+for _ in range(15):
+    os.kill(int(sys.argv[1]), signal.SIGSTOP); time.sleep(3)
     os.kill(int(sys.argv[1]), signal.SIGCONT)
-    if select.select([sys.stdin], [], [], 0.01)[0]:
+    if select.select([sys.stdin], [], [], 0.005)[0]:
         break
 """
 
@@ -65,7 +67,7 @@ def fine() -> None:
 
 CASES = {
     "different": (different, 60, [*LENIENT, "cpu_floor=1000000"]),
-    "slow": (slow, 60, ["cpu_pair=0.001"]),
+    "slow": (slow, 60, ["cpu_product=0.05", "cpu_pair=0.001"]),  # it runs 5 ms of every 3 s
     "stopped": (stopped, 8, LENIENT),
     "killed": (killed, 60, LENIENT),
     "absent": (absent, 20, LENIENT),
@@ -78,6 +80,7 @@ def run(folder: Path, name: str) -> dict:
 
     def rank() -> int:
         number = int(os.environ["RANK"])
+        torch.set_num_threads(1)  # three ranks with several threads each would slow one another by chance
         os.environ["SLURMD_NODENAME"] = f"node{number}"
         if number == 2:
             happens()
