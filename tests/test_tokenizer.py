@@ -65,7 +65,7 @@ def test_file_and_folder_are_the_same_tokenizer(file):
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(any_text | tricky_text, max_size=5), st.booleans())
-def test_a_batch_is_what_the_reference_gives_text_by_text(tokenizer, texts, special_text):
+def test_batch_matches_the_reference_text_by_text(tokenizer, texts, special_text):
     ids, lengths = tokenizer.encode_batch(texts, special_text=special_text)
     one_by_one = [tokenizer.encode(text, special_text=special_text) for text in texts]
     assert ids.dtype == np.uint32 and ids.tolist() == [i for ids_of_one in one_by_one for i in ids_of_one]
@@ -74,7 +74,7 @@ def test_a_batch_is_what_the_reference_gives_text_by_text(tokenizer, texts, spec
 
 @settings(deadline=None, max_examples=200)
 @given(any_text | tricky_text)
-def test_text_comes_back_unchanged_and_never_holds_an_eod(tokenizer, text):
+def test_text_round_trips_and_never_contains_eod(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.eod_id not in ids
@@ -105,7 +105,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path, file):
         assert cutting.decode(cutting.encode_batch([text])[0]) == text
 
 
-def test_an_eod_that_is_not_marked_special_still_cannot_be_spelled_by_text(tmp_path):
+def test_unmarked_eod_cannot_be_spelled_by_text(tmp_path):
     def not_special(data):
         data["added_tokens"][0]["special"] = False
 
@@ -115,14 +115,14 @@ def test_an_eod_that_is_not_marked_special_still_cannot_be_spelled_by_text(tmp_p
         assert tokenizer.eod_id not in tokenizer.encode_batch(["a<|endoftext|>b"])[0]
 
 
-def test_the_fingerprint_is_that_of_the_file_and_saving_keeps_it(tmp_path, file):
+def test_fingerprint_is_of_the_file_and_survives_saving(tmp_path, file):
     tokenizer = load_tokenizer(file)
     tokenizer.save(tmp_path / "copy.json")
     assert (tmp_path / "copy.json").read_bytes() == file.read_bytes()
     assert load_tokenizer(tmp_path / "copy.json").sha256 == tokenizer.sha256
 
 
-def test_the_end_of_document_is_found_named_or_asked_for(tmp_path):
+def test_eod_is_detected_or_requested(tmp_path):
     path = saved(tmp_path, trained(special=("<stop>", "<pad>")))
     with pytest.raises(TokenizerError, match=r"--eod.*<stop>, <pad>"):
         load_tokenizer(path)
@@ -136,7 +136,7 @@ def test_the_end_of_document_is_found_named_or_asked_for(tmp_path):
     assert load_tokenizer(path).eod_token == "<stop>"
 
 
-def test_a_tokenizer_that_gives_other_ids_each_time_is_refused(tmp_path):
+def test_nondeterministic_tokenizer_is_refused(tmp_path):
     def drop(data):
         data["model"]["dropout"] = 0.1
 
@@ -209,12 +209,12 @@ def test_versions_name_every_library_that_decides_ids(tokenizer):
     assert tokenizer.versions == {name: metadata.version(name) for name in names}
 
 
-def test_short_name_leaves_out_the_folders_of_a_file(file):
+def test_short_name_omits_folders(file):
     assert load_tokenizer(file).short_name == "tokenizer.json"
     assert replace(load_tokenizer(file), name="EleutherAI/gpt-neox-20b").short_name == "EleutherAI/gpt-neox-20b"
 
 
-def test_an_eod_may_be_configured_as_text_or_damaged(tmp_path):
+def test_configured_eod_may_be_text_or_damaged(tmp_path):
     path = saved(tmp_path, trained(special=("<stop>", "<|endoftext|>")))
     assert load_tokenizer(path).eod_token == "<|endoftext|>"
     for content, token in [('{"eos_token": "<stop>"}', "<stop>"), ("{", "<|endoftext|>"), ("[]", "<|endoftext|>")]:
@@ -223,7 +223,7 @@ def test_an_eod_may_be_configured_as_text_or_damaged(tmp_path):
     assert load_tokenizer(path, eod="300").eod_id == 300  # as the command line passes it
 
 
-def test_a_name_that_is_no_file_says_what_was_tried(tmp_path, monkeypatch):
+def test_unknown_tokenizer_name_lists_what_was_tried(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at the import
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()

@@ -3,7 +3,7 @@
 from benchmarks import _common
 
 
-def test_measuring_begins_once_the_process_has_all_its_memory(monkeypatch):
+def test_measuring_begins_once_process_has_all_its_memory(monkeypatch):
     made = []
     peaks = [100, 180, 200, 200, 200]  # the second round still finds no place for one call: it is not the one to time
     monkeypatch.setattr(_common, "_peak_of_memory", lambda: peaks[len(made) // 2])
@@ -11,7 +11,7 @@ def test_measuring_begins_once_the_process_has_all_its_memory(monkeypatch):
     assert made == ["short", "long"] * 3
 
 
-def test_a_process_that_never_stops_growing_is_measured_all_the_same(monkeypatch):
+def test_growing_process_is_measured_after_a_limit(monkeypatch):
     made = []
     monkeypatch.setattr(_common, "_peak_of_memory", lambda: 2 ** len(made))
     _common.settle([lambda: made.append("call")], rounds=4)

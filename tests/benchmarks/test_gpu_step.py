@@ -25,7 +25,7 @@ def memory(states, a_sequence, limit):
 
 
 @pytest.mark.parametrize("a_sequence", [GIB // 4, GIB, 3 * GIB, 25 * GIB])
-def test_as_many_sequences_as_fit_and_not_many_less(a_sequence):
+def test_finds_the_largest_batch_that_fits(a_sequence):
     peak_bytes = memory(26 * GIB, a_sequence, 79 * GIB)
     found = most_sequences(peak_bytes, 79 * GIB)
     best = max(n for n in range(1, 1000) if peak_bytes(n) is not None)
@@ -33,7 +33,7 @@ def test_as_many_sequences_as_fit_and_not_many_less(a_sequence):
     assert best * 0.8 - 1 <= found <= best
 
 
-def test_a_model_that_does_not_fit_at_all_is_an_error():
+def test_model_that_does_not_fit_is_an_error():
     with pytest.raises(SystemExit, match="not even one"):
         most_sequences(memory(80 * GIB, GIB, 79 * GIB), 79 * GIB)
 
@@ -45,7 +45,7 @@ def event(name, parent=None, sequence=-1, scope=0, kernels=()):
     )
 
 
-def test_kernels_of_the_backward_pass_count_for_the_part_that_made_them():
+def test_backward_kernels_count_for_their_part():
     rest = event(f"part: {REST}")
     router = event("part: router", rest)
     forward = event("aten::mm", router, sequence=7, kernels=[("gemm", 1000)])
@@ -68,7 +68,7 @@ def test_kernels_of_the_backward_pass_count_for_the_part_that_made_them():
     assert [kernel["kernel"] for kernel in found.kernels][:2] == ["gemm", "forward"]
 
 
-def test_every_part_of_a_model_is_found_under_the_class_it_has():
+def test_every_model_part_is_found_by_class():
     """A renamed class would leave its time to the others without a word."""
     with world.fake(ParallelConfig(), world_size=1) as place:
         modules = dict(model.build(load("tiny"), place).named_modules())

@@ -74,7 +74,7 @@ def test_no_fault_costs_older_checkpoints(saves):
             assert after["steps"] and after["steps"][-1] >= before["steps"][-1]
 
 
-def test_a_file_system_that_fills_up_costs_only_the_save(answer):
+def test_file_system_that_fills_up_costs_only_save(answer):
     mine, theirs = answer["full"]
     if not mine:
         pytest.skip("no small file system can be mounted here")

@@ -100,7 +100,7 @@ def test_folder_renamed_to_another_step_is_refused(checkpoint, name):
 
 
 @pytest.mark.parametrize("name", ["best", "step_7", "step_00000007.copy"])
-def test_copy_under_a_name_of_its_own_is_read(checkpoint, name):
+def test_renamed_copy_is_read(checkpoint, name):
     assert manifest.read(checkpoint.rename(checkpoint.with_name(name)))["step"] == 7
 
 

@@ -216,7 +216,7 @@ def test_weights_that_are_not_finite_are_never_published(checkpoints, trainable,
     assert made.steps() == [1] and save(made, 3) == [3]
 
 
-def test_optimizer_state_that_is_not_finite_is_never_published(checkpoints, trainable):
+def test_non_finite_optimizer_state_is_never_published(checkpoints, trainable):
     made = checkpoints()
     states = next(part for part in trainable.optimizer.chained_optimizers).optimizer.state
     moment = next(iter(states.values()))["exp_avg"]

@@ -12,7 +12,7 @@ def bucket(path, **tensors):
     return str(path), None, ([], items)
 
 
-def test_weights_that_are_not_finite_are_named_and_not_written(tmp_path):
+def test_non_finite_weights_are_named_and_not_written(tmp_path):
     calls = []
     part = _written(calls.append, [bucket(tmp_path / "a", good=torch.ones(2), bad=torch.tensor([1.0, float("nan")]))])
     assert part.not_finite == "bad" and part.problem is None

@@ -29,7 +29,7 @@ def refusal(*arguments):
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_every_shipped_run_loads_and_reads_back_the_same(name, tmp_path):
+def test_every_shipped_run_loads_and_reads_back_same(name, tmp_path):
     run = load(name)
     (tmp_path / "again.yaml").write_text(to_yaml(run))
     assert load(tmp_path / "again.yaml") == run
@@ -41,7 +41,7 @@ def test_the_papers_runs_have_its_steps_and_batches():
     assert (small.tokens_per_step, large.tokens_per_step) == (2_064_384, 2_162_688)
 
 
-def test_later_files_win_over_included_ones_and_overrides_over_all(write):
+def test_overrides_win_over_later_files_over_includes(write):
     write("base.yaml", "training: {tokens: 1000, global_batch: 4}\nname: base")
     write("deeper/child.yaml", "include: ../base.yaml\nname: child\ntraining: {seed: 5}")
     top = write("top.yaml", f"include: [{find('model/tiny')}, deeper/child.yaml]\ntraining: {{seed: 6}}")
@@ -52,7 +52,7 @@ def test_later_files_win_over_included_ones_and_overrides_over_all(write):
     assert load([top, other], ["training.seed=8"]).training.seed == 8
 
 
-def test_a_path_in_a_file_is_relative_to_that_file(write):
+def test_path_in_file_is_relative_to_that_file(write):
     mixture = write("data/mix.yaml", "sources: []")
     run = write("runs/run.yaml", f"include: {find('tiny')}\ndata: {{kind: mixture, mixture: ../data/mix.yaml}}")
     assert load(run).data.mixture == str(mixture)
@@ -80,7 +80,7 @@ def test_a_tilde_in_a_path_is_the_home(write, monkeypatch):
         ("zzz=1", "a run has: name"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_one(override, hint):
+def test_unknown_key_is_refused_with_the_nearest_one(override, hint):
     message = refusal("tiny", [override])
     assert override.split("=")[0] in message
     assert hint in message
@@ -95,7 +95,7 @@ def test_errors_name_the_file_that_holds_the_key(write):
     assert "training.micro_batch='many'" in refusal(wrong)
 
 
-def test_a_missing_value_is_told_by_the_file_of_its_section(write):
+def test_missing_value_names_the_file_of_its_section(write):
     part = write("part.yaml", "training: {micro_batch: 4, global_batch: 8}")
     top = write("top.yaml", f"include: [{find('model/tiny')}, part.yaml]\nname: mine")
     assert f"{part}: training.tokens: a value is missing" in refusal(top)
@@ -176,7 +176,7 @@ def test_scientific_notation_is_a_number():
     assert load("tiny", ["training.tokens=3e11", "optimizer.learning_rate=1e-2"]).training.tokens == 300_000_000_000
 
 
-def test_a_config_error_on_the_command_line_is_one_message_and_exit_code_2():
+def test_config_error_is_one_line_and_code_2():
     command = [sys.executable, "-m", "megatron_blackmamba", "config", "tiny", "model.expert=4"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
@@ -184,7 +184,7 @@ def test_a_config_error_on_the_command_line_is_one_message_and_exit_code_2():
     assert "Traceback" not in done.stderr
 
 
-def test_the_composed_config_printed_is_yaml_and_the_schema_knows_every_section():
+def test_composed_config_is_yaml_and_matches_the_schema():
     command = [sys.executable, "-m", "megatron_blackmamba", "config"]
     printed = subprocess.run([*command, "tiny"], capture_output=True, text=True, check=True).stdout
     assert yaml.safe_load(printed)["model"]["pattern"] == "MEME"

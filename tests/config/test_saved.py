@@ -85,7 +85,7 @@ def test_a_removed_key_with_another_meaning_is_refused(later):
         from_saved(old(training={"fast": False}), "here")
 
 
-def test_a_newer_config_is_refused_with_the_way_out(tmp_path):
+def test_newer_config_is_refused_with_a_remedy(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"version": 99, **old()}))
     newest = migrations.current_version()
@@ -105,7 +105,7 @@ def test_nonsense_is_refused_in_words(content):
     assert "Traceback" not in str(error.value)
 
 
-def test_values_that_no_run_can_have_name_the_key():
+def test_impossible_values_name_the_key():
     with pytest.raises(ConfigError, match=r"here: optimizer.beta1=2"):
         from_saved(old(optimizer={"beta1": 2}), "here")
 
@@ -117,7 +117,7 @@ def as_version_1(content):
     return content | {"model": content["model"] | kernels, "init": start | resume}
 
 
-def test_old_names_in_a_saved_config_are_read_silently(tmp_path, recwarn):
+def test_old_names_in_saved_config_are_read_silently(tmp_path, recwarn):
     changed = ["kernels.scan=chunked", "kernels.linear=te", "start.from=runs/a", "resume.allow=[optimizer]"]
     run = load("tiny", changed)
     saved = as_version_1(run.model_dump(mode="json", by_alias=True))
@@ -150,7 +150,7 @@ def test_an_old_name_is_read_with_one_note(old, new, tmp_path):
         load(path)
 
 
-def test_both_names_of_a_key_in_one_file_are_refused(tmp_path):
+def test_old_and_new_key_together_are_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({"include": str(find("tiny")), "init": {"from": "a"}, "start": {"from": "b"}}))
     with pytest.raises(ConfigError, match=r"mine.yaml: init.from and start.from are the same key.*Remove init.from"):

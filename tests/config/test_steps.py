@@ -13,12 +13,12 @@ def run_of(tokens, batch, *more):
     return load("tiny", [*sizes, *more])  # 128 tokens a sample
 
 
-def test_a_run_ends_with_the_first_whole_batch_that_reaches_its_tokens():
+def test_run_ends_with_the_batch_reaching_its_tokens():
     assert [run_of(tokens, 16).steps for tokens in (1, 2048, 2049, 40960)] == [1, 1, 2, 20]
 
 
 @given(st.integers(1, 200_000), BATCHES, BATCHES, st.integers(0, 30))
-def test_a_changed_batch_trains_every_token_once_and_no_batch_too_many(tokens, before, after, steps):
+def test_changed_batch_trains_every_token_once(tokens, before, after, steps):
     taken = min(steps, run_of(tokens, before).steps)
     config, consumed = run_of(tokens, after), taken * before
     end = config.last_step(taken, consumed)
@@ -29,10 +29,10 @@ def test_a_changed_batch_trains_every_token_once_and_no_batch_too_many(tokens, b
         assert config.last_step(step, consumed + (step - taken) * after) == end
 
 
-def test_a_job_may_end_before_its_run_and_never_after_it():
+def test_job_never_ends_after_its_run():
     assert run_of(40960, 32, "training.stop_after_steps=12").last_step(10, 160) == 12
     assert run_of(40960, 32, "training.stop_after_steps=50").last_step(10, 160) == 15
 
 
-def test_a_run_that_has_trained_more_than_its_tokens_has_nothing_left():
+def test_run_past_its_tokens_has_nothing_left():
     assert run_of(1024, 16).last_step(10, 160) == 10

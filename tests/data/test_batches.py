@@ -31,20 +31,20 @@ def global_batches(count, dp_size, **arguments):
 
 @pytest.mark.parametrize("dp_size", [2, 3, 4, 8])
 @pytest.mark.parametrize("micro_batch", [1, 3])
-def test_any_number_of_ranks_sees_the_same_micro_batches_in_the_same_order(dp_size, micro_batch):
+def test_every_rank_count_reads_the_same_micro_batches(dp_size, micro_batch):
     arguments = {"global_batch": 72, "micro_batch": micro_batch, "skips": [(30, 40)]}
     assert global_batches(3, dp_size, **arguments) == global_batches(3, 1, **arguments)
 
 
 @pytest.mark.parametrize("before, after", [(8, 3), (1, 4), (4, 1)])
-def test_a_run_resumed_on_another_number_of_ranks_goes_on_where_it_was(before, after):
+def test_resume_with_other_rank_count_continues_the_data(before, after):
     whole, _ = global_batches(5, 1)
     first, position = global_batches(2, before)
     rest, _ = global_batches(3, after, start_sample=position)
     assert first + rest == whole
 
 
-def test_the_position_moves_once_the_whole_global_batch_was_taken():
+def test_position_moves_after_the_whole_global_batch():
     batches = stream(start_sample=100, micro_batch=12, workers=2)
     with batches:
         next(batches)
@@ -65,14 +65,14 @@ def test_threads_change_nothing(workers):
                 break
 
 
-def test_a_batch_carries_tokens_labels_and_the_source_of_each_sample():
+def test_batch_carries_tokens_labels_and_sources():
     batch = next(stream(micro_batch=4, start_sample=7))
     assert batch["tokens"].shape == batch["labels"].shape == batch["loss_mask"].shape == (4, 4)
     assert batch["sample_ids"].tolist() == [7, 8, 9, 10]
     assert batch["source_ids"].tolist() == [1, 2, 0, 1]
 
 
-def test_skipped_ranges_are_never_served_and_do_not_shorten_a_batch():
+def test_skipped_ranges_are_never_served():
     batches, position = global_batches(3, 2, skips=[(60, 70), (15, 30), (10, 20)])
     served = [sample for batch in batches for micro in batch for sample in micro]
     left = [k for k in range(200) if not 10 <= k <= 30 and not 60 <= k <= 70]
@@ -96,7 +96,7 @@ def test_parts_of_sequences_join_to_the_whole():
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_a_finite_set_is_read_once_and_its_last_batch_filled_with_samples_that_count_for_nothing(dp_size):
+def test_finite_set_is_read_once_and_padded(dp_size):
     ranks = [stream(dp_rank=r, dp_size=dp_size, stop_sample=31, micro_batch=4) for r in range(dp_size)]
     batches = [batch for rank in ranks for batch in rank]
     counted = [k for b in batches for k, m in zip(b["sample_ids"].tolist(), b["loss_mask"].sum(1), strict=True) if m]
@@ -105,7 +105,7 @@ def test_a_finite_set_is_read_once_and_its_last_batch_filled_with_samples_that_c
     assert sum(int(b["loss_mask"].sum()) for b in batches) == 31 * 4
 
 
-def test_an_error_in_a_reading_thread_reaches_the_one_who_asked():
+def test_error_in_a_reading_thread_reaches_the_caller():
     class Broken(Numbers):
         def __getitem__(self, k):
             if k == 30:
@@ -120,6 +120,6 @@ def test_an_error_in_a_reading_thread_reaches_the_one_who_asked():
             assert batch["sample_ids"].max() < 30
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_what_to_change():
+def test_indivisible_batch_is_refused_with_a_remedy():
     with pytest.raises(DataError, match=r"24 samples.*micro-batches of 5 on 1.*training.global_batch"):
         stream(micro_batch=5)

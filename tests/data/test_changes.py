@@ -80,7 +80,7 @@ def test_phases_count_from_their_first_sample():
     ]
 
 
-def test_phase_added_or_removed_in_the_past_is_named():
+def test_phase_changed_in_the_past_is_named():
     shorter = changed(["phases"], RECORD["phases"][:1])
     assert differences(RECORD, shorter, 101) == ["phase 1: from sample 100: a 1 then, no such phase now"]
     assert differences(shorter, RECORD, 101) == ["phase 1: no such phase then, from sample 100: a 1 now"]

@@ -33,7 +33,7 @@ parts = st.lists(st.integers(0, 60), min_size=1, max_size=6)
 
 @settings(deadline=None, max_examples=150)
 @given(parts, st.integers(1, 40), st.integers(0, 3), st.integers(0, 2**31))
-def test_an_epoch_reads_every_token_once_but_a_tail_shorter_than_a_sample(lengths, sequence_length, epoch, seed):
+def test_epoch_reads_every_token_once_except_the_tail(lengths, sequence_length, epoch, seed):
     tokens = sum(lengths)
     if tokens < sequence_length:
         with pytest.raises(DataError, match="less than one sample"):
@@ -49,14 +49,14 @@ def test_an_epoch_reads_every_token_once_but_a_tail_shorter_than_a_sample(length
 
 @settings(deadline=None, max_examples=50)
 @given(parts.filter(lambda p: sum(p) > 20), st.integers(0, 10**6))
-def test_a_sample_is_a_run_of_tokens_and_its_labels_are_the_next_ones(lengths, index):
+def test_sample_labels_are_the_next_tokens(lengths, index):
     sample = source(numbers(*lengths), 20)[index]
     assert torch.equal(sample["tokens"], (sample["tokens"][0] + torch.arange(20)) % sum(lengths))
     assert torch.equal(sample["labels"], (sample["tokens"] + 1) % sum(lengths))
     assert sample["loss_mask"].sum() == 20
 
 
-def test_every_epoch_has_its_own_order_and_cuts_the_text_elsewhere():
+def test_every_epoch_has_its_own_order_and_cuts():
     data = source(numbers(1003), 10)
     epochs = [[data.place(e * 100 + i) for i in range(100)] for e in range(3)]
     assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -72,7 +72,7 @@ def test_order_follows_from_seed_and_content_alone():
         assert sum(one.place(i) == other.place(i) for i in range(500)) < 5
 
 
-def test_max_epochs_refuses_the_plan_and_stops_a_reader_that_goes_on():
+def test_max_epochs_is_enforced_by_plan_and_reader():
     with pytest.raises(DataError, match=r"'numbers'.*151 samples, 1.5100 epochs of 100.*max_epochs is 1.5"):
         EpochDataset("numbers", numbers(1000), "f", core_config(10), samples=151, max_epochs=1.5)
     data = EpochDataset("numbers", numbers(1000), "f", core_config(10), samples=150, max_epochs=1.5)
@@ -91,7 +91,7 @@ def test_validation_counts_every_label_once(lengths, sequence_length):
         data[len(data)]
 
 
-def test_the_stream_is_what_megatron_core_reads_document_by_document(tmp_path):
+def test_stream_matches_megatron_core_document_by_document(tmp_path):
     prefixes = [write_shard(tmp_path / "one", 0, 300), write_shard(tmp_path / "two", 1000, 111, document=5)]
     documents = [IndexedDataset(str(prefix)) for prefix in prefixes]
     expected = np.concatenate([dataset[i] for dataset in documents for i in range(len(dataset))])
@@ -99,7 +99,7 @@ def test_the_stream_is_what_megatron_core_reads_document_by_document(tmp_path):
     assert np.array_equal(stream.read(0, len(stream)), expected)
 
 
-def test_a_truncated_shard_is_refused_when_it_is_opened(tmp_path):
+def test_truncated_shard_is_refused_when_it_is_opened(tmp_path):
     prefix = write_shard(tmp_path / "one", 0, 300)
     with open(f"{prefix}.bin", "r+b") as file:
         file.truncate(1000)

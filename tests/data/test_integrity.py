@@ -121,7 +121,7 @@ def test_a_damaged_memory_only_costs_another_reading(check, tmp_path, content):
     assert last.bytes_read == 0
 
 
-def test_a_memory_that_cannot_be_written_is_no_error(check, tmp_path):
+def test_unwritable_cache_is_no_error(check, tmp_path):
     (tmp_path / "memory").write_text("a file stands where the folder should be")
     sound = check()
     sound.look()
@@ -140,7 +140,7 @@ def test_a_file_out_of_reach_is_tried_again(shards, check, capsys):
     assert watching.findings == (0, 0)
 
 
-def test_the_thread_keeps_its_pace_and_has_the_lowest_priority(check, monkeypatch):
+def test_thread_limits_its_rate_and_priority(check, monkeypatch):
     seen = []
     monkeypatch.setattr(os, "setpriority", lambda which, thread, value: seen.append((thread, value)))
     size = sum(p.stat().st_size for s in check().share for p in (s.bin_path, s.idx_path))
@@ -154,7 +154,7 @@ def test_the_thread_keeps_its_pace_and_has_the_lowest_priority(check, monkeypatc
     assert seen == [(slow._thread.native_id, 19)] and not slow._thread.is_alive()
 
 
-def test_a_run_that_ends_early_says_what_was_not_read(check):
+def test_run_that_ends_early_reports_unread_data(check):
     said = []
     slow = check(mb_per_second=1e-6)
     slow.start()
@@ -193,7 +193,7 @@ def test_an_id_outside_the_vocabulary_names_its_place(tmp_path, wrong):
     assert (dataset.place(plan.train.schedule.locate(sample)[1]) + position) % 1000 == 700
 
 
-def test_a_damaged_index_does_not_hide_a_wrong_id(tmp_path):
+def test_damaged_index_does_not_hide_wrong_id(tmp_path):
     shard = Shard.open(write_shard(tmp_path / "one", 0, 1000))
     tokens = shard.token_ids[:]
     tokens[5] = -7
@@ -203,7 +203,7 @@ def test_a_damaged_index_does_not_hide_a_wrong_id(tmp_path):
         TokenStream.of_shards([shard]).read(3, 10)
 
 
-def test_a_file_replaced_during_the_reading_is_read_again(shards, check, monkeypatch):
+def test_file_replaced_during_reading_is_read_again(shards, check, monkeypatch):
     watching, sha256 = check(), ShardCheck._sha256
 
     def read(self, path):

@@ -19,7 +19,7 @@ def few_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_mixture_may_have_more_shards_than_the_limit_of_open_files(tmp_path, few_files):
+def test_mixture_may_exceed_the_open_file_limit(tmp_path, few_files):
     for number in range(60):
         write_shard(tmp_path / f"a/{number}", 100 * number, 100)
     mixture = write_mixture(tmp_path, [{"name": "a", "shards": "a", "weight": 1}])
@@ -27,7 +27,7 @@ def test_a_mixture_may_have_more_shards_than_the_limit_of_open_files(tmp_path, f
     assert len(plan.train[0]["tokens"]) == 16
 
 
-def test_where_the_limit_cannot_be_raised_it_says_who_can(monkeypatch):
+def test_fixed_limit_names_who_can_raise_it(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     with pytest.raises(open_files.TooManyFiles, match="LimitNOFILE"):
         open_files.allow_open_files(5000)

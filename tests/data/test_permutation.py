@@ -18,7 +18,7 @@ def test_every_place_is_taken_exactly_once(size, key):
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 2**61), st.binary(max_size=16), st.lists(st.floats(0, 1, exclude_max=True), min_size=1))
-def test_one_position_at_a_time_or_many_at_once_is_the_same(size, key, fractions):
+def test_single_and_batched_positions_agree(size, key, fractions):
     positions = [int(f * size) for f in fractions]
     order = Permutation(size, key)
     assert [order[p] for p in positions] == order.of(np.array(positions)).tolist()
@@ -31,7 +31,7 @@ def test_the_position_of_a_place_goes_there(size, key, fraction):
     assert order[order.position_of(place)] == place
 
 
-def test_an_order_never_changes_or_a_resumed_run_would_read_other_text():
+def test_order_is_stable_across_versions():
     order = Permutation(146_484_375, b"1234 fingerprint 0")
     assert [order[p] for p in (0, 1, 2, 146_484_374)] == [86314296, 18087515, 137665111, 51651145]
     assert Permutation(7, b"small").of(np.arange(7)).tolist() == [0, 4, 3, 5, 2, 1, 6]

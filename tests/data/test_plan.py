@@ -37,7 +37,7 @@ def saved(plan):
     return json.loads(json.dumps(plan.describe()))
 
 
-def test_a_plan_reads_each_source_by_its_share_and_says_so(mixture):
+def test_plan_reads_and_reports_each_source_share(mixture):
     data = plan(mixture, total_samples=4246)
     assert data.source_names == ["a", "b", "c"]
     assert list(data.validation) == ["a"]
@@ -74,7 +74,7 @@ def test_moved_and_renamed_shards_are_the_same_data(mixture, tmp_path):
     refuse_changed_data(saved(before), after.record, 100)
 
 
-def test_weights_changed_from_a_sample_on_repeat_and_skip_nothing(mixture, tmp_path):
+def test_changed_weights_repeat_and_skip_nothing(mixture, tmp_path):
     phases = [{"from_sample": 101, "weights": {"a": 0, "b": 4}}, {"from_tokens": 300 * 16 - 1, "weights": {"a": 1}}]
     changed = write_mixture(
         tmp_path / "b",
@@ -95,7 +95,7 @@ def test_weights_changed_from_a_sample_on_repeat_and_skip_nothing(mixture, tmp_p
         assert served == [dataset[i]["tokens"].tolist() for i in range(len(served))]
 
 
-def test_a_run_resumes_with_a_phase_added_later_but_not_earlier(mixture, tmp_path):
+def test_resume_accepts_only_phases_that_start_later(mixture, tmp_path):
     before = saved(plan(mixture))
     rewritten(mixture, "phases: []", "phases: [{from_sample: 150, weights: {c: 0}}]")
     after = plan(mixture).record
@@ -104,7 +104,7 @@ def test_a_run_resumes_with_a_phase_added_later_but_not_earlier(mixture, tmp_pat
         refuse_changed_data(before, after, 151)
 
 
-def test_a_source_added_with_weight_zero_leaves_the_past_alone(mixture, tmp_path):
+def test_source_with_weight_zero_changes_nothing(mixture, tmp_path):
     before = plan(mixture)
     write_shard(tmp_path / "d/one", 30_000, 500)
     phase = "phases: [{from_sample: 80, weights: {d: 2}}]\nsources:\n- {name: d, shards: d, weight: 0}\n"
@@ -183,7 +183,7 @@ def test_the_same_text_under_two_names_is_refused(mixture, tmp_path):
         plan(mixture)
 
 
-def test_a_single_source_is_served_without_a_word_of_warning(tmp_path, caplog):
+def test_single_source_causes_no_warning(tmp_path, caplog):
     write_shard(tmp_path / "a/one", 0, 1000)
     data = plan(write_mixture(tmp_path, [{"name": "a", "shards": "a"}]), total_samples=62)
     read = [token for _, tokens in samples(data, 0, 62) for token in tokens]
@@ -191,7 +191,7 @@ def test_a_single_source_is_served_without_a_word_of_warning(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_it_is_a_blended_dataset_that_any_data_loader_reads(mixture):
+def test_data_loaders_read_it_as_a_blended_dataset(mixture):
     data = plan(mixture, total_samples=10).train
     assert isinstance(data, BlendedDataset)
     loader = torch.utils.data.DataLoader(data, batch_size=5)
@@ -201,7 +201,7 @@ def test_it_is_a_blended_dataset_that_any_data_loader_reads(mixture):
         assert torch.equal(theirs["dataset_id"], batch["source_ids"])
 
 
-def test_first_tokens_of_documents_can_be_left_out_of_the_loss(tmp_path):
+def test_first_tokens_of_documents_can_be_masked(tmp_path):
     write_shard(tmp_path / "a", 0, 400)
     write_mixture(tmp_path, [{"name": "a", "shards": "a", "validation": []}])
     config = data_config(tmp_path / "mixture.yaml", mask_first_token=True)
@@ -218,7 +218,7 @@ def test_masked_first_tokens_need_documents():
         build(DataConfig(mask_first_token=True), vocab_size=64, total_samples=1)
 
 
-def test_past_its_planned_length_a_mixture_goes_on_as_a_longer_plan(tmp_path):
+def test_longer_than_planned_matches_a_longer_plan(tmp_path):
     """So a run that rewinds past a range need not open its data again."""
     config = data_config(three_sources(tmp_path))
     short, long = (build(config, vocab_size=2**30, total_samples=samples) for samples in (20, 200))

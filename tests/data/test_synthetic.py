@@ -30,7 +30,7 @@ def nats_per_token(samples, order, learned_from):
 
 
 @pytest.mark.parametrize("source, order", [(0, 1), (1, 2)])
-def test_every_source_can_be_learned_down_to_its_floor_and_only_with_its_order(source, order):
+def test_sources_are_learnable_down_to_their_entropy(source, order):
     data = plan()
     text = [
         data.train.datasets[source][i]["tokens"].tolist() for i in range(267)
@@ -47,7 +47,7 @@ def test_sources_take_turns_and_speak_different_languages():
     assert letters[0] != letters[2]
 
 
-def test_any_sample_alone_is_the_same_again_and_no_other():
+def test_single_samples_are_reproducible_and_distinct():
     one, again, other = plan(), plan(), plan(seed=7)
     for k in (0, 12345, 10**9):
         assert torch.equal(one.train[k]["tokens"], again.train[k]["tokens"])

@@ -14,7 +14,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_a_second_call_touches_nothing_and_a_damaged_shard_is_made_again(run, write_jsonl, tmp_path):
+def test_second_call_rebuilds_only_damaged_shards(run, write_jsonl, tmp_path):
     paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("b.jsonl", TEXTS[:5])]
     assert len(run(*paths, shard_size="1").written) == 2
     before = files(tmp_path / "out")
@@ -62,14 +62,14 @@ def test_other_inputs_in_the_same_folder_are_refused(run, write_jsonl, tmp_path)
     assert len(find_shards(tmp_path / "out")) == 1
 
 
-def test_a_touched_but_equal_file_is_still_the_same(run, write_jsonl):
+def test_touched_but_equal_file_counts_as_unchanged(run, write_jsonl):
     path = write_jsonl("a.jsonl", TEXTS)
     run(path)
     os.utime(path, (1, 1))
     assert run(path).written == []
 
 
-def test_new_files_at_the_end_add_shards_and_keep_the_others(run, write_jsonl):
+def test_new_files_at_the_end_only_add_shards(run, write_jsonl):
     paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("b.jsonl", TEXTS[:5])]
     run(paths[0], shard_size="1")
     assert [manifest.shard for manifest in run(*paths, shard_size="1").written] == [2]
@@ -83,7 +83,7 @@ def test_an_array_makes_what_one_call_makes(run, write_jsonl, tmp_path):
     assert files(tmp_path / "array") == files(tmp_path / "out")
 
 
-def test_one_task_of_an_array_cannot_bring_another_tokenizer(run, write_jsonl, tmp_path, tokenizer_file):
+def test_array_task_with_another_tokenizer_is_refused(run, write_jsonl, tmp_path, tokenizer_file):
     paths = [write_jsonl(f"{i}.jsonl", TEXTS[i:]) for i in range(2)]
     run(*paths, shard_size="1", array="0/2")
     (tmp_path / "other.json").write_bytes(tokenizer_file.read_bytes() + b"\n")

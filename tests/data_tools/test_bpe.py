@@ -22,7 +22,7 @@ def text(tmp_path):
     return path
 
 
-def test_it_is_trained_on_the_inputs_kept_beside_the_shards_and_loses_no_text(text, tmp_path):
+def test_trained_tokenizer_lies_beside_shards_and_is_lossless(text, tmp_path):
     run(text, tmp_path / "out")
     tokenizer = load_tokenizer(tmp_path / "out/tokenizer.json")
     shard = Shard.open(tmp_path / "out/shard_00001")
@@ -37,7 +37,7 @@ def test_training_twice_gives_the_same_tokenizer(text, tmp_path):
     assert first.tokenizer_sha256 == second.tokenizer_sha256
 
 
-def test_a_second_call_uses_the_tokenizer_that_is_there(text, tmp_path):
+def test_second_call_uses_the_existing_tokenizer(text, tmp_path):
     run(text, tmp_path / "out")
     assert run(text, tmp_path / "out").written == []
 

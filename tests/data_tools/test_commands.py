@@ -71,7 +71,7 @@ def test_json_is_one_object(call, corpus, tmp_path, tokenizer_file):
     assert result["documents"] == 31 and result["written"] == 1 and len(result["shards"]) == 1
 
 
-def test_files_that_were_not_taken_are_in_json_and_manifest(call, corpus, tmp_path, tokenizer_file):
+def test_ignored_files_are_in_json_and_manifest(call, corpus, tmp_path, tokenizer_file):
     (corpus / "2.jsonl.7z").touch()
     done = call("tokenize", corpus, tmp_path / "out", "-t", tokenizer_file, "--json", "--exclude", "b.*")
     left = [str(corpus / name) for name in ("2.jsonl.7z", "README.md", "b.jsonl")]
@@ -98,7 +98,7 @@ def test_wrong_usage_says_what_to_write_instead(arguments, message, call, corpus
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_refuses_another_tokenizer_and_a_number_too_high(call, corpus, tmp_path, tokenizer_file):
+def test_inspect_refuses_other_tokenizers_and_missing_documents(call, corpus, tmp_path, tokenizer_file):
     out = tmp_path / "out"
     call("tokenize", corpus, out, "-t", tokenizer_file)
     assert "there are 31, numbered from 0 to 30" in str(call("inspect", out, "-d", "31").exception)
@@ -115,7 +115,7 @@ def test_help_has_two_examples_and_every_default(verb, call):
     assert text.count(f"blackmamba data {verb}") == 2
 
 
-def test_a_log_file_gets_a_line_now_and_then(capsys, monkeypatch):
+def test_log_file_gets_periodic_lines(capsys, monkeypatch):
     monkeypatch.setattr("megatron_blackmamba.data_tools.progress.LOG_EVERY_SECONDS", 0.01)
     with Progress(200, lambda: Count(50, 1_230_000, 10)) as progress:
         progress._over.wait(0.1)
@@ -130,7 +130,7 @@ def test_large_numbers_are_short(number, text):
     assert short(number) == text
 
 
-def test_a_folder_that_cannot_be_written_is_one_line_and_exit_code_2(corpus, tokenizer_file):
+def test_unwritable_folder_is_one_line_and_code_2(corpus, tokenizer_file):
     for command in (["megatron_blackmamba", "data", "tokenize"], ["data_tools.tokenization"]):
         command = [sys.executable, "-m", *command, corpus, "/dev/null/x", "-t", tokenizer_file]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -25,7 +25,7 @@ RECORD = {
         (["meta.title", "body[].text"], "T|one|two"),
     ],
 )
-def test_a_field_a_path_or_several_give_the_text(fields, text):
+def test_text_comes_from_fields_or_paths(fields, text):
     assert text_of(fields, "|")(RECORD) == text
 
 
@@ -44,14 +44,14 @@ def test_a_field_a_path_or_several_give_the_text(fields, text):
         (["gaps[].text"], NOT_A_STRING, "an item is null"),
     ],
 )
-def test_a_record_without_it_says_what_it_has_instead(fields, reason, detail):
+def test_record_without_the_field_lists_its_fields(fields, reason, detail):
     with pytest.raises(FieldError) as error:
         text_of(fields, "|")(RECORD)
     assert error.value.reason == reason and detail in error.value.detail
 
 
 @pytest.mark.parametrize("record", [None, 3, "text", ["text"], True])
-def test_a_record_that_is_no_object_is_told_by_its_kind(record):
+def test_record_that_is_no_object_names_its_type(record):
     for field in ("text", "a.b"):
         with pytest.raises(FieldError, match=MISSING_FIELD):
             text_of([field], "|")(record)

@@ -66,7 +66,7 @@ def test_added_inputs_raise_the_number_of_all_shards(part, run, write_jsonl, mix
             use()
 
 
-def test_older_manifests_stay_readable_and_newer_ones_say_so(part, tmp_path):
+def test_reads_older_manifests_and_refuses_newer_ones(part, tmp_path):
     part(0)
     path = tmp_path / "tokens/shard_00001.manifest.json"
     text = path.read_text()

@@ -29,7 +29,7 @@ def test_nothing_but_the_package_is_installed(installed):
     assert not tools.is_symlink()
 
 
-def test_a_data_tools_of_ones_own_does_not_collide(installed, tmp_path):
+def test_other_data_tools_package_does_not_collide(installed, tmp_path):
     (tmp_path / "data_tools.py").write_text("raise SystemExit('the wrong one')\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed}"}
     for module in (["megatron_blackmamba", "data", "tokenize"], ["megatron_blackmamba.data_tools.tokenization"]):

@@ -68,7 +68,7 @@ def test_its_samples_are_those_that_training_reads(tmp_path):
         assert {s.name: s.samples for s in planned.sources} == {name: s["samples"] for name, s in trained.items()}
 
 
-def test_the_table_says_where_stated_and_measured_tokens_differ(tmp_path):
+def test_table_marks_stated_tokens_that_differ_from_measured(tmp_path):
     path = three_sources(tmp_path)
     path.write_text(path.read_text().replace("name: b", "name: b\n  tokens: 1000"))
     output = run(path, "--tokens", "1e5").output
@@ -76,14 +76,14 @@ def test_the_table_says_where_stated_and_measured_tokens_differ(tmp_path):
     assert "a: the file" not in output
 
 
-def test_a_source_without_shards_and_without_tokens_cannot_be_planned(tmp_path):
+def test_source_without_shards_or_tokens_cannot_be_planned(tmp_path):
     path = tmp_path / "m.yaml"
     path.write_text("sources: [{name: a, shards: nowhere}]")
     with pytest.raises(MixtureError, match="without shards, state the source's `tokens`"):
         plan_mixture(Mixture.read(path))
 
 
-def test_more_than_max_epochs_prints_the_table_and_fails(tmp_path):
+def test_exceeding_max_epochs_prints_the_table_and_fails(tmp_path):
     path = tmp_path / "m.yaml"
     path.write_text("sources: [{name: a, tokens: 1e6, max_epochs: 2}, {name: b, tokens: 1e6}]")
     assert run(path, "--tokens", "3.9e6").exit_code == 0
@@ -152,7 +152,7 @@ def test_planning_a_mixture_needs_neither_torch_nor_megatron():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_source_below_one_sample_is_refused_as_in_training(tmp_path):
+def test_source_below_one_sample_is_refused(tmp_path):
     path = three_sources(tmp_path)
     with pytest.raises(MixtureError, match="less than one sample of 2048"):
         plan_mixture(Mixture.read(path), 10_000, 2048).check()
@@ -160,7 +160,7 @@ def test_a_source_below_one_sample_is_refused_as_in_training(tmp_path):
 
 
 @pytest.mark.parametrize("name, message", [("nosuch", "shipped ones are .*paper_mix"), (".", "is a folder")])
-def test_a_mixture_that_is_not_there_names_those_that_are(name, message):
+def test_missing_mixture_lists_the_existing_ones(name, message):
     with pytest.raises(MixtureError, match=message):
         find_mixture(name)
 

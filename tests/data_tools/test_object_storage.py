@@ -156,7 +156,7 @@ def test_shards_from_s3_to_s3_equal_local_ones(s3, shards, tmp_path, tokenizer_f
     assert not list((tmp_path / "cache").rglob("*.bin"))
 
 
-def test_a_run_from_s3_has_the_losses_of_one_from_disk(shards, tmp_path):
+def test_training_from_s3_matches_training_from_disk(shards, tmp_path):
     losses = []
     for number, (root, inside) in enumerate([(tmp_path, "here"), ("s3://bucket", "tokens/web")]):
         (tmp_path / f"{number}.yaml").write_text(f"root: {root}\nsources: [{{name: web, shards: {inside}}}]\n")
@@ -229,6 +229,6 @@ def test_missing_objects_are_named(s3, shards, tmp_path):
         find_shards("s3://bucket/nothing")
 
 
-def test_a_scheme_without_a_library_says_what_to_install():
+def test_scheme_without_library_says_what_to_install():
     with pytest.raises(RemoteError, match=r"nosuch://x/y: .* Use s3://, gs:// or hf://"):
         remote.file_system("nosuch://x/y")

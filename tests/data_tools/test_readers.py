@@ -58,7 +58,7 @@ def test_json_lines_come_through_however_they_are_cut(texts, cuts, batch_bytes, 
     st.sampled_from([1, 30, 8 << 20]),
     st.booleans(),
 )
-def test_pieces_between_markers_come_through_however_they_are_cut(texts, cuts, batch_bytes, ended):
+def test_pieces_do_not_depend_on_read_size(texts, cuts, batch_bytes, ended):
     content = "<end>".join(texts) + "<end>\n" * ended
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "BATCH_BYTES", batch_bytes)
@@ -88,7 +88,7 @@ def test_a_large_text_without_marker_is_one_document(monkeypatch):
 
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=200), st.lists(st.integers(0, 10**6), max_size=4))
-def test_any_bytes_are_read_or_rejected_line_by_line_and_none_is_forgotten(content, cuts):
+def test_arbitrary_bytes_are_read_or_rejected_by_line(content, cuts):
     rejected = []
     parser = JsonLines(ReadOptions(), lambda number, *_: rejected.append(number))
     taken = [number for number, _ in fed_in_pieces(parser, content, cuts)]
@@ -120,7 +120,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line, reason", BAD_LINES.items(), ids=lambda value: repr(value)[:30])
-def test_a_bad_line_is_rejected_with_its_number_and_its_neighbours_are_kept(line, reason, tmp_path):
+def test_bad_line_is_rejected_by_number_alone(line, reason, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([GOOD, line, GOOD, b""]))
     documents, rejected = read(tmp_path / "a.jsonl")
     assert documents == [(1, "good"), (3, "good")]
@@ -131,7 +131,7 @@ def test_a_bad_line_is_rejected_with_its_number_and_its_neighbours_are_kept(line
     "line",
     [b'{"text": "good", "score": NaN}', b'{"text": "good", "big": 1e999}', b'{"text": "good", "other": "\\ud800"}'],
 )
-def test_what_is_odd_beside_the_text_does_not_cost_the_text(line, tmp_path):
+def test_odd_extra_fields_do_not_lose_the_text(line, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(line + b"\n")
     assert read(tmp_path / "a.jsonl") == ([(1, "good")], [])
 
@@ -142,7 +142,7 @@ def test_a_pair_of_surrogates_is_one_character(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [b'{"text": "go', '{"text": "é'.encode()[:-1]])
-def test_a_last_line_that_breaks_off_is_told_from_bad_json(cut, tmp_path):
+def test_truncated_last_line_differs_from_bad_json(cut, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n" + cut)
     documents, rejected = read(tmp_path / "a.jsonl")
     assert documents == [(1, "good")]
@@ -175,7 +175,7 @@ def test_files_of_another_kind_get_a_hint(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.999])
-def test_a_truncated_archive_gives_its_whole_records_and_one_reject(keep, tmp_path, monkeypatch):
+def test_truncated_archive_yields_whole_records_and_one_reject(keep, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "_READ_BYTES", 100)
     texts = [f"document {i} of many" for i in range(300)]
     whole = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
@@ -193,14 +193,14 @@ def test_a_text_file_is_one_document(tmp_path):
     assert [why for _, why, _ in read(tmp_path / "b.txt.gz", "text")[1]] == [rejects.TRUNCATED_FILE]
 
 
-def test_bad_bytes_spoil_one_piece_of_a_text_file(tmp_path):
+def test_invalid_bytes_reject_one_piece_of_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one|\xff|  |three|")
     documents, rejected = read(tmp_path / "a.txt", "text", ReadOptions(marker="|"))
     assert documents == [(1, "one"), (4, "three")]
     assert [(number, why) for number, why, _ in rejected] == [(2, rejects.INVALID_UTF8), (3, rejects.BLANK)]
 
 
-def test_parquet_gives_its_rows_and_rejects_the_null_ones(tmp_path):
+def test_parquet_yields_rows_and_rejects_nulls(tmp_path):
     column = pa.array(["one", None, "three"] * 50)
     meta = pa.array([{"title": "T"}] * 150)
     pq.write_table(pa.table({"content": column, "meta": meta}), tmp_path / "a.parquet", row_group_size=40)
@@ -212,7 +212,7 @@ def test_parquet_gives_its_rows_and_rejects_the_null_ones(tmp_path):
     assert documents[0] == (1, "T\n\none")
 
 
-def test_parquet_with_bytes_that_are_no_text_loses_that_row_only(tmp_path):
+def test_parquet_row_with_invalid_utf8_is_rejected_alone(tmp_path):
     raw = pa.array([b"one", b"\xff", b"three"])
     column = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
@@ -221,7 +221,7 @@ def test_parquet_with_bytes_that_are_no_text_loses_that_row_only(tmp_path):
     assert [(number, why) for number, why, _ in rejected] == [(2, rejects.INVALID_UTF8)]
 
 
-def test_parquet_that_is_cut_or_lacks_the_column_stops(tmp_path):
+def test_truncated_parquet_or_missing_column_is_an_error(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"content": ["one", "two"]}), path)
     with pytest.raises(InputError, match=r"no column `text`; it has content\. .*--field"):
@@ -231,7 +231,7 @@ def test_parquet_that_is_cut_or_lacks_the_column_stops(tmp_path):
         read(path, "parquet", ReadOptions(fields=("content",)))
 
 
-def test_long_and_short_rows_make_batches_of_like_size(tmp_path):
+def test_row_batches_have_similar_sizes(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [f"{i} " * 400_000 for i in range(20)]}), path, compression="none")
     sizes = []

@@ -29,7 +29,7 @@ def shuffled(folder, lengths, *, seed=0, shard=1, batch=1000, expected_bytes=0):
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=300), st.integers(1, 80), st.integers(0, 9))
-def test_order_and_content_do_not_depend_on_batches_or_buckets(tmp_path_factory, lengths, batch, seed):
+def test_order_is_independent_of_batches_and_buckets(tmp_path_factory, lengths, batch, seed):
     folder = tmp_path_factory.mktemp("shuffle")
     tokens, out_lengths = shuffled(folder, lengths, seed=seed)
     order = document_order(seed, 1, len(lengths))
@@ -43,7 +43,7 @@ def test_order_and_content_do_not_depend_on_batches_or_buckets(tmp_path_factory,
 
 
 @given(st.integers(0, 2**70), st.integers(1, 10**6), st.integers(0, 10**9), st.integers(1, 50))
-def test_a_key_belongs_to_a_document_not_to_its_batch(seed, shard, first, count):
+def test_shuffle_key_depends_on_document_not_batch(seed, shard, first, count):
     keys = order_keys(seed, shard, first, count)
     assert keys[-1] == order_keys(seed, shard, first + count - 1, 1)[0]
 

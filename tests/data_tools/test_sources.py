@@ -37,14 +37,14 @@ def names(found):
     return [source.name for source in found.sources]
 
 
-def test_a_folder_gives_its_data_files_in_natural_order_and_says_what_it_leaves(corpus):
+def test_folder_files_are_sorted_and_others_reported(corpus):
     found = find_sources(["c"])
     assert names(found) == ["a/more.txt", "part-9.jsonl.zst", "part-10.jsonl.zst"]
     assert [source.format for source in found.sources] == ["text", "jsonl", "jsonl"]
     assert [path.name for path in found.ignored] == ["README.md"]
 
 
-def test_files_are_taken_in_the_order_given_and_named_from_their_common_folder(corpus):
+def test_files_keep_their_order_and_common_folder_names(corpus):
     assert names(find_sources(["d/b.parquet", "c/part-9.jsonl.zst"])) == ["d/b.parquet", "c/part-9.jsonl.zst"]
     assert names(find_sources(["c/part-9.jsonl.zst"])) == ["part-9.jsonl.zst"]
 
@@ -69,14 +69,14 @@ def test_inputs_that_cannot_be_are_named(corpus, inputs, message):
         find_sources(inputs)
 
 
-def test_a_folder_without_input_says_how_many_files_it_looked_at(corpus):
+def test_folder_without_input_counts_the_files_seen(corpus):
     with pytest.raises(InputError, match="c: no input in this folder among its 4 files"):
         find_sources(["c"], format="parquet")
     with pytest.raises(InputError, match=r"that matches \*\.tsv"):
         find_sources(["c"], match="*.tsv")
 
 
-def test_small_files_share_a_shard_and_large_ones_have_their_own():
+def test_small_files_share_a_shard():
     sources = [Source(str(size), str(size), "jsonl", size, 0) for size in (3, 3, 3, 50, 1, 12, 2)]
     sizes = [[source.bytes for source in shard] for shard in plan_shards(sources, 10)]
     assert sizes == [[3, 3, 3], [50], [1], [12], [2]]
@@ -115,7 +115,7 @@ def test_presets_take_training_files_only(tmp_path, name):
             taken(split="validation")
 
 
-def test_a_folder_of_another_split_is_refused_with_the_flag(corpus):
+def test_folder_of_another_split_names_the_flag(corpus):
     (corpus / "c").rename(corpus / "validation")
     with pytest.raises(InputError, match="belongs to the train split by its path: add --split validation"):
         find_sources(["validation"], split="train")
@@ -159,7 +159,7 @@ def test_nothing_behind_links_is_passed_over(corpus):
         find_sources(["c"])
 
 
-def test_a_folder_that_cannot_be_read_is_an_error(corpus, monkeypatch):
+def test_unreadable_folder_is_an_error(corpus, monkeypatch):
     real = os.scandir
 
     def scandir(path):
@@ -181,13 +181,13 @@ def test_the_folder_for_the_shards_is_no_input(corpus):
         find_sources(["c"], apart="c")
 
 
-def test_a_pipe_by_name_is_sent_to_standard_input(corpus):
+def test_named_pipe_is_refused_for_standard_input(corpus):
     os.mkfifo("pipe.jsonl")
     with pytest.raises(InputError, match="a pipe is read as standard input"):
         find_sources(["pipe.jsonl"])
 
 
-def test_a_file_name_that_is_no_utf8_is_written_as_one(corpus):
+def test_non_utf8_file_name_is_escaped(corpus):
     path = os.fsdecode(b"bad\xff.jsonl")
     Path(path).write_bytes(b"x")
     assert names(find_sources([path])) == ["bad\\xff.jsonl"]

@@ -37,7 +37,7 @@ def block_size(request, monkeypatch):
 
 @pytest.mark.usefixtures("block_size")
 @pytest.mark.parametrize("suffix", ["", *COMPRESSORS])
-def test_several_members_are_one_text_whatever_the_block_size(suffix, tmp_path):
+def test_members_join_for_any_block_size(suffix, tmp_path):
     @settings(deadline=None, max_examples=25)
     @given(pieces_of_text)
     def every(pieces):
@@ -53,7 +53,7 @@ def test_several_members_are_one_text_whatever_the_block_size(suffix, tmp_path):
 
 @pytest.mark.usefixtures("block_size")
 @pytest.mark.parametrize("suffix", COMPRESSORS)
-def test_a_file_cut_anywhere_inside_a_member_is_damage_and_still_has_a_fingerprint(suffix, tmp_path):
+def test_truncated_member_is_damage_with_a_fingerprint(suffix, tmp_path):
     @settings(deadline=None, max_examples=40)
     @given(pieces_of_text, st.data())
     def every(pieces, data):
@@ -86,18 +86,18 @@ def test_a_flipped_byte_is_damage(suffix, tmp_path):
     assert damage.value.reason == DAMAGED_FILE
 
 
-def test_a_web_page_saved_as_gzip_is_told_apart(tmp_path):
+def test_html_page_named_gz_is_recognised(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(b"<!DOCTYPE html><title>404</title>")
     with pytest.raises(Damage, match=r"begins with b'<!DOCTYPE html>"):
         read(tmp_path / "a.jsonl.gz")
 
 
-def test_compression_is_told_by_the_content_not_the_name(tmp_path):
+def test_compression_is_detected_from_content(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(b"text"))
     assert read(tmp_path / "a.jsonl")[0] == b"text"
 
 
-def test_zeros_behind_the_last_member_and_skippable_frames_are_no_damage(tmp_path):
+def test_trailing_zeros_and_skippable_frames_are_accepted(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"text") + bytes(512))
     assert read(tmp_path / "a.gz")[0] == b"text"
     skippable = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc"
@@ -106,7 +106,7 @@ def test_zeros_behind_the_last_member_and_skippable_frames_are_no_damage(tmp_pat
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
-def test_a_small_file_that_holds_much_comes_in_pieces(suffix, tmp_path):
+def test_highly_compressed_file_is_read_in_pieces(suffix, tmp_path):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(COMPRESSORS[suffix](bytes(40 << 20)))
     with InputStream(path) as stream:
@@ -115,7 +115,7 @@ def test_a_small_file_that_holds_much_comes_in_pieces(suffix, tmp_path):
 
 
 @pytest.mark.parametrize("faster", [True, False])
-def test_gzip_members_end_with_and_without_the_faster_library(tmp_path, monkeypatch, faster):
+def test_gzip_members_end_with_either_library(tmp_path, monkeypatch, faster):
     if faster:
         pytest.importorskip("isal")
     else:

@@ -112,7 +112,7 @@ def test_a_record_without_any_optional_field_is_rejected(tmp_path):
 @pytest.mark.parametrize(
     "first, advice", [("{", "`jq -c .` makes"), ("[", "`jq -c '.[]'` makes"), ("WARC/1.0", "WarcReader")]
 )
-def test_json_over_several_lines_is_told_the_right_jq(tmp_path, first, advice):
+def test_multiline_json_suggests_the_jq_command(tmp_path, first, advice):
     (tmp_path / "a.jsonl").write_text(f'{first}\n  "text": 1\n')
     ((_, _, detail), *_) = read(tmp_path / "a.jsonl")[1]
     assert advice in detail

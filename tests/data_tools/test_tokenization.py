@@ -54,7 +54,7 @@ def written_by_megatron(megatron, folder, tokenizer, texts):
     return (folder / "theirs.bin").read_bytes(), (folder / "theirs.idx").read_bytes()
 
 
-def test_without_shuffle_the_bytes_are_those_of_megatrons_builder(run, write_jsonl, tokenizer, tmp_path, megatron):
+def test_unshuffled_shard_equals_megatron_output(run, write_jsonl, tokenizer, tmp_path, megatron):
     texts = [*TEXTS, "é\u0301 \U0001f680", "a <|endoftext|> in the text", " "]
     run(write_jsonl("a.jsonl", texts), shuffle=False)
     ours = (tmp_path / "out/shard_00001.bin").read_bytes(), (tmp_path / "out/shard_00001.idx").read_bytes()
@@ -68,7 +68,7 @@ def test_a_shuffled_shard_reads_with_megatrons_reader(run, write_jsonl, tokenize
     assert texts != TEXTS and sorted(texts) == sorted(TEXTS)
 
 
-def test_every_document_ends_with_eod_and_holds_no_other(run, write_jsonl, tokenizer, tmp_path):
+def test_every_document_has_one_eod_at_its_end(run, write_jsonl, tokenizer, tmp_path):
     run(write_jsonl("a.jsonl", ["one<|endoftext|>two", "<|endoftext|>", "three"]), shuffle=False)
     shard = Shard.open(tmp_path / "out/shard_00001")
     assert (shard.token_ids[:] == tokenizer.eod_id).sum() == 3
@@ -89,7 +89,7 @@ def test_eod_goes_behind_each_document(documents):
     assert shard_writer.with_eod(ids, lengths, 0, token_dtype(600)).tolist() == expected
 
 
-def test_the_shuffle_is_seeded_whole_and_the_one_that_provenance_undoes(run, write_jsonl, tokenizer, tmp_path):
+def test_shuffle_is_seeded_and_matches_provenance(run, write_jsonl, tokenizer, tmp_path):
     path = write_jsonl("a.jsonl", TEXTS)
     for seed in (0, 1):
         run(path, out=f"seed{seed}", seed=seed)
@@ -99,7 +99,7 @@ def test_the_shuffle_is_seeded_whole_and_the_one_that_provenance_undoes(run, wri
     assert files(tmp_path / "again") == files(tmp_path / "seed0") != files(tmp_path / "seed1")
 
 
-def test_the_order_does_not_depend_on_the_memory_it_was_made_in(run, write_jsonl, tmp_path, monkeypatch):
+def test_order_is_independent_of_memory(run, write_jsonl, tmp_path, monkeypatch):
     path = write_jsonl("a.jsonl", TEXTS * 5)
     run(path)
     monkeypatch.setattr(shuffle, "BUCKET_BYTES", 500)
@@ -178,7 +178,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("reason", BAD_FILES)
-def test_bad_input_stops_with_file_record_reason_and_flag_and_leaves_nothing(reason, run, tmp_path):
+def test_bad_input_stops_with_its_record_and_flag(reason, run, tmp_path):
     name, content, record = BAD_FILES[reason]
     path = tmp_path / name
     path.write_bytes(content)
@@ -219,7 +219,7 @@ def test_blank_lines_are_listed_but_not_bad(run, tmp_path):
     assert manifest.rejected == {"blank": 2} and manifest.documents == 2
 
 
-def test_every_document_knows_its_record_past_rejects_and_shuffle(run, tmp_path, tokenizer):
+def test_every_document_keeps_its_record_number(run, tmp_path, tokenizer):
     lines = [json.dumps({"text": f"record {n}"}) if n % 3 else "{" for n in range(1, 50)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.jsonl").write_text("\n" + json.dumps({"text": "record 2"}))
@@ -250,7 +250,7 @@ def test_a_file_that_grows_meanwhile_is_refused(run, write_jsonl, tmp_path, monk
         run(path)
 
 
-def test_a_tokenizer_library_that_errs_is_caught_by_the_reference(run, write_jsonl, tmp_path, monkeypatch):
+def test_wrong_tokenizer_library_is_caught_by_the_reference(run, write_jsonl, tmp_path, monkeypatch):
     def wrong(self, texts, **options):
         ids, lengths = encode_batch(self, texts, **options)
         return np.where(ids == ids[-1], ids[0], ids), lengths
@@ -325,7 +325,7 @@ def has_content(folder):
     return any(path.stat().st_size for path in folder.glob(".shard_00001.tmp/*"))
 
 
-def test_kill_9_midway_leaves_no_shard_and_the_next_run_is_byte_identical(run, tokenizer_file, tmp_path):
+def test_killed_job_leaves_no_shard_and_repeats_identically(run, tokenizer_file, tmp_path):
     path = large_file(tmp_path / "a.jsonl", 7)
     process = subprocess.Popen(command(tokenizer_file, path, tmp_path / "out"), stderr=subprocess.DEVNULL)
     wait_for(lambda: has_content(tmp_path / "out"), process)
@@ -337,7 +337,7 @@ def test_kill_9_midway_leaves_no_shard_and_the_next_run_is_byte_identical(run, t
     assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
 
 
-def test_a_kill_between_the_renames_leaves_a_shard_that_nobody_takes_for_whole(run, write_jsonl, tmp_path, monkeypatch):
+def test_kill_between_renames_leaves_no_valid_shard(run, write_jsonl, tmp_path, monkeypatch):
     path = write_jsonl("a.jsonl", TEXTS)
     run(path, out="undisturbed")
 

@@ -55,7 +55,7 @@ def test_one_changed_bit_is_found(folder):
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_cut_missing_and_unfinished_files_are_found_without_reading_tokens(folder, quick):
+def test_truncated_and_missing_files_need_no_token_scan(folder, quick):
     path = folder / "shard_00001.bin"
     path.write_bytes(path.read_bytes()[:-2])
     (folder / "shard_00002.idx").unlink()
@@ -66,7 +66,7 @@ def test_cut_missing_and_unfinished_files_are_found_without_reading_tokens(folde
     assert "shard_00003.manifest.json: no such manifest" in found[2]
 
 
-def test_tokens_beyond_the_vocabulary_and_misplaced_eods_are_found(folder, monkeypatch):
+def test_tokens_beyond_vocabulary_and_misplaced_eods_are_found(folder, monkeypatch):
     monkeypatch.setattr(verification, "_CHUNK_BYTES", 30)
     prefix = folder / "shard_00001"
     sound = {path: path.read_bytes() for path in folder.iterdir()}
@@ -98,7 +98,7 @@ def test_an_empty_folder_is_no_proof(tmp_path):
         verify([tmp_path])
 
 
-def test_shards_of_other_tools_are_adopted_after_a_look(tmp_path, tokenizer):
+def test_adopts_foreign_shards_after_a_check(tmp_path, tokenizer):
     tokens = np.array([5, 6, 0, 7, 0], np.uint16)
     (tmp_path / "text_document.bin").write_bytes(tokens.tobytes())
     with open(tmp_path / "text_document.idx", "wb") as file:
@@ -122,7 +122,7 @@ def test_a_negative_token_is_no_token(tmp_path, tokenizer):
         adopt(tmp_path / "old", tokenizer)
 
 
-def test_what_is_known_of_a_shard_is_not_overwritten_by_an_adoption(folder, tokenizer):
+def test_adoption_keeps_the_existing_manifest(folder, tokenizer):
     before = (folder / "shard_00001.manifest.json").read_bytes()
     with pytest.raises(ShardError, match="is there, from the raw files on"):
         adopt(folder / "shard_00001", tokenizer)
@@ -143,9 +143,7 @@ def test_another_tokenizer_beside_the_shards_is_found(folder):
     assert all("than the tokenizer.json beside it" in text for text in problems(folder, quick=True))
 
 
-def test_the_same_raw_file_twice_is_found_though_each_shard_has_an_order_of_its_own(
-    tokenizer_file, write_jsonl, tmp_path
-):
+def test_duplicate_raw_file_is_found_despite_the_shuffle(tokenizer_file, write_jsonl, tmp_path):
     paths = [write_jsonl("a.jsonl", TEXTS), write_jsonl("copy.jsonl", TEXTS)]
     options = TokenizeOptions(tokenizer=str(tokenizer_file), shard_size="1", workers=1, quiet=True)
     made = tokenize(paths, tmp_path / "out", options)
@@ -180,7 +178,7 @@ def test_shards_behind_a_link_are_verified(folder, tmp_path):
     assert len(verify([tmp_path / "all"], quiet=True)) == 2
 
 
-def test_a_file_that_cannot_be_read_is_a_verdict(folder):
+def test_unreadable_file_is_reported(folder):
     (folder / "shard_00001.idx").unlink()
     (folder / "shard_00001.idx").mkdir()
     (folder / "shard_00002.manifest.json").write_text(
@@ -190,7 +188,7 @@ def test_a_file_that_cannot_be_read_is_a_verdict(folder):
     assert "Is a directory" in found[0] and "dtype" in found[1]
 
 
-def test_a_folder_with_the_name_of_a_shard_does_not_hide_it(folder):
+def test_folder_named_like_a_shard_hides_nothing(folder):
     (folder / "shard_00001/cache").mkdir(parents=True)  # as megatron-core's GPTDataset makes
     assert problems(folder) == ["", ""]
     assert problems(folder / "shard_00001") == [""]

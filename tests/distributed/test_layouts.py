@@ -70,7 +70,7 @@ def test_bf16_losses_stay_close(runs, name):
 
 
 @pytest.mark.parametrize("name", list(RUNS))
-def test_ranks_that_hold_the_same_shard_hold_the_same_bits(runs, name):
+def test_ranks_that_hold_same_shard_hold_same_bits(runs, name):
     for moment in ("initial", "final"):
         seen: dict = {}
         for shards_of_rank in runs[name][moment]:

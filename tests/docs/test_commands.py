@@ -68,7 +68,7 @@ def test_every_file_a_page_points_to_exists(page):
     assert missing == []
 
 
-def test_the_study_of_sinkhorn_s_iterations_prints_what_the_page_says():
+def test_sinkhorn_iterations_study_prints_the_figures_shown():
     page = (ROOT / "docs" / "reproduction.md").read_text()
     code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -87,7 +87,7 @@ def test_every_make_target_named_exists(page):
     [("qu", "quickstart"), ("train --np", "--nproc"), ("train blackmamba_1", "blackmamba_1.5b"),
      ("plan tiny parallel.exp", "parallel.expert="), ("export h", "hf")],
 )  # fmt: skip
-def test_the_shell_completes_verbs_options_shipped_runs_and_keys(typed, offered):
+def test_shell_completes_verbs_options_shipped_runs_and_keys(typed, offered):
     words = ["blackmamba", *typed.split()]
     asked = {"_BLACKMAMBA_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     program = Path(sys.executable).parent / "blackmamba"

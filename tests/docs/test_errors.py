@@ -69,7 +69,7 @@ def test_what_the_page_says_is_answered(line, answer, first_hour, monkeypatch, c
         (errno.ESTALE, "run the same command again", 1),  # a launcher does that
     ],
 )
-def test_a_disk_that_takes_nothing_is_named_with_what_to_do(number, advice, code, first_hour, monkeypatch, capsys):
+def test_full_disk_is_named_with_a_remedy(number, advice, code, first_hour, monkeypatch, capsys):
     def fails(*_, **__):
         raise OSError(number, os.strerror(number), "runs/tiny/report.html")
 
@@ -90,7 +90,7 @@ def test_too_few_open_files_name_their_limit(number, first_hour, monkeypatch, ca
     assert capsys.readouterr().err.startswith(f"blackmamba: {os.strerror(number)}: raise the limit (`ulimit -n`)")
 
 
-def test_an_error_of_ours_keeps_its_traceback_unless_an_old_library_explains_it(first_hour, monkeypatch, capsys):
+def test_own_bugs_keep_tracebacks_unless_dependencies_are_old(first_hour, monkeypatch, capsys):
     def fails(*_, **__):
         raise AttributeError("no such name")
 
@@ -129,7 +129,7 @@ def install(tmp_path, python, version):
     )
 
 
-def test_an_old_python_and_one_without_venv_are_told_what_to_do(tmp_path):
+def test_old_python_and_missing_venv_get_a_remedy(tmp_path):
     old = install(tmp_path, "python3.9", (3, 9, 18))
     assert (old.returncode, old.stdout) == (2, "")
     assert "Python 3.9 is not supported: 3.10 to 3.13 is" in old.stderr

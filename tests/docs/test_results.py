@@ -7,7 +7,7 @@ import pytest
 from benchmarks import run
 
 
-def test_a_benchmark_that_fails_or_is_left_out_keeps_its_block(tmp_path, monkeypatch):
+def test_failed_or_skipped_benchmark_keeps_its_block(tmp_path, monkeypatch):
     out = tmp_path / "RESULTS.md"
     shutil.copy(run.RESULTS, out)
     before = run._sections(out)

@@ -48,5 +48,5 @@ def decides_by_name(path):
                 yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
 
 
-def test_no_file_decides_by_the_name_of_a_kind():
+def test_no_file_branches_on_a_layer_kind_name():
     assert [line for path in CODE for line in decides_by_name(path)] == []

@@ -21,7 +21,7 @@ def merging(tmp_path_factory):
     return load_tokenizer(path)
 
 
-def test_joint_encoding_cuts_the_tokens_of_the_whole_text(merging):
+def test_joint_encoding_splits_the_tokens_of_both_texts(merging):
     assert encode_pairs([("aa", "b a")], merging, Encoding.joint) == [([1, 1], [4, 1])]
 
 

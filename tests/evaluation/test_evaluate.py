@@ -94,7 +94,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(export, data, tmp_path):
     assert not partial.exists()
 
 
-def test_watch_scores_every_kept_checkpoint_and_ends_with_the_run(run, data, capsys):
+def test_watch_scores_every_kept_checkpoint_until_the_end(run, data, capsys):
     RunFolder(run).done.touch()
     watch.watch(run, options(data))
     found = [read_evaluation(RunFolder(run).evaluation(step)) for step in (1, 2)]
@@ -110,7 +110,7 @@ def test_watch_goes_on_after_a_damaged_checkpoint(run, data, capsys):
     assert len(read_evaluation(RunFolder(run).evaluation(2)).results) == 2
 
 
-def test_a_claim_ends_with_its_process_or_an_hour_later(run):
+def test_claim_ends_with_its_process_or_expires(run):
     with claim(run, 1):
         assert is_claimed(run, 1)
         marker = RunFolder(run).evaluation(1).with_suffix(".in_use")
@@ -139,7 +139,7 @@ def test_unusable_data_is_one_line_and_keeps_results(run, data, tmp_path, spoil,
     assert len(read_evaluation(RunFolder(run).evaluation(2)).results) == 1
 
 
-def test_a_document_that_does_not_fit_is_named_late_too(run, data, tmp_path):
+def test_document_that_does_not_fit_is_named(run, data, tmp_path):
     mine = shutil.copytree(data, tmp_path / "mine")
     with open(mine / "winogrande.jsonl", "a") as file:
         file.write("\n" + json.dumps({"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}))

@@ -14,7 +14,7 @@ def test_a_file_appears_with_all_its_content(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]
 
 
-def test_an_error_midway_leaves_the_old_file_and_no_rubbish(tmp_path):
+def test_failed_write_keeps_the_old_file_only(tmp_path):
     atomic.write_text(tmp_path / "a", "old")
     with pytest.raises(RuntimeError), atomic.atomic_file(tmp_path / "a") as file:
         file.write(b"half of the new")

@@ -28,7 +28,7 @@ def names(shards):
     return sorted(shard.prefix.name for shard in shards)
 
 
-def test_probability_is_proportional_to_tokens_times_weight_exactly(tmp_path):
+def test_probability_is_tokens_times_weight_exactly(tmp_path):
     mixture = read(tmp_path, "sources: [{name: a, tokens: 2.2e9, weight: 1.2}, {name: b, tokens: 1_000_000_000}]")
     assert mixture.schedule([0, 0], 2048).blends[0].probabilities == [Fraction(66, 91), Fraction(25, 91)]
 
@@ -44,7 +44,7 @@ def test_without_stated_tokens_those_in_the_shards_count(tmp_path):
     assert mixture.schedule([7, 300], 16).blends[0].probabilities == [Fraction(1, 4), Fraction(3, 4)]
 
 
-def test_a_phase_changes_the_weights_it_names_and_keeps_the_others(tmp_path):
+def test_phase_changes_weights_it_names_and_keeps_others(tmp_path):
     mixture = read(
         tmp_path,
         "sources: [{name: a, weight: 2}, {name: b}, {name: c}]\n"
@@ -56,7 +56,7 @@ def test_a_phase_changes_the_weights_it_names_and_keeps_the_others(tmp_path):
         mixture.starts(32)
 
 
-def test_shards_are_found_by_folder_glob_prefix_or_file(tmp_path):
+def test_finds_shards_by_folder_glob_prefix_or_file(tmp_path):
     for number, name in enumerate(["x/s1", "x/deep/s2", "x/s.3.v2"]):
         write_shard(tmp_path / name, 1000 * number, 50)
     for shards, expected in {
@@ -82,7 +82,7 @@ def test_root_variables_and_home_are_filled_in(tmp_path, monkeypatch):
         mixture.open_shards(mixture.sources[0])
 
 
-def test_held_out_shards_are_taken_from_the_training_shards(tmp_path):
+def test_validation_shards_are_removed_from_training(tmp_path):
     for number in range(3):
         write_shard(tmp_path / f"x/s{number}", 1000 * number, 50)
     mixture = read(tmp_path, "sources: [{name: a, shards: x, validation: 'x/s[12]'}]")
@@ -93,7 +93,7 @@ def test_held_out_shards_are_taken_from_the_training_shards(tmp_path):
         mixture.open_shards(mixture.sources[0])
 
 
-def test_a_shard_with_a_file_missing_is_an_error_not_less_data(tmp_path):
+def test_shard_with_a_missing_file_is_an_error(tmp_path):
     write_shard(tmp_path / "x/s1", 0, 50)
     write_shard(tmp_path / "x/s2", 1000, 50)
     mixture = read(tmp_path, "sources: [{name: a, shards: x}]")
@@ -106,7 +106,7 @@ def test_a_shard_with_a_file_missing_is_an_error_not_less_data(tmp_path):
         file.write_bytes(content)
 
 
-def test_the_fingerprint_is_of_the_content_not_of_names(tmp_path):
+def test_fingerprint_depends_on_content_not_names(tmp_path):
     prints = []
     for folder, order in (("x", ["s1", "s2"]), ("y", ["z", "a"])):
         for number, name in enumerate(order):
@@ -116,7 +116,7 @@ def test_the_fingerprint_is_of_the_content_not_of_names(tmp_path):
     assert prints[0] == prints[1]
 
 
-def test_the_fingerprint_never_changes_or_resumed_runs_are_refused(tmp_path):
+def test_fingerprint_is_stable_across_versions(tmp_path):
     shards = [Shard.open(write_shard(tmp_path / f"s{number}", 1000 * number, 50)) for number in range(2)]
     lines = "".join(f"{shard.manifest.bin_sha256} 50 int32\n" for shard in shards).encode()
     assert content_fingerprint(shards) == hashlib.blake2b(lines, digest_size=16).hexdigest()
@@ -152,7 +152,7 @@ def test_the_fingerprint_never_changes_or_resumed_runs_are_refused(tmp_path):
         ("- a", "not a list"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_refused_by_name_and_place(tmp_path, text, message):
+def test_malformed_file_is_refused_by_name_and_place(tmp_path, text, message):
     with pytest.raises(MixtureError, match=message) as error:
         read(tmp_path, text)
     assert "mixture.yaml" in str(error.value)
@@ -163,13 +163,13 @@ def test_a_missing_file_is_named(tmp_path):
         Mixture.read(tmp_path / "nowhere.yaml")
 
 
-def test_a_path_without_shards_is_an_error_that_says_where_it_looked(tmp_path):
+def test_path_without_shards_says_where_it_looked(tmp_path):
     mixture = read(tmp_path, "sources: [{name: a, shards: nothing/*}]")
     with pytest.raises(MixtureError, match=f"'a': shards: 'nothing/\\*' names no shard .looked for {tmp_path}"):
         mixture.open_shards(mixture.sources[0])
 
 
-def test_a_folder_with_the_name_of_a_shard_does_not_hide_it(tmp_path):
+def test_folder_named_like_a_shard_hides_nothing(tmp_path):
     prefix = write_shard(tmp_path / "a/shard_00001", 0, 100)
     (prefix / "cache").mkdir(parents=True)  # as megatron-core's GPTDataset makes
     (prefix / "cache/order.npy").touch()
@@ -180,7 +180,7 @@ def test_a_folder_with_the_name_of_a_shard_does_not_hide_it(tmp_path):
 
 
 @pytest.mark.parametrize("shards", ["a", "a/shard_*", "a/shard_0000[12]", "a/shard_00001"])
-def test_brackets_in_a_path_are_part_of_its_name(tmp_path, shards):
+def test_brackets_in_path_are_part_of_its_name(tmp_path, shards):
     folder = tmp_path / "corpus [v2]"
     wanted = write_shard(folder / "a/shard_00001", 0, 100)
     write_shard(tmp_path / "corpus v/a/shard_00001", 500, 100)  # what a character class would match

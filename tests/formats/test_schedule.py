@@ -26,11 +26,11 @@ def worst_deviation(schedule, first, end):
 
 @settings(deadline=None, max_examples=150)
 @given(st.one_of(weights, uneven_weights))
-def test_at_every_prefix_every_source_is_within_two_samples_of_its_share(weights):
+def test_every_prefix_is_within_two_samples_of_shares(weights):
     assert worst_deviation(Schedule([weights]), 0, 3000) < BOUND
 
 
-def test_fibonacci_weights_are_the_worst_case_and_still_within_the_bound():
+def test_fibonacci_weights_stay_within_the_bound():
     fibonacci = [1, 1]
     while len(fibonacci) < 25:
         fibonacci.append(fibonacci[-1] + fibonacci[-2])
@@ -43,7 +43,7 @@ def test_the_papers_mixture_in_its_first_million_samples():
 
 @settings(deadline=None, max_examples=50)
 @given(weights, st.lists(st.tuples(weights, st.integers(1, 300)), max_size=3))
-def test_every_source_counts_on_without_gap_or_repeat_through_all_phases(first, later):
+def test_sources_continue_without_gap_through_all_phases(first, later):
     phases, starts = [first], [0]
     for phase, length in later:
         phases.append(phase)
@@ -64,28 +64,28 @@ def test_every_source_counts_on_without_gap_or_repeat_through_all_phases(first, 
 
 @settings(deadline=None)
 @given(st.integers(0, 2**43), st.integers(0, 2**40))
-def test_a_split_rounds_exactly_even_where_products_exceed_64_bits(samples, share):
+def test_split_rounds_exactly_beyond_64_bits(samples, share):
     node = _Node(0, 1, share)
     exact = int(Fraction(samples * share, 2**40) + Fraction(1, 2))
     assert node.to_left(samples) == exact
     assert node.to_left(np.array([samples], np.uint64))[0] == exact
 
 
-def test_each_phase_keeps_its_own_weights_from_its_first_sample_on():
+def test_each_phase_keeps_its_weights_from_its_start():
     schedule = Schedule([[3, 1, 0], [1, 1, 2]], [0, 1001])
     assert worst_deviation(schedule, 0, 1001) < BOUND
     assert worst_deviation(schedule, 1001, 4000) < BOUND
     assert schedule.counts(1001)[2] == 0
 
 
-def test_the_order_follows_names_not_places_where_weights_are_equal():
+def test_equal_weights_are_ordered_by_name():
     one, other = Blend([1, 1, 2], ["x", "y", "z"]), Blend([2, 1, 1], ["z", "y", "x"])
     there = ["x", "y", "z"]
     back = ["z", "y", "x"]
     assert [there[one.locate(k)[0]] for k in range(50)] == [back[other.locate(k)[0]] for k in range(50)]
 
 
-def test_an_order_never_changes_or_a_resumed_run_would_read_other_text():
+def test_order_is_stable_across_versions():
     places = [Schedule([PAPER]).locate(k) for k in (0, 1, 2, 3, 10**6, 146_484_374)]
     assert places == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 101433), (0, 47546997)]
 

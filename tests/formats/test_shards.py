@@ -73,7 +73,7 @@ def test_an_index_of_another_format_is_refused(tmp_path):
             shards.read_idx(path)
 
 
-def test_an_index_that_skips_or_repeats_tokens_is_found_out(tmp_path):
+def test_index_with_gaps_or_overlaps_is_refused(tmp_path):
     path = write_idx(tmp_path / "a.idx", [3, 1, 4])
     whole = path.read_bytes()
     pointers_at = 34 + 3 * 4
@@ -104,7 +104,7 @@ def test_the_narrowest_type_is_the_one_megatron_takes():
         assert shards.token_dtype(size) == np.dtype(DType.optimal_dtype(size))
 
 
-def test_a_shard_opens_by_any_of_its_files_and_gives_its_documents(tmp_path):
+def test_shard_opens_by_any_of_its_files(tmp_path):
     prefix = make_shard(tmp_path, name="v1.0.en")  # a dot is no suffix
     for suffix in ("", ".bin", ".idx", ".manifest.json"):
         shard = Shard.open(f"{prefix}{suffix}")
@@ -145,7 +145,7 @@ def test_tokens_without_a_manifest_are_explained(tmp_path):
         shards.find_shards(tmp_path)
 
 
-def test_a_manifest_with_an_unknown_key_or_of_the_future_is_refused(tmp_path):
+def test_manifest_with_unknown_key_or_version_is_refused(tmp_path):
     path = make_shard(tmp_path).with_name("shard_00001.manifest.json")
     text = path.read_text()
     path.write_text(text.replace('"documents"', '"dokuments"', 1))
@@ -162,7 +162,7 @@ def test_tokens_are_read_where_they_are_asked_for(tmp_path):
     assert (tokens[3:5].tolist(), tokens[6:99].tolist(), tokens[5:2].tolist()) == ([3, 4], [6, 7], [])
 
 
-def test_tokens_of_a_file_that_was_cut_are_refused(tmp_path):
+def test_tokens_of_a_truncated_file_are_refused(tmp_path):
     shard = Shard.open(make_shard(tmp_path))
     assert shard.token_ids[:2].tolist() == [0, 1]
     os.truncate(shard.bin_path, 9)
@@ -172,7 +172,7 @@ def test_tokens_of_a_file_that_was_cut_are_refused(tmp_path):
             shard.token_ids[asked]
 
 
-def test_an_io_error_names_file_and_token_and_may_pass(tmp_path, monkeypatch):
+def test_io_error_names_the_file_and_token(tmp_path, monkeypatch):
     shard = Shard.open(make_shard(tmp_path))
 
     def fails(*_):

@@ -1,7 +1,7 @@
 from megatron_blackmamba.formats.tree import files_under
 
 
-def test_links_are_followed_loops_end_and_dangling_links_are_given(tmp_path):
+def test_follows_links_and_survives_loops(tmp_path):
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "far").mkdir()
     (tmp_path / "far/x").touch()

@@ -15,7 +15,7 @@ PROMPT, NEXT = [5, 17, 0, 42, 63, 8, 1, 33, 0, 21], [7, 0, 12, 50, 3]
 
 @pytest.mark.parametrize("eod", [None, 0])
 @pytest.mark.parametrize("rows", [1, 3, 6])  # fewer and more than the model has experts
-def test_captured_steps_after_a_prompt_give_the_reference_s_logits(rows, eod):
+def test_captured_steps_match_the_reference_logits(rows, eod):
     model = tiny("silu", eod_reset=eod)
     decoder = Decoder(pack(canonical(model), torch.float32, "cuda"))
     state = decoder.start(rows)

@@ -26,7 +26,7 @@ print(json.dumps({
 """
 
 
-def test_patches_for_a_missing_cuda_are_not_applied_and_touch_nothing():
+def test_missing_cuda_patches_are_not_applied():
     run = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     seen = json.loads(run.stdout.splitlines()[-1])

@@ -73,7 +73,7 @@ def test_every_way_of_cutting_the_sequence_agrees(triton_scan, segment, backward
     assert_close(results(triton_scan, inputs, plan=plan), results(reference.scan, inputs, torch.float64), 2e-5)
 
 
-def test_the_paper_s_shape_agrees_with_the_definition_token_by_token(triton_scan):
+def test_paper_shape_matches_the_recurrence(triton_scan):
     inputs = problem(2, 2048, 2304, dtype=torch.bfloat16, start=False, reset=False)
     with torch.no_grad():
         y, end = triton_scan(*inputs.values())
@@ -110,7 +110,7 @@ def test_agrees_with_mamba_ssm_where_that_is_installed(triton_scan):
     assert_close(gradients(triton_scan), {n: x.double() for n, x in exact.items()}, 1e-2)
 
 
-def test_the_automatic_choice_runs_on_the_gpu_and_takes_resets_to_a_backend_that_knows_them():
+def test_auto_backend_on_gpu_supports_resets():
     inputs = problem(1, 64, 64, start=False)
     u, delta, A, B, C, D, z, bias, softplus, _, reset = inputs.values()
     auto = selective_scan(u, delta, A, B, C, D, z_BLI=z, delta_bias_I=bias, delta_softplus=softplus, reset_BL=reset)
@@ -119,7 +119,7 @@ def test_the_automatic_choice_runs_on_the_gpu_and_takes_resets_to_a_backend_that
     assert available_backends()["triton"] is None
 
 
-def test_tuning_keeps_a_plan_that_gives_the_same_answer(triton_scan, monkeypatch, tmp_path):
+def test_tuned_plan_gives_the_same_result(triton_scan, monkeypatch, tmp_path):
     from megatron_blackmamba.ops.selective_scan import triton_tuning
 
     monkeypatch.setenv("BLACKMAMBA_TRITON_TUNE", "1")

@@ -61,7 +61,7 @@ def test_several_tokens_go_on_from_a_saved_state(model, silu, pieces, kernels, e
 
 
 @pytest.mark.parametrize("pieces", [[40], [6, 34], [7, 33], [5, 1, 1, 1, 32], [1] * 40])
-def test_the_state_restarts_after_the_end_of_a_document(export, resetting, pieces, kernels):
+def test_state_resets_after_end_of_document(export, resetting, pieces, kernels):
     tokens = [*TOKENS[:6], 0, *TOKENS[7:9], 0, 0, *TOKENS[11:]]
     model, cache, logits, start = load(export(resetting), kernels=kernels), None, [], 0
     for length in pieces:
@@ -89,7 +89,7 @@ def test_the_loss_is_that_of_the_next_token(model):
     torch.testing.assert_close(output.loss, expected)
 
 
-def test_gradients_reach_every_parameter_and_match_finite_differences(export, silu):
+def test_gradients_match_finite_differences(export, silu):
     model = load(export(silu), kernels="torch").double()
 
     def loss():
@@ -112,7 +112,7 @@ def checkpointing(request):
     return request.param
 
 
-def test_gradient_checkpointing_runs_each_layer_twice_for_the_same_gradients(export, silu, kernels, checkpointing):
+def test_gradient_checkpointing_recomputes_with_equal_gradients(export, silu, kernels, checkpointing):
     model = load(export(silu), kernels=kernels).train()
     runs = []
     for layer in model.model.decoder.layers:
@@ -137,7 +137,7 @@ def test_gradient_checkpointing_runs_each_layer_twice_for_the_same_gradients(exp
     assert len(runs) == 4  # as in every model of transformers, only in training mode
 
 
-def test_gradient_checkpointing_trains_adapters_behind_a_frozen_embedding(export, silu):
+def test_gradient_checkpointing_works_with_frozen_embeddings(export, silu):
     model = load(export(silu), kernels="torch").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.enable_input_require_grads()
@@ -147,7 +147,7 @@ def test_gradient_checkpointing_trains_adapters_behind_a_frozen_embedding(export
     assert weight.grad.abs().max() > 0
 
 
-def test_gradient_checkpointing_and_a_state_to_go_on_from_are_refused(export, silu):
+def test_gradient_checkpointing_refuses_a_carried_state(export, silu):
     model = load(export(silu), kernels="torch").train()
     model.gradient_checkpointing_enable()
     cache = load(export(silu))(torch.tensor([TOKENS])).past_key_values
@@ -208,7 +208,7 @@ def test_several_returned_sequences_from_one_prompt(model):
     assert out.shape[0] == 3
 
 
-def test_left_padding_gives_each_row_what_it_gets_alone(model):
+def test_left_padding_leaves_each_row_unchanged(model):
     prompts = [TOKENS[:9], TOKENS[3:5], TOKENS[20:26]]
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
     alone = [model.generate(torch.tensor([p]), **options)[0] for p in prompts]
@@ -220,7 +220,7 @@ def test_left_padding_gives_each_row_what_it_gets_alone(model):
     torch.testing.assert_close(logits, model(torch.tensor([prompts[1]])).logits[0], atol=3e-5, rtol=3e-5)
 
 
-def test_generation_goes_on_from_a_saved_state_without_repeating_it(model):
+def test_generation_continues_from_a_saved_state(model):
     expected = greedy_by_hand(model, TOKENS[:12], 6)
     for repeat in (True, False):
         cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).past_key_values
@@ -236,7 +236,7 @@ def test_generation_goes_on_from_a_saved_state_without_repeating_it(model):
         assert out[0, -6:].tolist() == expected[-6:]
 
 
-def test_a_state_that_has_seen_more_than_it_is_told_is_refused(model):
+def test_state_longer_than_its_input_is_refused(model):
     cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="has seen 8 tokens"):
         model.generate(torch.tensor([TOKENS[8:10]]), past_key_values=cache, max_new_tokens=2)

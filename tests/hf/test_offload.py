@@ -56,7 +56,7 @@ def answers(model):
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("place", [offloaded, dispatched])
-def test_an_offloaded_model_answers_bit_for_bit_as_it_does_in_memory(export, silu, place, kernels, tmp_path):
+def test_offloaded_model_is_bitwise_equal(export, silu, place, kernels, tmp_path):
     model = load(export(silu), kernels=kernels)
     expected = answers(model)
     moved = place(model, tmp_path)
@@ -65,7 +65,7 @@ def test_an_offloaded_model_answers_bit_for_bit_as_it_does_in_memory(export, sil
     assert len(got) == len(expected) == 6 and all(map(torch.equal, got, expected))
 
 
-def test_from_pretrained_places_the_weights_by_a_device_map(export, resetting, tmp_path):
+def test_from_pretrained_places_weights_by_device_map(export, resetting, tmp_path):
     folder, tokens = export(resetting), [*TOKENS[:6], 0, *TOKENS[7:]]
     model = load(folder, device_map=MAPPED, offload_folder=tmp_path, kernels="torch")
     assert all(p.device.type == "meta" for p in model.model.decoder.layers[3].parameters())

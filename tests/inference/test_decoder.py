@@ -41,7 +41,7 @@ def test_reading_goes_on_where_reading_or_stepping_ended(model, decoder, cut):
         assert_close(decoder.read(state, torch.tensor([TOKENS[cut + 1 :]])), reference(model)[-1:])
 
 
-def test_rows_of_different_lengths_get_what_they_get_alone(model, decoder):
+def test_rows_of_different_lengths_decode_as_alone(model, decoder):
     lengths = [30, 1, 17, 4]
     padded = torch.tensor([[0] * (30 - n) + TOKENS[:n] for n in lengths])
     state = decoder.start(4)
@@ -62,7 +62,7 @@ def test_any_batch_size_gives_each_row_the_same(model, decoder, batch):
         assert_close(logits[row : row + 1], reference(model, [TOKENS[row], TOKENS[batch - 1 - row]])[-1:])
 
 
-def test_rows_of_a_state_can_be_taken_and_repeated(model, decoder):
+def test_state_rows_can_be_selected_and_repeated(model, decoder):
     state = decoder.start(2)
     decoder.read(state, torch.tensor([TOKENS[:9], TOKENS[9:18]]))
     twice = state.rows(torch.tensor([1, 1, 0]))
@@ -104,7 +104,7 @@ def test_captured_step_equals_step_without_host_wait(decoder, batch):
     gathered(decoder, elsewhere, x_BD.to("meta"), choice_B.to("meta"))  # which has no values to tell
 
 
-def test_bytes_a_token_are_those_of_the_weights_that_a_step_reads():
+def test_bytes_per_token_count_the_weights_read():
     model = canonical(tiny())
     idle = sum(
         entry.bytes for name, entry in model.entries.items() if "local_experts" in name and "experts.0" not in name

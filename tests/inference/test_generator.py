@@ -54,7 +54,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(generator):
         assert batch == alone
 
 
-def test_a_prompt_longer_than_one_reading_goes_in_pieces(generator, monkeypatch):
+def test_long_prompt_is_read_in_pieces(generator, monkeypatch):
     prompts = [generator.tokenizer.encode(text) for text in ("the state of a recurrent model", "so it is")]
     whole = list(generator.tokens(prompts, max_new_tokens=5))
     monkeypatch.setattr("megatron_blackmamba.inference.generator.READ_AT_ONCE", 8)
@@ -68,12 +68,12 @@ def test_streaming_gives_the_same_text(generator):
     assert "".join(pieces) == generator.generate("a state", max_new_tokens=20, sampling=sampling)
 
 
-def test_the_same_seed_writes_the_same_text_and_another_writes_another(generator):
+def test_seed_decides_the_text(generator):
     texts = [generator.generate("a", max_new_tokens=20, sampling=Sampling(temperature=6.0, seed=s)) for s in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_row_ends_at_the_stop_token_while_others_go_on(generator):
+def test_row_ends_at_the_stop_token_alone(generator):
     prompts = [generator.tokenizer.encode(text) for text in ("a state", "so")]
     unstopped = list(generator.tokens(prompts, max_new_tokens=8, stop=-1))
     stop = unstopped[3][0]
@@ -146,7 +146,7 @@ def test_every_kind_of_model_writes_the_same(folder, tmp_path, tokenizer_file, g
     assert load(tmp_path / "ours").generate("a state", max_new_tokens=8) == expected
 
 
-def test_a_folder_with_no_model_and_a_model_with_no_tokenizer_are_named(tmp_path):
+def test_missing_model_and_missing_tokenizer_are_named(tmp_path):
     with pytest.raises(DamagedCheckpoint, match=f"{tmp_path}: not a checkpoint"):
         load(tmp_path)
     with pytest.raises(InterchangeError, match="no such folder"):
@@ -156,5 +156,5 @@ def test_a_folder_with_no_model_and_a_model_with_no_tokenizer_are_named(tmp_path
         load(tmp_path / "released").generate("a")
 
 
-def test_the_tokenizer_in_the_export_is_the_one_given(folder, tokenizer_file):
+def test_export_contains_the_given_tokenizer(folder, tokenizer_file):
     assert load_tokenizer(folder).sha256 == load_tokenizer(tokenizer_file).sha256

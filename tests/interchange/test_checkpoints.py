@@ -36,7 +36,7 @@ def started(tmp_path_factory):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("layout", [name for name, parallel in LAYOUTS.items() if "pipeline" not in parallel])
-def test_every_layout_started_from_an_import_agrees_with_the_reference(started, activation, layout):
+def test_every_layout_started_from_import_agrees_with_reference(started, activation, layout):
     logits_BSV = torch.load(started / f"{activation}_{layout}.pt")
     model = tiny(activation)
     for row, tokens in enumerate(TOKENS):
@@ -45,7 +45,7 @@ def test_every_layout_started_from_an_import_agrees_with_the_reference(started, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_any_layout_saved_reads_back_as_the_same_weights(started, layout):
+def test_weights_are_equal_whatever_layout_saved_them(started, layout):
     saved = started / f"{layout}_saved"
     for name in (STATE, "config.yaml"):
         (saved / name).write_text((started / "silu" / name).read_text())
@@ -67,12 +67,12 @@ def test_the_whole_round_gives_back_the_same_bits(silu, tokenizer_file, tmp_path
     assert megatron.read(tmp_path / "back").tokenizer.read_bytes() == tokenizer_file.read_bytes()
 
 
-def test_a_checkpoint_does_not_tell_where_it_was_written(silu, tmp_path):
+def test_checkpoint_does_not_contain_its_path(silu, tmp_path):
     megatron.write(canonical(silu), tmp_path / "somewhere")
     assert b"somewhere" not in (tmp_path / "somewhere/.metadata").read_bytes()
 
 
-def test_weights_in_bf16_keep_the_recurrence_in_fp32_in_a_checkpoint(silu, tmp_path):
+def test_bf16_checkpoint_keeps_the_recurrence_in_fp32(silu, tmp_path):
     rounded = tiny("silu").with_weights(**{name: w.bfloat16() for name, w in silu.weights.items()})
     convert.to_checkpoint(canonical(rounded), tmp_path / "out", verify=False)
     entries = megatron.read(tmp_path / "out").entries
@@ -80,7 +80,7 @@ def test_weights_in_bf16_keep_the_recurrence_in_fp32_in_a_checkpoint(silu, tmp_p
     assert entries["decoder.layers.0.mixer.out_proj.weight"].dtype == torch.bfloat16
 
 
-def test_conversions_to_and_from_a_checkpoint_end_with_a_comparison(silu, tokenizer_file, tmp_path):
+def test_checkpoint_conversions_end_with_a_comparison(silu, tokenizer_file, tmp_path):
     made = convert.to_checkpoint(canonical(silu, tokenizer=tokenizer_file), tmp_path / "ours")
     exported = convert.to_hf(megatron.read(tmp_path / "ours"), tmp_path / "hf")
     released = convert.to_zyphra(megatron.read(tmp_path / "ours"), tmp_path / "released")
@@ -88,7 +88,7 @@ def test_conversions_to_and_from_a_checkpoint_end_with_a_comparison(silu, tokeni
     assert made.tokens == 3 * 64 and released.decisions == 2 * made.tokens
 
 
-def test_a_checkpoint_that_holds_something_else_than_was_given_is_caught(silu, tmp_path, monkeypatch):
+def test_checkpoint_with_other_weights_is_refused(silu, tmp_path, monkeypatch):
     cut = megatron._cut
     monkeypatch.setattr(megatron, "_cut", lambda whole, *what: cut(lambda name: whole(name).flip(1), *what))
     with pytest.raises(parity.ParityError, match=r"local_experts\.0\.linear_fc1\.weight"):
@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_refused_by_file(silu, tmp_path):
         megatron.read(tmp_path, verify=True)
 
 
-def test_the_facts_of_a_run_reach_the_model_card(silu, tmp_path):
+def test_model_card_states_the_run(silu, tmp_path):
     megatron.write(canonical(silu), tmp_path / "ours")
     state = json.loads((tmp_path / "ours" / STATE).read_text())
     state |= {"progress": {"consumed_samples": 1000}, "data": {"sources": [{"name": "books"}, {"name": "web"}]}}

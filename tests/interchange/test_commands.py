@@ -22,9 +22,7 @@ def blackmamba(tmp_path, monkeypatch):
     return typed
 
 
-def test_released_files_become_a_hugging_face_folder_and_the_activation_is_explained(
-    blackmamba, silu, tokenizer_file, tmp_path
-):
+def test_converts_released_files_and_explains_the_activation(blackmamba, silu, tokenizer_file, tmp_path):
     write_released(tmp_path / "released", silu)
     done = blackmamba("import", "zyphra", "released", "out", "--to", "hf", "--tokenizer", str(tokenizer_file))
     assert "activation: gelu (the released inference code gates with erf-GELU" in done.stderr
@@ -61,7 +59,7 @@ def test_an_export_is_verified_against_its_source(blackmamba, silu, tokenizer_fi
         blackmamba("verify", "exported", "--against", "gelu")
 
 
-def test_what_cannot_be_read_ends_with_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
+def test_unreadable_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("sys.argv", ["blackmamba", "import", "zyphra", str(tmp_path), str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:

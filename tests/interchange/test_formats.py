@@ -51,14 +51,14 @@ def test_weights_survive_every_format_bit_by_bit(silu, tokenizer_file, tmp_path,
     assert again.config == config_of(silu).model_copy(update={"dt_rank": 2})
 
 
-def test_precision_is_changed_on_request_but_not_where_the_recurrence_needs_it(silu, tmp_path):
+def test_requested_precision_spares_the_recurrence(silu, tmp_path):
     convert.to_hf(canonical(silu), tmp_path / "out", dtype=torch.bfloat16, verify=False)
     types = {name: entry.dtype for name, entry in hf.read(tmp_path / "out").entries.items()}
     assert types["decoder.layers.0.mixer.A_log"] == types["decoder.layers.2.mixer.dt_proj.bias"] == torch.float32
     assert types["decoder.layers.0.mixer.in_proj.weight"] == torch.bfloat16
 
 
-def test_the_written_torch_file_is_what_torch_itself_would_read_and_other_tools_check(silu, tmp_path):
+def test_written_torch_file_loads_with_torch_load(silu, tmp_path):
     zyphra.write(canonical(silu), tmp_path)
     loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert list(loaded) == ["model"]
@@ -80,19 +80,19 @@ def test_both_checksums_of_a_storage_are_written(silu, tmp_path):
     assert len(storages) > 10
 
 
-def test_the_released_config_says_what_the_released_code_reads(silu, tmp_path):
+def test_released_config_says_what_released_code_reads(silu, tmp_path):
     zyphra.write(canonical(silu), tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written == {key: value for key, value in silu.config.items() if key not in ("activation", "eod_reset")}
 
 
-def test_gelu_is_the_default_for_released_files_and_the_reason_is_given(released):
+def test_released_files_default_to_gelu_with_a_reason(released):
     assert zyphra.read(released).config.activation == "gelu"
     assert "erf-GELU" in zyphra.choose_activation(released).reason
     assert zyphra.read(released, activation="silu").config.activation == "silu"
 
 
-def test_exporting_silu_warns_and_leaves_the_truth_beside_the_weights(silu, tmp_path):
+def test_silu_export_warns_and_records_the_activation(silu, tmp_path):
     zyphra.write(canonical(silu), tmp_path)
     assert "always gates with erf-GELU" in zyphra.warning_about(config_of(silu))
     assert json.loads((tmp_path / "blackmamba.json").read_text())["activation"] == "silu"
@@ -103,7 +103,7 @@ def test_exporting_silu_warns_and_leaves_the_truth_beside_the_weights(silu, tmp_
 @pytest.mark.parametrize(
     ("field", "value"), [("experts", 10), ("experts", 1), ("dt_rank", 3), ("eod_reset", 0), ("norm_eps", 1e-6)]
 )
-def test_what_the_released_format_cannot_say_is_refused_by_field(silu, tmp_path, field, value):
+def test_values_without_a_released_field_are_refused(silu, tmp_path, field, value):
     config = config_of(silu).model_copy(update={field: value})
     weights = {name: torch.zeros(shape) for name, shape in shapes(config).items()}
     with pytest.raises(InterchangeError, match=f"model.{field} is {value}"):
@@ -129,7 +129,7 @@ def test_what_the_released_format_cannot_say_is_refused_by_field(silu, tmp_path,
         ({"conv_dimension": 3}, "conv1d.weight"),
     ],
 )
-def test_a_config_that_is_wrong_or_does_not_fit_is_refused_by_file_and_field(released, tmp_path, changes, named):
+def test_wrong_or_mismatched_config_names_file_and_field(released, tmp_path, changes, named):
     change_config(released, **changes)
     with pytest.raises(InterchangeError, match=named) as refusal:
         convert.to_hf(zyphra.read(released), tmp_path / "out")
@@ -145,7 +145,7 @@ class RunsCode:
         return (open, (str(self.path), "w"))
 
 
-def test_a_pickle_that_runs_code_is_refused_and_does_not_run(released, tmp_path, silu):
+def test_pickle_with_code_is_refused_without_running(released, tmp_path, silu):
     content = {"model": {**silu.weights, "decoder.final_layernorm.bias": RunsCode(tmp_path / "ran")}}
     for write in (save, lambda folder, c: (folder / "pytorch_model.bin").write_bytes(pickle.dumps(c["model"]))):
         write(released, content)
@@ -170,7 +170,7 @@ def test_a_truncated_file_is_refused_by_name(released, silu, tmp_path, keep):
         hf.read(tmp_path / "hf")
 
 
-def test_missing_and_surplus_and_misshapen_and_mistyped_tensors_are_named(released, silu):
+def test_missing_surplus_and_mistyped_tensors_are_named(released, silu):
     some = "decoder.layers.1.mixer.router.bias"
     without = {name: weight for name, weight in silu.weights.items() if name != some}
     cases = [
@@ -238,7 +238,7 @@ def test_a_name_on_the_hub_means_its_download(silu, tmp_path, monkeypatch):
     assert open_model(Path("some/model")).source == str(snapshot)
 
 
-def test_a_shard_that_is_missing_or_lies_elsewhere_is_named(silu, tmp_path):
+def test_missing_or_outside_shard_is_named(silu, tmp_path):
     hf.write(canonical(silu), tmp_path, shard_bytes=50_000)
     index = tmp_path / hf.INDEX
     content = json.loads(index.read_text())
@@ -294,7 +294,7 @@ def test_nothing_is_left_when_a_conversion_fails_midway(silu, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_with_something_in_it_is_not_overwritten(silu, tmp_path):
+def test_nonempty_folder_is_not_overwritten(silu, tmp_path):
     (tmp_path / "mine").write_text("precious")
     with pytest.raises(InterchangeError, match="already there"):
         convert.to_hf(canonical(silu), tmp_path, verify=False)

@@ -35,7 +35,7 @@ def exported(silu, tokenizer_file, tmp_path):
     return model, tmp_path
 
 
-def test_a_faithful_export_passes_on_random_and_real_tokens(exported):
+def test_faithful_export_passes_on_random_and_real_tokens(exported):
     model, folder = exported
     comparison = parity.check(model, hf.read(folder), folder)
     assert comparison.agrees and comparison.tokens == 3 * 64
@@ -61,7 +61,7 @@ def test_swapped_halves_are_named(silu, name):
         ("* weights_Tk[:, :, None]", ""),
     ],
 )
-def test_an_export_whose_modeling_file_computes_something_else_is_caught(exported, line, wrong):
+def test_export_with_changed_modeling_code_is_refused(exported, line, wrong):
     model, folder = exported
     code = (folder / "layers_blackmamba.py").read_text()
     assert line in code
@@ -84,7 +84,7 @@ def observation(margin: float, choice: int, logit: float = 0.0) -> Observation:
     return Observation(logits, [Router(1, choices[..., None], torch.full((1, 4), margin))])
 
 
-def test_a_tie_that_rounding_decides_is_no_difference_and_a_clear_choice_is():
+def test_only_clear_routing_differences_fail():
     tied = compare(observation(1e-6, 0), observation(1e-6, 1, logit=0.5))
     assert tied.agrees and tied.tokens == 2 and tied.ties == 2
     clear = compare(observation(0.1, 0), observation(0.1, 1))

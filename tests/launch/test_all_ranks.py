@@ -93,7 +93,7 @@ def test_a_head_node_that_nobody_reaches_is_named():
     assert list(judge_silence(absent[:1], 4, 4, "node0").unfit) == ["node1"]
 
 
-def test_a_rank_that_cannot_reach_rank_zero_says_where(monkeypatch, capsys):
+def test_rank_that_cannot_reach_rank_zero_says_where(monkeypatch, capsys):
     variables = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))

@@ -23,7 +23,7 @@ def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, text=True, capture_output=True, timeout=300, env=os.environ | env)
 
 
-def test_a_full_examination_covers_every_part_and_ends_with_a_command(tmp_path):
+def test_full_report_covers_everything_and_suggests_a_command(tmp_path):
     done = doctor("--json", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads(done.stdout)
@@ -35,14 +35,14 @@ def test_a_full_examination_covers_every_part_and_ends_with_a_command(tmp_path):
     assert seen["next_command"].startswith("blackmamba ")
 
 
-def test_a_node_with_too_few_gpus_fails_its_preflight(tmp_path):
+def test_node_with_too_few_gpus_fails_its_preflight(tmp_path):
     done = doctor("--quick", "--gpus", "64", "--folder", str(tmp_path))
     assert done.returncode == 1
     assert "64 expected" in done.stdout
 
 
 @pytest.mark.parametrize("how", [(), ("--quick",)])
-def test_a_torch_that_does_not_import_is_what_the_doctor_is_for(tmp_path, how):
+def test_doctor_runs_with_a_broken_torch(tmp_path, how):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
     done = doctor(*how, "--json", "--folder", str(tmp_path), PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
@@ -57,14 +57,14 @@ def test_the_preflight_names_a_folder_it_cannot_write():
     assert "folder=" in problems[0].advice
 
 
-def test_a_run_folder_that_is_not_there_yet_is_not_made(tmp_path):
+def test_missing_run_folder_is_not_created(tmp_path):
     finding = next(hardware.disk(tmp_path / "a/b/c", 1, 0.0))
     assert finding.status == "ok"
     assert str(tmp_path) in finding.found
     assert list(tmp_path.iterdir()) == []
 
 
-def test_local_processes_that_cannot_meet_are_reported_with_the_reason(monkeypatch):
+def test_unreachable_local_processes_are_reported_with_reasons(monkeypatch):
     assert time_all_reduce(2, on_gpus=False, mebibytes=1, repeats=1) > 0
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-card")
     with pytest.raises(AllReduceError, match=r"rank [01]: "):
@@ -76,7 +76,7 @@ def problems(done: subprocess.CompletedProcess) -> dict[str, dict[str, str]]:
     return {finding["name"]: finding for finding in found if finding["status"] == "problem"}
 
 
-def test_too_few_open_files_and_a_wrong_card_are_named(tmp_path):
+def test_open_file_limit_and_wrong_card_are_named(tmp_path):
     """What `ulimit -n 64` and a card of another machine do, in one process."""
     command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", sys.executable, "-m", "megatron_blackmamba", "doctor"]
     cards = {"GLOO_SOCKET_IFNAME": "none0", "NCCL_SOCKET_IFNAME": "none1,none2"}
@@ -202,7 +202,7 @@ def test_any_of_the_known_compilers_will_do(monkeypatch, tmp_path):
     assert next(software.programs()) == Finding("software", "C++ compiler", "clang++")
 
 
-def test_an_unmet_requirement_is_a_problem_with_a_remedy(monkeypatch):
+def test_unmet_requirement_is_a_problem_with_a_remedy(monkeypatch):
     monkeypatch.setattr(software, "unmet", lambda: ["torch 1.0 is here, and this project needs >=2.6"])
     (finding,) = (finding for finding in software.imports() if finding.name == "requirements")
     assert finding.status == "problem" and finding.advice == software.REPAIR
@@ -213,7 +213,7 @@ def test_backends_that_cannot_run_are_notes():
     assert missing and {finding.status for finding in missing} == {"note"}
 
 
-def test_a_verdict_carries_advice_only_where_it_is_needed():
+def test_only_failed_checks_carry_advice():
     assert Finding.judge("part", "name", "found", True, "do that") == Finding("part", "name", "found")
     assert Finding.judge("part", "name", "found", False, "do that").advice == "do that"
 

@@ -62,7 +62,7 @@ def test_a_job_that_makes_no_sense_is_refused(request_, complaint):
         JobRequest(**({"nodes": 2} | request_))
 
 
-def test_asks_for_one_process_a_gpu_and_a_warning_to_the_batch_shell_alone():
+def test_requests_one_process_per_gpu_and_a_signal():
     options = options_of(rendered(gpus_per_node=4, time="4:00:00"))
     assert options["--ntasks-per-node"] == options["--gpus-per-node"] == "4"
     assert options["--signal"] == "B:USR1@600"
@@ -76,7 +76,7 @@ def test_a_cpu_job_asks_for_no_gpu():
     assert "--gpus-per-node" not in options
 
 
-def test_what_the_user_names_and_only_that_reaches_slurm():
+def test_only_given_options_reach_slurm():
     plain = options_of(rendered())
     assert not {"--partition", "--account"} & set(plain)
     asked = options_of(rendered(partition="gpu", account="physics", options=("--qos=high", "--comment=two words")))
@@ -95,7 +95,7 @@ def test_paths_with_spaces_survive_the_shell():
     assert [shlex.split(line) for line in assignments] == [["CODE=/runs/my run/code"], ["RUN_FOLDER=/runs/my run"]]
 
 
-def test_a_chain_leaves_going_on_to_the_next_job():
+def test_chained_job_leaves_continuing_to_the_next():
     assert "WHEN_TIME_IS_UP=requeue" in rendered()
     assert "WHEN_TIME_IS_UP=exit" in rendered(chain=3)
 
@@ -123,7 +123,7 @@ def test_the_shipped_jobs_fit_the_runs_they_train(name, sequences):
         ({"gpus_per_node": 0, "processes_per_node": -1}, "1 or more"),
     ],
 )
-def test_numbers_and_options_that_slurm_would_misread_are_refused(changed, complaint):
+def test_numbers_and_options_slurm_would_misread_are_refused(changed, complaint):
     with pytest.raises(LaunchError, match=complaint):
         JobRequest(nodes=1, **changed)
 
@@ -144,7 +144,7 @@ def test_a_name_that_slurm_cannot_carry_is_refused(name):
         render(JobRequest(nodes=1), run, run.root / "code", run.root / "config.yaml")
 
 
-def test_runs_of_one_name_in_two_folders_do_not_wait():
+def test_equal_names_in_two_folders_do_not_wait():
     first, second = (job_name(RunFolder(Path(folder) / "tiny")) for folder in ("/a", "/b"))
     assert first != second
     assert first == job_name(RunFolder(Path("/a/tiny")))

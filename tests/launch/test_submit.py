@@ -41,7 +41,7 @@ def test_what_the_plan_refuses_is_not_launched(tmp_path, monkeypatch, overrides,
     assert not (tmp_path / "tiny").exists()
 
 
-def test_without_slurm_it_says_where_to_go_and_writes_nothing(tmp_path, monkeypatch):
+def test_without_slurm_it_names_the_login_node(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="login node"):
         submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
@@ -90,7 +90,7 @@ def fake_sbatch(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
 
-def test_a_chain_that_slurm_cuts_short_names_the_jobs_it_took(tmp_path, fake_sbatch):
+def test_interrupted_chain_names_the_submitted_jobs(tmp_path, fake_sbatch):
     with pytest.raises(LaunchError, match=r"too many\nIn the queue already: 41 \(scancel 41"):
         submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2, chain=2))
 
@@ -105,7 +105,7 @@ def test_the_gpu_described_is_the_one_at_launch(tmp_path, fake_sbatch, monkeypat
     assert copy.read_text() == Path("ours.yaml").read_text()
 
 
-def test_what_was_changed_is_noted_in_any_encoding_and_the_commit_only_if_it_is_ours(tmp_path, monkeypatch):
+def test_uncommitted_changes_are_recorded_in_any_encoding(tmp_path, monkeypatch):
     def git(*arguments):
         subprocess.run(
             ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True
@@ -187,6 +187,6 @@ def test_the_printed_commands_work_in_any_folder(tmp_path, recording_sbatch, mon
 
 
 @pytest.mark.parametrize("overrides", [["name=" + "x" * 300], ["name=" + "ü" * 101]])
-def test_a_name_too_long_for_a_folder_is_refused(overrides):
+def test_name_too_long_for_folder_is_refused(overrides):
     with pytest.raises(ValueError, match="at most 200 bytes"):
         load("tiny", overrides)

@@ -94,7 +94,7 @@ def test_the_future_does_not_reach_the_past(build):
     assert furthest(logits(model, TOKENS)[6:], logits(model, changed)[6:]) > 1e-2
 
 
-def test_the_loss_is_the_cross_entropy_of_the_next_token(build):
+def test_loss_is_cross_entropy_of_next_token(build):
     model = build().eval()
     tokens = torch.randint(0, 512, (3, 20), generator=torch.Generator().manual_seed(0))
     labels = tokens.roll(-1, 1)

@@ -74,7 +74,7 @@ def test_states_restart_at_documents(build):
     torch.testing.assert_close(model(tokens)[:, 70:], model(tokens[:, 70:]), atol=1e-6, rtol=1e-5)
 
 
-def test_initial_decays_and_time_steps_are_those_of_mamba_ssm(build):
+def test_initial_decays_and_time_steps_match_mamba_ssm(build):
     mixer = build("model.pattern=S", "model.hidden_size=512", "model.mamba2.head_dim=4").decoder.layers[0].mixer
     rates, steps = mixer.A_log.exp(), F.softplus(mixer.dt_bias)
     assert 1 <= rates.min() < 2 and 15 < rates.max() <= 16

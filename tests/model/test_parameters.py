@@ -20,14 +20,14 @@ def test_the_papers_models_have_exactly_their_parameters(name, total):
 
 
 @pytest.mark.parametrize("name", ["transformer_340m", "mamba_343m"])
-def test_the_dense_baselines_have_the_forward_parameters_of_the_small_model(name):
+def test_dense_baselines_match_the_small_forward_parameters(name):
     config = load(["blackmamba_1.5b", f"model/{name}"], ["parallel.expert=1"])
     with world.fake(ParallelConfig(), world_size=1) as place:
         total = sum(parameter.numel() for parameter in model.build(config, place).parameters())
     assert abs(total - 343.69e6) < 0.01 * 343.69e6
 
 
-def test_in_bf16_what_the_recurrence_is_sensitive_to_stays_fp32(build):
+def test_bf16_keeps_sensitive_parameters_in_fp32(build):
     for name, parameter in build("training.precision=bf16", "model.pattern=MSE").named_parameters():
         expected = torch.float32 if name.endswith(ALWAYS_FP32) else torch.bfloat16
         assert parameter.dtype == expected, name
@@ -50,7 +50,7 @@ def test_the_residual_stream_is_fp32_between_all_layers(build):
     assert set(normed) == {torch.bfloat16}
 
 
-def test_the_seed_decides_the_weights_and_nothing_else_does(build):
+def test_weights_depend_only_on_the_seed(build):
     first, again, other = build(), build(), build("training.seed=7")
     for (name, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name

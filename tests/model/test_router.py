@@ -38,14 +38,14 @@ def test_in_use_the_largest_logit_chooses(router, hidden_SBD):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_sigmoid_of_its_own_logit_weighs_the_chosen_expert(router, hidden_SBD, training):
+def test_chosen_expert_is_weighted_by_its_sigmoid(router, hidden_SBD, training):
     weights, chosen = router.train(training)(hidden_SBD)
     logits = hidden_SBD.flatten(0, 1) @ router.weight.t() + router.bias
     assert torch.allclose(weights[chosen], 1 / (1 + torch.exp(-logits[chosen])), atol=1e-6)
     assert (weights[~chosen] == 0).all()
 
 
-def test_only_the_weight_of_the_chosen_expert_carries_a_gradient(router, hidden_SBD):
+def test_only_the_chosen_weight_carries_gradient(router, hidden_SBD):
     weights, chosen = router.train()(hidden_SBD)
     router.zero_grad()
     weights.sum().backward()
@@ -60,7 +60,7 @@ def test_logits_are_fp32_though_the_model_is_bf16(build, hidden_SBD):
 
 
 @pytest.mark.parametrize("recompute", ["none", "experts", "layers"])
-def test_every_token_is_counted_once_even_when_it_is_computed_twice(build, recompute):
+def test_recomputed_tokens_are_counted_once(build, recompute):
     model = build(f"training.recompute={recompute}").train()
     tokens = torch.randint(0, 512, (2, 32))
     for _ in range(2):  # two micro-batches of a step

@@ -129,7 +129,7 @@ def test_two_parts_through_the_window_are_one_sequence(name, cut, reset):
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", ["silu", None])
-def test_steps_are_the_convolution_one_token_at_a_time(name, activation):
+def test_steps_match_the_whole_convolution(name, activation):
     tensors, options = conv_inputs(L=9)
     with implementation(name) as backend:
         y, final_window = call(tensors, options | {"activation": activation}, backend)
@@ -141,7 +141,7 @@ def test_steps_are_the_convolution_one_token_at_a_time(name, activation):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_sequence_first_halves_of_a_projection_need_no_copy(name):
+def test_sequence_first_halves_of_projection_need_no_copy(name):
     tensors, options = conv_inputs(B=3, L=21, I=18)
     wide_SBI = torch.cat((tensors["x"], tensors["x"]), dim=-1).transpose(0, 1).contiguous()
     strided = tensors | {"x": wide_SBI.transpose(0, 1)[:, :, :18]}

@@ -96,7 +96,7 @@ def test_complex_numbers_and_integers_are_refused_by_name(op, name):
 
 
 @pytest.mark.parametrize("op, name", EACH)
-def test_another_precision_of_one_argument_is_computed_or_refused(op, name):
+def test_mixed_precision_arguments_are_computed_or_refused(op, name):
     for dtype in FLOATS:
         try:
             found = answers(op, **{name: arguments_of(op)[name].to(dtype)})

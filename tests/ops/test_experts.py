@@ -90,7 +90,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens_at_all_still_reach_the_weights_gradients(backend):
+def test_empty_batch_gives_zero_weight_gradients(backend):
     """A rank may get none: its optimizer and its all-reduce want a gradient all the same."""
     tensors, counts = expert_inputs([0, 0])
     leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
@@ -109,7 +109,7 @@ def test_an_expanded_gradient_is_taken(backend):
     assert leaves["x"].grad.any()
 
 
-def test_rows_that_grouped_mm_cannot_take_go_through_the_loop():
+def test_rows_unfit_for_grouped_mm_use_the_loop():
     tensors, counts = expert_inputs([4, 1], D=15, hidden=9)
     y = grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"])
     torch.testing.assert_close(y, by_hand(**tensors, tokens_per_expert=counts, activation="silu"))

@@ -13,7 +13,7 @@ from tests.ops.implementations import CPP, ISAS, implementation
 
 
 @pytest.mark.skipif(not ISAS, reason="the C++ kernels are not built")
-def test_the_best_instruction_set_is_used_unless_another_is_asked_for(monkeypatch):
+def test_best_instruction_set_is_the_default(monkeypatch):
     monkeypatch.delenv("BLACKMAMBA_ISA", raising=False)
     assert library.isa() == library.runnable_isas()[-1]
     monkeypatch.setenv("BLACKMAMBA_ISA", "plain")
@@ -61,7 +61,7 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
         assert "run `make install`" in library.unavailable.__wrapped__()
 
 
-def test_a_tensor_that_is_elsewhere_is_refused_and_not_read():
+def test_tensor_on_another_device_is_refused():
     with pytest.raises(ValueError, match="weight is on meta"):
         library.Arguments(weight=torch.empty(2, device="meta"))
 

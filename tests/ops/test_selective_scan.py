@@ -88,7 +88,7 @@ def test_bf16_activations_keep_an_fp32_state(name, reset):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_a_memory_of_thousands_of_tokens_does_not_drift(name):
+def test_long_memory_does_not_drift(name):
     L, N = 4096, 4
     delta = 1e-3 * (0.5 + torch.rand(1, L, 1, generator=torch.Generator().manual_seed(0)))
     A, zero, start = -torch.tensor([[0.1, 0.5, 1.0, 2.0]]), torch.zeros(1, L, N), torch.ones(1, 1, N)
@@ -163,7 +163,7 @@ def test_two_parts_through_the_state_are_one_sequence(name, cut):
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("without", [(), OPTIONAL[:3]])
-def test_steps_are_the_scan_one_token_at_a_time(name, without):
+def test_steps_match_the_whole_scan(name, without):
     tensors, options = scan_inputs(L=12, without=without)
     with implementation(name) as backend:
         y, final_state = call(tensors, options, backend)
@@ -179,7 +179,7 @@ def test_steps_are_the_scan_one_token_at_a_time(name, without):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_halves_of_a_projection_in_sequence_first_order_need_no_copy(name):
+def test_sequence_first_halves_of_projection_need_no_copy(name):
     tensors, options = scan_inputs(B=3, L=21, I=18)
     strided = dict(tensors)
     xz_SBI = torch.cat((tensors["u"], tensors["z"]), dim=-1).transpose(0, 1).contiguous()
@@ -225,7 +225,7 @@ def test_any_number_of_threads_gives_the_same_bits(name):
 
 
 @pytest.mark.skipif(len(ISAS) < 2, reason="only one instruction set runs here")
-def test_a_backward_uses_the_instruction_set_of_its_forward():
+def test_backward_uses_instruction_set_of_its_forward():
     tensors, options = scan_inputs(L=40)  # 19 channels: vectors of 4, 8 and 16 lay the stored states out differently
     expected = values_and_gradients(tensors, options, "float64")
     leaves = {key: tensor.clone().requires_grad_() for key, tensor in tensors.items()}

@@ -80,7 +80,7 @@ def test_no_tokens_are_no_choices(backend):
 
 @pytest.mark.parametrize("tokens", [4096, 1003, 5])
 @pytest.mark.parametrize("iterations", [0, 1])
-def test_the_tokens_of_each_expert_are_added_to_a_count(iterations, tokens, backend):
+def test_expert_counts_accumulate(iterations, tokens, backend):
     tokens_E = torch.arange(8)
     choice = sinkhorn_choice(trained_router_logits(tokens), iterations=iterations, tokens_E=tokens_E, backend=backend)
     assert torch.equal(tokens_E, torch.arange(8) + choice.bincount(minlength=8))
@@ -92,7 +92,7 @@ def test_logits_laid_out_otherwise_are_chosen_alike(backend):
     assert torch.equal(sinkhorn_choice(logits.t().contiguous().t(), backend=backend), choice)
 
 
-def test_logits_that_are_not_numbers_choose_an_expert_that_is_there(backend):
+def test_nan_logits_still_choose_existing_experts(backend):
     logits = trained_router_logits(100)
     logits[3, 2], logits[50] = float("inf"), float("nan")
     choice = sinkhorn_choice(logits, backend=backend)
@@ -109,7 +109,7 @@ def test_very_many_iterations_stay_where_they_converged(backend):
 
 
 @pytest.mark.parametrize("iterations", [1, 5, 64])
-def test_logits_of_two_values_far_apart_are_chosen_as_in_float64(iterations, backend):
+def test_two_distant_logit_values_match_float64(iterations, backend):
     likes = torch.rand(4096, 8, generator=torch.Generator().manual_seed(1)) < torch.linspace(0.05, 0.9, 8)
     logits = likes * 2e4 - 1e4
     choice = sinkhorn_choice(logits, iterations=iterations, backend=backend)
@@ -145,13 +145,13 @@ def test_renaming_the_experts_renames_the_choices(tokens, experts, std, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_logits_of_any_precision_are_treated_in_fp32_at_least(dtype):
+def test_logits_are_computed_in_at_least_fp32(dtype):
     logits = trained_router_logits().to(dtype)
     choice = sinkhorn_choice(logits, iterations=3)
     assert (choice == exact_choice(logits, 3)).float().mean() > 0.998
 
 
-def test_the_logits_are_left_alone_and_need_no_gradient():
+def test_logits_are_unchanged_without_gradient():
     logits = trained_router_logits(tokens=64, experts=4).requires_grad_()
     before = logits.detach().clone()
     choice = sinkhorn_choice(logits.double(), temperature=1.0)
@@ -175,7 +175,7 @@ def _choose_half(rank, store_file, results):
     dist.destroy_process_group()
 
 
-def test_two_ranks_sharing_the_tokens_choose_as_one_rank_holding_all(tmp_path):
+def test_two_ranks_choose_as_one_rank_does(tmp_path):
     cases = [
         (backend, *case)
         for backend in (["cpu"] if ISAS else []) + ["reference"]
@@ -204,7 +204,7 @@ def test_wrong_calls_are_refused_by_name():
     assert available_backends()["reference"] is None
 
 
-def test_the_benchmark_ends_a_peer_that_never_ends_itself():
+def test_benchmark_stops_a_peer_that_never_returns():
     from benchmarks.sinkhorn import comes_back
 
     def iterate_for_ever():

@@ -170,7 +170,7 @@ def test_two_parts_through_the_state_are_one_sequence(cut):
 
 
 @pytest.mark.parametrize("without", [(), OPTIONAL[:2]])
-def test_steps_are_the_scan_one_token_at_a_time(without):
+def test_steps_match_the_whole_scan(without):
     tensors, _ = problem(L=12, without=without)
     y, final_state = call(tensors, None)
     state = tensors["initial_state"].clone()

@@ -73,7 +73,7 @@ def test_values_and_gradients_agree_with_the_definition(interpreted, shape, feat
     assert_close(interpreted(triton_results, inputs, activation, 8), exact, 2e-6)
 
 
-def test_what_lies_sequence_first_as_in_megatron_comes_out_and_back_so(interpreted):
+def test_sequence_first_layout_is_preserved(interpreted):
     inputs = problem(2, 11, 5, 4)
     exact = results(reference.convolve, inputs, "silu", torch.float64)
     inputs["x"] = inputs["x"].transpose(0, 1).contiguous().transpose(0, 1)
@@ -91,7 +91,7 @@ def test_bfloat16_is_rounded_once_at_the_end(interpreted):
     assert_close(actual, exact, 8e-3)
 
 
-def test_what_it_cannot_do_is_said_and_left_to_others(interpreted):
+def test_unsupported_arguments_are_named(interpreted):
     assert "9" in interpreted(why_not, torch.zeros(1, 5, 4), torch.zeros(4, 9), None)
     assert "float64" in interpreted(why_not, torch.zeros(1, 5, 4, dtype=torch.float64), torch.zeros(4, 4), None)
 

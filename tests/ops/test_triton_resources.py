@@ -45,7 +45,7 @@ def test_the_forward_scan_is_bound_by_its_exponentials(kernels):
     assert forward.loop.count("SHFL", "LDS", "STS", "BAR") == 0  # a thread owns its channels
 
 
-def test_the_backward_scan_leaves_registers_to_eight_warps_and_adds_nothing_atomically(kernels):
+def test_backward_scan_fits_eight_warps_without_atomics(kernels):
     for kernel in by_name(kernels).values():
         assert kernel.loop.count("RED", "ATOM") == 0
     backward = by_name(kernels)["backward"]
@@ -55,7 +55,7 @@ def test_the_backward_scan_leaves_registers_to_eight_warps_and_adds_nothing_atom
     assert backward.loop.count("SHFL") <= 2.5 * states
 
 
-def test_resets_cost_the_forward_scan_a_few_instructions_a_token_and_none_a_state(kernels):
+def test_resets_cost_the_forward_scan_few_instructions(kernels):
     arch = by_name(kernels)["forward"].arch
     plain = by_name(kernels)["forward"]
     resetting = {kernel.name: kernel for kernel in kernels_of(OPERATIONS["selective_scan"], arch, reset=True)}[
@@ -65,7 +65,7 @@ def test_resets_cost_the_forward_scan_a_few_instructions_a_token_and_none_a_stat
     assert resetting.loop.instructions - plain.loop.instructions <= 10 * plain.constants["STEPS"]
 
 
-def test_the_router_s_one_program_needs_neither_memory_nor_other_warps_in_its_loop(kernels):
+def test_router_loop_needs_no_memory_or_other_warps(kernels):
     """One processor does it all, so a pass over the tokens takes as long as this loop's instructions."""
     found = {kernel.name: kernel for kernel in kernels["sinkhorn"]}["_find_offsets"]
     assert found.loop.count("LDL", "STL", "LDS", "STS", "BAR", "RED", "ATOM") == 0

@@ -115,7 +115,7 @@ def assert_close(actual, exact, tolerance):
     ],
     ids=lambda features: "+".join(sorted(features)) or "nothing",
 )
-def test_every_feature_agrees_with_the_definition_in_value_and_gradient(interpreted, features):
+def test_every_feature_matches_the_reference_with_gradients(interpreted, features):
     inputs = problem(2, 9, 5, 16, features)
     exact = results(reference.scan, inputs, dtype=torch.float64)
     assert_close(interpreted(triton_results, inputs, PLAN), exact, 2e-6)
@@ -123,20 +123,20 @@ def test_every_feature_agrees_with_the_definition_in_value_and_gradient(interpre
 
 @pytest.mark.parametrize("length", [1, 8, 13])
 @pytest.mark.parametrize("inner", [32, 37])
-def test_whole_and_ragged_blocks_of_time_and_channels_agree(interpreted, length, inner):
+def test_full_and_partial_blocks_agree(interpreted, length, inner):
     inputs = problem(1, length, inner, 4)
     exact = results(reference.scan, inputs, dtype=torch.float64)
     assert_close(interpreted(triton_results, inputs, PLAN), exact, 2e-6)
 
 
 @pytest.mark.parametrize("features", [EVERYTHING, EVERYTHING - {"start", "reset"}], ids=["reset", "no-reset"])
-def test_segments_side_by_side_give_what_one_pass_gives(interpreted, features):
+def test_parallel_segments_match_one_pass(interpreted, features):
     inputs = problem(1, 19, 6, 8, features)
     exact = results(reference.scan, inputs, dtype=torch.float64)
     assert_close(interpreted(triton_results, inputs, PLAN | {"segment": 8}), exact, 2e-6)
 
 
-def test_bfloat16_comes_in_and_goes_out_while_the_state_stays_float32(interpreted):
+def test_bfloat16_inputs_keep_a_float32_state(interpreted):
     inputs = problem(1, 16, 32, 16, dtype=torch.bfloat16)
     actual = interpreted(triton_results, inputs, PLAN)
     assert actual["y"].dtype == actual["du"].dtype == actual["dz"].dtype == torch.bfloat16
@@ -149,7 +149,7 @@ def reference_end(inputs):
     return results(reference.scan, inputs, dtype=torch.float64)["end"]
 
 
-def test_the_batch_is_walked_back_in_groups_with_equal_bits(interpreted):
+def test_grouped_backward_is_bitwise_equal(interpreted):
     inputs = problem(3, 5, 4, 4)
     together = interpreted(triton_results, inputs, PLAN | {"group": 3})
     apart = interpreted(triton_results, inputs, PLAN | {"group": 2})
@@ -158,7 +158,7 @@ def test_the_batch_is_walked_back_in_groups_with_equal_bits(interpreted):
     assert_close(apart, {name: value.double() for name, value in together.items()}, 1e-6)
 
 
-def test_a_gate_that_is_a_view_of_a_wider_tensor_is_read_in_place(interpreted):
+def test_strided_gate_is_read_in_place(interpreted):
     inputs = problem(1, 8, 32, 4)
     wide = torch.cat((torch.zeros_like(inputs["z"]), inputs["z"]), dim=-1)
     exact = results(reference.scan, inputs, dtype=torch.float64)
@@ -178,7 +178,7 @@ def sequence_first(x):
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def test_what_lies_sequence_first_as_in_megatron_comes_out_and_back_so(interpreted):
+def test_sequence_first_layout_is_preserved(interpreted):
     inputs = problem(2, 9, 37, 4)
     exact = results(reference.scan, inputs, dtype=torch.float64)
     inputs |= {name: sequence_first(inputs[name]) for name in ("u", "delta", "B", "C", "z")}
@@ -198,7 +198,7 @@ def test_extreme_time_steps_neither_overflow_nor_vanish(interpreted):
     assert ((actual["ddelta"][0, :, 2].double() - tiny).abs() < 1e-4 * tiny.abs().max()).all()
 
 
-def test_a_plan_that_does_not_fit_together_is_refused():
+def test_inconsistent_plan_is_refused():
     from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
 
     with pytest.raises(ValueError, match="divide"):

@@ -99,7 +99,7 @@ def test_the_temperature_scales_the_logits(interpreted, one_program):
 
 
 @pytest.mark.parametrize("one_program", [True, False])
-def test_balances_what_argmax_would_overload_also_at_many_iterations(interpreted, one_program):
+def test_balances_skewed_logits_at_many_iterations(interpreted, one_program):
     logits = trained_router_logits(2048, 8, 2.0)
     assert load_imbalance(logits.argmax(1), 8) > 1.5
     assert load_imbalance(interpreted(triton_choice, logits, 20, "balanced", one_program)[0], 8) < 1.1
@@ -113,7 +113,7 @@ def test_two_valued_logits_stay_finite_and_agree(interpreted, one_program):
     assert (interpreted(triton_choice, logits, 2, "balanced", one_program)[0] == exact).float().mean() > 0.99
 
 
-def test_tokens_on_two_ranks_are_balanced_as_on_one(interpreted, tmp_path):
+def test_two_ranks_balance_as_one_does(interpreted, tmp_path):
     logits = trained_router_logits(512, 8, 1.0)
     together, _ = interpreted(triton_choice, logits, 2)
     with interpreter() as other:
@@ -141,7 +141,7 @@ def choice_on_rank(rank, store_file, logits):
 
 @pytest.mark.parametrize("one_program", [True, False])
 @pytest.mark.parametrize(("tokens", "experts"), [(1000, 8), (130, 5), (1, 8), (70, 200)])
-def test_counts_the_tokens_of_each_expert_and_none_that_is_not_there(interpreted, tokens, experts, one_program):
+def test_counts_the_tokens_of_each_expert(interpreted, tokens, experts, one_program):
     logits = trained_router_logits(tokens, experts, 1.0)
     choice, count_E = interpreted(triton_choice, logits, 1, "balanced", one_program, torch.full((experts,), 3))
     assert torch.equal(count_E, 3 + choice.bincount(minlength=experts))

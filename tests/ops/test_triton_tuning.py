@@ -22,7 +22,7 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("BLACKMAMBA_CACHE", str(tmp_path))
 
 
-def test_the_paper_s_batch_fills_a_gpu_in_one_pass_and_one_sequence_does_not():
+def test_only_a_large_batch_runs_in_one_pass():
     assert rule(18, 2048, 2304).segments(2048) == 1
     alone = rule(1, 2048, 2304)
     assert 8 <= alone.segments(2048) <= 32
@@ -31,14 +31,14 @@ def test_the_paper_s_batch_fills_a_gpu_in_one_pass_and_one_sequence_does_not():
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 64])
 @pytest.mark.parametrize("length", [1, 63, 64, 2048, 100_000])
-def test_the_rule_and_all_candidates_are_plans_that_work(batch, length):
+def test_rule_and_candidates_are_valid_plans(batch, length):
     plan = rule(batch, length, 2304)
     for candidate in candidates(plan, batch, length):  # a Plan refuses what does not fit together
         assert 1 <= candidate.group <= batch
         assert candidate.segment == 0 or candidate.segment < length
 
 
-def test_the_fastest_candidate_is_kept_for_the_next_run():
+def test_fastest_candidate_is_cached():
     best = fastest(candidates(rule(8, 2048, 2304), 8, 2048), lambda plan: abs(plan.chunk - 128) + abs(plan.steps - 8))
     assert (best.chunk, best.steps) == (128, 8)
     assert recall(KEY) is None
@@ -56,7 +56,7 @@ def test_a_damaged_memory_is_no_memory(damage):
     assert recall(KEY) is None
 
 
-def test_a_plan_of_an_older_version_is_no_memory():
+def test_plan_of_an_older_version_is_ignored():
     remember(KEY, Plan())
     (file,) = cache_folder().iterdir()
     entry = json.loads(file.read_text())

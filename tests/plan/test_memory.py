@@ -20,7 +20,7 @@ def measured():
 
 
 @pytest.mark.parametrize("name", cases())
-def test_weights_gradients_and_optimizer_are_predicted_to_the_byte(measured, name):
+def test_model_and_optimizer_bytes_are_predicted_exactly(measured, name):
     ranks, overrides = cases()[name]
     config = load("tiny", overrides)
     for rank, held in enumerate(measured[name]):
@@ -29,7 +29,7 @@ def test_weights_gradients_and_optimizer_are_predicted_to_the_byte(measured, nam
 
 
 @pytest.mark.parametrize("name", [name for name in cases() if "float64" not in name])  # whose plan is refused
-def test_what_is_kept_for_the_backward_pass_is_predicted_within_15_percent(measured, name):
+def test_saved_activations_are_predicted_within_15_percent(measured, name):
     _, overrides = cases()[name]
     config = load("tiny", overrides)
     predicted = memory.kept(config, 0, config.training.recompute, "cpu") + Activations(config, "cpu").logits()
@@ -71,20 +71,20 @@ def test_flops_of_experts_are_those_torch_counts(measured):
     assert tokens * (sinkhorn + sum(parts.values())) == measured["experts_float64"][0]["matmul_flops"]
 
 
-def test_recomputation_keeps_less_and_the_order_is_none_experts_layers():
+def test_recomputation_of_more_parts_keeps_less():
     config = load("blackmamba_1.5b")
     none, experts, layers = (memory.kept(config, 0, how, "cuda") for how in ("none", "experts", "layers"))
     assert none > 1.5 * experts > 3 * layers
 
 
-def test_the_first_stage_holds_a_micro_batch_for_each_stage_behind_it():
+def test_first_stage_holds_one_micro_batch_per_stage():
     config = load("blackmamba_2.8b", ["parallel.pipeline=4", "training.micro_batch=1"])
     assert [memory.in_flight(config, 64, stage) for stage in range(4)] == [4, 3, 2, 1]
     few = load("tiny", ["parallel.pipeline=4", "training.global_batch=2", "training.micro_batch=1"])
     assert memory.in_flight(few, 4, 0) == 2  # no more than there are
 
 
-def test_the_last_stage_is_the_fullest_where_the_vocabulary_outweighs_the_layers():
+def test_large_vocabulary_makes_the_last_stage_fullest():
     config = load("tiny", ["parallel.pipeline=2", "model.vocab_size=65536", "training.micro_batch=1"])
     full, rank = memory.fullest(config, 2)
     assert rank == 1
@@ -92,7 +92,7 @@ def test_the_last_stage_is_the_fullest_where_the_vocabulary_outweighs_the_layers
     assert full.total == sum(getattr(full, part) for part in vars(full))
 
 
-def test_experts_spread_over_more_ranks_take_less_of_each():
+def test_expert_parallelism_divides_expert_memory():
     one, *spread = (memory.state_of(load("tiny", [f"parallel.expert={n}"]), 8, 0).weights for n in (1, 2, 4, 8))
     model = load("tiny").model
     expert = 3 * model.hidden_size * model.expert_hidden_size * 4

@@ -87,7 +87,7 @@ def test_flops_beside_the_papers(run, gflop, ours, repaired, printed, table):
     assert table == pytest.approx(3 * 3e11 * paper.repaired, rel=0.06)  # the repaired formulas explain the table
 
 
-def test_the_paper_has_no_formula_for_attention_and_no_figure_for_other_models():
+def test_paper_formula_covers_only_the_paper_models():
     config = load("tiny", ['model.pattern="*E"'])
     assert flops.paper_formula(config.model, 2048) is None
     assert flops.published(config) is None

@@ -21,7 +21,7 @@ def plan(*arguments):
     return json.loads(done.stdout), done.exception
 
 
-def test_the_papers_run_is_planned_on_the_nodes_it_was_made_for(monkeypatch):
+def test_paper_run_is_planned_on_its_own_nodes(monkeypatch):
     monkeypatch.delenv("BLACKMAMBA_DATA", raising=False)
     answer, error = plan("blackmamba_1.5b", "--nodes", "7")
     assert error is None
@@ -50,7 +50,7 @@ def test_the_larger_run_has_its_steps():
 
 
 @pytest.mark.parametrize("run", ["blackmamba_1.5b", "blackmamba_2.8b"])
-def test_eight_nodes_are_refused_and_every_suggestion_works_and_fits(run):
+def test_every_suggestion_for_eight_nodes_fits(run):
     answer, error = plan(run, "--nodes", "8", "--suggest")
     assert isinstance(error, layout.LayoutError)
     assert not answer["layout"]["works"]
@@ -70,7 +70,7 @@ def test_eight_nodes_are_refused_and_every_suggestion_works_and_fits(run):
         (64, ["parallel.pipeline=2", "training.micro_batch=1"]),
     ],
 )
-def test_every_rank_of_the_larger_run_builds_on_this_machine(ranks, overrides):
+def test_every_rank_of_the_larger_run_builds_here(ranks, overrides):
     config = load("blackmamba_2.8b", overrides)
     layout.check(config, ranks)
     names, experts_held = set(), set()
@@ -100,7 +100,7 @@ def test_broken_layouts_are_refused_with_the_reason(overrides, reason):
     assert "What works:" in table.refusal(made.placed)
 
 
-def test_a_gpu_too_small_is_said_to_be_and_recomputation_suggested(tmp_path):
+def test_small_gpu_is_refused_and_recomputation_suggested(tmp_path):
     small = tmp_path / "small.yaml"
     small.write_text(yaml.safe_dump(H100.model_dump() | {"name": "small", "memory_gib": 2.57}))
     long = ["tiny", "data.sequence_length=2048"]
@@ -110,7 +110,7 @@ def test_a_gpu_too_small_is_said_to_be_and_recomputation_suggested(tmp_path):
     assert [s["recompute"] for s in answer["layout"]["suggestions"]] == ["layers"]
 
 
-def test_a_gpu_nobody_knows_is_refused_with_those_known(tmp_path):
+def test_unknown_gpu_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(gpus.GpuError, match=r"h100, h200, a100.*memory_gib"):
         gpus.find("h900")
     wrong = tmp_path / "gpu.yaml"
@@ -119,7 +119,7 @@ def test_a_gpu_nobody_knows_is_refused_with_those_known(tmp_path):
         gpus.find(str(wrong))
 
 
-def test_the_mfu_is_a_number_or_what_a_run_measured(tmp_path):
+def test_mfu_is_a_number_or_a_measuring_run(tmp_path):
     assert measured.mfu("0.4") == 0.4
     with pytest.raises(measured.MfuError, match="between 0 and 1"):
         measured.mfu("40")
@@ -205,7 +205,7 @@ def test_traffic_of_every_axis_by_hand(recompute, passes, gpus_per_node, beyond)
         assert flow.ranks == 2
 
 
-def test_suggestions_come_fastest_first_and_say_what_to_write():
+def test_suggestions_are_sorted_by_speed_with_commands():
     config = load("blackmamba_2.8b")
     found = layouts.suggest(config, 48, 8, H100, 0.2, count=4)
     assert [c.seconds_per_step for c in found] == sorted(c.seconds_per_step for c in found)
@@ -238,7 +238,7 @@ def test_a_missing_mixture_file_is_named():
     assert planned.sources == () and planned.missing_data == "nowhere.yaml: no such mixture file"
 
 
-def test_node_counts_beyond_a_sequence_a_rank_are_not_even_tried():
+def test_node_counts_beyond_the_batch_are_skipped():
     tried = estimate._most_useful(load("blackmamba_1.5b", ["parallel.tensor=2"]), 8_000_000)
     assert tried == 2 * 1008
 

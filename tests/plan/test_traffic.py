@@ -70,7 +70,7 @@ def test_axes_of_one_rank_send_nothing():
     assert set(flows(state=None)) == {"tensor", "expert", "expert_tensor", "pipeline"}
 
 
-def test_time_follows_from_the_slowest_link_of_an_axis():
+def test_time_follows_the_slowest_link_of_an_axis():
     links = {axis: (flow.link, flow.ranks) for axis, flow in flows().items()}
     assert links == {
         "tensor": ("nvlink", 2),

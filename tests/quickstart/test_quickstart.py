@@ -47,7 +47,7 @@ def interrupted_at(words, steps):
     return said
 
 
-def test_it_can_be_interrupted_and_goes_on_to_the_end(command):
+def test_interrupted_quickstart_resumes_to_the_end(command):
     folder, words = command
     interrupted_at(words, folder / "trial" / "metrics.jsonl")
     steps = folder / "quickstart" / "metrics.jsonl"
@@ -66,7 +66,7 @@ def test_it_can_be_interrupted_and_goes_on_to_the_end(command):
     assert {f"source/samples/{s.name}" for s in SOURCES} <= json.loads(steps.read_text().splitlines()[-1]).keys()
 
 
-def test_a_call_without_minutes_goes_on_with_those_it_was_begun_with_and_finds_everything_done(command):
+def test_second_call_reuses_minutes_and_finished_stages(command):
     _, words = command
     words = [word for word in words if word not in ("--minutes", "0.1")]
     third = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120)
@@ -75,22 +75,20 @@ def test_a_call_without_minutes_goes_on_with_those_it_was_begun_with_and_finds_e
     assert "Done in" in third.stdout
 
 
-def test_another_number_of_minutes_is_refused_since_the_run_is_already_sized(tmp_path):
+def test_changed_minutes_are_refused_after_sizing(tmp_path):
     assert begin(tmp_path, 3).minutes == begin(tmp_path, None).minutes == 3
     with pytest.raises(QuickstartError, match="--fresh to start over"):
         begin(tmp_path, 20)
 
 
 @pytest.mark.parametrize("gpus, cores, processes", [(0, 2, 2), (0, 1, 1), (1, 16, 1), (8, 16, 2)])
-def test_a_gpu_serves_one_process_and_the_experts_are_shared_by_two_where_there_is_room(
-    monkeypatch, gpus, cores, processes
-):
+def test_one_process_per_gpu_and_experts_on_two(monkeypatch, gpus, cores, processes):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     assert usable_processes() == processes
 
 
-def test_this_machine_has_text_of_four_kinds_and_no_document_is_in_both_parts(tmp_path):
+def test_corpus_has_four_kinds_and_disjoint_splits(tmp_path):
     counts = gather(tmp_path)
     assert all(documents > 20 and size > 50_000 for documents, size in counts.values())
     for source in SOURCES:

@@ -21,7 +21,7 @@ def test_every_parameter_reaches_the_logits(activation):
         assert np.abs(moved - expected).max() > 1e-4, name
 
 
-def test_routing_uses_every_expert_and_is_never_close_to_a_tie():
+def test_routing_uses_every_expert_without_near_ties():
     model = tiny()
     trace = forward(model.weights, model.config, TOKENS)
     assert all(set(routes) == {0, 1, 2, 3} for routes in trace.routes.values())
@@ -31,13 +31,13 @@ def test_routing_uses_every_expert_and_is_never_close_to_a_tie():
 @pytest.mark.parametrize(
     "name", ["decoder.layers.0.mixer.in_proj.weight", "decoder.layers.1.mixer.local_experts.0.linear_fc1.weight"]
 )
-def test_swapped_halves_of_a_fused_matrix_change_the_logits(name):
+def test_swapped_halves_of_fused_matrix_change_logits(name):
     model = tiny()
     swapped = model.weights[name].roll(model.weights[name].shape[0] // 2, 0)
     assert np.abs(logits(model.with_weights(**{name: swapped})) - logits(model)).max() > 0.05
 
 
-def test_a_reset_makes_the_second_document_forget_the_first():
+def test_reset_separates_documents():
     model = tiny(eod_reset=0)
     tokens = [5, 9, 17, 0, 33, 8, 2]
     alone = forward(model.weights, model.config, tokens[4:]).logits_SV

@@ -85,7 +85,7 @@ def test_launches_of_a_layer_stay_under_their_bound(step):
         assert found["backward"] <= backward + repeated, letter
 
 
-def test_peak_memory_is_within_5_percent_of_the_plan(step):
+def test_peak_memory_is_within_5_percent_of_plan(step):
     # The plan does not count the tokens that the all-gather dispatcher gathers from other ranks.
     full = memory.of_stage(config_of(step), step["case"].ranks, stage=0)  # where rank 0 is
     assert step["peak"] == pytest.approx(

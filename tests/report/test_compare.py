@@ -50,7 +50,7 @@ def two(tmp_path):
     return first, second
 
 
-def test_losses_are_compared_at_equal_tokens_and_equal_flops(two):
+def test_losses_are_compared_at_equal_tokens_and_flops(two):
     a, b = read_all(two)
     tokens = common_end([a, b], "tokens")
     assert tokens == 40 * 2048

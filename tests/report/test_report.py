@@ -168,7 +168,7 @@ def test_deep_models_show_six_layers(make_run):
     assert re.findall(r"<figcaption>Layer (\d+), over training", text) == ["1", "7", "13", "17", "23", "29"]
 
 
-def test_the_page_needs_nothing_from_outside_and_trusts_no_text(page):
+def test_page_is_self_contained_and_escapes_text(page):
     text = page.read_text()
     assert not re.search(r'(src|href)="(?!data:)', text)
     assert text.count("<script") == text.count('<script type="application/json" class="chart-data">') + 2
@@ -181,7 +181,7 @@ def test_samples_stay_with_the_run(page):
     assert "def f(&lt;b&gt;" in again.read_text()
 
 
-def test_a_run_of_150_000_steps_fits_into_5_mb(make_run):
+def test_page_of_150_000_steps_fits_5_mb(make_run):
     base = [json.dumps(record(step)) for step in range(1, 101)]
     run = make_run(150_000, [])
     with open(run / "metrics.jsonl", "w") as file:
@@ -190,7 +190,7 @@ def test_a_run_of_150_000_steps_fits_into_5_mb(make_run):
     assert write_report(run).stat().st_size < 5e6
 
 
-def test_a_line_still_being_written_is_left_for_later(make_run):
+def test_incomplete_line_is_read_later(make_run):
     run = make_run(30)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 31, "loss": 2.')
@@ -255,7 +255,7 @@ def browse(page, tmp_path, width, probe):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
-def test_in_a_browser_every_chart_is_drawn_and_fits_a_phone(page, tmp_path):
+def test_charts_render_in_a_browser_and_on_phones(page, tmp_path):
     probe = """{charts: [...document.querySelectorAll('figure')].map(figure => {
           const chart = figure.querySelector('canvas') || figure.querySelector('svg');
           const { width, height } = chart.getBoundingClientRect();

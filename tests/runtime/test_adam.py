@@ -33,13 +33,13 @@ def test_steps_like_torchs_adam(lr, decay, beta2, decoupled, seed):
         torch.testing.assert_close(mine, yours, atol=2e-6, rtol=1e-5)
 
 
-def test_the_step_lies_in_the_group_and_only_moments_with_the_parameters():
+def test_step_is_per_group_and_moments_per_parameter():
     params, optimizer = train(Adam, steps=4, lr=1e-3)
     assert [group["step"] for group in optimizer.param_groups] == [4, 4]
     assert all(set(optimizer.state[p]) == {"exp_avg", "exp_avg_sq"} for p in params)
 
 
-def test_continues_from_its_state_as_if_it_had_not_stopped():
+def test_continues_from_its_state_without_a_difference():
     through, _ = train(Adam, steps=6, lr=1e-2)
     params, first = train(Adam, steps=3, lr=1e-2)
     g = torch.Generator().manual_seed(0)
@@ -55,7 +55,7 @@ def test_continues_from_its_state_as_if_it_had_not_stopped():
         assert torch.equal(a, b)
 
 
-def test_a_parameter_without_gradient_stays_and_an_empty_group_keeps_no_step():
+def test_missing_gradients_and_empty_groups_change_nothing():
     used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     optimizer = Adam([{"params": [used, unused]}, {"params": []}])
     used.grad = torch.ones(2)
@@ -65,7 +65,7 @@ def test_a_parameter_without_gradient_stays_and_an_empty_group_keeps_no_step():
     assert "step" not in optimizer.param_groups[1]
 
 
-def test_an_option_it_does_not_have_is_refused_not_ignored():
+def test_unknown_option_is_refused():
     with pytest.raises(TypeError, match="master_weights"):
         Adam([torch.nn.Parameter(torch.ones(1))], master_weights=True)
 

@@ -21,7 +21,7 @@ def test_the_shipped_runs_work_as_they_are_documented(run, processes):
 
 
 @pytest.mark.parametrize(("run", "batch"), [("blackmamba_1.5b", 1008), ("blackmamba_2.8b", 1056)])
-def test_eight_nodes_of_eight_are_refused_and_layouts_that_work_are_named(run, batch):
+def test_impossible_eight_nodes_are_refused_with_working_layouts(run, batch):
     message = refusal(run, 64)
     assert f"training.global_batch={batch} sequences cannot be divided by 64 data-parallel ranks" in message
     (named,) = re.findall(r"On 64 processes: (.*?)\.(?: |$)", message)
@@ -53,23 +53,23 @@ def test_attention_heads_must_split_over_the_tensor_ranks():
     assert "model.attention.heads=2 cannot be divided by parallel.tensor=4" in refusal("tiny", 4, *heads)
 
 
-def test_sequences_are_suggested_to_be_cut_only_where_long():
+def test_suggests_context_parallelism_only_for_long_sequences():
     short, long = (load("tiny", [f"data.sequence_length={length}"]) for length in (8192, 32768))
     assert {found.parallel.context for found in layout.working_layouts(short, 8)} == {1}
     assert {found.parallel.context for found in layout.working_layouts(long, 8)} == {1, 2, 4}
 
 
-def test_experts_need_not_be_split_as_the_rest_is():
+def test_experts_may_have_their_own_layout():
     for overrides in ([], ["parallel.expert=2"], ["parallel.expert_tensor=2"]):
         layout.check(load("tiny", ["parallel.tensor=2", *overrides]), 2)
 
 
-def test_without_experts_tensor_parallelism_needs_no_expert_layout():
+def test_without_experts_no_expert_layout_is_needed():
     layout.check(load("tiny", ["model.pattern=MM", "parallel.tensor=2"]), 2)
     assert "has no layer with experts" in refusal("tiny", 2, "model.pattern=MM", "parallel.expert_tensor=2")
 
 
-def test_where_nothing_near_works_it_says_what_to_change():
+def test_says_what_to_change_without_a_near_layout():
     assert "another training.global_batch" in refusal(
         "tiny", 7, "parallel.tensor=8", "parallel.expert=8", "parallel.pipeline=2"
     )

@@ -18,7 +18,7 @@ print(max([faults() for _ in range(40)][30:]))  # by then the heap holds a block
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a choice of glibc")
-def test_a_block_that_was_freed_is_used_again_instead_of_asking_the_kernel_for_new_pages():
+def test_freed_block_is_reused_instead_of_new_pages():
     done = subprocess.run([sys.executable, "-c", FAULTS_OF_A_SECOND_TOUCH], check=True, capture_output=True, text=True)
     faults = int(done.stdout)  # by default 20,000 small pages, or some hundreds where the kernel lends huge ones
     assert faults < 100, f"{faults} page faults for a block of 80 MB, touched before"

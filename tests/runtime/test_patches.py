@@ -40,7 +40,7 @@ def errors(ranks):
 
 
 @without_cuda
-def test_with_every_patch_the_tiny_model_trains_saves_and_resumes_on_one_process_and_on_two(probe):
+def test_every_patch_together_trains_saves_and_resumes(probe):
     assert [error for ranks in probe["complete"].values() for error in errors(ranks)] == []
     one, stages, experts = (
         [rank["answer"]["losses"] for rank in probe["complete"][name] if rank["answer"]["losses"]]
@@ -60,7 +60,7 @@ def test_clipping_gives_the_norm_and_scales_by_it(probe):
 
 @without_cuda
 @pytest.mark.parametrize("name", [patch.name for patch in patches.PATCHES])
-def test_leaving_a_patch_out_breaks_what_it_is_for(probe, name):
+def test_every_patch_is_necessary(probe, name):
     if name not in probe["needed"]:
         pytest.skip(f"this megatron-core does not need the patch {name!r}")
     broken = errors(probe["without"][name])
@@ -73,14 +73,14 @@ def test_every_patch_says_why_it_exists():
     assert all(len(patch.why) > 40 for patch in patches.PATCHES)
 
 
-def test_leaving_out_a_patch_that_does_not_exist_is_refused_by_name():
+def test_unknown_patch_name_is_refused():
     with pytest.raises(ValueError, match=r"fusion.*current-device"):
         patches.install(frozenset({"fusion"}))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_with_cuda_only_patches_for_missing_libraries_apply_and_torch_stays_as_it_was():
+def test_missing_library_patches_leave_torch_unchanged_on_cuda():
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream", "Event")}
     tensor = torch.Tensor.cuda, torch.Tensor.type
     everywhere = {"checkpoint-folder", "results-queue"}
@@ -89,7 +89,7 @@ def test_with_cuda_only_patches_for_missing_libraries_apply_and_torch_stays_as_i
     assert (torch.Tensor.cuda, torch.Tensor.type) == tensor
 
 
-def test_a_private_name_that_is_gone_is_refused_with_the_version():
+def test_missing_private_name_is_refused_with_the_version():
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     version = re.escape(importlib.metadata.version("megatron-core"))

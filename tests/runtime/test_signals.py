@@ -47,7 +47,7 @@ def run(code, *arguments):
     )
 
 
-def test_a_process_that_hangs_ends_itself_and_says_where():
+def test_hung_process_exits_and_says_where():
     done = run(HANGS)
     assert done.returncode == signals.HUNG
     assert "rank 3 hangs" in done.stderr
@@ -73,7 +73,7 @@ def test_a_job_script_may_repeat_its_request():
     assert "still here" in done.stdout
 
 
-def test_a_signal_sets_the_flag_and_letting_go_restores_what_was_there():
+def test_signal_sets_the_flag_and_exit_restores_handlers():
     before = signal.getsignal(signal.SIGUSR1)
     stop = signals.StopRequest(catch=(signal.SIGUSR1,))
     assert not stop.asked

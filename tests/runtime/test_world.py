@@ -21,7 +21,7 @@ def answers(ranks):
     return [rank["answer"] for rank in ranks]
 
 
-def test_four_ranks_lie_in_megatrons_order_and_know_their_neighbours(probe):
+def test_four_ranks_follow_megatron_order(probe):
     square = answers(probe["square"])
     assert [(r["tensor_rank"], r["pipeline_rank"]) for r in square] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert [r["tp"] for r in square] == [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -30,7 +30,7 @@ def test_four_ranks_lie_in_megatrons_order_and_know_their_neighbours(probe):
     assert [r["sum_of_tensor_group"] for r in square] == [1, 1, 5, 5]
 
 
-def test_a_world_can_be_left_and_started_again_with_the_same_random_numbers(probe):
+def test_world_restarts_with_the_same_random_numbers(probe):
     assert all(r["left"] for r in answers(probe["square"]))
     (alone,) = answers(probe["alone"])
     assert alone["size"] == 1
@@ -38,12 +38,12 @@ def test_a_world_can_be_left_and_started_again_with_the_same_random_numbers(prob
     assert alone["drawn"][0] != alone["drawn"][1]
 
 
-def test_a_number_of_processes_that_does_not_fit_is_refused_before_anyone_connects(probe):
+def test_unfit_process_count_is_refused_before_connecting(probe):
     for rank in answers(probe["refused"]):
         assert "3 processes cannot be divided by parallel.tensor=2" in rank["refused"]
 
 
-def test_one_process_can_be_each_rank_of_a_world_of_64(probe):
+def test_one_process_can_be_each_of_64_ranks(probe):
     (pretended,) = answers(probe["pretended"])
     assert pretended == {"distinct": 64, "left": True, "device": "cpu"}
 
@@ -67,7 +67,7 @@ def test_sruns_variables_are_enough_to_meet():
     assert [r["expert_rank"] for r in seen] == [0, 1]
 
 
-def test_when_one_rank_fails_all_end_soon_and_only_its_traceback_is_printed():
+def test_failing_rank_ends_all_with_one_traceback():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", f"--master-port={free_port()}"]
     began = time.monotonic()
     done = subprocess.run(
@@ -81,7 +81,7 @@ def test_when_one_rank_fails_all_end_soon_and_only_its_traceback_is_printed():
     assert done.stderr.index("rank 1 of 3 failed:") < done.stderr.index("ChildFailedError")
 
 
-def test_a_batch_script_is_no_rank_although_slurm_numbers_it():
+def test_batch_script_is_not_taken_for_a_rank():
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
     assert find_place(batch) == Place(0, 1, 0, "alone")
 

@@ -51,14 +51,14 @@ def test_a_node_with_other_code_is_left_out(slurm, tmp_path):
     assert steps == [1, 2, 3]
 
 
-def test_a_disk_too_small_ends_the_job_without_blame(slurm, tmp_path):
+def test_small_disk_ends_the_job_without_blame(slurm, tmp_path):
     job, log = submit(slurm, tmp_path, f"{LENIENT} --threshold checkpoints=1e9"), tmp_path / "job.log"
     ended = slurm.wait(job, log)
     assert (ended["JobState"], ended["Restarts"], ended["ExcNodeList"]) == ("FAILED", "0", "(null)"), log.read_text()
     assert "problem: space: " in log.read_text() and "no single node is the cause" in log.read_text()
 
 
-def test_a_later_start_that_no_node_spoils_is_idle(slurm, tmp_path):
+def test_later_start_with_healthy_nodes_is_idle(slurm, tmp_path):
     """The first start ends the job, since a wrong setting stays wrong; later ones may meet what passes."""
     too_much = f"{LENIENT} --threshold checkpoints=1e9"
     job, log = submit(slurm, tmp_path, too_much, SLURM_RESTART_COUNT="1"), tmp_path / "job.log"

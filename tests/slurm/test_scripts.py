@@ -13,7 +13,7 @@ SCRIPTS = sorted((REPOSITORY / "scripts/slurm").glob("*.sbatch"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_slurm_would_start_it_on_nodes_of_8_gpus(slurm, script, tmp_path):
+def test_slurm_accepts_it_for_nodes_of_8_gpus(slurm, script, tmp_path):
     answer = slurm.run("sbatch", "--test-only", "--partition=gpu", script, cwd=tmp_path).stderr
     assert "to start at" in answer
 
@@ -24,7 +24,7 @@ def test_slurm_refuses_what_cannot_be(slurm, tmp_path):
     assert refused.returncode != 0
 
 
-def test_slurm_would_start_every_sbatch_line_of_the_docs(slurm, tmp_path):
+def test_slurm_accepts_every_sbatch_line_of_docs(slurm, tmp_path):
     pages = [page.read_text().replace("\\\n", "") for page in (REPOSITORY / "docs").glob("*.md")]
     lines = [line for page in pages for line in page.splitlines() if line.startswith("sbatch ")]
     assert lines

@@ -21,7 +21,7 @@ def write_corpus(folder: Path, files: int = 5) -> list[Path]:
     return paths
 
 
-def test_an_array_of_jobs_makes_the_shards_that_one_machine_would_make(slurm, tmp_path):
+def test_job_array_makes_the_shards_of_one_machine(slurm, tmp_path):
     corpus = write_corpus(tmp_path)
     tool = [sys.executable, "-m", "data_tools.tokenization", *map(str, corpus), "--shard-size", "1KB"]
     alone = tmp_path / "alone"

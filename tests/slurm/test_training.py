@@ -35,7 +35,7 @@ def submit_pretraining(slurm, log: Path, run: Path, *config: str, time=("--time=
     )
 
 
-def test_a_chain_goes_on_where_its_first_job_stopped_and_ends_in_an_export(slurm, blackmamba, tmp_path):
+def test_chain_resumes_after_each_job_and_exports(slurm, blackmamba, tmp_path):
     odd = 'name=7\'s "a#b" 50%j'  # what shells, sbatch and YAML each read in their own way
     run, (first, second) = launch(blackmamba, "tiny", odd, "training.tokens=122880", "--chain", "2")
     export = slurm.submit(
@@ -71,7 +71,7 @@ def alone(cluster, tmp_path_factory) -> dict[int, float]:
     return train_alone(cluster, tmp_path_factory.mktemp("alone"), *INTERRUPTED, "training.stop_after_steps=40")
 
 
-def test_a_time_limit_is_survived_with_the_losses_of_an_uninterrupted_run(slurm, alone, tmp_path):
+def test_run_survives_a_time_limit_with_equal_losses(slurm, alone, tmp_path):
     run, log = RunFolder(tmp_path / "slurm"), tmp_path / "job.log"
     # Slurm looks every 30 s: the warning comes 30 to 60 s after the start, and few of its steps are needed.
     job = submit_pretraining(slurm, log, run.root, *INTERRUPTED, time=("--time=3", "--signal=B:USR1@120"))
@@ -94,7 +94,7 @@ def test_a_time_limit_is_survived_with_the_losses_of_an_uninterrupted_run(slurm,
     assert all(saved.get(step, loss) == loss for step, loss in alone.items())
 
 
-def test_the_last_job_of_a_chain_promises_no_other(slurm, blackmamba):
+def test_last_job_of_a_chain_announces_no_next(slurm, blackmamba):
     run, (first, second) = launch(blackmamba, "tiny", "training.tokens=1e9", "--chain", "2")
     slurm.run("scancel", second)
     slurm.wait(first, log_of(run, first), until=lambda _: len(losses(run)) >= 2)
@@ -149,7 +149,7 @@ def test_failures_before_the_first_save_requeue_the_job(slurm, blackmamba):
     assert len(losses(run)) == 8
 
 
-def test_a_training_that_is_refused_is_not_started_again(slurm, blackmamba, tmp_path):
+def test_refused_training_is_not_restarted(slurm, blackmamba, tmp_path):
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/requeue").touch()  # left by an earlier job
     run, (job,) = launch(blackmamba, "tiny", f"start.from={tmp_path}/nowhere")
@@ -169,7 +169,7 @@ def test_a_job_that_the_plan_refuses_trains_nothing(slurm, tmp_path):
     assert not RunFolder(run).checkpoints.exists()
 
 
-def test_when_every_node_fails_its_preflight_none_is_blamed(slurm, tmp_path):
+def test_common_preflight_failure_blames_no_node(slurm, tmp_path):
     log, run = tmp_path / "job.log", tmp_path / "run"
     job = submit_pretraining(slurm, log, run, "parallel.expert=2", gpus="1")  # and there is none
     ended = slurm.wait(job, log)
@@ -178,7 +178,7 @@ def test_when_every_node_fails_its_preflight_none_is_blamed(slurm, tmp_path):
     assert "0, 1 expected" in log.read_text()
 
 
-def test_each_kept_checkpoint_is_scored_by_a_job_of_its_own(slurm, blackmamba, tmp_path):
+def test_kept_checkpoints_are_scored_by_separate_jobs(slurm, blackmamba, tmp_path):
     keep = ("training.tokens=40960", "checkpoint.every=10", "checkpoint.keep_every=10", "checkpoint.keep_last=1")
     run, (job,) = launch(blackmamba, "tiny", "name=scored", *keep, "--evaluate", str(tmp_path))
     slurm.wait(job, log_of(run, job))

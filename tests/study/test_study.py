@@ -30,7 +30,7 @@ def paper(tmp_path):
     return Study("paper", read_study("paper"), tmp_path)
 
 
-def test_variants_of_the_paper_s_study_are_equal_in_size_and_cost(tmp_path):
+def test_study_variants_have_equal_size_and_cost(tmp_path):
     study = paper(tmp_path)
     cells = [cell for cell in study.runs(dict.fromkeys(study.config.variants, 1e-3)) if cell.seed == 1]
     for size in study.config.tokens:
@@ -42,7 +42,7 @@ def test_variants_of_the_paper_s_study_are_equal_in_size_and_cost(tmp_path):
         assert len({config.optimizer.learning_rate for config in some}) == 1
 
 
-def test_each_variant_takes_the_learning_rate_with_the_lowest_loss(tmp_path):
+def test_each_variant_uses_its_best_learning_rate(tmp_path):
     study = paper(tmp_path)
     assert study.learning_rates() is None
     for cell in study.tuning():
@@ -89,7 +89,7 @@ def test_confidence_over_seeds_is_student_s(tmp_path):
     assert "5 of 9 runs are finished" in text
 
 
-def test_the_corpus_has_no_document_twice_and_splits_by_document(tmp_path):
+def test_corpus_is_deduplicated_and_split_by_document(tmp_path):
     lines: set[bytes] = set()
     page = "\n".join(f"a sentence that is long enough, number {i}" for i in range(20))
     changed = page + "\none more line at its end, of some length"
@@ -117,7 +117,7 @@ def test_wrong_studies_are_one_line(tmp_path):
         read_study(str(file))
 
 
-def test_a_study_goes_on_after_ctrl_c_to_its_page(tmp_path):
+def test_interrupted_study_resumes_to_its_page(tmp_path):
     content = read_study("smoke").model_dump() | {"ablations": {}, "seeds": [1]}
     content["variants"].pop("mamba")
     content["tuning"]["learning_rates"] = [2e-3]

@@ -52,7 +52,7 @@ def test_a_replaced_validation_shard_stops_the_run(forks, tmp_path, mixture):
     assert not RunFolder(tmp_path / "run").latest.exists()
 
 
-def test_an_id_outside_the_vocabulary_names_rank_and_place(forks, tmp_path, mixture):
+def test_id_outside_vocabulary_names_rank_and_place(forks, tmp_path, mixture):
     shard = Shard.open(tmp_path / "train/one")
     tokens = shard.token_ids[:]
     tokens[77] = 512

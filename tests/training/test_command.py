@@ -64,7 +64,7 @@ def train(tmp_path):
             os.killpg(terminal.process.pid, signal.SIGKILL)
 
 
-def test_the_tiny_run_trains_live_on_two_processes_stops_when_asked_and_goes_on(train, tmp_path):
+def test_tiny_run_stops_and_resumes_on_two_processes(train, tmp_path):
     run = RunFolder(tmp_path / "run")
     terminal = train()
     wait_until(lambda: len(losses(tmp_path)) >= 30, 120)
@@ -91,7 +91,7 @@ def test_the_tiny_run_trains_live_on_two_processes_stops_when_asked_and_goes_on(
     assert len(curve) == stopped + 3 and sum(curve[-5:]) < 0.6 * sum(curve[:5])
 
 
-def test_what_a_run_cannot_be_is_said_in_one_line_without_starting_anything(train):
+def test_invalid_run_is_refused_in_one_line(train):
     terminal = train("training.global_batch=15", "training.micro_batch=5")
     assert terminal.wait() == 2
     assert "training.global_batch=15" in terminal.shown and "Traceback" not in terminal.shown

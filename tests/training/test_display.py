@@ -36,20 +36,20 @@ def test_a_terminal_shows_progress_and_everything_one_watches():
         assert wanted in text, wanted
 
 
-def test_without_a_terminal_a_step_is_one_plain_line():
+def test_without_a_terminal_each_step_is_one_line():
     text = shown(False, metrics(199), metrics(200))
     assert text.count("\n") == 2
     assert "\x1b" not in text and "ETA 0:00:02" in text
     assert "gradient norm 0.500" in text.split("  ")
 
 
-def test_the_time_left_follows_the_tokens_left_when_the_batch_was_another_before():
+def test_time_left_accounts_for_a_changed_batch():
     half_way = metrics(50, consumed_samples=1600)  # of 3,200
     text = shown(True, half_way)
     assert "50/150" in text and "ETA 0:02:40" in text
 
 
-def test_a_line_says_that_a_step_was_skipped_and_why_its_loss_is_missing():
+def test_skipped_step_names_its_reason():
     line = step_line(metrics(3, loss=math.nan, skipped=1))
     assert "skipped" in line and "loss –" in line
 

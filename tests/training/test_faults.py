@@ -18,13 +18,13 @@ BAD_STEP = 1 + BAD_SAMPLE // 16
 BATCH = f"{16 * (BAD_STEP - 1)}–{16 * BAD_STEP - 1}"
 
 
-def test_undisturbed_every_step_is_recorded_once_and_the_loss_falls(undisturbed):
+def test_undisturbed_run_records_every_step_once(undisturbed):
     assert len(undisturbed) == 30
     assert sum(undisturbed[-5:]) < 0.8 * sum(undisturbed[:5])
 
 
 @pytest.mark.parametrize("fault", ["NaN", "NaNGradient"])
-def test_one_micro_batch_that_is_not_a_number_costs_its_step_and_no_more(forks, tmp_path, undisturbed, fault):
+def test_nan_micro_batch_costs_only_its_step(forks, tmp_path, undisturbed, fault):
     job = forks.run(tmp_path, ON_TWO, trainer=fault)
     assert job.wait() == [0, 0], job.output()
     records = metrics(tmp_path)
@@ -37,7 +37,7 @@ def test_one_micro_batch_that_is_not_a_number_costs_its_step_and_no_more(forks, 
     assert f"step {BAD_STEP}: " in log(tmp_path) and BATCH in log(tmp_path)
 
 
-def test_nothing_but_nan_stops_the_run_with_the_sample_ids_and_without_a_checkpoint_of_it(forks, tmp_path):
+def test_persistent_nan_stops_the_run_with_sample_ids(forks, tmp_path):
     job = forks.run(tmp_path, [*ON_TWO, "training.guard.max_bad_steps=3"], trainer="OnlyNaN")
     assert job.wait() == [65, 65]
     last = events_of(tmp_path, NotFinite)[-1]
@@ -48,7 +48,7 @@ def test_nothing_but_nan_stops_the_run_with_the_sample_ids_and_without_a_checkpo
     assert not run.done.exists() and not run.requeue.exists() and not run.checkpoint(BAD_STEP + 2).exists()
 
 
-def test_a_spike_is_reported_and_trained_on_when_asked_to_warn(forks, tmp_path):
+def test_spike_is_reported_and_training_continues_with_warn(forks, tmp_path):
     job = forks.run(tmp_path, [*SPIKES, "training.guard.spike=warn"], trainer="Spike")
     assert job.wait() == [0, 0], job.output()
     assert not any(record["skipped"] for record in metrics(tmp_path))
@@ -56,14 +56,14 @@ def test_a_spike_is_reported_and_trained_on_when_asked_to_warn(forks, tmp_path):
     assert [(event.step, event.action) for event in events_of(tmp_path, Spike)] == [(BAD_STEP, "apply")]
 
 
-def test_a_spike_is_left_out_when_asked_to_skip(forks, tmp_path, undisturbed):
+def test_spike_is_skipped_with_skip(forks, tmp_path, undisturbed):
     job = forks.run(tmp_path, [*SPIKES, "training.guard.spike=skip"], trainer="Spike")
     assert job.wait() == [0, 0], job.output()
     assert [record["step"] for record in metrics(tmp_path) if record["skipped"]] == [BAD_STEP]
     assert losses(tmp_path)[: BAD_STEP - 1] == undisturbed[: BAD_STEP - 1]
 
 
-def test_a_spike_is_rewound_from_and_its_samples_never_seen_again(forks, tmp_path, undisturbed):
+def test_rewound_spike_samples_are_never_seen_again(forks, tmp_path, undisturbed):
     job = forks.run(tmp_path, [*SPIKES, "training.guard.spike=rewind"], trainer="Spike")
     assert job.wait() == [0, 0], job.output()
     records = metrics(tmp_path)
@@ -77,7 +77,7 @@ def test_a_spike_is_rewound_from_and_its_samples_never_seen_again(forks, tmp_pat
     assert sum(samples_of(tmp_path).values()) == 30 * 16
 
 
-def test_where_a_rewind_meets_the_next_spike_each_time_the_loss_has_a_new_level_and_the_run_goes_on(forks, tmp_path):
+def test_repeated_spikes_after_rewinds_become_the_new_level(forks, tmp_path):
     rewinding = [*SPIKES, "parallel.expert=1", "training.guard.spike=rewind", "training.guard.max_spikes=2"]
     job = forks.run(tmp_path, rewinding, trainer="Shift", ranks=1)
     assert job.wait() == [0], job.output()
@@ -89,7 +89,7 @@ def test_where_a_rewind_meets_the_next_spike_each_time_the_loss_has_a_new_level_
     assert records[-1]["consumed_samples"] == sum(samples_of(tmp_path).values()) == 30 * 16
 
 
-def test_asked_to_stop_it_saves_and_goes_on_later_as_if_it_had_not(forks, tmp_path, undisturbed):
+def test_stop_request_saves_and_resumes_without_a_difference(forks, tmp_path, undisturbed):
     run = RunFolder(tmp_path / "run")
     for number, ranks in ((signal.SIGUSR1, [1]), (signal.SIGTERM, None)):
         before = len(metrics(tmp_path))
@@ -104,7 +104,7 @@ def test_asked_to_stop_it_saves_and_goes_on_later_as_if_it_had_not(forks, tmp_pa
     assert losses(tmp_path) == undisturbed
 
 
-def test_killed_ten_times_at_random_and_while_saving_it_still_follows_the_same_curve(forks, tmp_path, undisturbed):
+def test_ten_random_kills_leave_the_curve_unchanged(forks, tmp_path, undisturbed):
     often = [*ON_TWO, "checkpoint.every=2", "checkpoint.keep_last=2"]
     random, run = Random(0), RunFolder(tmp_path / "run")
     for attempt in range(10):

@@ -26,7 +26,7 @@ def micro_batch(seen, decoder, samples, scale=1.0, shown=0.0):
     loss.backward()
 
 
-def test_the_micro_batch_of_a_bad_gradient_is_named(first_seen):
+def test_micro_batch_of_a_bad_gradient_is_named(first_seen):
     seen, decoder = first_seen
     micro_batch(seen, decoder, [0, 1])
     micro_batch(seen, decoder, [2, 3], scale=math.inf)

@@ -84,7 +84,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_leaving_a_fix_out_breaks_what_it_is_for(place, tmp_path, monkeypatch, name):
+def test_every_fix_is_necessary(place, tmp_path, monkeypatch, name):
     assert not BREAKS[name](place, tmp_path / "with", frozenset(), monkeypatch)
     assert BREAKS[name](place, tmp_path / "without", frozenset({name}), monkeypatch), f"is the fix {name!r} needed?"
 

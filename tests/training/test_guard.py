@@ -25,13 +25,13 @@ STEADY = [2.0 + 0.01 * math.sin(i) for i in range(40)]
 
 
 @pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan), (2.0, math.inf)])
-def test_a_step_that_is_not_finite_is_skipped_and_says_what_was_not(loss, norm):
+def test_non_finite_step_is_skipped_with_its_reason(loss, norm):
     verdict = judged(guard_that_saw(STEADY), loss, norm)
     assert verdict.action is Action.SKIP
     assert ("loss" if not math.isfinite(loss) else "gradient norm") in verdict.reason
 
 
-def test_bad_steps_in_a_row_stop_the_run_and_good_ones_between_them_do_not():
+def test_only_consecutive_bad_steps_stop_the_run():
     guard = guard_that_saw(STEADY, max_bad_steps=3)
     actions = [judged(guard, loss).action for loss in (math.nan, math.nan, 2.0, math.nan, math.nan, math.nan)]
     assert [action.value for action in actions] == ["skip", "skip", "apply", "skip", "skip", "stop"]
@@ -45,14 +45,14 @@ def test_a_spike_is_met_as_configured_and_named(spike, action):
     assert "3.0" in verdict.reason and "2.0" in verdict.reason
 
 
-def test_noise_slow_drift_and_falling_losses_are_no_spikes():
+def test_noise_drift_and_falling_losses_are_no_spikes():
     guard = guard_that_saw([], spike="skip")
     curve = [6.0 * 0.98**i + 0.05 * math.sin(7 * i) for i in range(200)]
     assert all(judged(guard, loss).action is Action.APPLY for loss in curve)
     assert judged(guard, curve[-1] - 3).action is Action.APPLY  # a fall is none either
 
 
-def test_a_flat_curve_does_not_make_rounding_a_spike():
+def test_rounding_on_a_flat_curve_is_no_spike():
     assert judged(guard_that_saw([2.0] * 50, spike="skip"), 2.0001).action is Action.APPLY
 
 
@@ -60,7 +60,7 @@ def test_without_history_nothing_is_a_spike():
     assert judged(guard_that_saw([2.0] * 3, spike="skip"), 50.0).action is Action.APPLY
 
 
-def test_skipped_losses_do_not_move_the_median_they_are_judged_by():
+def test_skipped_losses_do_not_move_their_median():
     guard = guard_that_saw(STEADY, spike="skip", spike_window=8, max_spikes=100)
     assert all(judged(guard, 9.0).action is Action.SKIP for _ in range(30))
 
@@ -77,7 +77,7 @@ def verdicts(losses, **config):
 
 @pytest.mark.parametrize("spike", ["warn", "skip", "rewind"])
 @pytest.mark.parametrize("shift", [0.15, 0.3, 5.0])
-def test_a_loss_that_rises_and_stays_costs_a_few_steps_and_then_is_the_usual(spike, shift):
+def test_lasting_rise_costs_a_few_steps_then_passes(spike, shift):
     seen = verdicts([2 + (step >= 200) * shift + x for step, x in enumerate(noise(0, 1000))], spike=spike)
     named = [step for step, verdict in enumerate(seen) if verdict.reason]
     assert named[0] >= 200 and named[-1] < 230 and len(named) <= 10
@@ -87,13 +87,13 @@ def test_a_loss_that_rises_and_stays_costs_a_few_steps_and_then_is_the_usual(spi
 
 
 @pytest.mark.parametrize("shift", [0.06, 0.08, 0.1, 0.12])
-def test_a_rise_at_the_border_of_a_spike_becomes_the_usual_too(shift):
+def test_rise_at_the_spike_limit_becomes_usual(shift):
     seen = verdicts([2 + (step >= 200) * shift + x for step, x in enumerate(noise(1, 1000))], spike="skip")
     skipped = [step for step, verdict in enumerate(seen) if verdict.action is Action.SKIP]
     assert len(skipped) < 40 and all(step < 400 for step in skipped)
 
 
-def test_a_spike_alone_costs_its_step_and_no_other():
+def test_single_spike_costs_only_its_step():
     losses = [2 + x for x in noise(2, 500)]
     for step in range(100, 500, 40):
         losses[step] += 1
@@ -101,7 +101,7 @@ def test_a_spike_alone_costs_its_step_and_no_other():
     assert [step for step, verdict in enumerate(seen) if verdict.reason] == list(range(100, 500, 40))
 
 
-def test_spikes_between_good_steps_never_make_a_new_level():
+def test_spikes_between_good_steps_never_make_new_level():
     seen = verdicts([9.0 if step > 50 and step % 3 else 2 + x for step, x in enumerate(noise(3, 500))], spike="skip")
     assert sum(verdict.action is Action.SKIP for verdict in seen) == sum(step % 3 > 0 for step in range(51, 500))
 
@@ -113,7 +113,7 @@ def test_a_loss_that_drifts_up_is_followed(slope):
 
 
 @pytest.mark.parametrize("step", range(5, 120, 23))
-def test_a_spike_while_the_loss_falls_steeply_costs_its_step_at_most(step):
+def test_spike_during_a_steep_fall_costs_one_step(step):
     losses = [4 + 7 * 0.97**i + x for i, x in enumerate(noise(4, 300))]
     losses[step] = 60.0
     seen = verdicts(losses, spike="skip")
@@ -126,7 +126,7 @@ def test_a_spike_while_the_loss_falls_steeply_costs_its_step_at_most(step):
     st.integers(2, 6),
     st.integers(8, 32),
 )
-def test_whatever_finite_losses_come_no_run_ends_and_few_steps_in_a_row_are_lost(losses, spike, most, window):
+def test_finite_losses_never_end_a_run(losses, spike, most, window):
     in_a_row = 0
     for verdict in verdicts(losses, spike=spike, max_spikes=most, spike_window=window, max_bad_steps=1):
         assert verdict.action is not Action.STOP
@@ -134,19 +134,19 @@ def test_whatever_finite_losses_come_no_run_ends_and_few_steps_in_a_row_are_lost
         assert in_a_row <= most
 
 
-def test_only_what_is_not_finite_counts_towards_giving_up():
+def test_only_non_finite_steps_count_towards_giving_up():
     guard = guard_that_saw(STEADY, spike="skip", max_bad_steps=2)
     actions = [judged(guard, loss).action.value for loss in (9.0, math.nan, 9.0, math.nan, math.nan)]
     assert actions == ["skip", "skip", "skip", "skip", "stop"]
 
 
-def test_a_guard_saved_before_spikes_were_counted_is_restored():
+def test_guard_saved_before_spikes_were_counted_is_restored():
     guard = Guard(GuardConfig(spike="skip"))
     guard.restore({"losses": STEADY, "bad_in_a_row": 0, "skipped": 3})
     assert judged(guard, 9.0).action is Action.SKIP and guard.skipped == 4
 
 
-def test_a_loss_is_looked_at_before_the_update_and_remembered_only_after():
+def test_loss_is_judged_before_and_remembered_after_update():
     guard = guard_that_saw(STEADY, spike="skip")
     before = guard.state()
     assert guard.look(9.0).action is Action.SKIP and guard.look(math.nan).action is Action.SKIP
@@ -154,7 +154,7 @@ def test_a_loss_is_looked_at_before_the_update_and_remembered_only_after():
 
 
 @given(st.lists(st.one_of(st.floats(1, 8), st.just(math.nan)), max_size=80), st.integers(0, 80))
-def test_a_guard_restored_from_json_judges_as_the_one_that_never_stopped(losses, cut):
+def test_guard_restored_from_json_judges_the_same(losses, cut):
     config = GuardConfig(spike="skip", spike_window=16, max_bad_steps=4)
     steady, stopped = Guard(config), Guard(config)
     for i, loss in enumerate(losses):
@@ -196,7 +196,7 @@ def test_a_restored_window_slides_too():
     assert len(guard.losses) == 8 and judged(guard, 4.0).action is Action.SKIP
 
 
-def test_eight_losses_are_enough_to_judge_by_and_seven_are_not():
+def test_eight_losses_are_enough_to_judge_by():
     assert judged(guard_that_saw([2.0] * 7, spike="skip"), 50.0).action is Action.APPLY
     assert judged(guard_that_saw([2.0] * 8, spike="skip"), 50.0).action is Action.SKIP
 
@@ -209,7 +209,7 @@ def test_a_spike_begins_where_the_deviations_say():
     assert guard_that_saw(window, spike="skip", spike_deviations=4).look(2.5).action is Action.SKIP
 
 
-def test_a_flat_curve_has_a_deviation_of_a_thousandth_of_its_median():
+def test_flat_curve_has_a_minimum_deviation():
     guard = guard_that_saw([2.0] * 8, spike="skip", spike_deviations=8)
     assert guard.look(2.015).action is Action.APPLY
     assert guard.look(2.017).action is Action.SKIP
@@ -230,14 +230,14 @@ def test_spikes_counted_before_a_checkpoint_count_after_it():
     assert "a new level" in judged(resumed, 9.0).reason
 
 
-def test_bad_steps_counted_before_a_checkpoint_count_after_it():
+def test_bad_step_count_survives_a_checkpoint():
     guard = guard_that_saw([*STEADY, math.nan], max_bad_steps=2)
     resumed = Guard(GuardConfig(max_bad_steps=2))
     resumed.restore(guard.state())
     assert judged(resumed, math.nan).action is Action.STOP and resumed.skipped == 2
 
 
-def test_switched_off_it_sees_no_spike_but_still_what_is_not_finite():
+def test_disabled_guard_still_refuses_non_finite_values():
     guard = guard_that_saw(STEADY, spike="off")
     assert judged(guard, 1e6).action is Action.APPLY
     assert judged(guard, math.nan).action is Action.SKIP

@@ -68,7 +68,7 @@ def finish(process):
     return process.returncode, errors
 
 
-def test_workers_get_what_torchrun_would_give_them_and_zero_comes_back(tmp_path):
+def test_workers_get_torchrun_variables_and_zero_is_returned(tmp_path):
     body = """
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 (folder / f"rank_{rank}").write_text(" ".join(os.environ[name] for name in names))
@@ -81,7 +81,7 @@ names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".sp
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_reaches_every_worker_and_the_marker_makes_the_exit_code_75(tmp_path, number):
+def test_signal_reaches_every_worker_and_exits_with_75(tmp_path, number):
     process = start(tmp_path, SAVES_WHEN_ASKED)
     wait_for(tmp_path / "ready_0", tmp_path / "ready_1")
     process.send_signal(number)
@@ -91,7 +91,7 @@ def test_a_signal_reaches_every_worker_and_the_marker_makes_the_exit_code_75(tmp
     }
 
 
-def test_a_signal_that_comes_before_a_worker_is_ready_is_not_lost_and_kills_nobody(tmp_path):
+def test_early_signal_is_kept_and_kills_no_worker(tmp_path):
     process = start(tmp_path, '(folder / f"began_{rank}").write_text("")\n' + SAVES_WHEN_ASKED)
     wait_for(tmp_path / "began_0", tmp_path / "began_1")
     process.send_signal(signal.SIGUSR1)
@@ -100,7 +100,7 @@ def test_a_signal_that_comes_before_a_worker_is_ready_is_not_lost_and_kills_nobo
 
 
 @pytest.mark.parametrize("end, code", [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
-def test_one_worker_s_end_is_the_end_of_all_within_seconds_children_included(tmp_path, end, code):
+def test_one_worker_ending_ends_all_and_their_children(tmp_path, end, code):
     body = f"""
 import subprocess
 child = subprocess.Popen(["sleep", "300"])
@@ -133,7 +133,7 @@ def test_a_killed_launcher_takes_its_workers_along(tmp_path):
         time.sleep(0.05)
 
 
-def test_a_marker_of_an_earlier_job_does_not_count(tmp_path):
+def test_marker_of_an_earlier_job_is_ignored(tmp_path):
     RunFolder(tmp_path).requeue.write_text("")
     assert finish(start(tmp_path, ""))[0] == 0
 
@@ -179,7 +179,7 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("code", sorted(exits.FINAL - {0, exits.STOPPED_ON_REQUEST}))
-def test_a_refused_or_given_up_run_is_not_restarted(tmp_path, code):
+def test_refused_or_given_up_run_is_not_restarted(tmp_path, code):
     body = (
         TRIES + f"both()\nif rank == 1:\n    time.sleep(0.3)\n    sys.exit({code})\nsys.exit(1 if {code} == 65 else 0)"
     )

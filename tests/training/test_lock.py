@@ -32,12 +32,12 @@ def holder(tmp_path):
     process.wait()
 
 
-def test_a_second_job_in_the_same_folder_is_refused_and_told_who_is_there(tmp_path, holder):
+def test_second_job_in_a_folder_names_the_first(tmp_path, holder):
     with pytest.raises(RunInUse, match=rf"process {holder.pid} on "):
         Lock(tmp_path / "lock")
 
 
-def test_a_killed_job_holds_nothing_even_if_its_writers_live_on(tmp_path, holder):
+def test_killed_job_releases_its_lock_despite_live_writers(tmp_path, holder):
     holder.kill()
     holder.wait()
     Lock(tmp_path / "lock").release()

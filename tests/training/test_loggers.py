@@ -31,7 +31,7 @@ def test_resuming_at_a_step_leaves_every_step_once(tmp_path):
     assert steps_in(path) == list(range(1, 10))
 
 
-def test_a_line_cut_short_by_a_crash_is_completed_by_no_other(tmp_path):
+def test_truncated_line_is_not_continued_by_another(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(metrics(1).to_json() + "\n" + metrics(2).to_json()[:50])
     resumed = MetricsFile(path)
@@ -46,7 +46,7 @@ def test_a_very_long_torn_line_is_removed_too(tmp_path):
     assert path.read_bytes() == b"whole\n"
 
 
-def test_starting_over_before_the_first_checkpoint_begins_an_empty_file(tmp_path):
+def test_restart_before_the_first_checkpoint_empties_the_file(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.step(metrics(1))
     file.rewind(0)
@@ -54,7 +54,7 @@ def test_starting_over_before_the_first_checkpoint_begins_an_empty_file(tmp_path
     assert steps_in(tmp_path / "metrics.jsonl") == [1]
 
 
-def test_lines_that_a_full_disk_refused_are_written_whole_and_in_order_once_there_is_room(tmp_path):
+def test_lines_refused_by_full_disk_are_written_later(tmp_path):
     """A file size limit of the process's own stands for the full disk: writes end halfway through a line, then fail."""
     program = f"""
 import resource, signal, sys
@@ -102,7 +102,7 @@ def test_missing_metrics_are_named_on_resume(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [MetricsFile, EventsFile, LogText])
-def test_folder_in_place_of_a_log_is_set_aside(tmp_path, kind):
+def test_folder_in_place_of_log_is_set_aside(tmp_path, kind):
     path = tmp_path / "log"
     (path / "inside").mkdir(parents=True)
     log = kind(path)
@@ -284,7 +284,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     assert {"grad_norm", "learning_rate", "source/loss/pile"} <= set(seen.Tags()["scalars"])
 
 
-def test_a_logger_that_fails_is_switched_off_and_the_run_goes_on(tmp_path):
+def test_failing_logger_is_disabled_and_training_continues(tmp_path):
     class Broken:
         def step(self, metrics):
             raise OSError("no space left on device")
@@ -304,14 +304,14 @@ def test_only_the_first_rank_writes(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_wandb_is_refused_with_the_way_to_get_it(tmp_path, monkeypatch):
+def test_missing_wandb_is_refused_with_an_install_command(tmp_path, monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     config = load("tiny", ["logging.wandb=offline", "logging.tensorboard=false"])
     with pytest.raises(LoggingError, match=r"pip install .*wandb"):
         Loggers.for_run(config, RunFolder(tmp_path), first_rank=True)
 
 
-def test_wandb_offline_records_one_run_however_often_it_is_resumed(tmp_path):
+def test_wandb_offline_records_one_run_across_resumes(tmp_path):
     pytest.importorskip("wandb")
     config, run = load("tiny", ["logging.wandb=offline"]), RunFolder(tmp_path)
     identities = set()

@@ -42,12 +42,12 @@ def test_scalars_that_are_not_finite_are_null(bad):
     assert record["loss"] is None and record["grad_norm"] is None and record["source/loss/pile"] is None
 
 
-def test_a_loss_read_back_is_the_same_to_the_last_bit():
+def test_loss_reads_back_bit_for_bit():
     loss = 3.0000000000000004
     assert json.loads(metrics(loss=loss).to_json())["loss"] == loss
 
 
-def test_a_line_cut_short_by_a_crash_is_not_read(tmp_path):
+def test_truncated_line_is_not_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(metrics(1).to_json() + "\n" + metrics(2).to_json()[:40])
     assert [record["step"] for record in read_metrics(path)] == [1]
@@ -102,7 +102,7 @@ def test_a_scalar_leads_to_its_metric(scalar, name, key):
     assert metric_of(scalar).name == name and metric_of(scalar).key_of(scalar) == key
 
 
-def test_a_metric_needs_a_free_name_and_a_fitting_value():
+def test_metric_needs_a_unique_name_and_valid_value():
     with pytest.raises(MetricError, match="two metrics have the name loss"):
         metric("loss", "Loss")(lambda taken: 1.0)
     metric("toy/*", "Toy")(lambda taken: 1.0)
@@ -120,7 +120,7 @@ def test_docs_list_exactly_the_metrics():
 
 
 @pytest.mark.xdist_group("forks")
-def test_a_metric_in_its_own_file_is_shown_everywhere(forks, tmp_path):
+def test_metric_in_its_own_file_is_shown_everywhere(forks, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings = ["training.stop_after_steps=4", "logging.tensorboard=true"]

@@ -17,7 +17,7 @@ WHERE = f"rank {FIRST // 4 % 2} ({socket.gethostname()}) in the {{what}} of samp
 
 
 @pytest.mark.parametrize("fault, what", [("NaNOnce", "loss"), ("NaNGradientOnce", "gradient")])
-def test_a_value_that_a_rerun_finds_finite_costs_nothing(forks, tmp_path, undisturbed, fault, what):
+def test_value_finite_on_rerun_costs_nothing(forks, tmp_path, undisturbed, fault, what):
     job = forks.run(tmp_path, ON_TWO, trainer=fault)
     assert job.wait() == [0, 0], job.output()
     assert losses(tmp_path) == undisturbed
@@ -28,7 +28,7 @@ def test_a_value_that_a_rerun_finds_finite_costs_nothing(forks, tmp_path, undist
 
 
 @pytest.mark.parametrize("fault, what", [("NaN", "loss"), ("NaNGradient", "gradient")])
-def test_a_value_that_is_never_finite_blames_data_or_model(forks, tmp_path, fault, what):
+def test_persistent_non_finite_value_blames_data_or_model(forks, tmp_path, fault, what):
     job = forks.run(tmp_path, [*ON_TWO, f"training.stop_after_steps={BAD_STEP + 1}"], trainer=fault)
     assert job.wait() == [0, 0], job.output()
     (bad,) = events_of(tmp_path, NotFinite)
@@ -67,7 +67,7 @@ def test_a_run_that_diverges_saves_nothing_of_it(forks, tmp_path):
     assert not list(RunFolder(tmp_path / "run").checkpoints.glob("step_*"))
 
 
-def test_a_save_due_at_a_bad_step_follows_the_next_good_one(forks, tmp_path):
+def test_save_due_at_a_bad_step_is_postponed(forks, tmp_path):
     due = [f"checkpoint.every={BAD_STEP}", f"training.stop_after_steps={BAD_STEP + 3}"]
     job = forks.run(tmp_path, [*SMALL, *due], trainer="NaN", ranks=1)
     assert job.wait() == [0], job.output()
@@ -76,7 +76,7 @@ def test_a_save_due_at_a_bad_step_follows_the_next_good_one(forks, tmp_path):
 
 
 @pytest.mark.parametrize("fault, code", [("OnlyNaN", 65), ("NaNWhileTraining", 0)])
-def test_a_run_that_ends_in_bad_steps_saves_only_working_weights(forks, tmp_path, fault, code):
+def test_ending_in_bad_steps_saves_only_good_weights(forks, tmp_path, fault, code):
     job = forks.run(tmp_path, [*SMALL, f"training.stop_after_steps={BAD_STEP + 1}"], trainer=fault, ranks=1)
     assert job.wait() == [code], job.output()
     assert RunFolder(tmp_path / "run").checkpoint(BAD_STEP + 1).exists() == (code == 0)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megatron_blackmamba.training.progress import Progress
 
 
-def test_the_position_in_the_data_moves_past_what_is_passed_over_and_the_learning_rate_does_not():
+def test_skipped_samples_leave_the_learning_rate_unchanged():
     progress = Progress()
     progress.advance(16, 16)
     progress.passed_over.append((16, 31))
@@ -16,7 +16,7 @@ def test_the_position_in_the_data_moves_past_what_is_passed_over_and_the_learnin
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=5), st.integers(0, 60), st.integers(0, 60))
-def test_what_was_read_is_everything_that_was_not_passed_over(ranges, first, length):
+def test_read_samples_are_all_but_the_skipped(ranges, first, length):
     passed = [(start, start + more) for start, more in ranges]
     read = Progress(passed_over=passed).between(first, first + length)
     samples = [sample for a, b in read for sample in range(a, b + 1)]

@@ -43,7 +43,7 @@ def test_a_released_checkpoint_has_its_weights_and_config(checkpoint, found):
 
 
 @pytest.mark.parametrize("checkpoint", VERSIONS, indirect=True)
-def test_a_released_run_goes_on_as_it_would_have(forks, checkpoint, found, tmp_path):
+def test_released_run_resumes_with_equal_losses(forks, checkpoint, found, tmp_path):
     job = forks.run(tmp_path, ranks=1, config=str(checkpoint / "config.yaml"))
     assert job.wait() == [0], job.output()
     assert "resumes after step 5" in log(tmp_path)

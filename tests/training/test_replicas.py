@@ -44,7 +44,7 @@ def test_exchanged_rows_change_the_fingerprint():
         ("FlippedRouter", "parallel.tensor=2", "decoder.layers.3.mixer.router.weight"),
     ],
 )
-def test_a_flipped_bit_in_one_replica_stops_the_run(forks, tmp_path, fault, layout, name):
+def test_flipped_bit_in_one_replica_stops_run(forks, tmp_path, fault, layout, name):
     job = forks.run(tmp_path, [*SMALL, layout, "training.guard.replicas_every=1"], trainer=fault)
     assert job.wait() == [65, 65], job.output()
     assert f"step 13: replicas of weights differ: {BOTH} in {name}; stop" in log(tmp_path)
@@ -52,7 +52,7 @@ def test_a_flipped_bit_in_one_replica_stops_the_run(forks, tmp_path, fault, layo
 
 
 @forked
-def test_rewinding_from_a_flipped_bit_trains_the_same_samples_again(forks, tmp_path, undisturbed):
+def test_rewinding_from_flipped_bit_trains_same_samples_again(forks, tmp_path, undisturbed):
     rewinding = ["training.guard.replicas_every=1", "training.guard.spike=rewind"]
     job = forks.run(tmp_path, [*ON_TWO, *rewinding], trainer="FlippedNorm")
     assert job.wait() == [0, 0], job.output()

@@ -25,7 +25,7 @@ def resumed(*overrides):
         ("optimizer.distributed=false", "True", "False"),
     ],
 )
-def test_another_model_or_other_data_is_refused_by_key_with_both_values(override, old, new):
+def test_changed_model_or_data_names_key_and_values(override, old, new):
     with pytest.raises(ResumeError) as error:
         resumed(override)
     message = str(error.value)
@@ -33,7 +33,7 @@ def test_another_model_or_other_data_is_refused_by_key_with_both_values(override
     assert "step 50" in message and "start.from" in message
 
 
-def test_a_changed_learning_rate_is_refused_until_it_is_named():
+def test_changed_learning_rate_must_be_allowed_by_name():
     with pytest.raises(ResumeError, match=r"resume\.allow=\[optimizer\.learning_rate\]"):
         resumed("optimizer.learning_rate=1e-3")
     allowed = resumed("optimizer.learning_rate=1e-3", "resume.allow=[optimizer.learning_rate]")
@@ -110,7 +110,7 @@ def test_a_changed_key_follows_its_rule(rule, key):
             refuse_changes(before, named, step=50)
 
 
-def test_naming_a_section_allows_all_of_it_and_nothing_beside_it():
+def test_allowing_a_section_allows_only_its_keys():
     changes = ["optimizer.learning_rate=1e-3", "optimizer.beta2=0.9", "resume.allow=[optimizer]"]
     assert len(resumed(*changes)) == 2
     with pytest.raises(ResumeError, match=r"training\.tokens"):
@@ -137,12 +137,12 @@ def test_what_is_fixed_cannot_be_allowed():
         "logging.tensorboard=false",
     ],
 )
-def test_how_a_run_is_laid_out_watched_and_saved_may_change_freely(override):
+def test_layout_logging_and_saving_may_change_freely(override):
     assert resumed(override) == []
 
 
 @pytest.mark.parametrize("key, value", [("optimizer.beta2", "0.9"), ("model.router.iterations", "3")])
-def test_a_key_that_the_checkpoint_lacks_has_its_default(key, value):
+def test_key_missing_from_a_checkpoint_takes_its_default(key, value):
     old = saved()
     *sections, last = key.split(".")
     section = old
@@ -155,7 +155,7 @@ def test_a_key_that_the_checkpoint_lacks_has_its_default(key, value):
         refuse_changes(old, load("tiny", [f"{key}={value}"]), step=50)
 
 
-def test_another_tokenizer_is_refused_by_name_and_a_moved_one_is_not():
+def test_tokenizer_may_be_moved_but_not_replaced():
     record = {"tokenizer": {"name": "mine", "sha256": "abc", "file": "/here"}}
     other = {"tokenizer": {"name": "yours", "sha256": "xyz", "file": None}}
     refuse_tokenizer(record, {"tokenizer": {"name": "moved", "sha256": "abc", "file": None}}, 5)

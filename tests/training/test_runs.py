@@ -58,7 +58,7 @@ def test_a_run_leaves_everything_one_looks_for(forks, tmp_path):
     assert last["speed/memory_bytes"] > 2**27 and last["consumed_flops"] > 1e9
 
 
-def test_a_run_stopped_early_is_not_done_and_a_restart_adds_nothing(forks, copy_of_half):
+def test_early_stop_is_resumable_and_restart_adds_nothing(forks, copy_of_half):
     run = RunFolder(copy_of_half / "run")
     before = run.metrics.read_text()
     job = forks.run(copy_of_half, [*ON_TWO, "training.stop_after_steps=10"])
@@ -68,7 +68,7 @@ def test_a_run_stopped_early_is_not_done_and_a_restart_adds_nothing(forks, copy_
     assert "20 steps of the run are left" in log(copy_of_half)
 
 
-def test_keys_that_may_change_freely_leave_the_losses_alone(forks, half, copy_of_half):
+def test_freely_changeable_keys_do_not_affect_losses(forks, half, copy_of_half):
     """Change at once every key that test_resume.py lists so, but the name and the folder."""
     other = copy_of_half / "other"
     subprocess.run(["cp", "-r", half, other], check=True)
@@ -87,7 +87,7 @@ def test_keys_that_may_change_freely_leave_the_losses_alone(forks, half, copy_of
     assert losses(copy_of_half) == losses(other)
 
 
-def test_on_one_process_a_run_of_two_goes_on_with_the_same_data_and_the_same_losses(forks, half, copy_of_half):
+def test_one_process_resumes_a_run_of_two(forks, half, copy_of_half):
     other = copy_of_half / "other"
     subprocess.run(["cp", "-r", half, other], check=True)
     more = "training.stop_after_steps=16"
@@ -97,7 +97,7 @@ def test_on_one_process_a_run_of_two_goes_on_with_the_same_data_and_the_same_los
     assert samples_of(copy_of_half) == samples_of(other)
 
 
-def test_in_bf16_with_the_optimizer_sharded_over_two_ranks_it_goes_on_bit_for_bit(forks, tmp_path):
+def test_bf16_with_sharded_optimizer_resumes_bit_for_bit(forks, tmp_path):
     bf16 = [*ON_TWO, "training.precision=bf16", "optimizer.weight_decay=0.1"]
     stops = {"whole": [8], "parts": [4, 8]}
     for name, steps in stops.items():
@@ -107,7 +107,7 @@ def test_in_bf16_with_the_optimizer_sharded_over_two_ranks_it_goes_on_bit_for_bi
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-def test_another_model_is_refused_and_the_run_left_as_it_was(forks, copy_of_half):
+def test_other_model_is_refused_without_touching_the_run(forks, copy_of_half):
     config = RunFolder(copy_of_half / "run").config.read_text()
     job = forks.run(copy_of_half, [*ON_TWO, "model.router.iterations=2"])
     assert job.wait() == [1, 1]
@@ -116,7 +116,7 @@ def test_another_model_is_refused_and_the_run_left_as_it_was(forks, copy_of_half
     assert len(metrics(copy_of_half)) == 10
 
 
-def test_a_learning_rate_changed_by_name_acts_from_the_next_step_on(forks, copy_of_half):
+def test_allowed_learning_rate_change_acts_from_next_step(forks, copy_of_half):
     changed = [*ON_TWO, "optimizer.learning_rate=6e-4", "optimizer.decay=constant", "training.stop_after_steps=12"]
     assert forks.run(copy_of_half, changed).wait() == [1, 1]
     job = forks.run(copy_of_half, [*changed, "resume.allow=[optimizer]"])
@@ -126,7 +126,7 @@ def test_a_learning_rate_changed_by_name_acts_from_the_next_step_on(forks, copy_
     assert "optimizer.learning_rate: 0.0006 from step 11 on, 0.003 before" in log(copy_of_half)
 
 
-def test_a_global_batch_changed_by_name_trains_the_tokens_that_are_left_and_ends_as_a_run_ends(forks, copy_of_half):
+def test_changed_global_batch_trains_only_the_remaining_tokens(forks, copy_of_half):
     larger = [
         *ON_TWO,
         "training.global_batch=48",
@@ -145,7 +145,7 @@ def test_a_global_batch_changed_by_name_trains_the_tokens_that_are_left_and_ends
     assert read_history(run.root).total_steps == 17
 
 
-def test_weights_of_another_run_start_a_new_one_at_step_one_with_a_fresh_optimizer(forks, half, tmp_path):
+def test_weights_of_another_run_start_a_new_run(forks, half, tmp_path):
     job = forks.run(tmp_path, [*SMALL, f"start.from={half / 'run'}", "training.stop_after_steps=2"], ranks=1)
     assert job.wait() == [0], job.output()
     first, fresh = metrics(tmp_path)[0], metrics(half)[0]
@@ -153,7 +153,7 @@ def test_weights_of_another_run_start_a_new_one_at_step_one_with_a_fresh_optimiz
     assert first["loss"] < metrics(half)[7]["loss"] < fresh["loss"]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken_unless_told_otherwise(forks, copy_of_half):
+def test_damaged_checkpoint_is_named_and_the_previous_used(forks, copy_of_half):
     longer = [*ON_TWO, "training.stop_after_steps=12", "checkpoint.every=2"]
     assert forks.run(copy_of_half, longer).wait() == [0, 0]
     shard = next(RunFolder(copy_of_half / "run").checkpoint(12).glob("__1_0.distcp"))
@@ -172,7 +172,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken_unless_told_othe
     assert losses(copy_of_half) == expected
 
 
-def test_a_mixture_may_change_from_here_on_but_not_what_was_read(forks, tmp_path):
+def test_mixture_may_change_only_from_here_on(forks, tmp_path):
     for first_token, name in ((0, "a"), (250, "b")):
         write_shard(tmp_path / name / "one", first_token, 250, vocab=512, tokenizer=sha256(b"{}").hexdigest())
     (tmp_path / "a/tokenizer.json").write_text("{}")
@@ -208,9 +208,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_on_a_full_disk_training_goes_on_keeps_the_checkpoint_before_and_saves_again_when_there_is_room(
-    forks, small_disk, tmp_path
-):
+def test_full_disk_keeps_the_last_checkpoint_and_training(forks, small_disk, tmp_path):
     ballast, run = small_disk / "ballast", RunFolder(small_disk / "run")
     often = [f"folder={small_disk}", "checkpoint.every=5", "checkpoint.keep_last=1", "checkpoint.retry_every=2"]
     job = forks.run(tmp_path, [*ON_TWO, *often, "training.tokens=81920"])  # 80 steps
@@ -235,7 +233,7 @@ def test_on_a_full_disk_training_goes_on_keeps_the_checkpoint_before_and_saves_a
     assert [record["step"] for record in metrics(small_disk)] == list(range(1, 81))
 
 
-def test_a_start_on_a_full_disk_names_the_file(forks, small_disk, tmp_path):
+def test_start_on_a_full_disk_names_the_file(forks, small_disk, tmp_path):
     run = RunFolder(small_disk / "run")
     run.checkpoints.mkdir(parents=True)
     fill(small_disk / "ballast")

@@ -17,12 +17,12 @@ def rates(schedule, steps):
     return [schedule.set(16 * (step - 1)) for step in steps]
 
 
-def test_warm_up_rises_linearly_and_no_step_is_lost_to_a_rate_of_zero():
+def test_warm_up_is_linear_without_a_zero_rate():
     plan, _ = schedule()
     assert rates(plan, [1, 2, 5, 10]) == pytest.approx([3e-4, 6e-4, 1.5e-3, 3e-3], rel=1e-12)
 
 
-def test_cosine_runs_from_the_peak_to_the_minimum_which_the_last_step_reaches():
+def test_cosine_reaches_the_minimum_at_the_last_step():
     plan, _ = schedule()
     expected = [3e-4 + (3e-3 - 3e-4) * (1 + math.cos(math.pi * (step - 10) / 190)) / 2 for step in range(10, 201)]
     assert rates(plan, range(10, 201)) == pytest.approx(expected, rel=1e-12)
@@ -43,7 +43,7 @@ def test_the_paper_s_run_at_its_own_numbers():
 
 
 @pytest.mark.parametrize("batch", [4, 12, 32, 400])
-def test_another_global_batch_leaves_the_curve_over_the_samples_as_it_was(batch):
+def test_global_batch_leaves_the_curve_over_samples(batch):
     usual, other = schedule()[0], schedule(f"training.global_batch={batch}")[0]
     ends = range(batch, 3200 + batch, batch)
     assert [other.set(end - batch) for end in ends] == [usual.set(end - 16) for end in ends]
@@ -51,19 +51,19 @@ def test_another_global_batch_leaves_the_curve_over_the_samples_as_it_was(batch)
 
 
 @pytest.mark.parametrize("tokens", [1, 128 * 50])
-def test_a_run_of_a_few_samples_has_a_schedule_too(tokens):
+def test_very_short_run_has_a_schedule(tokens):
     shortest = schedule(f"training.tokens={tokens}", "optimizer.warmup_fraction=0.99")[0]
     assert shortest.set(48) == pytest.approx(3e-4, rel=1e-12)
 
 
-def test_every_group_gets_the_rate_and_its_own_weight_decay():
+def test_every_group_gets_its_rate_and_weight_decay():
     plan, optimizer = schedule("optimizer.weight_decay=0.1")
     rate = plan.set(0)
     assert [group["lr"] for group in optimizer.param_groups] == [rate, rate]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-def test_the_rate_follows_the_samples_whatever_was_asked_before():
+def test_rate_depends_only_on_samples():
     plan, _ = schedule()
     straight = rates(plan, range(1, 201))
     assert rates(schedule()[0], [150, 3, 77]) == [straight[149], straight[2], straight[76]]

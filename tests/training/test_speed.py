@@ -13,7 +13,7 @@ from megatron_blackmamba.training.speed import Utilisation, known_gpu, memory_by
         ("NVIDIA A100 80GB PCIe", "A100"),
     ],
 )
-def test_a_gpu_is_known_by_the_name_its_driver_gives(driver_says, name):
+def test_gpu_is_recognised_by_its_driver_name(driver_says, name):
     assert known_gpu(driver_says).name.startswith(name)
 
 
@@ -22,7 +22,7 @@ def test_a_gpu_of_unknown_peak_gets_no_utilisation(driver_says):
     assert Utilisation(load("tiny"), 8, driver_says).of(1.0) is None
 
 
-def test_utilisation_is_the_model_s_arithmetic_over_the_peak_of_all_gpus():
+def test_utilisation_is_model_flops_over_all_gpu_peaks():
     config = load("blackmamba_1.5b")
     # 2.07 GFLOP a token, 2,064,384 tokens a step, 56 GPUs of 989 TFLOP/s
     assert Utilisation(config, 56, "NVIDIA H100 80GB HBM3").of(0.2) == pytest.approx(

@@ -21,7 +21,7 @@ def said(found, steps, computing, reading=NOTHING):
     return [event.sentence for _ in range(steps) for event in found.after_step(computing, reading, 1.0)]
 
 
-def test_a_rank_that_stays_slow_is_named_once_until_it_recovers():
+def test_slow_rank_is_named_once_until_it_recovers():
     found = stragglers()
     slow = [1.0, 1.0, 2.0, 1.1]
     first = said(found, 10, slow)
@@ -55,7 +55,7 @@ def test_the_slowest_rank_is_measured_against_the_others():
 
 
 @pytest.mark.xdist_group("forks")
-def test_a_slow_rank_is_named_in_log_and_events(forks, tmp_path):
+def test_slow_rank_is_named_in_log_and_events(forks, tmp_path):
     watched = ["training.guard.slow_steps=4", "training.guard.slow_ratio=4", "training.stop_after_steps=5"]
     job = forks.run(tmp_path, [*ON_TWO, *watched], trainer="SlowLayer")
     assert job.wait() == [0, 0], job.output()

@@ -42,16 +42,14 @@ def folders(run):
     return sorted(path.name for path in run.checkpoints.glob("step_*"))
 
 
-def test_what_one_rank_cannot_read_back_is_saved_again_and_every_save_is_reported(saved):
+def test_unreadable_checkpoint_is_saved_again_and_reported(saved):
     said = log(saved)
     assert "could not be saved (step 1: rank 1: reading back __1_0.distcp: " in said and "Input/output error" in said
     assert [step for step in range(1, 7) if f"saved step {step}\n" in said] == [2, 3, 4, 5, 6]
     assert folders(RunFolder(saved / "run")) == [f"step_0000000{step}" for step in (4, 5, 6)]
 
 
-def test_past_a_damaged_checkpoint_the_new_ones_stay_and_the_watchdog_hears_of_every_long_thing(
-    forks, run, tmp_path, saved
-):
+def test_saves_after_a_damaged_checkpoint_are_kept(forks, run, tmp_path, saved):
     damage(shard(run, 6))
     (run.checkpoint(5) / ".DS_Store").touch()
     validated = [*LONGER, "training.evaluate_every=7", "training.evaluate_batches=1"]
@@ -65,7 +63,7 @@ def test_past_a_damaged_checkpoint_the_new_ones_stay_and_the_watchdog_hears_of_e
         assert long in told
 
 
-def test_where_every_checkpoint_is_damaged_the_run_stops_and_changes_nothing(forks, run, tmp_path):
+def test_only_damaged_checkpoints_stop_the_run_unchanged(forks, run, tmp_path):
     for step in (4, 5, 6):
         damage(shard(run, step))
     before = run.metrics.read_bytes(), run.latest.read_text(), folders(run)
@@ -75,7 +73,7 @@ def test_where_every_checkpoint_is_damaged_the_run_stops_and_changes_nothing(for
     assert (run.metrics.read_bytes(), run.latest.read_text(), folders(run)) == before
 
 
-def test_a_checkpoint_that_a_file_system_does_not_hand_out_is_not_passed_over(forks, run, tmp_path):
+def test_unreadable_storage_is_not_taken_for_damage(forks, run, tmp_path):
     path = shard(run, 6)
     path.unlink()
     path.symlink_to(path.name)  # to itself: whoever opens it is refused
@@ -85,7 +83,7 @@ def test_a_checkpoint_that_a_file_system_does_not_hand_out_is_not_passed_over(fo
     assert len(metrics(tmp_path)) == 6 and len(folders(run)) == 3
 
 
-def test_a_run_that_gives_up_keeps_what_was_being_written(forks, tmp_path):
+def test_run_that_gives_up_finishes_its_last_save(forks, tmp_path):
     settings = ["checkpoint.every=2", "training.guard.max_bad_steps=1"]
     job = forks.run(tmp_path, [*ON_TWO, *settings], trainer="EarlyNaN")
     assert job.wait() == [65, 65]
@@ -93,7 +91,7 @@ def test_a_run_that_gives_up_keeps_what_was_being_written(forks, tmp_path):
     assert folders(RunFolder(tmp_path / "run")) == ["step_00000002"]
 
 
-def test_a_folder_in_place_of_latest_is_refused_at_once(forks, tmp_path):
+def test_folder_in_place_of_latest_is_refused(forks, tmp_path):
     run = RunFolder(tmp_path / "run")
     run.latest.mkdir(parents=True)
     job = forks.run(tmp_path, SMALL, ranks=1)
