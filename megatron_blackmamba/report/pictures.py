@@ -1,5 +1,6 @@
 """The report's main charts as PNG files, for slides and for a README."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +17,21 @@ def write_pictures(history: History, folder: Path) -> list[Path]:
 
 
 def _draw(history: History, path: Path, draw) -> Path | None:
+    return picture(path, lambda axes: draw(history, axes))
+
+
+def picture(path: Path, draw: Callable[..., bool], columns: int = 1) -> Path | None:
+    """Draw a PNG of one or more plots; return None if `draw` says that there is nothing to show."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=150, layout="constrained")
+    figure, axes = pyplot.subplots(1, columns, figsize=(8 if columns == 1 else 11, 4.2), dpi=150, layout="constrained")
     try:
-        axes.spines[["top", "right"]].set_visible(False)
-        if not draw(history, axes):
+        for one in figure.axes:
+            one.spines[["top", "right"]].set_visible(False)
+        if not draw(axes):
             return None
         figure.savefig(path)
         return path

@@ -14,6 +14,7 @@ from megatron_blackmamba.study import corpus, generation
 from megatron_blackmamba.study.config import StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.page import COLUMNS, render, rows
+from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.results import collect, grouped, to_json
 from megatron_blackmamba.study.runs import Cell, Study
 
@@ -29,6 +30,7 @@ class HowToRun:
     time: str = "4:00:00"
     sbatch: Sequence[str] = ()
     page_only: bool = False
+    png: Path | None = None
 
 
 def open_study(name: str, folder: Path | None) -> Study:
@@ -53,7 +55,7 @@ def run(study: Study, how: HowToRun) -> bool:
     try:
         finished = _train(study, how)
     finally:
-        write_page(study)
+        write_page(study, how.png)
     return finished
 
 
@@ -78,8 +80,8 @@ def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> boo
     return local.train(cells)
 
 
-def write_page(study: Study) -> Path:
-    """Write results.json and the page from what is finished."""
+def write_page(study: Study, png: Path | None = None) -> Path:
+    """Write results.json, the page and, into a folder, the main charts of what is finished."""
     rates = study.learning_rates()
     cells = [*study.tuning(), *(study.runs(rates) if rates else ())]
     generation.measure(study.folder, cells)
@@ -88,6 +90,8 @@ def write_page(study: Study) -> Path:
     total = len(study.tuning()) + len(study.runs(dict.fromkeys(study.config.variants, 1e-3)))
     path = study.folder / "study.html"
     atomic.write_text(path, render(study, results, total))
+    if png is not None:
+        write_pictures(study, results, png)
     show(grouped(results, "run"), grouped(results, "ablation"), path)
     return path
 

@@ -17,6 +17,7 @@ def study(
     sbatch: Annotated[
         list[str] | None, typer.Option(metavar="OPTION", help="One more option of sbatch, as --qos=high; repeatable.")
     ] = None,
+    png: Annotated[Path | None, typer.Option(help="Also write the main charts as PNGs into this folder.")] = None,
     page: Annotated[bool, typer.Option("--page", help="Only write the page of what is finished.")] = False,
 ) -> None:
     """Train a declared set of runs and compare them on a page. The same command goes on after a stop.
@@ -26,11 +27,13 @@ def study(
     [dim]blackmamba study smoke[/dim]
 
     [dim]blackmamba study paper --minutes 60[/dim]
+
+    [dim]blackmamba study paper --page --png pictures[/dim]
     """
     from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
     from megatron_blackmamba.study.commands import HowToRun, open_study
     from megatron_blackmamba.study.commands import run as run_study
 
-    how = HowToRun(jobs, minutes, slurm, gpus, time, tuple(sbatch or ()), page)
+    how = HowToRun(jobs, minutes, slurm, gpus, time, tuple(sbatch or ()), page, png)
     if not run_study(open_study(name, folder), how):
         raise typer.Exit(STOPPED_ON_REQUEST)

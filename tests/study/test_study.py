@@ -15,6 +15,7 @@ from megatron_blackmamba.plan import flops, parameters
 from megatron_blackmamba.study import StudyError, corpus
 from megatron_blackmamba.study.config import read_study, shipped
 from megatron_blackmamba.study.page import render
+from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.results import Result, grouped
 from megatron_blackmamba.study.runs import Study
 
@@ -87,6 +88,17 @@ def test_confidence_over_seeds_is_student_s(tmp_path):
     text = render(paper(tmp_path), [*results, result("mamba", 1, 2.5, busiest={}), result("x", 1, 2.0, "ablation")], 9)
     assert "2.000 ± 2.484" in text
     assert "5 of 9 runs are finished" in text
+
+
+def test_charts_of_unfinished_studies_are_drawn(tmp_path):
+    study = paper(tmp_path)
+    assert write_pictures(study, [], tmp_path / "none") == []
+    results = [result("blackmamba", 1, 1.0), result("blackmamba", 2, 1.1), result("mamba", 1, 1.5, size="large")]
+    measured = [{"group": "mamba", "size": "small", "lengths": [16, 64], "milliseconds": [1, 1], "bytes": [8, 8]}]
+    atomic.write_json(tmp_path / "generation.json", measured)
+    drawn = write_pictures(study, results, tmp_path / "png")
+    assert [path.name for path in drawn] == ["loss.png", "generation.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
 def test_corpus_is_deduplicated_and_split_by_document(tmp_path):
