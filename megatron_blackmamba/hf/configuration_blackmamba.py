@@ -6,24 +6,30 @@ from transformers import PretrainedConfig
 
 
 class BlackMambaConfig(PretrainedConfig):
-    """Fields carry the names of the released config.json, as far as it has them; the others are additions.
+    """The configuration of a BlackMamba model.
 
-    mamba_moe_layers: one entry per layer: "r" for Mamba, "mamba2", a number for a mixture of that many experts,
-    "attention" or "mlp".
-    mamba2_head_dim, mamba2_state_size, mamba2_groups: of "mamba2" layers.
-    num_attention_heads, num_key_value_heads, rope_theta: of "attention" layers.
-    mlp_hidden_size: the inner width of "mlp" layers.
-    num_experts_per_tok: how many experts a token goes to.
-    router_scores: what weighs their outputs, the "sigmoid" or the "softmax" of the router's logits.
-    router_normalized: whether the weights of a token are divided by their sum.
-    router_biased: whether the largest sums of score and expert bias are chosen, instead of the largest logits.
-    router_kind: the router of training, which these files do not have.
-    shared_expert_hidden_size: the inner width of one more expert that every token goes to; None for none.
-    activation: the gate of the experts. "silu" is what the paper trains; "gelu" is what the released code computes.
-    arrangement: "sequential", or "parallel": the layers of a pair share one norm and their outputs are added together.
-    eod_reset: id of the token after which the state restarts; None lets it run across documents, as in the paper.
-    output_router_choices: return the expert of every token from each forward.
-    kernels: "auto" uses megatron_blackmamba's kernels where that package is installed, "torch" never does.
+    Field names are those in the released config.json; fields that it lacks are additions.
+
+    Args:
+        mamba_moe_layers: One entry per layer: "r" (Mamba), "mamba2", "attention", "mlp", or the number of experts.
+        mamba2_head_dim: Channels per head of a "mamba2" layer.
+        mamba2_state_size: State size of a "mamba2" layer.
+        mamba2_groups: Groups of a "mamba2" layer; the heads of a group share B and C.
+        num_attention_heads: Query heads of an "attention" layer.
+        num_key_value_heads: Key and value heads of an "attention" layer. Default: num_attention_heads.
+        rope_theta: Base of the rotary position embedding of an "attention" layer.
+        mlp_hidden_size: Hidden size of an "mlp" layer.
+        num_experts_per_tok: Number of experts per token.
+        router_scores: Weights of the expert outputs: "sigmoid" or "softmax" of the router logits.
+        router_normalized: Divide the expert weights of each token by their sum.
+        router_biased: Choose the largest sums of score and expert bias instead of the largest logits.
+        router_kind: Router used in training. These files do not implement it.
+        shared_expert_hidden_size: Hidden size of an additional expert applied to every token. None: no shared expert.
+        activation: Activation of the expert gates: "silu" as in the paper, "gelu" as in the released code.
+        arrangement: "sequential", or "parallel": both layers of a pair share one norm, and their outputs are added.
+        eod_reset: Token id after which the state is reset. None: the state continues across documents, as in the paper.
+        output_router_choices: Return the chosen expert of every token from each forward pass.
+        kernels: "auto" uses the kernels of megatron_blackmamba if it is installed; "torch" never does.
     """
 
     model_type = "blackmamba"

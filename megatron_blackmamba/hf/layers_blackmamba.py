@@ -1,13 +1,12 @@
 """The layers of BlackMamba in plain PyTorch.
 
-Where the package `megatron_blackmamba` is installed, its convolution and scan replace the ones below, and on a CPU its
-matrix-vector product multiplies the few tokens of a step of generation. A weight is read only in the forward of the
-module that holds it, and goes no further: that is where offloading and device_map bring it, and where they bring the
-module's inputs to it.
+If the package `megatron_blackmamba` is installed, its convolution and scan replace the ones below. On a CPU, its
+matrix-vector product also runs the generation steps. Each weight is read only in the forward of the module that owns
+it. Offloading and device_map move the weight and the module's inputs to one device there, and nowhere else.
 
-Shapes: B batch, L length, D model, I inner, N state, R dt rank, K taps, W = K - 1 window, E experts, T tokens,
-S all tokens so far, k experts of a token, H heads, G key-value heads, C channels of a head. Of Mamba-2: H heads of P
-channels in G groups.
+Shapes: B batch, L length, S all tokens so far, T tokens, D model, I inner, N state, R dt rank, K taps.
+W = K - 1 window, E experts, k experts of a token, H heads, G key-value heads, C channels of a head.
+In Mamba-2: H heads of P channels in G groups.
 """
 
 from functools import partial
@@ -206,10 +205,10 @@ class Router(nn.Linear):
 
 
 class Recurrent(nn.Module):
-    """What the two kinds of Mamba have in common."""
+    """The base class of Mamba and Mamba-2 layers."""
 
     def _apply(self, fn, recurse=True):
-        """Casting the model to a half precision leaves the recurrence's own parameters in fp32."""
+        """Apply `fn`, but keep the parameters of the recurrence in fp32 when the model is cast to half precision."""
         exact = [(p, p.detach()) for p in self.exact()]
         super()._apply(fn, recurse)
         for parameter, before in exact:

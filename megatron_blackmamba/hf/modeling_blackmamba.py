@@ -1,7 +1,7 @@
 """BlackMamba for transformers 4.50 and later; needs torch and transformers alone, and the two files beside it.
 
-Parameter names are those of the released checkpoint, behind the prefix `model.`. Routing is by the largest logits, in
-fp32.
+Parameter names are the released checkpoint's, with the prefix `model.`. Tokens go to the experts with the largest
+logits, computed in fp32.
 
 Shapes: B batch, L length, I inner, N state, W window of the convolution.
 """
@@ -35,12 +35,12 @@ logger = logging.get_logger(__name__)
 
 
 class BlackMambaCache(Cache):
-    """The past of B sequences.
+    """The generation cache of B sequences.
 
-    For each Mamba or Mamba-2 layer it holds the last W inputs of the convolution and the fp32 state, in constant space;
-    for each attention layer the keys, the values, and the document of each token.
+    Each Mamba or Mamba-2 layer has the last W inputs of its convolution and the fp32 state, in constant space.
+    Each attention layer has the keys, the values, and the document of each token.
 
-    A `Cache` only so that `generate` recognises one; nothing inherited is used, since what is there differs by version.
+    It inherits from `Cache` only so that `generate` accepts it. Inherited methods differ by version and are not used.
     """
 
     is_compileable = False
@@ -255,7 +255,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         return BlackMambaCache() if past is None else past
 
     def _keep(self, attention_mask: Tensor | None, embeds_BLD: Tensor) -> Tensor | None:
-        """0 at padding, 1 elsewhere; None where there is no padding."""
+        """Return 0 for padding and 1 for tokens, or None without padding."""
         if attention_mask is None:
             return None
         mask = attention_mask.bool()

@@ -16,29 +16,27 @@ def generate(
         Path, typer.Argument(help="A run or checkpoint of ours, a Hugging Face export, or the released files.")
     ],
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Repeat for a batch; - reads standard input.")
+        list[str] | None, typer.Option("--prompt", "-p", help="Text to continue; repeat for a batch, - reads stdin.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help='Prompts from a file: .jsonl with "prompt" in each line, else one a line.')
+        Path | None, typer.Option(help='File of prompts: JSON Lines with a "prompt" field, or one prompt per line.')
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Texts for each prompt.")] = 1,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Number of texts per prompt.")] = 1,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="At most so many; the end of a document ends it too.")
+        int, typer.Option(min=1, help="Maximum number of new tokens; generation also stops at end of document.")
     ] = 128,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this string; repeat for several.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens; 0 from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 0.95,
-    min_p: Annotated[
-        float, typer.Option(help="Draw from tokens at least this fraction as likely as the likeliest.")
-    ] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1, what was said before becomes less likely.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed and prompt give the same texts.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; repeat for several.")] = None,
+    temperature: Annotated[float, typer.Option(help="Temperature; 0 always takes the most likely token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 means all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 0.95,
+    min_p: Annotated[float, typer.Option(help="Minimum probability, relative to the most likely token.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes earlier tokens less likely.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Random seed; equal seed and prompt give equal texts.")] = 0,
     stream: Annotated[
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Print text as it is written; with --json, a line a piece.",
+            help="Print text as it is generated; with --json, one line per piece.",
             show_default="for one text without --json",
         ),
     ] = None,
@@ -47,7 +45,7 @@ def generate(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, where the model comes without.")
+        Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, if the model has none.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -59,7 +59,7 @@ class Decoder:
 
     @property
     def grows(self) -> bool:
-        """Whether the state grows with every token."""
+        """Return whether the state grows with every token."""
         return any(how.grows for how in self.how)
 
     def start(self, batch: int) -> State:
@@ -72,15 +72,15 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, state: State, tokens_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
-        """Take in tokens in parallel, move `state` on in place, and return the logits after the last, `[B, V]` fp32.
+        """Read tokens in parallel, update `state` in place, and return the last logits, `[B, V]` fp32.
 
-        With `lengths_B` a row's tokens are its last so many; what is left of them is padding, and does nothing.
+        `lengths_B` gives the number of tokens in each row; the positions to their left are padding and are ignored.
         """
         return self._logits(self._hidden(state, tokens_BL, lengths_B)[:, -1])
 
     @torch.inference_mode()
     def read_all(self, state: State, tokens_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
-        """As `read`, with the logits after every token, `[B, L, V]`."""
+        """Read tokens like `read`, and return the logits after every token, `[B, L, V]`."""
         return self._logits(self._hidden(state, tokens_BL, lengths_B).flatten(0, 1)).unflatten(0, tokens_BL.shape)
 
     @torch.inference_mode()

@@ -43,7 +43,7 @@ class Generator:
         sampling: Sampling = Sampling(),
         stop: Sequence[str] = (),
     ) -> str:
-        """What comes after the prompt."""
+        """Return the continuation of the prompt."""
         return "".join(self.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop))
 
     def stream(
@@ -67,7 +67,10 @@ class Generator:
         samples: int = 1,
         stop: Sequence[str] = (),
     ) -> list[str]:
-        """What comes after each prompt, the same as one by one; `samples` texts of each prompt, next to each other."""
+        """Return the continuations of all prompts, equal to generating them one by one.
+
+        The `samples` texts of one prompt are adjacent.
+        """
         texts = [""] * (len(prompts) * samples)
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "samples": samples}
         for piece in self.pieces(prompts, **options, stop=stop):
@@ -116,11 +119,13 @@ class Generator:
         stop: int | None = None,
         running: list[bool] | None = None,
     ) -> Iterator[list[int | None]]:
-        """The next token of each row, step by step; None once a row has ended, and nothing once all have.
+        """Yield the next token of each row, step by step, until all rows have ended; None for a row that has ended.
 
-        A row is one sample of one prompt; the samples of a prompt are next to each other.
-        stop: the id that ends a row, by default the tokenizer's end of document.
-        running: one flag a row, which the caller may set to False between steps to end the row.
+        A row is one sample of one prompt; the samples of a prompt are adjacent.
+
+        Args:
+            stop: Token id that ends a row. Default: the tokenizer's end of document.
+            running: One flag per row. The caller may set it to False between steps to end the row.
         """
         if samples < 1:
             raise GenerationError(f"samples is 1 or more, not {samples}")
@@ -202,11 +207,11 @@ def load(
 
 
 def usable_device(wanted: str | torch.device | None) -> torch.device:
-    """Return the device to run on, or refuse one that is not here; None: CUDA where there is a GPU."""
+    """Return the device to run on, by default CUDA if available, or refuse a missing one."""
     try:
         where = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise GenerationError(f"a device is cpu, cuda or cuda:1, not {wanted!r}") from None
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise GenerationError("PyTorch finds no GPU here: take the cpu, or see `blackmamba doctor`")
+        raise GenerationError("PyTorch finds no GPU here. Use `cpu`, or run `blackmamba doctor`.")
     return where

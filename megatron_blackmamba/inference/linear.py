@@ -21,10 +21,10 @@ def linear(x_BI: Tensor, weight_OI: Tensor, threads: int | None = None) -> Tenso
 
 @contextlib.contextmanager
 def threads_for_matrices_alone(x_BI: Tensor, weight_OI: Tensor) -> Iterator[int]:
-    """Yield the number of threads for `linear`, while all else runs on one.
+    """Yield the number of threads for `linear`, while everything else runs on one thread.
 
-    Between two matrices a step works for microseconds: waking a second thread for that costs more than it saves, and
-    where other programs keep the cores busy, a hundred times more.
+    The work between two matrices takes microseconds. Waking a second thread for it costs more than it saves, and a
+    hundred times more on a busy machine.
     """
     threads = torch.get_num_threads()
     if why_not_cpp(weight_OI, x_BI) is not None:

@@ -15,19 +15,20 @@ from torch import Tensor
 
 
 class GenerationError(ValueError):
-    """Something that cannot be generated as asked."""
+    """A generation request that cannot be fulfilled."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling options for the next token.
 
-    temperature: 0 takes the likeliest token; above, logits are divided by it before a token is drawn.
-    top_k: draw from the k likeliest tokens; 0 from all.
-    top_p: draw from the likeliest tokens that together have this probability.
-    min_p: draw from tokens at least this fraction as likely as the likeliest.
-    repetition_penalty: above 1, tokens of the prompt and of the text so far become less likely.
-    seed: what a prompt gets depends on the seed, the prompt and the number of the sample, not on its neighbours.
+    Args:
+        temperature: Divisor of the logits. 0 always takes the most likely token.
+        top_k: Sample from the k most likely tokens. 0 means all tokens.
+        top_p: Sample from the most likely tokens whose total probability is `top_p`.
+        min_p: Sample from tokens with at least this probability, relative to the most likely token.
+        repetition_penalty: Above 1 makes tokens of the prompt and of the generated text less likely.
+        seed: Random seed. A text depends on seed, prompt and sample number only, not on the rest of the batch.
     """
 
     temperature: float = 0.0
@@ -53,7 +54,7 @@ class Sampling:
             raise GenerationError(f"repetition_penalty is above 0 (1 changes nothing), not {self.repetition_penalty}")
 
     def streams(self, prompts: Sequence[Sequence[int]]) -> list[np.random.Generator]:
-        """Return the random numbers of each prompt; a prompt that comes again is its next sample."""
+        """Return one random generator per prompt; a repeated prompt is its next sample."""
         seen: Counter[bytes] = Counter()
         result = []
         for prompt in prompts:
@@ -65,7 +66,7 @@ class Sampling:
 
 
 class Sampler:
-    """Draws the tokens of B rows, each from random numbers of its own."""
+    """A sampler of the next tokens of B rows, each with its own random generator."""
 
     def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]], vocabulary: int, device: torch.device):
         self.sampling = sampling
@@ -79,9 +80,7 @@ class Sampler:
     def __call__(self, logits_BV: Tensor) -> Tensor:
         """Return the next token of each row."""
         if not bool(torch.isfinite(logits_BV).all()):
-            raise GenerationError(
-                "the logits are not finite numbers: the model's weights hold NaN or are far too large"
-            )
+            raise GenerationError("the logits are not finite: the model's weights contain NaN or are far too large")
         logits_BV = logits_BV.float()
         if self.seen_BV is not None:
             penalty = self.sampling.repetition_penalty
@@ -103,9 +102,9 @@ class Sampler:
 
 
 def allowed(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return fp64 weights of the tokens, likeliest first and 0 where not allowed, and the tokens in that order.
+    """Return the tokens, most likely first, and their fp64 weights, which are 0 for excluded tokens.
 
-    The filters come in transformers' order: top_k, top_p, then min_p.
+    The filters are applied in the order of transformers: top_k, top_p, min_p. The weights come first in the result.
     """
     scaled_BV, order_BV = (logits_BV.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:

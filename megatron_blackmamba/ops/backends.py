@@ -1,8 +1,8 @@
-"""Which implementation of an op runs: the best one that this machine has and that can do the call at hand.
+"""Choose the implementation of an op: the best one that this machine can run and that supports the call.
 
-A backend is a module beside the op, named as the backend, with
+A backend is a module in the op's package, named as the backend, with
     unavailable() -> str | None        why this machine cannot use it at all
-    unsupported(*call) -> str | None   why it cannot do this call
+    unsupported(*call) -> str | None   why it does not support this call
 and the function that does the work, named as its package (or `scan`, `convolve`, ...: the op says which).
 """
 

@@ -47,7 +47,7 @@ class Chain:
 
 
 def from_neighbour(x: Tensor, group: dist.ProcessGroup, distance: int) -> Tensor:
-    """Return `x` of the rank that many parts further on, or back if negative; zeros if there is no such part."""
+    """Return `x` of the rank `distance` parts ahead (behind if negative), or zeros outside the sequence."""
     gathered_G, rank = _gathered(x, group), group.rank() + distance
     return gathered_G[rank].clone() if 0 <= rank < group.size() else torch.zeros_like(gathered_G[0])
 
@@ -58,11 +58,14 @@ def scan_part(
     group: dist.ProcessGroup,
     *inputs: Tensor | None,
 ) -> Tensor:
-    """Return what `scan` puts out for this rank's part of the sequences.
+    """Return the output of `scan` for this rank's part of the sequences.
 
-    scan(*inputs, start) returns the output and the state at the end, and gives gradients to its arguments.
-    summarise(*inputs) returns the part's decay, and its end from a start of zero. Each part is scanned twice: once for
-    the state that the following ranks need, once with the right start. So is the backward pass.
+    Each part is scanned twice: once for the state that the next ranks need, and once from the right initial state.
+    The backward pass does the same.
+
+    Args:
+        scan: `scan(*inputs, start)` returns the output and the final state; it must be differentiable.
+        summarise: `summarise(*inputs)` returns the decay of the part, and its final state from a zero state.
     """
     if torch.is_grad_enabled():
         y: Tensor = _ScanPart.apply(scan, summarise, group, *inputs)

@@ -60,10 +60,10 @@ def mamba_step(
     out_proj: Tensor,
     eps: float,
 ) -> Step:
-    """residual_BD += out_proj(scan(convolution(in_proj(norm(residual))))); window_BWI and state_BIN move on.
+    """Compute residual_BD += out_proj(scan(convolution(in_proj(norm(residual))))); update window_BWI and state_BIN.
 
-    Window and state lie as for `causal_conv1d_step` and `selective_scan_step`. The rows of in_proj are [x | z],
-    those of x_proj [dt | B | C].
+    Window and state have the layout of `causal_conv1d_step` and `selective_scan_step`. The rows of in_proj are [x | z];
+    the rows of x_proj are [dt | B | C].
     """
     (I, N), K, D, R = A_IN.shape, conv_weight_IK.shape[1], norm_D.shape[0], dt_proj_IR.shape[1]
     arguments = _MambaStep(D=D, I=I, N=N, R=R, K=K, eps=eps)
@@ -90,9 +90,9 @@ def experts_step(
     activation: str,
     eps: float,
 ) -> Step:
-    """residual_BD += sigmoid(largest router logit) * its expert(norm(residual)); no other expert's weights are read.
+    """Compute residual_BD += sigmoid(largest router logit) * expert(norm(residual)).
 
-    The experts are those of `grouped_experts`.
+    Only the weights of the chosen expert are read. The experts have the layout of `grouped_experts`.
     """
     E, D, F = fc2_EDF.shape
     arguments = _ExpertsStep(D=D, E=E, F=F, gelu={"silu": 0, "gelu": 1}[activation], eps=eps)
@@ -110,7 +110,7 @@ def _describe(arguments: library.Arguments, name: str, weight: Tensor, shape: tu
 
 
 def _describe_matrix(arguments: library.Arguments, name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
-    """Of stacked experts, the first."""
+    """Describe a matrix, or the first matrix of stacked experts."""
     _check(name, weight, shape, (torch.float32, torch.bfloat16))
     arguments.set(**{name: matrix(weight.view(-1, *shape[-2:])[0])})
     arguments.tensors.append(weight)

@@ -22,7 +22,7 @@ def applies(x: Tensor, weight_ED: Tensor) -> bool:
 
 
 class Fp32Product(torch.autograd.Function):
-    """The product; its gradients are products of bf16 tensors, as those of every other linear."""
+    """A matrix product in fp32 whose gradients are bf16 products, like the gradients of every other linear layer."""
 
     @staticmethod
     def forward(ctx, x_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def _built_from() -> str | None:
 
 
 def _digest() -> str:
-    """Of what the library is made of, as setup.py computes it."""
+    """Return the digest of the C++ sources, computed as in setup.py."""
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
@@ -73,7 +73,7 @@ def runnable_isas() -> tuple[str, ...]:
 
 
 def isa() -> str:
-    """The instruction set in use."""
+    """Return the instruction set that the kernels run with."""
     runnable = runnable_isas()
     wanted = os.environ.get("BLACKMAMBA_ISA", runnable[-1])
     if wanted not in runnable:

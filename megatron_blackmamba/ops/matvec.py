@@ -35,9 +35,12 @@ def matrix(weight_OI: Tensor) -> Matrix:
 
 @torch.no_grad()
 def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None = None) -> Tensor:
-    """Return y_BO = x_BI @ weight_OI.T without gradient, summed in fp32; what C++ cannot do goes to `F.linear`.
+    """Return y_BO = x_BI @ weight_OI.T without gradient, summed in fp32.
 
-    threads: at most so many, by default as many as torch uses.
+    Calls that the C++ kernel does not support go to `F.linear`.
+
+    Args:
+        threads: Maximum number of threads. Default: as many as torch uses.
     """
     require_floats("matvec", weight=weight_OI, x=x_BI)
     if why_not_cpp(weight_OI, x_BI):
@@ -76,7 +79,7 @@ def product(x: Tensor, weight_OI: Tensor) -> Tensor:
 
 @cache
 def bf16_products() -> bool:
-    """Whether this processor multiplies bf16 natively, and PyTorch may use that."""
+    """Return whether this processor multiplies bf16 natively and PyTorch may use it."""
     allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "DEFAULT")).upper()
     if allowed not in ("DEFAULT", "ALL") and not any(name in allowed for name in ("BF16", "FP16", "AMX", "AVX10")):
         return False

@@ -1,9 +1,9 @@
-"""What the Triton kernels share: activations, and how they walk over time.
+"""Functions shared by the Triton kernels: activations, and loads and stores over time.
 
-A kernel takes STEPS tokens at a time: their inputs are loaded together, ahead of their use, so that the latency of
-memory hides behind the arithmetic. Tuples hold one entry a token. EVEN promises whole steps and blocks of channels.
+A kernel processes STEPS tokens at a time and loads their inputs together, ahead of use, to hide memory latency. Tuples
+have one entry per token. EVEN promises that the length and the channels divide into whole steps and blocks.
 
-Tokens are counted in 64 bits: token × stride may pass 2^31.
+Token indices are 64-bit: token × stride may exceed 2^31.
 
 Shapes: I a block of channels.
 """

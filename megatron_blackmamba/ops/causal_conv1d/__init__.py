@@ -51,7 +51,7 @@ def available_backends() -> dict[str, str | None]:
 def final_window(
     x_BLI: Tensor, taps: int, initial_window: Tensor | None = None, reset_BL: Tensor | None = None
 ) -> Tensor:
-    """Return the last K - 1 inputs, `[B, W, I]`, with those of documents that have ended at zero."""
+    """Return the last K - 1 inputs, `[B, W, I]`, with zeros for inputs of earlier documents."""
     B, L, I = x_BLI.shape
     W = taps - 1
     recent_BLI = x_BLI[:, max(0, L - W) :]

@@ -42,8 +42,10 @@ def selective_scan(
     """Return y_BLI in u's dtype, or (y_BLI, final_state_BIN in fp32).
 
     A_IN, D_I, delta_bias_I and the states are fp32; A_IN is negative (-exp(A_log)).
-    reset_BL: True where the state restarts at zero before that token, the first one of a new document.
-    backend: "auto" or a name of `available_backends()`; "auto" takes a PyTorch one for float64 u.
+
+    Args:
+        reset_BL: True at the first token of a document, before which the state is reset to zero.
+        backend: "auto" or a key of `available_backends()`. "auto" takes a PyTorch backend for float64 u.
     """
     _check(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, initial_state_BIN, reset_BL)
     chosen = backends.choose(__name__, BACKENDS, backend, u_BLI, A_IN, initial_state_BIN, reset_BL)

@@ -1,13 +1,15 @@
-"""Triton kernels of the selective scan, backward: every chunk of CHUNK tokens at once, from the forward's checkpoints.
+"""Triton kernels of the selective scan, backward: all chunks of CHUNK tokens in parallel, from forward checkpoints.
 
-With G[t] the gradient of what the state was before token t,
+Let G[t] be the gradient of the state before token t:
+
     dh[t] = G[t + 1] + g[t] C[t]        G[t] = a[t] dh[t]        a = exp(delta A), g = dy silu(z)
-`chunk_parts` runs forward in time: it recomputes the states, leaves one every STEPS tokens, writes the gradient of z,
-and sums what its chunk adds to G, which is sum a[first] .. a[t] g[t] C[t]. `carry` chains the chunks. `backward` walks
-each chunk back: STEPS states at a time are recomputed into registers, then consumed.
 
-Nothing is added atomically, so results repeat bit by bit: dB and dC leave each block of channels as a partial sum, dA,
-dD and the bias leave each chunk as one, and they are summed afterwards in a fixed order.
+`chunk_parts` runs forward in time. It recomputes the states, stores one every STEPS tokens, and writes the gradient
+of z. It also sums the chunk's contribution to G, which is sum a[first] .. a[t] g[t] C[t]. `carry` chains the chunks.
+`backward` runs backward over each chunk: STEPS states at a time are recomputed into registers, then consumed.
+
+No kernel uses atomic additions, so results are reproducible bit for bit. Each block of channels writes a partial sum of
+dB and dC, and each chunk writes one of dA, dD and the bias. They are summed afterwards in a fixed order.
 
 Shapes: B batch, L length, G chunks, I channels, N state, K blocks of channels. States lie as [.., N, I].
 """

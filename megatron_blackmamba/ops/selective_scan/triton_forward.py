@@ -1,11 +1,11 @@
-"""Triton kernels of the selective scan, forward: one pass, or segments of the sequence side by side.
+"""Triton kernels of the selective scan, forward: one pass, or segments of the sequence in parallel.
 
-One pass fills the GPU when there are channels enough. Where there are not, `segment_ends` computes what each segment
-adds to the state and how much of it it forgets, `carry` chains these into each segment's true start (the only
-sequential part, and tiny), and `forward` runs all segments at once.
+One pass fills the GPU if there are enough channels. Otherwise `segment_ends` computes how much each segment adds to
+the state, and by how much it decays. `carry` chains these into the initial state of each segment, the only sequential
+part, which is tiny. `forward` then runs all segments at once.
 
-A thread owns whole channels: the sum over the state is in its registers, and B and C, which all channels share, are
-read once a warp instead of once a channel.
+A thread owns whole channels, so the sum over the state stays in its registers. All channels share B and C, which are
+read once per warp instead of once per channel.
 
 Shapes: B batch, L length, S segments, I channels, N state, G checkpoints. States lie as [.., N, I].
 """

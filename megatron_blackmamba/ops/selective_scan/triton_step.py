@@ -28,7 +28,7 @@ def time_step(raw, bias, t, last, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def reset_exponent(reset, t, last, EVEN: tl.constexpr):
-    """What a reset before token t adds to the exponent of the decay; past the last token there are none."""
+    """Return the term that a reset before token t adds to the exponent of the decay; 0 past the last token."""
     if EVEN:
         is_reset = tl.load(reset + t)
     else:

@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-WARPS_A_PROCESSOR = 8  # of the backward kernel: what its registers leave room for
+WARPS_A_PROCESSOR = 8  # limit of the backward kernel, set by its registers
 WAVES = 4  # programs of one backward launch, in fillings of the GPU: enough to even out their ends
 REPEATS = 5
 

@@ -1,8 +1,8 @@
-"""Sinkhorn routing: which expert each token goes to, so that all experts get about the same number of tokens.
+"""Sinkhorn routing: choose the expert of each token so that all experts get about the same number of tokens.
 
-The router asks for the plan pi that follows the logits and gives every token weight 1 and every expert T / E
-(paper, appendix "Sinkhorn MoE Routing Modifications"). It has the form pi = exp(X) * column_E * row_T, and the choice
-of a token, argmax over E, does not depend on row_T: only column_E has to be found.
+The transport plan pi follows the logits and gives every token weight 1 and every expert weight T / E (paper, appendix
+"Sinkhorn MoE Routing Modifications"). It has the form pi = exp(X) * column_E * row_T. The choice of a token, argmax
+over E, does not depend on row_T, so only column_E is computed.
 
 Shapes: T tokens, E experts, K experts of a token.
 """
@@ -31,15 +31,17 @@ def sinkhorn_choice(
     tokens_E: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the expert of each token, `[T]`, int64. The number of iterations is fixed: nothing waits for the device.
+    """Return the expert of each token, `[T]` int64, or its K experts, `[T, K]`, if `top_k` is above 1.
 
-    top_k: with more than one, the experts of each token, `[T, K]`: the K largest entries of its row of the plan, whose
-    columns then add up to K * T / E.
-    start: "balanced" normalises each expert over the tokens first, which makes one iteration enough at the logit scales
-    of training; "uniform" is the textbook start.
-    group: ranks whose tokens are balanced together. They exchange E numbers an iteration, and the result is that of one
-    rank holding all the tokens.
-    tokens_E: the tokens of each expert are added to it; int64 and contiguous.
+    The number of iterations is fixed, so the host never waits for the device.
+
+    Args:
+        top_k: Experts per token: the K largest entries in the token's row of the plan.
+        start: "balanced" first normalises each expert over the tokens; at the logit scales of training, one iteration
+            is then enough. "uniform" is the textbook start.
+        group: Ranks whose tokens are balanced together, as if one rank had them all. They exchange E numbers per
+            iteration.
+        tokens_E: Counts to which the tokens of each expert are added; int64 and contiguous.
     """
     require_floats("sinkhorn_choice", logits=logits_TE)
     if start not in ("balanced", "uniform"):
@@ -59,11 +61,11 @@ def sinkhorn_choice(
 
 
 def load_imbalance(choice_T: Tensor, experts: int) -> Tensor:
-    """Tokens of the busiest expert over the mean: 1.0 is perfect balance, `experts` is collapse."""
+    """Return the tokens of the busiest expert divided by the mean: 1.0 is balanced, `experts` is collapsed."""
     tokens_E = torch.bincount(choice_T, minlength=experts)
     return tokens_E.max() / tokens_E.float().mean()
 
 
 def available_backends() -> dict[str, str | None]:
-    """Name -> None where this machine can use it, else the reason why not."""
+    """Return the backends, each with None if this machine can use it, or with the reason why not."""
     return backends.available(__name__, BACKENDS)

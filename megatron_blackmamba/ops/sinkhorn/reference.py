@@ -39,7 +39,7 @@ def choice(
 
 
 def plan(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the logarithms of the plan, each row less a constant."""
+    """Return the logarithm of the plan, up to a constant in each row."""
     X_ET, column_E = _factors(logits_TE, iterations, temperature, start, group)
     return (X_ET + column_E.log()[:, None]).t()
 

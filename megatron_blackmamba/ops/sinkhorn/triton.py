@@ -29,9 +29,9 @@ from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
 __all__ = ["choice", "unavailable", "unsupported"]
 
-ONE_PROGRAM = 1 << 18  # logits: twice those of 16,384 tokens and 8 experts
-TILE = 8192  # the most numbers a program looks at together
-BLOCK_T, PROGRAMS = 128, 128  # where there are many programs, if TILE allows
+ONE_PROGRAM = 1 << 18  # most logits for one program: twice 16,384 tokens * 8 experts
+TILE = 8192  # most numbers that a program reads at once
+BLOCK_T, PROGRAMS = 128, 128  # for several programs, if TILE allows
 LOWEST = tl.constexpr(-1e38)
 
 
@@ -58,7 +58,7 @@ def choice(
 
 
 def plan(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the logarithms of the plan, each row less a constant."""
+    """Return the logarithm of the plan, up to a constant in each row."""
     with torch.cuda.device_of(logits_TE):
         columns = _found(logits_TE.contiguous(), iterations, temperature, start == "balanced", group)
         return logits_TE.float() * (temperature * LOG2E.value) + columns.offset_E()
@@ -136,7 +136,7 @@ def _by_a_launch_each(
 
 @dataclass
 class _Columns:
-    """What one launch leaves to the next: the offsets it used, and parts of the sums that change them."""
+    """The buffers between two launches: the offsets in use, and partial sums that update them."""
 
     offset_1E: Tensor
     largest_PE: Tensor
@@ -205,10 +205,10 @@ def _find_offsets(
     logits_TE, found_E, T, iterations, temperature,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """All passes, by one program. Each place in the tile keeps sums of its own: threads meet once a pass.
+    """Run all iterations in one program; each tile entry has its own sums, so threads synchronise once per pass.
 
-    After the first sums each expert has a token that makes up 1 / T of its sum or more, and an iteration changes the
-    ratio of two experts by at most T * E: from there on no sum is too large or too small for float32.
+    After the first sums, some token of each expert contributes at least 1 / T of the expert's sum. An iteration
+    changes the ratio of two experts by at most T * E. No later sum can therefore overflow or underflow in float32.
     """
     e = tl.arange(0, BLOCK_E)
     offset_E = tl.zeros((BLOCK_E,), tl.float32)

@@ -41,8 +41,10 @@ def ssd(
     """Return y_BLHP in x's dtype, or (y_BLHP, final_state_BHPN in fp32).
 
     A_H, D_H, dt_bias_H and the states are fp32; A_H is negative (-exp(A_log)).
-    reset_BL: True where the state restarts at zero before that token, the first one of a new document.
-    backend: "auto" or a name of `available_backends()`; "auto" takes a PyTorch one for float64 x.
+
+    Args:
+        reset_BL: True at the first token of a document, before which the state is reset to zero.
+        backend: "auto" or a key of `available_backends()`. "auto" takes a PyTorch backend for float64 x.
     """
     inputs = Inputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, initial_state_BHPN, reset_BL)
     _check(inputs)

@@ -1,15 +1,15 @@
-"""The SSD scan as matrix products, a chunk of tokens at a time, in plain PyTorch on any device.
+"""The SSD scan as matrix products over chunks of tokens, in plain PyTorch on any device.
 
-Inside a chunk the outputs are a product with a causal matrix of decays; between chunks the state carries on. A decay is
-the exponential of a sum of dt * A over some tokens. The sums are taken in float64: as the difference of two running
-sums they are then exact enough for any dt. Only sums <= 0 are exponentiated, so nothing overflows. Products are fp32
-for bf16 activations too: the gradient of A is a difference of large sums, and bf16 products put it off by some percent.
+Inside a chunk, the outputs are a product with a causal matrix of decays; the state carries over between chunks. A decay
+is the exponential of a sum of dt * A over some tokens. Each sum is the difference of two cumulative sums, in float64 so
+that it is accurate for any dt. Only sums <= 0 are exponentiated, so nothing overflows. Products are in fp32 even for bf16
+activations: the gradient of A is a difference of large sums, and bf16 products shift it by several percent.
 
-The backward pass keeps the inputs only. It computes the states between segments again, then takes the segments from
-the last to the first, each forward again and back by autograd. Memory grows with a segment, not with the sequence.
+Only the inputs are saved for the backward pass. It recomputes the states between segments, then runs the segments from
+last to first, each forward and backward by autograd. Memory grows with the segment, not with the sequence.
 
-Shapes: B batch, L length, H heads, P channels of a head, G groups, E heads of a group, N state, K chunks of a segment,
-T and S tokens of a chunk, F = E * P.
+Shapes: B batch, L length, H heads, P channels of a head, G groups, E heads of a group, F = E * P, N state.
+K chunks of a segment, T and S tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
