@@ -1,4 +1,4 @@
-"""What the trainer reads: sources, their epochs, their mixture, and the batches of a rank."""
+"""The training data: sources, their epochs, their mixture, and the batches of a rank."""
 
 from megatron_blackmamba.runtime import patches
 

@@ -42,10 +42,15 @@ class BatchStream:
         stop_sample: int | None = None,
         source_id: int = 0,
     ) -> None:
-        """part: which of how many contiguous parts of each sequence to serve; load-balanced zigzag orders are for
-        attention. skips: first and last sample of ranges never served, as after a rewind past a loss spike.
-        stop_sample: end here; the last global batch is filled with samples that count for nothing (loss_mask 0,
-        sample_ids -1). Without it the stream has no end. source_id: of a dataset with a single source."""
+        """Open a stream of batches.
+
+        Args:
+            part: Index and number of contiguous parts of each sequence; the stream serves one part.
+            skips: First and last sample of each range never served, for example after rewinding past a spike.
+            stop_sample: Sample at which the stream ends; None means never. The last global batch is padded with samples
+                that do not count (loss_mask 0, sample_ids -1).
+            source_id: Source of all samples, for a dataset with one source.
+        """
         if global_batch % (micro_batch * dp_size):
             raise DataError(
                 f"a global batch of {global_batch} samples does not divide into micro-batches of {micro_batch} on "
@@ -77,7 +82,7 @@ class BatchStream:
         if self._pool:
             for samples, position in islice(self._planned, max(0, 1 + 2 * self._workers - len(self._ahead))):
                 self._ahead.append((self._pool.submit(self._read, samples), position))
-        elif not self._ahead:  # a global batch at once: between two micro-batches the caches forget how to read
+        elif not self._ahead:  # a whole global batch at once, while the CPU caches still hold the reading code
             for samples, position in islice(self._planned, self.micro_batches):
                 self._ahead.append((self._read(samples), position))
         if not self._ahead:

@@ -1,4 +1,4 @@
-"""Whether data is still what a run read so far, and if not, what is different, in words."""
+"""Check that the data equals what a run has read so far, and describe any differences."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,7 @@
-"""What megatron-core calls mid-level datasets, without its O(documents) indices: one source, in training and held out.
+"""Mid-level datasets in megatron-core's sense, without its O(documents) indices: one source each.
 
-A sample is a window of sequence_length inputs and their labels, each the next token, as GPTDataset gives it. Windows
-overlap by the one token that is a label first and an input next.
+As in GPTDataset, a sample is a window of sequence_length inputs and their labels; each label is the next token.
+Consecutive windows share one token: the last label of one is the first input of the next.
 """
 
 import hashlib

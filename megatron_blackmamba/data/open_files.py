@@ -1,4 +1,4 @@
-"""A shard in use is an open file, and systems allow a process 1,024 of these until it asks for more."""
+"""Raise the limit of open files: each open shard is one, and the usual default is 1,024 per process."""
 
 import os
 import resource

@@ -1,8 +1,8 @@
-"""A keyed permutation of range(n), computed one position at a time: a shuffle that takes no memory and no start-up.
+"""A keyed permutation of range(n), computed one position at a time: a shuffle without memory or start-up cost.
 
-A Feistel network on a grid of rows × columns just larger than n: each round moves one coordinate by a keyed hash of the
-other, which can be undone, so every round is a bijection of the grid. Positions that fall outside range(n) are sent
-through again (cycle walking); with a nearly square grid that is one in sqrt(n).
+It is a Feistel network on a grid of rows × columns slightly larger than n. Each round shifts one coordinate by a keyed
+hash of the other. The shift is invertible, so every round is a bijection of the grid. Positions that fall outside
+range(n) pass through the network again (cycle walking); with a nearly square grid that is one in sqrt(n).
 """
 
 import hashlib
@@ -15,7 +15,7 @@ _MASK = 2**64 - 1
 
 
 class Permutation:
-    """Where each position of range(size) goes. The same key gives the same order on every machine, for ever."""
+    """A permutation of range(size) that depends only on its key, on every machine and in every version."""
 
     def __init__(self, size: int, key: bytes) -> None:
         if not 0 < size < 2**62:

@@ -24,12 +24,12 @@ RECORD_VERSION = 1
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What a run reads: its training samples in order, its held-out sets, and how to recognise them again."""
+    """The data of a run: its ordered training samples, its validation sets, and a fingerprint of them."""
 
     train: MixtureDataset
     validation: dict[str, WindowDataset]
     record: dict[str, Any]
-    """For data_plan.json: everything that decides the samples, and where the data lay."""
+    """The content of data_plan.json: everything that determines the samples, plus the paths of the data."""
     shards: list[Shard] = field(default_factory=list)
     """All training and validation shards; empty for synthetic data."""
 
@@ -39,13 +39,13 @@ class DataPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Of the endless sequence of samples: equal exactly when every sample is."""
+        """Return the fingerprint of the endless sequence of samples; it is equal if and only if all samples are."""
         decisive = {key: self.record[key] for key in ("version", "kind", "seed", "sequence_length", "phases")}
         decisive["sources"] = [(source["name"], source["fingerprint"]) for source in self.record["sources"]]
         return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """The record, with the fingerprint and what the planned samples take of each source."""
+        """Return the record, with the fingerprint and the planned samples of each source."""
         planned = len(self.train)
         counts = self.train.schedule.counts(planned)
         takes = {

@@ -1,8 +1,8 @@
-"""The tokens of many shards as one ring, cut into windows: start-up and memory depend on shards, never on documents.
+"""The tokens of many shards as one ring, cut into windows: start-up and memory depend on shards, not on documents.
 
-megatron-core's IndexedDataset reads the same files a document at a time, and needs an entry a document to know what
-lies where. A window is a range of tokens, and a range needs only its beginning: documents follow each other inside it
-as they do in the file, each closed by its EOD.
+megatron-core's IndexedDataset reads the same files one document at a time, and needs an index entry per document. A
+window is a range of tokens, so its start is enough. Inside it, documents follow each other as in the file, each ended
+by its EOD.
 """
 
 import bisect
@@ -19,7 +19,7 @@ class TokenStream:
     """All tokens of some shards, in the given order."""
 
     def __init__(self, parts: Sequence[np.ndarray | TokenFile], shards: Sequence[Shard] = ()) -> None:
-        """shards: those of the parts, to name what is outside their vocabulary; without them nothing is checked."""
+        """Join the parts; with their `shards`, token ids outside the vocabulary are found and named."""
         self._parts = [part for part in parts if len(part)]
         self.shards = [shard for shard in shards if shard.manifest.tokens]
         self._vocab_size = max((shard.manifest.vocab_size for shard in shards), default=None)

@@ -1,8 +1,8 @@
-"""Endless text nobody wrote: seeded Markov sources of several orders, to train, test and demonstrate without files.
+"""Endless synthetic text: seeded Markov sources of several orders, to train, test and demonstrate without files.
 
-Source i has order 1 + i % order and an alphabet small enough that its few hundred contexts are learned within some
-thousand tokens. After every context one of four letters follows, with the same odds in all sources: a model that
-has learned everything reaches `FLOOR` nats a token, and one that has learned nothing is at log(vocabulary).
+Source i has order 1 + i % order. Its alphabet is small enough to learn its few hundred contexts within some thousand
+tokens. Each context is followed by one of four letters, with the same probabilities in all sources. A model that has
+learned everything reaches `FLOOR` nats per token; one that has learned nothing is at log(vocabulary).
 """
 
 import hashlib

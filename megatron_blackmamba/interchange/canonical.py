@@ -1,7 +1,7 @@
-"""The one form every conversion passes through: a model's config, and its tensors by plain names, read one at a time.
+"""The intermediate form of every conversion: a model's config, and its tensors by name, read one at a time.
 
-The names are those of the released checkpoint (a Hugging Face export has the same). A source says what it holds without
-loading it; a sink asks for one tensor after another, so that no conversion needs more memory than the largest tensor.
+The released checkpoint and a Hugging Face export both use these names. A reader lists its tensors without loading them.
+A writer requests one tensor after another, so no conversion needs more memory than the largest tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -77,7 +77,7 @@ class Canonical:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the large matrices."""
+        """Return the dtype of the large matrices."""
         return self.entries["embedding.word_embeddings.weight"].dtype
 
     @property
@@ -155,7 +155,7 @@ def kept_in_fp32(config: ModelConfig) -> tuple[str, ...]:
 
 
 def watched(model: Canonical, loaded: Callable[[int], None]) -> Canonical:
-    """The same model; `loaded` is told the bytes of each tensor as it is read."""
+    """Return the same model, which calls `loaded` with the bytes of each tensor after reading it."""
 
     def watching(entry: Entry) -> Entry:
         def load() -> Tensor:

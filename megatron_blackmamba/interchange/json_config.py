@@ -1,4 +1,4 @@
-"""What the config.json of the released format and of a Hugging Face export have in common."""
+"""The fields that the config.json of the released format and of a Hugging Face export share."""
 
 import json
 from collections.abc import Mapping

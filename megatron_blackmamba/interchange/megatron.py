@@ -137,7 +137,7 @@ def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _facts(reader: CheckpointReader, run: RunConfig) -> dict[str, Any]:
-    """What the model card tells of the run."""
+    """Return the facts about the run for the model card."""
     data = reader.state.get("data", {})
     sources = ", ".join(source["name"] for source in data.get("sources", []))
     samples = reader.state.get("progress", {}).get("consumed_samples", 0)

@@ -1,4 +1,4 @@
-"""What a model says about some tokens, and how two of them compare.
+"""The outputs of a model for some tokens, and the comparison of two models' outputs.
 
 Shapes: B batch, S sequence, V vocabulary, E experts, K experts of a token.
 """

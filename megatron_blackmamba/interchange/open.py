@@ -1,4 +1,4 @@
-"""Any of the three kinds of model, opened by what lies in its folder."""
+"""Open any of the three kinds of model folder, recognised by its files."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whether a conversion kept the model: bit-equal weights, and the same answers from two implementations."""
+"""Check a conversion: bit-equal weights, and equal outputs from two implementations."""
 
 import random
 from pathlib import Path
@@ -39,7 +39,7 @@ def same_weights(one: Canonical, other: Canonical) -> None:
 
 
 def probe_tokens(model: Canonical, length: int = 64) -> Tensor:
-    """Random ids, and a row of real text where there is a tokenizer."""
+    """Return rows of random ids, plus a row of real text if the model has a tokenizer."""
     vocabulary = model.config.vocab_size
     rng = random.Random(0)
     rows = [[rng.randrange(vocabulary) for _ in range(length)] for _ in range(2)]

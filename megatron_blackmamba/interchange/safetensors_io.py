@@ -42,7 +42,7 @@ def write(path: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """What the file holds; each tensor is read when asked for, and its file closed again."""
+    """Return the entries of the file; each tensor is read on request, and the file closed afterwards."""
     try:
         with safe_open(path, "pt") as file:
             infos = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -66,7 +66,7 @@ def read(path: Path) -> dict[str, Entry]:
 
 
 def shards(entries: Mapping[str, Entry], most_bytes: int) -> list[dict[str, Entry]]:
-    """The entries in order, cut into files of at most so many bytes (a larger tensor has a file of its own)."""
+    """Split the entries, in order, into files of at most `most_bytes`; a larger tensor gets its own file."""
     result: list[dict[str, Entry]] = [{}]
     size = 0
     for name, entry in entries.items():

@@ -24,7 +24,7 @@ _NUMBERS = itertools.count()
 
 @torch.inference_mode()
 def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -> Observation:
-    """`modeling`: the folder of an export, whose own files then compute; else those of this package do."""
+    """Return the outputs of the Hugging Face modeling code, from the folder `modeling` or from this package."""
     code = _modeling(modeling)
     config = code.BlackMambaConfig(
         **{**to_json(model.config, model.sequence_length, torch.float32), "kernels": "torch", "auto_map": None}

@@ -1,7 +1,7 @@
-"""`torch.save` files of a state dict, a tensor at a time, both ways, and never anything but tensors.
+"""Read and write `torch.save` files of a state dict one tensor at a time, and refuse anything but tensors.
 
-torch.save wants the whole model in memory. So it first writes a file with the bytes of the tensors left out; each then
-goes to its place as it arrives, and the checksums of the zip archive, which such a file is, are put right.
+torch.save needs the whole model in memory. It therefore first writes a file without the tensors' bytes. Each tensor is
+then written to its offset, and the checksums of the zip archive are corrected.
 """
 
 import pickle
@@ -22,7 +22,7 @@ from megatron_blackmamba.interchange.canonical import Entry, InterchangeError
 from megatron_blackmamba.interchange.safetensors_io import raw_bytes
 
 MAPPED_BYTES = 2**29
-"""How much of a file may stay mapped: its pages count as this process's memory until it is opened anew."""
+"""Maximum number of bytes read from one mapping: its pages count as this process's memory until it is reopened."""
 
 _LOCAL, _CENTRAL, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 
@@ -48,7 +48,7 @@ def write(path: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """What the file holds, as a state dict or as one under "model"; checked against the archive's checksums."""
+    """Return the entries of a state dict, or of one under "model", after checking the archive's checksums."""
     file = _File(path)
     model = file.open()
     _check_archive(path)
@@ -62,7 +62,7 @@ def read(path: Path) -> dict[str, Entry]:
 
 
 def _check_archive(path: Path) -> None:
-    """Read all of the archive once: torch.load, which maps it, never looks at the checksums."""
+    """Read the whole archive once and check it: torch.load maps the file and ignores its checksums."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -75,7 +75,7 @@ def _check_archive(path: Path) -> None:
 
 
 class _File:
-    """A saved file, mapped, and mapped anew after so many bytes."""
+    """A memory-mapped saved file, reopened after every MAPPED_BYTES read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -84,7 +84,7 @@ class _File:
         self.used = 0
 
     def open(self) -> dict[Any, Any]:
-        """Map the file, anew where it was mapped before, and return its state dict."""
+        """Map the file (again) and return its state dict."""
         if not self.path.is_file():
             raise InterchangeError(f"{self.path}: no such file")
         try:

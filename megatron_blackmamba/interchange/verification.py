@@ -1,4 +1,4 @@
-"""Whether an export is still the model that it was made from."""
+"""Verify that an export still equals the model that it was made from."""
 
 from dataclasses import dataclass
 from importlib import resources
@@ -12,7 +12,7 @@ from megatron_blackmamba.interchange.open import open_model
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared. `notes`: differences that change no answer of the weights."""
+    """The result of a verification; `notes` lists differences that do not change the outputs."""
 
     export: str
     source: str

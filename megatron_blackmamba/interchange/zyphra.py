@@ -39,7 +39,7 @@ class Activation:
 
 
 def choose_activation(folder: Path, wanted: str | None = None) -> Activation:
-    """What was asked for; else what the exporter left beside the files; else what the released code computes."""
+    """Return the requested activation, else the one that the exporter recorded, else the released code's."""
     if wanted is not None:
         return Activation(wanted, "as asked for with --activation")
     if (folder / TRUTH).is_file():
@@ -91,7 +91,7 @@ def to_json(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
 
 
 def warning_about(config: ModelConfig) -> str | None:
-    """What the released code will get wrong about this model, in so many words."""
+    """Return a warning if the released code would compute this model incorrectly, else None."""
     if config.activation == "gelu" or not routes(config.pattern):
         return None
     return (

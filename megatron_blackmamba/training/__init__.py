@@ -1,1 +1,1 @@
-"""The loop, and beside it what a step is, how it is judged and what one sees of it, one file each."""
+"""The training loop, and one module each for the step, the guard, the checks and the display."""

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: a live table on a terminal, one line a step otherwise."""
+"""The progress display of a run: a live table on a terminal, otherwise one line per step."""
 
 import contextlib
 import sys
@@ -29,7 +29,7 @@ def step_line(record: StepRecord) -> str:
 
 
 class Display:
-    """Live progress where there is a terminal; the lines of log.txt where there is none."""
+    """Live progress on a terminal, or the lines of log.txt without one."""
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self.console = console or Console(file=sys.stdout)
@@ -86,7 +86,7 @@ class Display:
         return str(timedelta(seconds=round(left)))
 
     def _table(self) -> Table:
-        """Lay out the last value of every metric that asks for it, those of several keys one a row."""
+        """Return a table of the latest values; a metric with several keys gets one row per metric."""
         shown = [(metric, metric.of(self._last)) for metric in all_metrics() if metric.in_line or metric.in_table]
         single = [(metric.title, metric.text(values[""])) for metric, values in shown if values and not metric.many]
         cells = [cell for cell in single if cell[1]]

@@ -1,7 +1,7 @@
-"""Where a value that is not finite was first seen in a step: on which rank, in which micro-batch.
+"""Locate the first non-finite value of a step: its rank and its micro-batch.
 
-Nothing is exchanged and nothing waits for the device before a step is bad: that the loss or the gradient norm of a step
-is not finite is known to all ranks.
+A good step needs no communication and no wait for the device. All ranks know when the loss or the gradient norm is not
+finite; only then do they exchange more.
 """
 
 import math

@@ -1,9 +1,9 @@
-"""What to do with a step whose loss or gradient is not finite, or whose loss jumps far above the last ones.
+"""Decide what to do with a step whose loss or gradient is not finite, or whose loss jumps far above recent losses.
 
-Every rank judges the same numbers with the same history, so all reach the same verdict without an exchange.
+Every rank judges the same numbers with the same history, so all reach the same verdict without communication.
 
-A loss that rises and stays there, as with other data, is a new level and no spike: at most `max_spikes` steps in a row
-are lost to spikes, whatever is done about them, and they never end a run.
+A loss that rises and stays high, for example because the data changed, is a new level and not a spike. At most
+`max_spikes` consecutive steps are lost to spikes, whatever `spike` says, and spikes never end a run.
 """
 
 import math
@@ -39,7 +39,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do with a step, and why if it is not a good one."""
+    """The action for a step, and the reason if the step is bad."""
 
     action: Action
     reason: str | None = None

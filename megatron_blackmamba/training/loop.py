@@ -65,9 +65,10 @@ class Outcome(IntEnum):
 
 
 def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
-    """Train, or go on training, until the last step or a request to stop. Every rank calls this.
+    """Start or resume training, until the last step or a request to stop. Every rank calls this.
 
-    trainer: a Trainer with parts of one's own, for an experiment or a test.
+    Args:
+        trainer: A Trainer subclass, for an experiment or a test.
     """
     for package in (r"megatron\.core", r"torch\.distributed"):  # what they warn of is for their developers
         warnings.filterwarnings("ignore", module=package)
@@ -149,7 +150,7 @@ class Trainer:
         newest = self.checkpoints.newest()
         if newest is not None:
             allowed = self.resume(newest)
-            if self.end_of_data != len(self.data.train):  # another batch, or ranges passed over
+            if self.end_of_data != len(self.data.train):  # the batch size changed, or ranges were skipped
                 self.data = self.open_data()
             sample, left, tokens = self.progress.next_sample, self.steps_left, self.config.tokens_per_step
             self.event(events.Resumed(sample=sample, steps_left=left, tokens_per_step=tokens, changes=allowed))
@@ -205,7 +206,7 @@ class Trainer:
 
     @property
     def end_of_data(self) -> int:
-        """Samples in order up to the last one that the run will read, those passed over among them."""
+        """Return the index of the sample after the last one of the run, counting skipped samples."""
         return self.progress.end_after(self.steps_left * self.config.training.global_batch)
 
     def open_data(self) -> serving.DataPlan:
@@ -295,7 +296,7 @@ class Trainer:
         return validate(self.config, self.world, self.data, self.step, self.watchdog.alive, routed_as_trained)
 
     def report(self, verdict: Verdict) -> None:
-        """Record what was wrong with a step and its samples. When giving up, list those of the whole streak."""
+        """Record the problem of a step and its samples. When giving up, list the samples of all bad steps in a row."""
         samples = self.progress.between(self.first_sample, self.progress.next_sample)
         if verdict.cause is Cause.NOT_FINITE:
             self.bad_samples += samples

@@ -35,14 +35,14 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 @dataclass
 class Trainable:
-    """What a step needs: the model, its gradient-reducing wrapper, and the optimizer."""
+    """The model, its gradient-reducing wrapper, and the optimizer."""
 
     model: LanguageModel
     reduced: DistributedDataParallel
     optimizer: MegatronOptimizer
 
     def settle(self) -> None:
-        """Make the weights those of the last update: with overlap they are gathered lazily, at the next forward."""
+        """Gather the updated weights now; with overlap they would otherwise be gathered in the next forward pass."""
         if self.reduced.ddp_config.overlap_param_gather:
             self.reduced.start_param_sync(force_sync=True)
 

@@ -1,4 +1,4 @@
-"""Where a run is: the step, and apart from it the index of the next sample in the data."""
+"""The progress of a run: its step, and separately the index of the next sample in the data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,10 +7,10 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """What a run has to remember of its way; saved as JSON in every checkpoint."""
+    """The progress of a run, saved as JSON in every checkpoint."""
 
     step: int = 0
-    """Steps taken, the skipped ones among them."""
+    """Number of steps taken, including skipped ones."""
     next_sample: int = 0
     """Index, in the order of the data, of the first sample not yet read."""
     consumed_samples: int = 0

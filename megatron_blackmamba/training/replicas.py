@@ -1,11 +1,11 @@
 """Compare the replicas of every weight, bit for bit.
 
-A weight that several ranks hold must be the same on all of them: over data parallelism, over tensor parallelism where
-it is not sharded (norms, routers), over expert data parallelism, and at both ends of a pipeline where the embedding is
-tied. A checkpoint knows which ranks hold the same piece, by its key and offset, and so does this check.
+A weight held by several ranks must be equal on all of them. Such replicas exist over data parallelism and expert data
+parallelism. Unsharded weights (norms, routers) are also replicated over tensor parallelism, and a tied embedding at
+both ends of a pipeline. As in a checkpoint, replicas are identified by key and offset.
 
-Hashes stay on the device. Each rank fills in the pieces it holds, and one all-reduce of a few thousand numbers compares
-them all. megatron-core's `check_param_hashes_across_dp_replicas` copies every weight to the CPU and leaves out
+Hashes stay on the device. Each rank fills in its own pieces, and one all-reduce of a few thousand numbers compares all
+of them. In contrast, megatron-core's `check_param_hashes_across_dp_replicas` copies every weight to the CPU and ignores
 tensor-parallel replicas.
 """
 
@@ -29,7 +29,7 @@ SHOWN = 3
 
 
 class Replicas:
-    """The pieces of the model that this rank holds, and where they are compared with those of the others."""
+    """The pieces of the model on this rank, and their comparison with the replicas on other ranks."""
 
     def __init__(self, world: World, model: LanguageModel, ranks: Ranks) -> None:
         self.world, self.model, self.ranks = world, model, ranks
@@ -68,7 +68,7 @@ class Replicas:
         return [fingerprint(self.pieces[piece]) if piece in self.pieces else none for piece in self.order]
 
     def _described(self, pieces: list[Piece], mine: list[int]) -> str:
-        """Name the ranks in the minority of each piece; all that hold it, where there is no majority."""
+        """Name the ranks that disagree with the majority, or all ranks of a piece without a majority."""
         held = {piece: value for piece, value in zip(pieces, mine, strict=True) if piece in self.pieces}
         everywhere: list[dict[Piece, int]] = [{}] * self.world.size
         dist.all_gather_object(everywhere, held)

@@ -25,7 +25,7 @@ class Attempt:
 
     @property
     def problem(self) -> str | None:
-        """What is not finite; None if the step is good, or was left out for another reason."""
+        """Return what is not finite, or None if the step is good or was skipped for another reason."""
         if not math.isfinite(self.losses.loss):
             return f"the loss is {self.losses.loss}"
         if self.seen.action is Action.APPLY and not math.isfinite(self.update.grad_norm):

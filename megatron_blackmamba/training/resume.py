@@ -1,6 +1,6 @@
-"""What may change when a run resumes: FIXED keys may not, BY_NAME keys only if the user says so, FREE keys may.
+"""The rules for config changes on resume: FIXED keys may not change, BY_NAME keys only if allowed, FREE keys may.
 
-Every key of the config is in one of the three; tests/training/test_resume.py holds the table.
+Every config key is in one of the three groups; the table is in tests/training/test_resume.py.
 """
 
 from collections.abc import Iterator, Mapping

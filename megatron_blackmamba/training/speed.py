@@ -1,4 +1,4 @@
-"""What a step took: memory, and on a GPU whose peak is known the part of it that the model's own arithmetic used."""
+"""The cost of a step: its peak memory, and its MFU on a GPU whose peak FLOP/s are known."""
 
 import resource
 import sys
@@ -14,7 +14,7 @@ SLOWER_CARDS = ("PCIE", "NVL")
 
 
 def memory_bytes() -> int:
-    """The largest so far on this rank: of the GPU where there is one, of the process otherwise."""
+    """Return the peak memory of this rank so far: GPU memory, or the memory of the process without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

@@ -30,7 +30,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Losses:
-    """Of a global batch, the same on every rank."""
+    """The losses of a global batch, equal on every rank."""
 
     loss: float
     tokens: int
@@ -110,7 +110,7 @@ class Step:
             return self._run(batches, forward_only=False, asked_to_stop=asked_to_stop, shards=shards)
 
     def update(self) -> Update:
-        """Change the weights by the gradients at hand, or leave them alone if these are not finite."""
+        """Update the weights with the current gradients, or leave them unchanged if these are not finite."""
         try:
             applied, norm, _ = self.trainable.optimizer.step()
         except NonFiniteGradient as bad:

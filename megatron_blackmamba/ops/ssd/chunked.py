@@ -2,8 +2,8 @@
 
 Inside a chunk, the outputs are a product with a causal matrix of decays; the state carries over between chunks. A decay
 is the exponential of a sum of dt * A over some tokens. Each sum is the difference of two cumulative sums, in float64 so
-that it is accurate for any dt. Only sums <= 0 are exponentiated, so nothing overflows. Products are in fp32 even for bf16
-activations: the gradient of A is a difference of large sums, and bf16 products shift it by several percent.
+that it is accurate for any dt. Only sums <= 0 are exponentiated, so nothing overflows. Products are in fp32, even for
+bf16 activations: the gradient of A is a difference of large sums, and bf16 products shift it by several percent.
 
 Only the inputs are saved for the backward pass. It recomputes the states between segments, then runs the segments from
 last to first, each forward and backward by autograd. Memory grows with the segment, not with the sequence.

@@ -1,4 +1,4 @@
-"""What a metric is, the registry, and the record of a step."""
+"""The metric class, the registry of metrics, and the record of a step."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -73,7 +73,7 @@ class Metric:
 
     @property
     def many(self) -> bool:
-        """Whether it has a scalar for each of several keys."""
+        """Return whether the metric has one scalar for each of several keys."""
         return "*" in self.name
 
     def key_of(self, scalar: str) -> str | None:

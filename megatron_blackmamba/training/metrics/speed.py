@@ -19,7 +19,7 @@ def step_seconds(taken: Taken) -> float:
 @metric("speed/memory_bytes", "Memory", format=lambda value: f"{value / 2**30:.2f} GiB", in_table=True,
         in_report=False, order=7)  # fmt: skip
 def memory(taken: Taken) -> int:
-    """Return the largest so far on this rank: of the GPU where there is one, of the process otherwise."""
+    """Return the peak memory of this rank so far: GPU memory, or the memory of the process without a GPU."""
     from megatron_blackmamba.training.speed import memory_bytes
 
     return memory_bytes()
