@@ -238,7 +238,7 @@ def _find_eod(reference: tokenizers.Tokenizer, wanted: str | int | None, path: P
 
 
 def _configured_eos(path: Path) -> tuple[str, ...]:
-    """The eos_token of the tokenizer_config.json beside the file, where there is one."""
+    """Return the eos_token of the tokenizer_config.json in the same folder, if any."""
     try:
         token = json.loads((path.parent / "tokenizer_config.json").read_bytes()).get("eos_token")
     except (OSError, ValueError, AttributeError):

@@ -83,7 +83,7 @@ def read_state(folder: Path, parts: Sequence[str] = ("config",)) -> dict[str, An
 
 
 def saved_config(folder: Path, state: dict[str, Any]) -> RunConfig:
-    """Return the run that `read_state` holds, whichever version saved it. Raise CheckpointError if it is none."""
+    """Return the run config in `read_state`, from any saved version; raise CheckpointError if it is invalid."""
     try:
         return from_saved(state["config"], folder / STATE)
     except ConfigError as error:

@@ -34,7 +34,7 @@ WRITER = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(St
 
 
 def state_to_save(model: LanguageModel, optimizer: MegatronOptimizer) -> tuple[dict, dict[str, Any]]:
-    """What this rank holds, and the plain values that all ranks have in common."""
+    """Return this rank's sharded state, and the plain values that are equal on all ranks."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.init_state_fn is not None and not part.optimizer.state:  # no step was applied yet
             part.init_state_fn(part.optimizer, part.config)
@@ -83,7 +83,10 @@ def _state(model: LanguageModel, optimizer: MegatronOptimizer, is_loading: bool)
 
 
 def _weights(model: LanguageModel) -> dict:
-    """Of the unwrapped model (wrappers would prefix the names), without the empty objects megatron-core adds for TE."""
+    """Return the weights of the unwrapped model, without the empty objects that megatron-core adds for TE.
+
+    Wrappers would prefix the names.
+    """
     state = model.sharded_state_dict(metadata=_metadata())
     return {name: entry for name, entry in state.items() if not isinstance(entry, ShardedObject)}
 

@@ -1,14 +1,14 @@
-"""The checkpoints of a run: written beside training, published whole, verified when found, thinned out.
+"""The checkpoints of a run: written in the background, published atomically, verified when read, and pruned.
 
 A checkpoint is written to a hidden folder. When every rank has written and synced its part, rank 0 writes the manifest,
-renames the folder, and only then moves `latest`. A kill at any moment leaves the checkpoints before it untouched and a
-hidden folder that the next save removes.
+renames the folder, and only then moves `latest`. If the run is killed at any moment, earlier checkpoints are untouched,
+and the next save removes the hidden folder.
 
-A save may fail on any rank at any moment. No rank raises while others may wait for it: the ranks exchange how their
-parts ended, and raise the same SaveError together.
+A save may fail on any rank at any moment. No rank raises while others may wait for it: the ranks exchange the outcome
+of their parts, and raise the same SaveError together.
 
-A damaged checkpoint is renamed `step_N.damaged` when the run goes on from one before it, so that no number on disk is
-above the run's own. It stays until a person removes it, or the next damaged checkpoint of that step takes its place.
+A damaged checkpoint is renamed `step_N.damaged` when the run resumes from an earlier one, so that no step on disk is
+ahead of the run. It stays until someone deletes it, or until the next damaged checkpoint of that step replaces it.
 """
 
 import os
@@ -66,10 +66,10 @@ class Checkpoints:
         self.state_being_written: dict[str, Any] = {}
 
     def newest(self) -> int | None:
-        """The newest checkpoint that is complete and undamaged; None if none was ever there.
+        """Return the step of the newest complete, undamaged checkpoint, or None if there never was a checkpoint.
 
-        Damaged ones are passed over and set aside. Where nothing is left, or one cannot be read for another reason than
-        its content, it raises: only a person may decide that a run starts over.
+        Damaged checkpoints are skipped and renamed. If only damaged ones remain, or if reading fails for another
+        reason, this raises an error: only the user may decide to start the run over.
         """
         damaged: list[tuple[int, str]] = []
         for step in reversed(self.steps()):

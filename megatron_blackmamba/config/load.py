@@ -163,7 +163,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parse(value: str) -> Any:
-    """The value of an override: YAML, or where it is none (a pattern like *-*-) the text itself."""
+    """Parse the value of an override as YAML, or return the text itself if it is not YAML (a pattern like *-*-)."""
     try:
         return yaml.load(value, _Loader)
     except yaml.YAMLError:

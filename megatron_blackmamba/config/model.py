@@ -1,4 +1,4 @@
-"""What the network is: the `model:` section of a run file."""
+"""The architecture of the model: the `model:` section of a run file."""
 
 import math
 from typing import Literal

@@ -92,7 +92,7 @@ class OptimizerConfig(Section):
 
 
 class GuardConfig(Section):
-    """What happens when a step goes wrong."""
+    """Reactions to a bad step."""
 
     max_bad_steps: int = Field(5, ge=1)
     """Stop after this many steps in a row with a loss or gradient that is not finite. Spikes never stop a run."""
@@ -191,14 +191,14 @@ class KernelsConfig(Section):
 
 
 class StartConfig(Section):
-    """Where the weights come from."""
+    """The initial weights."""
 
     from_: UserPath | None = Field(None, alias="from")
     """A checkpoint whose weights start this run, with a fresh optimizer and schedule; not read on resume."""
 
 
 class ResumeConfig(Section):
-    """What a resumed run may change."""
+    """The changes allowed to a resumed run."""
 
     allow: list[str] = Field([])
     """Keys that may differ from what a resumed run's checkpoint was made with, such as optimizer.learning_rate."""
@@ -316,6 +316,6 @@ class RunConfig(Section):
         return -(-max(0, self.samples - consumed_samples) // self.training.global_batch)
 
     def last_step(self, step: int, consumed_samples: int) -> int:
-        """Where a job ends that is after `step`: at the run's end, or at training.stop_after_steps."""
+        """Return the last step of a job that is at `step`: the end of the run, or training.stop_after_steps."""
         end = step + self.steps_left(consumed_samples)
         return min(end, self.training.stop_after_steps or end)

@@ -1,4 +1,4 @@
-"""What people write: numbers as 300B, one value where a list is wanted, steps for tokens, and other projects' names."""
+"""Accept common spellings: 300B, one value instead of a list, steps instead of tokens, key names of other projects."""
 
 import re
 from typing import Any, get_args, get_origin
@@ -85,7 +85,7 @@ def accept(content: dict[str, Any]) -> None:
 
 
 def steps_as_tokens(content: dict[str, Any], origin: dict[str, str], sequence_length: int) -> None:
-    """Turn `training.steps` into the tokens of so many batches, in place. `sequence_length`: the default."""
+    """Replace `training.steps` by the tokens of that many batches, in place; `sequence_length` is the default."""
     training, data = content.get("training"), content.get("data")
     if not isinstance(training, dict) or training.get("steps") is None:
         return

@@ -27,7 +27,7 @@ TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp32": torch.float
 
 
 class Watcher(Protocol):
-    """Records scores as they come, and returns those of an earlier call."""
+    """A recorder of scores that can also return the scores of an earlier call."""
 
     def known(self, batches: Sequence[Batch]) -> list[Score]:
         """Return scores of an earlier call for the same batches."""

@@ -137,7 +137,7 @@ def claim(run: Path, step: int) -> Iterator[Callable[[], None]]:
 
 
 def is_claimed(run: Path, step: int) -> bool:
-    """Return whether a checkpoint is protected by a process that said so within CLAIM_SECONDS."""
+    """Return whether a process has claimed this checkpoint within the last CLAIM_SECONDS."""
     try:
         age = time.time() - RunFolder(run).evaluation(step).with_suffix(".in_use").stat().st_mtime
     except OSError:

@@ -38,12 +38,12 @@ class Event:
 
     @property
     def text(self) -> str:
-        """What happened, in words; the step need not be in them."""
+        """Describe the event; the step may be left out."""
         raise NotImplementedError
 
     @property
     def sentence(self) -> str:
-        """The line of log.txt; some have several."""
+        """Return the text for log.txt, usually one line."""
         return self.text
 
     def to_json(self, time: datetime) -> str:

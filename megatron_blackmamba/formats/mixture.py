@@ -95,10 +95,10 @@ class Phase(Section):
 
 
 class Mixture(Section):
-    """What the trainer reads, and how much of each."""
+    """The sources that a run reads, with their weights."""
 
     root: str = "."
-    """Where relative paths begin, itself relative to the mixture file; $VARIABLES are filled in."""
+    """Base of relative paths, itself relative to the mixture file; $VARIABLES are expanded."""
     sources: list[Source] = Field(min_length=1)
     phases: list[Phase] = Field([])
     _folder: Path = PrivateAttr(Path("."))
@@ -135,7 +135,7 @@ class Mixture(Section):
         return [source.name for source in self.sources]
 
     def weights(self) -> list[list[Fraction]]:
-        """Of each source, in each phase; the first phase is that of `sources`."""
+        """Return the weight of each source in each phase; the first phase is the one in `sources`."""
         phases = [{source.name: source.weight for source in self.sources}]
         for phase in self.phases:
             phases.append({**phases[-1], **phase.weights})
@@ -219,7 +219,7 @@ class Mixture(Section):
 
 
 def content_fingerprint(shards: Sequence[Shard]) -> str:
-    """Of a source: its shards' tokens, whatever the files are called and wherever they lie."""
+    """Return the fingerprint of a source: it depends on the tokens of its shards, not on names or paths."""
     digest = hashlib.blake2b(digest_size=16)
     for shard in shards:
         digest.update(f"{shard.manifest.bin_sha256} {shard.manifest.tokens} {shard.manifest.dtype}\n".encode())

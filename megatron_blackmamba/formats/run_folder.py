@@ -1,4 +1,4 @@
-"""A run on disk: where everything of a run lies, in one place for those who write it and those who read it."""
+"""The folder of a run: the paths of all its files, for code that writes them and code that reads them."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,10 +1,14 @@
-"""Which source serves sample k of a mixture, and how many it has served before: by arithmetic, not from a table.
+"""Compute which source serves sample k of a mixture, and how many samples it has served before, without a table.
 
-Sources are the leaves of a Huffman tree over their probabilities. At each node with n samples so far, the left branch
-has had round(n * share): sample n goes left exactly when that number grows. Errors of at most 1/2 a node, damped by
-every share on the way down, add up to less than 1.68 samples at any prefix, for any number of sources and any
-probabilities (in a Huffman tree node weights grow at least like the Fibonacci numbers on the way up, and half the sum
-of their reciprocals is 1.68). Nothing is stored, so the order has no length: a longer run begins like a shorter one.
+Sources are the leaves of a Huffman tree over their probabilities. Of the first n samples at a node, round(n * share)
+go left; so sample n goes left exactly when that number grows with it. A node is off by at most 1/2 sample, and this
+error is scaled by every share below it.
+
+At any prefix, a source is off by less than 1.68 samples in total, for any number of sources and any probabilities. The
+reason: in a Huffman tree, node weights grow towards the root at least like the Fibonacci numbers, and half the sum of
+their reciprocals is 1.68.
+
+Nothing is stored, so the order has no fixed length: a longer run begins like a shorter one.
 """
 
 import bisect
@@ -16,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-_BITS = 40  # of a share; a share is off by less than 2^-41, a millionth of a sample in a million samples
+_BITS = 40  # precision of a share: its error is below 2^-41, a millionth of a sample in a million samples
 _HALF_BITS = _BITS // 2
 MAX_SAMPLES = 2**43  # more would overflow 64 bits; at 2,048 tokens a sample, 18 quadrillion tokens
 
@@ -26,20 +30,20 @@ class _Node:
     left: "_Node | int"
     right: "_Node | int"
     share: int
-    """Part of the samples that go left, in 2^-40."""
+    """Fraction of the samples that go left, in units of 2^-40."""
 
     def to_left(self, samples):
-        """How many of the first `samples` go left: round(samples * share), exact in 64 bits."""
+        """Return how many of the first `samples` go left: round(samples * share), exact in 64 bits."""
         high = (samples >> _HALF_BITS) * self.share
         low = (samples & (2**_HALF_BITS - 1)) * self.share + 2 ** (_BITS - 1)
         return (high + (low >> _HALF_BITS)) >> _HALF_BITS
 
 
 class Blend:
-    """The order in which sources of fixed weights take turns."""
+    """The order of the sources for fixed weights."""
 
     def __init__(self, weights: Sequence[Fraction | int], tie_break: Sequence[str] | None = None) -> None:
-        """tie_break: names that order sources of equal weight; without them their position does."""
+        """Build the tree; `tie_break` gives names that order sources of equal weight (default: their positions)."""
         if any(weight < 0 for weight in weights) or not any(weights):
             raise ValueError(f"weights must not be negative, and not all zero: {[str(w) for w in weights]}")
         self.sources = len(weights)
@@ -59,7 +63,7 @@ class Blend:
         self._root = heap[0][2]
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """The source of a sample, and how many samples that source has given before."""
+        """Return the source of a sample, and how many samples that source has served before."""
         node = self._root
         while isinstance(node, _Node):
             left = node.to_left(sample)
@@ -70,7 +74,7 @@ class Blend:
         return node, sample
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` each source gives."""
+        """Return how many of the first `samples` each source serves."""
         result = [0] * self.sources
         stack = [(self._root, samples)]
         while stack:
@@ -83,7 +87,7 @@ class Blend:
         return result
 
     def locate_many(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`locate` for an array of samples: sources and indices within them."""
+        """Return sources and indices within them, like `locate`, for an array of samples."""
         source, within = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
         stack = [(self._root, np.arange(len(samples)), np.asarray(samples).astype(np.uint64))]
         while stack:
@@ -99,7 +103,7 @@ class Blend:
 
 
 class Schedule:
-    """A blend for each phase. Sources go on where the phase before left them: nothing is repeated or skipped."""
+    """One blend per phase. Each source continues where the previous phase left it; nothing is repeated or skipped."""
 
     def __init__(
         self,
@@ -107,7 +111,12 @@ class Schedule:
         starts: Sequence[int] = (0,),
         tie_break: Sequence[str] | None = None,
     ) -> None:
-        """weights: of each source, in each phase. starts: the first sample of each phase; the first is 0."""
+        """Build the blends of all phases.
+
+        Args:
+            weights: Weights of all sources, per phase.
+            starts: First sample of each phase; the first is 0.
+        """
         if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
             raise ValueError(f"phases must start at 0 and then ever later, not at {list(starts)}")
         self.starts = list(starts)
@@ -133,7 +142,7 @@ class Schedule:
         return bisect.bisect_left(range(end), within + 1, key=lambda sample: self.counts(sample + 1)[source])
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` each source gives."""
+        """Return how many of the first `samples` each source serves."""
         phase = max(0, bisect.bisect_left(self.starts, samples) - 1)
         inside = self.blends[phase].counts(samples - self.starts[phase])
         return [a + b for a, b in zip(self._before[phase], inside, strict=True)]

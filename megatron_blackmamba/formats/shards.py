@@ -1,8 +1,8 @@
-"""Token shards on disk: Megatron's `.bin` and `.idx`, and beside them a manifest that says where every token came from.
+"""Token shards on disk: Megatron's `.bin` and `.idx`, plus a manifest that records the origin of every token.
 
-`.bin` is the token ids of all documents, back to back. `.idx` is 34 bytes of header, then int32 length and int64 byte
-offset of every sequence, then the int64 number of the first sequence of every document and, last, the number of
-sequences. Here every document is one sequence, as Megatron's own preprocessing writes them.
+`.bin` has the token ids of all documents, back to back. `.idx` has 34 bytes of header, then the int32 length and the
+int64 byte offset of every sequence. The int64 number of the first sequence of every document follows, and at the end
+the number of sequences. Here every document is one sequence, as in Megatron's own preprocessing.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ class Reject(BaseModel):
 
 
 class ShardManifest(BaseModel):
-    """What a shard is: enough to prove the files are the ones that were made, and to make them again."""
+    """The manifest of a shard: enough to verify its files and to rebuild them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -399,9 +399,9 @@ class TokenFile:
 
 
 def shards_at(path: str | os.PathLike[str], suffixes: Sequence[str] = SUFFIXES) -> list[Path]:
-    """Return the prefixes of all shards under a folder, or of the one shard with this name; empty if there is none.
+    """Return the prefixes of all shards under a folder, or of the one shard with this name.
 
-    A folder may lie beside a shard with the same name, as megatron-core's cache does: it counts if it holds shards.
+    A folder and a shard may have the same name, as with megatron-core's cache; the folder counts if it contains shards.
     Hidden files and folders are skipped.
     """
     if is_remote(path):

@@ -1,4 +1,4 @@
-"""The files under a folder, none passed over in silence."""
+"""List all files under a folder."""
 
 import os
 from collections.abc import Iterator
@@ -6,11 +6,14 @@ from pathlib import Path
 
 
 def files_under(folder: Path, _above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
-    """Every file to any depth, in order of name. Links to folders are followed, a link to nothing is given like a file,
-    a folder that cannot be read raises OSError: `Path.rglob` would leave out what lies behind all three."""
+    """Yield every file under a folder, recursively and sorted by name.
+
+    Links to folders are followed, and broken links are yielded like files. An unreadable folder raises OSError.
+    `Path.rglob` would silently skip all three.
+    """
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
-    if here in _above:  # a link back to a folder it lies in
+    if here in _above:  # a link to one of its own parents
         return
     with os.scandir(folder) as entries:
         inside = sorted(entries, key=lambda entry: entry.name)

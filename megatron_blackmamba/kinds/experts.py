@@ -1,9 +1,9 @@
-"""Mixture of experts: a router, SwiGLU experts of which each token meets `model.top_k`, and one that all may share.
+"""Mixture of experts: a router, SwiGLU experts, `model.top_k` of them per token, and an optional shared expert.
 
-How tokens find their experts is told by the router kind (`routers`).
+The router kind decides which experts a token goes to (`routers`).
 
-Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K pairs of both, D model, E experts, F hidden
-units of an expert, G = 2F gate and up.
+Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K token-expert pairs, D model, E experts.
+F hidden size of an expert, G = 2F gate and up.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class ExpertsLayer:
 
 @dataclass(frozen=True)
 class RoutedLayer(ExpertsLayer):
-    """The same for a router other than the paper's, or with a shared expert; empty where there is none."""
+    """The weights of a layer with another router than the paper's, or with a shared expert; empty if unused."""
 
     expert_bias_E: Tensor
     shared_fc1_GD: Tensor

@@ -1,9 +1,9 @@
 """Mamba-2: a causal convolution and the state-space dual (SSD) scan, and a gated norm, between two projections.
 
-Names, shapes and the order of rows are those of the Mamba-2 models of mamba-ssm and transformers.
+Names, shapes and row order match the Mamba-2 models of mamba-ssm and transformers.
 
-Shapes: B batch, L length, D model, I inner, H heads, P channels of a head, G groups, N state, K convolution width,
-W = K - 1 window, Q = I + 2GN the channels of the convolution, X = I + Q + H the rows of in_proj.
+Shapes: B batch, L length, D model, I inner, H heads, P channels of a head, G groups, N state.
+K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, X = I + Q + H rows of in_proj.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _sizes(model: ModelConfig) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Mamba2Layer:
-    """The weights of one layer, those of the recurrence in fp32."""
+    """The weights of one layer; the parameters of the recurrence are in fp32."""
 
     in_proj: Tensor
     conv_weight_QK: Tensor

@@ -52,10 +52,11 @@ class Meeting:
 
 
 def examine_all(thresholds: Thresholds, limit: float, problems: list[str], unfit_file: Path | None) -> int:
-    """Take part in the check of all ranks; rank 0 prints the verdict. Returns the exit code.
+    """Take part in the check of all ranks and return the exit code; rank 0 prints the verdict.
 
-    problems: what is already known to be wrong with the job as a whole.
-    unfit_file: gets the names of unfit nodes, one a line; it appears only once there is a verdict.
+    Args:
+        problems: Known problems of the whole job.
+        unfit_file: File for the names of unfit nodes, one per line; written with the verdict.
     """
     place, deadline = world.find_place(), time.monotonic() + limit
     if place.launcher == "alone":

@@ -23,12 +23,13 @@ def examine(
     thresholds: Thresholds = Thresholds(),
     config: RunConfig | None = None,
 ) -> Examination:
-    """Look at this host.
+    """Examine this host.
 
-    folder: where the run will live, for the disk's speed.
-    quick: only what decides whether this node can take part in a run; seconds, for a job's preflight.
-    gpus: how many there must be; None takes what there is.
-    config: the run whose checkpoints must fit on the disk.
+    Args:
+        folder: Folder of the future run; its disk is measured.
+        quick: Check only whether this node can take part in a run. Takes seconds; used by a job's preflight.
+        gpus: Required number of GPUs. None: any number.
+        config: Run whose checkpoints must fit on the disk.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core says at length what the table says in a line

@@ -1,4 +1,4 @@
-"""What must be the same on every node of a run: versions, the code itself, the kind of processor, network settings."""
+"""Facts that must be equal on every node of a run: versions, the code itself, processor type, network settings."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""What the doctor found: one line each, with what to do where something is missing."""
+"""The findings of the doctor: one line each, with advice for every problem."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

@@ -22,13 +22,13 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What the job asks of the cluster."""
+    """The resources that a job requests from the cluster."""
 
     nodes: int
     gpus_per_node: int = 8
-    """One process each; 0 trains on CPUs."""
+    """GPUs per node, each with one process; 0 trains on CPUs."""
     processes_per_node: int | None = None
-    """On CPUs only: how many processes a node."""
+    """Processes per node, for training on CPUs only."""
     cpus_per_process: int = 8
     time: str = "24:00:00"
     """The limit, as Slurm writes it: minutes, H:M:S or D-H:M:S."""

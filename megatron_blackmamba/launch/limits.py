@@ -12,7 +12,7 @@ ADAPTERS = Path("/sys/class/infiniband")
 
 
 def open_files(least: float) -> Iterator[Finding]:
-    """Judge the hard limit; training raises the soft one up to it as it needs."""
+    """Check the hard limit; training raises the soft limit as needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = hard == resource.RLIM_INFINITY or hard >= least
     found = f"{soft} may be open, at most {'any number' if hard == resource.RLIM_INFINITY else hard}"
@@ -34,7 +34,7 @@ def network_cards() -> Iterator[Finding]:
             continue
         wrong = [name for name in wanted.split(",") if not _exists(name, there, is_prefix)]
         if not is_prefix:
-            bad = bool(wrong)  # gloo uses every card that it is told
+            bad = bool(wrong)  # gloo uses every card in the list
         else:
             bad = len(wrong) == len(wanted.split(","))  # NCCL uses those that match
         if wanted.startswith("^") and is_prefix:  # all but these

@@ -1,4 +1,4 @@
-"""What every rank measures together with the others: matrix products, pairs of nodes, collectives over all ranks."""
+"""Measurements that all ranks make together: matrix products, pairs of nodes, collectives over all ranks."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -70,7 +70,7 @@ def imports() -> Iterator[Finding]:
 
 
 def unmet() -> list[str]:
-    """What is installed in a version that this project does not work with, as its own metadata says."""
+    """Return the installed packages whose versions do not meet this project's requirements."""
     from packaging.requirements import Requirement
 
     try:

@@ -45,7 +45,7 @@ class Launch:
 
 
 def prepare(config: RunConfig, request: JobRequest) -> Launch:
-    """What would be submitted; touches nothing. Raises LaunchError if the plan says that it cannot work or fit."""
+    """Return what would be submitted, without side effects; raise LaunchError if it cannot work or fit."""
     run = RunFolder(Path(config.folder).resolve() / config.name)
     if run.done.exists():
         raise LaunchError(f"{run.root} is complete: give the new run another name, name=...")
@@ -98,7 +98,7 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
 
 
 def announce(launch: Launch) -> str:
-    """What a person wants to know after submitting."""
+    """Return the message for the user after submitting."""
     first, logs = launch.jobs[0], launch.run.logs
     jobs = f"job {first}" if len(launch.jobs) == 1 else f"jobs {', '.join(launch.jobs)}, one after the other"
     return "\n".join(

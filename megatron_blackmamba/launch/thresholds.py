@@ -10,7 +10,7 @@ class ThresholdError(ValueError):
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a machine and a network must reach. Figures of networks hold for one process; GB is 10^9 bytes."""
+    """Minimum values for a machine and its network. Network values are per process; GB is 10^9 bytes."""
 
     open_files: float = 1024
     """Files that a process may open (hard limit; training raises the soft one itself)."""

@@ -10,7 +10,7 @@ from megatron_blackmamba.launch.thresholds import Thresholds
 
 @dataclass
 class Report:
-    """What one rank told: where it runs, what is installed there, and what it measured."""
+    """The report of one rank: its node, its software, and its measurements."""
 
     rank: int
     node: str
@@ -143,7 +143,7 @@ def _spare_the_majority(verdict: Verdict, nodes: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Absent:
-    """What is known of a rank that did not answer."""
+    """A rank that did not answer."""
 
     rank: int
     node: str

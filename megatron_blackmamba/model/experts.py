@@ -1,9 +1,9 @@
 """The experts of one rank, as two stacked weights, behind megatron-core's token dispatchers.
 
-Expert parallelism splits the first axis; expert tensor parallelism splits the hidden units of each expert, gate and up
-alike, so fc1 keeps the two apart on an axis of its own: [E, 2, F, D], gate first.
+Expert parallelism splits the first axis. Expert tensor parallelism splits the hidden units of each expert, for gate and
+up alike. fc1 therefore has a separate axis for the two: [E, 2, F, D], gate first.
 
-Shapes: T tokens sent to this rank's experts, sorted by expert; D model; E experts of this rank; F hidden units of this
+Shapes: T tokens sent to this rank's experts, sorted by expert, D model, E experts of this rank, F hidden units of this
 rank.
 """
 

@@ -64,13 +64,13 @@ class LanguageModel(LanguageModule):
             self.setup_embeddings_and_output_layer()
 
     def set_input_tensor(self, received: Tensor | list[Tensor]) -> None:
-        """What the pipeline stage before sent; the schedules call this."""
+        """Set the output of the previous pipeline stage; megatron-core's schedules call this."""
         self.decoder.set_input_tensor(received[0] if isinstance(received, list) else received)
 
     def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None, before_B: Tensor | None = None) -> Tensor:
         """Return the residual stream; on the last stage the loss of each token `[B, S]`, or logits `[B, S, V]`.
 
-        before_B: the token before each sequence's part, where `parallel.context` has cut them; -1: none.
+        before_B: The token before this rank's part of each sequence under `parallel.context`; -1 means none.
         """
         residual_SBD = self.embedding(tokens_BS, position_ids=None) if self.pre_process else None
         x_SBD = self.decoder(residual_SBD, self._layer_inputs(tokens_BS, before_B))

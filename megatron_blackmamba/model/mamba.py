@@ -1,14 +1,14 @@
 """The Mamba-1 mixer on megatron-core's parallel linears.
 
 Each tensor-parallel rank owns a slice of the inner channels from in_proj to out_proj. Only x_proj mixes channels: its
-output (dt, B, C) is summed over the ranks, and because every rank then uses all of it for its own channels, so are the
-gradients that come back to it.
+output (dt, B, C) is summed over the ranks. Every rank uses the whole sum for its own channels, so the gradients of the
+sum are also added over the ranks.
 
-Under context parallelism each rank has a contiguous part of every sequence. The convolution then begins with the last
-inputs of the part before, and the scan with its state (`ops/context.py`).
+Under context parallelism each rank has a contiguous part of every sequence. The convolution then starts with the last
+inputs of the previous part, and the scan with its final state (`ops/context.py`).
 
-in_proj's rows are [x | z]; each rank holds a slice of both halves, and the checkpoint stores them as one [x | z] matrix
-(a plain row split would hand one rank only x).
+The rows of in_proj are [x | z]. Each rank has a slice of both halves, since a plain row split would give one rank only
+x. The checkpoint stores the slices as one [x | z] matrix.
 
 Shapes: S sequence, B batch, D model, I inner channels of this rank, N state, R rank of dt, K convolution width.
 """

@@ -1,16 +1,16 @@
 """The Mamba-2 mixer on megatron-core's parallel linears.
 
-Each tensor-parallel rank owns some groups of heads from in_proj to out_proj: their z, x, B, C and dt. Nothing mixes
-groups but out_proj, so the ranks exchange nothing else. Ranks that share a sequence pass on states (`ops/context.py`).
+Each tensor-parallel rank owns some groups of heads from in_proj to out_proj: their z, x, B, C and dt. Only out_proj
+mixes groups, so it is the only communication. Ranks that share a sequence pass on states (`ops/context.py`).
 
 A checkpoint stores in_proj and the convolution as the whole matrices of Mamba-2, with rows [z | x | B | C | dt] and
-[x | B | C]; each part is sharded by itself.
+[x | B | C]. Each part is sharded separately.
 
-megatron-core has a Mamba-2 mixer, too. It cannot be built without mamba-ssm, which needs CUDA, computes with that
-package's kernels only, and has no resets at the ends of documents.
+megatron-core also has a Mamba-2 mixer. It requires mamba-ssm and thus CUDA, supports that package's kernels only, and
+cannot reset the state between documents.
 
-Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P channels of a head, G groups, N state,
-Q = I + 2GN the channels of the convolution.
+Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P channels of a head, G groups, N state.
+Q = I + 2GN channels of the convolution.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The mixture of experts: megatron-core's layer, which sends tokens to the ranks of their experts.
 
-Where all experts are here and each token has as many, nothing needs to be sent: tokens are sorted by expert.
+If this rank has all experts and every token goes to K of them, nothing is sent: the tokens are only sorted by expert.
 
-Shapes: S sequence, B batch, T = S * B tokens of this rank, K experts of a token, P = T * K pairs of both.
+Shapes: S sequence, B batch, T = S * B tokens of this rank, K experts of a token, P = T * K token-expert pairs.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ class MoEMixer(MoELayer):
 
 
 class _Sorted(torch.autograd.Function):
-    """The row of each pair, sorted by expert: the gradient is as cheap, where that of indexing adds up."""
+    """Copy the row of each pair, sorted by expert; the gradient is a gather, not the slower scatter-add."""
 
     @staticmethod
     def forward(ctx, x, order_P, place_P, K):
@@ -52,7 +52,7 @@ class _Sorted(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The inverse: the sum over each token's pairs."""
+    """Sum the rows of each token's pairs: the inverse of the sort."""
 
     @staticmethod
     def forward(ctx, x, order_P, place_P, K):

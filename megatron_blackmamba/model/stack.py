@@ -25,7 +25,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 
 @dataclass
 class LayerInputs:
-    """What some mixers need besides the hidden states."""
+    """The inputs that some mixers need in addition to the hidden states."""
 
     reset_BS: Tensor | None = None
     rotary: Tensor | None = None

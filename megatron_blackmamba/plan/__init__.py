@@ -1,1 +1,1 @@
-"""What a run will need, told before it starts and without a GPU: parameters, FLOPs, memory, traffic, time, layouts."""
+"""Estimates for a run before it starts, without a GPU: parameters, FLOPs, memory, traffic, time, layouts."""

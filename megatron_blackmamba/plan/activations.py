@@ -1,9 +1,9 @@
-"""Bytes that one micro-batch leaves behind for the backward pass, block by block, as this project's modules save them.
+"""Bytes that one micro-batch saves for the backward pass, block by block, as this project's modules save them.
 
-Under sequence parallelism the residual stream and the experts see a part of the sequence, the inside of a Mamba,
-attention or MLP block all of it with a part of the channels.
+Under sequence parallelism, the residual stream and the experts see a part of the sequence. Inside a Mamba, attention or
+MLP block, each rank sees the whole sequence with a part of the channels.
 
-What a mixer keeps is told by its kind (`kinds`).
+The kind of a mixer defines what it saves (`kinds`).
 """
 
 from megatron_blackmamba.config import RunConfig
@@ -63,7 +63,7 @@ class Activations:
         return self.sizes.whole * (width * self.model.vocab_size // self.tensor + INT64 + BOOL)
 
     def logits_peak(self) -> int:
-        """Beside the softmax, the logits in the width of computation, and later their gradient; on GPUs often none."""
+        """Return the bytes of the logits, and later of their gradient, in addition to the softmax."""
         model, V = self.model, self.model.vocab_size // self.tensor
         if self.device == "cuda" and (self.tensor == 1 or self.width == FP32):
             return self.width * model.hidden_size * (V + self.sizes.whole)  # gradients of the head's weight and input

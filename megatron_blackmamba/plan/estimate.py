@@ -54,7 +54,7 @@ class Placed:
 
     @property
     def fits(self) -> bool:
-        """Whether the layout works and its fullest GPU has room."""
+        """Return whether the layout is valid and fits into the memory of its fullest GPU."""
         return self.memory is not None and self.memory.total <= self.gpu.memory_gib * memory.GIB
 
 

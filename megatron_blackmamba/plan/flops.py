@@ -28,7 +28,7 @@ class PaperFormula:
 
 
 def forward_by_part(model: ModelConfig, sequence: int) -> dict[str, int]:
-    """Of the whole model, forward, per token of a sequence of this length."""
+    """Return the forward FLOPs per token of the whole model, by part, for this sequence length."""
     parts: Counter[str] = Counter()
     for kind in layers_of(model.pattern):
         parts.update(kind.flops(model, sequence))

@@ -1,4 +1,4 @@
-"""What a GPU offers: memory, arithmetic, links. Makers' figures; anything else is a small YAML file."""
+"""Specifications of GPUs: memory, FLOP/s, links. Figures are the vendors'; other GPUs need a small YAML file."""
 
 from pathlib import Path
 

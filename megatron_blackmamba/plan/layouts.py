@@ -23,7 +23,7 @@ class Candidate:
     """Computing at the MFU, the pipeline's idle ends, and traffic at link speed; gradients hide behind computing."""
 
     def overrides(self, config: RunConfig) -> str:
-        """What to write on the command line."""
+        """Return the command-line overrides for this layout."""
         changed = self.layout.overrides(config)
         recompute = f"training.recompute={self.recompute}" if self.recompute != config.training.recompute else ""
         return " ".join(part for part in (changed, recompute) if part) or "(as it is)"

@@ -13,7 +13,7 @@ from megatron_blackmamba.runtime import world
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of the whole model. forward: those a token passes through, one expert's share of the experts with top-1."""
+    """Parameter counts of the whole model. `forward` counts those that one token uses: one expert with top-1."""
 
     total: int
     forward: int

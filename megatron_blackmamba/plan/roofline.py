@@ -16,12 +16,12 @@ LAUNCH_SECONDS = 2.5e-6
 
 @dataclass(frozen=True)
 class Work:
-    """What one operation, or many, ask of a GPU."""
+    """The load that one or several operations put on a GPU."""
 
     moved: float = 0.0
     """Bytes read and written."""
     flops: float = 0.0
-    """Of matrix products."""
+    """FLOPs of matrix products."""
     slots: float = 0.0
     """Issue slots of single threads, where a kernel is bound by instructions."""
     launches: float = 0.0

@@ -16,12 +16,12 @@ from megatron_blackmamba.runtime import layout
 
 @dataclass(frozen=True)
 class Flow:
-    """What one kind of parallelism moves."""
+    """The traffic of one kind of parallelism."""
 
     gigabytes: float
     """Sent by one GPU in one step."""
     link: str
-    """nvlink: all groups lie inside a node; network: some reach beyond."""
+    """nvlink if all groups are inside a node, else network."""
     ranks: int
     seconds: float
     """At the link's full speed."""
@@ -53,7 +53,7 @@ def flows(
 
 
 def _inside_nodes(stride: int, ranks: int, world_size: int, gpus_per_node: int) -> bool:
-    """Whether no group of `ranks` ranks, `stride` apart, touches two nodes."""
+    """Return whether every group of `ranks` ranks, `stride` apart, is inside one node."""
     reach = stride * ranks
     return all(
         (first // gpus_per_node) == ((first + stride * (ranks - 1)) // gpus_per_node)

@@ -50,7 +50,7 @@ def gather(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _distinct(texts: Iterator[str]) -> list[str]:
-    """Each text once, as many as there is room for."""
+    """Return the distinct texts, up to MOST_BYTES in total."""
     kept: dict[str, None] = {}
     size = 0
     for text in texts:

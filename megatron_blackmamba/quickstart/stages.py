@@ -30,7 +30,7 @@ class QuickstartError(ValueError):
 
 @dataclass(frozen=True)
 class Quickstart:
-    """Where everything lies, and how long training may take."""
+    """The folder of a quickstart, its training time, and its number of processes."""
 
     folder: Path
     minutes: float
@@ -81,7 +81,7 @@ def begin(folder: Path, minutes: float | None) -> Quickstart:
 
 
 def usable_processes() -> int:
-    """Two, to share the experts, where there are two GPUs, or two cores and no GPU; a GPU serves one process."""
+    """Return 2 with two GPUs, or with two cores and no GPU, else 1; every GPU runs one process."""
     import torch
 
     gpus = torch.cuda.device_count()

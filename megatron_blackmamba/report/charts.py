@@ -1,4 +1,4 @@
-"""Charts as inline SVG in the colours of the page; scripts make those of curves interactive where they run."""
+"""Charts as inline SVG in the colours of the page; with JavaScript, the curves are interactive."""
 
 import math
 from collections.abc import Mapping, Sequence

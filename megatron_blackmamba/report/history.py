@@ -55,7 +55,7 @@ class History:
 
     @property
     def total_steps(self) -> int:
-        """Those taken, and those that the tokens still to train make: the batch may have changed on the way."""
+        """Return the steps taken plus the steps left for the remaining tokens; the batch size may have changed."""
         training = self.config["training"]
         per_step = training["global_batch"] * self.config["data"]["sequence_length"]
         left = max(0, training["tokens"] - self.last["consumed_tokens"])
@@ -148,7 +148,7 @@ class Thinned:
 
 
 def thin(x: np.ndarray, y: np.ndarray, points: int = 400) -> Thinned:
-    """At most `points` stretches of equal length; what is not a number counts for nothing."""
+    """Summarise a curve in at most `points` intervals of equal length, ignoring values that are not finite."""
     known = np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) <= points:
@@ -164,7 +164,7 @@ def thin(x: np.ndarray, y: np.ndarray, points: int = 400) -> Thinned:
 
 
 class _Recorded:
-    """What metrics.jsonl holds; columns of numbers, since a long run has millions of them."""
+    """The content of metrics.jsonl, in typed columns, since a long run has millions of values."""
 
     def __init__(self) -> None:
         self.steps = 0

@@ -149,7 +149,7 @@ def others(history: History) -> list[str]:
 
 
 def marks(history: History) -> list[Mark]:
-    """What interrupted the run; of thousands of skipped steps, the last few hundred."""
+    """Return the events that interrupted the run, at most the last few hundred of each kind."""
     return [
         *(Mark(step, "skipped", f"step {step}: {why}") for step, why in history.skipped[-300:]),
         *(Mark(step, "restart", f"restarted after step {step}") for step in history.restarts[-300:]),

@@ -1,7 +1,7 @@
 """Expert choice: in training each expert takes the tokens with the largest scores for it (arXiv 2202.09368).
 
-Every expert gets the same number of tokens, a token any number of experts, perhaps none. Whether an expert takes a
-token depends on all other tokens of the micro-batch, later ones too: training losses are not those of a causal model.
+Every expert gets the same number of tokens, and a token any number of experts, including none. Whether an expert takes
+a token depends on all other tokens of the micro-batch, including later ones, so training losses are not causal.
 In evaluation, decoding and exports each token goes to its model.top_k largest scores, which is causal.
 
 Shapes: T tokens of this rank, A tokens of all ranks that are balanced together, E experts, C tokens of an expert.

@@ -1,4 +1,4 @@
-"""The paper's router: in training a balanced choice by Sinkhorn, in use the largest logits.
+"""The paper's router: a balanced choice by Sinkhorn in training, and the largest logits in inference.
 
 Shapes: T tokens, E experts, K experts of a token.
 """

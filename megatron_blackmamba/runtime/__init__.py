@@ -1,4 +1,4 @@
-"""Where a process lives: its device, its place among the others, its random numbers, and how it is asked to stop.
+"""The environment of a process: its device, its rank and process groups, its random numbers, and stop requests.
 
 Importing this package loads neither torch nor megatron-core; its modules do.
 """

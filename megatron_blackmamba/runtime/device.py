@@ -15,12 +15,12 @@ class DeviceError(ValueError):
 
 
 def has_cuda() -> bool:
-    """Whether this process can compute on a GPU."""
+    """Return whether this process can use a GPU."""
     return torch.cuda.is_available()
 
 
 def device() -> torch.device:
-    """Where this process builds its model and computes."""
+    """Return the device on which this process builds its model and computes."""
     if _placed:
         return _placed[-1]
     if has_cuda():

@@ -1,8 +1,8 @@
 """Keep float64 models in float64 where megatron-core rounds to fp32.
 
-Training in float64 exists to compare layouts on CPUs. megatron-core calls its full precision fp32 by name: in the
-gradients given to the optimizer, their norm, the optimizer's checkpoint, the router's scores, and the loss. Every
-function here checks the model's precision first, so that other models take megatron-core's own path.
+Training in float64 exists to compare layouts on CPUs. megatron-core hard-codes fp32 for the gradients given to the
+optimizer, their norm, the optimizer's checkpoint, the router's scores, and the loss. Every function here checks the
+model's precision first; other models take megatron-core's own path.
 """
 
 import math

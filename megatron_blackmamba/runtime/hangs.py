@@ -1,8 +1,8 @@
-"""What a hang leaves to read: a heartbeat of every rank while it runs, and one report a rank when nothing moves.
+"""Files for diagnosing a hang: a heartbeat of every rank during the run, and one report per rank after a hang.
 
-A heartbeat is a small file, written by a thread of its own, so it costs a step nothing and a slow disk cannot delay
-the watchdog. It holds what the rank is doing, where its main thread is, and how many collectives it has started in
-each process group. Comparing them tells which ranks have not arrived.
+A heartbeat is a small file, written by its own thread, so it does not slow down a step, and a slow disk cannot delay
+the watchdog. It records what the rank is doing, where its main thread is, and how many collectives it has started in
+each process group. Comparing the counts shows which ranks have not arrived.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last told about itself."""
+    """The latest heartbeat of a rank."""
 
     rank: int
     host: str

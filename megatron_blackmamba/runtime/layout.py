@@ -42,7 +42,7 @@ class Layout:
     micro_batch: int
 
     def overrides(self, config: RunConfig) -> str:
-        """What to write on the command line to change `config` to this."""
+        """Return the command-line overrides that change `config` to this layout."""
         before = config.parallel.model_dump()
         changed = [f"parallel.{a}={size}" for a, size in self.parallel.model_dump().items() if before[a] != size]
         if self.micro_batch != config.training.micro_batch:
@@ -116,12 +116,12 @@ def nearest(config: RunConfig, world_size: int, count: int = 1) -> list[Layout]:
 
 
 def fitting_sizes(config: RunConfig, sizes: Iterable[int]) -> list[int]:
-    """Of these world sizes, those on which the config works as it is."""
+    """Return the world sizes on which the config works unchanged."""
     return [size for size in sizes if not problems(config, size)]
 
 
 def advice(config: RunConfig, world_size: int) -> str:
-    """What to change: the layout at this size, or the size with this layout."""
+    """Return advice: a layout for this world size, or a world size for this layout."""
     layouts = nearest(config, world_size, count=3)
     most = config.training.global_batch * ranks_of_a_replica(config.parallel)  # a sequence a replica
     sizes = fitting_sizes(config, range(1, min(2 * world_size, most) + 1))

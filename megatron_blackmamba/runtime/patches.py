@@ -58,7 +58,7 @@ def install(skip: frozenset[str] = frozenset()) -> list[str]:
 
 
 def _quiet() -> None:
-    """What is missing here, `doctor` says in a line each; megatron-core and torch say it at every start."""
+    """Silence the start-up warnings of megatron-core and torch about missing libraries; `doctor` reports them."""
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc without a GPU, as on login nodes
 

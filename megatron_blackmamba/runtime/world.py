@@ -21,7 +21,7 @@ LOCAL_ADDRESSES = {"localhost", "127.0.0.1", "::1"}
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is; `groups` is what megatron-core's builders take as pg_collection."""
+    """The rank of this process and its process groups; `groups` is megatron-core's pg_collection."""
 
     rank: int
     size: int
@@ -66,7 +66,7 @@ class World:
 
 @dataclass(frozen=True)
 class Place:
-    """What a launcher says about this process."""
+    """The rank of this process according to its launcher."""
 
     rank: int
     size: int
