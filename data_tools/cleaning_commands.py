@@ -16,20 +16,25 @@ Paths = Annotated[
     list[str], typer.Argument(metavar="INPUT... OUT_DIR", help="Files or folders; last, the output folder.")
 ]
 Format = Annotated[
-    str | None, typer.Option(help="jsonl, parquet, arrow or text; by default by file name.", rich_help_panel=FROM)
+    str | None, typer.Option(help="jsonl, parquet, arrow or text. Default: by file name.", rich_help_panel=FROM)
 ]
 Field = Annotated[
     list[str] | None, typer.Option(help="Field with the text \\[text]; repeat to join.", rich_help_panel=FROM)
 ]
-Match = Annotated[str | None, typer.Option(help="Files to take from folders, as '*.md|*.rst'.", rich_help_panel=FROM)]
+Match = Annotated[
+    str | None, typer.Option(help="Files to read in folders, such as '*.md|*.rst'.", rich_help_panel=FROM)
+]
 Exclude = Annotated[
-    list[str] | None, typer.Option(metavar="PATTERN", help="Files to leave out of folders.", rich_help_panel=FROM)
+    list[str] | None, typer.Option(metavar="PATTERN", help="Files to skip in folders.", rich_help_panel=FROM)
 ]
 MaxBad = Annotated[
-    str, typer.Option(metavar="N|FRACTION", help="Bad records to skip, in each part.", rich_help_panel=FROM)
+    str,
+    typer.Option(metavar="N|FRACTION", help="Bad records allowed per part; they are skipped.", rich_help_panel=FROM),
 ]
-PartSize = Annotated[str, typer.Option(help="Input of one part, which one task reads.", rich_help_panel=WHERE)]
-Workers = Annotated[int, typer.Option(min=0, help="Number of tasks at once; 0 is one a core.", rich_help_panel=WHERE)]
+PartSize = Annotated[str, typer.Option(help="Input size of one part, read by one task.", rich_help_panel=WHERE)]
+Workers = Annotated[
+    int, typer.Option(min=0, help="Number of parallel tasks; 0 means one per core.", rich_help_panel=WHERE)
+]
 Partition = Annotated[
     str | None, typer.Option("--slurm", metavar="PARTITION", help="Run as Slurm arrays.", rich_help_panel=WHERE)
 ]
@@ -37,16 +42,16 @@ Time = Annotated[str, typer.Option(help="Time limit of a Slurm task.", rich_help
 Memory = Annotated[int, typer.Option(metavar="GB", help="Memory of a Slurm task.", rich_help_panel=WHERE)]
 Language = Annotated[
     str | None,
-    typer.Option(help="Split words as datatrove does for this language; by default at spaces.", rich_help_panel=FROM),
+    typer.Option(help="Language of datatrove's word splitter. Default: split at spaces.", rich_help_panel=FROM),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def dedup(
     paths: Paths,
-    n_grams: Annotated[int, typer.Option(help="Words in an n-gram.")] = 2,
-    buckets: Annotated[int, typer.Option(help="Groups of MinHashes; more find less similar documents.")] = 60,
-    hashes: Annotated[int, typer.Option(help="MinHashes in a group; more are stricter.")] = 7,
+    n_grams: Annotated[int, typer.Option(help="Words per n-gram.")] = 2,
+    buckets: Annotated[int, typer.Option(help="Number of MinHash groups; more find less similar duplicates.")] = 60,
+    hashes: Annotated[int, typer.Option(help="MinHashes per group; more are stricter.")] = 7,
     format: Format = None,
     field: Field = None,
     match: Match = None,
@@ -97,7 +102,7 @@ def decontaminate(
     task_folder: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Folder with lm-eval task definitions of your own.")
     ] = None,
-    n_grams: Annotated[int, typer.Option(help="Words in a row that make a match.")] = 12,
+    n_grams: Annotated[int, typer.Option(help="Number of consecutive words that make a match.")] = 12,
     format: Format = None,
     field: Field = None,
     match: Match = None,

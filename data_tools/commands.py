@@ -18,7 +18,7 @@ SHARDS = "How shards are made"
 
 app = typer.Typer(
     name="data",
-    help="Offline data work: raw corpora to token shards, shards to a mixture.",
+    help="Prepare data: tokenize raw corpora into shards, and combine shards into a mixture.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -53,7 +53,7 @@ def tokenize(
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(help="jsonl, parquet, arrow or text; by the file name if left out.", rich_help_panel=FROM),
+        typer.Option(help="jsonl, parquet, arrow or text. Default: by file name.", rich_help_panel=FROM),
     ] = None,
     field: Annotated[
         list[str] | None,
@@ -62,15 +62,15 @@ def tokenize(
             rich_help_panel=FROM,
         ),
     ] = None,
-    joiner: Annotated[str, typer.Option(help="Between joined fields.", rich_help_panel=FROM)] = r"\n\n",
+    joiner: Annotated[str, typer.Option(help="Text between joined fields.", rich_help_panel=FROM)] = r"\n\n",
     marker: Annotated[
         str | None,
-        typer.Option(help="Text files: documents end here; else a file is one document.", rich_help_panel=FROM),
+        typer.Option(help="End of each document in text files. Default: end of file.", rich_help_panel=FROM),
     ] = None,
     match: Annotated[
         str | None,
         typer.Option(
-            help="Files to take from folders, as '*.md|*.rst'; with a slash, a pattern is for the path.",
+            help="Files to read in folders, such as '*.md|*.rst'; a pattern with a slash matches the path.",
             rich_help_panel=FROM,
         ),
     ] = None,
@@ -78,7 +78,7 @@ def tokenize(
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Files to leave out of folders, as 'drafts/*'; repeat for more.",
+            help="Files to skip in folders, such as 'drafts/*'; repeat for more.",
             rich_help_panel=FROM,
         ),
     ] = None,
@@ -90,35 +90,44 @@ def tokenize(
     ] = None,
     max_bad: Annotated[
         str,
-        typer.Option(metavar="N|FRACTION", help="Bad records to skip and list, in each shard.", rich_help_panel=FROM),
+        typer.Option(
+            metavar="N|FRACTION",
+            help="Bad records allowed per shard; they are skipped and listed.",
+            rich_help_panel=FROM,
+        ),
     ] = "0",
     eod: Annotated[
         str | None,
-        typer.Option(help="End-of-document token or id, if the tokenizer leaves it open.", rich_help_panel=TEXT),
+        typer.Option(help="End-of-document token or id, if the tokenizer does not define it.", rich_help_panel=TEXT),
     ] = None,
     special_text: Annotated[
-        bool, typer.Option("--special-text", help="Text that spells a special token becomes it.", rich_help_panel=TEXT)
+        bool,
+        typer.Option(
+            "--special-text", help="Encode text such as <|endoftext|> as the special token.", rich_help_panel=TEXT
+        ),
     ] = False,
     backend: Annotated[
-        str, typer.Option(help="auto, fastokens or tokenizers (Hugging Face).", rich_help_panel=TEXT)
+        str, typer.Option(help="Tokenizer library: auto, fastokens or tokenizers (Hugging Face).", rich_help_panel=TEXT)
     ] = "auto",
     train_bytes: Annotated[
-        str, typer.Option(help="Text that --train-tokenizer looks at.", rich_help_panel=TEXT)
+        str, typer.Option(help="Amount of text for --train-tokenizer.", rich_help_panel=TEXT)
     ] = "1GB",
     shuffle: Annotated[
-        bool, typer.Option(help="Documents in seeded random order within a shard.", rich_help_panel=SHARDS)
+        bool, typer.Option(help="Shuffle the documents within each shard.", rich_help_panel=SHARDS)
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of the shuffle.", rich_help_panel=SHARDS)] = 0,
+    seed: Annotated[int, typer.Option(help="Shuffle seed.", rich_help_panel=SHARDS)] = 0,
     shard_size: Annotated[
-        str, typer.Option(help="Input that shares a shard; a larger file is one alone.", rich_help_panel=SHARDS)
+        str, typer.Option(help="Input per shard; a larger file gets its own shard.", rich_help_panel=SHARDS)
     ] = "4GB",
-    workers: Annotated[int, typer.Option(min=0, help="Processor cores to use; 0 is all.", rich_help_panel=SHARDS)] = 0,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Number of worker processes; 0 means one per core.", rich_help_panel=SHARDS)
+    ] = 0,
     array: Annotated[
         str | None,
-        typer.Option(metavar="INDEX/COUNT", help="Make only this part of the shards.", rich_help_panel=SHARDS),
+        typer.Option(metavar="INDEX/COUNT", help="Build only this part of the shards.", rich_help_panel=SHARDS),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Make shards again that are there.", rich_help_panel=SHARDS)
+        bool, typer.Option("--overwrite", help="Rebuild existing shards.", rich_help_panel=SHARDS)
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the shards and their files; write nothing.", rich_help_panel=SHARDS)
@@ -188,9 +197,9 @@ def tokenize(
 def mixture(
     name: Annotated[str, typer.Argument(metavar="MIXTURE", help="A mixture file, or a shipped name (paper_mix).")],
     tokens: Annotated[
-        str | None, typer.Option(metavar="COUNT", help="Planned tokens, as 300e9 or 300B; without it, all there are.")
+        str | None, typer.Option(metavar="COUNT", help="Planned tokens, such as 300B or 300e9. Default: all available.")
     ] = None,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 2048,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 2048,
     as_json: Json = False,
 ) -> None:
     """Print probability, samples and epochs of every source for a planned number of tokens.
@@ -217,17 +226,18 @@ def mixture(
 def inspect(
     paths: Annotated[list[str], typer.Argument(metavar="SHARD...", help="Shards, or folders of them.")],
     document: Annotated[
-        list[int] | None, typer.Option("--document", "-d", help="Its number, from 0; repeat for more.")
+        list[int] | None, typer.Option("--document", "-d", help="Document number, from 0; repeat for more.")
     ] = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many, where no number is given.")] = 3,
-    seed: Annotated[int | None, typer.Option(help="Take them at random, not from the beginning.")] = None,
-    chars: Annotated[int, typer.Option(min=0, help="Text shown of each; 0 is all.")] = 500,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Show the token ids too.")] = False,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Number of documents, without --document.")] = 3,
+    seed: Annotated[int | None, typer.Option(help="Show random documents instead of the first ones.")] = None,
+    chars: Annotated[int, typer.Option(min=0, help="Characters shown per document; 0 means all.")] = 500,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also show the token ids.")] = False,
     lengths: Annotated[
-        bool, typer.Option("--lengths", help="Show lengths of documents by source instead, with a histogram.")
+        bool, typer.Option("--lengths", help="Show a histogram of document lengths per source instead.")
     ] = False,
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", "-t", help="If there is no tokenizer.json beside the shards.")
+        str | None,
+        typer.Option("--tokenizer", "-t", help="Tokenizer, if the folder of the shards has no tokenizer.json."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -271,8 +281,10 @@ def verify(
     paths: Annotated[
         list[str], typer.Argument(metavar="SHARD|MIXTURE...", help="Shards, folders of them, or mixture files.")
     ],
-    quick: Annotated[bool, typer.Option("--quick", help="Sizes, counts and indices only; read no token.")] = False,
-    workers: Annotated[int, typer.Option(min=0, help="Shards read at a time; 0 is one a core.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Check sizes, counts and indices only, without reading tokens.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Number of shards read in parallel; 0 means one per core.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Check shards against their manifests: sha256, counts, index, token range, an EOD after every document.
@@ -314,11 +326,11 @@ def verify(
 
 @app.command()
 def adopt(
-    paths: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Shards that another tool made.")],
-    tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="The tokenizer they were made with.")],
+    paths: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Shards made by another tool.")],
+    tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="The tokenizer of these shards.")],
     eod: Annotated[str | None, typer.Option(help="End-of-document token or id.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="uint16 or uint32, if a .npy file does not tell \\[by the vocabulary].")
+        str | None, typer.Option(help="uint16 or uint32, if the file does not say. Default: by the vocabulary size.")
     ] = None,
 ) -> None:
     """Check token files that another tool wrote, and write the manifest they lack.

@@ -21,7 +21,7 @@ from megatron_blackmamba.trace import commands as trace_commands
 app = typer.Typer(
     name="blackmamba",
     help="Pretrain, plan, export and run BlackMamba models (Mamba + mixture of experts) on megatron-core.",
-    epilog="Begin with [bold]blackmamba quickstart[/bold], or [bold]blackmamba doctor[/bold] for this machine.",
+    epilog="Start with [bold]blackmamba quickstart[/bold], or check this machine with [bold]blackmamba doctor[/bold].",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -30,7 +30,7 @@ app = typer.Typer(
 
 
 def _complete_config(incomplete: str) -> list[str]:
-    """What the shell offers for CONFIG: shipped runs and keys; where neither begins so, the shell offers files."""
+    """Return the shell's completions for CONFIG: shipped runs and keys. Without a match, the shell offers files."""
     from megatron_blackmamba.config import keys, shipped
 
     return [word for word in (*shipped(), *(f"{key}=" for key in keys())) if word.startswith(incomplete)]
@@ -38,7 +38,7 @@ def _complete_config(incomplete: str) -> list[str]:
 
 ConfigArgument = typer.Argument(
     metavar="CONFIG|a.b=c",
-    help="Config files or shipped runs, later ones win; then keys to change.",
+    help="Run files or names of shipped runs (later ones win), then overrides.",
     autocompletion=_complete_config,
 )
 Configs = Annotated[list[str], ConfigArgument]
@@ -46,9 +46,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def compose(arguments: list[str], quiet: bool = False):
-    """Turn files and overrides, as given on the command line, into a RunConfig.
+    """Turn files and overrides from the command line into a RunConfig.
 
-    quiet: leave the notes about renamed keys to the processes that this one starts.
+    Args:
+        quiet: Do not print notes about renamed keys; the processes that this one starts print them.
     """
     from megatron_blackmamba.config import load
 
@@ -73,7 +74,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -82,9 +83,9 @@ def _options(
 @app.command()
 def config(
     configs: Annotated[list[str] | None, ConfigArgument] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema instead, for editors.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of run files, for editors.")] = False,
 ) -> None:
-    """Print the composed run, or the JSON Schema of run files.
+    """Print the complete config of a run, or the JSON Schema of run files.
 
     [dim]blackmamba config blackmamba_1.5b parallel.tensor=2[/dim]
 
@@ -132,22 +133,24 @@ def train(
     layout.check(run, nproc)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nproc > cores:
-        print(f"blackmamba: {nproc} processes share {cores} cores: it works, no faster", file=sys.stderr)
+        print(f"blackmamba: {nproc} processes share {cores} cores and are no faster than {cores}", file=sys.stderr)
     raise typer.Exit(launch_training(run, configs, nproc, restarts))
 
 
 @app.command()
 def plan(
     configs: Configs,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Lay it over this many nodes.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="One process each.")] = 8,
-    gpu: Annotated[str, typer.Option(help="h100, h200, a100, or a YAML file that describes one.")] = "h100",
-    mfu: Annotated[str | None, typer.Option(help="Part of the GPU's peak in use, or a run that measured it.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node, one process each.")] = 8,
+    gpu: Annotated[str, typer.Option(help="GPU type: h100, h200, a100, or a YAML file.")] = "h100",
+    mfu: Annotated[str | None, typer.Option(help="Model FLOPs utilisation, or a run that measured it.")] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank the layouts that fit these nodes.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Only whether it works and fits: exit code 0 or 2.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only check that the run works and fits (exit code 0 or 2).")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Tell what a run will need: parameters, FLOPs, epochs; with --nodes memory, traffic and time. Needs no GPU.
+    """Estimate parameters, FLOPs and epochs of a run; with --nodes also memory, traffic and time. Needs no GPU.
 
     [dim]blackmamba plan blackmamba_1.5b --nodes 7[/dim]
 
@@ -178,20 +181,22 @@ def plan(
 @app.command()
 def doctor(
     configs: Annotated[list[str] | None, ConfigArgument] = None,
-    folder: Annotated[Path, typer.Option(help="Where runs will live: its disk is measured.")] = Path("runs"),
-    quick: Annotated[bool, typer.Option("--quick", help="Only what a job checks on each node, in seconds.")] = False,
+    folder: Annotated[Path, typer.Option(help="Folder of future runs; its disk is measured.")] = Path("runs"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only the checks of a job's preflight; takes seconds.")
+    ] = False,
     all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Compare all ranks of a job, under srun.")] = False,
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs expected.", show_default="any")] = None,
     threshold: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Change a limit, as disk=20; repeatable.")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Change a limit, for example disk=20; repeatable.")
     ] = None,
-    limit: Annotated[float, typer.Option(min=5, help="Seconds that --all-ranks may take.")] = 240,
-    unfit: Annotated[Path | None, typer.Option(help="File for unfit nodes' names, with --all-ranks.")] = None,
+    limit: Annotated[float, typer.Option(min=5, help="Time limit of --all-ranks in seconds.")] = 240,
+    unfit: Annotated[Path | None, typer.Option(help="With --all-ranks: file for the names of unfit nodes.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Examine this machine, or all ranks of a job: what works, what is missing. Exit code 1 if a run would fail.
+    """Check this machine, or all ranks of a job. Exit code 1 if a run would fail.
 
-    With CONFIG, the disk must hold two of its checkpoints.
+    With CONFIG, also check that two checkpoints of the run fit on the disk.
 
     [dim]blackmamba doctor[/dim]
 
@@ -213,33 +218,36 @@ def doctor(
 @app.command()
 def launch(
     configs: Configs,
-    nodes: Annotated[int, typer.Option(help="How many nodes.")],
-    gpus_per_node: Annotated[int, typer.Option(help="One process each; 0 trains on CPUs.")] = 8,
-    gpu: Annotated[str, typer.Option(help="h100, h200, a100 or a file: the memory that the run must fit.")] = "h100",
-    processes_per_node: Annotated[int | None, typer.Option(help="Only with --gpus-per-node 0.")] = None,
-    cpus_per_process: Annotated[int, typer.Option(help="Cores for each process.")] = 8,
-    time: Annotated[str, typer.Option(help="The job's limit as Slurm writes it: 90, 4:00:00, 2-12.")] = "24:00:00",
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")],
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node, one process each; 0 trains on CPUs.")] = 8,
+    gpu: Annotated[str, typer.Option(help="GPU type: h100, h200, a100, or a YAML file.")] = "h100",
+    processes_per_node: Annotated[
+        int | None, typer.Option(help="Processes per node, only with --gpus-per-node 0.")
+    ] = None,
+    cpus_per_process: Annotated[int, typer.Option(help="Number of cores per process.")] = 8,
+    time: Annotated[str, typer.Option(help="Slurm time limit: 90 (minutes), 4:00:00, 2-12.")] = "24:00:00",
     warn: Annotated[
         int | None,
-        typer.Option(help="Seconds before the limit to save.", show_default="a quarter of the time, at most 600"),
+        typer.Option(help="Save this many seconds before the limit.", show_default="a quarter of the time, max. 600"),
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="The partition to submit to.")] = None,
-    account: Annotated[str | None, typer.Option(help="The account that pays.")] = None,
-    container: Annotated[str | None, typer.Option(help="An image: .sif for apptainer, else for pyxis.")] = None,
-    chain: Annotated[int, typer.Option(help="Jobs in a row, each continuing the last; 1 requeues itself instead.")] = 1,
+    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
+    container: Annotated[str | None, typer.Option(help="Container image: .sif for apptainer, else for pyxis.")] = None,
+    chain: Annotated[int, typer.Option(help="Number of jobs in a chain; a single job requeues itself.")] = 1,
     restarts: Annotated[
         int, typer.Option(min=0, help="Restarts inside the job after a crash or hang between two checkpoints.")
     ] = RESTARTS,
     evaluate: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Score kept checkpoints in jobs of their own, on data in DIR.")
+        Path | None, typer.Option(metavar="DIR", help="Score kept checkpoints in separate jobs, on data in DIR.")
     ] = None,
     sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION", help="One more option of sbatch, as --qos=high; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Extra sbatch option, for example --qos=high; repeatable."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job; write and submit nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script; write and submit nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Submit the training to Slurm: a copy of code and config, a checked plan, a job that continues by itself.
+    """Submit a training job to Slurm, with a copy of code and config. The job resumes itself until the run ends.
 
     [dim]blackmamba launch blackmamba_1.5b data.mixture=mixture.yaml --nodes 7 --partition gpu --dry-run[/dim]
 
@@ -281,11 +289,11 @@ def launch(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's folder, finished or still training.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write the page.", show_default="RUN/report.html")] = None,
-    png: Annotated[Path | None, typer.Option(help="Also write the main charts as PNGs into this folder.")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of a run, finished or training.")],
+    out: Annotated[Path | None, typer.Option(help="Output file.", show_default="RUN/report.html")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also write the main charts as PNG files into this folder.")] = None,
 ) -> None:
-    """One self-contained page of a run: loss, mixture, experts, speed, interruptions, configuration.
+    """Write one self-contained page about a run: loss, mixture, experts, speed, interruptions, config.
 
     [dim]blackmamba report runs/tiny[/dim]
 
@@ -298,10 +306,10 @@ def report(
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(help="A folder of runs.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder of runs.")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """List runs: state, step, tokens, losses, speed, time to go, evaluations.
+    """List runs: state, step, tokens, losses, speed, time left, evaluations.
 
     [dim]blackmamba runs[/dim]
 
@@ -317,8 +325,8 @@ def runs(
 
 @app.command()
 def compare(
-    run: Annotated[list[Path], typer.Argument(help="Folders of two or more runs; the first is compared with each.")],
-    out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("compare.html"),
+    run: Annotated[list[Path], typer.Argument(help="Folders of two or more runs; the first is the baseline.")],
+    out: Annotated[Path, typer.Option(help="Output file.")] = Path("compare.html"),
 ) -> None:
     """Compare runs: configs, losses at equal tokens and equal FLOPs, speed, memory, scores with paired tests.
 
@@ -335,14 +343,14 @@ def compare(
 def quickstart(
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.1, help="How long to train; longer is better.", show_default="4, or as it was begun"),
+        typer.Option(min=0.1, help="Training time in minutes.", show_default="4, or as in the first call"),
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/quickstart"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of going on.")] = False,
+    folder: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/quickstart"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")] = False,
 ) -> None:
-    """The whole way on one machine: its own text, tokens, a mixture, training, Hugging Face, a sample, a report.
+    """Run the whole pipeline here: text, tokens, mixture, training, Hugging Face export, a sample, a report.
 
-    Every stage says what it did and the command for it. Ctrl-C at any time; the same command goes on from there.
+    Every stage prints the command for it. Stop with Ctrl-C at any time; the same command resumes.
 
     [dim]blackmamba quickstart[/dim]
 
@@ -364,10 +372,10 @@ app.add_typer(interchange_commands.import_app, name="import")
 
 
 def main() -> None:
-    """Run the command line; what the user can mend ends with one message and exit code 2, not a traceback."""
+    """Run the command line; an error that the user can fix ends with one message and exit code 2, not a traceback."""
     import logging
 
-    # torch warns of a CUDA toolkit on a machine without a GPU, once a process; the doctor says what there is
+    # torch warns about a CUDA toolkit without a GPU, once per process; `blackmamba doctor` reports it instead
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         app()
@@ -383,7 +391,7 @@ def main() -> None:
             time.sleep(3)  # ranks refuse alike: the first one says why, and its launcher ends the others
         say_once(message, lambda: print(f"blackmamba: {message}", file=sys.stderr, flush=True))
         if rank is not None:
-            os._exit(code)  # others may wait for this one: nothing is tidied up with them
+            os._exit(code)  # other ranks may wait for this one, so skip any clean-up that involves them
         raise SystemExit(code) from None
 
 
@@ -401,21 +409,21 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _in_words(error: Exception) -> str | None:
-    """What to tell the user; None for what is a mistake of ours, whose traceback matters."""
+    """Return the message for the user, or None for a bug, whose traceback matters."""
     if isinstance(error, ValueError) and type(error).__module__.startswith("megatron_blackmamba"):
         return str(error)
     if isinstance(error, OSError) and error.errno in NO_ROOM | NOT_WRITABLE | NOT_THERE:
         where = f"{error.filename}: " if error.filename else ""
         advice = (
-            "; make room, or name a folder on another disk"
+            ". Free some space, or give a folder on another disk"
             if error.errno in NO_ROOM
-            else "; name a file or folder that this user may use"
+            else ". Give a file or folder that this user may use"
             if error.errno in NOT_WRITABLE
             else ""
         )
         return f"{where}{error.strerror}{advice}. (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
     if isinstance(error, OSError) and error.filename and error.errno in FAILING_DISK:
-        return f"{error.filename}: {error.strerror}: check the disk or its network, then run the same command again"
+        return f"{error.filename}: {error.strerror}. Check the disk or its network, then run the same command again."
     if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
         return f"{error.strerror}: raise the limit (`ulimit -n`). (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
     if PORT_IN_USE in str(error):

@@ -13,29 +13,31 @@ def evaluate(
     model: Annotated[
         Path, typer.Argument(help="A run or checkpoint of ours, a Hugging Face export, or the released files.")
     ],
-    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, comma-separated, or the paper's eight.")] = "paper",
+    tasks: Annotated[
+        str, typer.Option(help="lm-eval tasks, comma-separated; paper means the paper's eight.")
+    ] = "paper",
     data: Annotated[Path | None, typer.Option(help="Folder with TASK.jsonl, TASK.jsonl.gz or TASK.parquet.")] = None,
-    download: Annotated[bool, typer.Option("--download", help="Let lm-eval download data that is not here.")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions a task.", show_default="all")] = None,
+    download: Annotated[bool, typer.Option("--download", help="Let lm-eval download missing data.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of questions per task.", show_default="all")
+    ] = None,
     encoding: Annotated[
-        Encoding, typer.Option(help="Tokenize context and continuation together, or apart as the paper did.")
+        Encoding, typer.Option(help="Tokenize context and continuation together, or separately as in the paper.")
     ] = Encoding.joint,
     dtype: Annotated[
         Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Number of scoring processes.", show_default="one a GPU, 1 on a CPU")
+        int | None, typer.Option(min=1, help="Number of scoring processes.", show_default="one per GPU, 1 on CPU")
     ] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens in a batch.", show_default="2048, 16384 on a GPU")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, where the model comes without.")
+        Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, if the model has none.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="File of the results.", show_default="RUN/evaluations/step_N.json")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file.", show_default="RUN/evaluations/step_N.json")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Score each checkpoint of a run as it appears.")] = False,
     as_json: Json = False,
 ) -> None:

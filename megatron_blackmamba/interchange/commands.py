@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from megatron_blackmamba.interchange.canonical import Canonical
 
 export_app = typer.Typer(
-    help="Weights out: to Hugging Face, or to the released BlackMamba files.", no_args_is_help=True
+    help="Export weights to Hugging Face or to the released BlackMamba format.", no_args_is_help=True
 )
 import_app = typer.Typer(
-    help="Weights in: from Hugging Face, or from the released BlackMamba files.", no_args_is_help=True
+    help="Import weights from Hugging Face or from the released BlackMamba format.", no_args_is_help=True
 )
 
 
@@ -39,14 +39,12 @@ class Target(str, Enum):
     hf = "hf"
 
 
-Out = Annotated[Path, typer.Argument(help="A folder that does not exist yet; it appears whole or not at all.")]
-Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or a run's folder for its newest one.")]
-Dtype = Annotated[Precision | None, typer.Option(help="Round the weights to this.", show_default="as they are")]
-Verify = Annotated[
-    bool, typer.Option("--verify/--no-verify", help="Compare the result with the source, weights and answers.")
-]
+Out = Annotated[Path, typer.Argument(help="New output folder; it appears complete or not at all.")]
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or a run for its newest checkpoint.")]
+Dtype = Annotated[Precision | None, typer.Option(help="Precision of the written weights.", show_default="unchanged")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare weights and outputs with the source.")]
 TokenizerFile = Annotated[
-    Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json to go with the weights.")
+    Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json to export with the weights.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -56,7 +54,7 @@ def export_hf(
     checkpoint: Checkpoint,
     out: Out,
     dtype: Dtype = None,
-    shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes in one safetensors file.")] = 4.0,
+    shard_gb: Annotated[float, typer.Option(min=0.001, help="Maximum size of a safetensors file in GB.")] = 4.0,
     tokenizer: TokenizerFile = None,
     verify: Verify = True,
     as_json: Json = False,
@@ -95,7 +93,7 @@ def export_zyphra(
 
 @import_app.command("hf")
 def import_hf(
-    source: Annotated[Path, typer.Argument(help="A folder that `export hf` or `save_pretrained` wrote.")],
+    source: Annotated[Path, typer.Argument(help="A folder written by `export hf` or `save_pretrained`.")],
     out: Out,
     dtype: Dtype = None,
     tokenizer: TokenizerFile = None,
@@ -118,7 +116,7 @@ def import_hf(
 def import_zyphra(
     source: Annotated[
         Path,
-        typer.Argument(help="The folder of config.json and the weights, or a name on the hub that was downloaded."),
+        typer.Argument(help="Folder with config.json and weights, or the name of a downloaded hub model."),
     ],
     out: Out,
     to: Annotated[
@@ -126,7 +124,7 @@ def import_zyphra(
     ] = Target.checkpoint,
     activation: Annotated[
         Gate | None,
-        typer.Option(help="The experts' gate, which the files do not say.", show_default="gelu, and the reason"),
+        typer.Option(help="Activation of the experts, which the files lack.", show_default="gelu, with the reason"),
     ] = None,
     dtype: Dtype = None,
     tokenizer: TokenizerFile = None,
@@ -152,7 +150,7 @@ def import_zyphra(
 
 def verify(
     export: Annotated[Path, typer.Argument(help="A Hugging Face export, or released files.")],
-    against: Annotated[Path, typer.Option(help="The checkpoint it came from, or a run's folder for its newest one.")],
+    against: Annotated[Path, typer.Option(help="The source: a checkpoint, or a run for its newest checkpoint.")],
     as_json: Json = False,
 ) -> None:
     """Compare an export with the checkpoint that it came from: every weight, and the answers to the same tokens.

@@ -9,16 +9,19 @@ import typer
 def study(
     name: Annotated[str, typer.Argument(help="A shipped study, such as paper or smoke, or a study file.")],
     folder: Annotated[Path | None, typer.Option(help="Folder of the study.", show_default="studies/NAME")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time.", show_default="one a core")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.1, help="Save and end after this time.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Number of parallel runs.", show_default="one per core")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.1, help="Save and stop after this many minutes.")] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit the runs as Slurm jobs of one node.")] = False,
-    gpus: Annotated[int, typer.Option(min=0, help="GPUs of each Slurm job.")] = 1,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs per Slurm job.")] = 1,
     time: Annotated[str, typer.Option(help="Time limit of each Slurm job.")] = "4:00:00",
     sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION", help="One more option of sbatch, as --qos=high; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Extra sbatch option, for example --qos=high; repeatable."),
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Also write the main charts as PNGs into this folder.")] = None,
-    page: Annotated[bool, typer.Option("--page", help="Only write the page of what is finished.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Also write the main charts as PNG files into this folder.")] = None,
+    page: Annotated[bool, typer.Option("--page", help="Only write the page about the finished runs.")] = False,
 ) -> None:
     """Train a declared set of runs and compare them on a page. The same command goes on after a stop.
 

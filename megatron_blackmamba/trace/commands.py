@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     step: Annotated[int | None, typer.Option(min=1, help="Show the batch of this step.")] = None,
     sample: Annotated[
         int | None, typer.Option(min=0, metavar="K", help="Show only sample K of the batch, counted from 0.")
     ] = None,
     samples: Annotated[
-        str | None, typer.Option(metavar="FIRST-LAST", help="Show these samples of the run, as events name them.")
+        str | None, typer.Option(metavar="FIRST-LAST", help="Show these samples, numbered as in the run's events.")
     ] = None,
     document: Annotated[
         str | None, typer.Option(metavar="FILE:RECORD", help="Show the steps that read this raw record.")
     ] = None,
-    chars: Annotated[int, typer.Option(min=0, help="Text shown of each document; 0 is all.")] = 200,
+    chars: Annotated[int, typer.Option(min=0, help="Characters shown per document; 0 means all.")] = 200,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show the documents in a batch of a run, or the steps that read a document.
