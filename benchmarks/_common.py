@@ -1,7 +1,7 @@
-"""What the benchmarks share: peers timed in turns, the machine they ran on, and a table.
+"""Functions shared by the benchmarks: time peers in turns, describe the machine, print a table.
 
-Every peer runs once in each round, so that whatever else the machine does falls on all of them. On CPUs with one thread
-the clock is the process's CPU time, otherwise the wall; on GPUs it waits for the device.
+Every peer runs once per round, so other load on the machine affects all of them. On CPUs with one thread the clock is
+the process's CPU time, otherwise wall time; on GPUs it waits for the device.
 """
 
 import argparse
@@ -30,10 +30,11 @@ def arguments(description: str | None, **defaults: Any) -> argparse.ArgumentPars
 
 
 def settle(calls: Iterable[Callable[[], Any]], rounds: int = 6) -> None:
-    """Make the calls until a round of them leaves the process's peak of memory where it was.
+    """Repeat the calls until a round no longer raises the peak memory of the process.
 
-    Where freed memory is kept, calls of different sizes share it in pieces, and the process grows for some rounds until
-    it has a place for each; the kernel clears what it gives, and that takes a good part of a call."""
+    If freed memory is kept, calls of different sizes share it, and the process grows for some rounds. The kernel clears
+    every new page, which would take a good part of a measured call.
+    """
     calls = list(calls)
     for _ in range(rounds):
         before = _peak_of_memory()
@@ -84,7 +85,7 @@ def median(seconds: Sequence[float]) -> float:
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Where figures come from; `packages` are the peers whose versions matter."""
+    """Describe this machine and the versions of `packages`, for the figures measured on it."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in packages:
         try:

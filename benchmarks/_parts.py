@@ -1,8 +1,8 @@
-"""Where the time of a training step goes, by part of the model, forward and backward together.
+"""Split the time of a training step by part of the model, forward and backward together.
 
-Modules mark their forward passes; an operation of the backward pass belongs to the part whose forward pass made it,
-which autograd's sequence numbers tell. On a GPU an operation's time is that of the kernels it launched, on a CPU the
-processor's.
+Modules mark their forward passes. An operation of the backward pass belongs to the part whose forward pass created it,
+according to autograd's sequence numbers. The time of an operation is that of its kernels on a GPU, and CPU time
+otherwise.
 """
 
 from collections import defaultdict
@@ -131,7 +131,7 @@ def _is_backward(event: Any) -> bool:
 
 
 def _part(event: Any, made_by: dict[int, str]) -> str:
-    """Of the innermost mark, backward operation or operation with a name of its own around an event."""
+    """Return the part of an event: from the nearest enclosing mark, backward operation or operation of known name."""
     while event is not None:
         for part, names in BY_OPERATION.items():
             if event.name.startswith(names):

@@ -46,7 +46,7 @@ def _start(config: RunConfig, here: Any, stop: Any, watchdog: Any, name: str, sc
 def on_random_tokens(
     config: RunConfig, here: Any, trainable: Any, length: int, sequences: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Gradients and update of a step on one micro-batch of so many sequences of this length."""
+    """Return functions for the gradients and the update of a step on one micro-batch of random tokens."""
     from megatron_blackmamba.runtime.device import device
     from megatron_blackmamba.training.step import Step
 

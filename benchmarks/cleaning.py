@@ -2,8 +2,9 @@
 
     python -m benchmarks.cleaning FILE.jsonl... --against FILE... [--documents 3000] [--json]
 
-The texts of the files are cut into documents of 60 to 400 words. Some are planted again with 5, 10, 20 and 40% of their
-words changed, others get an evaluation item in their middle: verbatim, re-cased, re-spaced, or cut to its first 60%.
+The texts of the files are cut into documents of 60 to 400 words. Copies of some documents are planted with 5, 10, 20
+and 40% of their words changed. Others get an evaluation item in their middle: verbatim, re-cased, re-spaced, or cut to
+its first 60%.
 
 recall      planted copies that are not kept beside their original; planted items whose document is removed
 precision   removed documents that were planted (the copy or its original), or resemble another one: the Jaccard

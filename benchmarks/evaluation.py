@@ -3,9 +3,9 @@
     python -m benchmarks.evaluation --data DIR [--model EXPORT] [--limit 200] [--tasks paper] [--batch-size 8]
 
 Both score the same Hugging Face export in fp32. Without --model it has random weights, the width of blackmamba_1.5b and
---layers layers; then name a tokenizer. CPU seconds are those of this process, tokenization included. The exit code is 1
-if a choice differs, or a log-likelihood by more than 1e-4. Two experts whose logits are nearly equal can swap by a
-rounding difference, and change the log-likelihood of one continuation by more than that.
+--layers layers, and a tokenizer must be given. CPU seconds are this process's and include tokenization. The exit code
+is 1 if a choice differs, or a log-likelihood by more than 1e-4. Rounding can swap two experts whose logits are nearly
+equal, and so change the log-likelihood of one continuation by more than that.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python -m benchmarks.experts [--tokens 2048 --hidden 1152 --ffn 3072 --experts 8 --dtype bfloat16] [--json]
 
-The defaults are one sequence of the 1.5B model, its tokens spread evenly (the busiest expert has --imbalance times the
-mean). Peers are a loop of products over the experts, megatron-core's way on CPUs, and one dense product of equal size:
-the limit, since no arrangement of the same arithmetic is faster than one large product.
+The defaults are one sequence of the 1.5B model with evenly spread tokens (the busiest expert has --imbalance times the
+mean). One peer is a loop of products over the experts, as megatron-core does on CPUs. The other is one dense product of
+equal size, the limit: no arrangement of the same arithmetic is faster.
 """
 
 from collections.abc import Callable

@@ -2,18 +2,18 @@
 
     python -m benchmarks.generation [--lengths 10 100 1000 2000 4000] [--repeats 15] [--threads 2] [--plot FILE]
 
-The paper's figure: one-token prompt, growing length, batch 1. Random weights in bf16, as speed asks no more of them.
-Every model stands at every length at once and they take turns of two tokens, so that what else runs meets all alike.
-The token before these two is not counted: the threads of the model before may still be looking out for work.
+This is the paper's figure: one-token prompt, growing length, batch 1. Weights are random, in bf16. All models at all
+lengths take turns of two tokens, so other load on the machine affects all of them. The token before these two is not
+counted, because the threads of the previous model may still be spinning.
 
-ours             `megatron_blackmamba.inference`, generated from a one-token prompt to the last length
-export           the exported modeling files in plain PyTorch (`kernels="torch"`)
-mamba            transformers' own Mamba with as many parameters as ours has for a token
-transformer      transformers' Llama of the same size with a KV cache, filled to that length
-bound            bytes that a step of ours must read, over what the fastest of three ways of reading memory reaches
-                 here; tried once a round, and the median counts as for the times
+- ours: `megatron_blackmamba.inference`, generating from a one-token prompt to the last length
+- export: the exported modeling files in plain PyTorch (`kernels="torch"`)
+- mamba: transformers' own Mamba with as many parameters as ours uses per token
+- transformer: transformers' Llama of the same size with a KV cache, filled to that length
+- bound: bytes that a step of ours must read, divided by the fastest of three measured read bandwidths
 
-The size of a state does not depend on its past, so peers that have one start from eight tokens; ours runs to the end.
+The bandwidth is measured once per round, and its median is used, as for the times. The size of a state does not depend
+on its past, so peers with a state start from eight tokens; ours runs to the end.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[10, 100, 1000, 2000, 4000])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--layers", type=int, help="only so many of the layers, for a quick look")
+    parser.add_argument("--layers", type=int, help="number of layers, for a quick run")
     parser.add_argument("--peers", nargs="*", choices=list(NAMES)[1:], default=list(NAMES)[1:])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path)
@@ -177,7 +177,7 @@ PEERS = {"export": export, "mamba": mamba, "transformer": transformer}
 
 
 def _hf_stepper(model: Any, length: int) -> Step:
-    """A step of `model` after it has read so many tokens."""
+    """Return a function that runs one step of `model` after `length` tokens."""
     named = "cache_params" if type(model).__name__ == "MambaForCausalLM" else "past_key_values"
     read = model(torch.ones(1, length, dtype=torch.long), use_cache=True, logits_to_keep=1)
     held = {"cache": read[named], "token": read.logits[:, -1].argmax(dim=-1)}

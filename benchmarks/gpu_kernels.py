@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_kernels [--batch 8 18 1] [--json FILE]
 
-Peers run in the same process, repeat by repeat in turn; a row gives the median time of a call, ours as a part of it,
-and the memory a call adds to its inputs. The limit of a scan is what the device needs for its bytes, at the bandwidth a
-copy reaches here, or for its exponentials, whichever is longer.
+Peers run in the same process and take turns. A row gives the median time of a call, our time as a fraction of it, and
+the memory that a call adds to its inputs. The limit of a scan is the time for its bytes, at the measured copy
+bandwidth, or for its exponentials, whichever is longer.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def compare(operation: str, batch: int, peers: list[Peer], limit_ms: float | Non
 
 
 def _works(peer: Peer) -> bool:
-    """What a peer cannot do here costs its own row, not the table."""
+    """Return whether the peer runs here; print its error otherwise."""
     try:
         _forward_and_backward(peer)
     except Exception as error:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_step [MODEL] [--beside MODEL ...] [--length 2048] [--sequences N] [--json FILE]
 
-First MODEL (blackmamba_340m_1.5b) alone, with as many sequences in one micro-batch as its memory allows; then it stands
-beside the dense models of equal active size, which take turns with it at one number of sequences that fits them all.
-A step is training/step.py's: gradients of one micro-batch of random tokens, then the update, in bf16. Data and records
-are left out. On a machine without a GPU it takes what --sequences says and knows no MFU.
+First, MODEL (blackmamba_340m_1.5b) runs alone, with as many sequences per micro-batch as fit into memory. Then it takes
+turns with dense models of equal active size, all with the same number of sequences. A step is training/step.py's:
+gradients of one micro-batch of random tokens, then the update, in bf16, without data and records. Without a GPU,
+--sequences is required and there is no MFU.
 """
 
 import argparse
@@ -73,11 +73,11 @@ class Subject:
         self.trainable = make_trainable(config, modelling.build(config, here), here)
 
     def step_on(self, sequences: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Gradients and update of a step on so many sequences."""
+        """Return functions for the gradients and the update of a step on `sequences` sequences."""
         return on_random_tokens(self.config, self.here, self.trainable, self.config.data.sequence_length, sequences)
 
     def peak_bytes(self, sequences: int) -> int | None:
-        """What gradients take at most, beside weights and the optimizer's state; None if that is too much."""
+        """Return the peak memory of the gradients, without weights and optimizer state, or None if it does not fit."""
         _forget()
         try:
             gradients, update = self.step_on(sequences)
@@ -167,7 +167,7 @@ def clocked(*calls: Callable[[], Any]) -> tuple[float, ...]:
 
 
 def utilisation(flops_a_second: float) -> str | None:
-    """Of the GPU's peak in bf16, where that is known."""
+    """Return the fraction of the GPU's bf16 peak, or None if the peak is unknown."""
     from megatron_blackmamba.training.speed import known_gpu
 
     gpu = known_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

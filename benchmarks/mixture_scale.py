@@ -2,17 +2,18 @@
 
     python -m benchmarks.mixture_scale [--documents 10e6 30e6 100e6] [--repeats 3] [--folder DIR] [--json]
 
-1. The paper's plan: six sources of its sizes as sparse files (1.24 trillion tokens of holes, indices that announce a
-   document every 1,035 tokens), the shipped mixture, 146,484,375 samples: time until the first batch, and memory.
-2. Start-up against documents: ten shards with real, log-normal document lengths; one epoch planned. Both builders, each
-   in a fresh process, taking turns; seconds and memory after the imports. megatron-core's once without its cache,
-   as for every new seed, length or blend, and once with it.
-3. The order's distance from its weights at every one of the 146,484,375 prefixes.
-4. One random sample: warm in parts 1 and 2; cold from a file of 1 GB that is not in memory, with what the disk had to
-   read for it.
+1. The paper's plan: the shipped mixture with 146,484,375 samples. Six sparse files have the sizes of the six sources
+   (1.24 trillion tokens, one document per 1,035 tokens). Measures the time until the first batch, and memory.
+2. Start-up time by number of documents: ten shards with realistic, log-normal document lengths, one epoch. The builders
+   take turns, each in a fresh process; time and memory count from after the imports. megatron-core's builder runs once
+   without its cache, as for every new seed, length or blend, and once with it.
+3. The deviation of the order from its weights at each of the 146,484,375 prefixes.
+4. One random sample: warm in parts 1 and 2; cold from a file of 1 GB that is not in memory, with the bytes read from
+   disk.
 
-Ours costs the same at any number of documents; megatron-core's builder is measured as far as a machine bears and
-extended along its own slope to the 1.2 billion documents of the paper's sources. Needs 4 GB of disk, 8 GB of memory.
+Our start-up time does not depend on the number of documents. megatron-core's builder is measured up to the largest size
+that the machine can handle. Its time is extrapolated linearly to the 1.2 billion documents of the paper's sources.
+Needs 4 GB of disk and 8 GB of memory.
 """
 
 import argparse
@@ -201,7 +202,7 @@ class Usage:
     """Wall-clock and CPU seconds, and the peak of memory, between its making and `until_now`."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak restarts at what is in use now
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current memory
         self.before = (time.perf_counter(), time.process_time(), status("status", "VmHWM"))
         self.after = self.before
 
@@ -220,7 +221,7 @@ class Usage:
 
 
 def ours(folder: Path, samples: int) -> tuple[Usage, Any]:
-    """What was used to build the training data and read a first batch; the data."""
+    """Build the training data and read a first batch; return the usage, and the data."""
     from megatron_blackmamba.config.run import DataConfig
     from megatron_blackmamba.data import BatchStream, build
 
@@ -369,7 +370,7 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def extend(series: dict[Any, dict[str, list]], documents: float) -> dict[str, float]:
-    """What megatron-core's build would cost at `documents`, on the line through the fewest and the most measured."""
+    """Extrapolate megatron-core's cost to `documents`, on the line through the smallest and largest measurement."""
     few, many = min(series, key=int), max(series, key=int)
     low, high = medians(series[few]["megatron-core"]), medians(series[many]["megatron-core"])
     scale = (documents - int(few)) / (int(many) - int(few))

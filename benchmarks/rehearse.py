@@ -1,4 +1,4 @@
-"""Where a training step's time, launches, waits and memory go on a GPU, calculated without one.
+"""Calculate the time, launches, waits and memory of a training step on a GPU, without a GPU.
 
     python -m benchmarks.rehearse CONFIG [a.b=c ...] [--ranks N] [--micro-batches N] [--gpu h200] [--json FILE]
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="+", metavar="CONFIG|a.b=c")
     parser.add_argument("--ranks", type=int, help="number of GPUs; default: the fewest of the layout")
-    parser.add_argument("--micro-batches", type=int, help="of a rank, instead of those of the global batch")
+    parser.add_argument("--micro-batches", type=int, help="micro-batches per rank; default: as in the global batch")
     parser.add_argument("--gpu", default="h200", choices=gpus.KNOWN, help="GPU of the tables (default h200)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     options = parser.parse_intermixed_args()

@@ -4,16 +4,16 @@
 
 The defaults are one sequence of the 1.5B model, with softplus, skip and gate. Peers, where installed:
 
-transformers   mamba_selective_scan of transformers 5, its path without CUDA kernels. Forward + backward is timed on
-               256 tokens and scaled up by the length: a floor, since its backward grows with the square of the length
-mambapy        its parallel scan, with softplus, skip and gate around it
-mamba_ssm      its CUDA kernel (GPUs only)
+- transformers: mamba_selective_scan of transformers 5, its path without CUDA kernels. Forward + backward is timed on
+  256 tokens and scaled by the length. This is a lower bound: its backward grows with the square of the length.
+- mambapy: its parallel scan, with softplus, skip and gate around it
+- mamba_ssm: its CUDA kernel (GPUs only)
 
-On a CPU the peers spend much of their time on pages that the kernel clears for them, since PyTorch gives freed memory
-back. With --keep-memory all of them hold it, as our training runs do: the slow peers gain most.
+On a CPU the peers spend much of their time on new pages that the kernel clears, since PyTorch returns freed memory.
+With --keep-memory they keep it, as our training runs do; the slow peers gain most.
 
-limit          the exponentials of the scan (N + 2 a channel and token forward, 2 N + 6 forward + backward) at the
-               rate at which this machine computes them in a loop that does nothing else
+The limit is the time for the exponentials of the scan (N + 2 per channel and token forward, 2 N + 6 forward + backward)
+at the rate of this machine in a loop that does nothing else.
 """
 
 from collections.abc import Callable

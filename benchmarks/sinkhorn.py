@@ -2,9 +2,9 @@
 
     python -m benchmarks.sinkhorn [--tokens 16384 --experts 8 --std 1 2 16] [--json]
 
-The logits are a trained router's: offsets that all tokens share, as strong as the noise. megatron-core iterates until
-its factors stop moving, asking the device each time; ours runs a fixed number of iterations. Each is asked for the
-expert of every token. Where megatron-core is still iterating after --timeout seconds, the table says so.
+The logits resemble a trained router's: an offset per expert, as strong as the noise. megatron-core iterates until its
+factors converge, and waits for the device each time. Ours runs a fixed number of iterations. Both return the expert of
+every token. If megatron-core has not converged after --timeout seconds, the table says so.
 """
 
 import signal
@@ -97,7 +97,7 @@ def verdict(name: str, call: Callable[[], Tensor], logits: Tensor, experts: int)
 
 
 def comes_back(call: Callable[[], object], seconds: float) -> bool:
-    """Whether `call` ends in that time. An alarm ends one that does not: its loop is in Python."""
+    """Return whether `call` returns in time. An alarm stops it otherwise, which works for a loop in Python."""
 
     def end(*_: object) -> None:
         raise TimeoutError

@@ -1,14 +1,14 @@
-"""How a training step grows with the length of the sequence: nothing in it should grow faster than the sequence does.
+"""Time of a training step by sequence length: no part should grow faster than linearly.
 
     python -m benchmarks.step_length [CONFIG] [a.b=c ...] [--lengths 512 2048 16384] [--repeats 5] [--json]
     python -m benchmarks.step_length model.pattern=ME model.hidden_size=1152 model.expert_hidden_size=3072 --repeats 1
 
-cut         the gradients of as many tokens as the longest sequence has, in one micro-batch of sequences of each length
-alone       the gradients of one sequence; what a step costs whatever its length weighs on the short ones
-update      the optimizer's part, the same for every length
+- cut: gradients of one micro-batch with the tokens of the longest sequence, cut into sequences of each length
+- alone: gradients of one sequence; fixed costs of a step weigh more on short sequences
+- update: the optimizer's part, equal for every length
 
-In microseconds a token, and as ratios to the shortest. Without a configuration: tiny. CPU time of one process, after
-enough rounds that it has all the memory it will need.
+Times are in microseconds per token, and as ratios to the shortest length. Without CONFIG: tiny. CPU time of one
+process, after enough warm-up rounds that its memory no longer grows.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by operation.
+"""Split the time of a training step by operation.
 
     python -m benchmarks.step_profile [CONFIG] [a.b=c ...] [--pair MODEL] [--steps 5] [--json]
 

@@ -1,18 +1,18 @@
-"""Tokens per CPU-second from one JSON-lines file to Megatron's .bin and .idx: ours beside the ways people do it.
+"""Tokens per CPU-second from one JSON Lines file to Megatron's .bin and .idx: ours and the usual alternatives.
 
     python -m benchmarks.tokenization --input FILE.jsonl --tokenizer FILE [--repeats 3] [--megabytes 64] [--json]
 
-Without --input, the text is this machine's own Python sources. Each way runs alone in a fresh process on one core, the
-ways taking turns; its time begins when imports are done and the tokenizer is warm, and ends with whole files on disk.
+Without --input, the text is this machine's own Python sources. All take turns, each in a fresh process on one core.
+The time starts after the imports and a tokenizer warm-up, and ends with complete files on disk.
 
-ours             every check on: source and output hashed, ids range-checked, a sample encoded again by the reference,
-                 documents shuffled, files synced to disk
-ours, in order   the same with --no-shuffle
-encode_batch_fast  orjson, Hugging Face tokenizers in batches of 1000, files written by numpy
-tokenizers       json, Hugging Face tokenizers and megatron-core's IndexedDatasetBuilder, a document at a time
-classic          json, transformers' fast tokenizer and IndexedDatasetBuilder, a document at a time: what Megatron's
-                 preprocess_data does
-datatrove        its JsonlReader and DocumentTokenizer, where it is installed
+- ours: with all checks (source and output hashed, ids range-checked, a sample encoded again by the reference),
+  documents shuffled, files synced to disk
+- ours, in order: the same with --no-shuffle
+- encode_batch_fast: orjson, Hugging Face tokenizers in batches of 1000, files written by numpy
+- tokenizers: json, Hugging Face tokenizers and megatron-core's IndexedDatasetBuilder, one document at a time
+- classic: json, transformers' fast tokenizer and IndexedDatasetBuilder, one document at a time, as in Megatron's
+  preprocess_data
+- datatrove: its JsonlReader and DocumentTokenizer, if installed
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""A step of the training loop beside the bare arithmetic it is made of, and beside itself with other scans.
+"""A step of the training loop compared with its bare arithmetic, and with other scans.
 
     python -m benchmarks.train_step [CONFIG] [a.b=c ...] [--nproc 2] [--repeats 20] [--scans] [--json]
 
-the loop    as `blackmamba train` takes a step: data, gradients, guard, update, records
-the step    training/step.py alone: megatron-core's schedule, gradient reduction, distributed optimizer
-bare        the same model on the same batch: forward, backward, clipping and AdamW by PyTorch; with several processes
-            what any correct step exchanges: the gradients, once and in one piece, and the experts' part of their norm
+- the loop: a step of `blackmamba train`: data, gradients, guard, update, records
+- the step: training/step.py alone: megatron-core's schedule, gradient reduction, distributed optimizer
+- bare: forward, backward, clipping and AdamW by PyTorch, with the same model on the same batch
 
-With --scans, the loop of one process with the model's scan replaced: chunked PyTorch, mambapy, transformers, as far as
-installed. The loop reads new data at every step, the others repeat one batch. Without a configuration: tiny. One
-process is timed by its CPU time, threads that read data included; several by the wall.
+With several processes, the bare step performs the same all-reduces as any correct step: the gradients, once and in one
+piece, and the experts' part of their norm. With --scans, the loop runs in one process with another scan: chunked
+PyTorch, mambapy, transformers, if installed. The loop reads new data at every step; the others repeat one batch.
+Without CONFIG: tiny. One process is timed by its CPU time, including the threads that read data; several by wall time.
 """
 
 import os
@@ -111,13 +111,13 @@ def peer_scan(scan: Callable, u, delta, A, B, C, D, *, z_BLI, delta_bias_I, **ig
 
 
 def step_of_loop(trainer: Any) -> None:
-    """What Trainer.run does at every step."""
+    """Take one step as Trainer.run does."""
     trainer.take_step()
     trainer.saver.after_step(trainer.progress.step)
 
 
 def bare_step(config: RunConfig, here: Any, batch: list[dict]) -> Callable[[], None]:
-    """PyTorch's own training step on the same model and batch."""
+    """Return PyTorch's own training step on the same model and batch."""
     from megatron_blackmamba import model as modelling
 
     model = modelling.build(config, here).train()

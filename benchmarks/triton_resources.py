@@ -1,11 +1,10 @@
-"""What the Triton kernels ask of a GPU, read from their machine code: no GPU needed.
+"""GPU resources of the Triton kernels, read from their machine code, without a GPU.
 
     python -m benchmarks.triton_resources [--arch 80 90] [--json]
 
-The operations run as in training, forward and backward, on tensors without data. Each kernel they launch is compiled
-for the architecture, with the specialisation that a real call would give it, and not launched; registers, spills and
-shared memory come from the binary, and so does the mix of instructions in the loop that does the work. `ptxas`,
-`cuobjdump` and `nvdisasm` come with Triton.
+The operations run as in training, forward and backward, on tensors without data. Each kernel is compiled for the
+architecture, with the specialisation of a real call, but not launched. Registers, spills, shared memory and the
+instruction mix of the main loop are read from the binary. `ptxas`, `cuobjdump` and `nvdisasm` come with Triton.
 """
 
 import argparse
@@ -62,7 +61,7 @@ def kernels_of(run: Callable[..., object], arch: int, **options: bool) -> list[K
 
 
 class _NoDevice(DriverBase):
-    """Tells Triton what to compile for, where there is nothing to run on."""
+    """A Triton driver without a device: it only names the architecture to compile for."""
 
     def __init__(self, arch: int):
         self.arch = arch

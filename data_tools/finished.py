@@ -1,4 +1,4 @@
-"""Whether a shard on disk is the one a job would write, and whether its files are still what was written."""
+"""Check whether a shard on disk is the one that a job would write, and whether its files are unchanged."""
 
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shard_writer import ShardJob

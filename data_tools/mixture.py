@@ -1,4 +1,4 @@
-"""What a mixture means for a planned number of tokens: probability, samples and epochs of every source."""
+"""The plan of a mixture for a number of tokens: probability, samples and epochs of every source."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -142,7 +142,7 @@ def find_mixture(name: str) -> Path:
 
 
 def read_mixtures(paths: Iterable[str]) -> dict[str, Mixture]:
-    """The mixtures among these paths: by suffix, by name, or any other file that is none of a shard's."""
+    """Read the mixtures among these paths: by suffix, by shipped name, or any file that is not part of a shard."""
     return {path: Mixture.read(find_mixture(path)) for path in paths if _is_mixture(path)}
 
 

@@ -1,4 +1,4 @@
-"""Where a document of a shard came from: its file and its record there, from the manifest alone."""
+"""Find the origin of a document in a shard: its raw file and record, from the manifest alone."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -62,7 +62,7 @@ def places_of(manifest: ShardManifest, file: str, record: int) -> list[int] | No
 
 
 def _number_of(manifest: ShardManifest, source: SourceFile, record: int) -> int | None:
-    """Return which of a file's documents a record is; None if it is none."""
+    """Return the document number of a record in its file, or None for a skipped record."""
     if sum(manifest.rejected.values()) > len(manifest.rejects):
         raise InputError(
             f"{source.name}: its shard lists only the first {len(manifest.rejects)} of the records it skipped, so a "

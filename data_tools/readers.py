@@ -24,7 +24,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What part of a file is the text of a document."""
+    """Options that select the text of a document in a file."""
 
     fields: tuple[str, ...] = ("text",)
     joiner: str = "\n\n"

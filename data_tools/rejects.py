@@ -1,4 +1,4 @@
-"""Records that cannot become documents: why, and how many of them the caller puts up with."""
+"""Records that cannot become documents: the reasons, and how many of them are allowed."""
 
 from dataclasses import dataclass, field
 

@@ -40,7 +40,7 @@ Report = Callable[[int, int, int], None]  # input bytes, tokens, documents: so f
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """What decides the content of shards, the raw files and the tokenizer aside."""
+    """The settings that determine the content of shards, apart from raw files and tokenizer."""
 
     read: ReadOptions = field(default_factory=ReadOptions)
     special_text: bool = False
@@ -182,7 +182,7 @@ class _Writing:
         self.text_bytes += len("".join(batch.texts).encode())
 
     def _check_ids(self, ids: np.ndarray, lengths: np.ndarray, batch: Batch, source: Source) -> None:
-        """What must never happen, looked at for every token."""
+        """Check the range of every token id and the length of every document."""
         if int(lengths.sum()) != len(ids) or int(ids.max()) >= self.tokenizer.vocab_size:
             raise RuntimeError(
                 f"{source.path}: {self.tokenizer.batch_backend} returned ids that do not belong to its texts"
@@ -270,7 +270,7 @@ class _Writing:
 
 @dataclass
 class _Sink:
-    """Where encoded documents go: straight into the file, or there by way of the shuffler."""
+    """The destination of encoded documents: the file, directly or through the shuffler."""
 
     writing: _Writing
     file: BinaryIO

@@ -93,10 +93,13 @@ def find_sources(
     exclude: Sequence[str] = (),
     split: str | None = None,
 ) -> Found:
-    """Return the files named, and those under the folders named, in natural order.
+    """Return the given files, and all files under the given folders, in natural order.
 
-    match, exclude: patterns for files in folders, separated by |. split: train, validation or test, by their path.
-    apart: the folder for the shards, which may lie inside an input and is none.
+    Args:
+        match: Patterns of files to read in folders, separated by |.
+        exclude: Patterns of files to skip in folders.
+        split: train, validation or test, recognised by the path.
+        apart: Output folder, which is skipped if it is inside an input folder.
     """
     selection = Selection(match, tuple(exclude), split)
     if not inputs:

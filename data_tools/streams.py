@@ -24,7 +24,7 @@ class Damage(Exception):
 
 
 class InputStream(AbstractContextManager["InputStream"]):
-    """One input file, or standard input for `-`. Compression is told by the first bytes, not by the name."""
+    """One input file, or standard input for `-`. Compression is detected from the first bytes, not the name."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path

@@ -54,13 +54,13 @@ class TokenizeOptions:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one call did."""
+    """The result of one call."""
 
     out_dir: str | os.PathLike[str]
     shards: list[Made]
     seconds: float
     not_taken: list[Path | str]
-    """Files in the input folders that were not taken."""
+    """Files in the input folders that were not read."""
 
     @property
     def documents(self) -> int:
@@ -96,7 +96,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Plan:
-    """The shards of a whole corpus, those of this call among them."""
+    """All shards of a corpus; `mine` lists the shards of this call."""
 
     jobs: list[ShardJob]
     mine: list[ShardJob]
@@ -219,7 +219,7 @@ def _refuse_other_tokenizer(planned: Plan, tokenizer: Tokenizer) -> None:
 
 
 def _keep_tokenizer(tokenizer: Tokenizer, out_dir: Path) -> None:
-    """Beside its shards lies the tokenizer they were made with, for training, decoding and export."""
+    """Save the tokenizer in the folder of the shards, for training, decoding and export."""
     path = out_dir / "tokenizer.json"
     if not path.exists() or path.read_bytes() != tokenizer.content:
         tokenizer.save(path)

@@ -30,19 +30,19 @@ from megatron_blackmamba.tokenizer import Tokenizer
 
 _CHUNK_BYTES = 8 << 20
 _BLOCK_TOKENS = 4 << 20
-ADOPTED = "adopted"  # options of a shard that another tool made: its EODs are its own affair
+ADOPTED = "adopted"  # options of a shard that another tool made: its EODs are not checked
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with one shard, or nothing."""
+    """The result of verifying one shard: its problems, if any."""
 
     prefix: Path
     documents: int = 0
     tokens: int = 0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What may be meant, and may be a mistake."""
+    """Findings that may be intended or a mistake."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Scan:
 
 
 def verify(paths: Sequence[str | Path], *, quick: bool = False, cores: int = 1, quiet: bool = False) -> list[Verdict]:
-    """A verdict on every shard found, and on every file that looks like half of one. `quick` reads no token."""
+    """Return a verdict on every shard and on every incomplete one; `quick` does not read the tokens."""
     prefixes = _prefixes(paths)
     total = sum(_size(beside(prefix, ".bin")) for prefix in prefixes)
     read = [0] * len(prefixes)
@@ -79,7 +79,7 @@ def verify(paths: Sequence[str | Path], *, quick: bool = False, cores: int = 1, 
 
 
 def verify_shard(prefix: Path, *, quick: bool = False, advance: Callable[[int], None] = lambda _: None) -> Verdict:
-    """What is wrong with one shard, a file that cannot be read included."""
+    """Return the verdict on one shard; an unreadable file is a problem, not an error."""
     try:
         return _verify_shard(prefix, quick, advance)
     except OSError as error:
@@ -198,7 +198,7 @@ def _refuse_ours(manifest_path: Path) -> None:
 
 
 def documents_without_eod(prefix: Path) -> int:
-    """Of an adopted shard: documents that run into the next one."""
+    """Return how many documents of an adopted shard do not end with EOD."""
     shard = Shard.open(prefix)
     starts = np.asarray(shard.idx.document_indices)
     full = np.flatnonzero(np.diff(starts) > 0)  # a document without a sequence ends nowhere
@@ -237,7 +237,7 @@ def _prefixes(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def _compare(verdicts: list[Verdict]) -> None:
-    """What only shows between shards: the same tokens twice, or two tokenizers in one folder."""
+    """Compare shards with each other: duplicate tokens, or two tokenizers in one folder."""
     first_with: dict[str, Path] = {}
     first_from: dict[str, Path] = {}
     first_of_file: dict[str, Path] = {}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Collect what scripts/gpu_check.sh needs on a machine without network; run it where there is one, then carry the folder.
+# Collect the files that scripts/gpu_check.sh needs offline. Run this with network access, then copy the folder.
 #
 #   scripts/gpu_carry.sh FOLDER [PYTHON_VERSION]
 #

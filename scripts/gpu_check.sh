@@ -28,7 +28,7 @@ export PYTHONPATH="$WORK/site:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=
 PATH="$WORK/site/bin:$(dirname "$(command -v "$PYTHON")"):$PATH" # ninja is there: without it sources compile in turn
 
 left() { local seconds=$((DEADLINE - SECONDS)); echo $((seconds > 1 ? seconds : 1)); }
-# At most so many seconds, and never past the deadline.
+# within SECONDS LOG COMMAND...: run a command with a time limit, and never past the deadline.
 within() {
     local seconds=$1 log=$2
     shift 2

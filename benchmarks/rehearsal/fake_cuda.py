@@ -1,4 +1,4 @@
-"""PyTorch and Triton as on a machine of eight Hopper GPUs, where there is none.
+"""Make PyTorch and Triton behave as on a machine with eight Hopper GPUs, without a GPU.
 
 `become_gpu` changes this process for good: use one of its own. Import this module before anything imports torch.
 """
@@ -136,7 +136,7 @@ def _answer_for_cuda() -> None:
 
 
 def _tell_devices_truly() -> None:
-    """Correct three answers of fake tensors that differ from those of tensors on a GPU."""
+    """Correct three properties in which fake tensors differ from tensors on a GPU."""
     type_of, data, tensor_of = torch.Tensor.type, torch._C.TensorBase.data, torch.tensor
 
     def type_on_gpu(self, *args, **kwargs):

@@ -1,7 +1,7 @@
 """Measure which lines this process runs, if its environment's `context` file says for which test.
 
-Imported when Python starts, in every process of the private copy, also in those that a test forked or gave another
-environment. coverage's own `patch = subprocess` passes its settings in environment variables, which are lost there.
+Every Python process of the private copy imports this at start-up, even if a test forked it or changed its environment.
+coverage's own `patch = subprocess` passes its settings in environment variables, which are lost there.
 """
 
 import atexit
