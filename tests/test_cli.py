@@ -1,4 +1,4 @@
-"""What the command line says beside its commands."""
+"""The messages of the command line outside its commands."""
 
 import pytest
 

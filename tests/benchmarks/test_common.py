@@ -1,4 +1,4 @@
-"""What every benchmark relies on."""
+"""The functions shared by all benchmarks."""
 
 from benchmarks import _common
 

@@ -1,4 +1,4 @@
-"""What the benchmark of a step decides before a GPU is there to show it wrong."""
+"""The decisions of the GPU step benchmark that can be tested without a GPU."""
 
 from types import SimpleNamespace
 

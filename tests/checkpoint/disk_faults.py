@@ -32,10 +32,13 @@ class Disk:
         self._fsync, os.fsync = os.fsync, self._counted_fsync
 
     def arm(self, fail_at: int, how: str) -> None:
-        """Have operation number `fail_at` from now on fail; 0: none.
+        """Make operation number `fail_at` from now on fail; 0 means none.
 
-        how: "refused" (ENOSPC), "full" (the file opens, but nothing can be written from then on), "removed" (somebody
-        removes the folder just before), "killed" (if it is the writer's, the writer dies).
+        `how` is one of:
+            - "refused": ENOSPC
+            - "full": the file opens, but nothing can be written from then on
+            - "removed": the folder is removed just before
+            - "killed": the writer process dies, if the operation is the writer's
         """
         resource.setrlimit(resource.RLIMIT_FSIZE, self._limit)
         self._shared[:] = struct.pack("q", 0)

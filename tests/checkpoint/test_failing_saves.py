@@ -30,7 +30,7 @@ def answer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saves(answer):
-    """What both ranks saw of each save; the last one had no fault."""
+    """Return what both ranks reported about each save; the last one had no fault."""
     return answer["ranks"]
 
 

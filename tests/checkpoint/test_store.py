@@ -1,4 +1,4 @@
-"""What `Checkpoints` keeps, publishes and refuses, on a real model in this process."""
+"""Tests of `Checkpoints`: what it keeps, publishes and refuses, on a real model in this process."""
 
 import errno
 import json

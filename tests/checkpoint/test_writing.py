@@ -1,4 +1,4 @@
-"""What a writer process answers about its part of a save."""
+"""The answer of a writer process about its part of a save."""
 
 from types import SimpleNamespace
 

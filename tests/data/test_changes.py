@@ -1,4 +1,4 @@
-"""A resumed run reads what it would have read, or is told source by source what is different."""
+"""A resumed run reads the same data as without the stop, or is refused with the differences by source."""
 
 import copy
 

@@ -33,7 +33,7 @@ def rewritten(mixture, old, new):
 
 
 def saved(plan):
-    """The record as it comes back from data_plan.json."""
+    """Return the record as read back from data_plan.json."""
     return json.loads(json.dumps(plan.describe()))
 
 
@@ -187,7 +187,7 @@ def test_single_source_causes_no_warning(tmp_path, caplog):
     write_shard(tmp_path / "a/one", 0, 1000)
     data = plan(write_mixture(tmp_path, [{"name": "a", "shards": "a"}]), total_samples=62)
     read = [token for _, tokens in samples(data, 0, 62) for token in tokens]
-    assert len(read) == len(set(read)) == 992  # 1000 less a tail of 8
+    assert len(read) == len(set(read)) == 992  # 1000 minus a tail of 8
     assert not caplog.records
 
 

@@ -45,7 +45,7 @@ def test_a_missing_last_part_is_refused_by_name(part, mixture, tmp_path):
             use()
     result = CliRunner().invoke(app, ["data", "verify", str(tmp_path / "tokens")])
     assert result.exit_code == 2 and "lacks shard_00004 of 4 shards" in result.output
-    for use in uses(mixture("tokens/shard_*")):  # a part, and said so
+    for use in uses(mixture("tokens/shard_*")):  # explicitly a part
         use()
     part(3)
     for use in uses(mixture()):

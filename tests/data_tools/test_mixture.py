@@ -18,7 +18,7 @@ from megatron_blackmamba.data_tools.mixture import (
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from tests.data.corpus import VOCAB, data_config, three_sources, write_mixture, write_shard
 
-# The paper's table; epochs are those of 300 billion tokens.
+# The paper's table, with epochs for 300 billion tokens.
 PAPER = {
     "pile": (0.324588, 0.32459),
     "slimpajama": (0.389505, 0.19475),

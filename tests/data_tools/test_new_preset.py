@@ -1,4 +1,4 @@
-"""The worked example of docs/extending.md: a preset for a corpus of one's own."""
+"""The worked example of docs/extending.md: a preset for a new corpus."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What README and docs tell people to type is understood, and what they point to is there."""
+"""Commands and links in README and docs are valid."""
 
 import os
 import re

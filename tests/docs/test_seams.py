@@ -1,4 +1,4 @@
-"""What docs/extending.md promises: each worked example is one file, and nothing else in the package knows of it."""
+"""The promise of docs/extending.md: each worked example is one file that the rest of the package does not mention."""
 
 import ast
 import re

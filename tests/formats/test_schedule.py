@@ -14,7 +14,7 @@ uneven_weights = st.lists(st.integers(0, 40), min_size=1, max_size=12).map(lambd
 
 
 def worst_deviation(schedule, first, end):
-    """Of any source at any prefix that begins at `first`, in samples."""
+    """Return the largest deviation of any source at any prefix that starts at `first`, in samples."""
     source, _ = schedule.locate_range(first, end)
     length = np.arange(1, end - first + 1)
     blend = schedule.blends[schedule.starts.index(first)]

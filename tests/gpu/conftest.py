@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device, and skip themselves where there is none."""
+"""Tests that need a CUDA device and are skipped without one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What tools expect of every model of transformers: names, flags, hidden states, packing, compilation."""
+"""Conventions of transformers models that tools rely on: names, flags, hidden states, packing, compilation."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_a_hole_in_the_mask_is_refused(model):
     mask[1, 4] = 0
     with pytest.raises(ValueError, match="has a hole"):
         model(IDS, attention_mask=mask)
-    mask[1, :4] = 0  # padding at the left, and at the right, is none
+    mask[1, :4] = 0  # padding at the left, or at the right, is accepted
     model(IDS, attention_mask=mask)
     model(IDS, attention_mask=mask.flip(1))
 

@@ -1,4 +1,4 @@
-"""lm-eval's `hf` backend runs an export as it is, on tasks and data of one's own without a network."""
+"""lm-eval's `hf` backend runs an unmodified export, on local tasks and data without a network."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a router decided, and how close the decision was."""
+"""The decisions of a router, and their margins."""
 
 import torch
 

@@ -77,7 +77,7 @@ def problems(done: subprocess.CompletedProcess) -> dict[str, dict[str, str]]:
 
 
 def test_open_file_limit_and_wrong_card_are_named(tmp_path):
-    """What `ulimit -n 64` and a card of another machine do, in one process."""
+    """Test `ulimit -n 64` and a network card of another machine in one process, to save time."""
     command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", sys.executable, "-m", "megatron_blackmamba", "doctor"]
     cards = {"GLOO_SOCKET_IFNAME": "none0", "NCCL_SOCKET_IFNAME": "none1,none2"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the model consists of: exact counts, precisions, and what weight decay leaves alone."""
+"""The parameters of the model: exact counts, precisions, and exceptions from weight decay."""
 
 import pytest
 import torch

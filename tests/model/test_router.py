@@ -1,4 +1,4 @@
-"""How tokens find their experts in training and in use."""
+"""The routing of tokens to experts in training and inference."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 
 
 class Far:
-    """Room for a few tensors `[1, TOKENS, CHANNELS]` in one block of 13 GB, of which only their own pages are used."""
+    """A sparse block of 13 GB for a few tensors `[1, TOKENS, CHANNELS]`; only their pages take memory."""
 
     def __init__(self) -> None:
         size = 4 * (TOKENS * STRIDE)

@@ -1,4 +1,4 @@
-"""What the tests of the operations share: every implementation this machine can run, and comparison with float64."""
+"""Helpers for tests of the ops: all implementations that this machine can run, and comparison with float64."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What the Triton backends say they cannot do, so that another backend does it."""
+"""The calls that the Triton backends refuse, so that another backend runs them."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def pretend_interpreted(monkeypatch):
         ((1, 8, 4), 10, torch.float32, "not 10"),
         ((1, 0, 4), 16, torch.float32, "empty"),
         ((1, 1_000_000, 2304), 16, torch.bfloat16, None),
-        ((1, 3_000_000, 4), 16, torch.bfloat16, "at most 2,097,120 tokens"),  # a launch has no room for more chunks
+        ((1, 3_000_000, 4), 16, torch.bfloat16, "at most 2,097,120 tokens"),  # more chunks do not fit into one launch
         ((70_000, 1, 4), 16, torch.bfloat16, "at most 65,535 sequences"),
     ],
 )

@@ -67,7 +67,7 @@ def triton_results(inputs, plan):
 
 
 class Neighbours:
-    """Stands for the other parts: answers with what is given, and keeps what it is told."""
+    """A stand-in for the other parts: it returns given values and records its arguments."""
 
     def __init__(self, start, grad_end):
         self.answers, self.told = (start, grad_end), {}

@@ -1,4 +1,4 @@
-"""What training really holds, byte by byte: real ranks of small models, for each shape, layout and precision."""
+"""Measure the memory of training: real ranks of small models, for each shape, layout and precision."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a suggested layout says, and the time by which layouts are ranked."""
+"""The text of a suggested layout, and the estimated time by which layouts are ranked."""
 
 import pytest
 

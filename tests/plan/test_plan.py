@@ -16,7 +16,7 @@ H100 = gpus.KNOWN["h100"]
 
 
 def plan(*arguments):
-    """What `blackmamba plan ... --json` prints, and the error it ends with."""
+    """Return the output of `blackmamba plan ... --json`, and its error."""
     done = CliRunner().invoke(app, ["plan", *arguments, "--json"])
     return json.loads(done.stdout), done.exception
 

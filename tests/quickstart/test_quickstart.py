@@ -35,7 +35,7 @@ def environment():
 
 
 def interrupted_at(words, steps):
-    """What the command says when Ctrl-C comes once `steps`, a file of metrics, has a line."""
+    """Return the output of the command, interrupted as soon as the metrics file `steps` has a line."""
     running = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not (steps.is_file() and steps.stat().st_size) and running.poll() is None:

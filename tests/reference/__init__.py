@@ -1,4 +1,4 @@
-"""What other implementations are measured against: the forward pass in float64, and tiny checkpoints to run it on."""
+"""The reference for all implementations: the forward pass in float64, and tiny checkpoints to run it on."""
 
 from tests.reference.checkpoint import Tiny, tiny, write_released
 from tests.reference.forward import Trace, forward

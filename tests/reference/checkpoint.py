@@ -40,8 +40,13 @@ def tiny(
     seed: int = 0,
     **router: Any,
 ) -> Tiny:
-    """`layers` has one character per layer: r for Mamba, a digit for that many experts, as the released config does,
-    and a for attention, m for a dense MLP, s for Mamba-2. `router`: fields of config.json for other routers."""
+    """Return a tiny checkpoint.
+
+    Args:
+        layers: One character per layer: r for Mamba, a digit for that many experts (both as in the released config), a
+            for attention, m for a dense MLP, s for Mamba-2.
+        router: Fields of config.json for other routers.
+    """
     config = {
         "num_layers": len(layers),
         "hidden_size": hidden,

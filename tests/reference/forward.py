@@ -1,13 +1,16 @@
 """The released BlackMamba forward pass, one token at a time in float64, from its description alone.
 
-NumPy and plain loops on purpose: it shares no line and no library with what it judges. Names, and the order of rows in
-fused matrices, are those of the released checkpoint: in_proj [x | z], x_proj [dt | B | C], linear_fc1 [gate | up].
-Attention and dense MLP, which the released checkpoint lacks, are as in the paper's baselines: linear_qkv has for each
-key-value head its queries, the key and the value; rotary positions turn channel c together with c + C/2.
+It uses NumPy and plain loops on purpose: it shares no code and no library with the implementations that it tests. Names
+and the row order of fused matrices match the released checkpoint: in_proj [x | z], x_proj [dt | B | C], linear_fc1
+[gate | up].
 
-Mamba-2 is as in mamba-ssm: in_proj [z | x | B | C | dt], a norm of each group's gated channels.
+The released checkpoint has no attention and no dense MLP; they follow the paper's baselines. In linear_qkv, each
+key-value head has its queries, then the key and the value. Rotary positions rotate channel c together with c + C/2.
 
-Shapes: S sequence, V vocabulary, D model, I inner, N state, K taps, C channels of a head; of Mamba-2 H heads, G groups.
+Mamba-2 follows mamba-ssm: in_proj [z | x | B | C | dt], and a norm of each group's gated channels.
+
+Shapes: S sequence, V vocabulary, D model, I inner, N state, K taps, C channels of a head. In Mamba-2: H heads, G
+groups.
 """
 
 import math
@@ -22,12 +25,12 @@ NORM_EPS = 1e-5
 
 @dataclass
 class Trace:
-    """What the model said, and which expert each token took on the way; the sorted experts where it took several."""
+    """The logits, and the expert of each token in each layer; with several experts, the sorted experts."""
 
     logits_SV: np.ndarray
     routes: dict[int, list[Any]] = field(default_factory=dict)
     margins: list[float] = field(default_factory=list)
-    """For each routing decision, how far the best logit was above the next."""
+    """Difference of the two largest logits for each routing decision."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What the charts draw, read back from the SVG: places are values, widths are shares."""
+"""The charts, read back from the SVG: positions are values, widths are shares."""
 
 from xml.etree import ElementTree
 

@@ -1,4 +1,4 @@
-"""Every router against its paper in float64: choice, weights and gradients, in training and in use."""
+"""Every router against its paper in float64: choice, weights and gradients, in training and inference."""
 
 import numpy as np
 import pytest

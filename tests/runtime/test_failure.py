@@ -1,4 +1,4 @@
-"""What ranks print that fail."""
+"""The output of failing ranks."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What ranks find when they start a world: started by torchrun, by Slurm's variables, or forked as torchrun would."""
+"""Report what ranks see when they start a world with torchrun, with Slurm's variables, or forked like torchrun."""
 
 import json
 import sys

@@ -1,8 +1,8 @@
 """A real Slurm on this machine, for tests: munged, slurmctld and three slurmds, no systemd, all state in one folder.
 
-Each slurmd lives in its own host-name and mount namespace: its host name is `node1`, `node2` or `node3`, and those
-names resolve to addresses of their own, so scripts find their head node as on a real cluster. Eight more nodes,
-`paper1` to `paper8`, exist only for the scheduler (powered down, as in a cloud), to ask whether a job fits them.
+Each slurmd runs in its own host-name and mount namespace as `node1`, `node2` or `node3`. These names resolve to
+different addresses, so scripts find their head node as on a real cluster. Eight more nodes, `paper1` to `paper8`, exist
+only for the scheduler (powered down, as in a cloud), to check whether a job fits them.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class Cluster:
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd, env=self.env | env).stdout.strip()
 
     def show(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says of it; of an array, of its first task."""
+        """Return the fields of `scontrol show job`; for an array, of its first task."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", job).stdout))
 
     def wait(

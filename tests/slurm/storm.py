@@ -2,8 +2,8 @@
 
     python -m tests.slurm.storm --kills 20
 
-needs Slurm, root and a minute for two kills, so it is not part of `make test`. It exits with 1 unless the losses are
-bit-equal to those of the run left alone, and at least three quarters of the kills did not leave the allocation.
+It needs Slurm, root and a minute for two kills, so it is not part of `make test`. It exits with 1 unless the losses are
+bit-equal to an undisturbed run, and at least three quarters of the kills were recovered inside the allocation.
 """
 
 import argparse

@@ -171,7 +171,7 @@ def test_a_job_that_the_plan_refuses_trains_nothing(slurm, tmp_path):
 
 def test_common_preflight_failure_blames_no_node(slurm, tmp_path):
     log, run = tmp_path / "job.log", tmp_path / "run"
-    job = submit_pretraining(slurm, log, run, "parallel.expert=2", gpus="1")  # and there is none
+    job = submit_pretraining(slurm, log, run, "parallel.expert=2", gpus="1")  # this node has no GPU
     ended = slurm.wait(job, log)
     assert (ended["JobState"], ended["Restarts"], ended["ExcNodeList"]) == ("FAILED", "0", "(null)")
     assert "it is not the nodes" in log.read_text()

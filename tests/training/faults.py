@@ -149,7 +149,7 @@ class ReadsBackBadlyOnce(Trainer):
 
 @dataclass(frozen=True, kw_only=True)
 class Told(Event):
-    """What the watchdog was told."""
+    """The calls of the watchdog."""
 
     what: list[str]
 
@@ -159,7 +159,7 @@ class Told(Event):
 
 
 class Narrating(Trainer):
-    """What the watchdog is told stands in the log."""
+    """A trainer that logs every call of its watchdog."""
 
     def __init__(self, config, world, stop, watchdog):
         alive = watchdog.alive

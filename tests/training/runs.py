@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a run of 30 small steps, and what it left behind."""
+"""Helpers for tests of whole runs: a run of 30 small steps, and functions that read its files."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What can happen to a run on two processes, and what the run makes of it."""
+"""Faults of a run on two processes, and the reaction of the run."""
 
 import signal
 import time

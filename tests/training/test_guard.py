@@ -49,7 +49,7 @@ def test_noise_drift_and_falling_losses_are_no_spikes():
     guard = guard_that_saw([], spike="skip")
     curve = [6.0 * 0.98**i + 0.05 * math.sin(7 * i) for i in range(200)]
     assert all(judged(guard, loss).action is Action.APPLY for loss in curve)
-    assert judged(guard, curve[-1] - 3).action is Action.APPLY  # a fall is none either
+    assert judged(guard, curve[-1] - 3).action is Action.APPLY  # a sudden fall is no spike either
 
 
 def test_rounding_on_a_flat_curve_is_no_spike():

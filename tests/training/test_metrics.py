@@ -141,7 +141,7 @@ def test_docs_show_the_example_metric():
 
 
 def test_validation_loss_is_weighted_by_the_mixture():
-    """Of 400 samples, the sources give 300, 60 and 40; the last has no validation data."""
+    """Three sources serve 300, 60 and 40 of 400 samples; the last one has no validation data."""
     train = SimpleNamespace(schedule=Schedule([[15, 3, 2]]))
     data = SimpleNamespace(train=train, source_names=["pile", "code", "none"])
     taken = Taken(SimpleNamespace(data=data, end_of_data=400), None, None, 0.0, 1.0, {"pile": 2.0, "code": 3.0})

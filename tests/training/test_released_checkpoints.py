@@ -1,7 +1,7 @@
 """Runs that a released version saved go on under this one: the same weights, the same config, the same losses.
 
-`tests/checkpoint/released` holds for every release a checkpoint of a small run after step 5, and as JSON what the
-release itself found: a digest of each weight, and the losses of the next steps. `tests.checkpoint.release` makes both.
+`tests/checkpoint/released` has one checkpoint per release, of a small run after step 5. A JSON file has the release's
+own results: a digest of each weight, and the losses of the next steps. `tests.checkpoint.release` writes both.
 """
 
 import json

@@ -214,7 +214,7 @@ def test_full_disk_keeps_the_last_checkpoint_and_training(forks, small_disk, tmp
     job = forks.run(tmp_path, [*ON_TWO, *often, "training.tokens=81920"])  # 80 steps
     refused = "could not be saved"
     wait_until(lambda: "step 1 " in job.output())
-    fill(ballast)  # the first save finds no room for a single file
+    fill(ballast)  # the first save cannot write a single file
     wait_until(lambda: job.output().count(refused) >= 1)
     os.truncate(ballast, ballast.stat().st_size - 200_000)  # the next meets the end of the disk while writing tensors
     said = job.output().count(refused)
@@ -223,7 +223,7 @@ def test_full_disk_keeps_the_last_checkpoint_and_training(forks, small_disk, tmp
     ballast.unlink()
     wait_until(lambda: list(run.checkpoints.glob("step_*")))
     said = job.output().count(refused)
-    # The next saves, and the records of the steps meanwhile, find no room at all: whatever is freed is taken too
+    # The next saves, and the records of the steps meanwhile, find the disk full: freed space is filled up again
     # (a save under way when the disk fills up may still end well, and then gives back the checkpoint before it).
     wait_until(lambda: fill(ballast) or job.output().count(refused) > said)
     assert len(list(run.checkpoints.glob("step_*"))) == 1

@@ -1,4 +1,4 @@
-"""What training read is found again: from steps to documents, and from documents to steps."""
+"""Trace the training data from steps to documents, and from documents to steps."""
 
 import json
 import random
@@ -62,7 +62,7 @@ def run(forks, raw, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def read(run):
-    """What each step read: its samples in order, and their windows of tokens."""
+    """Return the samples of each step in order, and their windows of tokens."""
     found = {}
     for record in metrics(run.parent):
         rows = torch.load(run / f"read_{record['step']}.pt")
