@@ -141,6 +141,7 @@ setup(
         "megatron_blackmamba.configs": ["**/*.yaml"],
         "megatron_blackmamba.scripts": ["**/*"],
         "megatron_blackmamba.report": ["vendor/*"],
+        "megatron_blackmamba": ["py.typed"],
     },
     ext_modules=[KERNELS],
     cmdclass={"build_ext": BuildKernels},

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,12 @@ from megatron_blackmamba.checkpoint import CheckpointReader, common, manifest
 from megatron_blackmamba.checkpoint.reading import STATE
 from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.interchange.canonical import Canonical, Entry, tokenizer_of
+from megatron_blackmamba.interchange.canonical import Canonical, Entry, in_memory, tokenizer_of
 from megatron_blackmamba.interchange.canonical import shapes as canonical_shapes
 from megatron_blackmamba.kinds import Stack, stacks_of
+
+if TYPE_CHECKING:
+    from megatron_blackmamba.model import LanguageModel
 
 
 def read(path: Path, *, verify: bool = False) -> Canonical:
@@ -35,6 +38,25 @@ def read(path: Path, *, verify: bool = False) -> Canonical:
         reader.tokenizer,
         run.data.sequence_length,
         _facts(reader, run),
+    )
+
+
+def of_module(model: "LanguageModel", tokenizer: Path | None = None) -> Canonical:
+    """Return the canonical form of a model in memory that has all layers and experts in this process."""
+    described = model.config.described
+    stacks = stacks_of(described)
+    weights: dict[str, Tensor] = {}
+    parts = canonical_shapes(described)
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            continue  # megatron-core's extra state
+        if name not in stacks:
+            weights[name] = tensor.detach().cpu()
+            continue
+        stacked = tensor.detach().cpu().view(stacks[name].shape)
+        weights |= {part: stacked[i].reshape(parts[part]) for i, part in enumerate(stacks[name].parts)}
+    return in_memory(
+        described, weights, "the model in memory", tokenizer=tokenizer, sequence_length=model.sequence_length
     )
 
 

@@ -28,6 +28,7 @@ class LanguageModel(LanguageModule):
     ):
         super().__init__(config=config, pg_collection=pg_collection)
         model = config.described
+        self.sequence_length = sequence_length
         stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process = stage == 0, stage == stages - 1

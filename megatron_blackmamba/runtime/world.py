@@ -17,6 +17,9 @@ from megatron_blackmamba.runtime import device, failure, hangs, layout, patches
 from megatron_blackmamba.runtime.memory import keep_freed_memory
 
 LOCAL_ADDRESSES = {"localhost", "127.0.0.1", "::1"}
+TIMEOUT = timedelta(minutes=30)
+
+_alone: "list[World]" = []
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,27 @@ def find_place(environment: dict[str, str] | None = None) -> Place:
     return Place(0, 1, 0, "alone")
 
 
-def start(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=30)) -> World:
+def start(parallel: ParallelConfig, timeout: timedelta = TIMEOUT) -> World:
     """Join the others, take a device, and lay megatron-core's process groups."""
+    place = find_place()
+    return alone(parallel) if _alone and place.launcher == "alone" else _start(parallel, place, timeout)
+
+
+def alone(parallel: ParallelConfig) -> World:
+    """Return the world of this process alone, started at the first call and never left.
+
+    Models built outside a run share it. A run in the same process uses it too: closing its groups would break them.
+    """
+    layout.check_world(parallel, 1)
+    if not _alone:
+        _alone.append(_start(parallel, Place(0, 1, 0, "alone"), TIMEOUT))
+    return _alone[0]
+
+
+def _start(parallel: ParallelConfig, place: Place, timeout: timedelta) -> World:
     if not device.has_cuda():
         keep_freed_memory()
     patches.install()
-    place = find_place()
     layout.check_world(parallel, place.size)
     if dist.is_initialized():
         raise RuntimeError("this process has already joined a world; call world.shutdown() first")
@@ -109,7 +127,7 @@ def shutdown() -> None:
     """Leave together: forget the groups and close the connections. Harmless when nothing was started."""
     from megatron.core import parallel_state
 
-    if not dist.is_initialized():
+    if not dist.is_initialized() or _alone:
         return
     if dist.get_backend() != "fake":
         dist.barrier()
@@ -124,6 +142,10 @@ def fake(parallel: ParallelConfig, world_size: int, rank: int = 0, where: str = 
     import torch.testing._internal.distributed.fake_pg as fake_pg  # registers the backend
 
     patches.install()
+    if _alone and world_size == 1:
+        with device.placed_on(torch.device(where)):
+            yield _alone[0]
+        return
     if dist.is_initialized():
         raise RuntimeError("a fake world cannot be made inside a real one: plan in a process of its own")
     if not 0 <= rank < world_size:

@@ -186,3 +186,8 @@ def test_wrong_calls_are_refused_by_name():
         call(tensors, options | {"activation": "relu"}, "auto")
     with pytest.raises(ValueError, match=r"initial_window has shape \(2, 2, 19\), expected \(2, 3, 19\)"):
         call(tensors | {"window": tensors["window"][:, 1:]}, options, "auto")
+
+
+def test_channel_first_input_is_refused():
+    with pytest.raises(ValueError, match=r"channel-first.*Pass \(batch, length, channels\): x\.transpose\(1, 2\)"):
+        causal_conv1d(torch.zeros(2, 8, 40), torch.zeros(8, 4))

@@ -265,3 +265,12 @@ def test_wrong_calls_are_refused_by_name():
         call(tensors | {"B": tensors["B"][:, :, :8]}, options, "auto")
     with pytest.raises(ValueError, match="reset is a bool tensor"):
         call(tensors, options | {"reset_BL": torch.zeros(2, 40)}, "auto")
+
+
+@pytest.mark.parametrize("length", [40, 19])  # 19: as many tokens as channels, which only B and C tell apart
+def test_channel_first_tensors_are_refused(length):
+    tensors, _ = scan_inputs(L=length)
+    for name in ("u", "delta", "B", "C"):
+        tensors[name] = tensors[name].transpose(1, 2)
+    with pytest.raises(ValueError, match=r"channel-first.*\.transpose\(1, 2\)"):
+        selective_scan(*(tensors[name] for name in ("u", "delta", "A", "B", "C")))

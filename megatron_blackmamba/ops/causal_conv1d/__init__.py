@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.causal_conv1d.step import causal_conv1d_step
 from megatron_blackmamba.ops.dtypes import require_floats
+from megatron_blackmamba.ops.shapes import refuse_channel_first
 
 __all__ = ["available_backends", "causal_conv1d", "causal_conv1d_step"]
 
@@ -74,6 +75,7 @@ def _check(
     initial_window: Tensor | None,
     reset_BL: Tensor | None,
 ) -> None:
+    refuse_channel_first("causal_conv1d", "x", x_BLI, weight_IK)
     B, L, I = x_BLI.shape
     expected = {
         "weight": (weight_IK, (I, weight_IK.shape[-1])),

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.dtypes import require_floats
 from megatron_blackmamba.ops.selective_scan.step import selective_scan_step
+from megatron_blackmamba.ops.shapes import refuse_channel_first
 
 __all__ = ["available_backends", "selective_scan", "selective_scan_step"]
 
@@ -72,8 +73,11 @@ def _check(
     initial_state_BIN: Tensor | None,
     reset_BL: Tensor | None,
 ) -> None:
+    refuse_channel_first("selective_scan", "u", u_BLI, A_IN, ", and the same for delta, z, B and C")
     B, L, I = u_BLI.shape
     N = A_IN.shape[1]
+    if L == I and N != L and B_BLN.shape[1:] == (N, L):
+        raise ValueError(f"selective_scan: B is channel-first, {tuple(B_BLN.shape)}. Pass B.transpose(1, 2), as for C.")
     expected = {
         "delta": (delta_BLI, (B, L, I)),
         "A": (A_IN, (I, N)),

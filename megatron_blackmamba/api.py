@@ -1,0 +1,104 @@
+"""The functions of the Python API that need more than one package (docs/python.md).
+
+Shapes: B batch, S sequence.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.runtime import device, world
+
+if TYPE_CHECKING:
+    from megatron_blackmamba.data import Batch
+    from megatron_blackmamba.formats.evaluations import Evaluation
+    from megatron_blackmamba.interchange.canonical import Canonical
+    from megatron_blackmamba.interchange.observation import Comparison
+    from megatron_blackmamba.model import LanguageModel
+    from megatron_blackmamba.training.loop import Outcome, Trainer
+
+
+def build(config: RunConfig) -> "LanguageModel":
+    """Return the model of a run with its initial weights, in this process alone.
+
+    The model is a `torch.nn.Module`: `model(tokens_BS)` returns logits `[B, S, V]`, and `model(tokens_BS, labels_BS)`
+    the loss of each token `[B, S]`. In training mode the router balances the experts; `model.eval()` routes each token
+    by itself. The parallel sizes of the config must be 1; `train` supports the others.
+    """
+    from megatron_blackmamba import model
+
+    return model.build(config, world.alone(config.parallel))
+
+
+def batches(config: RunConfig, start_sample: int = 0) -> "Iterator[Batch]":
+    """Yield the global batches of a run in their order, without end, on this process's device.
+
+    A batch is a dict: `tokens`, `labels` and `loss_mask` `[B, S]`, `source_ids` and `sample_ids` `[B]`.
+    """
+    from megatron_blackmamba import data
+
+    plan = data.build(config.data, vocab_size=config.model.vocab_size, total_samples=config.samples)
+    batch = config.training.global_batch
+    with data.BatchStream(
+        plan.train, start_sample=start_sample, global_batch=batch, micro_batch=batch, workers=config.data.workers
+    ) as stream:
+        for served in stream:
+            yield {name: values.to(device.device()) for name, values in served.items()}
+
+
+def train(config: RunConfig, trainer: "type[Trainer] | None" = None) -> "Outcome":
+    """Train a run, or resume it from its newest checkpoint; the outcome is the exit code of `blackmamba train`.
+
+    Started by torchrun or srun, every process must call this. Otherwise the run uses this process alone.
+    trainer: a subclass of `Trainer`, to replace parts of the run.
+    """
+    from megatron_blackmamba.training import loop
+
+    if world.find_place().launcher == "alone":
+        world.alone(config.parallel)  # shared with `build`, and kept for the next call
+    return loop.train(config, trainer)
+
+
+def save(model: "LanguageModel", folder: str | Path, tokenizer: str | Path | None = None) -> None:
+    """Write a model as a new checkpoint of weights alone, for `start.from`, `load`, `evaluate` and `export_hf`."""
+    from megatron_blackmamba.interchange.convert import to_checkpoint
+
+    to_checkpoint(_canonical(model, tokenizer), Path(folder))
+
+
+def export_hf(
+    model: "LanguageModel | str | Path", folder: str | Path, tokenizer: str | Path | None = None
+) -> "Comparison | None":
+    """Write a Hugging Face folder and return the comparison of its logits and routing with the model's.
+
+    model: a model from `build`, a run, a checkpoint or another export.
+    """
+    from megatron_blackmamba.interchange.convert import to_hf
+
+    return to_hf(_canonical(model, tokenizer), Path(folder))
+
+
+def evaluate(
+    model: str | Path, tasks: str | Sequence[str] = "paper", *, data: str | Path | None = None, **options: Any
+) -> "Evaluation":
+    """Return the scores of a run, checkpoint or export on tasks of lm-eval; `paper` is the paper's eight.
+
+    data: folder with TASK.jsonl files. options: fields of `megatron_blackmamba.evaluation.evaluate.Options`.
+    """
+    from megatron_blackmamba.evaluation.evaluate import Options
+    from megatron_blackmamba.evaluation.evaluate import evaluate as score
+    from megatron_blackmamba.evaluation.tasks import names_of
+
+    names = names_of(tasks if isinstance(tasks, str) else ",".join(tasks))
+    return score(Path(model), Options(names, data=None if data is None else Path(data), **options))
+
+
+def _canonical(model: "LanguageModel | str | Path", tokenizer: str | Path | None) -> "Canonical":
+    from megatron_blackmamba.interchange import megatron
+    from megatron_blackmamba.interchange.open import open_model
+
+    file = None if tokenizer is None else Path(tokenizer)
+    if isinstance(model, (str, Path)):
+        return open_model(Path(model), file)
+    return megatron.of_module(model, file)

@@ -1,0 +1,54 @@
+"""Run every example in one process, so that libraries are imported once; print what each printed as JSON.
+
+python -m tests.examples.run_all
+"""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FEW_STEPS = {
+    "ops.py": [],
+    "training_loop.py": ["--steps", "3"],
+    "own_trainer.py": [  # hardly learns, so the second validation ends it
+        *("training.steps=8", "training.evaluate_every=1", "training.evaluate_batches=1"),
+        *("optimizer.learning_rate=1e-6", "optimizer.min_learning_rate=0"),
+    ],
+    "transformers_trainer.py": ["--steps", "2"],
+}
+
+
+def _notebook(path: Path) -> None:
+    """Run the code cells of a notebook in one namespace."""
+    names: dict = {}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"{path.name}:{cell['id']}", "exec"), names)
+
+
+def _run(path: Path) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            if path.suffix == ".ipynb":
+                _notebook(path)
+            else:
+                sys.argv = [str(path), *FEW_STEPS[path.name]]
+                runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as ended:
+            print(f"exit code {int(ended.code or 0)}")
+        except BaseException:
+            traceback.print_exc(file=said)
+    return said.getvalue()
+
+
+if __name__ == "__main__":
+    os.environ |= {"STEPS": "3", "MPLBACKEND": "agg"}
+    paths = [*(EXAMPLES / name for name in FEW_STEPS), *sorted(EXAMPLES.glob("*.ipynb"))]
+    print(json.dumps({path.name: _run(path) for path in paths}))

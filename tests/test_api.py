@@ -1,0 +1,47 @@
+"""The names that `from megatron_blackmamba import …` offers."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_blackmamba
+
+PACKAGE = Path(megatron_blackmamba.__file__).parent
+PAGE = (PACKAGE.parent / "docs" / "python.md").read_text()
+
+
+def test_import_loads_nothing_until_a_name_is_used():
+    check = (
+        "import sys, megatron_blackmamba as mb;"
+        "print([m for m in sys.modules if m.startswith('megatron_blackmamba.')]);"
+        "mb.load_config; print('megatron_blackmamba.config' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "True False"]
+
+
+def test_every_name_is_found_and_documented():
+    for name in megatron_blackmamba.__all__:
+        assert getattr(megatron_blackmamba, name).__doc__, name
+        assert f"`{name}`" in PAGE or f"`{name}(" in PAGE, f"docs/python.md does not mention {name}"
+        assert name in dir(megatron_blackmamba)
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module != "typing"]
+    seen = {(f"{node.module}.{alias.name}", alias.asname or alias.name) for node in imports for alias in node.names}
+    seen = {(full, name) for full, name in seen if full.startswith("megatron_blackmamba.")}
+    assert {name for _, name in seen} == set(megatron_blackmamba.__all__)
+    for full, name in seen:
+        module, _, theirs = full.rpartition(".")
+        assert getattr(megatron_blackmamba, name) is getattr(sys.modules[module], theirs), name
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = megatron_blackmamba.trian
