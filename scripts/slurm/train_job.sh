@@ -40,11 +40,23 @@ idle_start() {
     exit 1
 }
 
+# Two jobs in one folder would overwrite each other's checkpoints.
+refuse_second_job() {
+    local first
+    first=$(cat "$RUN_FOLDER/logs/running_job" 2>/dev/null) || true
+    if [ "${first:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ] &&
+        [ -n "$(squeue --noheader --jobs="$first" --states=RUNNING,SUSPENDED 2>/dev/null)" ]; then
+        say "refused: job $first trains in $RUN_FOLDER. Wait for it (sbatch --dependency=afterany:$first) or set RUN_FOLDER."
+        exit 2
+    fi
+    mkdir -p "$LOGS"
+    echo "$SLURM_JOB_ID" >"$RUN_FOLDER/logs/running_job"
+}
+
 # Another port for every step: another job may have the last one, or a rank of the last try.
 new_port() { export MASTER_PORT=$((20000 + RANDOM % 10000)); }
 
 prepare() {
-    mkdir -p "$LOGS"
     rm -f "$RUN_FOLDER/requeue"
     MASTER_ADDR=$(head -n 1 <<<"$NODES")
     export MASTER_ADDR
@@ -315,6 +327,7 @@ if [ -e "$RUN_FOLDER/done" ]; then
     say "the run is complete already"
     exit 0
 fi
+refuse_second_job
 prepare
 if [ "$RESTART" -eq 0 ]; then
     check_plan || { say "the plan says this cannot work: nothing was started"; exit 2; }
