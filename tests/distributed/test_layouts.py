@@ -26,7 +26,7 @@ def alone(name: str) -> str:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    errors = run_script("tests.distributed.layouts_probe", str(folder), timeout=580)
+    errors = run_script("tests.distributed.layouts_probe", str(folder))
     assert errors == {}
     return {name: pickle.loads((folder / f"{name}.pickle").read_bytes()) for name in RUNS}
 
