@@ -11,7 +11,6 @@ a tiny width. Linux only: it reads /proc.
 import ctypes
 import multiprocessing
 import os
-import socket
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from benchmarks import _common
 from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.runtime.ports import free_port
 
 TINY = ("model.hidden_size=32", "model.expert_hidden_size=64", "model.vocab_size=128", "model.experts=4")
 RUN = ("training.global_batch=1", "training.micro_batch=1", "training.precision=fp32", "training.overlap=false")
@@ -67,9 +67,7 @@ def _load(words: list[str]) -> RunConfig:
 
 def _ranks(words: list[str], count: int) -> list[dict[str, float]]:
     """Fork the ranks and return what each measured."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     fork = multiprocessing.get_context("fork")
     children = []
     for rank in range(count):

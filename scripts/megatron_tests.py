@@ -20,13 +20,14 @@ import os
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+
+from megatron_blackmamba.runtime.ports import free_port
 
 FOLDERS = ("tensor_parallel", "pipeline_parallel", "distributed", "dist_checkpointing", "transformer/moe", "data")
 # Files and folders, or the beginnings of test names, that CPUs cannot run.
@@ -150,14 +151,11 @@ def run_file(work: Path, name: str, options: argparse.Namespace) -> dict[str, li
 def run_ranks(work, name, skip, only, options, deadline) -> dict[str, list[str]]:
     """Run a file's tests in all ranks until they end, or until none has had news for a while."""
     news = Path(tempfile.mkdtemp(dir=work, prefix="news_"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = {
         "WORLD_SIZE": str(options.ranks),
         "LOCAL_WORLD_SIZE": str(options.ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",

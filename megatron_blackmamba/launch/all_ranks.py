@@ -23,6 +23,7 @@ from megatron_blackmamba.launch.facts import facts
 from megatron_blackmamba.launch.thresholds import Thresholds
 from megatron_blackmamba.launch.verdict import Absent, Report, Verdict, judge, judge_silence
 from megatron_blackmamba.runtime import device, failure, world
+from megatron_blackmamba.runtime.ports import free_port
 from megatron_blackmamba.runtime.world import Place
 
 JOIN_PART = 0.4
@@ -60,7 +61,7 @@ def examine_all(thresholds: Thresholds, limit: float, problems: list[str], unfit
     """
     place, deadline = world.find_place(), time.monotonic() + limit
     if place.launcher == "alone":
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     world.set_address(place)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     _end_after(limit + 10, f"rank {place.rank} on {node}: no verdict within {limit:.0f} s")
@@ -282,12 +283,6 @@ def _slurm_nodes(size: int) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         names = []
     return [names[rank * len(names) // size] if names else f"the node of rank {rank}" for rank in range(size)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _line(error: BaseException) -> str:

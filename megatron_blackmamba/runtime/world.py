@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.config import ParallelConfig
-from megatron_blackmamba.runtime import device, failure, hangs, layout, patches
+from megatron_blackmamba.runtime import device, failure, hangs, layout, patches, ports
 from megatron_blackmamba.runtime.memory import keep_freed_memory
 
 LOCAL_ADDRESSES = {"localhost", "127.0.0.1", "::1"}
@@ -174,7 +174,7 @@ def set_address(place: Place) -> None:
     """Set the variables that say where rank 0 listens, where the launcher did not."""
     if place.launcher == "srun":
         os.environ.setdefault("MASTER_ADDR", _first_node())
-        os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
+        os.environ.setdefault("MASTER_PORT", str(ports.of_job(int(os.environ.get("SLURM_JOB_ID", "0")))))
     if os.environ.get("MASTER_ADDR") in LOCAL_ADDRESSES:
         _loopback_only()
 

@@ -6,7 +6,6 @@ fits: both die of SIGUSR1, kill workers that are still saving, and turn every ex
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime.exits import BAD_INPUT, FINAL, INTERRUPTED, RESTARTS, STOPPED_ON_REQUEST
 from megatron_blackmamba.runtime.failure import SAID
 from megatron_blackmamba.runtime.parent import die_with_parent
+from megatron_blackmamba.runtime.ports import free_port
 
 FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -119,7 +119,7 @@ class _Group:
     """The workers, each a session of its own so that a terminal's Ctrl-C reaches them once, through us."""
 
     def __init__(self, command: Sequence[str], processes: int) -> None:
-        port = _free_port()
+        port = free_port()
         self._code: int | None = None
         self._said = tempfile.NamedTemporaryFile(prefix="blackmamba_said_")  # noqa: SIM115
         self._workers = [
@@ -200,12 +200,6 @@ def _environment(rank: int, processes: int, port: int) -> Mapping[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _before_exec(launcher: int) -> None:

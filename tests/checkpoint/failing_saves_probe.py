@@ -111,7 +111,7 @@ def body(folder: Path) -> None:
 
 if __name__ == "__main__":
     where = Path(sys.argv[1])
-    failed = [answer for answer in fork_ranks(2, lambda: body(where), seconds=240) if "error" in answer]
+    failed = [answer for answer in fork_ranks(2, lambda: body(where)) if "error" in answer]
     seen = {
         name: [] if failed else [json.loads((where / f"{name}_{number}.json").read_bytes()) for number in (0, 1)]
         for name in ("rank", "full")

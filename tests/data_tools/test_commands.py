@@ -118,8 +118,9 @@ def test_help_has_two_examples_and_every_default(verb, call):
 def test_log_file_gets_periodic_lines(capsys, monkeypatch):
     monkeypatch.setattr("megatron_blackmamba.data_tools.progress.LOG_EVERY_SECONDS", 0.01)
     with Progress(200, lambda: Count(50, 1_230_000, 10)) as progress:
-        progress._over.wait(0.1)
-    line = capsys.readouterr().err.splitlines()[0]
+        while not (said := capsys.readouterr().err).endswith("\n"):
+            progress._over.wait(0.01)
+    line = said.splitlines()[0]
     assert re.match(r" 25\.0%  1\.23M tokens, .* tokens/s, \d+:\d\d:\d\d left", line)
 
 

@@ -71,7 +71,7 @@ def test_every_file_a_page_points_to_exists(page):
 def test_sinkhorn_iterations_study_prints_the_figures_shown():
     page = (ROOT / "docs" / "reproduction.md").read_text()
     code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == printed, done.stderr
 
 
@@ -91,5 +91,5 @@ def test_shell_completes_verbs_options_shipped_runs_and_keys(typed, offered):
     words = ["blackmamba", *typed.split()]
     asked = {"_BLACKMAMBA_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     program = Path(sys.executable).parent / "blackmamba"
-    done = subprocess.run([program], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program], env={**os.environ, **asked}, capture_output=True, text=True)
     assert offered in done.stdout.splitlines()

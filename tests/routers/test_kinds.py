@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xdist_group("routers")  # its processes start once, not
 
 @pytest.fixture(scope="module")
 def went(tmp_path_factory):
-    return run_script("tests.routers.routers_probe", str(tmp_path_factory.mktemp("routers")), timeout=300)
+    return run_script("tests.routers.routers_probe", str(tmp_path_factory.mktemp("routers")))
 
 
 def test_new_router_trains_alike_under_tensor_parallelism(went):

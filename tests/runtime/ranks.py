@@ -6,7 +6,6 @@ import json
 import multiprocessing.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,13 +13,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_blackmamba.runtime.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -31,7 +26,7 @@ def environment(**more: str) -> dict[str, str]:
     return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | more
 
 
-def run_script(module: str, *arguments: str, timeout: float = 240) -> dict:
+def run_script(module: str, *arguments: str) -> dict:
     """Run a module of the tests in a clean process; its last line of output is its answer as JSON."""
     command = [sys.executable, "-m", module, *arguments]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # a stray child may hold them open
@@ -39,7 +34,7 @@ def run_script(module: str, *arguments: str, timeout: float = 240) -> dict:
             command, env=environment(), cwd=ROOT, stdout=out, stderr=err, text=True, start_new_session=True
         )
         try:
-            code = process.wait(timeout)
+            code = process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -49,7 +44,7 @@ def run_script(module: str, *arguments: str, timeout: float = 240) -> dict:
         return json.loads(out.read().splitlines()[-1])
 
 
-def fork_ranks(count: int, body: Callable[[], object], seconds: int = 60, alone: bool = False) -> list[dict]:
+def fork_ranks(count: int, body: Callable[[], object], seconds: int = 900, alone: bool = False) -> list[dict]:
     """Run `body` in `count` forked ranks, as torchrun would start them (or alone); each one's answer or its error."""
     port, children = free_port(), []
     for rank in range(count):

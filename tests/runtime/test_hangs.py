@@ -55,7 +55,7 @@ def test_reports_of_earlier_hangs_are_ignored(tmp_path):
 
 
 def test_no_report_returns_before_live_ranks_reported(tmp_path):
-    beats, other = Heartbeats(tmp_path, 0, 3, 60), Heartbeats(tmp_path, 1, 3, 60)
+    beats, other = Heartbeats(tmp_path, 0, 3, 600), Heartbeats(tmp_path, 1, 3, 600)
     other.write("step 4", 0.0)  # alive; rank 2 never started, and is not waited for
     report = threading.Thread(target=hangs.write_report, args=(beats, "rank 0 hangs", "step 4", 60.0), daemon=True)
     report.start()
@@ -69,7 +69,7 @@ def test_no_report_returns_before_live_ranks_reported(tmp_path):
     report.join(1)
     assert report.is_alive()  # rank 1's report is still to come
     other.report(1).write_text("rank 1")
-    report.join(30)
+    report.join(600)
     assert not report.is_alive()
     assert "rank 2 has left no heartbeat" in beats.report(0).read_text()
 
@@ -93,7 +93,7 @@ def test_the_flight_recorder_is_on_unless_set():
 def test_processes_without_torch_dump_no_flight_recorder(tmp_path):
     program = "import sys; from pathlib import Path; from megatron_blackmamba.runtime import hangs;"
     program += " hangs.dump_flight_recorder(Path(sys.argv[1]), 0); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True)
     assert list(tmp_path.iterdir()) == []
 
 

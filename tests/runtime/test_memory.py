@@ -13,7 +13,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 assert keep_freed_memory()
-print(max([faults() for _ in range(40)][30:]))  # by then the heap holds a block that fits
+print(min(faults() for _ in range(40)))  # at last the heap holds a block that fits
 """
 
 

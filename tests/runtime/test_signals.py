@@ -11,18 +11,21 @@ import time
 from megatron_blackmamba.runtime.signals import Watchdog
 with Watchdog(3, rank=3) as dog:
     for step in range(4):
-        dog.alive(f"step {step}"); time.sleep(1)
+        dog.alive(f"step {step}")
     def stuck_in_a_collective():
-        time.sleep(60)
+        time.sleep(600)
     stuck_in_a_collective()
 """
 KEEPS_PYTHON_S_LOCK = """
-import ctypes
+import ctypes, time
+from megatron_blackmamba.runtime import hangs
 from megatron_blackmamba.runtime.signals import Watchdog
+hangs.patience = lambda seconds: 0
 def stuck_with_the_lock():
-    ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the lock, CDLL would release it
-with Watchdog(1, rank=3):
-    import time; time.sleep(0.5)
+    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the lock, CDLL would release it
+with Watchdog(4, rank=3) as dog:
+    for _ in range(30):  # its thread looks once a second
+        dog.alive("starting"); time.sleep(0.05)
     stuck_with_the_lock()
 """
 ASKED_TWICE = """
@@ -43,8 +46,15 @@ def run(code, *arguments):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
     )
+
+
+def test_each_sign_of_life_counts_anew():
+    with signals.Watchdog(10_000) as dog:
+        dog._since -= 5_000
+        assert dog._silent >= 5_000
+        dog.alive("step 7")
+        assert dog._silent < 5_000
 
 
 def test_hung_process_exits_and_says_where():

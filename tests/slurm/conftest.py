@@ -37,8 +37,6 @@ def blackmamba(slurm: Cluster, tmp_path: Path):
     """The command line, as a user of the cluster types it in an empty folder."""
 
     def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-        return slurm.run(
-            sys.executable, "-m", "megatron_blackmamba", *arguments, cwd=tmp_path, check=check, timeout=240
-        )
+        return slurm.run(sys.executable, "-m", "megatron_blackmamba", *arguments, cwd=tmp_path, check=check)
 
     return run

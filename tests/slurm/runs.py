@@ -89,5 +89,5 @@ def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> int:
 def train_alone(slurm: Cluster, folder: Path, *config: str) -> dict[int, float]:
     """Return the losses of the same run on two processes of this machine, left alone."""
     command = [sys.executable, "-m", "megatron_blackmamba", "train", "tiny", *config]
-    slurm.run(*command, f"folder={folder}", "name=alone", "--nproc", "2", timeout=600)
+    slurm.run(*command, f"folder={folder}", "name=alone", "--nproc", "2")
     return losses(RunFolder(folder / "alone"))

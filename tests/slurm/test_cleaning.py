@@ -22,17 +22,16 @@ def test_arrays_of_jobs_remove_what_one_machine_removes(slurm, tmp_path):
     tool = [sys.executable, "-m", "megatron_blackmamba", "data", "dedup", *sorted(tmp_path.glob("*.jsonl"))]
     few = ["--part-size", "1KB", "--buckets", "2", "--hashes", "3"]
     alone, together = tmp_path / "alone", tmp_path / "together"
-    slurm.run(*tool, alone, *few, cwd=REPOSITORY, timeout=240)
+    slurm.run(*tool, alone, *few, cwd=REPOSITORY)
     submitted = slurm.run(
-        *(*tool, together, *few, "--slurm", "batch", "--memory", "1", "--time", "00:10:00"), cwd=REPOSITORY, timeout=240
+        *(*tool, together, *few, "--slurm", "batch", "--memory", "1", "--time", "00:10:00"), cwd=REPOSITORY
     )
     assert "submitted 5 Slurm jobs" in submitted.stdout
     job = submitted.stdout.split()[-1]
     logs = sorted((together / ".work").rglob("*.out"))
     shown = slurm.wait(job, logs[-1] if logs else tmp_path / "none")
     assert shown["JobState"] == "COMPLETED"
-    end = time.monotonic() + 30
-    while not (together / ".work/dedup/done.json").exists() and time.monotonic() < end:
+    while not (together / ".work/dedup/done.json").exists():
         time.sleep(0.1)
 
     def content(folder):

@@ -7,11 +7,11 @@ import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.launch.snapshot import take_snapshot
+from tests.slurm.cluster import LENIENT
 from tests.slurm.conftest import REPOSITORY
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
 SCRIPT = REPOSITORY / "scripts/slurm/pretrain_1.5b.sbatch"
-LENIENT = "--threshold cpu_product=0.01"
 
 
 def submit(slurm, tmp_path, options=LENIENT, **env):
@@ -22,8 +22,7 @@ def submit(slurm, tmp_path, options=LENIENT, **env):
             "--ntasks-per-node=1",
             "--gpus-per-node=1",
             "--cpus-per-task=1",
-            "--time=10",
-            "--signal=B:USR1@60",
+            "--time=60",
         ),
         *("--signal=B:USR1@60", f"--output={tmp_path}/job.log"),
         *(SCRIPT, "tiny", "parallel.expert=2", "training.stop_after_steps=3"),

@@ -13,7 +13,7 @@ from tests.slurm.conftest import REPOSITORY
 from tests.slurm.runs import kill, launchers, log_of, losses, newest, ranks, train_alone, tries, writers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
-TWO_CPU_NODES = ("--nodes", "2", "--gpus-per-node", "0", "--cpus-per-process", "1", "--time", "10", "--json")
+TWO_CPU_NODES = ("--nodes", "2", "--gpus-per-node", "0", "--cpus-per-process", "1", "--time", "60", "--json")
 SCRIPTS = REPOSITORY / "scripts/slurm"
 INTERRUPTED = ("parallel.expert=2", "training.tokens=1e9")
 
@@ -23,7 +23,7 @@ def launch(blackmamba, *arguments: str) -> tuple[RunFolder, list[str]]:
     return RunFolder(Path(answer["run"])), answer["jobs"]
 
 
-def submit_pretraining(slurm, log: Path, run: Path, *config: str, time=("--time=10",), gpus: str = "0") -> str:
+def submit_pretraining(slurm, log: Path, run: Path, *config: str, time=("--time=60",), gpus: str = "0") -> str:
     """The shipped script on two nodes, with another config in place of its own."""
     return slurm.submit(
         *("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", f"--output={log}", *time),
@@ -65,6 +65,10 @@ def test_chain_resumes_after_each_job_and_exports(slurm, blackmamba, tmp_path):
     assert json.loads((tmp_path / "export/config.json").read_text())["auto_map"]
 
 
+def limit_time(slurm, job: str, minutes: int) -> None:
+    slurm.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+
 @pytest.fixture(scope="module")
 def alone(cluster, tmp_path_factory) -> dict[int, float]:
     """The losses of the run that several tests interrupt, left alone."""
@@ -73,17 +77,18 @@ def alone(cluster, tmp_path_factory) -> dict[int, float]:
 
 def test_run_survives_a_time_limit_with_equal_losses(slurm, alone, tmp_path):
     run, log = RunFolder(tmp_path / "slurm"), tmp_path / "job.log"
-    # Slurm looks every 30 s: the warning comes 30 to 60 s after the start, and few of its steps are needed.
-    job = submit_pretraining(slurm, log, run.root, *INTERRUPTED, time=("--time=3", "--signal=B:USR1@120"))
+    job = submit_pretraining(slurm, log, run.root, *INTERRUPTED, time=("--time=60", "--signal=B:USR1@600"))
     slurm.wait(job, log, until=lambda _: len(losses(run)) >= 3)
     stopped = ranks(slurm, job)
     kill(stopped, signal.SIGSTOP)
+    hours, minutes, _ = map(int, slurm.show(job)["RunTime"].split(":"))
+    limit_time(slurm, job, 60 * hours + minutes + 5)  # the warning is due; Slurm looks every 30 s
     slurm.wait(job, log, until=lambda _: "the time limit is near" in log.read_text())
+    limit_time(slurm, job, 60)  # one interruption is enough
     kill(stopped, signal.SIGCONT)
     slurm.wait(job, log, until=lambda shown: shown["Restarts"] == "1")
     boundary = len(losses(run))
     assert boundary > 0, log.read_text()
-    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")  # one interruption is enough
 
     slurm.wait(job, log, until=lambda _: len(losses(run)) >= boundary + 3)
     slurm.run("scancel", job)

@@ -2,23 +2,56 @@
 
 import errno
 import os
+import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.formats.events import Event
+from megatron_blackmamba.runtime import hangs
+from megatron_blackmamba.training import stragglers
 from megatron_blackmamba.training.loop import Trainer
 
 __all__ = [
     *("EarlyNaN", "NaN", "NaNGradient", "Narrating", "OnlyNaN", "ReadsBackBadlyOnce", "Recording"),
-    *("Shift", "Sleeping", "Spike", "Trainer", "Watchful", "Weighing"),
-    *("NaNOnce", "NaNGradientOnce", "NaNWhileTraining", "FlippedNorm", "FlippedExpert", "FlippedRouter", "SlowLayer"),
+    *("Shift", "Sleeping", "Spike", "Stopped", "Trainer", "Watchful", "Weighing"),
+    *(
+        "NaNOnce",
+        "NaNGradientOnce",
+        "NaNWhileTraining",
+        "FlippedNorm",
+        "FlippedExpert",
+        "FlippedRouter",
+        "SlowLayer",
+        "Stopped",
+    ),
 ]
 
 BAD_SAMPLE = 16 * 20 + 5
 """In the batch of step 21."""
+
+
+def waiting(trainer: type[Trainer], until: Path) -> type[Trainer]:
+    """Have a trainer wait before steps larger than the number in a file, for as long as there is such a file."""
+
+    class Waiting(trainer):
+        def take_step(self):
+            while (step := number_in(until)) is not None and self.progress.step >= step:
+                self.watchdog.alive("waiting for the test")
+                time.sleep(0.01)
+            return super().take_step()
+
+    return Waiting
+
+
+def number_in(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except FileNotFoundError:
+        return None
 
 
 class Altered:
@@ -122,13 +155,49 @@ class Shift(Trainer):
         return Altered(super().open_batches(), scramble)
 
 
-class Sleeping(Trainer):
-    """One rank falls asleep in a step and never wakes up."""
+class Beating(Trainer):
+    """A trainer whose heart beats twice a second, although its watchdog is patient."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.watchdog._beats.every = 0.5
+
+    def hurry(self):
+        """Let the watchdog believe that nothing has moved for as long as it waits."""
+        self.watchdog._since = time.monotonic() - self.watchdog.seconds
+
+
+class Sleeping(Beating):
+    """One rank falls asleep in a step and never wakes up. Its watchdog notices once the other rank waits for it."""
 
     def take_step(self):
         if self.world.rank == 1 and self.progress.step == 3:
+            while not self.awaited():
+                time.sleep(0.1)
+            self.hurry()
             time.sleep(1000)
         return super().take_step()
+
+    def awaited(self):
+        other, ours = self.watchdog._beats.read().get(0), hangs.collectives()
+        started = other.beat.collectives if other else {}
+        return any(started.get(name, group)["started"] > group["started"] for name, group in ours.items())
+
+
+class Stopped(Beating):
+    """A trainer that a test stops: with a file `hurry` in the folder of its run, its watchdog waits no longer."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        threading.Thread(target=self.wait_for_file, daemon=True).start()
+
+    def wait_for_file(self):
+        while not (Path(self.config.folder) / "hurry").exists():
+            time.sleep(0.05)
+        self.watchdog._beats.seconds = 8
+        while True:
+            self.hurry()
+            time.sleep(0.05)
 
 
 class ReadsBackBadlyOnce(Trainer):
@@ -240,16 +309,23 @@ class FlippedRouter(Flipped):
 
 
 class SlowLayer(Trainer):
-    """A layer takes longer on rank 1, as on a device with a low clock."""
+    """A layer takes longer on rank 1, as on a device with a low clock.
+
+    Time goes by the layers, one second each and ten more on rank 1: the load of the machine does not count.
+    """
 
     def __init__(self, *parts):
         super().__init__(*parts)
-        if self.world.rank == 1:
-            self.trainable.model.decoder.layers.get_submodule("0").mixer.register_forward_hook(self.slow)
+        self.now = 0.0
+        stragglers._now = lambda gradient: self.now
+        self.trainable.model.decoder.layers.get_submodule("0").mixer.register_forward_hook(self.slow)
 
     def slow(self, mixer, inputs, output):
         if output.requires_grad:
-            output.register_hook(lambda gradient: time.sleep(0.02))
+            output.register_hook(self.spend)
+
+    def spend(self, gradient):
+        self.now += 11.0 if self.world.rank == 1 else 1.0
 
 
 class Weighing(Trainer):

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,9 +15,13 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.runtime import signals
+from megatron_blackmamba.runtime.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+UNTIL = "until"
+"""File in a job's folder: its ranks wait before the first step that is larger than the number in it."""
 
 
 @dataclass
@@ -30,7 +33,14 @@ class Job:
     forks: "Forks"
     codes: dict[int, int] = field(default_factory=dict)
 
-    def wait(self, seconds: float = 150) -> list[int]:
+    def go_on(self, until: int | None = None) -> None:
+        """Let a run that waits take more steps, by default all."""
+        if until is None:
+            (self.folder / UNTIL).unlink(missing_ok=True)
+        else:
+            atomic.write_text(self.folder / UNTIL, str(until))
+
+    def wait(self, seconds: float = 900) -> list[int]:
         """Exit codes of all ranks, as shells give them: 128 + signal for the killed."""
         end = time.monotonic() + seconds
         while not self.ended():
@@ -58,7 +68,11 @@ class Job:
 
 
 class Forks:
-    """Start runs: `run(folder, overrides, ranks=2, trainer="Sleeping")`."""
+    """Start runs: `run(folder, overrides, ranks=2, trainer="Sleeping")`.
+
+    until: ranks wait after this step for `Job.go_on`, so that a test on a busy machine cannot come too late.
+    asked: ranks that are asked to stop before they begin.
+    """
 
     def __init__(self) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "RANK", "WORLD", "MASTER"))}
@@ -73,14 +87,15 @@ class Forks:
         self._codes: dict[int, int] = {}
         self._ask({})  # answered once everything is imported
 
-    def run(self, folder, overrides=(), ranks=2, trainer="Trainer", config="tiny") -> Job:
+    def run(self, folder, overrides=(), ranks=2, trainer="Trainer", config="tiny", until=None, asked=()) -> Job:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        if until is not None:
+            (folder / UNTIL).write_text(str(until))
         as_on_gpus = ["training.overlap=true", "data.workers=2"]
         overrides = [f"folder={folder}", "name=run", "logging.tensorboard=false", *as_on_gpus, *overrides]
-        pids = self._ask(
-            {"config": config, "overrides": overrides, "ranks": ranks, "trainer": trainer, "folder": str(folder)}
-        )
+        question = {"config": config, "overrides": overrides, "ranks": ranks, "trainer": trainer}
+        pids = self._ask({**question, "folder": str(folder), "asked": list(asked)})
         return Job(pids, folder, self)
 
     def codes(self) -> dict[int, int]:
@@ -111,7 +126,7 @@ def _serve() -> None:
             if "codes" in question:
                 answer = _ended(running)
             elif question:
-                answer = [_fork(rank, port, question) for port in [_free_port()] for rank in range(question["ranks"])]
+                answer = [_fork(rank, port, question) for port in [free_port()] for rank in range(question["ranks"])]
                 running.update(answer)
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
@@ -144,6 +159,8 @@ def _fork(rank: int, port: int, question: dict) -> int:
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(question["ranks"]), MASTER_ADDR="127.0.0.1"
         )
         os.environ["MASTER_PORT"] = str(port)
+        if rank in question["asked"]:
+            os.kill(os.getpid(), signal.SIGTERM)  # held: it waits for the run to listen
         code = _train(question)
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -157,14 +174,8 @@ def _train(question: dict) -> int:
     from megatron_blackmamba.training import loop
     from tests.training import faults
 
-    trainer = getattr(faults, question["trainer"])
+    trainer = faults.waiting(getattr(faults, question["trainer"]), Path(question["folder"]) / UNTIL)
     return loop.train(load(question["config"], question["overrides"]), trainer)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

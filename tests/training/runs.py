@@ -48,7 +48,7 @@ def line_of(text, wanted):
     return lines[0]
 
 
-def wait_until(condition, seconds=120):
+def wait_until(condition, seconds=900):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s"

@@ -39,8 +39,8 @@ class Terminal:
             os.close(ours)
 
     def wait(self):
-        code = self.process.wait(120)
-        self._reader.join(5)
+        code = self.process.wait(900)
+        self._reader.join(120)
         return code
 
     @property
@@ -67,7 +67,7 @@ def train(tmp_path):
 def test_tiny_run_stops_and_resumes_on_two_processes(train, tmp_path):
     run = RunFolder(tmp_path / "run")
     terminal = train()
-    wait_until(lambda: len(losses(tmp_path)) >= 30, 120)
+    wait_until(lambda: len(losses(tmp_path)) >= 30)
     terminal.process.send_signal(signal.SIGUSR1)
     assert terminal.wait() == 75, terminal.shown
     assert run.requeue.exists()

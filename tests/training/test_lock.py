@@ -17,8 +17,8 @@ def holder(tmp_path):
     program = HOLD + (
         "lock = Lock(Path(sys.argv[1]))\n"
         "import os\n"
-        "if os.fork() == 0: time.sleep(20); os._exit(0)\n"
-        "print('held', flush=True); time.sleep(60)"
+        "if os.fork() == 0: time.sleep(600); os._exit(0)\n"
+        "print('held', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "lock")],

@@ -35,7 +35,7 @@ def test_killed_launcher_leaves_no_writer_behind(tmp_path):
         wait_until(lambda: written.exists() and len(processes(tmp_path)) == 3)  # the writer is at work
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait()
-        wait_until(lambda: not processes(tmp_path), seconds=30)
+        wait_until(lambda: not processes(tmp_path))
         size = written.stat().st_size
         time.sleep(0.3)
         assert written.stat().st_size == size

@@ -211,24 +211,29 @@ def small_disk(tmp_path):
 def test_full_disk_keeps_the_last_checkpoint_and_training(forks, small_disk, tmp_path):
     ballast, run = small_disk / "ballast", RunFolder(small_disk / "run")
     often = [f"folder={small_disk}", "checkpoint.every=5", "checkpoint.keep_last=1", "checkpoint.retry_every=2"]
-    job = forks.run(tmp_path, [*ON_TWO, *often, "training.tokens=81920"])  # 80 steps
+    job = forks.run(tmp_path, [*ON_TWO, *often, "training.tokens=81920"], until=2)  # of 80 steps
     refused = "could not be saved"
     wait_until(lambda: "step 1 " in job.output())
     fill(ballast)  # the first save cannot write a single file
+    job.go_on(12)
     wait_until(lambda: job.output().count(refused) >= 1)
     os.truncate(ballast, ballast.stat().st_size - 200_000)  # the next meets the end of the disk while writing tensors
     said = job.output().count(refused)
+    job.go_on(30)
     wait_until(lambda: job.output().count(refused) >= said + 2)
     assert not list(run.checkpoints.glob("step_*"))
     ballast.unlink()
+    job.go_on(45)
     wait_until(lambda: list(run.checkpoints.glob("step_*")))
     said = job.output().count(refused)
     # The next saves, and the records of the steps meanwhile, find the disk full: freed space is filled up again
     # (a save under way when the disk fills up may still end well, and then gives back the checkpoint before it).
+    job.go_on(79)
     wait_until(lambda: fill(ballast) or job.output().count(refused) > said)
     assert len(list(run.checkpoints.glob("step_*"))) == 1
     ballast.unlink()
-    assert job.wait(90) == [0, 0], job.output()
+    job.go_on()
+    assert job.wait() == [0, 0], job.output()
     assert run.checkpoint(80).exists() and run.done.exists()
     assert [record["step"] for record in metrics(small_disk)] == list(range(1, 81))
 
