@@ -25,7 +25,7 @@ def train_or_reuse(
     train_bytes: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Path of the tokenizer.json in `out_dir`, trained now unless one of this size is there from an earlier call."""
+    """Return the path of tokenizer.json in `out_dir`, trained now unless an earlier call made one of this size."""
     path = out_dir / "tokenizer.json"
     if vocab_size < _BYTES_AND_EOD:
         raise InputError(f"--train-tokenizer {vocab_size}: at least {_BYTES_AND_EOD}, every byte and {EOD_TOKEN}")
@@ -50,7 +50,7 @@ def train_or_reuse(
 def train(
     sources: Sequence[Source], read: ReadOptions, tolerance: Tolerance, vocab_size: int, train_bytes: int
 ) -> bytes:
-    """The tokenizer.json of a BPE over bytes: it encodes any text and gives it back unchanged."""
+    """Train a byte-level BPE, which encodes any text without loss, and return its tokenizer.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -69,7 +69,7 @@ def train(
 def _sample(
     sources: Sequence[Source], read: ReadOptions, tolerance: Tolerance, train_bytes: int
 ) -> Iterator[list[str]]:
-    """The beginning of every file, each in proportion to its size, `train_bytes` of text in all."""
+    """Yield the beginning of every file, in proportion to its size, `train_bytes` of text in total."""
     total = sum(source.bytes for source in sources)
     log = RejectLog(tolerance)
     for source in sources:

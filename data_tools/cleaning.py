@@ -63,7 +63,7 @@ class Cleaning:
 
     @property
     def work(self) -> Path:
-        """Intermediate files, logs and markers."""
+        """Return the folder for intermediate files, logs and markers."""
         return self.out_dir / WORK / self.name
 
     @property
@@ -165,7 +165,7 @@ class PartWriter(PipelineStep):
     name = "part"
 
     def __init__(self, out_dir: Path, notes_dir: Path, note: Callable[[Any], dict[str, Any] | None]) -> None:
-        """note: what to keep of a document for later; the notes of a part are JSON lines in `notes_dir`."""
+        """Set up the step; `note` returns data to keep of each document, saved as JSON lines in `notes_dir`."""
         super().__init__()
         self.out_dir, self.notes_dir, self.note = out_dir, notes_dir, note
 

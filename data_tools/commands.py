@@ -361,7 +361,7 @@ def adopt(
 
 
 def run_tokenize() -> None:
-    """`python -m data_tools.tokenization`."""
+    """Run `python -m data_tools.tokenization`."""
     alone = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
     alone.command()(tokenize)
     try:
@@ -398,7 +398,7 @@ def _sentence(summary: "Summary") -> str:
 
 
 def _unescape(text: str) -> str:
-    """`\\n` and `\\t` as shells pass them."""
+    """Replace `\\n` and `\\t`, as passed by a shell, by the characters."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 

@@ -28,7 +28,7 @@ class ShardWriter(PipelineStep):
     def __init__(
         self, out_dir: str | Path, tokenizer: str, *, eod: str | None = None, shuffle: bool = True, seed: int = 0
     ) -> None:
-        """tokenizer: a tokenizer.json, a folder with one, or a Hugging Face name."""
+        """Set up the step; `tokenizer` is a tokenizer.json, a folder with one, or a Hugging Face name."""
         super().__init__()
         self.out_dir, self.tokenizer, self.eod = Path(out_dir), tokenizer, eod
         self.settings = ShardSettings(shuffle=shuffle, seed=seed)

@@ -21,7 +21,7 @@ def refuse_other_settings(job: ShardJob, tokenizer: Tokenizer) -> None:
 
 
 def is_finished(job: ShardJob, tokenizer: Tokenizer) -> bool:
-    """True where the shard is there, made from these sources in this way, and its bytes still have their sha256."""
+    """Return whether the shard exists, was made from these sources with these settings, and is unchanged."""
     try:
         shard = Shard.open(job.prefix)
     except ShardError:

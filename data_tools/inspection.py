@@ -32,7 +32,7 @@ def read_documents(
     seed: int | None = None,
     tokenizer: str | None = None,
 ) -> Iterator[Document]:
-    """The documents with these numbers of one shard; else `count` of them, the first, or with a seed any.
+    """Read documents of one shard: the numbered ones, or the first `count`, or random ones if a seed is given.
 
     Documents are numbered from 0, through all shards given in turn.
     """
@@ -71,7 +71,7 @@ def text_of_ids(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 
 
 def tokenizer_of(shard: Shard, given: str | None = None) -> Tokenizer:
-    """The tokenizer a shard was made with: the file beside it, or the one given, if its fingerprint is the same."""
+    """Return the tokenizer of a shard: its tokenizer.json, or the given one if its fingerprint matches."""
     manifest = shard.manifest
     name: str | Path = given if given is not None else shard.prefix.parent / "tokenizer.json"
     if given is None and not Path(name).exists():

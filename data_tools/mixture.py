@@ -67,7 +67,7 @@ class MixturePlan:
 
 
 def plan_mixture(mixture: Mixture, tokens: int | None = None, sequence_length: int = 2048) -> MixturePlan:
-    """tokens: of the whole run; by default as many as the sources have."""
+    """Plan a mixture for `tokens` of the whole run; by default, as many as the sources have."""
     missing: dict[str, str] = {}
     opened = [_open_if_there(mixture, source, missing) for source in mixture.sources]
     check_together({s.name: both for s, both in zip(mixture.sources, opened, strict=True) if both is not None})
@@ -131,7 +131,7 @@ def verify_mixture(mixture: Mixture, sequence_length: int = 2048) -> list[str]:
 
 
 def find_mixture(name: str) -> Path:
-    """The file behind a path or the name of a shipped mixture."""
+    """Return the file for a path or the name of a shipped mixture."""
     path = Path(name)
     if path.is_file():
         return path
@@ -155,7 +155,7 @@ def _is_mixture(path: str) -> bool:
 
 
 def prefix_deviation(schedule: Schedule, samples: int = PREFIXES_CHECKED) -> float:
-    """The farthest any source is from its share at any prefix of each phase's first `samples`."""
+    """Return the largest deviation of a source from its share, at any prefix of each phase's first `samples`."""
     worst = 0.0
     ends = [*schedule.starts[1:], None]
     for start, end, blend in zip(schedule.starts, ends, schedule.blends, strict=True):
@@ -180,7 +180,7 @@ def _open_if_there(mixture: Mixture, source: Source, missing: dict[str, str]) ->
 
 
 def parse_count(text: str) -> int:
-    """300e9, 300B, 1.5T or 2_000_000."""
+    """Parse a count such as 300e9, 300B, 1.5T or 2_000_000."""
     scale = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}.get(text[-1:].lower(), 1)
     try:
         count = round(float(text[:-1] if scale > 1 else text) * scale)

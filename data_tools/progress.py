@@ -78,7 +78,7 @@ def _rate(count: Count, seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """1234567 as 1.23M."""
+    """Format a count: 1234567 as 1.23M."""
     for unit in ("", "k", "M", "G"):
         if abs(number) < 1000:
             return f"{number:.3g}{unit}" if unit else f"{number:.0f}"

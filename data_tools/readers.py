@@ -103,11 +103,11 @@ class Parser:
         raise NotImplementedError
 
     def finish(self) -> Iterator[Batch]:
-        """The input ended as it should."""
+        """Handle the regular end of the input."""
         raise NotImplementedError
 
     def abandon(self) -> Iterator[Batch]:
-        """The input broke off: whole records are given, the one under way is not."""
+        """Handle a truncated input: return its complete records, but not the last, incomplete one."""
         raise NotImplementedError
 
 
@@ -187,7 +187,7 @@ class JsonLines(Parser):
         return texts if set(map(type, texts)) <= {str} else None
 
     def _second_look(self, line: bytes, error: orjson.JSONDecodeError, terminated: bool) -> str | None:
-        """orjson is strict: find out what is wrong, and keep the line if its text is sound (NaN elsewhere, say)."""
+        """Find out why orjson rejects a line, and keep the line if its text is valid (NaN in another field, say)."""
         if not line or line.isspace():
             self.reject(self.number, rejects.BLANK, "")
             return None

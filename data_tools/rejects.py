@@ -31,7 +31,7 @@ class Tolerance:
 
     @classmethod
     def parse(cls, text: str) -> "Tolerance":
-        """`100` records, or `0.001` or `0.1%` of them."""
+        """Parse a limit: `100` records, or `0.001` or `0.1%` of them."""
         try:
             if text.isdigit():
                 return cls(count=int(text))

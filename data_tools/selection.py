@@ -45,7 +45,7 @@ def split_of(path: str) -> str | None:
 
 
 def _fits(inside: str, pattern: str) -> bool:
-    """A pattern with a slash is for the path (from any folder on), one without is for the name."""
+    """Return whether a pattern matches: with a slash it matches the path (from any folder on), otherwise the name."""
     if "/" not in pattern:
         return fnmatch.fnmatch(inside.rpartition("/")[2], pattern)
     pattern = pattern.removeprefix("./").lstrip("/")

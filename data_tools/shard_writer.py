@@ -48,7 +48,7 @@ class ShardSettings:
     seed: int = 0
 
     def recorded(self, sources: Iterable[Source]) -> dict[str, Any]:
-        """As it stands in manifests, to tell whether a shard was made from its files with these settings."""
+        """Return the settings as recorded in manifests, to detect whether a shard was made with them."""
         return {
             "formats": sorted({source.format for source in sources}),
             "fields": list(self.read.fields),
@@ -289,7 +289,7 @@ class _Sink:
 
 
 def with_eod(ids: np.ndarray, lengths: np.ndarray, eod_id: int, dtype: np.dtype) -> np.ndarray:
-    """The ids of documents back to back, each now followed by EOD."""
+    """Return the ids of adjacent documents, with EOD after each document."""
     tokens = np.empty(len(ids) + len(lengths), dtype)
     ends = np.cumsum(lengths + 1) - 1
     is_text = np.ones(len(tokens), bool)
@@ -301,7 +301,7 @@ def with_eod(ids: np.ndarray, lengths: np.ndarray, eod_id: int, dtype: np.dtype)
 
 @contextlib.contextmanager
 def _work_folder(job: ShardJob) -> Iterator[Path]:
-    """A locked folder for the temporary files of this shard; it goes with whatever a killed process left in it."""
+    """Yield a locked folder for temporary files of this shard, and remove it with any files of a killed process."""
     folder = job.out_dir / f".{job.prefix.name}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)

@@ -23,7 +23,7 @@ _MASK = (1 << 64) - 1
 
 
 def order_keys(seed: int, shard: int, first: int, count: int) -> np.ndarray:
-    """Keys of documents `first` to `first + count`: splitmix64 over a stream chosen by seed and shard.
+    """Return keys of documents `first` to `first + count`: splitmix64 over a stream chosen by seed and shard.
 
     No two documents have the same key, since every step can be undone: any way of sorting gives the same order.
     """
@@ -37,7 +37,7 @@ def order_keys(seed: int, shard: int, first: int, count: int) -> np.ndarray:
 
 
 def document_order(seed: int, shard: int, count: int) -> np.ndarray:
-    """Which document stands at each place of a shuffled shard: document_order(...)[place] counts in reading order."""
+    """Return the document at each place of a shuffled shard, as its number in reading order."""
     return np.argsort(order_keys(seed, shard, 0, count))
 
 
@@ -61,7 +61,7 @@ class DocumentShuffler:
             bucket.remove()
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> None:
-        """Documents back to back in `tokens`."""
+        """Add documents, which are adjacent in `tokens`."""
         data = tokens.data.cast("B")
         ends = np.cumsum(lengths) * tokens.itemsize
         starts = ends - lengths * tokens.itemsize
@@ -78,7 +78,7 @@ class DocumentShuffler:
                 bucket.add([gathered(data, starts[chosen], sizes, tokens.itemsize)], lengths[chosen], keys[chosen])
 
     def drain(self, itemsize: int) -> Iterator[tuple[bytes, np.ndarray]]:
-        """All documents in order: chunks of their bytes, and their lengths."""
+        """Yield all documents in shuffled order: chunks of their bytes, and their lengths."""
         for bucket in self._buckets:
             yield from bucket.drain(itemsize)
             bucket.remove()

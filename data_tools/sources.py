@@ -166,7 +166,7 @@ def _remote(urls: Sequence[str], selection: Selection, format: Format | None) ->
 
 
 def plan_shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:
-    """Neighbouring files share a shard up to `shard_bytes` of input; a larger file is a shard of its own."""
+    """Group neighbouring files into shards of up to `shard_bytes` of input; a larger file gets its own shard."""
     shards: list[list[Source]] = []
     room = 0
     for source in sources:
@@ -179,7 +179,7 @@ def plan_shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source
 
 
 def parse_size(text: str) -> int:
-    """`4GB`, `512MiB`, `1000`."""
+    """Parse a size such as `4GB`, `512MiB` or `1000`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     size = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else 0
     if size < 1:
@@ -188,7 +188,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_array(text: str) -> tuple[int, int]:
-    """`INDEX/COUNT`, counted from 0."""
+    """Parse `INDEX/COUNT`, counted from 0."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or int(found[2]) < 1:
         raise InputError(f"--array {text}: write INDEX/COUNT, as 0/8 or $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT")
@@ -201,7 +201,7 @@ def parse_array(text: str) -> tuple[int, int]:
 
 
 def _visible(folder: Path, apart: str | Path | None) -> list[Path]:
-    """The files of an input folder, hidden ones and those in the folder for the shards left out."""
+    """Return the files of an input folder, except hidden files and files in the output folder."""
     files = [path for path in files_under(folder) if not _hidden(path, folder)]
     shards = None if apart is None else Path(apart).resolve()
     if shards == folder.resolve():
@@ -228,7 +228,7 @@ def _source(path: Path, root: Path, format: Format | None) -> Source:
 
 
 def format_of(path: Path) -> Format | None:
-    """By the suffix, below that of the compression."""
+    """Return the format by the suffix, ignoring the suffix of a compression."""
     name = path.name.lower()
     for suffix in COMPRESSION_SUFFIXES:
         name = name.removesuffix(suffix)
@@ -248,7 +248,7 @@ def _wanted(path: Path, folder: Path, format: Format | None, selection: Selectio
 
 
 def _describes_a_dataset(path: Path) -> bool:
-    """`datasets.Dataset.save_to_disk` writes JSON beside its Arrow files that holds no documents."""
+    """Return whether a JSON file is metadata of `datasets.Dataset.save_to_disk`, which has no documents."""
     if path.name == "dataset_dict.json":
         return True
     return path.name in ("dataset_info.json", "state.json") and any(path.parent.glob("*.arrow"))
@@ -269,7 +269,7 @@ def _hidden(path: Path, top: Path) -> bool:
 
 
 def _natural(path: Path | str) -> list[tuple[int, int | str]]:
-    """part-2 before part-10."""
+    """Return a sort key that puts part-2 before part-10."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", str(path)) if part]
 
 

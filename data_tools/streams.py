@@ -54,7 +54,7 @@ class InputStream(AbstractContextManager["InputStream"]):
                 block = self._read()
 
     def sha256(self) -> str:
-        """Fingerprint of the file as stored, whatever part of it was asked for."""
+        """Return the SHA-256 of the whole stored file, even if only a part was read."""
         while self._read():
             pass
         return self._digest.hexdigest()
@@ -66,7 +66,7 @@ class InputStream(AbstractContextManager["InputStream"]):
         return block
 
     def _members(self, block: bytes, kind: Compression) -> Iterator[bytes]:
-        """A file may hold several compressed members in a row; it is whole only if the last one is."""
+        """Yield the content of all compressed members in a row; the file is complete only if the last member is."""
         decompressor, inside = kind.decompressor(), False
         while block:
             try:

@@ -114,7 +114,7 @@ def _has_bytes(kind: pa.DataType) -> bool:
 
 
 def _decoded(value: Any) -> Any:
-    """Many tools store text in binary columns: it is text if it is UTF-8."""
+    """Decode binary columns as UTF-8, since many tools store text in them."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, dict):
@@ -123,7 +123,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _rows_per_batch(file: pq.ParquetFile, columns: list[str]) -> int:
-    """About BATCH_BYTES of text: rows may be tweets or books."""
+    """Return how many rows have about BATCH_BYTES of text: a row may be a tweet or a book."""
     metadata = file.metadata
     wanted = 0
     for group in range(metadata.num_row_groups):

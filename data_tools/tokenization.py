@@ -76,7 +76,7 @@ class Summary:
 
     @property
     def copies(self) -> list[tuple[str, str]]:
-        """Raw files with the very bytes of another one, and that one: their documents are there twice."""
+        """Return pairs of byte-identical raw files: their documents are tokenized twice."""
         first: dict[str, str] = {}
         found = []
         for source in (source for made in self.shards for source in made.manifest.sources if source.documents):
@@ -104,7 +104,7 @@ class Plan:
 
 
 def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -> Plan:
-    """Which shards these inputs make; reads no more than names and sizes."""
+    """Return the shards that these inputs make, by file names and sizes alone."""
     if options.preset is not None and options.preset not in PRESETS:
         raise InputError(f"--preset {options.preset}: there are {', '.join(PRESETS)}")
     preset = PRESETS[options.preset] if options.preset else None
@@ -197,7 +197,7 @@ def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say
 
 
 def _refuse_idle_flags(options: TokenizeOptions, formats: set[Format]) -> None:
-    """A flag that changes nothing was meant to change something."""
+    """Refuse flags without effect: the user meant to change something."""
     if options.marker is not None and "text" not in formats:
         raise InputError(
             "--marker splits text files, and there is none among the inputs: leave it out, or --format text"
@@ -207,7 +207,7 @@ def _refuse_idle_flags(options: TokenizeOptions, formats: set[Format]) -> None:
 
 
 def _refuse_other_tokenizer(planned: Plan, tokenizer: Tokenizer) -> None:
-    """The shards of the other parts of an array are looked at only for this: a folder has one tokenizer."""
+    """Refuse shards of other array tasks with another tokenizer: a folder has one tokenizer."""
     for job in planned.jobs:
         if job.manifest_path.exists():
             manifest = ShardManifest.read(job.manifest_path)
@@ -249,7 +249,7 @@ def _remove_surplus(planned: Plan, out_dir: Path, remote: RemoteFolder | None) -
 
 
 def usable_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))  # what Slurm or a container leaves us
     return os.cpu_count() or 1

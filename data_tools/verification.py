@@ -192,7 +192,7 @@ def adopt(path: str | Path, tokenizer: Tokenizer) -> ShardManifest:
 
 
 def _refuse_ours(manifest_path: Path) -> None:
-    """The manifest of a shard that was tokenized here knows more than one that is made afterwards."""
+    """Refuse to adopt a shard that was tokenized here: its own manifest records more."""
     if manifest_path.exists() and not ShardManifest.read(manifest_path).options.get(ADOPTED):
         raise ShardError(f"{manifest_path}: is there, from the raw files on: `blackmamba data verify` checks it")
 
@@ -226,7 +226,7 @@ def _exact(manifest: ShardManifest) -> bool:
 
 
 def _prefixes(paths: Iterable[str | Path]) -> list[Path]:
-    """Every shard and every .bin or .idx under the paths, each once, in order of name."""
+    """Return the prefix of every shard, .bin and .idx under the paths, each once, in order."""
     prefixes: dict[Path, None] = {}
     for path in map(Path, paths):
         found = shards_at(path)

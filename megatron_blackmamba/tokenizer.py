@@ -44,31 +44,33 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, special and added tokens included."""
+        """Return the largest id plus one, including special and added tokens."""
         return max(self._reference.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def batch_backend(self) -> str:
-        """The library that `encode_batch` uses: "fastokens" or "tokenizers"."""
+        """Return the library that `encode_batch` uses: "fastokens" or "tokenizers"."""
         return "tokenizers" if self._fast is None else "fastokens"
 
     @property
     def short_name(self) -> str:
-        """The name without the folders of this machine."""
+        """Return the name without the folders of this machine."""
         return Path(self.name).name if Path(self.name).exists() else self.name
 
     @property
     def versions(self) -> dict[str, str]:
-        """The libraries that decide what the ids are."""
+        """Return the versions of the libraries that determine the ids."""
         return {name: version(name) for name in dict.fromkeys(("tokenizers", self.batch_backend))}
 
     def encode(self, text: str, *, special_text: bool = False) -> list[int]:
-        """Ids of one text, by the reference. With `special_text`, text that spells a special token becomes that token;
-        otherwise it is text like any other. Nothing is added at either end."""
+        """Return the ids of one text, by the reference library, without adding tokens.
+
+        With `special_text`, text that spells a special token becomes that token; otherwise it is ordinary text.
+        """
         return self._with_special_text(special_text).encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str], *, special_text: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of all texts back to back (uint32), and how many belong to each (int64)."""
+        """Return the ids of all texts, concatenated (uint32), and the length of each (int64)."""
         if self._fast is not None:
             ids, offsets = self._fast.encode_batch_flat(list(texts), False, not special_text)
             return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.uint64).astype(np.int64))
@@ -92,7 +94,7 @@ class Tokenizer:
 
     @cached_property
     def _cleaned(self) -> str:
-        """The file without what would change text in silence: truncation, padding, and an EOD that text can spell."""
+        """Return the file without settings that silently change text: truncation, padding, spelled EODs."""
         data = json.loads(self.content)
         data["truncation"] = data["padding"] = None
         for token in data.get("added_tokens") or []:
@@ -115,7 +117,7 @@ class Tokenizer:
 
     @cached_property
     def _fast(self) -> Any:
-        """The fastokens twin, or None where it is not wanted, not installed, or not exact."""
+        """Return the fastokens version, or None if it is disabled, not installed, or not exact."""
         if self.backend == "tokenizers":
             return None
         try:
@@ -253,7 +255,7 @@ def _listing(folder: Path, most: int = 6) -> str:
 
 
 def _probe_texts(vocabulary: dict[str, int]) -> list[str]:
-    """Texts that meet the corners where tokenizers differ: every token, runs of spaces, marks, all of Unicode."""
+    """Return texts that reveal differences between tokenizers: every token, runs of spaces, marks, all of Unicode."""
     rng = random.Random(0)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     pieces = [

@@ -33,7 +33,7 @@ class CheckpointReader:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer the data was made with, if the run had one."""
+        """Return the tokenizer of the data, if the run had one."""
         path = self.folder / "tokenizer.json"
         return path if path.is_file() else None
 
@@ -46,7 +46,7 @@ class CheckpointReader:
         return {name: self._table[name].properties.dtype for name in self.shapes()}
 
     def tensor(self, name: str) -> Tensor:
-        """One whole weight."""
+        """Return one unsharded weight."""
         import torch.distributed.checkpoint as dcp
 
         entry = self._table.get(name)

@@ -51,7 +51,7 @@ def begin_save(folder: Path, world: World, state: dict) -> Write:
 
 
 def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:
-    """Weights and optimizer state, from whatever layout wrote them."""
+    """Load weights and optimizer state, written by any layout."""
     state = dist_checkpointing.load(
         _state(model, optimizer, is_loading=True), str(folder), _reader(folder), strict=StrictHandling.RAISE_ALL
     )
@@ -60,7 +60,7 @@ def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> No
 
 
 def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:
-    """Weights alone; the optimizer starts afresh from them."""
+    """Load the weights only; the optimizer starts fresh."""
     state = dist_checkpointing.load(
         {"model": _weights(model)}, str(folder), _reader(folder), strict=StrictHandling.RAISE_UNEXPECTED
     )
@@ -69,7 +69,7 @@ def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimize
 
 
 def _reader(folder: Path) -> FullyParallelLoadStrategyWrapper:
-    """Replicas share the reading: each would read the whole optimizer state of its group, to keep its part of it."""
+    """Share the reading among replicas; otherwise each would read its group's whole optimizer state."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
 

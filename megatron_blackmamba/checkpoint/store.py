@@ -58,7 +58,7 @@ class Checkpoints:
         report: Callable[[Event], None] = lambda event: print(event.sentence),
         alive: Callable[[str], None] = lambda what: None,
     ):
-        """report: gets events of the run; alive: told before anything long, for a watchdog."""
+        """Open the checkpoints; `report` gets events of the run, `alive` is called before long operations."""
         self.folder, self.config, self.world, self.report, self.alive = folder, config, world, report, alive
         self.model, self.optimizer = model, optimizer
         self.write: Write | None = None
@@ -95,7 +95,7 @@ class Checkpoints:
         return None
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints on disk, complete by their name; the same on every rank."""
+        """Return the steps of the complete checkpoints on disk (by name), equal on every rank."""
         found = [sorted(step for step, _ in self._folders())] if self.world.is_main else [None]
         dist.broadcast_object_list(found, src=0)
         return found[0] or []
@@ -109,12 +109,12 @@ class Checkpoints:
         return state
 
     def load(self, step: int) -> None:
-        """Weights and optimizer state; `newest` has verified them."""
+        """Load weights and optimizer state of a checkpoint that `newest` has verified."""
         self.alive(f"loading step {step}")
         sharded.load(self.folder.checkpoint(step), self.model, self.optimizer)
 
     def load_weights(self, path: str | Path) -> None:
-        """Weights alone, from a checkpoint of this or another run."""
+        """Load the weights only, from a checkpoint of this or another run."""
         folder = find_checkpoint(path)
         self._check(folder)
         self.alive(f"loading the weights of {folder}")
@@ -233,7 +233,10 @@ class Checkpoints:
             self.report(NotRemoved(problem=str(error)))
 
     def _set_aside(self, damaged: list[tuple[int, str]], step: int) -> None:
-        """Go back to `step`, past the damaged ones. `latest` first: a kill in between, and they are found again."""
+        """Return to `step` and rename the damaged checkpoints after it.
+
+        `latest` moves first: after a kill in between, the next start finds the damaged checkpoints again.
+        """
 
         def rename() -> None:
             atomic.write_text(self.folder.latest, self.folder.checkpoint(step).name + "\n")

@@ -45,19 +45,19 @@ _Loader.add_implicit_resolver(
 
 
 def config_folder() -> Path:
-    """The shipped configs: package data once installed, the repository's folder in a checkout."""
+    """Return the folder of shipped configs: package data if installed, the repository's folder in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def shipped(kind: str = "run") -> list[str]:
-    """Names of the shipped configs of one kind."""
+    """Return the names of the shipped configs of one kind."""
     return sorted(path.stem for path in (config_folder() / kind).glob("*.yaml"))
 
 
 def find(name: str | Path) -> Path:
-    """The file behind a path or a shipped name (`blackmamba_1.5b`, `model/tiny`, `configs/run/tiny.yaml`)."""
+    """Return the file for a path or a shipped name (`blackmamba_1.5b`, `model/tiny`, `configs/run/tiny.yaml`)."""
     path = Path(name)
     if path.is_file():
         return path
@@ -75,7 +75,7 @@ def find(name: str | Path) -> Path:
 
 
 def keys() -> list[str]:
-    """Every key that a run can set, as `a.b`."""
+    """Return all keys that a run can set, as `a.b`."""
     paths = list(_key_paths(RunConfig))
     return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
 
@@ -137,7 +137,7 @@ def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...],
 
 
 def _up_to_date(content: dict[str, Any], path: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """Migrate a file that a run saved: it has a version. One that a person wrote may use old names of keys."""
+    """Migrate a file saved by a run, which has a version; a file written by hand may use old key names."""
     if migrations.VERSION_KEY in content:
         return migrations.migrate(content, str(path))
     try:
@@ -148,7 +148,7 @@ def _up_to_date(content: dict[str, Any], path: Path, note: Callable[[str], None]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """One YAML file with a mapping at its top; `include:` is left to the caller."""
+    """Read one YAML file whose top level is a mapping, without processing `include:`."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:

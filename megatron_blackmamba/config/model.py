@@ -135,7 +135,7 @@ class ModelConfig(Section):
 
     @property
     def layers_together(self) -> int:
-        """Layers that share a norm."""
+        """Return the number of layers that share a norm."""
         return 2 if self.arrangement == "parallel" else 1
 
     def has_norm(self, layer: int) -> bool:

@@ -295,7 +295,7 @@ class RunConfig(Section):
 
     @property
     def samples(self) -> int:
-        """Sequences of the whole run: `tokens` rounded up to whole ones, however many of them make a batch."""
+        """Return the number of sequences of the whole run: `tokens`, rounded up to whole sequences."""
         return -(-self.training.tokens // self.data.sequence_length)
 
     @property
@@ -304,7 +304,7 @@ class RunConfig(Section):
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run, if it has this global batch from its start."""
+        """Return the number of steps of the whole run, if it uses this global batch from the start."""
         return self.steps_left(0)
 
     @property
@@ -312,7 +312,7 @@ class RunConfig(Section):
         return round(self.warmup_samples / self.training.global_batch)
 
     def steps_left(self, consumed_samples: int) -> int:
-        """Steps until all samples are consumed. The last batch is a whole one too, and may go past `tokens`."""
+        """Return the steps until all samples are consumed; the last batch is complete and may exceed `tokens`."""
         return -(-max(0, self.samples - consumed_samples) // self.training.global_batch)
 
     def last_step(self, step: int, consumed_samples: int) -> int:

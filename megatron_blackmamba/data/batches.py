@@ -72,7 +72,7 @@ class BatchStream:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of this rank in a global batch."""
+        """Return the number of this rank's micro-batches per global batch."""
         return self.global_batch // (self.micro_batch * self.dp_size)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -114,7 +114,7 @@ class BatchStream:
         self.close()
 
     def _plan(self, sample: int) -> Iterator[tuple[list[int], int | None]]:
-        """Samples of this rank's micro-batches; with the last one of a global batch, the position after it."""
+        """Yield the samples of this rank's micro-batches; at the end of a global batch, also the position after it."""
         while self.stop_sample is None or self._after_skips(sample) < self.stop_sample:
             samples = []
             for _ in range(self.global_batch):

@@ -32,7 +32,7 @@ class MixtureDataset(BlendedDataset):
         return self.size
 
     def __getitem__(self, sample: int) -> Sample:
-        """The sample with its source's number as `dataset_id`. Past the planned length the order simply goes on."""
+        """Return the sample, with its source number as `dataset_id`; past the planned length the order continues."""
         source, within = self.schedule.locate(sample)
         return {"dataset_id": source, **self.datasets[source][within]}
 

@@ -23,7 +23,7 @@ def refuse_changed_data(saved: Record, current: Record, position: int) -> None:
 
 
 def differences(saved: Record, current: Record, position: int) -> list[str]:
-    """One line for each thing that changes a sample before `position`."""
+    """Return one line for each difference that changes a sample before `position`."""
     lines = [
         f"{key}: {saved.get(key)} then, {current.get(key)} now"
         for key in ("version", "kind", "seed", "sequence_length")

@@ -43,7 +43,7 @@ class WindowDataset(MegatronDataset):
         return self.num_samples
 
     def window(self, index: int) -> np.ndarray:
-        """The tokens of sample `index`: one more than there are labels, no more than sequence_length + 1."""
+        """Return the tokens of sample `index`: one more than its labels, at most sequence_length + 1."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ class EpochDataset(WindowDataset):
         self._epochs: dict[int, tuple[Permutation, int]] = {}
 
     def place(self, index: int) -> int:
-        """The token at which sample `index` begins."""
+        """Return the position of the first token of sample `index`."""
         epoch, position = divmod(index, self.windows)
         if index < 0 or (self.limit is not None and index >= self.limit):
             raise DataError(f"source {self.name!r}: sample {index} lies beyond max_epochs ({self.limit} samples)")
@@ -102,7 +102,7 @@ class EpochDataset(WindowDataset):
         return (start + order[position] * self.config.sequence_length) % self.stream.tokens
 
     def epoch(self, epoch: int) -> tuple[Permutation, int]:
-        """The order of an epoch's windows, and the token at which its first window begins."""
+        """Return the order of an epoch's windows, and the position at which its first window starts."""
         known = self._epochs.get(epoch)
         if known is None:
             key = f"{self.config.random_seed} {self.fingerprint} {epoch}".encode()

@@ -46,7 +46,7 @@ class ShardCheck:
         mb_per_second: float = 100.0,
         look_again_seconds: float = LOOK_AGAIN_SECONDS,
     ) -> None:
-        """memory: the folder that remembers which files were correct. mb_per_second: the most to read; 0 reads none."""
+        """Prepare the check of shards, at most `mb_per_second` (0 reads none); `memory` has earlier results."""
         everything = sorted(shards, key=lambda shard: (-shard.manifest.bin_bytes, str(shard.prefix)))
         self.total = len(everything) if mb_per_second else 0
         self.share: Sequence[Shard] = everything[rank::ranks] if mb_per_second else []
@@ -75,7 +75,7 @@ class ShardCheck:
 
     @property
     def findings(self) -> tuple[int, int]:
-        """Files that differ and shards not known to be correct, of this rank: two numbers to add up over all ranks."""
+        """Return the number of damaged files and of unverified shards of this rank, to be summed over all ranks."""
         return len(self.different), len(self.share) - len(self._correct)
 
     def after_step(self, different: int, pending: int, report: Callable[[Event], None]) -> None:
@@ -141,7 +141,7 @@ class ShardCheck:
             return False
 
     def _record(self, shard: Shard) -> Path:
-        """Each shard has its own file: ranks never write to the same one."""
+        """Record a verified shard in its own file, so that ranks never write to the same file."""
         name = hashlib.blake2b(str(shard.prefix).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         return self.memory / f"{name}.json"
 
@@ -167,7 +167,7 @@ class ShardCheck:
 
 
 def _describe(shard: Shard) -> dict[str, object]:
-    """Everything that must be equal for an earlier reading to count."""
+    """Return everything that must be unchanged for an earlier check to count."""
     identities = {}
     for path in (shard.bin_path, shard.idx_path):
         status = path.stat()

@@ -49,7 +49,7 @@ class Permutation:
         return position
 
     def of(self, positions: np.ndarray) -> np.ndarray:
-        """The places of many positions at once."""
+        """Return the images of many positions at once."""
         positions = np.asarray(positions)
         if positions.size and not 0 <= positions.min() <= positions.max() < self.size:
             raise IndexError(f"positions {positions.min()} to {positions.max()} of a permutation of {self.size}")

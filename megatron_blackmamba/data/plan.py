@@ -170,7 +170,7 @@ def _describe_shard(shard: Shard) -> dict[str, Any]:
 
 
 def _describe_tokenizer(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Which one the data was made with, and where its file lies if it still lies beside the shards."""
+    """Describe the tokenizer of the data, with its path if its file is still in the folder of the shards."""
     manifest = shards[0].manifest
     beside = (shard.prefix.parent / "tokenizer.json" for shard in shards)
     file = next((path for path in beside if _sha256(path) == manifest.tokenizer_sha256), None)

@@ -55,7 +55,7 @@ class BlackMambaLM(LM):
         max_length: int | None = None,
         **ignored: Any,
     ):
-        """lm-eval also passes batch_size and max_batch_size, which batch_tokens replaces."""
+        """Load the model; `batch_tokens` replaces lm-eval's batch_size and max_batch_size, which are ignored."""
         super().__init__()
         self.watcher: Watcher | None = None
         path = Path(pretrained)
@@ -79,7 +79,7 @@ class BlackMambaLM(LM):
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The model in this process."""
+        """Return the model in this process."""
         return self._load(self._place)
 
     @property
@@ -144,7 +144,7 @@ class BlackMambaLM(LM):
         return [found[i] for i in range(len(items))]
 
     def close(self) -> None:
-        """End the scoring processes."""
+        """Stop the scoring processes."""
         self.scorer.close()
 
 

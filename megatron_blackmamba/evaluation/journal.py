@@ -15,7 +15,7 @@ class Journal:
     """A file with one line a batch: its scores. The first line is the key that the scores belong to."""
 
     def __init__(self, path: Path, key: ScoringKey, progress: Callable[[int, int], None]):
-        """progress: told the tokens scored and the tokens in all."""
+        """Open the journal; `progress` is called with the tokens scored and the total tokens."""
         self.path, self.progress = path, progress
         self._head = json.dumps(asdict(key), sort_keys=True)
         self._scored = self._all = 0

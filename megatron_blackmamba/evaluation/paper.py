@@ -20,7 +20,7 @@ class PaperModel(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name and the size, such as "BlackMamba 342M/1.5B"."""
+        """Return name and size, such as "BlackMamba 342M/1.5B"."""
         return f"{self.name} {self.forward}" + ("" if self.total == self.forward else f"/{self.total}")
 
     def score(self, task: str) -> float | None:

@@ -53,12 +53,12 @@ class Group:
 
     @property
     def longest(self) -> int:
-        """The tokens after the shared ones, in the longest item; the last token of an item is never read."""
+        """Return the tokens after the shared ones in the longest item; the last token of an item is never read."""
         return max(len(item.tokens) for item in self.items) - 1 - self.shared
 
     @property
     def tokens(self) -> int:
-        """The tokens that scoring reads."""
+        """Return the number of tokens that scoring reads."""
         return self.shared + sum(len(item.tokens) - 1 - self.shared for item in self.items)
 
 
@@ -73,7 +73,7 @@ def make_item(index: int, context: Sequence[int], continuation: Sequence[int], l
 
 
 def plan(items: Sequence[Item], batch_tokens: int) -> list[Batch]:
-    """Divide items into batches of at most `batch_tokens` padded tokens where possible, the longest first."""
+    """Group items into batches of at most `batch_tokens` padded tokens where possible, longest first."""
     groups = sorted(_groups(items), key=lambda group: (group.shared, group.longest), reverse=True)
     batches: list[Batch] = []
     batch: list[Group] = []

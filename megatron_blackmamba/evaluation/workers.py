@@ -60,7 +60,7 @@ class Pool:
             ) from None
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -76,7 +76,7 @@ class Here:
             score_all(self.decoder(), batches, batch_tokens, done)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process to stop."""
 
 
 def default_processes(device: str | None) -> int:

@@ -126,7 +126,7 @@ def read_run(run: Path) -> list[Evaluation]:
 
 @contextlib.contextmanager
 def claim(run: Path, step: int) -> Iterator[Callable[[], None]]:
-    """Protect a checkpoint from removal while it is read. Call what this yields now and then to say so again."""
+    """Protect a checkpoint from deletion while it is read; call the yielded function regularly to renew the claim."""
     marker = RunFolder(run).evaluation(step).with_suffix(".in_use")
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()

@@ -39,7 +39,7 @@ class MixtureError(ValueError):
 
 
 def _whole(value: object) -> object:
-    """300e9 and 2.2e9 are whole numbers too."""
+    """Accept whole numbers written as floats, such as 300e9 and 2.2e9."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
@@ -88,7 +88,7 @@ class Phase(Section):
         return self
 
     def start(self, sequence_length: int) -> int:
-        """Its first sample."""
+        """Return the first sample of the phase."""
         if self.from_sample is not None:
             return self.from_sample
         return -(-(self.from_tokens or 0) // sequence_length)
@@ -142,7 +142,7 @@ class Mixture(Section):
         return [[Fraction(str(weights[name])) for name in self.names] for weights in phases]
 
     def starts(self, sequence_length: int) -> list[int]:
-        """The first sample of each phase."""
+        """Return the first sample of each phase."""
         starts = [0, *(phase.start(sequence_length) for phase in self.phases)]
         for number, (before, after) in enumerate(pairwise(starts), 1):
             if after <= before:
@@ -150,13 +150,13 @@ class Mixture(Section):
         return starts
 
     def schedule(self, tokens: Sequence[int], sequence_length: int, tie_break: Sequence[str] | None = None) -> Schedule:
-        """Which source serves which sample. tokens: of each source, for those whose file entry has none."""
+        """Return the schedule of the sources; `tokens` gives the size of sources whose file entry has none."""
         stated = [source.tokens or measured for source, measured in zip(self.sources, tokens, strict=True)]
         products = [[n * w for n, w in zip(stated, phase, strict=True)] for phase in self.weights()]
         return Schedule(products, self.starts(sequence_length), tie_break)
 
     def open_shards(self, source: Source) -> tuple[list[Shard], list[Shard]]:
-        """The source's training and validation shards, each in the order of their content, not of their names."""
+        """Open the source's training and validation shards, each sorted by content, not by name."""
         training, held_out = self._split(source)
         if not training:
             raise MixtureError(
@@ -171,7 +171,7 @@ class Mixture(Section):
         return shards, validation
 
     def prefixes(self) -> list[Path]:
-        """All shards of all sources, unopened."""
+        """Return all shards of all sources, without opening them."""
         return [prefix for source in self.sources for part in self._split(source) for prefix in part]
 
     def _split(self, source: Source) -> tuple[list[Path], list[Path]]:

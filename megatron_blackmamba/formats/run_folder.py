@@ -28,7 +28,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The composed config, exactly as run."""
+        """Return the file of the complete config, exactly as run."""
         return self.root / "config.yaml"
 
     @property
@@ -38,12 +38,12 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer the data was made with."""
+        """Return the file of the data's tokenizer."""
         return self.root / "tokenizer.json"
 
     @property
     def verified(self) -> Path:
-        """Which token shards were read and found correct, one small file each."""
+        """Return the folder that records which token shards were verified, one small file each."""
         return self.root / "verified"
 
     @property
@@ -52,7 +52,7 @@ class RunFolder:
 
     @property
     def latest(self) -> Path:
-        """Names the newest complete checkpoint."""
+        """Return the file that names the newest complete checkpoint."""
         return self.checkpoints / "latest"
 
     def checkpoint(self, step: int) -> Path:
@@ -60,17 +60,17 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """Return the metrics file, with one JSON object per step."""
         return self.root / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
-        """One JSON object an event."""
+        """Return the events file, with one JSON object per event."""
         return self.root / "events.jsonl"
 
     @property
     def log(self) -> Path:
-        """Steps and events as lines for people."""
+        """Return the log file, with steps and events as text."""
         return self.root / "log.txt"
 
     @property
@@ -79,12 +79,12 @@ class RunFolder:
 
     @property
     def profile(self) -> Path:
-        """Traces, when asked for."""
+        """Return the folder for profiler traces."""
         return self.root / "profile"
 
     @property
     def evaluations(self) -> Path:
-        """Scores, one JSON file a checkpoint."""
+        """Return the folder of scores, with one JSON file per checkpoint."""
         return self.root / "evaluations"
 
     def evaluation(self, step: int) -> Path:
@@ -96,25 +96,25 @@ class RunFolder:
 
     @property
     def requeue(self) -> Path:
-        """There when training stopped on request after saving: start it again. Launchers change exit codes."""
+        """Return the marker for "saved on request, start me again"; launchers change exit codes."""
         return self.root / "requeue"
 
     @property
     def done(self) -> Path:
-        """Exists once the run has consumed its tokens and its last step is saved."""
+        """Return the marker for a complete run: all tokens consumed and the last step saved."""
         return self.root / "done"
 
     @property
     def lock(self) -> Path:
-        """Held by the job that trains here."""
+        """Return the lock file, held by the job that trains in this folder."""
         return self.root / "lock"
 
     @property
     def launches(self) -> Path:
-        """One numbered folder a launch: the code, the config and the job as they were submitted."""
+        """Return the folder of launches, one numbered folder each with code, config and job as submitted."""
         return self.root / "launch"
 
     @property
     def logs(self) -> Path:
-        """Output, heartbeats and reports of hangs of each rank of each job."""
+        """Return the folder for output, heartbeats and hang reports of each rank of each job."""
         return self.root / "logs"

@@ -127,7 +127,7 @@ class Schedule:
             self._before.append([a + b for a, b in zip(self._before[-1], blend.counts(end - start), strict=True)])
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """The source of a sample, and how many samples that source has given before, over all phases."""
+        """Return the source of a sample, and how many samples it has served before, over all phases."""
         sample = int(sample)
         if not 0 <= sample < MAX_SAMPLES:
             raise IndexError(f"sample {sample}: must be between 0 and {MAX_SAMPLES}")
@@ -148,7 +148,7 @@ class Schedule:
         return [a + b for a, b in zip(self._before[phase], inside, strict=True)]
 
     def locate_range(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sources of samples first … end-1, and their indices within the sources."""
+        """Return the sources of samples first … end-1, and their indices within the sources."""
         parts = [self._in_phase(phase, a, b) for phase, a, b in self._phases_between(first, end)]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 

@@ -132,7 +132,7 @@ def shard_names(numbers: Sequence[int], most: int = 5) -> str:
 
 
 def _refuse_other_version(path: Path, content: bytes) -> None:
-    """A newer version may have other keys: say that, not which key is unknown."""
+    """Refuse a newer format version before looking for unknown keys."""
     try:
         version = json.loads(content).get("format_version", FORMAT_VERSION)
     except (ValueError, AttributeError):
@@ -160,19 +160,19 @@ class Idx:
 
     @property
     def tokens(self) -> int:
-        """Tokens the .bin must hold."""
+        """Return the number of tokens that the .bin must have."""
         if not len(self.sequence_lengths):
             return 0
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.sequence_lengths[-1])
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest type Megatron uses for a vocabulary of this size."""
+    """Return the smallest dtype that Megatron uses for a vocabulary of this size."""
     return np.dtype("uint16" if vocab_size < 65500 else "int32")
 
 
 def idx_bytes(sequences: int, documents: int) -> int:
-    """Size of an .idx file."""
+    """Return the size of an .idx file."""
     return _HEADER.size + sequences * (4 + 8) + (documents + 1) * 8
 
 
@@ -265,7 +265,7 @@ def check_idx(idx: Idx, *, bin_bytes: int, name: str = "index") -> None:
 
 
 def shard_prefix(path: str | os.PathLike[str]) -> Path:
-    """`pile/shard_00001` from any of its files, or from itself."""
+    """Return the prefix, such as `pile/shard_00001`, of any of its files."""
     path = Path(path)
     for suffix in SUFFIXES:
         if path.name.endswith(suffix):
@@ -274,7 +274,7 @@ def shard_prefix(path: str | os.PathLike[str]) -> Path:
 
 
 def beside(prefix: Path, suffix: str) -> Path:
-    """`shard_00001` + `.bin`; unlike with_suffix it leaves dots in the name alone."""
+    """Return prefix + suffix; unlike `with_suffix`, it keeps dots in the name."""
     return prefix.with_name(prefix.name + suffix)
 
 
@@ -325,11 +325,11 @@ class Shard:
 
     @cached_property
     def token_ids(self) -> "TokenFile":
-        """All token ids; slices of it are read from disk."""
+        """Return all token ids; slices are read from disk."""
         return TokenFile(self)
 
     def document(self, number: int) -> np.ndarray:
-        """Token ids of one document, its EOD included."""
+        """Return the token ids of one document, including its EOD."""
         start, length = self.span(number)
         return self.token_ids[start : start + length]
 
@@ -422,7 +422,7 @@ def _hidden(path: Path, folder: Path) -> bool:
 
 
 def find_shards(*paths: str | os.PathLike[str]) -> list[Shard]:
-    """The shards named by prefixes, files and folders (searched to any depth), in order of name."""
+    """Return the shards named by prefixes, files and folders (searched recursively), sorted by name."""
     prefixes: list[Path] = []
     for path in paths:
         found = shards_at(path, (MANIFEST_SUFFIX,))

@@ -38,7 +38,7 @@ class StepRecord:
         return json.dumps({"step": self.step, **finite}, ensure_ascii=False, allow_nan=False)
 
     def finite(self) -> Iterator[tuple[str, float]]:
-        """Yield the scalars that are numbers, for TensorBoard and wandb."""
+        """Return the scalars that are finite, for TensorBoard and wandb."""
         return ((name, value) for name, value in self.scalars.items() if math.isfinite(value))
 
 

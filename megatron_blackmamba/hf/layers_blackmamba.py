@@ -31,7 +31,7 @@ def use_kernels(config):
 
 
 def widen(x):
-    """At least fp32."""
+    """Return the tensor in at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -39,7 +39,7 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
 
 
 def causal_conv1d(x_BLI, weight_IK, bias_I, *, initial_window, reset_BL):
-    """Depthwise convolution and SiLU; returns y_BLI and the window that the next tokens need."""
+    """Apply the depthwise convolution and SiLU; return y_BLI and the window for the next tokens."""
     L, K = x_BLI.shape[1], weight_IK.shape[1]
     inputs = torch.cat((initial_window.to(x_BLI.dtype), x_BLI), dim=1)
     if reset_BL is None:
@@ -55,7 +55,7 @@ def causal_conv1d(x_BLI, weight_IK, bias_I, *, initial_window, reset_BL):
 
 
 def selective_scan(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, initial_state_BIN, reset_BL):
-    """The recurrence of Mamba-1, token by token in fp32; returns y_BLI in u's dtype and the last state."""
+    """Run the Mamba-1 recurrence token by token in fp32; return y_BLI in u's dtype and the last state."""
     u, B, C = widen(u_BLI), widen(B_BLN), widen(C_BLN)
     delta = F.softplus(widen(delta_BLI) + delta_bias_I)
     delta_u = delta * u
@@ -78,7 +78,7 @@ def selective_scan(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_
 
 
 def ssd(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, initial_state_BHPN, reset_BL, chunk=64):
-    """The recurrence of Mamba-2, as matrix products over chunks in fp32; returns y_BLHP in x's dtype and the state."""
+    """Run the Mamba-2 recurrence as matrix products in fp32; return y_BLHP in x's dtype and the last state."""
     heads_of_group = x_BLHP.shape[2] // B_BLGN.shape[2]
     x, B, C = (widen(tensor).transpose(1, 2) for tensor in (x_BLHP, B_BLGN, C_BLGN))
     B, C = (tensor.repeat_interleave(heads_of_group, dim=1) for tensor in (B, C))
@@ -115,7 +115,7 @@ class FastLinear(nn.Linear):
 
 
 def linear(inputs, outputs, fast):
-    """Exactly nn.Linear without the kernels, since tools that quantize compare the type."""
+    """Apply a linear layer; without the kernels it is exactly nn.Linear, since quantization tools check the type."""
     return (FastLinear if fast else nn.Linear)(inputs, outputs, bias=False)
 
 
@@ -180,7 +180,7 @@ class Router(nn.Linear):
         self.register_buffer("expert_bias", torch.zeros(experts) if config.router_biased else None)
 
     def _apply(self, fn, recurse=True):
-        """Casting the model to a half precision leaves the expert bias in fp32."""
+        """Apply `fn`, but keep the expert bias in fp32 when the model is cast to half precision."""
         before = self.expert_bias
         super()._apply(fn, recurse)
         if before is not None and before.dtype == torch.float32 and self.expert_bias.dtype != torch.float32:
@@ -387,7 +387,7 @@ class Experts(nn.Module):
 
     @torch.compiler.disable  # the sizes depend on the values: one known break of the graph
     def _by_choice(self, x_TD, choice_Tk):
-        """Each token through its experts."""
+        """Send each token to its experts only."""
         pairs = choice_Tk.flatten()
         order = pairs.argsort(stable=True)
         counts_E = torch.bincount(pairs, minlength=len(self.local_experts)).tolist()
@@ -396,7 +396,7 @@ class Experts(nn.Module):
         return torch.empty_like(sorted_y).index_copy(0, order, sorted_y).unflatten(0, choice_Tk.shape)
 
     def _by_all(self, x_TD, choice_Tk):
-        """Each token through every expert, for an exported graph, whose sizes may not depend on values."""
+        """Send each token to every expert, for exported graphs, whose sizes must not depend on values."""
         y_TkD = x_TD.new_zeros(*choice_Tk.shape, x_TD.shape[1])
         for number, expert in enumerate(self.local_experts):
             y_TkD = torch.where((choice_Tk == number)[:, :, None], expert(x_TD)[:, None], y_TkD)

@@ -202,11 +202,11 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BlackMambaOutput | tuple:
-        """Read tokens, after those that `past_key_values` has seen.
+        """Read tokens that follow the ones in `past_key_values`.
 
-        attention_mask: covers these tokens or all seen so far. Padding stands at either end, not in the middle.
-        position_ids: a token at position 0 begins a new document; nothing before it is remembered. Other values do
-        nothing.
+        Args:
+            attention_mask: Mask of these tokens, or of all tokens so far. Padding must be at either end.
+            position_ids: Position 0 starts a new document and resets the state. Other values are ignored.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds")
@@ -273,7 +273,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
     def _resets(
         self, input_ids: Tensor | None, begins_BL: Tensor | None, past: BlackMambaCache | None
     ) -> Tensor | None:
-        """True at each first token of a document: at position 0, or after the end-of-document token."""
+        """Return True at the first token of each document: at position 0, or after the end-of-document token."""
         if self.config.eod_reset is None:
             return begins_BL
         if input_ids is None:
@@ -290,7 +290,7 @@ def _given_or(value: bool | None, default: bool | None) -> bool:
 
 
 def _beginnings(position_ids: Tensor | None, embeds_BLD: Tensor) -> Tensor | None:
-    """True at position 0; None where no document begins but, at the first token of all, the first."""
+    """Return True at position 0, or None without position ids or without a position 0."""
     if position_ids is None:
         return None
     begins_BL = (position_ids == 0).expand(embeds_BLD.shape[:2])
@@ -300,7 +300,7 @@ def _beginnings(position_ids: Tensor | None, embeds_BLD: Tensor) -> Tensor | Non
 def _segments(
     keep_BL1: Tensor | None, begins_BL: Tensor | None, embeds_BLD: Tensor, past: BlackMambaCache | None
 ) -> Tensor:
-    """The number of each token's document, for attention, which looks at no other; -1 at padding."""
+    """Return the document number of each token, -1 at padding; attention stays within a document."""
     segment_BL = torch.zeros(embeds_BLD.shape[:2], dtype=torch.long, device=embeds_BLD.device)
     if begins_BL is not None:
         segment_BL = begins_BL.long().cumsum(dim=1)
@@ -354,7 +354,7 @@ class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> BlackMambaCausalOutput | tuple:
-        """As BlackMambaModel.forward. `labels` are shifted here; -100 counts for nothing."""
+        """Run BlackMambaModel.forward; `labels` are shifted here, and -100 is ignored."""
         body = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -382,7 +382,7 @@ class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The tokens that the state has not seen, and all options of forward."""
+        """Return the tokens that the state has not seen, and all options of forward."""
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         inputs = {name: value for name, value in kwargs.items() if name not in _GENERATION_ONLY}
         inputs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}

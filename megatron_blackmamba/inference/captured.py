@@ -16,14 +16,14 @@ Step = Callable[[Tensor], Tensor]
 
 
 def stepper(decoder: Decoder, state: State) -> Step:
-    """A function from the last tokens to the next logits that moves `state` on in place."""
+    """Return a function that maps the last tokens to the next logits and updates `state` in place."""
     if state.last_B.is_cuda and not decoder.grows:  # a captured step reads and writes tensors of one size
         return _captured(decoder, state)
     return lambda tokens_B: decoder.step(state, tokens_B)
 
 
 def _captured(decoder: Decoder, state: State) -> Step:
-    """The graph reads and writes these very tensors; replaying it costs one launch instead of several hundred."""
+    """Capture a step as a CUDA graph on these tensors; replaying it costs one launch instead of several hundred."""
     tokens_B = torch.zeros_like(state.last_B)
     kept = state.rows(torch.arange(len(tokens_B), device=tokens_B.device))  # warming up moves the state; undo that
     side = torch.cuda.Stream()

@@ -26,7 +26,7 @@ class State:
     """The last token of each sequence, -1 before the first."""
 
     def rows(self, index: Tensor) -> "State":
-        """The sequences at `index`, in that order; a sequence may come more than once."""
+        """Return the sequences at `index`, in that order; a sequence may occur more than once."""
         return State([[tensor[index] for tensor in memory] for memory in self.memories], self.last_B[index])
 
     def copy_(self, other: "State") -> None:
@@ -95,7 +95,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, state: State, tokens_B: Tensor) -> Tensor:
-        """One token of each sequence: `state` moves on in place; the logits after it, `[B, V]` fp32."""
+        """Read one token of each sequence, update `state` in place, and return the next logits, `[B, V]` fp32."""
         residual_BD = F.embedding(tokens_B, self.weights.embedding_VD).float()
         with threads_for_matrices_alone(residual_BD, self.weights.embedding_VD) as self.threads:
             self._restart(state)

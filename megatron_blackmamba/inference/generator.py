@@ -54,7 +54,7 @@ class Generator:
         sampling: Sampling = Sampling(),
         stop: Sequence[str] = (),
     ) -> Iterator[str]:
-        """The same, a piece of text at a time, as soon as its characters are whole."""
+        """Return an iterator over the pieces of the continuation, each as soon as its characters are complete."""
         pieces = self.pieces([prompt], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
         return (piece.text for piece in pieces)
 
@@ -86,7 +86,7 @@ class Generator:
         samples: int = 1,
         stop: Sequence[str] = (),
     ) -> Iterator[Piece]:
-        """The texts of all rows as they are written; each row's last piece says why it ended.
+        """Yield the texts of all rows as they are generated; each row's last piece says why it ended.
 
         stop: a text that holds one of these ends before it.
         """
@@ -195,7 +195,7 @@ def load(
     device: str | torch.device | None = None,
     tokenizer: str | Path | None = None,
 ) -> Generator:
-    """A model of any kind, ready to write: one of our checkpoints or runs, a Hugging Face export, released files.
+    """Load a model of any kind: one of our checkpoints or runs, a Hugging Face export, or the released files.
 
     dtype: of the large matrices; by default as stored, or bf16 where fp32 would fill the memory.
     """

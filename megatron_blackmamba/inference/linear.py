@@ -13,7 +13,7 @@ from megatron_blackmamba.ops.matvec import MAX_VECTORS, matvec, product, why_not
 
 
 def linear(x_BI: Tensor, weight_OI: Tensor, threads: int | None = None) -> Tensor:
-    """x times the weight, transposed; fp32 in, fp32 out, whatever the weight is stored in."""
+    """Return x times the transposed weight; input and output are fp32 for every weight dtype."""
     if why_not_cpp(weight_OI, x_BI) is None and x_BI.shape[0] <= MAX_VECTORS:
         return matvec(weight_OI, x_BI, threads)
     return product(x_BI, weight_OI).float()

@@ -64,6 +64,6 @@ class Text:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text begin the stop string."""
+    """Return how many characters at the end of the text could start the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -77,7 +77,7 @@ def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu
 
 
 def fitting_dtype(model: Canonical, device: torch.device) -> torch.dtype:
-    """The precision the weights are stored in, or bf16 where fp32 would take more than half of the free memory."""
+    """Return fp32 if the weights are stored in it and take less than half of the free memory, else bf16."""
     if model.dtype != torch.float32:
         return torch.bfloat16
     needed = 4 * model.parameters

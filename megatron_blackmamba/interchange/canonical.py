@@ -71,7 +71,7 @@ class Canonical:
         object.__setattr__(self, "entries", {name: self.entries[name] for name in expected})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each name and its tensor, in the order of the network; keep none to stay small."""
+        """Yield each name and its tensor, in the order of the network; drop each one to use little memory."""
         for name, entry in self.entries.items():
             yield name, entry.load()
 
@@ -90,7 +90,7 @@ class Canonical:
 
 
 def tokenizer_of(model: Canonical) -> Tokenizer | None:
-    """The tokenizer that goes with the model, if any; one with ids that the model has no embedding for is refused."""
+    """Return the model's tokenizer, if any; refuse one with ids that have no embedding."""
     if model.tokenizer is None:
         return None
     tokenizer = load_tokenizer(model.tokenizer)
@@ -110,7 +110,7 @@ def in_memory(
 
 
 def cast(model: Canonical, dtype: torch.dtype) -> Canonical:
-    """The same model in another precision; what the recurrence keeps in fp32 stays there."""
+    """Return the same model in another precision; parameters of the recurrence stay in fp32."""
 
     kept = kept_in_fp32(model.config)
 
@@ -122,7 +122,7 @@ def cast(model: Canonical, dtype: torch.dtype) -> Canonical:
 
 
 def finite(model: Canonical) -> Canonical:
-    """The same model; a tensor that holds NaN or infinity is refused by name when it is read."""
+    """Return the same model; reading a tensor that contains NaN or infinity raises an error with its name."""
 
     def checked(name: str, entry: Entry) -> Entry:
         def load() -> Tensor:
@@ -141,7 +141,7 @@ def finite(model: Canonical) -> Canonical:
 
 
 def narrowed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """float64 tensors as fp32, which is what the model computes in; all others as they are."""
+    """Return float64 tensors as fp32, the precision in which the model computes, and all others unchanged."""
 
     def narrow(entry: Entry) -> Entry:
         return Entry(entry.shape, torch.float32, lambda: entry.load().float())

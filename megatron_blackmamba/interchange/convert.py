@@ -15,7 +15,7 @@ Watch = Callable[[int], None]
 
 
 def ignore(_: int) -> None:
-    """Watches nothing."""
+    """Ignore all progress."""
 
 
 def to_hf(
@@ -27,7 +27,7 @@ def to_hf(
     shard_bytes: int = hf.SHARD_BYTES,
     watch: Watch = ignore,
 ) -> Comparison | None:
-    """A Hugging Face folder at `out`. With a `dtype` the weights are rounded to it first, then converted exactly."""
+    """Write a Hugging Face folder to `out`; weights are rounded to `dtype`, if given, and otherwise copied exactly."""
     model = cast(model, dtype or model.dtype)
     with new_folder(out) as folder:
         hf.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes)
@@ -42,7 +42,7 @@ def to_zyphra(
     verify: bool = True,
     watch: Watch = ignore,
 ) -> Comparison | None:
-    """The released files at `out`; what they cannot say is refused, or told by `zyphra.warning_about`."""
+    """Write the released files to `out`; refuse what the format cannot express, or warn (`zyphra.warning_about`)."""
     model = cast(model, dtype or model.dtype)
     with new_folder(out) as folder:
         zyphra.write(watched(finite(model), watch), folder)
@@ -57,7 +57,7 @@ def to_checkpoint(
     verify: bool = True,
     watch: Watch = ignore,
 ) -> Comparison | None:
-    """A checkpoint of ours at `out`, for `start.from`; fp16 weights become fp32 ones, which hold them exactly."""
+    """Write a checkpoint to `out`, for `start.from`; fp16 weights become fp32 without loss."""
     stored = torch.float32 if model.dtype == torch.float16 else model.dtype
     model = cast(model, dtype or stored)
     with new_folder(out) as folder:
@@ -68,5 +68,5 @@ def to_checkpoint(
 
 
 def named(model: Canonical, source: Path) -> Canonical:
-    """The same model, called what the user calls it rather than its temporary place."""
+    """Return the same model under the user's name for it, instead of its temporary path."""
     return replace(model, source=str(source))

@@ -12,7 +12,7 @@ from megatron_blackmamba.interchange.canonical import InterchangeError
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary neighbour of `path` to fill; it takes that name only if the block ends without an error."""
+    """Yield a temporary folder next to `path`, and rename it to `path` if the block ends without an error."""
     path = Path(os.path.abspath(path))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InterchangeError(f"{path}: already there; name a folder that does not exist or is empty")

@@ -63,7 +63,7 @@ def write(model: Canonical, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> 
 
 
 def read(folder: Path) -> Canonical:
-    """A folder written by `write`, or by `save_pretrained` of such a model."""
+    """Read a folder written by `write`, or by `save_pretrained` of such a model."""
     folder = Path(folder)
     config, content = read_config(folder / "config.json")
     tokenizer = folder / "tokenizer.json"
@@ -77,7 +77,7 @@ def read(folder: Path) -> Canonical:
 
 
 def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a model, as far as the tokenizer has no part in it."""
+    """Return the config.json of a model, without the fields of the tokenizer."""
     return {
         "architectures": ["BlackMambaForCausalLM"],
         "model_type": "blackmamba",
@@ -103,7 +103,7 @@ def exported_fields() -> list[str]:
 
 
 def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """The ModelConfig in a config.json of ours, and the whole content beside it."""
+    """Return the ModelConfig of an export's config.json, and the whole content."""
     content = read_json(path)
     if content.get("model_type") != "blackmamba":
         raise InterchangeError(f"{path}: model_type is {content.get('model_type')!r}, not 'blackmamba'")
@@ -138,7 +138,7 @@ def _canonical_names(entries: dict[str, Entry], folder: Path) -> dict[str, Entry
 
 
 def _write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
-    """Tokenizer files that every transformers version loads; returns the special ids for the configs."""
+    """Write tokenizer files that every transformers version loads; return the special ids for the configs."""
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     tokenizer = tokenizer_of(model)
     if tokenizer is None:

@@ -19,7 +19,7 @@ def layer_list(config: ModelConfig) -> list[str]:
 
 
 def model_config(fields: dict[str, Any], content: dict[str, Any], path: Path, names: Mapping[str, str]) -> ModelConfig:
-    """ModelConfig from its own fields and the list of layers. `names`: their name of a field → ours, for messages."""
+    """Return the ModelConfig; `names` maps field names in the file to ours, for error messages."""
     pattern, of_layers = parse_layers(need(content, "mamba_moe_layers", path), path)
     if content.get("num_layers", len(pattern)) != len(pattern):
         raise InterchangeError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def read(path: Path, *, verify: bool = False) -> Canonical:
-    """The weights of a checkpoint, or of the newest one of a run. `verify` first reads all of it for damage."""
+    """Read the weights of a checkpoint, or of a run's newest one; `verify` first checks the files for damage."""
     reader = CheckpointReader(path)
     if verify:
         reader.verify()
@@ -61,7 +61,7 @@ def of_module(model: "LanguageModel", tokenizer: Path | None = None) -> Canonica
 
 
 def write(model: Canonical, folder: Path) -> None:
-    """A checkpoint of weights alone, in one file: `start.from` starts any layout from it."""
+    """Write a checkpoint with weights only, in one file; `start.from` loads it into any layout."""
     folder.mkdir(parents=True, exist_ok=True)
     _save(_stacked(model), folder)
     common.write(folder, {})
@@ -76,7 +76,7 @@ def write(model: Canonical, folder: Path) -> None:
 
 
 def run_config(model: Canonical) -> RunConfig:
-    """The least run that describes these weights."""
+    """Return a minimal run config that describes these weights."""
     precision = "bf16" if model.dtype == torch.bfloat16 else "fp32"
     return RunConfig.model_validate(
         {
@@ -108,7 +108,7 @@ def _cut(whole: Callable[[str], Tensor], stack: str, number: int, shape: tuple[i
 
 
 def _stacked(model: Canonical) -> dict[str, Entry]:
-    """The canonical entries under a checkpoint's names."""
+    """Return the canonical entries under the names of a checkpoint."""
     stacks = {stack.parts[0]: (name, stack) for name, stack in stacks_of(model.config).items()}
     rest = {part for _, stack in stacks.values() for part in stack.parts[1:]}
     entries: dict[str, Entry] = {}
@@ -129,13 +129,13 @@ def _stack(model: Canonical, stack: Stack) -> Tensor:
 
 
 def _save(entries: Mapping[str, Entry], folder: Path) -> None:
-    """torch's checkpoint format, each tensor loaded when its turn to be written comes."""
+    """Write torch's checkpoint format, loading each tensor just before it is written."""
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
     from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
     class Placeless(FileSystemWriter):
         def storage_meta(self) -> StorageMeta:
-            """Without this machine's path, which some Pythons cannot read from the pickle of another."""
+            """Leave out this machine's path, which some Python versions cannot unpickle if another version wrote it."""
             return StorageMeta()
 
     class Streaming(DefaultSavePlanner):
@@ -148,7 +148,7 @@ def _save(entries: Mapping[str, Entry], folder: Path) -> None:
 
 
 def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without torch's remark that there is no process group, which is as it should be."""
+    """Silence torch's warning that there is no process group, which is intended here."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():

@@ -25,7 +25,7 @@ class Router:
 
     @classmethod
     def of(cls, layer: int, selecting_BSE: Tensor, top_k: int) -> "Router":
-        """`selecting_BSE`: the numbers whose largest are chosen."""
+        """Return the decisions of a router; `selecting_BSE` are the numbers whose largest are chosen."""
         best = selecting_BSE.topk(min(top_k + 1, selecting_BSE.shape[-1]), dim=-1)
         choice_BSK = best.indices[..., :top_k].sort(dim=-1).values
         if best.values.shape[-1] == top_k:  # all are chosen
@@ -91,7 +91,7 @@ def compare(one: Observation, other: Observation) -> Comparison:
 
 
 def _before_ties(one: Observation, other: Observation) -> Tensor:
-    """The tokens up to the first that either model sent elsewhere at a tie; a tie moves all that comes after it."""
+    """Return the tokens before the first one routed differently at a tie, which affects all later ones."""
     tied_BS = torch.zeros(one.logits_BSV.shape[:2], dtype=torch.bool)
     for a, b in zip(one.routers, other.routers, strict=True):
         tied_BS |= a.differs(b) & (torch.minimum(a.margin_BS, b.margin_BS) < TIE)
@@ -99,7 +99,7 @@ def _before_ties(one: Observation, other: Observation) -> Tensor:
 
 
 def _same_top1(one_BSV: Tensor, other_BSV: Tensor) -> Tensor:
-    """The same best token, or two that are equal but for rounding."""
+    """Return whether the most likely tokens agree, or differ only by rounding."""
     best = one_BSV.max(dim=-1)
     given = one_BSV.gather(-1, other_BSV.argmax(dim=-1, keepdim=True))[..., 0]
     return best.values - given <= 1e-4 * best.values.abs().clamp(min=1.0)

@@ -10,7 +10,7 @@ from megatron_blackmamba.interchange.json_config import read_json
 
 
 def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = False) -> Canonical:
-    """One of our checkpoints (or a run, for its newest), a Hugging Face export, or the released files.
+    """Open one of our checkpoints (or a run's newest one), a Hugging Face export, or the released files.
 
     A name on the Hugging Face hub means its newest download.
 

@@ -120,7 +120,7 @@ class _File:
 
 
 def _storages(archive: BinaryIO) -> list[tuple[int, int]]:
-    """(offset, bytes) of each storage, in the order they were saved."""
+    """Return (offset, bytes) of each storage, in the order of the file."""
     places = {}
     with zipfile.ZipFile(archive) as directory:
         for record in directory.infolist():

@@ -52,7 +52,7 @@ def choose_activation(folder: Path, wanted: str | None = None) -> Activation:
 
 
 def read(folder: Path, activation: str | None = None, tokenizer: Path | None = None) -> Canonical:
-    """The released files; the weights also in shards, as a bare state dict or in safetensors, by the same names."""
+    """Read the released files; weights may be sharded, a bare state dict, or in safetensors."""
     folder = Path(folder)
     path = folder / CONFIG
     content = read_json(path)
@@ -103,7 +103,7 @@ def warning_about(config: ModelConfig) -> str | None:
 
 
 def require_expressible(config: ModelConfig, source: str) -> None:
-    """The format has a character a layer and no field for what is fixed in its code."""
+    """Refuse a model that the format cannot express: it has one character per layer and few other fields."""
     require_convertible(config, source)
     other = {kind.name for kind in kinds_in(config.pattern) if not kind.released}
     default_rank = math.ceil(config.hidden_size / 16)

@@ -105,7 +105,7 @@ def _kv_heads(model: ModelConfig) -> int:
 
 
 def _key_values(model: ModelConfig) -> int:
-    """Width of the keys, and of the values."""
+    """Return the width of the keys, and of the values."""
     return model.hidden_size * _kv_heads(model) // model.attention.heads
 
 

@@ -66,7 +66,7 @@ class Sizes:
 
     @property
     def stream(self) -> int:
-        """Bytes of the whole micro-batch's hidden states."""
+        """Return the bytes of the whole micro-batch's hidden states."""
         return self.whole * self.model.hidden_size * self.width
 
 

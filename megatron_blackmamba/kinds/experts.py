@@ -157,7 +157,7 @@ class Experts(LayerKind):
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int]:
-    """D, E, F."""
+    """Return D, E, F."""
     return model.hidden_size, model.experts, model.expert_hidden_size or 0
 
 
@@ -281,7 +281,7 @@ def _weighed(y_PD: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def gathered(run: Runner, layer: ExpertsLayer, x_BD: Tensor, choice_B: Tensor) -> Tensor:
-    """As `chosen`, without asking the device for the choice: a captured step must not wait."""
+    """Compute the same as `chosen` without reading the choice on the host: a captured step must not wait."""
     import torch
 
     E = len(layer.fc1_EGD)

@@ -125,7 +125,7 @@ def initial_dt_bias(shape: tuple[int, ...], model: ModelConfig, random: torch.Ge
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:
-    """D, I, N, K, R."""
+    """Return D, I, N, K, R."""
     return model.hidden_size, model.inner_size, model.state_size, model.conv_kernel, model.dt_rank_or_default
 
 

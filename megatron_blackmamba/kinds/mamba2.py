@@ -87,7 +87,7 @@ class Mamba2(LayerKind):
         return None
 
     def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
-        """The scan's matrix products with the chunk length of `ops/ssd`, causal halves not left out."""
+        """Count the scan's matrix products with the chunk length of `ops/ssd`, including the masked halves."""
         from megatron_blackmamba.ops.ssd.chunked import CHUNK
 
         D, N, G = model.hidden_size, model.mamba2.state_size, model.mamba2.groups
@@ -136,7 +136,7 @@ class Mamba2(LayerKind):
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int]:
-    """I, H, GN."""
+    """Return I, H, GN."""
     I = model.inner_size
     return I, I // model.mamba2.head_dim, model.mamba2.groups * model.mamba2.state_size
 
@@ -236,7 +236,7 @@ class Mamba2Decoding(Decoding):
 
 
 def _parts(zxBCdt: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-    """z, what goes through the convolution, and dt."""
+    """Split in_proj's output into z, the input of the convolution, and dt."""
     I, H, GN = _sizes(model)
     return zxBCdt.split([I, I + 2 * GN, H], dim=-1)
 

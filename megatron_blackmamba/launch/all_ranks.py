@@ -180,7 +180,7 @@ class Chair:
             time.sleep(0.05)
 
     def _oversee(self, store: Any) -> None:
-        """End the check when the time is up, or soon after a rank failed."""
+        """Stop the check when the time is up, or soon after a rank has failed."""
         errors = [f"error/{rank}" for rank in range(self.size)]
         while not self.concluded.is_set():
             failed = any(store.check([name]) for name in errors)
@@ -262,7 +262,7 @@ def _keep_saying_alive(meeting: Meeting, rank: int, limit: float) -> None:
 
 
 def _end_after(seconds: float, message: str, end: Callable[[int], object] = os._exit) -> None:
-    """End this process if it is still there then, whatever it waits for."""
+    """Kill this process if it still runs after the time limit, whatever it waits for."""
 
     def wait() -> None:
         time.sleep(seconds)

@@ -36,7 +36,7 @@ def time_all_reduce(processes: int, *, on_gpus: bool, mebibytes: int = 16, repea
 
 
 def _answers(pipes: list[Connection]) -> list[float]:
-    """Seconds of every rank, or the first failure, whichever rank it comes from."""
+    """Return the seconds of every rank, or raise the first failure of any rank."""
     waiting = list(pipes)
     seconds: list[float] = []
     deadline = time.monotonic() + TIMEOUT_S

@@ -19,7 +19,7 @@ class Finding:
     def judge(
         cls, part: str, name: str, found: str, good: bool, advice: str, otherwise: Status = "problem"
     ) -> "Finding":
-        """Fine, or else of status `otherwise` and with the advice."""
+        """Return a finding: fine, or else with status `otherwise` and the advice."""
         return cls(part, name, found) if good else cls(part, name, found, otherwise, advice)
 
 

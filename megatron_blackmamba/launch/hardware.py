@@ -25,7 +25,7 @@ def processors() -> Iterator[Finding]:
 
 
 def matrix_products() -> Iterator[Finding]:
-    """Which precision a run without a GPU should ask for: some processors multiply bf16 faster, others much slower."""
+    """Find the faster precision for a run without a GPU: some processors multiply bf16 faster, others much slower."""
     import torch
 
     rate = {dtype: _products_per_second(dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -56,7 +56,7 @@ def memory() -> Iterator[Finding]:
 
 
 def shared_memory(gpus: int) -> Iterator[Finding]:
-    """Processes of one node hand tensors over through /dev/shm: NCCL between GPUs, the writers of a checkpoint."""
+    """Check /dev/shm, which NCCL and the checkpoint writers use to exchange tensors within a node."""
     path = Path("/dev/shm")
     if not path.is_dir():
         return
@@ -67,7 +67,7 @@ def shared_memory(gpus: int) -> Iterator[Finding]:
 
 
 def locked_memory() -> Iterator[Finding]:
-    """Network cards that read memory themselves need it locked."""
+    """Check the limit of locked memory, which RDMA network cards need."""
     cards = Path("/sys/class/infiniband")
     if not cards.is_dir() or not any(cards.iterdir()):
         return
@@ -85,7 +85,7 @@ def gpu_count() -> int:
 
 
 def gpus(expected: int | None) -> Iterator[Finding]:
-    """They are all there, nobody else is on them, and GPUs of one model compute the same product bit for bit."""
+    """Check that all GPUs are present, idle, and compute the same product bit for bit if equal in model."""
     import torch
 
     count = gpu_count()
@@ -206,7 +206,7 @@ def _cpuinfo(key: str) -> str:
 
 
 def _memory() -> tuple[int, int]:
-    """Total and free bytes, as a container is allowed them."""
+    """Return total and free bytes, as limited by the container."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kib = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)}

@@ -84,7 +84,7 @@ class JobRequest:
 
 
 def time_limit_s(text: str) -> int:
-    """Seconds of a Slurm time: `90`, `1:30`, `24:00:00`, `2-12`, `2-12:00`, `2-12:00:00`."""
+    """Parse a Slurm time into seconds: `90`, `1:30`, `24:00:00`, `2-12`, `2-12:00`, `2-12:00:00`."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if not match:
         raise LaunchError(f"time is minutes, H:M:S or D-H:M:S; {text!r} is none of them")
@@ -100,7 +100,7 @@ def time_limit_s(text: str) -> int:
 
 
 def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_every: int = 0) -> str:
-    """The sbatch file: Slurm's options, what the job is about, and the body every training job shares."""
+    """Return the sbatch file: Slurm's options, the parameters of the job, and the shared job body."""
     wishes = [
         f"--job-name={job_name(run)}",
         f"--nodes={request.nodes}",
@@ -184,7 +184,7 @@ def job_name(run: RunFolder) -> str:
 
 
 def _quoted(option: str) -> str:
-    """As sbatch reads it: outside of quotes a # ends the line, and inside of them \\ escapes a quote."""
+    """Quote a value for sbatch: outside quotes a # ends the line, inside them a backslash escapes a quote."""
     name, equals, value = option.partition("=")
     if not equals or re.fullmatch(r"[\w%@+=:,./^-]*", value, re.ASCII):
         return option
@@ -193,5 +193,5 @@ def _quoted(option: str) -> str:
 
 
 def _literal(path: Path) -> str:
-    """A path in which Slurm finds nothing to fill in."""
+    """Return a path in which Slurm expands nothing."""
     return str(path).replace("%", "%%")

@@ -53,7 +53,7 @@ def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
 def pairs(
     nodes: list[str], ranks_of: dict[str, list[int]], rank: int, device: torch.device
 ) -> Iterator[tuple[str, float]]:
-    """Exchange a block with the same local rank of another node, one partner node a round; yields node and GB/s."""
+    """Exchange a block with the same local rank of another node, one node per round; yield node and GB/s."""
     mine = next(node for node, ranks in ranks_of.items() if rank in ranks)
     local = ranks_of[mine].index(rank)
     block = torch.full(((256 if device.type == "cuda" else 2) * MIB,), float(rank), device=device)

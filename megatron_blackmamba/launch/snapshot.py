@@ -26,13 +26,13 @@ def take_snapshot(folder: Path) -> None:
 
 
 def _home(name: str) -> Path:
-    """A folder of the repository; once installed, configs and scripts lie inside the package."""
+    """Return a folder of the repository; if installed, configs and scripts are inside the package."""
     inside = PACKAGE / name
     return inside if inside.is_dir() else PACKAGE.parent / name
 
 
 def _version() -> str:
-    """The commit and what was changed since, as far as git knows."""
+    """Return the commit and the uncommitted changes, as far as git knows."""
     from megatron_blackmamba import __version__
 
     def git(*arguments: str) -> str:

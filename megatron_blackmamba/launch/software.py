@@ -56,7 +56,7 @@ def programs() -> Iterator[Finding]:
 
 
 def imports() -> Iterator[Finding]:
-    """PyTorch really imports here, libraries and all; megatron-core, which takes seconds, is there."""
+    """Check that PyTorch really imports, with its libraries, and that megatron-core is installed."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -86,7 +86,7 @@ def unmet() -> list[str]:
 
 
 def backends() -> Iterator[Finding]:
-    """One line for each backend of each op; the first available one is what runs."""
+    """Yield one line for each backend of each op; the first available one is used."""
     from megatron_blackmamba import ops
 
     for module in pkgutil.iter_modules(ops.__path__):

@@ -114,7 +114,7 @@ def announce(launch: Launch) -> str:
 
 
 def export_command(launch: Launch) -> str:
-    """The command that queues an export behind the last job, for any folder; the output folder is to be added."""
+    """Return the command that queues an export after the last job; the output folder must be appended."""
     code = launch.folder / "code"
     variables = [f"{name}={shlex.quote(str(value))}" for name, value in (("CODE", code), ("PYTHON", sys.executable))]
     options = [f"--dependency=afterok:{launch.jobs[-1]}", "--kill-on-invalid-dep=yes"]
@@ -123,7 +123,7 @@ def export_command(launch: Launch) -> str:
 
 
 def interpreter(container: str | None) -> str:
-    """This one, unless the job runs in an image that has its own."""
+    """Return this Python, or the default one if the job runs in a container image."""
     return "python3" if container else sys.executable
 
 
@@ -139,7 +139,7 @@ def _sbatch(script: Path) -> str:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The job may start in another folder: name the run, the mixture and the first weights from the root."""
+    """Make the paths of run, mixture and initial weights absolute: the job may start in another folder."""
 
     def absolute(path: str | None) -> str | None:
         return str(Path(path).resolve()) if path and Path(path).exists() else path

@@ -28,7 +28,7 @@ class Report:
 
     @property
     def pair(self) -> float | None:
-        """The best partner's bandwidth: a slow partner says nothing about this rank."""
+        """Return the bandwidth to the best partner: a slow partner says nothing about this rank."""
         return max(self.pairs.values(), default=None)
 
 

@@ -26,7 +26,7 @@ class MegatronConfig(TransformerConfig):
 
     @property
     def full_precision(self) -> torch.dtype:
-        """fp32, or float64 in a float64 model: the residual stream, the router and the scan's own parameters."""
+        """Return fp32, or float64 for a float64 model: the dtype of residual stream, router and scan parameters."""
         return torch.promote_types(self.params_dtype, torch.float32)
 
     @property
@@ -36,7 +36,7 @@ class MegatronConfig(TransformerConfig):
 
 
 def to_megatron(config: RunConfig) -> MegatronConfig:
-    """Every setting that megatron-core's modules, schedules and optimizer read."""
+    """Return every setting that megatron-core's modules, schedules and optimizer read."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # of its own default
         return _to_megatron(config)

@@ -52,7 +52,7 @@ class GroupedExperts(MegatronModule):
         ), None
 
     def backward_dw(self) -> None:
-        """Nothing is delayed: weight gradients come with the backward pass."""
+        """Do nothing: weight gradients are computed in the backward pass."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         expert_axis = (0, self.groups.ep.rank(), self.groups.ep.size())

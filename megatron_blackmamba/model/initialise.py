@@ -58,7 +58,7 @@ def draw(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int, numbe
 
 
 def shards(state: dict) -> Iterator[ShardedTensor]:
-    """The sharded tensors of a model's sharded state dict, those made by factories included."""
+    """Yield the sharded tensors of a model's sharded state dict, including those made by factories."""
     for value in nested_values(state):
         if isinstance(value, ShardedTensorFactory):
             yield from nested_values(value.build())

@@ -90,7 +90,7 @@ class LanguageModel(LanguageModule):
         return losses_T.view(logits_SBV.shape[:2]).t()
 
     def take_expert_tokens(self) -> Tensor:
-        """Tokens of this rank that each expert of each layer of the whole model got since the last call, `[L, E]`."""
+        """Return this rank's tokens per expert and layer of the whole model since the last call, `[L, E]`."""
         model = self.config.described
         device = next(self.parameters()).device
         tokens_LE = torch.zeros(model.layers, model.experts, dtype=torch.int64, device=device)

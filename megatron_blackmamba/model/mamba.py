@@ -61,7 +61,7 @@ class Convolution(Channels):
     """The causal convolution along the sequence, one filter a channel, then SiLU."""
 
     def forward(self, x_BSI: Tensor, reset_BS: Tensor | None, context: ProcessGroup | None = None) -> Tensor:
-        """context: the ranks with the other parts of these sequences."""
+        """Convolve; `context` is the group of ranks with the other parts of these sequences."""
         convolve: Any = causal_conv1d
         if context is not None and context.size() > 1:
             convolve = partial(causal_conv1d_part, group=context)

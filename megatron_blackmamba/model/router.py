@@ -44,7 +44,7 @@ class _Counted(Router):
 
     @property
     def counter_E(self) -> Tensor | None:
-        """The counts that this forward adds to; None where it must not."""
+        """Return the counts that this forward pass adds to, or None if it must not count."""
         return None if self.runs_twice and torch.is_grad_enabled() else self.tokens_E
 
     def measured(self) -> Measured:

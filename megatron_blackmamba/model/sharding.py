@@ -30,19 +30,19 @@ def sharded(parameter: nn.Parameter, axis: int) -> nn.Parameter:
 
 
 def replicated(parameter: Any, sequence_parallel: bool) -> nn.Parameter:
-    """The same on every rank of the tensor-parallel group."""
+    """Mark a parameter as equal on every rank of the tensor-parallel group."""
     parameter.sequence_parallel = sequence_parallel
     return parameter
 
 
 def without_decay(parameter: nn.Parameter) -> nn.Parameter:
-    """Left alone by weight decay."""
+    """Exempt a parameter from weight decay."""
     setattr(parameter, NO_DECAY, True)
     return parameter
 
 
 def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter without values yet, on the device of this process (or on the meta device, when planning)."""
+    """Return an uninitialised parameter on the device of this process (or on the meta device, when planning)."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device.device()))
 
 

@@ -66,7 +66,7 @@ class Block(MegatronModule):
         raise TypeError(f"{type(self).__name__} does not say how its mixer is called")
 
     def forward(self, residual_SBD: Tensor, inputs: LayerInputs, shared_SBD: Tensor | None = None) -> Tensor:
-        """shared_SBD: the stream normalized already, for this block and its neighbour."""
+        """Apply the block; `shared_SBD` is the normalised stream shared with the neighbouring block."""
 
         def mixed(x_SBD: Tensor) -> Tensor:
             return self.mix(self.norm(x_SBD) if shared_SBD is None else x_SBD, inputs)
@@ -142,7 +142,7 @@ class Stack(MegatronModule):
         )
 
     def set_input_tensor(self, received_SBD: Tensor) -> None:
-        """The residual stream from the pipeline stage before; the schedules call this."""
+        """Set the residual stream from the previous pipeline stage; megatron-core's schedules call this."""
         self.received_SBD = received_SBD
 
     def forward(self, residual_SBD: Tensor | None, inputs: LayerInputs) -> Tensor:

@@ -16,7 +16,7 @@ from megatron_blackmamba.ops.matvec import MAX_VECTORS, Matrix, matrix
 
 
 def why_not(weight: Tensor) -> str | None:
-    """Say why blocks of weights like this one cannot run here, or None."""
+    """Return why blocks of such weights cannot run here, or None."""
     if reason := library.unavailable():
         return reason
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):

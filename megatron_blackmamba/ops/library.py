@@ -22,7 +22,7 @@ ISAS = ("plain", "avx2", "avx512")  # each machine that runs one runs those befo
 
 @cache
 def unavailable() -> str | None:
-    """Why the C++ kernels cannot be used here, or None."""
+    """Return why the C++ kernels cannot be used here, or None."""
     if not LIBRARY.exists():
         return "the C++ kernels are not built: install a C++ compiler, then `pip install --force-reinstall --no-deps .`"
     try:
@@ -37,14 +37,14 @@ def unavailable() -> str | None:
 
 
 def unsupported(x: Tensor) -> str | None:
-    """Why the C++ kernels cannot take this tensor here, or None: they compute in fp32 on CPUs, and also read bf16."""
+    """Return why the C++ kernels cannot take this tensor, or None; they compute in fp32 on CPUs and also read bf16."""
     if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16):
         return f"{x.dtype} on {x.device.type}"
     return unavailable()
 
 
 def _built_from() -> str | None:
-    """The digest that the build left in the library; those before it left none."""
+    """Return the source digest stored in the library, if it is recent enough to have one."""
     try:
         built_from = _load().blackmamba_built_from
     except AttributeError:
@@ -67,7 +67,7 @@ def _load() -> ctypes.CDLL:
 
 
 def runnable_isas() -> tuple[str, ...]:
-    """The instruction sets this machine runs, the best one last."""
+    """Return the instruction sets that this machine runs, the best one last."""
     best = _load().blackmamba_best_isa().decode()
     return ISAS[: ISAS.index(best) + 1]
 
@@ -101,7 +101,7 @@ class Arguments(ctypes.Structure):
             setattr(self, name, value)
 
     def copy(self) -> "Arguments":
-        """The same values; it keeps no tensor alive but those it is given, so keep the original."""
+        """Copy the arguments; the copy does not keep tensors of the original alive, so keep the original."""
         other = type(self).from_buffer_copy(self)
         other.tensors = []
         return other
@@ -118,12 +118,12 @@ def call(name: str, arguments: ctypes.Structure, isa: str) -> None:
 
 
 def with_channels_contiguous(x: Tensor) -> Tensor:
-    """`x` itself where neighbouring channels are neighbours in memory, else a copy: other strides do not matter."""
+    """Return `x` if its channels are contiguous, else a copy; other strides do not matter."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def empty_like_rows(x_BLI: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised tensor of x's shape and order of dimensions in memory, without gaps."""
+    """Return an uninitialised contiguous tensor with x's shape and order of dimensions in memory."""
     B, L, I = x_BLI.shape
     like: dict[str, Any] = {"dtype": dtype or x_BLI.dtype, "device": x_BLI.device}
     if x_BLI.stride(0) < x_BLI.stride(1):

@@ -65,7 +65,7 @@ def _options(F: int, weights: Tensor | None, gelu: bool) -> dict[str, int | bool
 
 @triton.jit
 def _activation(gate, GELU: tl.constexpr):
-    """The activation, and its derivative."""
+    """Return the activation and its derivative."""
     if GELU:
         share = 0.5 * (1.0 + tl.erf(gate * INVERSE_ROOT_2))
         return gate * share, share + gate * DENSITY * tl.exp(-0.5 * gate * gate)

@@ -29,7 +29,7 @@ else:
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), to float32's last bits also where exp(x) is tiny, which is where time steps live."""
+    """Return log(1 + exp(x)), accurate in float32 even where exp(x) is tiny, as it is for time steps."""
     e = tl.exp2(tl.minimum(x, 20.0) * LOG2E)
     series = e * (1.0 - e * (0.5 - e * (0.33333334 - e * (0.25 - e * 0.2))))
     return tl.where(x > 20.0, x, tl.where(e < 0.03125, series, log2(1.0 + e) * LN2))
@@ -49,7 +49,7 @@ def load_channels(values, i, inside, PRESENT: tl.constexpr, BLOCK_I: tl.constexp
 
 @triton.jit
 def load_tokens(rows, stride, t, last, i, inside, STEPS: tl.constexpr, EVEN: tl.constexpr):
-    """STEPS rows of a block of channels from token t on; rows past the last one repeat it."""
+    """Load STEPS rows of a block of channels from token t on; rows past the last one repeat it."""
     values = ()
     if EVEN:  # whole blocks only: one comparison for all of them
         start = rows + tl.minimum(t, last - STEPS) * stride

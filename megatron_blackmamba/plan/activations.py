@@ -50,15 +50,15 @@ class Activations:
         return self.residual() if recompute in kind.recompute else self._norm() + kind.kept(self.sizes)
 
     def residual(self) -> int:
-        """The fp32 residual stream that enters a block."""
+        """Return the bytes of the fp32 residual stream that enters a block."""
         return FP32 * self.model.hidden_size * self.sizes.here
 
     def head(self) -> int:
-        """The last norm and the head's input, without the logits."""
+        """Return the bytes of the last norm and the head's input, without the logits."""
         return self._norm(statistics=2) + self.width * self.model.hidden_size * self.sizes.here
 
     def logits(self) -> int:
-        """The logits as they are, which the loss keeps; of a divided vocabulary their fp32 softmax."""
+        """Return the bytes of the logits, which the loss keeps; with a split vocabulary, of their fp32 softmax."""
         width = FP32 if self.tensor > 1 else self.width
         return self.sizes.whole * (width * self.model.vocab_size // self.tensor + INT64 + BOOL)
 
@@ -73,5 +73,5 @@ class Activations:
         return INT64 * self.sizes.whole
 
     def _norm(self, statistics: int = 1) -> int:
-        """Its fp32 input and statistics."""
+        """Return the bytes of a norm's fp32 input and statistics."""
         return self.sizes.here * FP32 * (self.model.hidden_size + statistics)

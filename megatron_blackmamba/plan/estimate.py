@@ -78,7 +78,7 @@ def make_plan(
     mfu: float | None = None,
     suggest: bool = False,
 ) -> Plan:
-    """Everything that can be told about a run before it starts. `gpu` is needed with `nodes`."""
+    """Estimate everything that is known about a run before it starts; `nodes` requires `gpu`."""
     sources, missing, refused = _sources(config)
     placed = None
     if nodes is not None and gpu is not None:
@@ -127,12 +127,12 @@ def _place(config: RunConfig, nodes: int, gpus_per_node: int, gpu: Gpu, mfu: flo
 
 
 def _most_useful(config: RunConfig, world_size: int) -> int:
-    """Four times these GPUs, but no more than give each data-parallel rank a sequence."""
+    """Return four times these GPUs, but at most one data-parallel rank per sequence."""
     return min(4 * world_size, config.training.global_batch * layout.ranks_of_a_replica(config.parallel))
 
 
 def seconds_per_step(config: RunConfig, world_size: int, gpu: Gpu, mfu: float) -> float:
-    """MFU counts the useful FLOPs alone: what it costs to communicate, wait and recompute lowers it."""
+    """Return the seconds per step. MFU counts useful FLOPs only, so communication and recomputation lower it."""
     useful = config.tokens_per_step * flops.training(config.model, config.data.sequence_length)
     return useful / (world_size * gpu.peak(config.training.precision) * mfu)
 
@@ -161,7 +161,7 @@ def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | N
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan for programs; sizes in GiB, times in seconds, hours and days."""
+    """Return the plan as JSON values: sizes in GiB, times in seconds, hours and days."""
     config, model = plan.config, plan.config.model
     length = config.data.sequence_length
     per_token = flops.training(model, length)

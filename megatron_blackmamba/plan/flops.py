@@ -36,24 +36,24 @@ def forward_by_part(model: ModelConfig, sequence: int) -> dict[str, int]:
 
 
 def forward(model: ModelConfig, sequence: int) -> int:
-    """Per token, forward."""
+    """Return the forward FLOPs per token."""
     return sum(forward_by_part(model, sequence).values())
 
 
 def training(model: ModelConfig, sequence: int) -> int:
-    """Per token, forward and backward; what recomputation adds is not counted as useful."""
+    """Return the forward and backward FLOPs per token, without recomputation."""
     return (1 + BACKWARD) * forward(model, sequence)
 
 
 def recomputed(config: RunConfig) -> int:
-    """Per token, what `training.recompute` does a second time."""
+    """Return the FLOPs per token that `training.recompute` repeats."""
     model, sequence = config.model, config.data.sequence_length
     again = [kind for kind in layers_of(model.pattern) if config.training.recompute in kind.recompute]
     return sum(sum(kind.flops(model, sequence).values()) for kind in again)
 
 
 def paper_formula(model: ModelConfig, tokens_per_step: int) -> PaperFormula | None:
-    """The paper's own count of this model; None for layers it has no formula for."""
+    """Return the paper's own FLOP count of this model, or None for layers without a formula."""
     printed, repaired = 0.0, 2.0 * model.hidden_size * model.vocab_size
     for kind in layers_of(model.pattern):
         formula = kind.paper_flops(model, tokens_per_step)
@@ -64,7 +64,7 @@ def paper_formula(model: ModelConfig, tokens_per_step: int) -> PaperFormula | No
 
 
 def published(config: RunConfig) -> float | None:
-    """Training FLOPs that the paper gives for this model on 300B tokens; None for a model that is not the paper's."""
+    """Return the paper's training FLOPs of this model for 300B tokens, or None for other models."""
     shapes = {
         (1152, "ME" * 15, 3072): "BlackMamba 340M/1.5B",
         (1472, "ME" * 18, 3872): "BlackMamba 630M/2.8B",

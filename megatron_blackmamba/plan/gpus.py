@@ -79,7 +79,7 @@ KNOWN = {
 
 
 def find(name: str) -> Gpu:
-    """A known GPU, or one described in a YAML file with the fields of `Gpu`."""
+    """Return a known GPU, or one described in a YAML file with the fields of `Gpu`."""
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]
     path = Path(name)

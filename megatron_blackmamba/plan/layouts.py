@@ -42,7 +42,7 @@ class Candidate:
 def suggest(
     config: RunConfig, world_size: int, gpus_per_node: int, gpu: Gpu, mfu: float, count: int = 5
 ) -> list[Candidate]:
-    """The best `count` layouts that fit, each with as little recomputation as it needs.
+    """Return the best `count` layouts that fit, each with as little recomputation as possible.
 
     Memory is looked at in the order of a bound that needs no model, until no layout left can be faster.
     """
@@ -68,7 +68,7 @@ def suggest(
 
 
 def with_layout(config: RunConfig, found: Layout, recompute: str) -> RunConfig:
-    """The run, laid out so."""
+    """Return the run config with this layout."""
     training = config.training.model_copy(update={"micro_batch": found.micro_batch, "recompute": recompute})
     return config.model_copy(update={"parallel": found.parallel, "training": training})
 

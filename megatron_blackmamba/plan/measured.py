@@ -14,7 +14,7 @@ class MfuError(ValueError):
 
 
 def mfu(number_or_run: str) -> float:
-    """`0.25`, or a run folder: the median over its last steps."""
+    """Parse an MFU: a number such as `0.25`, or a run folder, for the median over its last steps."""
     try:
         given = float(number_or_run)
     except ValueError:

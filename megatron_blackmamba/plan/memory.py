@@ -56,7 +56,7 @@ class Memory:
 
 
 def state_of(config: RunConfig, world_size: int, rank: int) -> State:
-    """Weights, gradients and optimizer state of any rank, exactly, from the real model inside the real buffers."""
+    """Return the exact bytes of a rank's weights, gradients and optimizer state, from the real model and buffers."""
     plain = config.training.model_copy(update={"recompute": "none", "micro_batch": 1})  # these change nothing here
     return _state_of(config.model_copy(update={"training": plain}).model_dump_json(by_alias=True), world_size, rank)
 
@@ -83,7 +83,7 @@ def _state_of(described: str, world_size: int, rank: int) -> State:
 
 
 def _shard_bytes(buffer: Any, kind: OptimizerKind) -> int:
-    """Optimizer state of this rank's part of a buffer: the parameters in its part of every bucket, not the padding."""
+    """Return the bytes of optimizer state for this rank's part of a buffer, without padding."""
     ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
     numbers = 0
     for start, end in _ranges(buffer):
@@ -106,7 +106,7 @@ def _optimizer_bytes(dtype: torch.dtype, kind: OptimizerKind) -> int:
 
 
 def fullest(config: RunConfig, world_size: int, device: str = "cuda") -> tuple[Memory, int]:
-    """The memory of the fullest rank, and which rank that is: the first of each pipeline stage is looked at.
+    """Return the memory of the fullest rank, and the rank; checks the first rank of each pipeline stage.
 
     Ranks of a stage differ only by the padding at the end of the buffers they share; the first has none of it.
     """
@@ -122,7 +122,7 @@ def of_stage(config: RunConfig, world_size: int, stage: int, device: str = "cuda
 
 
 def beside_state(config: RunConfig, world_size: int, device: str = "cuda") -> int:
-    """Bytes that the fullest stage needs for a step alone: found without building anything."""
+    """Return the bytes that the fullest stage needs for a step in addition to its state, without building a model."""
     nothing = State(0, 0, 0)
     stages = range(config.parallel.pipeline)
     return max(_memory(config, world_size, stage, nothing, device).total for stage in stages)
@@ -147,12 +147,12 @@ def _memory(config: RunConfig, world_size: int, stage: int, state: State, device
 
 
 def in_flight(config: RunConfig, world_size: int, stage: int) -> int:
-    """Micro-batches that wait for their backward pass at a stage, at most (1F1B)."""
+    """Return the maximum number of micro-batches that wait for their backward pass at a stage (1F1B)."""
     return min(config.parallel.pipeline - stage, layout.micro_batches(config, world_size))
 
 
 def kept(config: RunConfig, stage: int, recompute: str, device: str) -> int:
-    """Bytes of one micro-batch that a stage keeps for the backward pass, without the logits."""
+    """Return the bytes of one micro-batch that a stage saves for the backward pass, without the logits."""
     stages = config.parallel.pipeline
     sizes = Activations(config, device)
     total = sum(

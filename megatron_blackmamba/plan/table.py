@@ -27,7 +27,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def refusal(placed: Placed) -> str:
-    """Why the run cannot start like this, and what works; empty if it can."""
+    """Return why the run cannot start like this, and what works; empty if it can."""
     if placed.refused:
         return "\n".join([*placed.refused, placed.advice])
     if placed.memory and not placed.fits:
@@ -40,7 +40,7 @@ def refusal(placed: Placed) -> str:
 
 
 def _grid(title: str, *columns: str) -> Table:
-    """A table whose first column is headed by its title."""
+    """Return an empty table whose first column has the title as its header."""
     table = Table(box=None, pad_edge=False, header_style="")
     for number, column in enumerate([f"[bold]{title}[/bold]", *columns]):
         table.add_column(f"{column}" if number == 0 else f"[dim]{column}[/dim]", justify="right" if number else "left")

@@ -30,7 +30,7 @@ class Flow:
 def flows(
     config: RunConfig, world_size: int, gpus_per_node: int, gpu: Gpu, state: State | None = None
 ) -> dict[str, Flow]:
-    """By name of the axis; axes of one rank move nothing and are left out, and `data` where no state is given."""
+    """Return the traffic by axis, without axes of one rank, and without `data` if no state is given."""
     p = config.parallel
     data = layout.data_parallel_size(p, world_size)
     expert_data = world_size // (p.pipeline * p.expert * p.expert_tensor)
@@ -80,7 +80,7 @@ def _layers(config: RunConfig, world_size: int) -> dict[str, float]:
 
 
 def _pipeline(config: RunConfig, world_size: int) -> float:
-    """The fp32 residual stream forward, its gradient backward."""
+    """Return the traffic of the fp32 residual stream forward and its gradient backward."""
     return 2 * Activations(config, "cuda").residual() * layout.micro_batches(config, world_size)
 
 

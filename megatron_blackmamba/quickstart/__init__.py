@@ -51,7 +51,7 @@ def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) 
 
 
 def _program() -> str:
-    """`blackmamba` as this user must type it: its environment may not be on the PATH."""
+    """Return the `blackmamba` command to type here; its environment may not be on the PATH."""
     if shutil.which("blackmamba"):
         return "blackmamba"
     beside = Path(sys.executable).parent / "blackmamba"

@@ -65,7 +65,7 @@ class Quickstart:
 
 
 def begin(folder: Path, minutes: float | None) -> Quickstart:
-    """The settings of a new folder, or those that an earlier call wrote down in it."""
+    """Return the settings of a new folder, or the saved settings of an earlier call."""
     record = folder / "settings.json"
     if record.is_file():
         settings = json.loads(record.read_bytes())

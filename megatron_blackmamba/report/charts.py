@@ -68,7 +68,7 @@ class _Axes:
 def lines(
     title: str, curves: Sequence[Line], marks: Sequence[Mark] = (), x_label: str = "step", zero: bool = False
 ) -> str:
-    """Curves over steps, what happened marked below them. Outliers beyond the band of most points are cut off."""
+    """Draw curves over steps, with events marked below; outliers far from most points are cut off."""
     curves = [curve for curve in curves if len(curve.x)]
     if not curves:
         return empty(title)
@@ -121,7 +121,7 @@ def _data(curves: Sequence[Line], marks: Sequence[Mark], axes: _Axes, x_label: s
 
 
 def stacked(title: str, x: Sequence[float], shares: np.ndarray, names: Sequence[str], x_label: str = "step") -> str:
-    """Shares `[X, names]` that add up to 1, one on top of the other over steps."""
+    """Draw shares `[X, names]` that add up to 1, stacked, over steps."""
     if len(x) == 0:
         return empty(title)
     if len(x) == 1:
@@ -140,7 +140,7 @@ def stacked(title: str, x: Sequence[float], shares: np.ndarray, names: Sequence[
 
 
 def bars(title: str, names: Sequence[str], groups: Mapping[str, Sequence[float]]) -> str:
-    """Groups of horizontal bars, a value written beside each."""
+    """Draw groups of horizontal bars, with their values."""
     if not names:
         return empty(title)
     label, row, gap = 110, 15, 10
@@ -187,7 +187,7 @@ def shares_by_layer(title: str, layers: Sequence[str], shares: np.ndarray) -> st
 
 
 def empty(title: str) -> str:
-    """A chart with nothing to show yet says so."""
+    """Draw an empty chart that says so."""
     return _figure(title, _text(WIDTH / 2, 50, "nothing recorded yet", "middle"), "", 90)
 
 
@@ -200,7 +200,7 @@ def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
 
 
 def short(value: float) -> str:
-    """12k, 3.4M, 0.0002 as 2e-4."""
+    """Format a number: 12k, 3.4M, 2e-4."""
     size = abs(value)
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if size >= unit:
@@ -212,7 +212,7 @@ def short(value: float) -> str:
 
 
 def _most_of(y: np.ndarray) -> tuple[float, float]:
-    """Low and high that leave out a few wild points but no more."""
+    """Return a range that excludes only a few extreme points."""
     low, high = float(y.min()), float(y.max())
     if len(y) > 50:
         usual = float(np.quantile(y, 0.995))

@@ -33,7 +33,7 @@ class Compared:
 
     @property
     def tokens(self) -> Series:
-        """Tokens consumed by step."""
+        """Return the consumed tokens by step."""
         return self.history.scalars["consumed_tokens"]
 
     def along(self, axis: str, steps: np.ndarray) -> np.ndarray:

@@ -89,7 +89,7 @@ class History:
 
     @property
     def planned(self) -> dict[str, float]:
-        """The share of each source that the plan asks for, over the samples consumed so far."""
+        """Return the planned share of each source over the samples consumed so far."""
         phases = self.plan.get("phases") or []
         consumed = self.last["consumed_samples"]
         shares: dict[str, float] = {}
@@ -108,7 +108,7 @@ class History:
 
 
 def read_history(run: Path) -> History:
-    """Everything the report shows, from a run that is finished or still going on."""
+    """Read everything that the report shows, from a finished or unfinished run."""
     folder = RunFolder(run)
     if not folder.config.is_file():
         inside = [path.parent for path in sorted(run.glob(f"*/{folder.metrics.name}"))]

@@ -24,7 +24,7 @@ SHOWN_ELSEWHERE = {
 
 
 def render(history: History) -> str:
-    """The whole page as one string of HTML."""
+    """Return the whole page as one HTML string."""
     title = f"{history.name} · BlackMamba run"
     sections = [
         html.section("Loss", [loss(history), *source_losses(history)]),
@@ -172,7 +172,7 @@ def _some_rows(rows: np.ndarray) -> slice:
 
 
 def _some(layers: list[str], most: int = 6) -> list[str]:
-    """All layers if they are few, else some spread over the depth, the first and the last among them."""
+    """Return all layers if there are few, else some across the depth, including the first and the last."""
     if len(layers) <= most:
         return layers
     return [layers[round(i * (len(layers) - 1) / (most - 1))] for i in range(most)]

@@ -10,7 +10,7 @@ from megatron_blackmamba.report.page import expert_shares
 
 
 def write_pictures(history: History, folder: Path) -> list[Path]:
-    """loss.png, experts.png and mixture.png, those there is something to show in."""
+    """Write loss.png, experts.png and mixture.png, skipping empty charts."""
     folder.mkdir(parents=True, exist_ok=True)
     drawers = {"loss": _loss, "experts": _experts, "mixture": _mixture}
     return [path for name, draw in drawers.items() if (path := _draw(history, folder / f"{name}.png", draw))]

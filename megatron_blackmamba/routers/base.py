@@ -80,7 +80,7 @@ class Tokens:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that model.router.scope names."""
+        """Return the ranks selected by model.router.scope."""
         return self.groups[self.model.router.scope]
 
 

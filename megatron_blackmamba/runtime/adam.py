@@ -32,7 +32,7 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of every parameter that has a gradient; returns what `closure` returned, if there is one."""
+        """Update every parameter that has a gradient; return the result of `closure`, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -44,7 +44,7 @@ def claim(local_rank: int) -> torch.device:
 
 @contextmanager
 def placed_on(where: torch.device) -> Iterator[None]:
-    """Within, `device()` is `where`, and megatron-core builds everything there, whether or not it names a device."""
+    """Build everything on `where` within this context, including megatron-core modules that name another device."""
     _placed.append(where)
     try:
         with where, mock.patch.object(torch.cuda, "current_device", lambda: where):

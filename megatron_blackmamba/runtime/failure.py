@@ -42,7 +42,7 @@ def say_once(error: str, say: Callable[[], None]) -> bool:
 
 
 def report_as(rank: int, size: int) -> None:
-    """From now on an uncaught exception names this rank and ends the process at once, without waiting for its peers."""
+    """Make an uncaught exception name this rank and end the process at once, without waiting for other ranks."""
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         err = (

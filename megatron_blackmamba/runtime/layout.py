@@ -19,17 +19,17 @@ class LayoutError(ValueError):
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
-    """Ranks that see different sequences; expert parallelism does not shrink it."""
+    """Return the number of ranks with different sequences; expert parallelism does not reduce it."""
     return world_size // ranks_of_a_replica(parallel)
 
 
 def ranks_of_a_replica(parallel: ParallelConfig) -> int:
-    """Ranks that work on the same sequences."""
+    """Return the number of ranks that work on the same sequences."""
     return parallel.tensor * parallel.context * parallel.pipeline
 
 
 def micro_batches(config: RunConfig, world_size: int) -> int:
-    """Micro-batches that each data-parallel rank accumulates in one step."""
+    """Return the number of micro-batches that each data-parallel rank accumulates per step."""
     data = data_parallel_size(config.parallel, world_size)
     return config.training.global_batch // (data * config.training.micro_batch)
 
@@ -58,14 +58,14 @@ def check(config: RunConfig, world_size: int) -> None:
 
 
 def check_world(parallel: ParallelConfig, world_size: int) -> None:
-    """The part of `check` that needs no model: can this many processes be laid out so at all?"""
+    """Refuse a number of processes that this layout cannot have; the part of `check` that needs no model."""
     wrong = _world_problems(parallel, world_size)
     if wrong:
         raise LayoutError("\n".join(wrong))
 
 
 def problems(config: RunConfig, world_size: int) -> list[str]:
-    """Every reason why the config's layout is refused on this many processes; none: it works."""
+    """Return every reason against the config's layout on this many processes; empty if it works."""
     wrong = _layout_problems(config, config.parallel, world_size)
     if world_size % ranks_of_a_replica(config.parallel) == 0:
         wrong += _batch_problems(config, world_size)
@@ -73,7 +73,7 @@ def problems(config: RunConfig, world_size: int) -> list[str]:
 
 
 def working_layouts(config: RunConfig, world_size: int) -> Iterator[Layout]:
-    """Every layout of this many processes that passes the checks, its micro-batch no larger than the config's."""
+    """Yield every valid layout of this many processes with at most the config's micro-batch."""
     experts = config.model.experts if kinds.routes(config.model.pattern) else 1
     batch, micro = config.training.global_batch, config.training.micro_batch
     for tensor in [size for size in _divisors(world_size) if size <= LARGEST_TENSOR]:
@@ -99,8 +99,10 @@ def _contexts(config: RunConfig) -> list[int]:
 
 
 def nearest(config: RunConfig, world_size: int, count: int = 1) -> list[Layout]:
-    """The working layouts that change least, one for each tensor × pipeline × context; of equals, the least parallel
-    first."""
+    """Return the working layouts that change least, one for each tensor × pipeline × context.
+
+    Among equals, the least parallel one comes first.
+    """
     wanted, micro = config.parallel, config.training.micro_batch
 
     def distance(layout: Layout) -> tuple[float, int, int]:

@@ -13,7 +13,7 @@ _GROW_BY = 64 << 20
 
 
 def keep_freed_memory() -> bool:
-    """From here on freed memory stays with this process; False where the C library has no such choice."""
+    """Keep freed memory in this process from now on; return False if the C library has no such option."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at its first tensor, so call this early
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -194,7 +194,7 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 
 def _torch_without_cuda() -> types.ModuleType:
-    """A copy of torch's namespace whose factories build `device="cuda"` on this process's device."""
+    """Return a copy of torch's namespace whose factories build `device="cuda"` on this process's device."""
 
     def redirect(factory: Callable) -> Callable:
         @wraps(factory)
@@ -314,7 +314,7 @@ def _adam() -> None:
 
 @_patch("clipping", "megatron-core's own gradient norm reads each parameter's norm on the host", _without_fused_norm)
 def _clipping() -> None:
-    """A few launches for all gradients, and a single wait, which is megatron-core's."""
+    """Clip all gradients with a few launches and a single wait, which is megatron-core's."""
     from megatron.core.optimizer import clip_grads
 
     def norm(_: Any, __: Any, tensors: list[list[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:

@@ -6,13 +6,13 @@ import torch
 
 
 def seed_of(seed: int, name: str) -> int:
-    """63 bits that depend on the run's seed and a global name alone."""
+    """Return 63 bits that depend only on the run's seed and a global name."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generator(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
-    """The generator of one global name (a parameter, an expert of a layer): the same on every rank of every layout."""
+    """Return the generator for one global name (a parameter, an expert of a layer), equal on all ranks and layouts."""
     return torch.Generator(device=device).manual_seed(seed_of(seed, name))
 
 

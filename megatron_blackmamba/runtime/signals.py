@@ -40,7 +40,7 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        """True once this rank was asked to stop."""
+        """Return whether this rank was asked to stop."""
         return self.received is not None
 
     def release(self) -> None:
@@ -86,7 +86,7 @@ class Watchdog:
         return time.monotonic() - self._since
 
     def _watch(self) -> None:
-        """End the process when it is silent; should a thread keep Python's lock, faulthandler ends it instead."""
+        """End the process if it makes no progress; if a thread holds the GIL, faulthandler ends it instead."""
         after = self.seconds + hangs.patience(self.seconds) + 1
         while not self._done.wait(min(1.0, self.seconds / 4)):
             with contextlib.suppress(AttributeError, OSError, ValueError):  # no standard error to write to

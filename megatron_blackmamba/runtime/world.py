@@ -42,7 +42,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """The one that prints and writes what is written once."""
+        """Return whether this rank prints, and writes files that are written once."""
         return self.rank == 0
 
     @property
@@ -55,7 +55,7 @@ class World:
 
     @property
     def data_context_size(self) -> int:
-        """Ranks over which gradients are reduced: those with other sequences, and with other parts of them."""
+        """Return the number of ranks that reduce gradients together: data parallelism times context parallelism."""
         return self.data_size * self.parallel.context
 
     def any_rank(self, said: bool) -> bool:
@@ -138,7 +138,7 @@ def shutdown() -> None:
 
 @contextmanager
 def fake(parallel: ParallelConfig, world_size: int, rank: int = 0, where: str = "meta") -> Iterator[World]:
-    """Be any rank of a world of any size, without network: collectives do nothing, parameters take no memory."""
+    """Simulate any rank of a world of any size: collectives do nothing, and parameters take no memory."""
     import torch.testing._internal.distributed.fake_pg as fake_pg  # registers the backend
 
     patches.install()
@@ -180,7 +180,7 @@ def set_address(place: Place) -> None:
 
 
 def _loopback_only() -> None:
-    """Spare gloo the look-up of the machine's name, which a laptop off its network cannot resolve."""
+    """Keep gloo from looking up the host name, which a laptop without network cannot resolve."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

@@ -47,7 +47,7 @@ def open_study(name: str, folder: Path | None) -> Study:
 
 
 def run(study: Study, how: HowToRun) -> bool:
-    """Do what is left of a study, and write its page; return whether it is finished."""
+    """Complete the unfinished part of a study and write its page; return whether the study is finished."""
     if not how.page_only:
         say("gathering text" if not study.mixture.is_file() else f"corpus: {study.corpus}")
         corpus.build(study.corpus, study.config.corpus_megabytes, study.config.vocabulary)

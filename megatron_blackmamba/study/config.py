@@ -72,7 +72,7 @@ class StudyConfig(Section):
 
     @property
     def first(self) -> str:
-        """The variant that sets the FLOPs."""
+        """Return the variant that determines the FLOPs."""
         return next(iter(self.variants))
 
 

@@ -19,7 +19,7 @@ class Steps:
     """The steps of a run in order, and the samples that each of them read."""
 
     def __init__(self, records: Iterable[dict[str, Any]], events: Sequence[Event], name: str = "the run") -> None:
-        """records: the lines of metrics.jsonl. events: the lines of events.jsonl, for the ranges that rewinds skip."""
+        """Index the lines of metrics.jsonl (`records`) and of events.jsonl (`events`, for ranges that rewinds skip)."""
         self.name = name
         self._steps, self._ends, self._consumed = array("q"), array("q"), array("q")
         for record in records:
@@ -40,7 +40,7 @@ class Steps:
 
     @property
     def end(self) -> int:
-        """The first sample that no step has read."""
+        """Return the first sample that no step has read."""
         return self._ends[-1] if self._ends else 0
 
     def samples_of(self, step: int) -> list[int]:

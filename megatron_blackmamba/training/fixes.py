@@ -71,7 +71,7 @@ def _fix(fixes: list[Fix], name: str, why: str) -> Callable:
     "a save gathers buckets without the padding at their ends but cuts weights out at places that count it",
 )
 def _count_padding(reduced: DistributedDataParallel) -> None:
-    """Else, from the second bucket on, a checkpoint would hold shifted optimizer state, and zeros for the last."""
+    """Count padding as elements; otherwise, from the second bucket on, checkpoints have shifted optimizer state."""
     for buffer in (*reduced.buffers, *reduced.expert_parallel_buffers):
         buffer.numel_unpadded = buffer.numel
         for bucket in buffer.buckets:
@@ -111,7 +111,7 @@ def _refuse_non_finite(optimizer: MegatronOptimizer, kind: OptimizerKind) -> Non
     "the distributed optimizer stores fp32 weights of a group before bf16 ones but numbers them as in the buffers",
 )
 def _number_as_stored(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
-    """Else a checkpoint holds one weight's state under another's name where a group has both, as in a bf16 model."""
+    """Number weights in stored order; otherwise fp32 and bf16 weights of one group are saved under wrong names."""
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             for group, weights in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
@@ -125,7 +125,7 @@ def _number_as_stored(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None
     "megatron-core notes learning rates in every group, and from 0.17 on finds a checkpoint's groups by them",
 )
 def _forget_rates(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
-    """Else a run with another learning rate could not load a checkpoint. The schedule alone knows the rates."""
+    """Remove learning rates from the groups, which would block loading with other rates; the schedule sets them."""
     for group in optimizer.param_groups:
         group.pop("max_lr", None)
         group.pop("min_lr", None)

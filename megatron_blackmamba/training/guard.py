@@ -57,7 +57,7 @@ class Guard:
         self.skipped = 0
 
     def look(self, loss: float) -> Verdict:
-        """Say whether the weights may be updated by the gradients of this loss. Nothing is remembered yet."""
+        """Return the verdict on a loss, before the update; the loss is not remembered yet."""
         if not math.isfinite(loss):
             return Verdict(Action.SKIP, f"the loss is {loss}", Cause.NOT_FINITE)
         if self.config.spike == "off" or len(self.losses) < FEWEST_LOSSES:
@@ -100,7 +100,7 @@ class Guard:
         return Verdict(action, f"replicas of weights differ: {where}", Cause.REPLICAS)
 
     def forget(self) -> None:
-        """Learn the usual loss anew from here on."""
+        """Forget the usual loss and learn it anew."""
         self.losses.clear()
         self.spikes_in_a_row = 0
 

@@ -156,7 +156,7 @@ class _Group:
             time.sleep(POLL_SECONDS)
 
     def kill(self, code: int | None = None) -> None:
-        """End every worker that is left, and what it started; `wait` then returns `code`."""
+        """Kill every remaining worker and its children; `wait` then returns `code`."""
         self._code = code
         for worker in self._workers:
             try:
@@ -203,6 +203,6 @@ def _environment(rank: int, processes: int, port: int) -> Mapping[str, str]:
 
 
 def _before_exec(launcher: int) -> None:
-    """In the worker, before Python starts: die when the launcher dies; let signals wait until there is a handler."""
+    """Prepare the worker before Python starts: it dies with the launcher, and signals wait for a handler."""
     die_with_parent(launcher)
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)

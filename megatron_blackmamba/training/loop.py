@@ -146,7 +146,7 @@ class Trainer:
             raise
 
     def begin(self) -> None:
-        """Go on from the newest checkpoint, or start from given weights or from none."""
+        """Resume from the newest checkpoint, or start from the given weights, or from scratch."""
         newest = self.checkpoints.newest()
         if newest is not None:
             allowed = self.resume(newest)

@@ -19,13 +19,13 @@ class Progress:
     """First and last sample of each range that rewinds pass over."""
 
     def advance(self, next_sample: int, samples: int) -> None:
-        """One step has been taken with a batch of `samples`."""
+        """Count one step with a batch of `samples`."""
         self.step += 1
         self.next_sample = next_sample
         self.consumed_samples += samples
 
     def between(self, first: int, end: int) -> list[tuple[int, int]]:
-        """First and last sample of the ranges actually read from `first` up to, not including, `end`."""
+        """Return the first and last sample of each range read from `first` up to, but excluding, `end`."""
         spans, start = [], first
         for skip_first, skip_last in sorted(self.passed_over):
             if first <= skip_last and skip_first < end:

@@ -98,7 +98,7 @@ def _under(key: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def _prefixes(names: list[str]) -> tuple[str, ...]:
-    """`optimizer` allows all of the section, `optimizer.learning_rate` itself alone."""
+    """Return prefixes for the allowed names: `optimizer` allows its section, `optimizer.learning_rate` one key."""
     return (*names, *(f"{name}." for name in names))
 
 

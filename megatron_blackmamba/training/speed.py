@@ -38,7 +38,7 @@ class Utilisation:
 
 
 def known_gpu(device_name: str) -> Gpu | None:
-    """The described GPU that a driver's name stands for."""
+    """Return the specification of the GPU with this driver name, if known."""
     words = device_name.upper().replace("-", " ").split()
     if "H100" in words and set(words) & set(SLOWER_CARDS):
         return None

@@ -107,7 +107,7 @@ def _switches(weight: Tensor, bias: Tensor | None, window: Tensor | None, reset:
 
 @triton.jit
 def _load_input(x, window, row, L, x_l, I, i, inside, K: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The input of one token: before the sequence the window's or zero, after it zero."""
+    """Load the input of one token: before the sequence the window's or zero, after it zero."""
     value_I = tl.load(x + row * x_l + i, mask=inside & (row >= 0) & (row < L), other=0.0)
     if HAS_WINDOW:
         value_I += tl.load(window + (row + K - 1) * I + i, mask=inside & (row < 0), other=0.0)
@@ -116,7 +116,7 @@ def _load_input(x, window, row, L, x_l, I, i, inside, K: tl.constexpr, HAS_WINDO
 
 @triton.jit
 def _load_weights(weight_KI, I, i, inside, K: tl.constexpr):
-    """One entry a tap, the token's own first."""
+    """Load the weights, one tuple entry per tap, the current token's first."""
     weights = ()
     for back in tl.static_range(K):
         weights = weights + (tl.load(weight_KI + (K - 1 - back) * I + i, mask=inside, other=0.0),)
@@ -132,7 +132,7 @@ def _is_reset(reset, row, L, HAS_RESET: tl.constexpr):
 
 @triton.jit
 def _advance(past, x_I, restarts, K: tl.constexpr, HAS_RESET: tl.constexpr):
-    """The window of a token, itself first, from that of the one before it."""
+    """Return the window of a token, itself first, from the previous token's window."""
     window = (x_I,)
     for back in tl.static_range(K - 1):
         window = window + (tl.where(restarts, 0.0, past[back]) if HAS_RESET else past[back],)

@@ -106,7 +106,7 @@ def _chunks(x_LBI: Tensor) -> list[slice]:
 def _states(
     u_TBI: Tensor, delta_TBI: Tensor, A_NI: Tensor, B_TBN: Tensor, state_BNI: Tensor, keep_TB: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The decays and the states of all tokens of a chunk, `[T, B, N, I]`."""
+    """Return the decays and the states of all tokens of a chunk, `[T, B, N, I]`."""
     a_TBNI = (delta_TBI.unsqueeze(2) * (A_NI * math.log2(math.e))).exp2_()
     if keep_TB is not None:
         a_TBNI *= keep_TB[:, :, None, None]

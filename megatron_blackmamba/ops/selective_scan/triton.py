@@ -58,7 +58,7 @@ def scan(
     plan: Plan | None = None,
     chain: Chain | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """chain: the other parts of the sequences, in place of an initial state; the final state then gets no gradient."""
+    """Run the scan; `chain` replaces the initial state by the other parts' and gives the final state no gradient."""
     plan = plan or plan_for(u_BLI, A_IN.shape[1])
     optional = (D_I, z_BLI, delta_bias_I, initial_state_BIN, reset_BL)
     return _Scan.apply(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, *optional, delta_softplus, plan, chain)
@@ -129,7 +129,7 @@ class _Problem:
         )
 
     def part(self, first: int, last: int) -> "_Problem":
-        """Sequences first .. last - 1 of the batch."""
+        """Return the arguments for sequences first .. last - 1 of the batch."""
 
         def cut(x: Tensor | None) -> Any:
             return None if x is None else x[first:last]
@@ -156,7 +156,7 @@ class _Problem:
         return {name: value for name, value in every.items() if not names or name in names}
 
     def or_u(self, tensor: Tensor | None) -> Tensor:
-        """A pointer for an absent input, never read."""
+        """Return a valid pointer for an absent input, which is never read."""
         return self.u if tensor is None else tensor
 
 

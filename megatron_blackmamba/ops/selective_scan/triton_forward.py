@@ -28,7 +28,7 @@ def forward(
     SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESET: tl.constexpr,
     HAS_START: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """y of one segment and a block of channels; SAVE keeps the state every CHUNK tokens."""
+    """Compute y for one segment and a block of channels; SAVE stores the state every CHUNK tokens."""
     b, s = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     inside = i < I
@@ -94,7 +94,7 @@ def segment_ends(
     N: tl.constexpr, BLOCK_I: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESET: tl.constexpr,
 ):  # fmt: skip
-    """The state a segment ends with when it starts from zero, and the share of its start that is left at its end."""
+    """Compute a segment's final state from a zero start, and the factor by which its start decays."""
     b, s = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     inside = i < I

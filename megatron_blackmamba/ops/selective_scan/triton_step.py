@@ -13,13 +13,13 @@ RESET = tl.constexpr(-1e30)  # added to an exponent: the decay becomes exactly z
 
 @triton.jit
 def load_row(rows, t, last, n, width: tl.constexpr, EVEN: tl.constexpr):
-    """B or C of one token, which all channels share; past the last token, of that one."""
+    """Load B or C of one token, shared by all channels; past the last token, load the last one."""
     return tl.load(rows + (t if EVEN else tl.minimum(t, last - 1)) * width + n)
 
 
 @triton.jit
 def time_step(raw, bias, t, last, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr):
-    """delta of one token, zero past the last one: a token of no duration changes no state."""
+    """Return delta of one token, zero past the last one: a token with zero time step does not change the state."""
     delta = raw.to(tl.float32) + bias
     if SOFTPLUS:
         delta = softplus(delta)
@@ -38,7 +38,7 @@ def reset_exponent(reset, t, last, EVEN: tl.constexpr):
 
 @triton.jit
 def decay(delta_I, rate_NI, reset, t, last, HAS_RESET: tl.constexpr, EVEN: tl.constexpr):
-    """exp(delta * A) with A in units of log 2, zero where the state restarts."""
+    """Return exp(delta * A) with A in units of log 2, zero where the state is reset."""
     exponent_NI = delta_I[None, :] * rate_NI
     if HAS_RESET:
         exponent_NI += reset_exponent(reset, t, last, EVEN)
@@ -47,7 +47,7 @@ def decay(delta_I, rate_NI, reset, t, last, HAS_RESET: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def state_at(start, n, i, I: tl.constexpr, WHOLE_CHANNELS: tl.constexpr):
-    """Pointers to the states of a block of channels.
+    """Return pointers to the states of a block of channels.
 
     From their alignment Triton decides to load four channels at once and to spread the states of a channel over four
     threads. WHOLE_CHANNELS hides the alignment: a thread then owns its channels, and sums over the states stay in its

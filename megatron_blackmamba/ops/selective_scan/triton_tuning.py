@@ -46,7 +46,7 @@ class Plan:
 
 
 def plan_for(u_BLI: Tensor, N: int) -> Plan:
-    """The plan for inputs like u: measured before, or measured now if asked to, or by the rule."""
+    """Return the plan for inputs like u: cached, measured now if requested, or by the rule."""
     B, L, I = u_BLI.shape
     if not u_BLI.is_cuda:
         return rule(B, L, I)
@@ -67,7 +67,7 @@ def _plan_on(device: torch.device, B: int, L: int, I: int, N: int, dtype: torch.
 
 
 def rule(B: int, L: int, I: int, processors: int = 132, major: int = 9) -> Plan:
-    """One pass where the channels fill the GPU; else segments, each a second pass over the exponentials.
+    """Choose one pass if the channels fill the GPU, else segments, which compute the exponentials twice.
 
     Before Hopper the compiler finds registers for two recomputed states of the backward pass, not for four.
     """
@@ -83,7 +83,7 @@ def rule(B: int, L: int, I: int, processors: int = 132, major: int = 9) -> Plan:
 
 
 def candidates(plan: Plan, B: int, L: int) -> Iterator[Plan]:
-    """The rule's plan first, then its neighbours."""
+    """Yield the rule's plan, then similar plans."""
     yield plan
     for chunk in (32, 64, 128):
         for steps in (2, 4, 8):
@@ -131,7 +131,7 @@ def cache_folder() -> Path:
 
 
 def recall(key: tuple) -> Plan | None:
-    """The plan measured for this key, if any; a file that cannot be read is as good as none."""
+    """Return the cached plan for this key, if any; an unreadable file counts as missing."""
     try:
         entry = json.loads(_file_of(key).read_text())
         return Plan(**entry["plan"]) if entry["key"] == list(key) else None
@@ -140,7 +140,7 @@ def recall(key: tuple) -> Plan | None:
 
 
 def remember(key: tuple, plan: Plan) -> None:
-    """One file a shape, renamed into place: ranks that tune at the same time do not tear each other's."""
+    """Write one file per shape and rename it into place, so that ranks tuning at the same time do not conflict."""
     file = _file_of(key)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as draft:

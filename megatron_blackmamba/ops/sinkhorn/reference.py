@@ -63,7 +63,7 @@ def _factors(
 
 
 def _kernel(X_ET: Tensor) -> Tensor:
-    """exp(X) with each token's largest entry at 1: nothing overflows and no token sums to zero, whatever the logits."""
+    """Return exp(X), scaled so that each token's largest entry is 1: nothing overflows, no token sums to zero."""
     return (X_ET - X_ET.amax(dim=0)).clamp_(min=SMALLEST_EXPONENT).exp_()
 
 

@@ -175,7 +175,7 @@ class _Columns:
 
 @triton.jit
 def _updated_offset(offset_1E, largest_PE, sums_PE, parts, e, E: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The offsets after the update whose sums the launch before left; without parts, as they were."""
+    """Return the offsets after the update from the previous launch's sums; without sums, unchanged."""
     p = tl.arange(0, BLOCK_P)
     inside = (p[:, None] < parts) & (e[None, :] < E)
     part_PE = tl.load(largest_PE + p[:, None] * E + e[None, :], mask=inside, other=LOWEST)
@@ -188,7 +188,7 @@ def _updated_offset(offset_1E, largest_PE, sums_PE, parts, e, E: tl.constexpr, B
 
 @triton.jit
 def _load_tile(logits_TE, offset_E, t, T, e, temperature, E: tl.constexpr):
-    """X of some tokens, LOWEST for the experts that are not there."""
+    """Load X of some tokens, with LOWEST for padding experts."""
     inside = (t[:, None] < T) & (e[None, :] < E)
     logits = tl.load(logits_TE + t[:, None].to(tl.int64) * E + e[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.where(e[None, :] < E, logits * (temperature * LOG2E) + offset_E[None, :], LOWEST)
