@@ -46,13 +46,14 @@ REQUIREMENTS = [
 
 DEDUP = ["datatrove>=0.10", "xxhash>=3,<4", "regex"]  # xxhash 4 no longer hashes str, which datatrove gives it
 S3 = ["s3fs>=2024.2"]
+EVAL = ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"]
 
 EXTRAS = {
     "data": ["isal>=1.5"],  # gzip inputs decompressed 2.5 times as fast
     "dedup": DEDUP,
     "s3": S3,
     "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4", "transformer-engine[pytorch]>=1.13"],
-    "eval": ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"],
+    "eval": EVAL,
     "wandb": ["wandb"],
     "dev": [
         "pytest>=8,<9.2",  # 9.2 hides the groups of --dist loadgroup from pytest-xdist 3.8
@@ -62,8 +63,8 @@ EXTRAS = {
         "coverage>=7.10",  # scripts/mutate.py
         *DEDUP,
         *S3,
+        *EVAL,
         "moto[server,s3]>=5",  # an S3 server for the tests
-        "accelerate>=0.26",  # exports with offloaded weights
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions
         "mypy>=1.10",
         "types-PyYAML",
