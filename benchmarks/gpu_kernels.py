@@ -131,16 +131,17 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def scan_rows(machine: Machine, batch: int) -> list[Row]:
-    from megatron_blackmamba.ops.selective_scan import available_backends, chunked, triton
+    from megatron_blackmamba.ops.selective_scan import Inputs, available_backends, chunked, triton
 
     u, delta, z = (normal(batch, LENGTH, INNER) for _ in range(3))
     B, C = (normal(batch, LENGTH, STATE) for _ in range(2))
     A = (-torch.rand(INNER, STATE, device="cuda") * STATE).requires_grad_()
     D, bias = normal(INNER, dtype=torch.float32), (normal(INNER, dtype=torch.float32) - 4).detach().requires_grad_()
     inputs = [u, delta, A, B, C, D, z, bias]
+    given = Inputs(*inputs)
 
     def ours() -> Tensor:
-        return triton.scan(*inputs, True, None, None)[0]
+        return triton.scan(given)[0]
 
     peers = [Peer("triton", ours, inputs)]
     if available_backends()["mamba_ssm"] is None:
@@ -148,7 +149,7 @@ def scan_rows(machine: Machine, batch: int) -> list[Row]:
 
         from megatron_blackmamba.ops.selective_scan import mamba_ssm
 
-        peers.append(Peer("mamba-ssm, token-major", lambda: mamba_ssm.scan(*inputs, True, None, None)[0], inputs))
+        peers.append(Peer("mamba-ssm, token-major", lambda: mamba_ssm.scan(given)[0], inputs))
         u_, delta_, z_, B_, C_ = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (u, delta, z, B, C))
         peers.append(
             Peer(
@@ -158,7 +159,7 @@ def scan_rows(machine: Machine, batch: int) -> list[Row]:
             )
         )
     if batch == 1:
-        peers.append(Peer("PyTorch, chunked", lambda: chunked.scan(*inputs, True, None, None)[0], inputs))
+        peers.append(Peer("PyTorch, chunked", lambda: chunked.scan(given)[0], inputs))
     elements = batch * LENGTH * INNER
     bytes_moved = 4 * 2 * elements + 2 * 2 * batch * LENGTH * STATE
     exponentials = elements * (STATE + 4)  # softplus and the gate take two each
@@ -167,7 +168,7 @@ def scan_rows(machine: Machine, batch: int) -> list[Row]:
 
 
 def convolution_rows(machine: Machine, batch: int) -> list[Row]:
-    from megatron_blackmamba.ops.causal_conv1d import triton
+    from megatron_blackmamba.ops.causal_conv1d import Inputs, triton
 
     x, weight, bias = normal(batch, LENGTH, INNER), normal(INNER, TAPS), normal(INNER)
     inputs = [x, weight, bias]
@@ -177,7 +178,7 @@ def convolution_rows(machine: Machine, batch: int) -> list[Row]:
         return F.silu(F.conv1d(x_, weight[:, None], bias, padding=TAPS - 1, groups=INNER)[..., :LENGTH])
 
     peers = [
-        Peer("triton", lambda: triton.convolve(x, weight, bias, "silu", None, None), inputs),
+        Peer("triton", lambda: triton.convolve(Inputs(x, weight, bias)), inputs),
         Peer("PyTorch, channel-major", by_torch, [x_, weight, bias]),
     ]
     try:

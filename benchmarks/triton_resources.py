@@ -158,6 +158,7 @@ def fp32(*shape: int) -> torch.Tensor:
 
 def scan_launches(arch: int, reset: bool = False) -> None:
     """The selective scan of a training step: gate, skip, bias, softplus."""
+    from megatron_blackmamba.ops.selective_scan import Inputs
     from megatron_blackmamba.ops.selective_scan.triton import scan
     from megatron_blackmamba.ops.selective_scan.triton_tuning import rule
 
@@ -165,15 +166,18 @@ def scan_launches(arch: int, reset: bool = False) -> None:
     B, C = (bf16(BATCH, LENGTH, STATE) for _ in range(2))
     resets = torch.empty(BATCH, LENGTH, device="meta", dtype=torch.bool) if reset else None
     plan = rule(BATCH, LENGTH, INNER, major=arch // 10)
-    y, _ = scan(u, delta, fp32(INNER, STATE), B, C, fp32(INNER), z, fp32(INNER), True, None, resets, plan)
+    inputs = Inputs(u, delta, fp32(INNER, STATE), B, C, fp32(INNER), z, fp32(INNER), reset_BL=resets)
+    y, _ = scan(inputs, plan)
     y.sum().backward()
 
 
 def convolution_launches(arch: int, reset: bool = False) -> None:
+    from megatron_blackmamba.ops.causal_conv1d import Inputs
     from megatron_blackmamba.ops.causal_conv1d.triton import convolve
 
     resets = torch.empty(BATCH, LENGTH, device="meta", dtype=torch.bool) if reset else None
-    convolve(bf16(BATCH, LENGTH, INNER), bf16(INNER, TAPS), bf16(INNER), "silu", None, resets).sum().backward()
+    inputs = Inputs(bf16(BATCH, LENGTH, INNER), bf16(INNER, TAPS), bf16(INNER), reset_BL=resets)
+    convolve(inputs).sum().backward()
 
 
 def sinkhorn_launches(arch: int, reset: bool = False) -> None:

@@ -12,13 +12,15 @@ Shapes: G ranks of the group, part 0 first.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
+"""A NamedTuple: the arguments of an op."""
 Summary = tuple[Tensor, Tensor]
 """decay and added; the decay may be one number for many entries of the state."""
 
@@ -53,10 +55,10 @@ def from_neighbour(x: Tensor, group: dist.ProcessGroup, distance: int) -> Tensor
 
 
 def scan_part(
-    scan: Callable[..., tuple[Tensor, Tensor]],
-    summarise: Callable[..., Summary],
+    scan: Callable[[Inputs, Tensor], tuple[Tensor, Tensor]],
+    summarise: Callable[[Inputs], Summary],
     group: dist.ProcessGroup,
-    *inputs: Tensor | None,
+    inputs: Inputs,
 ) -> Tensor:
     """Return the output of `scan` for this rank's part of the sequences.
 
@@ -64,43 +66,43 @@ def scan_part(
     The backward pass does the same.
 
     Args:
-        scan: `scan(*inputs, start)` returns the output and the final state; it must be differentiable.
-        summarise: `summarise(*inputs)` returns the decay of the part, and its final state from a zero state.
+        scan: `scan(inputs, start)` returns the output and the final state; it must be differentiable.
+        summarise: `summarise(inputs)` returns the decay of the part, and its final state from a zero state.
     """
     if torch.is_grad_enabled():
-        y: Tensor = _ScanPart.apply(scan, summarise, group, *inputs)
+        y: Tensor = _ScanPart.apply(scan, summarise, group, type(inputs), *inputs)
         return y
-    return scan(*inputs, Chain(group).start(*summarise(*inputs)))[0]
+    return scan(inputs, Chain(group).start(*summarise(inputs)))[0]
 
 
 class _ScanPart(torch.autograd.Function):
     """The recurrence over one part, between parts whose states it needs, and which need its own."""
 
     @staticmethod
-    def forward(ctx, scan, summarise, group, *inputs):
-        inputs = [None if x is None else x.detach() for x in inputs]
+    def forward(ctx, scan, summarise, group, kind, *arguments):
+        leaves = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
         chain = Chain(group)
-        start = chain.start(*summarise(*inputs))
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        start = chain.start(*summarise(kind(*leaves)))
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
         for i in wanted:
-            inputs[i].requires_grad_()
+            leaves[i].requires_grad_()
         with torch.enable_grad():
-            y, end = scan(*inputs, start.requires_grad_())
+            y, end = scan(kind(*leaves), start.requires_grad_())
         ctx.chain, ctx.wanted = chain, wanted
-        ctx.graph = (inputs, start, get_gradient_edge(y), get_gradient_edge(end))
+        ctx.graph = (leaves, start, get_gradient_edge(y), get_gradient_edge(end))
         return y.detach()
 
     @staticmethod
     def backward(ctx, grad_y):
-        inputs, start, y, end = ctx.graph
+        leaves, start, y, end = ctx.graph
         ctx.graph = None  # or the inputs would live until the whole backward pass is over
         (of_this_part,) = torch.autograd.grad(y, start, grad_y, retain_graph=True)
         grad_end = ctx.chain.grad_end(of_this_part)
-        grads: list[Any] = [None] * len(inputs)
-        found = torch.autograd.grad((y, end), [inputs[i] for i in ctx.wanted], (grad_y, grad_end))
+        grads: list[Any] = [None] * len(leaves)
+        found = torch.autograd.grad((y, end), [leaves[i] for i in ctx.wanted], (grad_y, grad_end))
         for i, grad in zip(ctx.wanted, found, strict=True):
             grads[i] = grad
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

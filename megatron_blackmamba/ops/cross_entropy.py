@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends, library
-from megatron_blackmamba.ops.dtypes import require_floats
+from megatron_blackmamba.ops.arguments import require_floats
 
 
 def why_not(logits: Tensor) -> str | None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops.dtypes import require_floats
+from megatron_blackmamba.ops.arguments import require_floats
 from megatron_blackmamba.ops.gated import ACTIVATIONS, gated, is_fused
 from megatron_blackmamba.ops.matvec import bf16_products, product
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends, library
-from megatron_blackmamba.ops.dtypes import require_floats
+from megatron_blackmamba.ops.arguments import require_floats
 
 why_not_cpp = library.unsupported
 # SwiGLU, and GeGLU with the exact (erf) GELU.

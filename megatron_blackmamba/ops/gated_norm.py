@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops.dtypes import require_floats
+from megatron_blackmamba.ops.arguments import require_floats
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight_I: Tensor, groups: int, eps: float) -> Tensor:

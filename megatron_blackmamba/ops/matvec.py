@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
-from megatron_blackmamba.ops.dtypes import require_floats
+from megatron_blackmamba.ops.arguments import require_floats
 
 MAX_VECTORS = 64  # at once, as in csrc/dots.h
 BYTES_PER_THREAD = 1 << 18  # less work than this does not pay for calling a thread

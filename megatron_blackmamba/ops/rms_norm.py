@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends, library
-from megatron_blackmamba.ops.dtypes import require_floats
+from megatron_blackmamba.ops.arguments import require_floats
 
 ROWS_OF_A_UNIT = 64  # as in csrc/rms_norm.cpp
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_blackmamba.ops.selective_scan import available_backends, reference, selective_scan
+from megatron_blackmamba.ops.selective_scan import Inputs, available_backends, reference, selective_scan
 
 pytestmark = pytest.mark.gpu
 GRADIENTS = ("u", "delta", "A", "B", "C", "D", "z", "bias", "start")
@@ -35,7 +35,7 @@ def results(scan, inputs, dtype=None, **options):
         name: x.detach().to(dtype or x.dtype).requires_grad_() if name in GRADIENTS and x is not None else x
         for name, x in inputs.items()
     }
-    y, end = scan(*given.values(), **options)
+    y, end = scan(Inputs(*given.values()), **options)
     g = torch.Generator("cuda").manual_seed(1)
     dy, dend = (torch.randn(x.shape, generator=g, device="cuda").to(x.dtype) for x in (y, end))
     torch.autograd.backward((y, end), (dy, dend))
@@ -76,9 +76,9 @@ def test_every_way_of_cutting_the_sequence_agrees(triton_scan, segment, backward
 def test_paper_shape_matches_the_recurrence(triton_scan):
     inputs = problem(2, 2048, 2304, dtype=torch.bfloat16, start=False, reset=False)
     with torch.no_grad():
-        y, end = triton_scan(*inputs.values())
+        y, end = triton_scan(Inputs(*inputs.values()))
         exact_y, exact_end = reference.scan(
-            *(x.double() if name in GRADIENTS and x is not None else x for name, x in inputs.items())
+            Inputs(*(x.double() if name in GRADIENTS and x is not None else x for name, x in inputs.items()))
         )
     assert (y.double() - exact_y).norm() < 4e-3 * exact_y.norm()
     assert (end.double() - exact_end).norm() < 1e-5 * exact_end.norm()
@@ -97,12 +97,12 @@ def test_agrees_with_mamba_ssm_where_that_is_installed(triton_scan):
     from megatron_blackmamba.ops.selective_scan import mamba_ssm
 
     inputs = problem(2, 1024, 2304, dtype=torch.bfloat16, start=False, reset=False)
-    ours, theirs = triton_scan(*inputs.values()), mamba_ssm.scan(*inputs.values())
+    ours, theirs = (scan(Inputs(*inputs.values())) for scan in (triton_scan, mamba_ssm.scan))
     assert_close(dict(zip("yh", ours, strict=True)), {k: x.double() for k, x in zip("yh", theirs, strict=True)}, 6e-3)
 
     def gradients(scan):
         given = {n: x.detach().requires_grad_() if n in GRADIENTS and x is not None else x for n, x in inputs.items()}
-        y, _ = scan(*given.values())
+        y, _ = scan(Inputs(*given.values()))
         y.backward(torch.ones_like(y))
         return {n: given[n].grad for n in GRADIENTS if given[n] is not None}
 
@@ -114,7 +114,7 @@ def test_auto_backend_on_gpu_supports_resets():
     inputs = problem(1, 64, 64, start=False)
     u, delta, A, B, C, D, z, bias, softplus, _, reset = inputs.values()
     auto = selective_scan(u, delta, A, B, C, D, z_BLI=z, delta_bias_I=bias, delta_softplus=softplus, reset_BL=reset)
-    exact, _ = reference.scan(u, delta, A, B, C, D, z, bias, softplus, None, reset)
+    exact, _ = reference.scan(Inputs(*inputs.values()))
     assert (auto - exact).norm() < 1e-4 * exact.norm()
     assert available_backends()["triton"] is None
 

@@ -5,7 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_blackmamba.ops.causal_conv1d import Inputs as ConvInputs
 from megatron_blackmamba.ops.causal_conv1d import reference as conv_reference
+from megatron_blackmamba.ops.selective_scan import Inputs as ScanInputs
 from megatron_blackmamba.ops.selective_scan import reference as scan_reference
 from tests.ops.far import CHANNELS, STRIDE, TOKENS, Far
 from tests.ops.implementations import CPP, assert_close, implementation
@@ -26,18 +28,18 @@ def scan_inputs(far):
     u, delta, z, dy = (far(torch.randn(1, TOKENS, CHANNELS, generator=g)) for _ in range(4))
     A = -torch.rand(CHANNELS, 4, generator=g)
     B, C = (torch.randn(1, TOKENS, 4, generator=g) for _ in range(2))
-    return (u, delta, A, B, C, torch.ones(CHANNELS), z, torch.zeros(CHANNELS), True, None, None), dy
+    return ScanInputs(u, delta, A, B, C, torch.ones(CHANNELS), z, torch.zeros(CHANNELS)), dy
 
 
 def conv_inputs(far):
     g = torch.Generator().manual_seed(0)
     x, dy = (far(torch.randn(1, TOKENS, CHANNELS, generator=g)) for _ in range(2))
-    return (x, torch.randn(CHANNELS, 4, generator=g), torch.randn(CHANNELS, generator=g), "silu", None, None), dy
+    return ConvInputs(x, torch.randn(CHANNELS, 4, generator=g), torch.randn(CHANNELS, generator=g)), dy
 
 
 def results(function, inputs, dy):
     given = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in inputs]
-    outputs = function(*given)
+    outputs = function(type(inputs)(*given))
     y = outputs[0] if isinstance(outputs, tuple) else outputs
     leaves = [x for x in given if isinstance(x, torch.Tensor)]
     found = {"y": y, **dict(enumerate(torch.autograd.grad(y, leaves, dy)))}

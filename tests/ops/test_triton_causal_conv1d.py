@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron_blackmamba.ops.causal_conv1d import reference
+from megatron_blackmamba.ops.causal_conv1d import Inputs, reference
 from tests.ops.interpreted import interpreter
 
 pytestmark = pytest.mark.xdist_group("triton")
@@ -36,7 +36,7 @@ def results(convolve, inputs, activation, dtype=None):
     names = ("x", "weight", "bias", "window")
     given = [inputs[name] if inputs[name] is None else inputs[name].to(dtype or inputs[name].dtype) for name in names]
     given = [x if x is None else x.detach().clone().requires_grad_() for x in given]
-    y = convolve(*given[:3], activation, given[3], inputs["reset"])
+    y = convolve(Inputs(*given[:3], activation, given[3], inputs["reset"]))
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     y.backward(dy.to(y.dtype))
     return {"y": y.detach(), **{f"d{n}": x.grad for n, x in zip(names, given, strict=True) if x is not None}}
@@ -99,4 +99,4 @@ def test_unsupported_arguments_are_named(interpreted):
 def why_not(x, weight, window):
     from megatron_blackmamba.ops.causal_conv1d import triton
 
-    return triton.unsupported(x, weight, window, None)
+    return triton.unsupported(Inputs(x, weight, initial_window_BWI=window))

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from megatron_blackmamba.ops.selective_scan import Inputs
 from megatron_blackmamba.ops.selective_scan import triton as scan
 
 
@@ -28,5 +29,6 @@ def pretend_interpreted(monkeypatch):
 )
 def test_the_scan_names_what_is_not_for_it(shape, state, dtype, reason):
     u, A = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(shape[-1], state, device="meta")
-    answer = scan.unsupported(u, A, None, None)
+    B = torch.empty(*shape[:2], state, dtype=dtype, device="meta")
+    answer = scan.unsupported(Inputs(u, u, A, B, B))
     assert answer is None if reason is None else reason in answer

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron_blackmamba.ops.selective_scan import reference
+from megatron_blackmamba.ops.selective_scan import Inputs, reference
 from tests.ops.interpreted import interpreter
 
 pytestmark = pytest.mark.xdist_group("triton")
@@ -51,7 +51,7 @@ def results(scan, inputs, plan=None, dtype=None):
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value = value.to(dtype or value.dtype).detach().clone().requires_grad_()
         given[name] = value
-    y, end = scan(*given.values(), **({} if plan is None else {"plan": plan}))
+    y, end = scan(Inputs(*given.values()), **({} if plan is None else {"plan": plan}))
     g = torch.Generator().manual_seed(1)
     dy, dend = (torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype) for x in (y, end))
     torch.autograd.backward((y, end), (dy, dend))
@@ -88,8 +88,8 @@ def chained_results(inputs, grad_end, plan):
 
     chain = Neighbours(inputs["start"], grad_end)
 
-    def chained(*given):
-        y, end = scan(*given[:9], None, given[10], plan=Plan(**plan), chain=chain)
+    def chained(given):
+        y, end = scan(given._replace(initial_state_BIN=None), plan=Plan(**plan), chain=chain)
         return y, end.detach().requires_grad_()
 
     return results(chained, inputs), chain.told | {"grad_start": torch.cat(chain.told["grad_start"])}
@@ -170,7 +170,7 @@ def strided_results(inputs, wide, plan):
     from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
 
     _, z = wide.chunk(2, dim=-1)
-    y, end = scan(*{**inputs, "z": z}.values(), plan=Plan(**plan))
+    y, end = scan(Inputs(*inputs.values())._replace(z_BLI=z), plan=Plan(**plan))
     return {"y": y, "end": end}
 
 

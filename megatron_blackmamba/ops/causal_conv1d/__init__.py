@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.arguments import require_shapes
+from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 from megatron_blackmamba.ops.causal_conv1d.step import causal_conv1d_step
-from megatron_blackmamba.ops.dtypes import require_floats
 from megatron_blackmamba.ops.shapes import refuse_channel_first
 
-__all__ = ["available_backends", "causal_conv1d", "causal_conv1d_step"]
+__all__ = ["Inputs", "available_backends", "causal_conv1d", "causal_conv1d_step"]
 
 BACKENDS = ("triton", "cpu", "reference")  # best first, each where it applies
 
@@ -36,9 +37,9 @@ def causal_conv1d(
 
     activation: "silu" or None. backend: "auto" or a name of `available_backends()`.
     """
-    _check(x_BLI, weight_IK, bias_I, activation, initial_window, reset_BL)
-    chosen = backends.choose(__name__, BACKENDS, backend, x_BLI, weight_IK, initial_window, reset_BL)
-    y_BLI = chosen.convolve(x_BLI, weight_IK, bias_I, activation, initial_window, reset_BL)
+    inputs = Inputs(x_BLI, weight_IK, bias_I, activation, initial_window, reset_BL)
+    _check(inputs)
+    y_BLI = backends.choose(__name__, BACKENDS, backend, inputs).convolve(inputs)
     if not return_final_window:
         return y_BLI
     return y_BLI, final_window(x_BLI, weight_IK.shape[1], initial_window, reset_BL)
@@ -67,29 +68,9 @@ def final_window(
     return recent_BLI * ((L - ahead) >= document_start_B[:, None])[:, :, None]
 
 
-def _check(
-    x_BLI: Tensor,
-    weight_IK: Tensor,
-    bias_I: Tensor | None,
-    activation: str | None,
-    initial_window: Tensor | None,
-    reset_BL: Tensor | None,
-) -> None:
-    refuse_channel_first("causal_conv1d", "x", x_BLI, weight_IK)
-    B, L, I = x_BLI.shape
-    expected = {
-        "weight": (weight_IK, (I, weight_IK.shape[-1])),
-        "bias": (bias_I, (I,)),
-        "initial_window": (initial_window, (B, weight_IK.shape[-1] - 1, I)),
-        "reset": (reset_BL, (B, L)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"causal_conv1d: {name} has shape {tuple(tensor.shape)}, expected {shape} (x is {(B, L, I)})"
-            )
-    require_floats("causal_conv1d", x=x_BLI, weight=weight_IK, bias=bias_I, initial_window=initial_window)
-    if activation not in ("silu", None):
-        raise ValueError(f'causal_conv1d: activation is "silu" or None, not {activation!r}')
-    if reset_BL is not None and reset_BL.dtype != torch.bool:
-        raise ValueError(f"causal_conv1d: reset is a bool tensor, not {reset_BL.dtype}")
+def _check(inputs: Inputs) -> None:
+    refuse_channel_first("causal_conv1d", "x", inputs.x_BLI, inputs.weight_IK)
+    (B, L, I), K = inputs.x_BLI.shape, inputs.weight_IK.shape[-1]
+    require_shapes("causal_conv1d", inputs, B=B, L=L, I=I, K=K, W=K - 1)
+    if inputs.activation not in ("silu", None):
+        raise ValueError(f'causal_conv1d: activation is "silu" or None, not {inputs.activation!r}')

@@ -10,35 +10,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
 
 unavailable = library.unavailable
 
 
-def unsupported(x_BLI: Tensor, weight_IK: Tensor, initial_window: Tensor | None, reset_BL: Tensor | None) -> str | None:
+def unsupported(inputs: Inputs) -> str | None:
+    x_BLI, taps = inputs.x_BLI, inputs.weight_IK.shape[1]
     if x_BLI.device.type != "cpu":
         return f"the tensors are on {x_BLI.device}"
     if x_BLI.dtype not in (torch.float32, torch.bfloat16):
         return f"{x_BLI.dtype} activations: it computes in fp32"
-    if weight_IK.shape[1] not in (2, 3, 4):
-        return f"{weight_IK.shape[1]} taps: 2, 3 and 4 are supported"
-    return None
+    return None if taps in (2, 3, 4) else f"{taps} taps: 2, 3 and 4 are supported"
 
 
-def convolve(
-    x_BLI: Tensor,
-    weight_IK: Tensor,
-    bias_I: Tensor | None,
-    activation: str | None,
-    initial_window: Tensor | None,
-    reset_BL: Tensor | None,
-) -> Tensor:
+def convolve(inputs: Inputs) -> Tensor:
+    x_BLI, weight_IK, bias_I, activation, initial_window_BWI, reset_BL = inputs
     return _Convolution.apply(
         x_BLI,
         weight_IK.float(),
         x_BLI.new_zeros(x_BLI.shape[2], dtype=torch.float32) if bias_I is None else bias_I.float(),
         activation == "silu",
-        None if initial_window is None else initial_window.to(x_BLI.dtype),
+        None if initial_window_BWI is None else initial_window_BWI.to(x_BLI.dtype),
         None if reset_BL is None else reset_BL.contiguous(),
     )
 

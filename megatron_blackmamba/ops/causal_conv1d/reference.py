@@ -7,29 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
+
 
 def unavailable() -> str | None:
     return None
 
 
-def unsupported(x_BLI: Tensor, weight_IK: Tensor, initial_window: Tensor | None, reset_BL: Tensor | None) -> str | None:
+def unsupported(inputs: Inputs) -> str | None:
     return None
 
 
-def convolve(
-    x_BLI: Tensor,
-    weight_IK: Tensor,
-    bias_I: Tensor | None,
-    activation: str | None,
-    initial_window: Tensor | None,
-    reset_BL: Tensor | None,
-) -> Tensor:
+def convolve(inputs: Inputs) -> Tensor:
+    x_BLI, weight_IK, bias_I, activation, initial_window_BWI, reset_BL = inputs
     L, K = x_BLI.shape[1], weight_IK.shape[1]
     compute = torch.promote_types(x_BLI.dtype, torch.float32)
-    if initial_window is None:
+    if initial_window_BWI is None:
         padded = F.pad(x_BLI.to(compute), (0, 0, K - 1, 0))
     else:
-        padded = torch.cat((initial_window.to(compute), x_BLI.to(compute)), dim=1)
+        padded = torch.cat((initial_window_BWI.to(compute), x_BLI.to(compute)), dim=1)
     weight_KI = weight_IK.t().to(compute)
     age_BL = None if reset_BL is None else _tokens_since_reset(reset_BL, K)
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_blackmamba.ops.causal_conv1d import reference
+from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens
 from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
@@ -22,44 +23,38 @@ __all__ = ["convolve", "unavailable", "unsupported"]
 BLOCK, WARPS, STEPS, TILE = 128, 1, 4, 128
 
 
-def unsupported(x_BLI: Tensor, weight_IK: Tensor, initial_window: Tensor | None, reset_BL: Tensor | None) -> str | None:
+def unsupported(inputs: Inputs) -> str | None:
+    x_BLI, taps = inputs.x_BLI, inputs.weight_IK.shape[1]
     if not x_BLI.is_cuda and not interpreted():
         return "the tensors are not on a CUDA device"
     if x_BLI.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"computes in float32, the input is {x_BLI.dtype}"
-    if not 2 <= weight_IK.shape[1] <= STEPS + 1:
-        return f"2 to {STEPS + 1} taps, not {weight_IK.shape[1]}"
+    if not 2 <= taps <= STEPS + 1:
+        return f"2 to {STEPS + 1} taps, not {taps}"
     if x_BLI.numel() == 0:
         return "the input is empty"
     return too_long(*x_BLI.shape[:2], TILE)
 
 
-def convolve(
-    x_BLI: Tensor,
-    weight_IK: Tensor,
-    bias_I: Tensor | None,
-    activation: str | None,
-    initial_window: Tensor | None,
-    reset_BL: Tensor | None,
-) -> Tensor:
-    return _Convolution.apply(x_BLI, weight_IK, bias_I, activation == "silu", initial_window, reset_BL)
+def convolve(inputs: Inputs) -> Tensor:
+    return _Convolution.apply(*inputs)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, silu: bool, window, reset):
+    def forward(ctx, x, weight, bias, activation: str | None, window, reset):
         x = x if x.stride(-1) == 1 else x.contiguous()
         reset = None if reset is None else reset.contiguous().view(torch.uint8)
         window = None if window is None else window.to(x.dtype).contiguous()
         y = empty_like_rows(x)
         ctx.save_for_backward(x, weight, bias, window, reset)
-        ctx.silu = silu
+        ctx.activation = activation
         B, L, I = x.shape
         with torch.cuda.device_of(x):
             convolve_forward[(triton.cdiv(I, BLOCK), B, triton.cdiv(L, TILE))](
                 *_inputs(x, weight, bias, window, reset), y,
                 L, I, x.stride(0), x.stride(1), y.stride(0), y.stride(1),
-                EVEN=I % BLOCK == 0 and L % STEPS == 0, **_switches(weight, bias, window, reset, silu),
+                EVEN=I % BLOCK == 0 and L % STEPS == 0, **_switches(weight, bias, window, reset, activation),
             )  # fmt: skip
         return y
 
@@ -75,22 +70,26 @@ class _Convolution(torch.autograd.Function):
         convolve_backward[(triton.cdiv(I, BLOCK), B, tiles)](
             *_inputs(x, weight, bias, window, reset), dy, dx, sums_BPTI,
             L, I, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), dx.stride(0), dx.stride(1),
-            **_switches(weight, bias, window, reset, ctx.silu),
+            **_switches(weight, bias, window, reset, ctx.activation),
         )  # fmt: skip
         sums_TI = sums_BPTI.sum((0, 1))
         dweight = sums_TI[:K].flip(0).t().to(weight.dtype)
-        dwindow = _window_gradient(x, weight, bias, ctx.silu, window, reset, dy) if ctx.needs_input_grad[4] else None
+        dwindow = None
+        if ctx.needs_input_grad[4]:
+            dwindow = _window_gradient(Inputs(x, weight, bias, ctx.activation, window, reset), dy)
         return dx, dweight, None if bias is None else sums_TI[K].to(bias.dtype), None, dwindow, None
 
 
-def _window_gradient(x, weight, bias, silu: bool, window: Tensor, reset: Tensor | None, dy: Tensor) -> Tensor:
+def _window_gradient(inputs: Inputs, dy: Tensor) -> Tensor:
     """Return the gradient of the initial window, which reaches only the first outputs."""
+    window, reset = inputs.initial_window_BWI, inputs.reset_BL
+    assert window is not None
     W = window.shape[1]
     with torch.enable_grad():
         window = window.detach().requires_grad_()
         reset = None if reset is None else reset[:, :W].bool()
-        y = reference.convolve(x[:, :W], weight, bias, "silu" if silu else None, window, reset)
-        return torch.autograd.grad(y, window, dy[:, :W])[0]
+        first = inputs._replace(x_BLI=inputs.x_BLI[:, :W], initial_window_BWI=window, reset_BL=reset)
+        return torch.autograd.grad(reference.convolve(first), window, dy[:, :W])[0]
 
 
 def _inputs(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, reset: Tensor | None) -> tuple:
@@ -98,10 +97,13 @@ def _inputs(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | Non
     return x, weight_KI, *(x if absent is None else absent for absent in (bias, window, reset))
 
 
-def _switches(weight: Tensor, bias: Tensor | None, window: Tensor | None, reset: Tensor | None, silu: bool) -> dict:
+def _switches(
+    weight: Tensor, bias: Tensor | None, window: Tensor | None, reset: Tensor | None, activation: str | None
+) -> dict:
     return {
-        "K": weight.shape[1], "SILU": silu, "HAS_BIAS": bias is not None, "HAS_WINDOW": window is not None,
-        "HAS_RESET": reset is not None, "BLOCK_I": BLOCK, "STEPS": STEPS, "TILE": TILE, "num_warps": WARPS,
+        "K": weight.shape[1], "SILU": activation == "silu",
+        "HAS_BIAS": bias is not None, "HAS_WINDOW": window is not None, "HAS_RESET": reset is not None,
+        "BLOCK_I": BLOCK, "STEPS": STEPS, "TILE": TILE, "num_warps": WARPS,
     }  # fmt: skip
 
 

@@ -11,35 +11,24 @@ from torch import Tensor
 
 from megatron_blackmamba.ops import library
 from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
+from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 
 CHUNK, SLICE, GROUP_CHANNELS, MAX_STATES = 16, 4, 128, 64  # as in csrc/rows.h, scan_chunk.h and selective_scan.cpp
 
 unavailable = library.unavailable
 
 
-def unsupported(u_BLI: Tensor, A_IN: Tensor, initial_state_BIN: Tensor | None, reset_BL: Tensor | None) -> str | None:
+def unsupported(inputs: Inputs) -> str | None:
+    u_BLI, states = inputs.u_BLI, inputs.A_IN.shape[1]
     if u_BLI.device.type != "cpu":
         return f"the tensors are on {u_BLI.device}"
     if u_BLI.dtype not in (torch.float32, torch.bfloat16):
         return f"{u_BLI.dtype} activations: it computes in fp32"
-    if A_IN.shape[1] > MAX_STATES:
-        return f"{A_IN.shape[1]} states, at most {MAX_STATES} are supported"
-    return None
+    return f"{states} states, at most {MAX_STATES} are supported" if states > MAX_STATES else None
 
 
-def scan(
-    u_BLI: Tensor,
-    delta_BLI: Tensor,
-    A_IN: Tensor,
-    B_BLN: Tensor,
-    C_BLN: Tensor,
-    D_I: Tensor | None,
-    z_BLI: Tensor | None,
-    delta_bias_I: Tensor | None,
-    delta_softplus: bool,
-    initial_state_BIN: Tensor | None,
-    reset_BL: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, delta_softplus, initial_state_BIN, reset_BL = inputs
     activations = [x for x in (u_BLI, delta_BLI, z_BLI) if x is not None]
     dtype = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in activations) else torch.float32
     N = A_IN.shape[1]

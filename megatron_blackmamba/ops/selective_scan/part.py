@@ -8,11 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.context import Chain, Summary, scan_part
-from megatron_blackmamba.ops.selective_scan import BACKENDS, selective_scan
+from megatron_blackmamba.ops.selective_scan import Inputs, backend_for
 
-PACKAGE = "megatron_blackmamba.ops.selective_scan"
 TOKENS = 1024  # whose time steps are in memory at once, in full precision
 
 
@@ -36,50 +34,31 @@ def selective_scan_part(
     A backend that takes a `chain` sees the other ranks between its own phases. With any other one, the part is scanned
     twice (`scan_part`).
     """
+    inputs = Inputs(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, delta_softplus, None, reset_BL)
     compute = torch.promote_types(u_BLI.dtype, torch.float32)
     nothing = torch.zeros(len(u_BLI), *A_IN.shape, dtype=compute, device=u_BLI.device)
-    chosen = backends.choose(PACKAGE, BACKENDS, backend, u_BLI, A_IN, nothing, reset_BL)
+    chosen = backend_for(inputs._replace(initial_state_BIN=nothing), backend)
     if getattr(chosen, "TAKES_CHAIN", False):
-        inputs = (u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, delta_softplus, None, reset_BL)
-        return chosen.scan(*inputs, chain=Chain(group))[0]
+        return chosen.scan(inputs, chain=Chain(group))[0]
 
-    def scan(u, delta, A, B, C, D, z, bias, reset, start) -> tuple[Tensor, Tensor]:
-        y, end = selective_scan(
-            *(u, delta, A, B, C, D),
-            z_BLI=z,
-            delta_bias_I=bias,
-            delta_softplus=delta_softplus,
-            initial_state_BIN=start,
-            reset_BL=reset,
-            return_final_state=True,
-            backend=backend,
-        )
-        return y, end
+    def scan(part: Inputs, start: Tensor) -> tuple[Tensor, Tensor]:
+        return chosen.scan(part._replace(initial_state_BIN=start))
 
-    def summarise(u, delta, A, B, C, D, z, bias, reset) -> Summary:
-        _, end = scan(u, delta, A, B, C, None, None, bias, reset, nothing)
-        return decay_of_part(delta, A, bias, delta_softplus, reset, compute), end
+    def summarise(part: Inputs) -> Summary:
+        return decay_of_part(part), scan(part._replace(D_I=None, z_BLI=None), nothing)[1]
 
-    return scan_part(
-        *(scan, summarise, group),
-        *(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, reset_BL),
-    )
+    return scan_part(scan, summarise, group, inputs)
 
 
-def decay_of_part(
-    delta_BLI: Tensor,
-    A_IN: Tensor,
-    delta_bias_I: Tensor | None,
-    delta_softplus: bool,
-    reset_BL: Tensor | None,
-    compute: torch.dtype,
-) -> Tensor:
+def decay_of_part(part: Inputs) -> Tensor:
     """Return how much of its start is left at the end of a part, `[B, I, N]`: exp(A · sum of delta)."""
-    duration_BI = torch.zeros(len(delta_BLI), len(A_IN), dtype=compute, device=A_IN.device)
+    delta_BLI, bias_I = part.delta_BLI, part.delta_bias_I
+    compute = torch.promote_types(part.u_BLI.dtype, torch.float32)
+    duration_BI = torch.zeros(len(delta_BLI), len(part.A_IN), dtype=compute, device=delta_BLI.device)
     for some_BTI in delta_BLI.split(TOKENS, dim=1):
         some_BTI = some_BTI.to(compute)
-        if delta_bias_I is not None:
-            some_BTI = some_BTI + delta_bias_I
-        duration_BI += (F.softplus(some_BTI) if delta_softplus else some_BTI).sum(1)
-    decay_BIN = torch.exp(duration_BI[:, :, None] * A_IN)
-    return decay_BIN if reset_BL is None else decay_BIN.masked_fill(reset_BL.any(1)[:, None, None], 0.0)
+        if bias_I is not None:
+            some_BTI = some_BTI + bias_I
+        duration_BI += (F.softplus(some_BTI) if part.delta_softplus else some_BTI).sum(1)
+    decay_BIN = torch.exp(duration_BI[:, :, None] * part.A_IN)
+    return decay_BIN if part.reset_BL is None else decay_BIN.masked_fill(part.reset_BL.any(1)[:, None, None], 0.0)

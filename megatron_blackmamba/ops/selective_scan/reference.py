@@ -9,28 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.selective_scan.inputs import Inputs
+
 
 def unavailable() -> str | None:
     return None
 
 
-def unsupported(u_BLI: Tensor, A_IN: Tensor, initial_state_BIN: Tensor | None, reset_BL: Tensor | None) -> str | None:
+def unsupported(inputs: Inputs) -> str | None:
     return None
 
 
-def scan(
-    u_BLI: Tensor,
-    delta_BLI: Tensor,
-    A_IN: Tensor,
-    B_BLN: Tensor,
-    C_BLN: Tensor,
-    D_I: Tensor | None,
-    z_BLI: Tensor | None,
-    delta_bias_I: Tensor | None,
-    delta_softplus: bool,
-    initial_state_BIN: Tensor | None,
-    reset_BL: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, delta_softplus, initial_state_BIN, reset_BL = inputs
     compute = torch.promote_types(u_BLI.dtype, torch.float32)
     u, delta, B, C = (x.to(compute) for x in (u_BLI, delta_BLI, B_BLN, C_BLN))
     if delta_bias_I is not None:

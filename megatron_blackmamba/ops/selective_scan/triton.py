@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_blackmamba.ops.context import Chain
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.selective_scan import triton_backward, triton_forward
+from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan, plan_for
 from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
 
@@ -30,12 +31,12 @@ SHORTEST_CHUNK = 32  # of any plan
 WARP = 32
 
 
-def unsupported(u_BLI: Tensor, A_IN: Tensor, initial_state_BIN: Tensor | None, reset_BL: Tensor | None) -> str | None:
+def unsupported(inputs: Inputs) -> str | None:
+    u_BLI, N = inputs.u_BLI, inputs.A_IN.shape[1]
     if not u_BLI.is_cuda and not interpreted():
         return "the tensors are not on a CUDA device"
     if u_BLI.dtype not in DTYPES:
         return f"computes in float32, the input is {u_BLI.dtype}"
-    N = A_IN.shape[1]
     if N not in (4, 8, 16, 32, 64):
         return f"the state size is 4, 8, 16, 32 or 64, not {N}"
     if u_BLI.numel() == 0:
@@ -43,60 +44,47 @@ def unsupported(u_BLI: Tensor, A_IN: Tensor, initial_state_BIN: Tensor | None, r
     return too_long(*u_BLI.shape[:2], SHORTEST_CHUNK)
 
 
-def scan(
-    u_BLI: Tensor,
-    delta_BLI: Tensor,
-    A_IN: Tensor,
-    B_BLN: Tensor,
-    C_BLN: Tensor,
-    D_I: Tensor | None,
-    z_BLI: Tensor | None,
-    delta_bias_I: Tensor | None,
-    delta_softplus: bool,
-    initial_state_BIN: Tensor | None,
-    reset_BL: Tensor | None,
-    plan: Plan | None = None,
-    chain: Chain | None = None,
-) -> tuple[Tensor, Tensor]:
+def scan(inputs: Inputs, plan: Plan | None = None, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
     """Run the scan; `chain` replaces the initial state by the other parts' and gives the final state no gradient."""
-    plan = plan or plan_for(u_BLI, A_IN.shape[1])
-    optional = (D_I, z_BLI, delta_bias_I, initial_state_BIN, reset_BL)
-    return _Scan.apply(u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, *optional, delta_softplus, plan, chain)
+    return _Scan.apply(plan or plan_for(inputs.u_BLI, inputs.A_IN.shape[1]), chain, *inputs)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, u, delta, A, B, C, D, z, bias, initial, reset, softplus: bool, plan: Plan, chain: Chain | None):
-        problem = _Problem.of(u, delta, A, B, C, D, z, bias, reset, softplus)
-        start_BNI = None if initial is None else initial.float().transpose(1, 2).contiguous()
+    def forward(ctx, plan: Plan, chain: Chain | None, *arguments):
+        inputs = Inputs(*arguments)
+        start = inputs.initial_state_BIN
+        start_BNI = None if start is None else start.float().transpose(1, 2).contiguous()
         save = any(ctx.needs_input_grad)
-        with torch.cuda.device_of(u):
-            y, checkpoints, final_BNI = _run_forward(problem, start_BNI, plan, save, chain)
-        ctx.save_for_backward(u, delta, A, B, C, D, z, bias, reset, checkpoints)
-        ctx.softplus, ctx.plan, ctx.chain = softplus, plan, chain
+        with torch.cuda.device_of(inputs.u_BLI):
+            y, checkpoints, final_BNI = _run_forward(_Problem.of(inputs), start_BNI, plan, save, chain)
+        ctx.softplus, ctx.plan, ctx.chain = inputs.delta_softplus, plan, chain
+        ctx.save_for_backward(*inputs._replace(delta_softplus=None, initial_state_BIN=None), checkpoints)
         return y, final_BNI.transpose(1, 2)
 
     @staticmethod
     def backward(ctx, dy, dfinal):
-        u, delta, A, B, C, D, z, bias, reset, checkpoints = ctx.saved_tensors
-        problem = _Problem.of(u, delta, A, B, C, D, z, bias, reset, ctx.softplus)
+        *saved, checkpoints = ctx.saved_tensors
+        inputs = Inputs(*saved)._replace(delta_softplus=ctx.softplus)
         dend_BNI = dfinal.float().transpose(1, 2).contiguous()
-        grads = _run_backward(problem, _unit_stride(dy), dend_BNI, checkpoints, ctx.plan, ctx.chain)
+        grads = _run_backward(_Problem.of(inputs), _unit_stride(dy), dend_BNI, checkpoints, ctx.plan, ctx.chain)
         du, ddelta, dA, dB, dC, dD, dz, dbias, dstart_BNI = grads
+        needed = Inputs(*ctx.needs_input_grad[2:])
         return (
-            du,
-            ddelta,
-            dA.to(A.dtype),
-            dB.to(B.dtype),
-            dC.to(C.dtype),
-            None if D is None else dD.to(D.dtype),
-            dz,
-            None if bias is None else dbias.to(bias.dtype),
-            dstart_BNI.transpose(1, 2) if ctx.needs_input_grad[8] else None,
             None,
             None,
-            None,
-            None,
+            *Inputs(
+                du,
+                ddelta,
+                dA.to(inputs.A_IN.dtype),
+                dB.to(inputs.B_BLN.dtype),
+                dC.to(inputs.C_BLN.dtype),
+                D_I=None if inputs.D_I is None else dD.to(inputs.D_I.dtype),
+                z_BLI=dz,
+                delta_bias_I=None if inputs.delta_bias_I is None else dbias.to(inputs.delta_bias_I.dtype),
+                delta_softplus=None,
+                initial_state_BIN=dstart_BNI.transpose(1, 2) if needed.initial_state_BIN else None,
+            ),
         )
 
 
@@ -115,16 +103,17 @@ class _Problem:
     softplus: bool
 
     @staticmethod
-    def of(u, delta, A, B, C, D, z, bias, reset, softplus) -> "_Problem":
+    def of(inputs: Inputs) -> "_Problem":
+        _, _, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, softplus, _, reset_BL = inputs
         return _Problem(
-            u=_unit_stride(u),
-            delta=_unit_stride(delta),
-            z=None if z is None else _unit_stride(z),
-            A_NI=A.float().t().contiguous(),
-            BC=torch.cat((B, C), dim=-1).float(),
-            D=None if D is None else D.float(),
-            bias=None if bias is None else bias.float(),
-            reset=None if reset is None else reset.contiguous().view(torch.uint8),
+            u=_unit_stride(inputs.u_BLI),
+            delta=_unit_stride(inputs.delta_BLI),
+            z=None if z_BLI is None else _unit_stride(z_BLI),
+            A_NI=A_IN.float().t().contiguous(),
+            BC=torch.cat((B_BLN, C_BLN), dim=-1).float(),
+            D=None if D_I is None else D_I.float(),
+            bias=None if delta_bias_I is None else delta_bias_I.float(),
+            reset=None if reset_BL is None else reset_BL.contiguous().view(torch.uint8),
             softplus=softplus,
         )
 

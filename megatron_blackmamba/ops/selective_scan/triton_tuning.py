@@ -20,6 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_blackmamba.ops.selective_scan.inputs import Inputs
+
 WARPS_A_PROCESSOR = 8  # limit of the backward kernel, set by its registers
 WAVES = 4  # programs of one backward launch, in fillings of the GPU: enough to even out their ends
 REPEATS = 5
@@ -109,6 +111,7 @@ def _training_step(device: torch.device, B: int, L: int, I: int, N: int, dtype: 
     B_BLN, C_BLN = (inputs(B, L, N, dtype=dtype) for _ in range(2))
     A, D, bias = inputs(I, N), inputs(I), inputs(I)
     A.data.abs_().neg_()
+    given = Inputs(u, delta, A, B_BLN, C_BLN, D, z, bias)
 
     def milliseconds(plan: Plan) -> float:
         times = []
@@ -116,7 +119,7 @@ def _training_step(device: torch.device, B: int, L: int, I: int, N: int, dtype: 
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             with torch.enable_grad():
-                y, _ = scan(u, delta, A, B_BLN, C_BLN, D, z, bias, True, None, None, plan=plan)
+                y, _ = scan(given, plan)
                 torch.autograd.grad(y, (u, delta, A, B_BLN, C_BLN, D, z, bias), torch.ones_like(y))
             end.record()
             end.synchronize()

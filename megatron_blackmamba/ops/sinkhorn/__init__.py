@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
-from megatron_blackmamba.ops.dtypes import require_floats
+from megatron_blackmamba.ops.arguments import require_floats
 
 __all__ = ["available_backends", "load_imbalance", "sinkhorn_choice"]
 

@@ -11,11 +11,12 @@ activations are, or float64 where they are.
 Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state.
 """
 
-import torch
+from types import ModuleType
+
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
-from megatron_blackmamba.ops.dtypes import require_floats
+from megatron_blackmamba.ops.arguments import require_shapes
 from megatron_blackmamba.ops.ssd.inputs import Inputs
 from megatron_blackmamba.ops.ssd.step import ssd_step
 
@@ -47,8 +48,7 @@ def ssd(
         backend: "auto" or a key of `available_backends()`. "auto" takes a PyTorch backend for float64 x.
     """
     inputs = Inputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, initial_state_BHPN, reset_BL)
-    _check(inputs)
-    y_BLHP, final_state_BHPN = backends.choose(__name__, BACKENDS, backend, inputs).scan(inputs)
+    y_BLHP, final_state_BHPN = backend_for(inputs, backend).scan(inputs)
     return (y_BLHP, final_state_BHPN) if return_final_state else y_BLHP
 
 
@@ -57,29 +57,10 @@ def available_backends() -> dict[str, str | None]:
     return backends.available(__name__, BACKENDS)
 
 
-def _check(inputs: Inputs) -> None:
-    B, L, H, P = inputs.x_BLHP.shape
-    G, N = inputs.B_BLGN.shape[-2:]
-    expected = {
-        "dt_BLH": (B, L, H),
-        "A_H": (H,),
-        "B_BLGN": (B, L, G, N),
-        "C_BLGN": (B, L, G, N),
-        "D_H": (H,),
-        "dt_bias_H": (H,),
-        "initial_state_BHPN": (B, H, P, N),
-        "reset_BL": (B, L),
-    }
-    tensors = inputs._asdict()
-    for name, shape in expected.items():
-        if tensors[name] is not None and tuple(tensors[name].shape) != shape:
-            raise ValueError(
-                f"ssd: {name.rpartition('_')[0]} has shape {tuple(tensors[name].shape)}, expected {shape}"
-                f" (x is {(B, L, H, P)})"
-            )
+def backend_for(inputs: Inputs, backend: str) -> ModuleType:
+    """Check the inputs and return the module of the backend that scans them."""
+    (B, L, H, P), (G, N) = inputs.x_BLHP.shape, inputs.B_BLGN.shape[-2:]
+    require_shapes("ssd", inputs, B=B, L=L, H=H, P=P, G=G, N=N)
     if H % G:
         raise ValueError(f"ssd: {H} heads in {G} groups: x is {(B, L, H, P)}, B is {(B, L, G, N)}. Make H divisible.")
-    reset_BL = tensors.pop("reset_BL")
-    require_floats("ssd", **{name.rpartition("_")[0]: tensor for name, tensor in tensors.items()})
-    if reset_BL is not None and reset_BL.dtype != torch.bool:
-        raise ValueError(f"ssd: reset is a bool tensor, not {reset_BL.dtype}")
+    return backends.choose(__name__, BACKENDS, backend, inputs)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops.context import Summary, scan_part
-from megatron_blackmamba.ops.ssd import ssd
+from megatron_blackmamba.ops.ssd import Inputs, backend_for
 from megatron_blackmamba.ops.ssd.chunked import final_state
-from megatron_blackmamba.ops.ssd.inputs import Inputs
 
 
 def ssd_part(
@@ -32,16 +31,16 @@ def ssd_part(
     The state that the following ranks need comes first, without outputs; then the part is scanned with the right start.
     """
 
-    def scan(x, dt, A, B, C, D, bias, reset, start) -> tuple[Tensor, Tensor]:
-        options = {"dt_bias_H": bias, "initial_state_BHPN": start, "reset_BL": reset, "return_final_state": True}
-        y, end = ssd(x, dt, A, B, C, D, **options, backend=backend)
-        return y, end
+    inputs = Inputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, None, reset_BL)
+    chosen = backend_for(inputs, backend)
 
-    def summarise(x, dt, A, B, C, D, bias, reset) -> Summary:
-        part = Inputs(x, dt, A, B, C, dt_bias_H=bias, reset_BL=reset)
+    def scan(part: Inputs, start: Tensor) -> tuple[Tensor, Tensor]:
+        return chosen.scan(part._replace(initial_state_BHPN=start))
+
+    def summarise(part: Inputs) -> Summary:
         return decay_of_part(part), final_state(part)
 
-    return scan_part(scan, summarise, group, x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, reset_BL)
+    return scan_part(scan, summarise, group, inputs)
 
 
 def decay_of_part(part: Inputs) -> Tensor:

@@ -1,0 +1,38 @@
+"""Checks of the arguments of ops: number formats and shapes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def require_floats(op: str, **tensors: Tensor | None) -> None:
+    """Refuse complex numbers, integers and 8-bit floats, by the name of the op and of its argument."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in FLOATS:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+            raise ValueError(f"{op}: {name} is {str(tensor.dtype).removeprefix('torch.')}. Pass one of {known}.")
+
+
+def require_shapes(op: str, inputs: Any, **sizes: int) -> None:
+    """Refuse a tensor that does not have the shape that its name in the NamedTuple `inputs` ends in.
+
+    sizes: the size of each letter. All tensors are floats, except for the bool tensor `reset`.
+    """
+    first, *_ = inputs
+    for field, tensor in inputs._asdict().items():
+        if not isinstance(tensor, Tensor):
+            continue
+        name, _, letters = field.rpartition("_")
+        expected = tuple(sizes[letter] for letter in letters)
+        if tuple(tensor.shape) != expected:
+            called = inputs._fields[0].rpartition("_")[0]
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected} ({called} is {tuple(first.shape)})"
+            )
+        if name != "reset":
+            require_floats(op, **{name: tensor})
+        elif tensor.dtype != torch.bool:
+            raise ValueError(f"{op}: reset is a bool tensor, not {tensor.dtype}")
