@@ -4,11 +4,10 @@ A file in this package that defines a LayerKind is found by itself; `register` a
 """
 
 from collections.abc import Iterator
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, LayerKind, Sizes, Stack
+from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Sizes, Stack
+from megatron_blackmamba.registry import Cannot, Registry
 
 if TYPE_CHECKING:
     from megatron_blackmamba.config import ModelConfig
@@ -32,43 +31,9 @@ __all__ = [
     "unregister",
 ]
 
-_KINDS: dict[str, LayerKind] = {}
-
-
-class KindError(TypeError):
-    """A layer kind that does not answer every question, or takes another kind's letter."""
-
-
-def register(kind: type[LayerKind]) -> LayerKind:
-    """Add a kind. Refuse one that leaves a question open, by name."""
-    missing = [name for name in ("letter", "name", "block") if not hasattr(kind, name)]
-    missing += sorted(getattr(kind, "__abstractmethods__", ()))
-    if missing:
-        raise KindError(
-            f"{kind.__name__} does not answer: {', '.join(missing)}. Define each; Cannot(reason) is an answer too."
-        )
-    if len(kind.letter) != 1 or kind.letter in _KINDS:
-        taken = f"taken by {_KINDS[kind.letter].name}" if kind.letter in _KINDS else "not one character"
-        raise KindError(f"{kind.__name__}: its letter {kind.letter!r} is {taken}. Choose another letter.")
-    _KINDS[kind.letter] = kind()
-    return _KINDS[kind.letter]
-
-
-def unregister(letter: str) -> None:
-    """Remove a kind."""
-    del _KINDS[letter]
-
-
-def all_kinds() -> tuple[LayerKind, ...]:
-    """Return every kind, in the order of their files."""
-    return tuple(_KINDS.values())
-
-
-def kind_of(letter: str) -> LayerKind:
-    """Return the kind of a letter."""
-    if letter not in _KINDS:
-        raise KeyError(f"no layer kind has the letter {letter!r}: there are {described()}")
-    return _KINDS[letter]
+_KINDS = Registry(LayerKind, "model.pattern", name="letter")  # type: ignore[type-abstract]
+_KINDS.discover(__name__, __path__)
+register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _KINDS.all_kinds, _KINDS.kind_of
 
 
 def layers_of(pattern: str) -> Iterator[LayerKind]:
@@ -105,20 +70,3 @@ def stacks_of(model: "ModelConfig") -> dict[str, Stack]:
 def described() -> str:
     """Return the letters and names of all kinds, for messages."""
     return ", ".join(f"{kind.letter} ({kind.name})" for kind in all_kinds())
-
-
-def _load() -> None:
-    for module in iter_modules(__path__):
-        if module.name == "base":
-            continue
-        found = vars(import_module(f"{__name__}.{module.name}")).values()
-        for kind in found:
-            if (
-                isinstance(kind, type)
-                and issubclass(kind, LayerKind)
-                and kind.__module__ == f"{__name__}.{module.name}"
-            ):
-                register(kind)
-
-
-_load()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from megatron_blackmamba.registry import Cannot, Kind
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -17,13 +19,6 @@ if TYPE_CHECKING:
 
 FP32, INT64, BOOL = 4, 8, 1
 """Bytes of a number."""
-
-
-@dataclass(frozen=True)
-class Cannot:
-    """The answer of a kind that does not support something, with the reason as users read it."""
-
-    reason: str
 
 
 class Division(NamedTuple):
@@ -132,7 +127,7 @@ class Decoding(ABC):
         return sum(tensor.nbytes for tensor in vars(layer).values())
 
 
-class LayerKind(ABC):
+class LayerKind(Kind, ABC):
     """One kind of layer: everything that the rest of the project asks about a letter of `model.pattern`.
 
     Answers are arithmetic, strings and calls of `ops`. Import torch inside methods: the config reads kinds too.
@@ -156,6 +151,10 @@ class LayerKind(ABC):
     """Ends of the names of weights whose output joins the residual stream."""
     kept_in_fp32: ClassVar[tuple[str, ...]] = ()
     """Parameters of the mixer that stay fp32 in a bf16 model."""
+
+    @classmethod
+    def unanswered(cls) -> list[str]:
+        return [] if len(getattr(cls, "letter", "?")) == 1 else ["letter (one character)"]
 
     def problems(self, model: ModelConfig) -> list[str]:
         """Return what the config lacks or gets wrong for this kind."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_blackmamba.registry import Cannot, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -13,14 +14,7 @@ if TYPE_CHECKING:
     from megatron_blackmamba.config.run import OptimizerConfig
 
 
-@dataclass(frozen=True)
-class Cannot:
-    """The answer of a kind that does not support something, with the reason as users read it."""
-
-    reason: str
-
-
-class OptimizerKind(ABC):
+class OptimizerKind(Kind, ABC):
     """An optimizer: what it is called, reads, keeps and saves.
 
     Learning rate, schedule, weight decay and clipping belong to every kind. Nothing here may import torch or

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from megatron_blackmamba.kinds.base import BOOL, FP32, Cannot, Sizes
+from megatron_blackmamba.kinds.base import BOOL, FP32, Sizes
+from megatron_blackmamba.registry import Cannot, Kind
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -84,7 +85,7 @@ class Tokens:
         return self.groups[self.model.router.scope]
 
 
-class RouterKind(ABC):
+class RouterKind(Kind, ABC):
     """A way to assign tokens to experts: what it is called, reads, chooses and keeps.
 
     Answers are arithmetic, strings and plain tensor operations. Import torch inside methods: the config reads these
@@ -106,6 +107,10 @@ class RouterKind(ABC):
     """Names of fp32 buffers `[E]` of the module that are saved, exported and zero at first."""
     metrics: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Numbers that the module's `measured` returns, and what each says."""
+
+    @classmethod
+    def unanswered(cls) -> list[str]:
+        return ["choose"] if cls.module == OWN_MODULE and cls.choose is RouterKind.choose else []
 
     def problems(self, model: ModelConfig) -> list[str]:
         """Return what the config lacks or gets wrong for this kind."""

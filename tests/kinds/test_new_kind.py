@@ -66,8 +66,16 @@ def test_registry_refuses_taken_letters():
         kinds.register(Second)
 
 
+def test_registry_refuses_letters_of_two_characters():
+    class Long(RunningMean):
+        letter = "AA"
+
+    with pytest.raises(TypeError, match=r"Long does not answer: letter \(one character\)"):
+        kinds.register(Long)
+
+
 def test_unknown_letters_name_the_known():
-    with pytest.raises(KeyError, match=r"no layer kind has the letter 'Z'.*E \(mixture of experts\).*M \(Mamba\)"):
+    with pytest.raises(ValueError, match=r"model.pattern=Z: no such kind. Choose one of .*E, .*M"):
         kinds.kind_of("Z")
 
 

@@ -1,0 +1,110 @@
+"""Registries of kinds: layers, routers and optimizers that are each defined by a file of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+
+@dataclass(frozen=True)
+class Cannot:
+    """The answer of a kind that does not support something, with the reason as users read it."""
+
+    reason: str
+
+
+class KindError(TypeError):
+    """A kind that does not answer every question, or takes another kind's name."""
+
+
+class UnknownKind(ValueError):
+    """A name that no kind has."""
+
+
+class Kind:
+    """The base of the classes that list the questions to a kind: abstract methods, and fields without a value."""
+
+    @classmethod
+    def unanswered(cls) -> list[str]:
+        """Return the open questions among those that not every kind must answer."""
+        return []
+
+
+K = TypeVar("K", bound=Kind)
+
+
+class Registry(Generic[K]):
+    """The kinds of one sort by name, in the order of their files."""
+
+    def __init__(self, base: type[K], chosen_by: str, *, name: str = "name", reasons: Mapping[str, str] | None = None):
+        """`chosen_by` is the config key that names a kind.
+
+        name: the field of a kind with its name. reasons: why there is no such kind, for names that users look for.
+        """
+        self.base, self.chosen_by, self.name = base, chosen_by, name
+        self.reasons = MappingProxyType(dict(reasons or {}))
+        self._kinds: dict[str, K] = {}
+
+    def discover(self, package: str, folders: Iterable[str]) -> None:
+        """Register every kind that a file of the package defines."""
+        for module in iter_modules(folders):
+            name = f"{package}.{module.name}"
+            defined = [x for x in vars(import_module(name)).values() if isinstance(x, type) and x.__module__ == name]
+            for kind in defined:
+                if issubclass(kind, self.base) and kind is not self.base:
+                    self.register(kind)
+
+    def register(self, kind: type[K]) -> K:
+        """Add a kind. Refuse one that leaves a question open, by name."""
+        missing = [field for field in self.base.__annotations__ if not hasattr(kind, field)]
+        missing += sorted(getattr(kind, "__abstractmethods__", ()))
+        if missing := missing + kind.unanswered():
+            raise KindError(
+                f"{kind.__name__} does not answer: {', '.join(missing)}. Define each; Cannot(reason) is an answer too."
+            )
+        name = getattr(kind, self.name)
+        if name in self._kinds:
+            raise KindError(
+                f"{kind.__name__}: its {self.name} {name!r} is taken by {type(self._kinds[name]).__name__}."
+                f" Choose another {self.name}."
+            )
+        self._kinds[name] = kind()
+        return self._kinds[name]
+
+    def unregister(self, name: str) -> None:
+        """Remove a kind."""
+        del self._kinds[name]
+
+    def all_kinds(self) -> tuple[K, ...]:
+        """Return every kind, in the order of their files."""
+        return tuple(self._kinds.values())
+
+    def kind_of(self, name: str) -> K:
+        """Return the kind of a name."""
+        if name not in self._kinds:
+            why = f"not supported: {self.reasons[name]}" if name in self.reasons else "no such kind"
+            raise UnknownKind(f"{self.chosen_by}={name}: {why}. Choose one of {', '.join(self._kinds)}.")
+        return self._kinds[name]
+
+    def kinds_by_key(self) -> dict[str, list[str]]:
+        """Return the names of the kinds that read each config key of `keys`, which not all kinds read."""
+        readers: dict[str, list[str]] = {}
+        for name, kind in self._kinds.items():
+            for key in kind.keys:  # type: ignore[attr-defined]
+                readers.setdefault(key, []).append(name)
+        return readers
+
+    def unread(self, settings: Any) -> list[str]:
+        """Return an error for each key of a config section that the chosen kind does not read, but that is set."""
+        section = self.chosen_by.rpartition(".")[0]
+        read = self.kind_of(settings.kind).keys  # type: ignore[attr-defined]
+        return [
+            f"{section}.{key}={getattr(settings, key)}: {self.chosen_by}={settings.kind} does not read this key."
+            f" Remove it, or choose {self.chosen_by}={' or '.join(readers)}."
+            for key, readers in sorted(self.kinds_by_key().items())
+            if key not in read and getattr(settings, key) != type(settings).model_fields[key].default
+        ]
