@@ -196,6 +196,7 @@ def _merge(new: dict, into: dict, origin: dict, source: str, prefix: str) -> Non
             _merge(value, into[key], origin, source, f"{path}.")
         else:
             into[key] = value
+        origin.pop(path, None)  # so that `origin` lists the keys in the order in which they were last set
         origin[path] = source
 
 

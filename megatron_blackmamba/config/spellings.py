@@ -85,12 +85,21 @@ def accept(content: dict[str, Any]) -> None:
 
 
 def steps_as_tokens(content: dict[str, Any], origin: dict[str, str], sequence_length: int) -> None:
-    """Replace `training.steps` by the tokens of that many batches, in place; `sequence_length` is the default."""
+    """Replace `training.steps` by the tokens of that many batches, in place; `sequence_length` is the default.
+
+    `origin` lists the keys in the order in which they were set. The later one of steps and tokens decides. A source
+    that sets both to different lengths is refused.
+    """
     training, data = content.get("training"), content.get("data")
     if not isinstance(training, dict) or training.get("steps") is None:
         return
     steps = number(training.pop("steps"), int)
-    where = origin.pop("training.steps", "the run")
+    tokens = number(training.get("tokens"), int)
+    where, set_by = origin["training.steps"], origin.get("training.tokens")
+    order = list(origin)
+    del origin["training.steps"]
+    if set_by not in (None, where) and order.index("training.tokens") > order.index("training.steps"):
+        return
     factors: dict[str, Any] = {"training.global_batch": training.get("global_batch")}
     factors["data.sequence_length"] = (data if isinstance(data, dict) else {}).get("sequence_length", sequence_length)
     for key, value in {"training.steps": steps, **factors}.items():
@@ -98,3 +107,8 @@ def steps_as_tokens(content: dict[str, Any], origin: dict[str, str], sequence_le
             raise ConfigError(f"{where}: training.steps needs whole numbers: {key} is {value!r}")
     training["tokens"] = steps * factors["training.global_batch"] * factors["data.sequence_length"]
     origin["training.tokens"] = where
+    if set_by == where and tokens != training["tokens"]:
+        raise ConfigError(
+            f"{where}: training.steps={steps} means training.tokens={training['tokens']}, but training.tokens={tokens}."
+            " Remove one of the two."
+        )

@@ -266,6 +266,27 @@ def test_steps_are_turned_into_tokens():
         load("tiny", ["training.steps=many"])
 
 
+def test_steps_and_tokens_that_disagree_are_refused(tmp_path):
+    per_step = load("tiny").tokens_per_step
+    wrong = rf"training\.steps=30 means training\.tokens={30 * per_step}, but training\.tokens=1000000\. Remove one"
+    for overrides in (["training.steps=30", "training.tokens=1M"], ["training.tokens=1M", "training.steps=30"]):
+        with pytest.raises(ConfigError, match=f"the command line: {wrong}"):
+            load("tiny", overrides)
+    file = tmp_path / "both.yaml"
+    file.write_text("training: {steps: 30, tokens: 1000000}\n")
+    with pytest.raises(ConfigError, match=f"both.yaml: {wrong}"):
+        load(["tiny", file])
+    assert load("tiny", ["training.steps=30", f"training.tokens={30 * per_step}"]).steps == 30
+
+
+def test_later_source_decides_between_steps_and_tokens(tmp_path):
+    file = tmp_path / "steps.yaml"
+    file.write_text("training: {steps: 30}\n")
+    assert load(["tiny", file]).steps == 30
+    assert load(["tiny", file], ["training.tokens=1M"]).training.tokens == 1_000_000
+    assert load(["tiny", file], ["training.steps=40"]).steps == 40
+
+
 def test_one_value_may_stand_for_a_list():
     assert load("tiny", ["resume.allow=optimizer.clip"]).resume.allow == ["optimizer.clip"]
 
