@@ -29,6 +29,10 @@ class ExpertChoice(RouterKind):
     every_token_gets_k = False
     metrics = MappingProxyType({"unrouted": "Share of tokens without an expert"})
 
+    def problems(self, model: ModelConfig) -> list[str]:
+        answer = self.layouts(model)
+        return [f"{answer.reason}. Expert choice needs model.router.scope=tensor"] if isinstance(answer, Cannot) else []
+
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
         # Dispatchers then count what they send instead of relying on top_k. Only megatron-core's own router would drop.
         return {"moe_expert_capacity_factor": 1.0}

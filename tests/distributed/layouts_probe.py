@@ -88,6 +88,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "mamba2_solo": (1, MAMBA2),
     "mamba2_ep2": (2, [*MAMBA2, "parallel.expert=2"]),
     "mamba2_tp2": (2, [*MAMBA2, "parallel.tensor=2"]),
+    "mamba2_cp2": (2, [*MAMBA2, "parallel.context=2"]),
     "mamba2_pp2": (2, [*MAMBA2, "parallel.pipeline=2", "training.recompute=layers"]),
     "parallel_solo": (1, PARALLEL),
     "parallel_tp2": (2, [*PARALLEL, "parallel.tensor=2", "training.recompute=layers"]),

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_blackmamba import routers
-from megatron_blackmamba.config import load
+from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.routers import Cannot
 from tests.routers.unbalanced import Unbalanced
 from tests.runtime.ranks import run_script
@@ -59,10 +59,19 @@ def test_registry_refuses_taken_names():
         routers.register(Second)
 
 
-@pytest.mark.parametrize("kind", ["sinkhorn", "expert_choice"])
-@pytest.mark.parametrize(("scope", "named"), [("rank", "parallel.tensor"), ("data", "data-parallel ranks")])
-def test_scopes_that_depend_on_the_layout_say_so(kind, scope, named):
-    model = load("tiny", [f"model.router.kind={kind}", f"model.router.scope={scope}"]).model
-    answer = routers.kind_of(kind).layouts(model)
+SCOPES = pytest.mark.parametrize(("scope", "named"), [("rank", "parallel.tensor"), ("data", "data-parallel ranks")])
+
+
+@SCOPES
+def test_scopes_that_depend_on_the_layout_say_so(scope, named):
+    answer = routers.kind_of("sinkhorn").layouts(load("tiny", [f"model.router.scope={scope}"]).model)
     assert isinstance(answer, Cannot) and named in answer.reason
-    assert routers.kind_of(kind).layouts(load("tiny", [f"model.router.kind={kind}"]).model) is True
+    assert routers.kind_of("sinkhorn").layouts(load("tiny").model) is True
+
+
+@SCOPES
+def test_expert_choice_refuses_scopes_that_depend_on_layouts(scope, named):
+    with pytest.raises(ConfigError, match=rf"scope={scope} .*{named}.* Expert choice needs model.router.scope=tensor"):
+        load("tiny", ["model.router.kind=expert_choice", f"model.router.scope={scope}"])
+    model = load("tiny", ["model.router.kind=expert_choice"]).model
+    assert routers.kind_of("expert_choice").layouts(model) is True
