@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -179,9 +180,8 @@ class JsonLines(Parser):
         """
         if self.field is None:
             return None
-        loads, field = orjson.loads, self.field
         try:
-            texts = [loads(line)[field] for line in lines]
+            texts = list(map(itemgetter(self.field), map(orjson.loads, lines)))
         except (ValueError, LookupError, TypeError):
             return None
         return texts if set(map(type, texts)) <= {str} else None

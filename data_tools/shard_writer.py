@@ -179,7 +179,8 @@ class _Writing:
         sink.add(tokens, lengths + 1, keys)
         self.documents += len(lengths)
         self.tokens += len(tokens)
-        self.text_bytes += len("".join(batch.texts).encode())
+        text = "".join(batch.texts)
+        self.text_bytes += len(text) if text.isascii() else len(text.encode())
 
     def _check_ids(self, ids: np.ndarray, lengths: np.ndarray, batch: Batch, source: Source) -> None:
         """Check the range of every token id and the length of every document."""

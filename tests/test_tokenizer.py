@@ -10,6 +10,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_blackmamba import tokenizer as tokenizer_module
 from megatron_blackmamba.tokenizer import TokenizerError, load_tokenizer
 
 SHARED_TOKENIZER = Path(__file__).resolve().parents[1] / ".." / "shared" / "tokenizer" / "20B_tokenizer.json"
@@ -166,6 +167,41 @@ def test_fastokens_steps_aside_where_it_is_not_exact(file, monkeypatch):
     assert tokenizer.encode_batch(["some text"])[0].tolist() == tokenizer.encode("some text")
     with pytest.raises(TokenizerError, match="differently"):
         load_tokenizer(file, backend="fastokens").encode_batch(["some text"])
+
+
+def fast(file):
+    pytest.importorskip("fastokens")
+    return load_tokenizer(file, backend="fastokens")
+
+
+def test_short_texts_encoded_together_keep_their_ids(file, monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "JOINED", 3)
+    tokenizer = fast(file)
+    texts = ["a word", " spaces ", "", "\n", "<|endoftext|"[:-1], "|>", "e\u0301", "\u0301e", "  ", "def f():", ">"]
+    together = tokenizer._encode_joined(texts)
+    assert together is not None
+    ids, lengths = together
+    expected = [tokenizer.encode(text) for text in texts]
+    assert lengths.tolist() == [len(ids_of_one) for ids_of_one in expected]
+    assert ids.tolist() == [i for ids_of_one in expected for i in ids_of_one]
+
+
+def test_texts_that_spell_special_tokens_are_encoded_alone(tmp_path):
+    tokenizer = fast(saved(tmp_path, trained(special=("<|endoftext|>", "<|padding|>"))))
+    assert tokenizer._joins
+    for text in ("a<|endoftext|>b", "<|padding|>"):
+        assert tokenizer._encode_joined(["a", text]) is None
+        assert tokenizer.encode_batch(["a", text])[0].tolist() == tokenizer.encode("a") + tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
+def test_special_tokens_that_change_neighbours_forbid_joining(tmp_path, flag):
+    def unusual(data):
+        data["added_tokens"][0][flag] = True
+
+    tokenizer = fast(saved(tmp_path, trained(), unusual))
+    assert not tokenizer._joins
+    assert tokenizer.encode_batch([" a ", " b "])[0].tolist() == tokenizer.encode(" a ") + tokenizer.encode(" b ")
 
 
 def test_what_is_not_a_tokenizer_is_named(tmp_path, monkeypatch):
