@@ -36,3 +36,20 @@ def require_shapes(op: str, inputs: Any, **sizes: int) -> None:
             require_floats(op, **{name: tensor})
         elif tensor.dtype != torch.bool:
             raise ValueError(f"{op}: reset is a bool tensor, not {tensor.dtype}")
+
+
+def refuse_channel_first(op: str, name: str, x_BLI: Tensor, weight: Tensor, others: str = "") -> None:
+    """Refuse `[B, I, L]`, the order of mamba-ssm and causal-conv1d. `weight` has the channels first.
+
+    Shapes: B batch, L length, I inner channels.
+    """
+    channels = weight.shape[0]
+    if x_BLI.dim() != 3:
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(x_BLI.shape)}. Pass three dimensions: batch, length, channels."
+        )
+    if x_BLI.shape[1] == channels != x_BLI.shape[2]:
+        raise ValueError(
+            f"{op}: {name} is channel-first, {tuple(x_BLI.shape)}, the order of mamba-ssm and causal-conv1d."
+            f" Pass (batch, length, channels): {name}.transpose(1, 2){others}."
+        )

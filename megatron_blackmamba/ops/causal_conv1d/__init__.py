@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
-from megatron_blackmamba.ops.arguments import require_shapes
+from megatron_blackmamba.ops.arguments import refuse_channel_first, require_shapes
 from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 from megatron_blackmamba.ops.causal_conv1d.step import causal_conv1d_step
-from megatron_blackmamba.ops.shapes import refuse_channel_first
 
 __all__ = ["Inputs", "available_backends", "causal_conv1d", "causal_conv1d_step"]
 

@@ -16,10 +16,9 @@ from types import ModuleType
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
-from megatron_blackmamba.ops.arguments import require_shapes
+from megatron_blackmamba.ops.arguments import refuse_channel_first, require_shapes
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 from megatron_blackmamba.ops.selective_scan.step import selective_scan_step
-from megatron_blackmamba.ops.shapes import refuse_channel_first
 
 __all__ = ["Inputs", "available_backends", "selective_scan", "selective_scan_step"]
 
