@@ -64,6 +64,13 @@ def test_agrees_with_float64_in_values_and_gradients(B, L, groups, P, N, without
     assert_close(values_and_gradients(*inputs, "chunked"), values_and_gradients(*inputs, "float64"), tolerance=1e-5)
 
 
+@pytest.fixture(params=["_sums_from_each", "_differences_of_sums"])
+def sums(request, monkeypatch):
+    """Sum decays as on a GPU, and as on a CPU."""
+    monkeypatch.setattr(chunked, "_sums_between", getattr(chunked, request.param))
+
+
+@pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("reset", [None, "some"])
 def test_chunks_of_one_segment_agree_with_float64(reset, monkeypatch):
     monkeypatch.setitem(chunked.DECAYS, "cpu", 3 * 2 * 6 * chunked.CHUNK**2)  # three chunks a segment
@@ -91,6 +98,7 @@ def test_float64_stays_float64():
     assert call(*inputs, backend="auto")[1].dtype == torch.float64
 
 
+@pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decays_of_any_size_are_finite_and_right(dtype):
     """A token that forgets everything stands beside tokens that forget next to nothing."""
@@ -103,6 +111,7 @@ def test_decays_of_any_size_are_finite_and_right(dtype):
     assert_close(actual, expected, tolerance=1e-5 if dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.usefixtures("sums")
 def test_small_decays_survive_behind_a_huge_one():
     """Differences of fp32 running sums would be off by the rounding of the huge sum."""
     dt = torch.full((1, 64, 1), -4.0)

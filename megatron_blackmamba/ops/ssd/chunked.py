@@ -1,15 +1,15 @@
 """The SSD scan as matrix products over chunks of tokens, in plain PyTorch on any device.
 
-Inside a chunk, the outputs are a product with a causal matrix of decays; the state carries over between chunks. A decay
-is the exponential of a sum of dt * A over some tokens. Each sum is the difference of two cumulative sums, in float64 so
-that it is accurate for any dt. Only sums <= 0 are exponentiated, so nothing overflows. Products are in fp32, even for
-bf16 activations: the gradient of A is a difference of large sums, and bf16 products shift it by several percent.
+Inside a chunk, the outputs are a product with a causal matrix of decays. The states before the chunks are a product
+with the decays of whole chunks. A decay is the exponential of a sum of dt * A over some tokens (`_sums_between`). Only
+sums <= 0 are exponentiated, so nothing overflows. Products are in fp32, even for bf16 activations: the gradient of A is
+a difference of large sums, and bf16 products shift it by several percent.
 
 Only the inputs are saved for the backward pass. It recomputes the states between segments, then runs the segments from
 last to first, each forward and backward by autograd. Memory grows with the segment, not with the sequence.
 
 Shapes: B batch, L length, H heads, P channels of a head, G groups, E heads of a group, F = E * P, N state.
-K chunks of a segment, T and S tokens of a chunk.
+K chunks of a segment, J = K + 1, T and S tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -121,8 +121,8 @@ class _Chunks(NamedTuple):
     x_BKTHP: Tensor
     """Times dt."""
     B_BKGTN: Tensor
-    sums_BKHT: Tensor
-    """Of dt * A, from the start of the chunk up to each token; float64."""
+    steps_BKHT: Tensor
+    """dt * A."""
     document_BKT: Tensor | None
     """Number of resets from the start of the chunk up to each token."""
 
@@ -132,9 +132,9 @@ def _chunks(inputs: Inputs, state: Tensor) -> _Chunks:
     T = min(CHUNK, inputs.x_BLHP.shape[1])
     x, dt, B = (t.to(compute).unflatten(1, (-1, T)) for t in (inputs.x_BLHP, inputs.dt_BLH, inputs.B_BLGN))
     dt = F.softplus(dt if inputs.dt_bias_H is None else dt + inputs.dt_bias_H)
-    sums_BKHT = (dt.double() * inputs.A_H.double()).cumsum(dim=2).transpose(2, 3)
+    steps_BKHT = (dt * inputs.A_H.to(compute)).transpose(2, 3)
     document_BKT = None if inputs.reset_BL is None else inputs.reset_BL.unflatten(1, (-1, T)).cumsum(dim=2)
-    return _Chunks(x * dt[..., None], B.transpose(2, 3), sums_BKHT, document_BKT)
+    return _Chunks(x * dt[..., None], B.transpose(2, 3), steps_BKHT, document_BKT)
 
 
 def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,14 +145,14 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
     # Inside each chunk.
     scores_BKGTS = C_BKGTN @ at.B_BKGTN.mT
-    weights_BKGETS = scores_BKGTS[:, :, :, None] * _decays(at, compute).unflatten(2, (groups, -1))
+    weights_BKGETS = scores_BKGTS[:, :, :, None] * _decays(at.steps_BKHT, at.document_BKT).unflatten(2, (groups, -1))
     x_BKGETP = at.x_BKTHP.transpose(2, 3).unflatten(2, (groups, -1))
     y_BKTHP = (weights_BKGETS @ x_BKGETP).flatten(2, 3).transpose(2, 3)
 
     # From the states before each chunk.
     starts_BKHPN, end_BHPN = _states(at, state)
     found_BKGTF = C_BKGTN @ starts_BKHPN.unflatten(2, (groups, -1)).flatten(3, 4).mT
-    since_start_BKHT = at.sums_BKHT.to(compute).exp()
+    since_start_BKHT = at.steps_BKHT.cumsum(-1).exp()
     if at.document_BKT is not None:
         since_start_BKHT = since_start_BKHT * (at.document_BKT == 0)[:, :, None]
     found_BKTHP = found_BKGTF.transpose(2, 3).reshape(y_BKTHP.shape)
@@ -163,29 +163,51 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return y_BLHP.to(x_BLHP.dtype), end_BHPN
 
 
-def _decays(at: _Chunks, compute: torch.dtype) -> Tensor:
-    """Return how much of token S is left at token T of its chunk, `[B, K, H, T, S]`."""
-    T = at.sums_BKHT.shape[-1]
-    hidden = torch.ones(T, T, dtype=torch.bool, device=at.sums_BKHT.device).triu(1)
-    if at.document_BKT is not None:
-        hidden = (hidden | (at.document_BKT[..., None] != at.document_BKT[:, :, None]))[:, :, None]
-    sums_BKHTS = at.sums_BKHT[..., None] - at.sums_BKHT[..., None, :]
-    return sums_BKHTS.to(compute).masked_fill_(hidden, -torch.inf).exp_()
+def _decays(steps_HT: Tensor, document_T: Tensor | None) -> Tensor:
+    """Return how much of step S is left at step T, `[..., H, T, S]`: nothing of later steps and of other documents."""
+    T = steps_HT.shape[-1]
+    hidden = torch.ones(T, T, dtype=torch.bool, device=steps_HT.device).triu(1)
+    if document_T is not None:
+        hidden = (hidden | (document_T[..., None] != document_T[..., None, :])).unsqueeze(-3)
+    return _sums_between(steps_HT).masked_fill_(hidden, -torch.inf).exp_()
+
+
+def _sums_between(steps_T: Tensor) -> Tensor:
+    """Return the sum of the steps after S up to T, `[..., T, S]`; where S > T, any finite number.
+
+    In fp32, the difference of two running sums would be wrong: after one large step, small ones have no digits left.
+    A GPU, which is slow in float64, starts a running sum at each S. For a CPU, differences in float64 are faster.
+    """
+    return _sums_from_each(steps_T) if steps_T.is_cuda else _differences_of_sums(steps_T)
+
+
+def _sums_from_each(steps_T: Tensor) -> Tensor:
+    return steps_T[..., None].expand(*steps_T.shape, steps_T.shape[-1]).tril(-1).cumsum(-2)
+
+
+def _differences_of_sums(steps_T: Tensor) -> Tensor:
+    sums_T = steps_T.double().cumsum(-1)
+    return (sums_T[..., None] - sums_T[..., None, :]).to(steps_T.dtype)
 
 
 def _states(at: _Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states before each chunk of a segment, and the one behind the last, given the one before the first."""
     groups = at.B_BKGTN.shape[2]
-    until_end_BKHT = (at.sums_BKHT[..., -1:] - at.sums_BKHT).to(state.dtype).exp()
-    of_chunk_BKH = at.sums_BKHT[..., -1].to(state.dtype).exp()
+    from_here_BKHT = at.steps_BKHT.flip(-1).cumsum(-1).flip(-1)
+    until_end_BKHT = F.pad(from_here_BKHT[..., 1:], (0, 1)).exp()
     if at.document_BKT is not None:
         until_end_BKHT = until_end_BKHT * (at.document_BKT == at.document_BKT[..., -1:])[:, :, None]
-        of_chunk_BKH = of_chunk_BKH * (at.document_BKT[..., -1:] == 0)
     left_BKTHP = at.x_BKTHP * until_end_BKHT.transpose(2, 3)[..., None]
     left_BKGTF = left_BKTHP.unflatten(3, (groups, -1)).flatten(4, 5).transpose(2, 3)
     added_BKHPN = (left_BKGTF.mT @ at.B_BKGTN).reshape(*at.x_BKTHP.shape[:2], *state.shape[1:])
-    starts = []
-    for added_BHPN, decay_BH in zip(added_BKHPN.unbind(1), of_chunk_BKH.unbind(1), strict=True):
-        starts.append(state)
-        state = torch.addcmul(added_BHPN, state, decay_BH[..., None, None])
-    return torch.stack(starts, dim=1) if len(starts) > 1 else starts[0][:, None], state
+
+    # The state before the segment counts as what a chunk before the first one adds.
+    of_chunk_BHJ = F.pad(from_here_BKHT[..., 0].mT, (1, 0))
+    document_BJ = None if at.document_BKT is None else F.pad(at.document_BKT[..., -1].cumsum(-1), (1, 0))
+    decays_BHJJ = _decays(of_chunk_BHJ, document_BJ)
+    if added_BKHPN.shape[1] == 1:  # as on CPUs: nothing is copied
+        return state[:, None], torch.addcmul(added_BKHPN[:, 0], state, decays_BHJJ[..., 1:, :1])
+    added_BJHPN = torch.cat((state[:, None], added_BKHPN), dim=1)
+    states_BHJF = decays_BHJJ @ added_BJHPN.transpose(1, 2).flatten(3)
+    states_BJHPN = states_BHJF.unflatten(3, state.shape[2:]).transpose(1, 2)
+    return states_BJHPN[:, :-1], states_BJHPN[:, -1]
