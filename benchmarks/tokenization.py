@@ -1,6 +1,6 @@
 """Tokens per CPU-second from one JSON Lines file to Megatron's .bin and .idx: ours and the usual alternatives.
 
-    python -m benchmarks.tokenization --input FILE.jsonl --tokenizer FILE [--repeats 3] [--megabytes 64] [--json]
+    python -m benchmarks.tokenization --input FILE.jsonl --tokenizer FILE [--repeats 3] [--megabytes 64] [--words N]
 
 Without --input, the text is this machine's own Python sources. All take turns, each in a fresh process on one core.
 The time starts after the imports and a tokenizer warm-up, and ends with complete files on disk.
@@ -8,6 +8,7 @@ The time starts after the imports and a tokenizer warm-up, and ends with complet
 - ours: with all checks (source and output hashed, ids range-checked, a sample encoded again by the reference),
   documents shuffled, files synced to disk
 - ours, in order: the same with --no-shuffle
+- ours, each alone: the same without encoding short documents together, to show what that gains
 - encode_batch_fast: orjson, Hugging Face tokenizers in batches of 1000, files written by numpy
 - tokenizers: json, Hugging Face tokenizers and megatron-core's IndexedDatasetBuilder, one document at a time
 - classic: json, transformers' fast tokenizer and IndexedDatasetBuilder, one document at a time, as in Megatron's
@@ -42,6 +43,8 @@ def main() -> None:
     parser.add_argument("--input", type=Path, help="JSON lines with a field `text`")
     parser.add_argument("--tokenizer", help="a file or a Hugging Face name; without one, a BPE of 16,384 is trained")
     parser.add_argument("--megabytes", type=float, default=64, help="how much of the input is used")
+    parser.add_argument("--words", type=int, help="cut the input into documents of this many words")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--measure", choices=WAYS, help=argparse.SUPPRESS)
@@ -52,13 +55,13 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="tokenization_") as folder:
         corpus = Path(folder) / "corpus.jsonl"
-        documents = write_corpus(corpus, arguments.input, arguments.megabytes * 1e6)
+        documents = write_corpus(corpus, arguments.input, arguments.megabytes * 1e6, arguments.words)
         tokenizer = Path(folder) / "tokenizer.json"
         if arguments.tokenizer:
             load_tokenizer(arguments.tokenizer).save(tokenizer)
         else:
             tokenizer.write_bytes(trained_on(corpus))
-        result = compare(corpus, tokenizer, Path(folder), arguments.repeats)
+        result = compare(corpus, tokenizer, Path(folder), arguments.repeats, arguments.ways)
         result["corpus"] = {"bytes": corpus.stat().st_size, "documents": documents}
     print(json.dumps(result, indent=2) if arguments.json else table(result))
 
@@ -74,18 +77,18 @@ def trained_on(corpus: Path) -> bytes:
     return bpe.train(sources, ReadOptions(fields=("text",)), Tolerance.parse("0"), 16_384, 1 << 30)
 
 
-def compare(corpus: Path, tokenizer: Path, folder: Path, repeats: int) -> dict[str, Any]:
-    measured: dict[str, list[Measured]] = {way: [] for way in WAYS if way != "datatrove" or find_spec("datatrove")}
+def compare(corpus: Path, tokenizer: Path, folder: Path, repeats: int, ways: list[str]) -> dict[str, Any]:
+    measured: dict[str, list[Measured]] = {way: [] for way in ways if way != "datatrove" or find_spec("datatrove")}
     for _ in range(repeats):
         for way, runs in measured.items():
             print(way, file=sys.stderr)
             runs.append(in_a_fresh_process(way, corpus, tokenizer, folder))
     rates = {way: statistics.median(tokens / seconds for tokens, seconds in runs) for way, runs in measured.items()}
     return {
-        "tokens": measured["ours"][0][0],
+        "tokens": next(iter(measured.values()))[0][0],
         "tokens_per_cpu_second": rates,
-        "times_classic": {way: rate / rates[BASELINE] for way, rate in rates.items()},
-        "absent": [way for way in WAYS if way not in measured],
+        "times_classic": {way: rate / rates[BASELINE] for way, rate in rates.items()} if BASELINE in rates else {},
+        "absent": [way for way in ways if way not in measured],
         "repeats": repeats,
         "machine": machine(),
     }
@@ -124,6 +127,13 @@ def ours(corpus: Path, name: str, folder: Path, shuffle: bool = True) -> Measure
 
 def ours_in_order(corpus: Path, name: str, folder: Path) -> Measured:
     return ours(corpus, name, folder, shuffle=False)
+
+
+def ours_each_alone(corpus: Path, name: str, folder: Path) -> Measured:
+    from megatron_blackmamba import tokenizer
+
+    tokenizer.SHORT_TEXT = 0
+    return ours(corpus, name, folder)
 
 
 def encode_batch_fast(corpus: Path, name: str, folder: Path) -> Measured:
@@ -218,6 +228,7 @@ def datatrove(corpus: Path, name: str, folder: Path) -> Measured:
 WAYS: dict[str, Callable[[Path, str, Path], Measured]] = {
     "ours": ours,
     "ours, in order": ours_in_order,
+    "ours, each alone": ours_each_alone,
     "encode_batch_fast": encode_batch_fast,
     "tokenizers": plain_tokenizers,
     "classic": classic,
@@ -236,16 +247,25 @@ def batches_of_lines(path: Path, count: int) -> Iterator[list[bytes]]:
         yield lines
 
 
-def write_corpus(path: Path, given: Path | None, most: float) -> int:
+def write_corpus(path: Path, given: Path | None, most: float, words: int | None) -> int:
     """Copy whole lines of the input, or gather this machine's Python sources; return how many documents."""
     documents, size = 0, 0
     with open(path, "wb") as file:
-        for line in lines_of(given) if given else python_sources():
+        lines = lines_of(given) if given else python_sources()
+        for line in cut(lines, words) if words else lines:
             if size + len(line) > most:
                 break
             file.write(line)
             documents, size = documents + 1, size + len(line)
     return documents
+
+
+def cut(lines: Iterator[bytes], words: int) -> Iterator[bytes]:
+    for line in lines:
+        text = json.loads(line)["text"].split(" ")
+        for start in range(0, len(text), words):
+            if part := " ".join(text[start : start + words]):
+                yield json.dumps({"text": part}).encode() + b"\n"
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -273,7 +293,8 @@ def table(result: dict[str, Any]) -> str:
         f"{'':18}  Mtok/CPU-s  times classic",
     ]
     for way, rate in result["tokens_per_cpu_second"].items():
-        lines.append(f"{way:18}  {rate / 1e6:10.2f}  {result['times_classic'][way]:13.1f}")
+        times = f"{result['times_classic'][way]:13.1f}" if way in result["times_classic"] else ""
+        lines.append(f"{way:18}  {rate / 1e6:10.2f}  {times}".rstrip())
     lines += [f"{way:18}  not installed" for way in result["absent"]]
     return "\n".join(lines)
 
