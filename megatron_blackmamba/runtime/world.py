@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,6 +67,10 @@ class World:
         return bool(together)
 
 
+class PlaceError(ValueError):
+    """The launcher's variables do not say which rank this process is, or where rank 0 listens."""
+
+
 @dataclass(frozen=True)
 class Place:
     """The rank of this process according to its launcher."""
@@ -77,16 +81,35 @@ class Place:
     launcher: str
 
 
-def find_place(environment: dict[str, str] | None = None) -> Place:
+def find_place(environment: Mapping[str, str] | None = None) -> Place:
     """Read torchrun's or srun's environment; neither: a process alone."""
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-        return Place(rank, size, int(env.get("LOCAL_RANK", rank)), "torchrun")
+        size = _number(env, "WORLD_SIZE", 1)
+        local = "LOCAL_RANK" if "LOCAL_RANK" in env else "RANK"
+        return Place(_number(env, "RANK", 0, size - 1), size, _number(env, local, 0, size - 1), "torchrun")
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a batch script itself has a SLURM_PROCID, but no step
-        size = int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
-        return Place(int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), "srun")
+        size = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS", 1)
+        local = _number(env, "SLURM_LOCALID", 0, size - 1)
+        return Place(_number(env, "SLURM_PROCID", 0, size - 1), size, local, "srun")
     return Place(0, 1, 0, "alone")
+
+
+def _number(env: Mapping[str, str], name: str, least: int, most: int = 2**31) -> int:
+    """Read a variable that the launcher sets."""
+    text = env.get(name, "")
+    if text.isascii() and text.isdecimal() and least <= int(text) <= most:
+        return int(text)
+    if name not in env:
+        wrong = f"{name} is missing"
+    elif most < 2**31:
+        wrong = f"{name}={text!r} is not a whole number from {least} to {most}"
+    else:
+        wrong = f"{name}={text!r} is not a whole number of at least {least}"
+    raise PlaceError(
+        f"{wrong}: the launcher sets it. Start the ranks with --nproc, torchrun or srun; to train on one process, unset"
+        " RANK, WORLD_SIZE and SLURM_STEP_ID."
+    )
 
 
 def start(parallel: ParallelConfig, timeout: timedelta = TIMEOUT) -> World:
@@ -174,7 +197,12 @@ def set_address(place: Place) -> None:
     """Set the variables that say where rank 0 listens, where the launcher did not."""
     if place.launcher == "srun":
         os.environ.setdefault("MASTER_ADDR", _first_node())
-        os.environ.setdefault("MASTER_PORT", str(ports.of_job(int(os.environ.get("SLURM_JOB_ID", "0")))))
+        os.environ.setdefault(
+            "MASTER_PORT", str(ports.of_job(_number({"SLURM_JOB_ID": "0", **os.environ}, "SLURM_JOB_ID", 0)))
+        )
+    elif not os.environ.get("MASTER_ADDR"):
+        raise PlaceError("MASTER_ADDR is missing: set it to the host of rank 0, or start the ranks with torchrun.")
+    _number(os.environ, "MASTER_PORT", 1, 65535)
     if os.environ.get("MASTER_ADDR") in LOCAL_ADDRESSES:
         _loopback_only()
 

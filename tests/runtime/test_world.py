@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megatron_blackmamba.runtime.ports import free_port
-from megatron_blackmamba.runtime.world import Place, find_place
+from megatron_blackmamba.runtime.world import Place, PlaceError, find_place, set_address
 from tests.runtime.ranks import ROOT, environment, run_script
 
 PROBE = "tests.runtime.world_probe"
@@ -86,3 +86,38 @@ def test_torchrun_inside_srun_is_believed_before_slurm():
     both = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     both |= {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
     assert find_place(both) == Place(9, 16, 1, "torchrun")
+
+
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number from 0 to 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2' is not a whole number from 0 to 1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a whole number of at least 1"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is not a whole number from 0 to 0"),
+        ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID='x' is not a whole number from 0 to 1"),
+        ({**SRUN, "SLURM_NTASKS": ""}, "SLURM_NTASKS='' is not a whole number of at least 1"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "SLURM_NTASKS is missing"),
+    ],
+)
+def test_odd_variables_of_a_launcher_are_refused(variables, said):
+    with pytest.raises(PlaceError, match=said):
+        find_place(variables)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "said"),
+    [
+        ("torchrun", {}, "MASTER_ADDR is missing"),
+        ("torchrun", {"MASTER_ADDR": "localhost"}, "MASTER_PORT is missing"),
+        ("torchrun", {"MASTER_ADDR": "localhost", "MASTER_PORT": "99999"}, "MASTER_PORT='99999' is not a whole number"),
+        ("srun", {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x' is not a whole number"),
+    ],
+)
+def test_odd_addresses_of_rank_zero_are_refused(monkeypatch, launcher, variables, said):
+    monkeypatch.setattr("os.environ", variables)
+    with pytest.raises(PlaceError, match=said):
+        set_address(Place(0, 2, 0, launcher))
