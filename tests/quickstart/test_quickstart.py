@@ -11,7 +11,7 @@ import pytest
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.quickstart.corpus import SOURCES, gather
-from megatron_blackmamba.quickstart.stages import QuickstartError, begin, usable_processes
+from megatron_blackmamba.quickstart.stages import MINUTES, QuickstartError, begin, usable_processes
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -82,6 +82,10 @@ def test_second_call_reuses_minutes_and_finished_stages(command):
     assert third.returncode == 0
     assert "fit into 0.1 minutes" in third.stdout
     assert "Done in" in third.stdout
+
+
+def test_minutes_have_a_default(tmp_path):
+    assert begin(tmp_path, None).minutes == MINUTES > 0
 
 
 def test_changed_minutes_are_refused_after_sizing(tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 from megatron_blackmamba.config import ParallelConfig
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.training import validation
+from megatron_blackmamba.training import loop, validation
 from tests.training.short_runs import Run
 
 from megatron.core.transformer.moe.router import Router
@@ -39,3 +39,12 @@ def test_the_watchdog_hears_of_every_source(monkeypatch):
     heard = []
     assert validation.validate(None, None, data, None, heard.append) == {"books": 2.0, "web": 0.0}
     assert heard == ["validation on books", "validation on web"]
+
+
+def test_weights_are_gathered_before_validation(monkeypatch):
+    done = []
+    monkeypatch.setattr(loop, "validate", lambda *_: done.append("validate") or {})
+    trainable = SimpleNamespace(settle=lambda: done.append("settle"))
+    parts = dict.fromkeys(("config", "world", "data", "step"))
+    loop.Trainer.validate(SimpleNamespace(trainable=trainable, watchdog=SimpleNamespace(alive=None), **parts))
+    assert done == ["settle", "validate"]
