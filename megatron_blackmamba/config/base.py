@@ -5,7 +5,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+
+def _path(text: str) -> str:
+    if "\0" in text:
+        raise ValueError(f"{text!r} contains a NUL, which no file's name can")
+    return os.path.expanduser(text)
+
+
+UserPath = Annotated[str, AfterValidator(_path)]
 """A path that may begin with ~. No shell expands the ~ in `folder=~/runs`."""
 
 

@@ -22,6 +22,9 @@ OVERRIDE = "the command line"
 PATH_KEYS = {"data.mixture"}
 
 
+MOST_LEVELS, MOST_VALUES = 50, 100_000
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1, but 3e11 is a number, `off` and 2024-01-01 are text, and a key given twice is an error."""
 
@@ -125,7 +128,11 @@ def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...],
         raise ConfigError("configs include each other in a circle: " + " → ".join(str(p) for p in (*above, path)))
     content = _up_to_date(read_yaml(path), path, note)
     includes = content.pop("include", [])
-    for include in [includes] if isinstance(includes, str) else includes:
+    for include in includes if isinstance(includes, list) else [includes]:
+        if not isinstance(include, str):
+            raise ConfigError(
+                f"{path}: include={include!r} is not a file. Write include: base.yaml or a list of files."
+            )
         target = path.parent / include
         if not target.is_file():
             raise ConfigError(f"{path}: include: {include}: no such file ({target})")
@@ -151,10 +158,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read one YAML file whose top level is a mapping, without processing `include:`."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        _count(content)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (RecursionError, _TooLarge):
+        raise ConfigError(
+            f"{path}: a config has at most {MOST_LEVELS} levels and {MOST_VALUES:,} values, those of aliases (*name)"
+            " counted each time. Remove what makes it larger."
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -165,9 +178,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def _parse(value: str) -> Any:
     """Parse the value of an override as YAML, or return the text itself if it is not YAML (a pattern like *-*-)."""
     try:
-        return yaml.load(value, _Loader)
-    except yaml.YAMLError:
+        parsed = yaml.load(value, _Loader)
+        _count(parsed)
+    except (yaml.YAMLError, RecursionError, _TooLarge):
         return value
+    return parsed
+
+
+class _TooLarge(Exception):
+    """A value that has more parts or levels than a config needs, or that contains itself."""
+
+
+def _count(value: Any, above: int = 0, before: int = 0) -> int:
+    """Return `before` plus the number of values inside `value`."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if above > MOST_LEVELS or before > MOST_VALUES:
+        raise _TooLarge
+    for part in parts:
+        before = _count(part, above + 1, before + 1)
+    return before
 
 
 def _nested(keys: list[str], value: Any) -> dict[str, Any]:

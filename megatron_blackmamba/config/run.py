@@ -39,7 +39,7 @@ class DataConfig(Section):
     """The mixture file, when kind is mixture; relative to the file that names it."""
     sequence_length: int = Field(2048, gt=0)
     seed: int = 1234
-    workers: int = Field(2, ge=0)
+    workers: int = Field(2, ge=0, le=1024)
     """Threads that read ahead."""
     verify_rate: float = Field(100.0, ge=0)
     """Megabytes per second that each rank reads to compare the shards with their manifests; 0 switches this off."""
@@ -224,7 +224,7 @@ class RunConfig(Section):
     @field_validator("name")
     @classmethod
     def _a_folder_name(cls, name: str) -> str:
-        if not name or "/" in name or name.startswith("."):
+        if not name or "/" in name or name.startswith(".") or "\0" in name:
             raise ValueError(f"a run's name is the name of its folder; {name!r} cannot be one")
         if len(name.encode()) > LONGEST_NAME:
             raise ValueError(f"a run's name has at most {LONGEST_NAME} bytes; this one has {len(name.encode())}")

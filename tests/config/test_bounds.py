@@ -70,6 +70,7 @@ BOUNDS = [
     *((key, 0, -1) for key in FROM_ZERO),
     *((key, 1, 0) for key in FROM_ONE),
     ("model.state_size", 64, 65),
+    ("data.workers", 1024, 1025),
     ("model.conv_kernel", 2, 1),
     ("model.conv_kernel", 8, 9),
     ("model.eod_reset", 511, 512),

@@ -141,9 +141,33 @@ def test_patterns_need_no_quotes_on_the_command_line():
     assert run.model.pattern == "*-*-"
 
 
-@pytest.mark.parametrize("text", ["a: [", "a: 1\na: 2", "- 1", "\x00"])
+DOUBLED = "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a: [", "a: 1\na: 2", "- 1", "\x00", "a: b\n---\nc: d", "training:\n\ttokens: 5"),
+        *("training: &a {tokens: *a}", "a: " + 5000 * "[", f"a0: &a0 x\n{DOUBLED}"),
+        *("include: 5", "include: [5]", "include: {a: b}"),
+    ],
+    ids=range(12),
+)
 def test_a_file_that_is_no_config_is_named(write, text):
-    assert str(write("broken.yaml", text)) in refusal(write("broken.yaml", text))
+    said = refusal(write("broken.yaml", text))
+    assert str(write("broken.yaml", text)) in said and "\n" not in said
+
+
+def test_deeply_nested_overrides_are_text():
+    with pytest.raises(ConfigError, match=r"training\.tokens="):
+        load("tiny", ["training.tokens=" + 5000 * "["])
+
+
+@pytest.mark.parametrize("key", ["name", "folder", "data.mixture"])
+def test_names_of_files_contain_no_nul(write, key):
+    section, _, last = key.rpartition(".")
+    text = f'{last}: "a\\0b"'
+    assert r"'a\x00b'" in refusal(write("nul.yaml", f"{section}: {{{text}}}" if section else text))
 
 
 def test_a_circle_of_includes_is_shown(write):
