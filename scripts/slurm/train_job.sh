@@ -40,14 +40,25 @@ idle_start() {
     exit 1
 }
 
+refuse() { say "refused: $*" && exit 2; }
+
+# In bash a word counts as 0 and a negative number of restarts never ends.
+refuse_odd_settings() {
+    local name
+    for name in RESTARTS STUCK_SECONDS GPUS_PER_NODE KEEP_EVERY; do
+        [[ ${!name:-0} =~ ^[0-9]{1,6}$ ]] || refuse "$name=${!name} is not a whole number from 0 on"
+    done
+    [[ $WHEN_TIME_IS_UP =~ ^(requeue|exit)$ ]] || refuse "WHEN_TIME_IS_UP=$WHEN_TIME_IS_UP is neither requeue nor exit"
+    [[ ${PREFLIGHT:-all} =~ ^(all|nodes)$ ]] || refuse "PREFLIGHT=$PREFLIGHT is neither all nor nodes"
+}
+
 # Two jobs in one folder would overwrite each other's checkpoints.
 refuse_second_job() {
     local first
     first=$(cat "$RUN_FOLDER/logs/running_job" 2>/dev/null) || true
     if [ "${first:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ] &&
         [ -n "$(squeue --noheader --jobs="$first" --states=RUNNING,SUSPENDED 2>/dev/null)" ]; then
-        say "refused: job $first trains in $RUN_FOLDER. Wait for it (sbatch --dependency=afterany:$first) or set RUN_FOLDER."
-        exit 2
+        refuse "job $first trains in $RUN_FOLDER. Wait for it (sbatch --dependency=afterany:$first) or set RUN_FOLDER."
     fi
     mkdir -p "$LOGS"
     echo "$SLURM_JOB_ID" >"$RUN_FOLDER/logs/running_job"
@@ -327,6 +338,7 @@ if [ -e "$RUN_FOLDER/done" ]; then
     say "the run is complete already"
     exit 0
 fi
+refuse_odd_settings
 refuse_second_job
 prepare
 if [ "$RESTART" -eq 0 ]; then

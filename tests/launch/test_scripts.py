@@ -31,15 +31,16 @@ def start(tmp_path):
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o755)
 
-    def run(*running: str) -> subprocess.CompletedProcess:
+    def run(*running: str, **settings: str) -> subprocess.CompletedProcess:
         slurm = {"SLURM_JOB_ID": "42", "SLURM_NNODES": "1", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "node1"}
         slurm |= {
             "SLURM_SUBMIT_DIR": str(REPOSITORY),
             "RUN_FOLDER": str(tmp_path / "run"),
             "RUNNING": " ".join(running),
         }
-        path = {"PATH": f"{commands}:{os.environ['PATH']}"}
-        return subprocess.run(["bash", SCRIPTS[0]], env={**os.environ, **slurm, **path}, capture_output=True, text=True)
+        settings["PATH"] = f"{commands}:{os.environ['PATH']}"
+        env = {**os.environ, **slurm, **settings}
+        return subprocess.run(["bash", SCRIPTS[0]], env=env, capture_output=True, text=True)
 
     return run
 
@@ -64,3 +65,17 @@ def test_a_folder_whose_job_has_ended_is_free(start, tmp_path):
     (tmp_path / "run/logs").mkdir(parents=True)
     (tmp_path / "run/logs/running_job").write_text("41")
     assert "srun started" in start("42").stdout
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("RESTARTS=-1", "RESTARTS=three", "STUCK_SECONDS=1.5", "GPUS_PER_NODE=all", "KEEP_EVERY=x"),
+        *("WHEN_TIME_IS_UP=stop", "PREFLIGHT=no"),
+    ],
+)
+def test_odd_settings_are_refused_by_name(start, tmp_path, setting):
+    name, value = setting.split("=")
+    done = start(**{name: value})
+    assert done.returncode == 2 and f"refused: {setting} is n" in done.stdout and "srun started" not in done.stdout
+    assert done.stderr == "" and not (tmp_path / "run").exists()
