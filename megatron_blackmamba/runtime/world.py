@@ -86,8 +86,8 @@ def find_place(environment: Mapping[str, str] | None = None) -> Place:
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
         size = _number(env, "WORLD_SIZE", 1)
-        local = "LOCAL_RANK" if "LOCAL_RANK" in env else "RANK"
-        return Place(_number(env, "RANK", 0, size - 1), size, _number(env, local, 0, size - 1), "torchrun")
+        local = _number(env, "LOCAL_RANK" if "LOCAL_RANK" in env else "RANK", 0, size - 1)
+        return Place(_number(env, "RANK", 0, size - 1), size, local, "torchrun")
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a batch script itself has a SLURM_PROCID, but no step
         size = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS", 1)
         local = _number(env, "SLURM_LOCALID", 0, size - 1)
