@@ -21,6 +21,10 @@ VOCABULARY = 4096
 NAME = "quickstart"
 MINUTES = 4.0
 SPEED_STEPS = 8
+REPLAN_AFTER = 0.2
+"""Fraction of the planned steps after which their number is corrected."""
+CLOSE = 1.1
+"""Largest ratio of measured and planned steps that needs no correction."""
 PROMPTS = ("def __init__(self", "The Python language", "Permission is hereby granted")
 
 
@@ -55,6 +59,10 @@ class Quickstart:
     @property
     def config(self) -> Path:
         return self.folder / "run.yaml"
+
+    @property
+    def replanned(self) -> Path:
+        return self.folder / "replanned.json"
 
     @property
     def export(self) -> Path:
@@ -179,6 +187,11 @@ def measure(q: Quickstart) -> str:
 
 def train(q: Quickstart) -> str:
     if not q.run.done.is_file():
+        if q.minutes >= 1 and not q.replanned.is_file():  # for less, starting twice costs more than it corrects
+            first = max(SPEED_STEPS, round(REPLAN_AFTER * q.composed().steps))
+            part = [f"training.stop_after_steps={first}"]
+            _train(load(q.config, part), [str(q.config), *part], q.processes)
+            replan(q)
         _train(q.composed(), [str(q.config)], q.processes)
     records = list(read_metrics(q.run.metrics))
     last = records[-1]
@@ -188,6 +201,20 @@ def train(q: Quickstart) -> str:
     validation = next(filter(None, (by_source.of(record) for record in reversed(records))), {})
     losses = ", ".join(f"{name} {loss:.2f}" for name, loss in validation.items())
     return f"{last['consumed_tokens']:,} tokens, loss {last['loss']:.2f}; validation loss: {losses or 'too early'}"
+
+
+def replan(q: Quickstart) -> None:
+    """Change the number of steps if the first ones were slower or faster than measured."""
+    records = list(read_metrics(q.run.metrics))
+    seconds = [record["speed/step_seconds"] for record in records]
+    run = q.composed()
+    steps = len(seconds) + max(0, round((60 * q.minutes - sum(seconds)) / statistics.fmean(seconds)))
+    settings = yaml.safe_load(q.config.read_text())
+    if not 1 / CLOSE <= steps / run.steps <= CLOSE:
+        settings["training"]["tokens"] = steps * run.tokens_per_step
+        settings["resume"] = {"allow": ["training.tokens"]}
+        atomic.write_text(q.config, yaml.safe_dump(settings, sort_keys=False))
+    atomic.write_json(q.replanned, {"steps": q.composed().steps, "planned": run.steps})
 
 
 def export(q: Quickstart) -> str:

@@ -183,7 +183,9 @@ def shares_by_layer(title: str, layers: Sequence[str], shares: np.ndarray) -> st
         drawn.append(f'<line class="equal" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + len(layers) * row - 3}"/>')
     for share in (0, 0.5, 1):
         drawn.append(_text(label + share * span, height - 8, f"{share:.0%}", "middle" if share < 1 else "end"))
-    return _figure(title, "".join(drawn), "", height)
+    keys = [Line(f"expert {j}" if experts <= COLOURS else f"expert {j}, …", [], [], colour=j)
+            for j in range(min(experts, COLOURS))]  # fmt: skip
+    return _figure(title, "".join(drawn), _legend(keys), height)
 
 
 def empty(title: str) -> str:

@@ -22,6 +22,12 @@ SHOWN_ELSEWHERE = {
     *("experts/*/max_over_mean", "experts/*/share/*"),
 }
 
+BALANCE = (
+    "The share of a layer's tokens that each expert gets. Equal shares are best; the white lines mark them. The busiest"
+    " expert over the mean is 1 in perfect balance, and up to about 1.3 is good. The number of experts is the worst:"
+    " one expert gets all tokens."
+)
+
 
 def render(history: History) -> str:
     """Return the whole page as one HTML string."""
@@ -30,7 +36,7 @@ def render(history: History) -> str:
         html.section("Loss", [loss(history), *source_losses(history)]),
         evaluations(history),
         html.section("Mixture", [mixture(history)], _mixture_words(history)),
-        html.section("Experts", [*experts(history)], "The share of a layer's tokens that each expert gets."),
+        html.section("Experts", [*experts(history)], BALANCE),
         html.section("Optimisation, speed and other metrics", [*others(history)]),
         _interruptions(history),
         _spikes(history),

@@ -20,6 +20,8 @@ from megatron_blackmamba.formats.step_records import StepRecord
 from megatron_blackmamba.training.metrics import Metric, all_metrics
 
 STEPS_FOR_ETA = 50
+STEPS_TO_WARM_UP = 1
+"""First steps of a process that do not count for the ETA: they load libraries and use memory for the first time."""
 
 
 def step_line(record: StepRecord) -> str:
@@ -35,6 +37,7 @@ class Display:
         self.console = console or Console(file=sys.stdout)
         self._config = config
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
+        self._taken = 0
         self._last: dict[str, float] = {}
         self._live: Live | None = None
         if self.console.is_terminal:
@@ -51,7 +54,9 @@ class Display:
 
     def step(self, record: StepRecord) -> None:
         self._last |= record.scalars
-        self._seconds.append(record.scalars["speed/step_seconds"])
+        self._taken += 1
+        if self._taken > STEPS_TO_WARM_UP:
+            self._seconds.append(record.scalars["speed/step_seconds"])
         last = self._config.last_step(record.step, int(record.scalars["consumed_samples"]))
         if not self.console.is_terminal:
             with contextlib.suppress(OSError):  # as below; laying out a plain line would take longer than the rest
@@ -82,6 +87,8 @@ class Display:
         self._live.update(panel)
 
     def _eta(self, step: int, last: int) -> str:
+        if not self._seconds:
+            return "–"
         left = max(0, last - step) * median(self._seconds)
         return str(timedelta(seconds=round(left)))
 

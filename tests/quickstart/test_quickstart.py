@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from megatron_blackmamba.config import load
+from megatron_blackmamba.config import load, to_yaml
 from megatron_blackmamba.quickstart.corpus import SOURCES, gather
-from megatron_blackmamba.quickstart.stages import MINUTES, QuickstartError, begin, usable_processes
+from megatron_blackmamba.quickstart.stages import MINUTES, QuickstartError, begin, replan, usable_processes
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -110,3 +110,16 @@ def test_corpus_has_four_kinds_and_disjoint_splits(tmp_path):
         ]
         assert parts[0].isdisjoint(parts[1])
         assert sum(map(len, parts)) == counts[source.name][0]
+
+
+@pytest.mark.parametrize("seconds, steps", [(0.6, 100), (0.61, 100), (1.2, 50), (0.3, 200)])
+def test_training_is_planned_again_from_its_first_steps(tmp_path, seconds, steps):
+    q = begin(tmp_path, 1.0)
+    tokens = 100 * load("quickstart").tokens_per_step
+    q.config.write_text(to_yaml(load("quickstart", [f"training.tokens={tokens}"])))
+    q.run.root.mkdir()
+    record = {"speed/step_seconds": seconds, "loss": 1.0, "consumed_samples": 16}
+    q.run.metrics.write_text("".join(json.dumps(record | {"step": n + 1}) + "\n" for n in range(20)))
+    replan(q)
+    assert q.composed().steps == steps
+    assert q.composed().resume.allow == ([] if steps == 100 else ["training.tokens"])

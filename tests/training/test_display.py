@@ -37,15 +37,15 @@ def test_a_terminal_shows_progress_and_everything_one_watches():
 
 
 def test_without_a_terminal_each_step_is_one_line():
-    text = shown(False, metrics(199), metrics(200))
-    assert text.count("\n") == 2
+    text = shown(False, metrics(198), metrics(199), metrics(200))
+    assert text.count("\n") == 3
     assert "\x1b" not in text and "ETA 0:00:02" in text
     assert "gradient norm 0.500" in text.split("  ")
 
 
 def test_time_left_accounts_for_a_changed_batch():
     half_way = metrics(50, consumed_samples=1600)  # of 3,200
-    text = shown(True, half_way)
+    text = shown(True, metrics(49, consumed_samples=1568), half_way)
     assert "50/150" in text and "ETA 0:02:40" in text
 
 
@@ -60,3 +60,10 @@ def test_brackets_in_a_message_are_text_not_markup():
     problem = LoggingProblem(problem="resume.allow=[optimizer.learning_rate]")
     display.event(problem, datetime.now())
     assert "resume.allow=[optimizer.learning_rate]" in text.getvalue()
+
+
+def test_time_left_does_not_count_the_slow_first_step():
+    text = shown(False, metrics(1, speed__step_seconds=30.0), metrics(2))
+    first, second = text.splitlines()
+    assert first.endswith("ETA –")
+    assert second.endswith("ETA 0:05:17")  # 198 steps of 1.6 s
