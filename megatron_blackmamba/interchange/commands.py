@@ -10,14 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_blackmamba.interchange.canonical import Canonical
 
+
+class ExportGroup(typer.core.TyperGroup):
+    """The group `export`; `export RUN OUT` is answered with the command that was probably meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            raise typer.BadParameter(f"name the format first: blackmamba export hf {' '.join(args)}")
+        return super().resolve_command(ctx, args)
+
+
 export_app = typer.Typer(
-    help="Export weights to Hugging Face or to the released BlackMamba format.", no_args_is_help=True
+    cls=ExportGroup, help="Export weights to Hugging Face or to the released BlackMamba format.", no_args_is_help=True
 )
 import_app = typer.Typer(
     help="Import weights from Hugging Face or from the released BlackMamba format.", no_args_is_help=True

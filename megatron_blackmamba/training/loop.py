@@ -37,7 +37,7 @@ from megatron_blackmamba.training.progress import Progress
 from megatron_blackmamba.training.ranks import Ranks
 from megatron_blackmamba.training.replicas import Replicas
 from megatron_blackmamba.training.rerun import Attempt, run_again
-from megatron_blackmamba.training.resume import refuse_changes, refuse_tokenizer
+from megatron_blackmamba.training.resume import refuse_changes, refuse_start, refuse_tokenizer
 from megatron_blackmamba.training.saving import Saver
 from megatron_blackmamba.training.schedule import Schedule
 from megatron_blackmamba.training.speed import Utilisation
@@ -79,6 +79,7 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
     if place.launcher == "srun":  # or it would train on, unseen, when slurmstepd dies
         die_with_parent(os.getppid())
     layout.check(config, place.size)
+    refuse_start(config)
     logs = RunFolder(Path(config.folder) / config.name).logs
     with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
         outcome = (trainer or Trainer)(config, world.start(config.parallel), stop, watchdog).run()

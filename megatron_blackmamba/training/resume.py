@@ -4,9 +4,13 @@ Every config key is in one of the three groups; the table is in tests/training/t
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.interchange.canonical import shapes
 
 FIXED = (
     *("model.", "data.kind", "data.sequence_length", "data.seed", "data.synthetic."),
@@ -72,6 +76,24 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
             f"To go on with the new value from here, name it: 'resume.allow=[{keys}]'."
         )
     return [f"{key}: {_shown(new)} from step {step + 1} on, {_shown(old)} before" for key, old, new in named]
+
+
+def refuse_start(config: RunConfig) -> None:
+    """Raise ResumeError if the weights of start.from do not fit the model of a new run."""
+    source = config.start.from_
+    if source is None or RunFolder(Path(config.folder) / config.name).latest.is_file():
+        return  # a run that resumes does not read it
+    folder = find_checkpoint(source)
+    saved = saved_config(folder, read_state(folder)).model
+    if shapes(saved) == shapes(config.model):
+        return
+    changes = list(_differences(saved.model_dump(mode="json"), config.model.model_dump(mode="json"), "model."))
+    theirs = " ".join(f"{key}={old}" for key, old, _ in changes)
+    ours = " ".join(f"{key}={new}" for key, _, new in changes)
+    raise ResumeError(
+        f"start.from={source}: its weights have {theirs}, and this run has {ours}."
+        f" Use {theirs}, or leave start.from out."
+    )
 
 
 def refuse_tokenizer(saved: Mapping[str, Any], current: Mapping[str, Any], step: int) -> None:

@@ -1,6 +1,7 @@
 """The first hour's mistakes, made: docs/troubleshooting.md says what they are answered with, and that is what comes."""
 
 import errno
+import json
 import os
 import re
 import shlex
@@ -13,7 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_blackmamba import cli
-from megatron_blackmamba.config import load, to_yaml
+from megatron_blackmamba.checkpoint import manifest
+from megatron_blackmamba.config import load, to_saved, to_yaml
 from megatron_blackmamba.launch import software
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +31,10 @@ def first_hour(tmp_path, monkeypatch):
         (run / "checkpoints").mkdir(parents=True)
         (run / "config.yaml").write_text(to_yaml(load("tiny")))
     (tmp_path / "runs/tiny/checkpoints/latest").write_text("step_00000001\n")
+    (tmp_path / "runs/tiny/checkpoints/step_00000001").mkdir()
+    state = {"config": to_saved(load("tiny"))}
+    (tmp_path / "runs/tiny/checkpoints/step_00000001/state.json").write_text(json.dumps(state))
+    (tmp_path / "runs/tiny/checkpoints/step_00000001" / manifest.NAME).write_text("{}")
     record = {"step": 1, "loss": 1.0, "consumed_samples": 16, "consumed_tokens": 2048, "speed/tokens_per_second": 1.0}
     record |= {"learning_rate": 1e-3, "grad_norm": 1.0, "speed/step_seconds": 1.0}
     (tmp_path / "runs/tiny/metrics.jsonl").write_text(str(record).replace("'", '"') + "\n")
