@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: install test check bench quickstart clean help otherpython
+.PHONY: install test check bench docs quickstart clean help otherpython
 
 help:
 	@echo "make install     the environment in $(VENV), the package in it, the C++ extension if there is a compiler"
 	@echo "make quickstart  the whole way on this machine: text → tokens → training → Hugging Face → a sample and a report"
 	@echo "make test        the tests            make check  formatting, lint, types"
+	@echo "make docs        the documentation as a site in build/site"
 	@echo "make bench       the CPU benchmarks   PYTHON=python3.12 chooses the interpreter"
 
 install: $(VENV)/installed
@@ -41,6 +42,11 @@ check: install
 bench: install
 	@$(BIN)/python -c 'import mambapy' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[bench]"
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+docs: install
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open build/site/index.html in a browser"
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -71,6 +71,7 @@ EXTRAS = {
         "triton>=3.6; sys_platform == 'linux'",  # compiles and interprets the kernels without a GPU
     ],
     "bench": ["mambapy>=1.2"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
 }
 
 
@@ -134,7 +135,19 @@ setup(
     description="Pretraining of BlackMamba (Mamba + mixture of experts) on megatron-core",
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
+    author="The megatron-blackmamba contributors",
+    url="https://arxiv.org/abs/2402.01771",
+    project_urls={"Paper": "https://arxiv.org/abs/2402.01771"},
+    keywords=["mamba", "state-space model", "mixture of experts", "pretraining", "megatron-core"],
     license="Apache-2.0",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10,<3.14",
     packages=[*find_packages(include=["megatron_blackmamba*"]), *DATA_FOLDERS],
     package_dir={"": ".", **DATA_FOLDERS},

@@ -102,6 +102,25 @@ def config(
 
 
 @app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the run; the file is NAME.yaml.")],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to change.")] = None,
+    source: Annotated[
+        str, typer.Option("--from", metavar="CONFIG", help="Run to begin with.", autocompletion=_complete_config)
+    ] = "quickstart",
+) -> None:
+    """Write a run file to edit, in which every key is explained.
+
+    [dim]blackmamba new mine --from quickstart data.mixture=mixture.yaml[/dim]
+    """
+    from megatron_blackmamba.config.describe import write_new
+
+    file = Path(f"{name}.yaml")
+    write_new(name, source, changes or [], file)
+    print(f"{file}: edit it, then run blackmamba train {file}")
+
+
+@app.command()
 def train(
     configs: Configs,
     nproc: Annotated[

@@ -229,7 +229,8 @@ def _merge(new: dict, into: dict, origin: dict, source: str, prefix: str) -> Non
         origin[path] = source
 
 
-def _section_of(annotation: Any) -> type[Section] | None:
+def section_of(annotation: Any) -> type[Section] | None:
+    """Return the section that a field holds, if it is one."""
     kinds = [annotation, *get_args(annotation)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
@@ -238,7 +239,7 @@ def _key_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         path = f"{prefix}{field.alias or name}"
         yield path
-        inner = _section_of(field.annotation)
+        inner = section_of(field.annotation)
         if inner is not None:
             yield from _key_paths(inner, f"{path}.")
 
@@ -249,7 +250,7 @@ def unknown_key(content: dict, section: type[Section] = RunConfig, prefix: str =
     for key, value in content.items():
         if key not in fields:
             return f"{prefix}{key}"
-        inner = _section_of(fields[key].annotation)
+        inner = section_of(fields[key].annotation)
         if inner is not None and isinstance(value, dict):
             found = unknown_key(value, inner, f"{prefix}{key}.")
             if found is not None:
@@ -264,7 +265,7 @@ def _refuse_unknown_keys(content: dict, origin: dict) -> None:
     *sections, _ = path.split(".")
     section: type[Section] = RunConfig
     for name in sections:
-        section = _section_of(_fields(section)[name].annotation) or section
+        section = section_of(_fields(section)[name].annotation) or section
     prefix = "".join(f"{name}." for name in sections)
     raise ConfigError(f"{_where(path, origin)}: unknown key {path!r}; {_nearest(path, _fields(section), prefix)}")
 

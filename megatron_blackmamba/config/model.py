@@ -22,6 +22,7 @@ class RouterConfig(Section):
     iterations: int = Field(1, ge=1)
     """Sinkhorn iterations in training. The paper's start makes one enough at the logit scales of training."""
     temperature: float = Field(2.0, gt=0)
+    """Factor of the logits inside Sinkhorn; larger values follow the logits more."""
     start: Literal["balanced", "uniform"] = "balanced"
     """balanced: the paper's start, each expert normalised over the tokens first. uniform: the textbook start."""
     scope: Literal["rank", "tensor", "data"] = "tensor"
@@ -43,9 +44,11 @@ class AttentionConfig(Section):
     """Attention layers (`*`), as in the paper's transformer baselines."""
 
     heads: int = Field(16, gt=0)
+    """Number of attention heads."""
     kv_heads: int | None = None
     """None: as many as heads."""
     rotary_base: int = 10000
+    """Base of the rotary position embedding."""
 
 
 class Mamba2Config(Section):
@@ -54,6 +57,7 @@ class Mamba2Config(Section):
     head_dim: int = Field(64, gt=0)
     """Channels of a head; expand × hidden_size is divided into heads."""
     state_size: int = Field(128, gt=0)
+    """State size of a channel."""
     groups: int = Field(1, gt=0)
     """Groups of heads that share B and C; tensor parallelism splits the groups."""
 
@@ -62,11 +66,15 @@ class InitConfig(Section):
     """Initial weights; they depend on the seed and a parameter's global name, never on the layout."""
 
     std: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights."""
     scale_outputs_by_depth: bool = True
     """Divide the std of projections that write to the residual stream by sqrt(2 * layers)."""
     dt_min: float = Field(0.001, gt=0)
+    """Smallest initial time step of a Mamba channel."""
     dt_max: float = Field(0.1, gt=0)
+    """Largest initial time step of a Mamba channel."""
     dt_floor: float = Field(1e-4, gt=0)
+    """Lower bound of the initial time steps."""
 
 
 class ModelConfig(Section):
@@ -74,18 +82,24 @@ class ModelConfig(Section):
     - dense MLP."""
 
     pattern: str
+    """One letter for each layer: M Mamba, S Mamba-2, E experts, * attention, - dense MLP."""
     arrangement: Literal["sequential", "parallel"] = "sequential"
     """sequential: each layer has a norm and adds to the stream in turn (the paper).
     parallel: the two layers of a pair share one norm and are added together, the paper's ablation."""
     vocab_size: int = Field(gt=0)
     """Rows of the embedding: the tokenizer's vocabulary, padded."""
     hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
     state_size: int = Field(16, gt=0, le=64)
+    """State size of a Mamba channel."""
     conv_kernel: int = Field(4, ge=2, le=8)
+    """Width of the causal convolution of Mamba layers."""
     expand: int = Field(2, gt=0)
+    """Inner width of a Mamba layer divided by hidden_size."""
     dt_rank: int | None = Field(None, gt=0)
     """None: ceil(hidden_size / 16)."""
     experts: int = Field(8, ge=1)
+    """Number of experts in each E layer."""
     top_k: int = Field(1, ge=1)
     """Experts of a token."""
     expert_hidden_size: int | None = Field(None, gt=0)
@@ -97,14 +111,20 @@ class ModelConfig(Section):
     activation: Activation = "silu"
     """The gate of experts and MLPs. The paper says SwiGLU (silu); the released inference code gates with erf-GELU."""
     norm_eps: float = Field(1e-5, gt=0)
+    """Added to the variance in every norm."""
     tie_embeddings: bool = True
+    """Use the embedding as the output layer too."""
     eod_reset: int | None = Field(None, ge=0)
     """Id of the end-of-document token after which state and convolution restart.
     None, as in the paper: states run across documents."""
     router: RouterConfig = RouterConfig()
+    """How tokens find their experts."""
     attention: AttentionConfig = AttentionConfig()
+    """Settings of attention layers."""
     mamba2: Mamba2Config = Mamba2Config()
+    """Settings of Mamba-2 layers."""
     init: InitConfig = InitConfig()
+    """Initial weights."""
 
     @field_validator("pattern")
     @classmethod

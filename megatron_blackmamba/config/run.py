@@ -18,6 +18,7 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1)
     """Tensor parallelism; above 1, sequence parallelism is on."""
     pipeline: int = Field(1, ge=1)
+    """Number of pipeline stages."""
     context: int = Field(1, ge=1)
     """Contiguous parts that each sequence is cut into, one a rank; layers pass their state on."""
     expert: int = Field(1, ge=1)
@@ -30,15 +31,20 @@ class SyntheticConfig(Section):
     """A seeded, learnable source: no files needed."""
 
     sources: int = Field(3, ge=1)
+    """Number of sources."""
     order: int = Field(2, ge=1)
+    """Largest number of earlier tokens that the next one depends on."""
 
 
 class DataConfig(Section):
     kind: Literal["synthetic", "mixture"] = "synthetic"
+    """synthetic: generated tokens. mixture: the token shards of data.mixture."""
     mixture: UserPath | None = None
     """The mixture file, when kind is mixture; relative to the file that names it."""
     sequence_length: int = Field(2048, gt=0)
+    """Tokens per sequence."""
     seed: int = 1234
+    """Seed of the order of the samples."""
     workers: int = Field(2, ge=0, le=1024)
     """Threads that read ahead."""
     verify_rate: float = Field(100.0, ge=0)
@@ -46,6 +52,7 @@ class DataConfig(Section):
     mask_first_token: bool = False
     """Leave the first token of each document out of the training loss: the text before it is another document's."""
     synthetic: SyntheticConfig = SyntheticConfig()
+    """Settings of synthetic data."""
 
     @model_validator(mode="after")
     def _mixture_named(self) -> "DataConfig":
@@ -60,16 +67,23 @@ class OptimizerConfig(Section):
     kind: str = "adamw"
     """adamw: Adam with decoupled weight decay (the paper's). sgd: gradient descent with momentum."""
     learning_rate: float = Field(2e-4, gt=0)
+    """Largest learning rate, reached at the end of the warm-up."""
     min_learning_rate: float = Field(2e-5, ge=0)
+    """Learning rate of the last step."""
     warmup_fraction: float = Field(0.01, ge=0, lt=1)
     """Part of the run over which the learning rate rises linearly from 0."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the schedule after the warm-up."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay rate of Adam's first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of Adam's second moment."""
     eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of Adam's update."""
     momentum: float = Field(0.9, gt=0, lt=1)
     """Part of the last update that the next one keeps, for sgd."""
     weight_decay: float = Field(0.0, ge=0)
+    """Weight decay of matrices; vectors, norms and A_log have none."""
     clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 switches clipping off."""
     distributed: bool = True
@@ -126,6 +140,7 @@ class TrainingConfig(Section):
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Precision of weights and activations. fp64 is for comparing runs on CPUs: slow, and refused on GPUs."""
     seed: int = 1234
+    """Seed of the initial weights."""
     recompute: Literal["none", "experts", "layers"] = "none"
     """What is computed again in the backward pass instead of being kept: nothing, the experts, whole layers."""
     overlap: bool = True
@@ -148,6 +163,7 @@ class TrainingConfig(Section):
     profile: tuple[int, int] | None = None
     """First and last step to trace."""
     guard: GuardConfig = GuardConfig()
+    """Reactions to bad steps, slow ranks and hangs."""
 
     @field_validator("profile")
     @classmethod
@@ -161,6 +177,7 @@ class CheckpointConfig(Section):
     every: int = Field(1000, ge=0)
     """Steps between checkpoints; 0: only at the end and when asked to stop."""
     keep_last: int = Field(3, ge=1)
+    """Number of newest checkpoints to keep."""
     keep_every: int = Field(10000, ge=0)
     """Checkpoints at multiples of this step are kept for ever; 0: none."""
     asynchronous: bool = True
@@ -173,8 +190,11 @@ class CheckpointConfig(Section):
 
 class LoggingConfig(Section):
     tensorboard: bool = True
+    """Write TensorBoard files."""
     wandb: Literal["off", "online", "offline"] = "off"
+    """Log to Weights & Biases (pip install wandb)."""
     wandb_project: str = "blackmamba"
+    """Project name in Weights & Biases."""
 
 
 class KernelsConfig(Section):
@@ -208,18 +228,29 @@ class RunConfig(Section):
     """Everything that defines a run. `blackmamba config FILE` prints it composed."""
 
     name: str = "run"
+    """Name of the run and of its folder."""
     folder: UserPath = "runs"
     """The run lives in FOLDER/NAME."""
     model: ModelConfig
+    """Architecture of the model."""
     kernels: KernelsConfig = KernelsConfig()
+    """Implementations of parts of the model."""
     parallel: ParallelConfig = ParallelConfig()
+    """Layout over processes."""
     data: DataConfig = DataConfig()
+    """Training data."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and learning rate."""
     training: TrainingConfig
+    """Length, batch, precision and validation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save, and what to keep."""
     logging: LoggingConfig = LoggingConfig()
+    """Loggers beside metrics.jsonl and log.txt, which are always written."""
     start: StartConfig = StartConfig()
+    """Initial weights."""
     resume: ResumeConfig = ResumeConfig()
+    """Changes allowed when the run resumes."""
 
     @field_validator("name")
     @classmethod

@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PLACEHOLDER = re.compile(r"…|\.\.\.| \| |[<>{]|(?<=[ =])[A-Z][A-Z_]*(?= |$)")
 MISTAKE = re.compile(r"^\| `blackmamba .*", re.MULTILINE)  # made by test_errors.py
 TAKES_A_RUN = {"config", "train", "plan", "launch"}
-FROM_THE_READER = ("my_", "mixture.yaml", "mix.yaml", "run.yaml", "RUN", "CONFIG")
+FROM_THE_READER = ("my_", "mine.yaml", "base.yaml", "mixture.yaml", "mix.yaml", "run.yaml", "RUN", "CONFIG")
 
 
 def blocks(page):

@@ -1,0 +1,153 @@
+"""Descriptions of every config key, for the reference pages and for new run files."""
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from megatron_blackmamba.config.base import ConfigError, Section
+from megatron_blackmamba.config.load import find, load, read_yaml, section_of
+from megatron_blackmamba.config.run import RunConfig
+
+WIDTH = 110
+HEADER = """\
+# {name}: {command} trains it, and `blackmamba config {file}` checks this file.
+# Lines that begin with #: are keys at their defaults. To change one, remove its #: and that of its section.
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One config key, or a section of them."""
+
+    path: str
+    """Its full name, as a.b.c."""
+    kind: str
+    """The values that it takes."""
+    default: Any
+    required: bool
+    description: str
+    section: type[Section] | None
+
+
+def keys_of(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[Key]:
+    """Yield the keys of a section, each section before the keys in it."""
+    for name, field in section.model_fields.items():
+        path, inner = f"{prefix}{field.alias or name}", section_of(field.annotation)
+        default = None if field.is_required() else field.default
+        description = " ".join((field.description or "").split())
+        yield Key(path, _kind(field), default, field.is_required(), description, inner)
+        if inner is not None:
+            yield from keys_of(inner, f"{path}.")
+
+
+def new_run(name: str, source: str, overrides: list[str], file: Path) -> str:
+    """Return a run file in which every key has its description; keys that `source` leaves alone are comments."""
+    run = load(source, [*overrides, f"name={name}"]).model_dump(mode="json", by_alias=True)
+    given = _given(read_tree(find(source)), "")
+    given |= {override.partition("=")[0] for override in overrides} | {"name", "training.tokens"}
+    if run["data"]["mixture"]:
+        run["data"]["mixture"] = str(Path(run["data"]["mixture"]).absolute())
+        given |= {"data.kind", "data.mixture"}
+    lines = [HEADER.format(name=name, command=f"`blackmamba train {file}`", file=file)]
+    for key in keys_of():
+        *sections, last = key.path.split(".")
+        indent = "  " * len(sections)
+        text = key.description or (key.section.__doc__ or "" if key.section else "")
+        if not sections and key.section:
+            lines.append("")
+        lines += [f"{indent}# {line}" for line in textwrap.wrap(text, WIDTH - len(indent))]
+        if key.section:
+            lines.append(f"{indent}{last}:")
+            continue
+        value: Any = run
+        for part in key.path.split("."):
+            value = value[part]
+        lines.append(f"{indent}{'' if key.path in given else '#: '}{last}: {_yaml(value)}")
+    return _without_empty_sections("\n".join(lines) + "\n")
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return a config file merged with the files that it includes."""
+    content = read_yaml(path)
+    includes = content.pop("include", [])
+    merged: dict[str, Any] = {}
+    for include in [includes] if isinstance(includes, str) else includes:
+        _merge(read_tree(path.resolve().parent / include), merged)
+    _merge(content, merged)
+    return merged
+
+
+def write_new(name: str, source: str, overrides: list[str], file: Path) -> None:
+    """Write a new run file; refuse to replace one."""
+    content = new_run(name, source, overrides, file)
+    try:
+        with open(file, "x", encoding="utf-8") as out:
+            out.write(content)
+    except FileExistsError:
+        raise ConfigError(f"{file} exists. Choose another name, or delete it.") from None
+
+
+def _merge(new: dict, into: dict) -> None:
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(value, into[key])
+        else:
+            into[key] = value
+
+
+def _given(content: dict[str, Any], prefix: str) -> set[str]:
+    """Return the full names of the keys in a config file."""
+    found: set[str] = set()
+    for key, value in content.items():
+        found |= _given(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}"}
+    return found
+
+
+def _without_empty_sections(text: str) -> str:
+    """Turn the header of a section without an active key into a comment: YAML would read the section as null."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if line.endswith(":") and not line.lstrip().startswith("#"):
+            depth = len(line) - len(line.lstrip())
+            inside = []
+            for other in lines[number + 1 :]:
+                if other.strip() and len(other) - len(other.lstrip()) <= depth:
+                    break
+                inside.append(other.strip())
+            if not any(other and not other.startswith("#") and not other.endswith(":") for other in inside):
+                lines[number] = f"{line[:depth]}#: {line[depth:]}"
+    return "\n".join(lines)
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as one line of YAML; null for nothing."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("...").strip()
+
+
+def _kind(field: FieldInfo) -> str:
+    bounds = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    limits = [f"{sign} {getattr(m, b):g}" for m in field.metadata for b, sign in bounds.items() if hasattr(m, b)]
+    return ", ".join([_name(field.annotation), *limits])
+
+
+def _name(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(str(value) for value in get_args(annotation))
+    if get_origin(annotation) is list:
+        return "list"
+    if get_origin(annotation) is tuple:
+        return "two numbers"
+    optional = [kind for kind in get_args(annotation) if kind is not type(None)]
+    if optional and get_origin(annotation) is not None and str in optional and len(get_args(annotation)) != 2:
+        return "text"
+    if optional and type(None) in get_args(annotation):
+        return f"{_name(optional[0])} or null"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
+    names = {int: "integer", float: "number", bool: "true or false", str: "text"}
+    return names.get(annotation, "text")

@@ -1,0 +1,38 @@
+import re
+
+import pytest
+
+from megatron_blackmamba.config import ConfigError, load, shipped
+from megatron_blackmamba.config import keys as every_key
+from megatron_blackmamba.config.describe import keys_of, new_run, write_new
+
+
+def test_every_key_has_a_description():
+    described = {key.path: key.description for key in keys_of()}
+    assert set(every_key()) <= set(described)
+    assert [path for path, text in described.items() if not text] == []
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_new_file_describes_the_run_it_is_made_from(name, tmp_path):
+    file = tmp_path / "mine.yaml"
+    write_new("mine", name, ["training.seed=7"], file)
+    assert load(file) == load(name, ["name=mine", "training.seed=7"])
+    everything = tmp_path / "everything.yaml"
+    everything.write_text(file.read_text().replace("#: ", ""))
+    assert load(everything) == load(file)
+
+
+def test_changed_keys_are_not_comments(tmp_path):
+    text = new_run("mine", "quickstart", ["training.steps=5", "model.router.kind=softmax"], tmp_path / "mine.yaml")
+    assert re.search(r"^  tokens: 20480$", text, re.MULTILINE)
+    assert re.search(r"^  router:$", text, re.MULTILINE) and re.search(r"^    kind: softmax$", text, re.MULTILINE)
+    assert re.search(r"^    #: iterations: 1$", text, re.MULTILINE)
+
+
+def test_existing_file_is_not_replaced(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: precious\n")
+    with pytest.raises(ConfigError, match=r"exists\. Choose another name"):
+        write_new("mine", "tiny", [], file)
+    assert file.read_text() == "name: precious\n"

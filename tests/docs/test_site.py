@@ -1,0 +1,35 @@
+"""The parts of the site that are generated; `make docs` builds all of it and refuses broken links."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_blackmamba.config import keys
+from scripts.docs import picture, reference
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_pictures_are_those_that_the_script_draws():
+    for path, content in picture.pictures().items():
+        assert path.read_text() == content, f"python -m scripts.docs.picture draws another {path.name}"
+
+
+def test_reference_has_every_config_key():
+    assert set(re.findall(r"^\| `([\w.]+)` \|", reference.config_page(), re.MULTILINE)) == set(keys())
+
+
+@pytest.mark.parametrize("command", ["train", "data tokenize", "export hf", "new"])
+def test_reference_has_commands_with_their_options(command):
+    page = reference.commands_page()
+    assert f"## blackmamba {command}\n" in page
+    assert "[dim]" not in page and "[/" not in page
+    assert "| `--nproc` |" in page
+
+
+def test_every_page_is_in_the_menu():
+    menu = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert menu == written | {"reference/commands.md", "reference/config.md"}
