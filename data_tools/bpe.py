@@ -39,7 +39,7 @@ def train_or_reuse(
         say(f"{path}: trained earlier, used again ({there.vocab_size} tokens)")
         return path
     if any(source.path == STDIN for source in sources):
-        raise InputError("--train-tokenizer reads its input twice, which standard input cannot be: name files")
+        raise InputError("--train-tokenizer reads its input twice, which standard input does not allow. Give files")
     say(f"training a tokenizer of {vocab_size} tokens on up to {short(train_bytes)} characters of the inputs")
     content = train(sources, read, tolerance, vocab_size, train_bytes)
     atomic.write_bytes(path, content)

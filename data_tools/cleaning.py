@@ -150,7 +150,7 @@ class RawDocuments(PipelineStep):
             reader = Reader(source.path, source.format, self.read, lambda *bad, s=source: log.add(s.name, s.path, *bad))
             for batch in reader.batches():
                 if os.getppid() != parent:
-                    raise InputError("the program that started this task is gone")
+                    raise InputError("the program that started this task has ended")
                 records += len(batch.texts)
                 for number, text in zip(batch.numbers, batch.texts, strict=True):
                     self.stat_update("documents")

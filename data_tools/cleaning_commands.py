@@ -179,7 +179,7 @@ def _cleaning(
         raise InputError(f"{paths[0]}: name at least one input and, last, the output folder")
     *inputs, out_dir = paths
     if "-" in inputs:
-        raise InputError("standard input (-) is read once, and this needs it twice: name files")
+        raise InputError("standard input (-) can be read only once, but this reads it twice. Give files")
     found = find_sources(inputs, format, match, apart=out_dir, exclude=exclude or ())
     task = Cleaning(
         name,

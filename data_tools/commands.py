@@ -355,9 +355,7 @@ def adopt(
         print(f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens")
         open_ended = documents_without_eod(shard_prefix(path))
         if open_ended:
-            print(
-                f"    {open_ended:,} of them do not end with {loaded.eod_token}: they run into the next when trained on"
-            )
+            print(f"    {open_ended:,} of them do not end with {loaded.eod_token}; they run into the next document")
 
 
 def run_tokenize() -> None:
@@ -385,14 +383,14 @@ def _sentence(summary: "Summary") -> str:
         rate = short(sum(manifest.tokens for manifest in summary.written) / max(summary.seconds, 1e-9))
         lines.append(f"written: {written}, in {summary.seconds:.1f} s ({rate} tokens/s)")
     if shards > written:
-        lines.append(f"found finished, and verified: {shards - written}")
+        lines.append(f"already complete, and verified: {shards - written}")
     bad = ", ".join(f"{count:,} {reason}" for reason, count in summary.rejected.items())
     if bad:
         lines.append(f"skipped records, listed in the manifests: {bad}")
     if summary.copies:
         copy, original = summary.copies[0]
         lines.append(
-            f"equal files, whose documents are there twice: {len(summary.copies)} (first: {copy} is {original})"
+            f"duplicate files, whose documents occur twice: {len(summary.copies)} (first: {copy} is {original})"
         )
     return "\n".join(lines)
 

@@ -102,7 +102,7 @@ def _lz4() -> Decompressor:
         from lz4.frame import LZ4FrameDecompressor
     except ImportError:
         raise InputError(
-            "lz4 files are read only where the Python package lz4 is installed: `pip install lz4`, or pipe: "
+            "reading lz4 files needs the Python package lz4: `pip install lz4`, or pipe: "
             "`lz4 -dc FILE | blackmamba data tokenize - OUT_DIR ...`"
         ) from None
     return _Limited(LZ4FrameDecompressor())

@@ -42,7 +42,7 @@ def read_items(against: Sequence[str], task_folder: str | None = None) -> list[I
 def _from_file(path: str) -> Iterator[Item]:
     for source in find_sources([path]).sources:
         if source.format != "jsonl":
-            raise InputError(f"{source.path}: evaluation items are read from JSON lines; convert the file")
+            raise InputError(f"{source.path}: evaluation items must be JSON Lines. Convert the file")
         for number, record in enumerate(_records(source.path), start=1):
             yield Item(f"{source.name}:{number}", texts_of(record))
 

@@ -38,7 +38,7 @@ def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Path:
     if item not in _STORED or size % item or (ends is not None and (ends[-1:] != size // item).any()):
         listed = f", and its index ends at token {ends[-1]}" if ends is not None and len(ends) else ""
         raise InputError(
-            f"{path}: {size} bytes are no whole number of {item}-byte tokens{listed}. Name the type: --dtype uint32"
+            f"{path}: {size} bytes are not a whole number of {item}-byte tokens{listed}. Name the type: --dtype uint32"
         )
     if ends is None:
         ends = _ends_by_eod(path, header, _STORED[item], tokenizer.eod_id)

@@ -80,6 +80,6 @@ def tokenizer_of(shard: Shard, given: str | None = None) -> Tokenizer:
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         raise InputError(
             f"{name}: sha256 {tokenizer.sha256[:12]}, but {shard.prefix} was made with {manifest.tokenizer}, "
-            f"sha256 {manifest.tokenizer_sha256[:12]}: another tokenizer would show other text"
+            f"sha256 {manifest.tokenizer_sha256[:12]}: another tokenizer would show different text"
         )
     return tokenizer

@@ -124,7 +124,7 @@ def verify_mixture(mixture: Mixture, sequence_length: int = 2048) -> list[str]:
     deviation = prefix_deviation(mixture.schedule(list(held.values()), sequence_length))
     if deviation >= ALLOWED_DEVIATION:
         raise MixtureError(
-            f"the mixture strays {deviation:.2f} samples from its weights: this is a bug, please report it"
+            f"the mixture deviates by {deviation:.2f} samples from its weights: this is a bug, please report it"
         )
     findings.append(f"mixture within {deviation:.2f} samples of its weights at every prefix checked")
     return findings

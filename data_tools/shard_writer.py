@@ -144,7 +144,7 @@ class _Writing:
         if source.path != STDIN and reader.bytes_read != source.bytes:
             raise InputError(
                 f"{source.path}: had {source.bytes} bytes when the work was planned, {reader.bytes_read} were read: "
-                "something writes to it; wait until it is whole"
+                "another program is writing to it. Wait until it is complete"
             )
         self.finished_bytes += reader.bytes_read
         taken = self.documents - documents

@@ -106,7 +106,7 @@ def find_sources(
         raise InputError("no input: name files or folders, or - for standard input")
     if STDIN in inputs:
         if len(inputs) > 1:
-            raise InputError("standard input (-) stands alone: give the files too through it, or leave it out")
+            raise InputError("standard input (-) cannot be combined with files. Pipe the files too, or leave out the -")
         if sys.stdin is None:
             raise InputError("standard input (-) is closed: pipe the records in, or name a file")
         if sys.stdin.isatty():
@@ -214,7 +214,7 @@ def _visible(folder: Path, apart: str | Path | None) -> list[Path]:
 def _source(path: Path, root: Path, format: Format | None) -> Source:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise InputError(f"{path}: not a file that can be read twice; a pipe is read as standard input: -")
+        raise InputError(f"{path}: not a regular file. Read a pipe as standard input: -")
     found = format or format_of(path)
     if found is None and ".warc" in path.name.lower():
         raise InputError(

@@ -20,7 +20,7 @@ def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> It
         whole = open_any(path) if is_remote(path) else path
         file = pq.ParquetFile(whole, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not a whole parquet file ({_first_line(error)}): download it again") from None
+        raise InputError(f"{path}: not a complete parquet file ({_first_line(error)}): download it again") from None
     with file:
         columns = _columns(path, options, file.schema_arrow.names)
         tables = file.iter_batches(batch_size=_rows_per_batch(file, columns), columns=columns)
@@ -30,7 +30,7 @@ def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> It
 def read_arrow(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
     """Yield batches of an Arrow file or stream, and the fraction of its bytes read so far."""
     if not size_of(path):
-        raise InputError(f"{path}: has no bytes at all: download it again")
+        raise InputError(f"{path}: is empty. Download it again")
     with pa.PythonFile(open_any(path), "r") if is_remote(path) else pa.memory_map(str(path)) as file:
         try:
             reader: Any = pa.ipc.open_stream(file)  # what save_to_disk writes
@@ -38,7 +38,9 @@ def read_arrow(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iter
             try:
                 reader = pa.ipc.open_file(file)
             except pa.ArrowInvalid as error:
-                raise InputError(f"{path}: not a whole Arrow file ({_first_line(error)}): download it again") from None
+                raise InputError(
+                    f"{path}: not a complete Arrow file ({_first_line(error)}): download it again"
+                ) from None
         columns = _columns(path, options, reader.schema.names)
         wanted = [reader.schema.get_field_index(column) for column in columns]
         size = max(1, file.size())

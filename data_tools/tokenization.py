@@ -185,7 +185,7 @@ def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say
 
     if options.array:
         raise InputError(
-            "--train-tokenizer looks at all inputs: run it once without --array, or train first and give the array "
+            "--train-tokenizer reads all inputs. Run it once without --array, or train first and give the array "
             f"--tokenizer {Path(out_dir) / 'tokenizer.json'}"
         )
     sources = [source for job in planned.jobs for source in job.sources]

@@ -98,7 +98,7 @@ def _verify_shard(prefix: Path, quick: bool, advance: Callable[[int], None]) -> 
     if shard.idx.dtype != np.dtype(manifest.dtype):
         problems.append(f"the index says {shard.idx.dtype}, the manifest {manifest.dtype}")
     if manifest.sources and sum(source.documents for source in manifest.sources) != manifest.documents:
-        problems.append("the documents of its sources do not add up")
+        problems.append("the document counts of its sources do not add up")
     tokenizer = prefix.parent / "tokenizer.json"
     if tokenizer.exists() and file_sha256(tokenizer) != manifest.tokenizer_sha256:
         problems.append(f"was made with another tokenizer ({manifest.tokenizer}) than the tokenizer.json beside it")
@@ -194,7 +194,9 @@ def adopt(path: str | Path, tokenizer: Tokenizer) -> ShardManifest:
 def _refuse_ours(manifest_path: Path) -> None:
     """Refuse to adopt a shard that was tokenized here: its own manifest records more."""
     if manifest_path.exists() and not ShardManifest.read(manifest_path).options.get(ADOPTED):
-        raise ShardError(f"{manifest_path}: is there, from the raw files on: `blackmamba data verify` checks it")
+        raise ShardError(
+            f"{manifest_path}: was written here and records its raw files: `blackmamba data verify` checks it"
+        )
 
 
 def documents_without_eod(prefix: Path) -> int:
@@ -248,12 +250,12 @@ def _compare(verdicts: list[Verdict]) -> None:
         manifest = ShardManifest.read(beside(verdict.prefix, MANIFEST_SUFFIX))
         other = first_with.setdefault(manifest.bin_sha256, verdict.prefix)
         if other != verdict.prefix:
-            verdict.problems.append(f"holds the very tokens of {other}: they would be seen twice")
+            verdict.problems.append(f"has the same tokens as {other}: they would be read twice")
         files = sorted({source.sha256 for source in manifest.sources if source.documents})
         raw = json.dumps([files, manifest.options, manifest.tokenizer_sha256])
         other = first_from.setdefault(raw, verdict.prefix)
         if files and other != verdict.prefix and not verdict.problems:
-            verdict.problems.append(f"was made from the very raw files of {other}: they would be seen twice")
+            verdict.problems.append(f"was made from the same raw files as {other}: they would be read twice")
         if not verdict.problems:
             _compare_raw_files(verdict, manifest, first_of_file)
         sha256, one = tokenizer_in.setdefault(verdict.prefix.parent, (manifest.tokenizer_sha256, verdict.prefix))

@@ -64,7 +64,7 @@ class Registry(Generic[K]):
         missing += sorted(getattr(kind, "__abstractmethods__", ()))
         if missing := missing + kind.unanswered():
             raise KindError(
-                f"{kind.__name__} does not answer: {', '.join(missing)}. Define each; Cannot(reason) is an answer too."
+                f"{kind.__name__} does not define: {', '.join(missing)}. Define each; Cannot(reason) is allowed too."
             )
         name = getattr(kind, self.name)
         if name in self._kinds:

@@ -223,7 +223,7 @@ def load_tokenizer(
         raise TokenizerError(f"{path}: `tokenizers` {version('tokenizers')} cannot read it: {error}") from None
     if (data.get("model") or {}).get("dropout"):
         raise TokenizerError(
-            f"{path}: has BPE dropout, so the same text gives other ids each time: set model.dropout to null"
+            f"{path}: has BPE dropout, so the same text gives different ids each time: set model.dropout to null"
         )
     eod_id, eod_token = _find_eod(reference, eod, path)
     return Tokenizer(str(name), hashlib.sha256(content).hexdigest(), eod_id, eod_token, content, backend)
@@ -291,7 +291,7 @@ def _find_eod(reference: tokenizers.Tokenizer, wanted: str | int | None, path: P
     special = [token.content for token in reference.get_added_tokens_decoder().values() if token.special]
     looked_for = repr(wanted) if wanted is not None else "any of " + ", ".join(KNOWN_EOD_TOKENS)
     raise TokenizerError(
-        f"{path}: no end-of-document token: it has not {looked_for}. Name one with --eod; "
+        f"{path}: no end-of-document token: looked for {looked_for}. Name one with --eod; "
         f"its special tokens are {', '.join(special) or 'none'}"
     )
 

@@ -51,7 +51,7 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"{folder}: no {NAME}: it was never finished") from None
+        raise DamagedCheckpoint(f"{folder}: no {NAME}: the save was never completed") from None
     except IsADirectoryError:
         raise DamagedCheckpoint(f"{path}: not a file") from None
     except OSError as error:
@@ -67,7 +67,7 @@ def read(folder: Path) -> dict[str, Any]:
     _check_step(folder, content["step"])
     for name, entry in content["files"].items():
         if not _is_entry(name, entry):
-            raise DamagedCheckpoint(f"{path}: its entry {name!r} is not that of a file")
+            raise DamagedCheckpoint(f"{path}: its entry {name!r} does not describe a file")
     unlisted = sorted(_files_read(folder) - content["files"].keys())
     if unlisted:
         raise DamagedCheckpoint(f"{path}: it has no entry for {', '.join(unlisted[:3])}")
@@ -83,7 +83,7 @@ def step_in_name(folder: Path) -> int | None:
 def _check_step(folder: Path, step: Any) -> None:
     """Refuse a checkpoint under another step's name. Any name that is not step_N is fine, for copies."""
     if type(step) is not int or step < 0:
-        raise DamagedCheckpoint(f"{folder / NAME}: its step {step!r} is not a number of steps")
+        raise DamagedCheckpoint(f"{folder / NAME}: its step {step!r} is not a step number")
     if step_in_name(folder) not in (None, step):
         raise DamagedCheckpoint(
             f"{folder}: holds step {step} according to its {NAME}. If it was renamed, rename it to step_{step:08d}"

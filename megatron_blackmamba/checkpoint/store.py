@@ -78,7 +78,7 @@ class Checkpoints:
             except manifest.DamagedCheckpoint as error:
                 if self.config.checkpoint.if_damaged == "stop":
                     raise manifest.DamagedCheckpoint(
-                        f"{error}. Remove that folder to go on from the checkpoint before it,"
+                        f"{error}. Remove that folder to resume from the previous checkpoint,"
                         " or set checkpoint.if_damaged=older."
                     ) from None
                 damaged.append((step, str(error)))
@@ -88,8 +88,8 @@ class Checkpoints:
             return step
         if damaged:
             raise manifest.DamagedCheckpoint(
-                f"every checkpoint in {self.folder.checkpoints} is damaged; of the newest: {damaged[0][1]}. If the file"
-                " system is at fault, start again when it is well. To begin anew, name another run (name=...) or move"
+                f"every checkpoint in {self.folder.checkpoints} is damaged; the newest: {damaged[0][1]}. If the file"
+                " system is at fault, try again when it works. To start over, use another run name (name=...) or move"
                 " that folder away."
             )
         return None

@@ -107,7 +107,7 @@ def load(
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
-            raise ConfigError(f"an override reads a.b=value; {override!r} does not")
+            raise ConfigError(f"an override has the form a.b=value; {override!r} does not")
         content = _nested(key.split("."), _parse(value))
         migrations.accept_old_names(content, OVERRIDE, note)
         spellings.accept(content)
@@ -125,7 +125,7 @@ def load(
 def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...], note: Callable[[str], None]) -> None:
     path = path.resolve()
     if path in above:
-        raise ConfigError("configs include each other in a circle: " + " → ".join(str(p) for p in (*above, path)))
+        raise ConfigError("circular include: " + " → ".join(str(p) for p in (*above, path)))
     content = _up_to_date(read_yaml(path), path, note)
     includes = content.pop("include", [])
     for include in includes if isinstance(includes, list) else [includes]:

@@ -15,9 +15,9 @@ def refuse_changed_data(saved: Record, current: Record, position: int) -> None:
     different = differences(saved, current, position)
     if different:
         raise DataError(
-            f"the data is not what this run read in its first {position} samples:\n  "
+            f"the data differs from what this run read in its first {position} samples:\n  "
             + "\n  ".join(different)
-            + "\nPut it back as it was; or add what is new as a source of weight 0 with a phase that starts at sample "
+            + "\nRestore it; or add the new data as a source of weight 0 with a phase that starts at sample "
             f"{position} or later; or start a new run from these weights (start.from=CHECKPOINT)."
         )
 

@@ -20,7 +20,7 @@ def allow_open_files(more: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and wanted - SPARE > hard:
         raise TooManyFiles(
-            f"{more} shards take as many open files, and this user may open {hard}: have the limit raised "
+            f"{more} shards need as many open files, but this user may open {hard}: have the limit raised "
             "(`ulimit -Hn`; LimitNOFILE of slurmd), or make larger shards"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

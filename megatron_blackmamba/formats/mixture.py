@@ -114,7 +114,9 @@ class Mixture(Section):
                 raise ValueError(f"phase {number} weighs {unknown!r}; the sources are {', '.join(self.names)}")
         for number, weights in enumerate(self.weights()):
             if not any(weights):
-                raise ValueError(f"phase {number}: every source weighs 0" if number else "every source weighs 0")
+                raise ValueError(
+                    f"phase {number}: every source has weight 0" if number else "every source has weight 0"
+                )
         return self
 
     @classmethod

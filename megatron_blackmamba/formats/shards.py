@@ -225,7 +225,7 @@ def _read_idx_head(file: BinaryIO) -> _IdxHead:
 def _read_array(file: BinaryIO, dtype: np.dtype, length: int) -> np.ndarray:
     array = np.empty(length, dtype)
     if length and file.readinto(array.view(np.uint8).data) < array.nbytes:  # type: ignore[attr-defined]
-        raise ShardError(f"{file.name}: was cut while it was read. Put it back, or tokenize again")
+        raise ShardError(f"{file.name}: was truncated while it was read. Restore it, or tokenize again")
     return array
 
 
@@ -233,7 +233,7 @@ def write_idx(file: BinaryIO, dtype: np.dtype, document_lengths: np.ndarray) -> 
     """Write the index of documents of one sequence each, lying back to back in the .bin; return its sha256."""
     lengths = np.ascontiguousarray(document_lengths, dtype=np.int32)
     if len(lengths) and int(lengths.min()) < 1:
-        raise ValueError("a document without a token has no place in an index")
+        raise ValueError("an index cannot contain an empty document")
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     pointers = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(lengths) else ends
     digest = hashlib.sha256()
@@ -296,7 +296,7 @@ class Shard:
         if shard.bin_path.stat().st_size != size:
             raise ShardError(
                 f"{shard.bin_path}: {shard.bin_path.stat().st_size} bytes, its manifest says {size}: "
-                "the file is cut or was replaced; `blackmamba data tokenize` makes it again"
+                "the file was truncated or replaced; `blackmamba data tokenize` makes it again"
             )
         with _open_idx(shard.idx_path) as file:
             documents = _read_idx_head(file).documents
@@ -392,7 +392,7 @@ class TokenFile:
             if not count:
                 raise ShardError(
                     f"{self.path}: ends after {os.fstat(self._file).st_size} bytes, its manifest says "
-                    f"{self._length * self._dtype.itemsize}: the file was cut while in use. Put it back; "
+                    f"{self._length * self._dtype.itemsize}: the file was truncated while in use. Restore it; "
                     f"`blackmamba data verify {shard_prefix(self.path)}` checks it"
                 )
             done += count

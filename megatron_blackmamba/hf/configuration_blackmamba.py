@@ -133,7 +133,7 @@ class BlackMambaConfig(PretrainedConfig):
                     f"not {kind!r}"
                 )
             if kind.isdecimal() and not 1 <= self.num_experts_per_tok <= int(kind):
-                raise ValueError(f"num_experts_per_tok is 1 to {kind}, not {self.num_experts_per_tok}")
+                raise ValueError(f"num_experts_per_tok must be 1 to {kind}, not {self.num_experts_per_tok}")
         if "mlp" in self.mamba_moe_layers and self.mlp_hidden_size is None:
             raise ValueError("mamba_moe_layers has mlp: set mlp_hidden_size")
         heads_of_group = self.mamba2_head_dim * self.mamba2_groups
@@ -147,13 +147,13 @@ class BlackMambaConfig(PretrainedConfig):
                 f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
             )
         if self.arrangement not in ("sequential", "parallel"):
-            raise ValueError(f'arrangement is "sequential" or "parallel", not {self.arrangement!r}')
+            raise ValueError(f'arrangement must be "sequential" or "parallel", not {self.arrangement!r}')
         if self.activation not in ("silu", "gelu"):
-            raise ValueError(f'activation is "silu" or "gelu", not {self.activation!r}')
+            raise ValueError(f'activation must be "silu" or "gelu", not {self.activation!r}')
         if self.router_scores not in ("sigmoid", "softmax"):
-            raise ValueError(f'router_scores is "sigmoid" or "softmax", not {self.router_scores!r}')
+            raise ValueError(f'router_scores must be "sigmoid" or "softmax", not {self.router_scores!r}')
         if self.kernels not in ("auto", "torch"):
-            raise ValueError(f'kernels is "auto" or "torch", not {self.kernels!r}')
+            raise ValueError(f'kernels must be "auto" or "torch", not {self.kernels!r}')
         if not self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings: BlackMamba's output layer is its embedding; it cannot be untied")
 

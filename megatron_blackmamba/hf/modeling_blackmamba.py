@@ -245,8 +245,8 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
     ) -> BlackMambaCache | None:
         if checkpointing and past is not None:
             raise ValueError(
-                "gradient checkpointing runs each layer twice, so it cannot go on from past_key_values: pass none, or "
-                "call gradient_checkpointing_disable()"
+                "gradient checkpointing runs each layer twice, so it cannot continue from past_key_values. Pass none, "
+                "or call gradient_checkpointing_disable()"
             )
         if checkpointing and use_cache:
             logger.warning_once("gradient checkpointing keeps no state: use_cache=True is ignored in training")
@@ -277,7 +277,9 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         if self.config.eod_reset is None:
             return begins_BL
         if input_ids is None:
-            raise ValueError("this model restarts after token eod_reset, so it needs input_ids, not inputs_embeds")
+            raise ValueError(
+                "this model resets its state after token eod_reset, so it needs input_ids, not inputs_embeds"
+            )
         before = torch.full_like(input_ids[:, :1], -1)
         if past is not None and past.last_tokens is not None:
             before = past.last_tokens[:, None]

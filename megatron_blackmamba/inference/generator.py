@@ -128,7 +128,7 @@ class Generator:
             running: One flag per row. The caller may set it to False between steps to end the row.
         """
         if samples < 1:
-            raise GenerationError(f"samples is 1 or more, not {samples}")
+            raise GenerationError(f"samples must be 1 or more, not {samples}")
         if stop is None and self.tokenizer is not None:
             stop = self.tokenizer.eod_id
         if max_new_tokens < 1 or not prompts:
@@ -162,7 +162,7 @@ class Generator:
             if wrong is not None:
                 raise GenerationError(
                     f"token id {prompt[wrong]} of prompt {number} (position {wrong}): the model knows 0 to "
-                    f"{vocabulary - 1}. Take the tokenizer that it was trained with"
+                    f"{vocabulary - 1}. Use the tokenizer that it was trained with"
                 )
 
     def _read(self, state: State, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -211,7 +211,7 @@ def usable_device(wanted: str | torch.device | None) -> torch.device:
     try:
         where = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise GenerationError(f"a device is cpu, cuda or cuda:1, not {wanted!r}") from None
+        raise GenerationError(f"device must be cpu, cuda or cuda:1, not {wanted!r}") from None
     if where.type == "cuda" and not torch.cuda.is_available():
         raise GenerationError("PyTorch finds no GPU here. Use `cpu`, or run `blackmamba doctor`.")
     return where

@@ -41,17 +41,17 @@ class Sampling:
     def __post_init__(self) -> None:
         for field in fields(self):
             if not math.isfinite(getattr(self, field.name)):
-                raise GenerationError(f"{field.name} is a finite number, not {getattr(self, field.name)}")
+                raise GenerationError(f"{field.name} must be a finite number, not {getattr(self, field.name)}")
         if self.temperature < 0:
-            raise GenerationError(f"temperature is 0 or more, not {self.temperature}")
+            raise GenerationError(f"temperature must be 0 or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
-            raise GenerationError(f"top_p is above 0 and at most 1, not {self.top_p}")
+            raise GenerationError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < 0:
-            raise GenerationError(f"top_k is 0 (all tokens) or more, not {self.top_k}")
+            raise GenerationError(f"top_k must be 0 (all tokens) or more, not {self.top_k}")
         if not 0 <= self.min_p <= 1:
-            raise GenerationError(f"min_p is between 0 and 1, not {self.min_p}")
+            raise GenerationError(f"min_p must be between 0 and 1, not {self.min_p}")
         if self.repetition_penalty <= 0:
-            raise GenerationError(f"repetition_penalty is above 0 (1 changes nothing), not {self.repetition_penalty}")
+            raise GenerationError(f"repetition_penalty must be above 0 (1 disables it), not {self.repetition_penalty}")
 
     def streams(self, prompts: Sequence[Sequence[int]]) -> list[np.random.Generator]:
         """Return one random generator per prompt; a repeated prompt is its next sample."""

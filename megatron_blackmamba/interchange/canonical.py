@@ -56,9 +56,9 @@ class Canonical:
         missing = [name for name in expected if name not in self.entries]
         unexpected = [name for name in self.entries if name not in expected]
         if missing:
-            raise InterchangeError(f"{self.source}: has no {_some(missing)}, which its config calls for")
+            raise InterchangeError(f"{self.source}: has no {_some(missing)}, which its config requires")
         if unexpected:
-            raise InterchangeError(f"{self.source}: holds {_some(unexpected)}, which its config has no place for")
+            raise InterchangeError(f"{self.source}: holds {_some(unexpected)}, which its config does not define")
         for name, shape in expected.items():
             entry = self.entries[name]
             if entry.shape != shape:
@@ -131,7 +131,7 @@ def finite(model: Canonical) -> Canonical:
             if bad:
                 raise InterchangeError(
                     f"{model.source}: {name} holds NaN or infinity ({bad:,} of {tensor.numel():,} values): training "
-                    "had diverged, or the file is damaged. Take an earlier checkpoint"
+                    "had diverged, or the file is damaged. Use an earlier checkpoint"
                 )
             return tensor
 

@@ -34,7 +34,7 @@ def _read_shards(index: Path) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
-            raise InterchangeError(f"{index}: weight_map names {file!r}; shards lie beside it")
+            raise InterchangeError(f"{index}: weight_map names {file!r}; shards must be in the same folder")
         held = _reader(file)(index.parent / file)
         for name in (name for name, place in weight_map.items() if place == file):
             if name not in held:
@@ -46,5 +46,5 @@ def _read_shards(index: Path) -> dict[str, Entry]:
 def _reader(name: str) -> Callable[[Path], dict[str, Entry]]:
     suffix = Path(name).suffix
     if suffix not in _READERS:
-        raise InterchangeError(f"{name}: weights lie in .safetensors or .bin files")
+        raise InterchangeError(f"{name}: weights must be in .safetensors or .bin files")
     return _READERS[suffix]

@@ -27,7 +27,7 @@ def check(ours: Canonical, theirs: Canonical, modeling: Path | None = None) -> C
     expected = through_megatron.observe(ours, tokens_BS)
     comparison = compare(expected, through_hf.observe(theirs, tokens_BS, modeling))
     if not comparison.agrees:
-        raise ParityError(f"{theirs.source}: its weights are those of {ours.source}, its answers are not: {comparison}")
+        raise ParityError(f"{theirs.source}: its weights are those of {ours.source}, its outputs do not: {comparison}")
     return comparison
 
 

@@ -50,7 +50,7 @@ def read(path: Path) -> dict[str, Entry]:
     except FileNotFoundError:
         raise InterchangeError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
-        raise InterchangeError(f"{path}: not a whole safetensors file: {error}") from None
+        raise InterchangeError(f"{path}: not a complete safetensors file: {error}") from None
 
     def load(name: str) -> Tensor:
         with safe_open(path, "pt") as file:

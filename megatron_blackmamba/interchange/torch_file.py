@@ -97,7 +97,7 @@ class _File:
             ) from None
         except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
             raise InterchangeError(
-                f"{self.path}: not a whole torch file ({str(error).splitlines()[0] if str(error) else error!r})"
+                f"{self.path}: not a complete torch file ({str(error).splitlines()[0] if str(error) else error!r})"
             ) from None
         self.used = 0
         self.model = self._state_dict(content)

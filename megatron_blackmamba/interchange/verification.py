@@ -44,9 +44,9 @@ def _notes(ours: Canonical, theirs: Canonical, export: Path) -> list[str]:
     notes = []
     mine, its = ours.tokenizer, theirs.tokenizer
     if mine is not None and its is not None and mine.read_bytes() != its.read_bytes():
-        notes.append(f"{its} is another file than {mine}")
+        notes.append(f"{its} differs from {mine}")
     for name in hf.MODELING_FILES:
         file = export / name
         if file.is_file() and file.read_bytes() != (resources.files("megatron_blackmamba.hf") / name).read_bytes():
-            notes.append(f"{file} is not this version's; `export hf` writes it anew")
+            notes.append(f"{file} is not this version's; `export hf` rewrites it")
     return notes

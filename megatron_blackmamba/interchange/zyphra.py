@@ -132,7 +132,7 @@ def require_expressible(config: ModelConfig, source: str) -> None:
     }
     for field, problem in problems.items():
         if problem:
-            raise InterchangeError(f"{source}: cannot be said in the released format: model.{field} is {problem}")
+            raise InterchangeError(f"{source}: cannot be expressed in the released format: model.{field} is {problem}")
 
 
 def describe(activation: Activation) -> str:

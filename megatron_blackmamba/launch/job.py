@@ -59,20 +59,20 @@ class JobRequest:
         if self.evaluate is not None and self.container:
             raise LaunchError("--evaluate does not run in a container: leave out --container, or use evaluate --watch")
         if self.restarts < 0:
-            raise LaunchError(f"restarts is 0 or more, not {self.restarts}")
+            raise LaunchError(f"--restarts must be 0 or more, not {self.restarts}")
         if self.gpus_per_node < 0 or (self.processes_per_node or 1) < 1:
-            raise LaunchError("gpus-per-node is 0 or more, processes-per-node 1 or more")
+            raise LaunchError("--gpus-per-node must be 0 or more, and --processes-per-node 1 or more")
         if self.gpus_per_node and self.processes_per_node not in (None, self.gpus_per_node):
-            raise LaunchError("with GPUs there is one process a GPU; processes-per-node is for gpus-per-node 0")
+            raise LaunchError("--processes-per-node needs --gpus-per-node 0: a GPU has one process")
         if not time_limit_s(self.time):
-            raise LaunchError(f"a limit of {self.time} is none to Slurm: give the time after which the job saves")
+            raise LaunchError(f'--time {self.time} means "unlimited" to Slurm. Give a limit, such as --time 24:00:00')
         if self.warn_seconds is not None and not 1 <= self.warn_seconds <= MOST_WARNING_S:
-            raise LaunchError(f"warn is 1 to {MOST_WARNING_S} seconds, as Slurm has it, not {self.warn_seconds}")
+            raise LaunchError(f"--warn must be 1 to {MOST_WARNING_S} seconds for Slurm, not {self.warn_seconds}")
         wrong = next((option for option in self.options if not option.startswith("-")), None)
         if wrong is not None:
-            raise LaunchError(f"an option of sbatch begins with --, as --qos=high; {wrong!r} does not")
+            raise LaunchError(f"sbatch options begin with --, for example --qos=high; {wrong!r} does not")
         if self.warning_s >= time_limit_s(self.time):
-            raise LaunchError(f"a warning {self.warning_s} s before a limit of {self.time} comes before the start")
+            raise LaunchError(f"--warn: {self.warning_s} s before the end of --time {self.time} is before the start")
 
     @property
     def tasks_per_node(self) -> int:
@@ -132,7 +132,7 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
     if request.evaluate is not None:
         variables |= {"EVALUATE_JOB": config.with_name(EVALUATE_JOB), "KEEP_EVERY": keep_every}
     if wrong := next((text for text in (*wishes, *map(str, variables.values())) if re.search(r"[\n\r\\]", text)), None):
-        raise LaunchError(f"{wrong!r}: Slurm takes neither a backslash nor a line feed; choose other names")
+        raise LaunchError(f"{wrong!r}: Slurm allows neither backslashes nor line feeds. Choose other names")
     return "\n".join(
         [
             "#!/bin/bash",

@@ -65,7 +65,7 @@ def pairs(
             peer = ranks[local]
             seconds = _time(partial(_exchange, block, received, peer), device)
             if not (received == peer).all():
-                raise ValueError(f"what rank {peer} sent did not arrive as it was sent")
+                raise ValueError(f"what rank {peer} sent arrived corrupted")
             yield nodes[partner or 0], block.nbytes / seconds / 1e9
         dist.barrier()
 

@@ -48,7 +48,7 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     """Return what would be submitted, without side effects; raise LaunchError if it cannot work or fit."""
     run = RunFolder(Path(config.folder).resolve() / config.name)
     if run.done.exists():
-        raise LaunchError(f"{run.root} is complete: give the new run another name, name=...")
+        raise LaunchError(f"{run.root} is complete: Use another run name (name=...)")
     plan = make_plan(config, request.nodes, request.tasks_per_node, gpus.find(request.gpu))
     trouble = plan.placed and refusal(plan.placed)
     if trouble:

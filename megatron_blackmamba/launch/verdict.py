@@ -159,5 +159,5 @@ def judge_silence(absent: list[Absent], ranks: int, nodes: int, head: str) -> Ve
         why = f"no other node reached rank 0: {len(absent)} of {ranks} ranks did not answer"
         return Verdict(unfit={head: [why]})
     if not absent:
-        verdict.problems.append("the check did not end in time, and every rank still answers: look at the network")
+        verdict.problems.append("the check did not end in time, and every rank still answers. Check the network")
     return verdict

@@ -63,7 +63,7 @@ class Block(MegatronModule):
         )
 
     def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        raise TypeError(f"{type(self).__name__} does not say how its mixer is called")
+        raise TypeError(f"{type(self).__name__} does not define how to call its mixer")
 
     def forward(self, residual_SBD: Tensor, inputs: LayerInputs, shared_SBD: Tensor | None = None) -> Tensor:
         """Apply the block; `shared_SBD` is the normalised stream shared with the neighbouring block."""

@@ -35,7 +35,7 @@ def require_shapes(op: str, inputs: Any, **sizes: int) -> None:
         if name != "reset":
             require_floats(op, **{name: tensor})
         elif tensor.dtype != torch.bool:
-            raise ValueError(f"{op}: reset is a bool tensor, not {tensor.dtype}")
+            raise ValueError(f"{op}: reset must be a bool tensor, not {tensor.dtype}")
 
 
 def refuse_channel_first(op: str, name: str, x_BLI: Tensor, weight: Tensor, others: str = "") -> None:

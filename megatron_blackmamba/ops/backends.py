@@ -16,7 +16,7 @@ from typing import Any
 def choose(package: str, names: tuple[str, ...], wanted: str, *call: object) -> ModuleType:
     """Return the module of the backend `wanted`, or for "auto" of the first in `names` that can do the call."""
     if wanted != "auto" and wanted not in names:
-        raise ValueError(f"backend is one of auto, {', '.join(names)}; not {wanted!r}")
+        raise ValueError(f"backend must be one of auto, {', '.join(names)}; not {wanted!r}")
     reasons = {}
     for name in names if wanted == "auto" else (wanted,):
         reasons[name] = why_not(package, name) or _load(package, name).unsupported(*call)

@@ -48,9 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss):
         if ctx.overwritten:
-            raise RuntimeError(
-                "cross_entropy: its logits are overwritten by their gradient, there is no second backward"
-            )
+            raise RuntimeError("cross_entropy: its gradient overwrites the logits, so backward runs only once")
         ctx.overwritten = True
         logits, labels, log_sum = ctx.saved_tensors
         gradients = {"grad_loss": grad_loss.contiguous(), "grad_logits": logits}

@@ -32,7 +32,7 @@ def grouped_experts(
 ) -> Tensor:
     """Return `[T, D]`: the output of each token's expert, times its weight. Experts and T may be empty."""
     if activation not in ACTIVATIONS:
-        raise ValueError(f"grouped_experts: activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+        raise ValueError(f"grouped_experts: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
     require_floats("grouped_experts", x=x_TD, fc1=fc1_EGD, fc2=fc2_EDF, weights=weights_T)
     if x_TD.is_cuda:  # once, out of the pinned memory that a dispatcher has copied to: the host does not wait
         tokens_per_expert_E = tokens_per_expert_E.to(x_TD.device, non_blocking=True)
@@ -63,7 +63,7 @@ def grouped_linear(x_TD: Tensor, tokens_per_expert_E: Tensor, weight_EOD: Tensor
         times = F.linear if torch.is_grad_enabled() or x_TD.is_cuda else product
         return torch.cat([times(part, weight) for part, weight in zip(parts, weight_EOD.unbind(), strict=True)])
     if backend not in ("auto", "grouped_mm"):
-        raise ValueError(f"backend is one of auto, {', '.join(BACKENDS)}; not {backend!r}")
+        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; not {backend!r}")
     if why_not:
         raise ValueError(f"grouped_mm cannot run here: {why_not}")
     ends_E = tokens_per_expert_E.to(x_TD.device).cumsum(0, dtype=torch.int32)

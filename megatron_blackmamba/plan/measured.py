@@ -20,7 +20,7 @@ def mfu(number_or_run: str) -> float:
     except ValueError:
         return _of_run(Path(number_or_run))
     if not 0 < given <= 1:
-        raise MfuError(f"an MFU lies between 0 and 1, not at {given}")
+        raise MfuError(f"MFU must be between 0 and 1, not {given}")
     return given
 
 

@@ -116,7 +116,7 @@ def read_history(run: Path) -> History:
         raise ReportError(f"{run} is not a run: it has no {folder.config.name}. {hint}")
     recorded = _read(folder.metrics)
     if not recorded.last:
-        raise ReportError(f"{run} has no step in {folder.metrics.name} yet: come back once it has trained one")
+        raise ReportError(f"{run} has no step in {folder.metrics.name} yet: try again after its first step")
     happened = [occurrence.event for occurrence in read_events(folder.events)]
     bad = {event.step: event.text for event in still_valid(happened) if event.repeats}
     samples = run / SAMPLES

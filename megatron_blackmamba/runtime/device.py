@@ -36,7 +36,7 @@ def claim(local_rank: int) -> torch.device:
             raise DeviceError(
                 f"process {local_rank} of this machine finds only {count} GPU(s)"
                 f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}):"
-                " start as many processes a machine as it has GPUs"
+                " start one process per GPU"
             )
         torch.cuda.set_device(local_rank)
     return device()

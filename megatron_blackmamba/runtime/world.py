@@ -170,7 +170,7 @@ def fake(parallel: ParallelConfig, world_size: int, rank: int = 0, where: str = 
             yield _alone[0]
         return
     if dist.is_initialized():
-        raise RuntimeError("a fake world cannot be made inside a real one: plan in a process of its own")
+        raise RuntimeError("cannot simulate a world inside a real one: plan in a separate process")
     if not 0 <= rank < world_size:
         raise ValueError(f"a world of {world_size} has no rank {rank}")
     layout.check_world(parallel, world_size)

@@ -67,7 +67,7 @@ class StudyConfig(Section):
             raise ValueError(f"tuning.size={self.tuning.size} is none of {list(self.tokens)}")
         for name, ablation in self.ablations.items():
             if ablation.of not in self.variants or ablation.size not in self.tokens:
-                raise ValueError(f"ablations.{name} names no variant and size of this study")
+                raise ValueError(f"ablations.{name} is not a variant and size of this study")
         return self
 
     @property

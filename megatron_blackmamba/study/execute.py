@@ -51,7 +51,7 @@ class Local:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.failed:
-            raise StudyError(f"{len(self.failed)} runs failed: {self.failed[0]}. The same command tries them again")
+            raise StudyError(f"{len(self.failed)} runs failed: {self.failed[0]}. Run the same command to retry them")
         return not waiting and all(cell.done for cell in cells)
 
     def _start(self, cell: Cell) -> None:

@@ -65,7 +65,7 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
     if fixed:
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(fixed)}\n"
-            "Put it back as it was, or start another run (name=...) from these weights: start.from=CHECKPOINT."
+            "Restore the old value, or start another run (name=...) from these weights: start.from=CHECKPOINT."
         )
     named = [change for change in changes if _under(change[0], BY_NAME)]
     refused = [change for change in named if not _under(change[0], _prefixes(config.resume.allow))]
@@ -73,7 +73,7 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
         keys = ", ".join(change[0] for change in refused)
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(refused)}\n"
-            f"To go on with the new value from here, name it: 'resume.allow=[{keys}]'."
+            f"To continue with the new value, allow it: 'resume.allow=[{keys}]'."
         )
     return [f"{key}: {_shown(new)} from step {step + 1} on, {_shown(old)} before" for key, old, new in named]
 

@@ -81,7 +81,7 @@ def test_entry_without_size_or_hash_is_damage(checkpoint, entry):
 @pytest.mark.parametrize("name", ["../step_00000006/state.json", "/etc/passwd", "..", "", "a\0b"])
 def test_entry_outside_the_folder_is_damage(checkpoint, name):
     change(checkpoint, files={**entries(checkpoint), name: entries(checkpoint)[SHARD]})
-    with pytest.raises(DamagedCheckpoint, match="not that of a file"):
+    with pytest.raises(DamagedCheckpoint, match="does not describe a file"):
         manifest.read(checkpoint)
 
 
@@ -130,7 +130,7 @@ def test_nonsense_for_a_manifest_is_damage(checkpoint, content):
 
 def test_missing_manifest_is_damage(checkpoint):
     (checkpoint / manifest.NAME).unlink()
-    with pytest.raises(DamagedCheckpoint, match="never finished"):
+    with pytest.raises(DamagedCheckpoint, match="never completed"):
         manifest.read(checkpoint)
 
 

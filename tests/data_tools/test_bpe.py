@@ -45,13 +45,13 @@ def test_second_call_uses_the_existing_tokenizer(text, tmp_path):
 def test_what_cannot_be_trained_is_refused(text, tmp_path):
     for options, message in (
         ({"train_tokenizer": 100}, "at least 257"),
-        ({"array": "0/2"}, "run it once without --array"),
+        ({"array": "0/2"}, "Run it once without --array"),
         ({"tokenizer": "t.json"}, "--train-tokenizer"),
     ):
         everything = TokenizeOptions(**{"train_tokenizer": 500, "workers": 1, "quiet": True, **options})
         with pytest.raises(InputError, match=message):
             tokenize([text], tmp_path / "out", everything)
-    with pytest.raises(InputError, match="standard input cannot be"):
+    with pytest.raises(InputError, match="standard input does not allow"):
         tokenize(["-"], tmp_path / "out", TokenizeOptions(train_tokenizer=500, quiet=True))
     run(text, tmp_path / "out")
     with pytest.raises(InputError, match="has 500 tokens, --train-tokenizer asks for 300"):

@@ -34,10 +34,10 @@ def test_tokenize_inspect_and_verify_tell_the_whole_story(call, corpus, tmp_path
     done = call("tokenize", corpus, out, "--tokenizer", tokenizer_file, "--shard-size", "1")
     assert done.exit_code == 0, done.output
     assert "2 shards, 31 documents" in done.output and "written: 2" in done.output
-    assert "found finished" not in done.output
+    assert "already complete" not in done.output
     assert "not taken for input: 1 files (README.md)" in done.output
     assert (
-        "found finished, and verified: 2"
+        "already complete, and verified: 2"
         in call("tokenize", corpus, out, "-t", tokenizer_file, "--shard-size", "1").output
     )
 
@@ -104,7 +104,7 @@ def test_inspect_refuses_other_tokenizers_and_missing_documents(call, corpus, tm
     assert "there are 31, numbered from 0 to 30" in str(call("inspect", out, "-d", "31").exception)
     other = tmp_path / "other.json"
     other.write_text((out / "tokenizer.json").read_text() + " ")
-    assert "another tokenizer would show other text" in str(call("inspect", out, "-t", other).exception)
+    assert "another tokenizer would show different text" in str(call("inspect", out, "-t", other).exception)
     (out / "tokenizer.json").unlink()
     assert "with --tokenizer" in str(call("inspect", out).exception)
 

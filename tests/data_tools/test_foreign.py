@@ -75,7 +75,7 @@ def test_npy_files_with_a_header_are_copied(tmp_path, documents, tokenizer_file)
 
 def test_token_files_that_do_not_fit_are_refused(tmp_path, tokenizer):
     (tmp_path / "a.npy").write_bytes(b"\1\0\2")
-    with pytest.raises(InputError, match="3 bytes are no whole number of 2-byte tokens"):
+    with pytest.raises(InputError, match="3 bytes are not a whole number of 2-byte tokens"):
         expose(tmp_path / "a.npy", tokenizer)
     (tmp_path / "b.ds").write_bytes(b"\1\0\2\0")
     with pytest.raises(InputError, match=r"b.ds.index: missing"):

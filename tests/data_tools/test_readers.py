@@ -227,7 +227,7 @@ def test_truncated_parquet_or_missing_column_is_an_error(tmp_path):
     with pytest.raises(InputError, match=r"no column `text`; it has content\. .*--field"):
         read(path, "parquet")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match="not a whole parquet file"):
+    with pytest.raises(InputError, match="not a complete parquet file"):
         read(path, "parquet", ReadOptions(fields=("content",)))
 
 

@@ -183,7 +183,7 @@ def test_the_folder_for_the_shards_is_no_input(corpus):
 
 def test_named_pipe_is_refused_for_standard_input(corpus):
     os.mkfifo("pipe.jsonl")
-    with pytest.raises(InputError, match="a pipe is read as standard input"):
+    with pytest.raises(InputError, match="Read a pipe as standard input"):
         find_sources(["pipe.jsonl"])
 
 

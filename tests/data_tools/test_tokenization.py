@@ -247,7 +247,7 @@ def test_a_file_that_grows_meanwhile_is_refused(run, write_jsonl, tmp_path, monk
 
     encode_batch = Tokenizer.encode_batch
     monkeypatch.setattr(Tokenizer, "encode_batch", and_then_grow)
-    with pytest.raises(InputError, match="something writes to it"):
+    with pytest.raises(InputError, match="another program is writing to it"):
         run(path)
 
 

@@ -61,7 +61,7 @@ def test_truncated_and_missing_files_need_no_token_scan(folder, quick):
     (folder / "shard_00002.idx").unlink()
     (folder / "shard_00003.bin").write_bytes(b"\1\0")
     found = problems(folder, quick=quick)
-    assert "the file is cut or was replaced" in found[0]
+    assert "the file was truncated or replaced" in found[0]
     assert "shard_00002.idx: no such index" in found[1]
     assert "shard_00003.manifest.json: no such manifest" in found[2]
 
@@ -90,7 +90,7 @@ def test_tokens_beyond_vocabulary_and_misplaced_eods_are_found(folder, monkeypat
 def test_the_same_tokens_twice_are_found(folder):
     for suffix in (".bin", ".idx", ".manifest.json"):
         shutil.copy(folder / f"shard_00001{suffix}", folder / f"shard_00009{suffix}")
-    assert "holds the very tokens of" in problems(folder)[2]
+    assert "has the same tokens as" in problems(folder)[2]
 
 
 def test_an_empty_folder_is_no_proof(tmp_path):
@@ -124,7 +124,7 @@ def test_a_negative_token_is_no_token(tmp_path, tokenizer):
 
 def test_adoption_keeps_the_existing_manifest(folder, tokenizer):
     before = (folder / "shard_00001.manifest.json").read_bytes()
-    with pytest.raises(ShardError, match="is there, from the raw files on"):
+    with pytest.raises(ShardError, match="was written here and records its raw files"):
         adopt(folder / "shard_00001", tokenizer)
     assert (folder / "shard_00001.manifest.json").read_bytes() == before
 
@@ -150,7 +150,7 @@ def test_duplicate_raw_file_is_found_despite_the_shuffle(tokenizer_file, write_j
     assert made.copies == [("copy.jsonl", "a.jsonl")]
     first, second = (made.shards[i].manifest.bin_sha256 for i in range(2))
     assert first != second
-    assert "the very raw files of" in problems(tmp_path / "out")[1]
+    assert "the same raw files as" in problems(tmp_path / "out")[1]
 
 
 @pytest.mark.parametrize("gone, left", [("shard_00001", "shard_00002"), ("shard_00002", "shard_00001")])

@@ -131,11 +131,11 @@ def test_fingerprint_is_stable_across_versions(tmp_path):
         ("sources: [{name: a, weight: -1}]", "sources.0.weight: .* greater than or equal to 0"),
         ("sources: [{name: a, weight: .nan}]", "sources.0.weight: .* finite"),
         ("sources: [{name: a, tokens: 2.5}]", r"sources.0.tokens"),
-        ("sources: [{name: a, weight: 0}]", "every source weighs 0"),
+        ("sources: [{name: a, weight: 0}]", "every source has weight 0"),
         ("sources: [{name: 'a b'}]", "sources.0.name"),
         ("sources: [{name: a}]\nphases: [{weights: {a: 1}}]", "from_sample or at from_tokens"),
         ("sources: [{name: a}]\nphases: [{from_sample: 3, weights: {b: 1}}]", "phase 1 weighs 'b'; the sources are a"),
-        ("sources: [{name: a}]\nphases: [{from_sample: 3, weights: {a: 0}}]", "phase 1: every source weighs 0"),
+        ("sources: [{name: a}]\nphases: [{from_sample: 3, weights: {a: 0}}]", "phase 1: every source has weight 0"),
         (
             "sources: [{name: a}]\nphases: [{from_sample: 0, weights: {a: 1}}]",
             "phases.0.from_sample: .* greater than 0",

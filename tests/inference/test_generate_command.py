@@ -49,7 +49,7 @@ def test_json_streams_a_line_a_piece(folder):
 
 def test_bad_requests_are_refused(folder, tmp_path):
     assert "--prompts FILE" in run(folder).output
-    with pytest.raises(GenerationError, match="temperature is a finite number"):
+    with pytest.raises(GenerationError, match="temperature must be a finite number"):
         run(folder, "-p", "a", "--temperature", "nan")
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{"text": "b"}\n')

@@ -66,13 +66,13 @@ def test_export_with_changed_modeling_code_is_refused(exported, line, wrong):
     code = (folder / "layers_blackmamba.py").read_text()
     assert line in code
     (folder / "layers_blackmamba.py").write_text(code.replace(line, wrong))
-    with pytest.raises(parity.ParityError, match="its answers are not"):
+    with pytest.raises(parity.ParityError, match="its outputs do not"):
         parity.check(model, hf.read(folder), folder)
 
 
 def test_another_activation_is_caught(silu):
     gelu = in_memory(config_of(silu).model_copy(update={"activation": "gelu"}), silu.weights)
-    with pytest.raises(parity.ParityError, match="its answers are not"):
+    with pytest.raises(parity.ParityError, match="its outputs do not"):
         parity.check(canonical(silu), gelu)
 
 

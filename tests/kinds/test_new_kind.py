@@ -54,7 +54,7 @@ def test_registry_refuses_missing_answers_by_name():
         flops = kinds.LayerKind.flops
         traffic = kinds.LayerKind.traffic
 
-    with pytest.raises(TypeError, match="Silent does not answer: flops, traffic"):
+    with pytest.raises(TypeError, match="Silent does not define: flops, traffic"):
         kinds.register(Silent)
 
 

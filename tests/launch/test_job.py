@@ -51,10 +51,10 @@ def test_warns_in_time_however_short_the_job():
     [
         ({"nodes": 0}, "nodes is at least 1"),
         ({"chain": 0}, "chain is at least 1"),
-        ({"restarts": -1}, "restarts is 0 or more"),
+        ({"restarts": -1}, "restarts must be 0 or more"),
         ({"time": "soon"}, "'soon'"),
-        ({"time": "10", "warn_seconds": 600}, "before the start"),
-        ({"gpus_per_node": 8, "processes_per_node": 4}, "one process a GPU"),
+        ({"time": "10", "warn_seconds": 600}, "is before the start"),
+        ({"gpus_per_node": 8, "processes_per_node": 4}, "a GPU has one process"),
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused(request_, complaint):
@@ -115,10 +115,10 @@ def test_the_shipped_jobs_fit_the_runs_they_train(name, sequences):
 @pytest.mark.parametrize(
     "changed, complaint",
     [
-        ({"time": "0"}, "is none to Slurm"),
-        ({"warn_seconds": 0}, "warn is 1 to 65535"),
-        ({"warn_seconds": 70_000, "time": "2-0"}, "warn is 1 to 65535"),
-        ({"options": ("qos=high",)}, "begins with --"),
+        ({"time": "0"}, 'means "unlimited" to Slurm'),
+        ({"warn_seconds": 0}, "--warn must be 1 to 65535"),
+        ({"warn_seconds": 70_000, "time": "2-0"}, "--warn must be 1 to 65535"),
+        ({"options": ("qos=high",)}, "begin with --"),
         ({"gpus_per_node": -1}, "0 or more"),
         ({"gpus_per_node": 0, "processes_per_node": -1}, "1 or more"),
     ],
@@ -140,7 +140,7 @@ def test_names_reach_slurm_whole():
 @pytest.mark.parametrize("name", ["a\ntouch x", "a\\b"])
 def test_a_name_that_slurm_cannot_carry_is_refused(name):
     run = RunFolder(Path("/data") / name)
-    with pytest.raises(LaunchError, match="neither a backslash nor a line feed"):
+    with pytest.raises(LaunchError, match="neither backslashes nor line feeds"):
         render(JobRequest(nodes=1), run, run.root / "code", run.root / "config.yaml")
 
 

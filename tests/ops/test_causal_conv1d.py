@@ -182,7 +182,7 @@ def test_the_best_backend_that_can_is_chosen():
 
 def test_wrong_calls_are_refused_by_name():
     tensors, options = conv_inputs()
-    with pytest.raises(ValueError, match=r"activation is .*'relu'"):
+    with pytest.raises(ValueError, match=r"activation must be .*'relu'"):
         call(tensors, options | {"activation": "relu"}, "auto")
     with pytest.raises(ValueError, match=r"initial_window has shape \(2, 2, 19\), expected \(2, 3, 19\)"):
         call(tensors | {"window": tensors["window"][:, 1:]}, options, "auto")

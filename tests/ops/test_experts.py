@@ -128,11 +128,11 @@ def test_gate_and_up_are_not_symmetric():
 
 def test_wrong_calls_are_refused_by_name():
     tensors, counts = expert_inputs([4, 4])
-    with pytest.raises(ValueError, match="activation is one of silu, gelu, not 'relu'"):
+    with pytest.raises(ValueError, match="activation must be one of silu, gelu, not 'relu'"):
         grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"], activation="relu")
     with pytest.raises(ValueError, match=r"\[4, 5\] does not add up to 8"):
         grouped_experts(tensors["x"], torch.tensor([4, 5]), tensors["fc1"], tensors["fc2"])
     with pytest.raises(ValueError, match="2 weights, tokens_per_expert of shape"):
         grouped_experts(tensors["x"], torch.tensor([4, 4, 0]), tensors["fc1"], tensors["fc2"])
-    with pytest.raises(ValueError, match="backend is one of auto"):
+    with pytest.raises(ValueError, match="backend must be one of auto"):
         grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"], backend="fast")

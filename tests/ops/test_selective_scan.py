@@ -259,11 +259,11 @@ def test_the_best_backend_that_can_is_chosen():
 
 def test_wrong_calls_are_refused_by_name():
     tensors, options = scan_inputs()
-    with pytest.raises(ValueError, match=r"backend is one of auto.*'fast'"):
+    with pytest.raises(ValueError, match=r"backend must be one of auto.*'fast'"):
         call(tensors, options, "fast")
     with pytest.raises(ValueError, match=r"B has shape \(2, 40, 8\), expected \(2, 40, 16\)"):
         call(tensors | {"B": tensors["B"][:, :, :8]}, options, "auto")
-    with pytest.raises(ValueError, match="reset is a bool tensor"):
+    with pytest.raises(ValueError, match="reset must be a bool tensor"):
         call(tensors, options | {"reset_BL": torch.zeros(2, 40)}, "auto")
 
 

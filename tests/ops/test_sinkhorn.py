@@ -197,7 +197,7 @@ def test_wrong_calls_are_refused_by_name():
         sinkhorn_choice(torch.zeros(2, 2), start="warm")
     with pytest.raises(ValueError, match="fast"):
         sinkhorn_choice(torch.zeros(2, 2), backend="fast")
-    with pytest.raises(ValueError, match="top_k is 1 to the number of experts, 2; not 3"):
+    with pytest.raises(ValueError, match="top_k must be 1 to the number of experts,  2; not 3"):
         sinkhorn_choice(torch.zeros(2, 2), top_k=3)
     with pytest.raises(ValueError, match="int32"):
         sinkhorn_choice(torch.zeros(2, 2), tokens_E=torch.zeros(2, dtype=torch.int32))

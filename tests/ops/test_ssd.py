@@ -219,13 +219,13 @@ def test_best_backend_that_can_is_chosen():
 
 def test_wrong_calls_are_refused_by_name():
     tensors, reset = problem()
-    with pytest.raises(ValueError, match=r"backend is one of auto.*'fast'"):
+    with pytest.raises(ValueError, match=r"backend must be one of auto.*'fast'"):
         call(tensors, reset, "fast")
     with pytest.raises(ValueError, match=r"C has shape \(2, 150, 2, 3\), expected \(2, 150, 2, 7\)"):
         call(tensors | {"C": tensors["C"][..., :3]}, reset)
     with pytest.raises(ValueError, match="6 heads in 4 groups"):
         call(tensors | {key: torch.zeros(2, 150, 4, 7) for key in ("B", "C")}, reset)
-    with pytest.raises(ValueError, match="reset is a bool tensor"):
+    with pytest.raises(ValueError, match="reset must be a bool tensor"):
         call(tensors, torch.zeros(2, 150))
     with pytest.raises(ValueError, match="ssd: dt is int64"):
         call(tensors | {"dt": tensors["dt"].long()}, reset)

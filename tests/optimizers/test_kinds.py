@@ -39,7 +39,7 @@ def test_registry_refuses_missing_answers_by_name():
         name = "silent"
         keys = ()
 
-    with pytest.raises(TypeError, match="Silent does not answer: state, sharding, megatron"):
+    with pytest.raises(TypeError, match="Silent does not define: state, sharding, megatron"):
         optimizers.register(Silent)
 
 

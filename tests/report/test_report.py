@@ -200,7 +200,7 @@ def test_incomplete_line_is_read_later(make_run):
 def test_what_cannot_be_reported_on_is_explained(make_run, tmp_path):
     with pytest.raises(ReportError, match="not a run"):
         write_report(tmp_path / "nothing")
-    with pytest.raises(ReportError, match="come back"):
+    with pytest.raises(ReportError, match="try again after its first step"):
         write_report(make_run(10, []))
 
 

@@ -47,7 +47,7 @@ def test_registry_refuses_missing_answers_by_name():
         name = "silent"
         keys = ()
 
-    with pytest.raises(TypeError, match="Silent does not answer: depends_on, layouts, use, choose"):
+    with pytest.raises(TypeError, match="Silent does not define: depends_on, layouts, use, choose"):
         routers.register(Silent)
 
 

@@ -158,7 +158,7 @@ def test_changed_data_is_not_traced(run, raw, tmp_path):
     plan = json.loads(RunFolder(run).data_plan.read_bytes())
     plan["seed"] += 1
     RunFolder(copy).data_plan.write_text(json.dumps(plan))
-    with pytest.raises(ValueError, match="the data is not what this run read"):
+    with pytest.raises(ValueError, match="the data differs from what this run read"):
         Tracer(copy)
 
 

@@ -72,4 +72,4 @@ def _check(inputs: Inputs) -> None:
     (B, L, I), K = inputs.x_BLI.shape, inputs.weight_IK.shape[-1]
     require_shapes("causal_conv1d", inputs, B=B, L=L, I=I, K=K, W=K - 1)
     if inputs.activation not in ("silu", None):
-        raise ValueError(f'causal_conv1d: activation is "silu" or None, not {inputs.activation!r}')
+        raise ValueError(f'causal_conv1d: activation must be "silu" or None, not {inputs.activation!r}')

@@ -41,7 +41,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.chunk % self.steps or self.chunk % self.backward_steps or self.segment % self.chunk:
-            raise ValueError(f"steps divide chunks and chunks divide segments, not so in {self}")
+            raise ValueError(f"steps must divide chunks, and chunks must divide segments: {self}")
 
     def segments(self, L: int) -> int:
         return triton.cdiv(L, self.segment) if self.segment else 1

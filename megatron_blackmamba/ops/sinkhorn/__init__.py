@@ -45,11 +45,13 @@ def sinkhorn_choice(
     """
     require_floats("sinkhorn_choice", logits=logits_TE)
     if start not in ("balanced", "uniform"):
-        raise ValueError(f'start is "balanced" or "uniform", not {start!r}')
+        raise ValueError(f'start must be "balanced" or "uniform", not {start!r}')
     if tokens_E is not None and not (tokens_E.dtype == torch.int64 and tokens_E.is_contiguous()):
-        raise ValueError(f"tokens_E is int64 and contiguous, not {tokens_E.dtype} with strides {tokens_E.stride()}")
+        raise ValueError(
+            f"tokens_E must be int64 and contiguous, not {tokens_E.dtype} with strides {tokens_E.stride()}"
+        )
     if not 1 <= top_k <= logits_TE.shape[1]:
-        raise ValueError(f"top_k is 1 to the number of experts, {logits_TE.shape[1]}; not {top_k}")
+        raise ValueError(f"top_k must be 1 to the number of experts,  {logits_TE.shape[1]}; not {top_k}")
     chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
     if top_k == 1:
         return chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E)
