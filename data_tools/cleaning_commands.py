@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from megatron_blackmamba.data_tools.cleaning import Cleaning, Slurm
 
-FROM = "What is read"
+FROM = "Input"
 WHERE = "Where it runs"
 Paths = Annotated[
     list[str], typer.Argument(metavar="INPUT... OUT_DIR", help="Files or folders; last, the output folder.")
@@ -116,7 +116,7 @@ def decontaminate(
     memory: Memory = 4,
     as_json: Json = False,
 ) -> None:
-    """Remove documents that hold items of evaluation tasks, by datatrove's n-gram filter.
+    """Remove documents that contain items of evaluation tasks, with datatrove's n-gram filter.
 
     [dim]blackmamba data decontaminate clean/pile final/pile[/dim]
 

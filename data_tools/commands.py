@@ -12,9 +12,9 @@ from megatron_blackmamba.data_tools import cleaning_commands
 if TYPE_CHECKING:
     from megatron_blackmamba.data_tools.tokenization import Summary
 
-FROM = "What is read"
-TEXT = "What becomes a token"
-SHARDS = "How shards are made"
+FROM = "Input"
+TEXT = "Tokenization"
+SHARDS = "Shards"
 
 app = typer.Typer(
     name="data",
@@ -134,7 +134,7 @@ def tokenize(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Turn raw text into token shards that Megatron reads; a second call goes on where the first stopped.
+    """Tokenize raw text into shards that Megatron reads. An interrupted call resumes when repeated.
 
     [dim]blackmamba data tokenize pile/train tokens/pile --preset pile --tokenizer EleutherAI/gpt-neox-20b[/dim]
 

@@ -10,9 +10,7 @@ from megatron_blackmamba.interchange.commands import Json, Precision
 
 
 def evaluate(
-    model: Annotated[
-        Path, typer.Argument(help="A run or checkpoint of ours, a Hugging Face export, or the released files.")
-    ],
+    model: Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")],
     tasks: Annotated[
         str, typer.Option(help="lm-eval tasks, comma-separated; paper means the paper's eight.")
     ] = "paper",
@@ -27,7 +25,7 @@ def evaluate(
     dtype: Annotated[
         Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if available")] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Number of scoring processes.", show_default="one per GPU, 1 on CPU")
     ] = None,
@@ -41,7 +39,7 @@ def evaluate(
     watch: Annotated[bool, typer.Option("--watch", help="Score each checkpoint of a run as it appears.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Score a model of any kind on the paper's tasks or others of lm-eval. Finished tasks are not repeated.
+    """Score a model on the paper's tasks or other lm-eval tasks. Finished tasks are not repeated.
 
     [dim]blackmamba evaluate runs/tiny --data evaldata --limit 200[/dim]
 

@@ -12,9 +12,7 @@ from megatron_blackmamba.interchange.commands import Precision
 
 
 def generate(
-    model: Annotated[
-        Path, typer.Argument(help="A run or checkpoint of ours, a Hugging Face export, or the released files.")
-    ],
+    model: Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")],
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Text to continue; repeat for a batch, - reads stdin.")
     ] = None,
@@ -43,13 +41,13 @@ def generate(
     dtype: Annotated[
         Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if available")] = None,
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, if the model has none.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Continue a prompt with any kind of model.
+    """Generate text with a run, a checkpoint or an export.
 
     [dim]blackmamba generate runs/quickstart --prompt "Once upon a time" --max-new-tokens 60[/dim]
 

@@ -164,7 +164,7 @@ def verify(
     against: Annotated[Path, typer.Option(help="The source: a checkpoint, or a run for its newest checkpoint.")],
     as_json: Json = False,
 ) -> None:
-    """Compare an export with the checkpoint that it came from: every weight, and the answers to the same tokens.
+    """Compare an export with the checkpoint that it came from: every weight, and the outputs for the same tokens.
 
     [dim]blackmamba verify exports/blackmamba_1.5b --against runs/blackmamba_1.5b/checkpoints/step_00010000[/dim]
     """

@@ -23,7 +23,7 @@ def study(
     png: Annotated[Path | None, typer.Option(help="Also write the main charts as PNG files into this folder.")] = None,
     page: Annotated[bool, typer.Option("--page", help="Only write the page about the finished runs.")] = False,
 ) -> None:
-    """Train a declared set of runs and compare them on a page. The same command goes on after a stop.
+    """Train the runs of a study and compare them on one page. The same command resumes after a stop.
 
     Exit code 75: stopped, or waiting for Slurm jobs; run the same command again.
 
