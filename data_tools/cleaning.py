@@ -121,7 +121,7 @@ class _Local(LocalPipelineExecutor):
 
 
 class SpacedWords(WordTokenizer):
-    """Splits words at spaces, once datatrove has taken punctuation out. Its own tokenizer of this kind needs spaCy."""
+    """A word splitter at spaces, after datatrove has removed punctuation; datatrove's own one needs spaCy."""
 
     def word_tokenize(self, text: str) -> list[str]:
         return text.split()
@@ -159,7 +159,7 @@ class RawDocuments(PipelineStep):
 
 
 class PartWriter(PipelineStep):
-    """Writes the documents that are kept as `part_00001.jsonl.zst`; the file appears when it is whole."""
+    """A writer of the kept documents as `part_00001.jsonl.zst`; the file appears when it is complete."""
 
     type = "💽 - WRITER"
     name = "part"
@@ -188,7 +188,7 @@ class PartWriter(PipelineStep):
 
 
 class RemovalLog:
-    """Writes what is removed from a part; datatrove's filters take it for their exclusion writer."""
+    """A log of the documents removed from a part; datatrove's filters use it as their exclusion writer."""
 
     def __init__(self, notes_dir: Path, note: Callable[[Any], dict[str, Any]]) -> None:
         self.notes_dir, self.note = notes_dir, note

@@ -15,7 +15,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class Decompressor(Protocol):
-    """Decompresses one member of a file; a file may hold several, one after the other."""
+    """A decompressor for one member of a file; a file may have several members in a row."""
 
     @property
     def eof(self) -> bool: ...

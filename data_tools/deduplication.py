@@ -41,7 +41,7 @@ CLUSTER = "minhash_cluster_id"
 
 @dataclass(frozen=True)
 class Similarity:
-    """How alike two documents must be: `buckets` groups of `hashes` MinHashes of their n-grams of words."""
+    """The similarity threshold of duplicates: `buckets` groups of `hashes` MinHashes of word n-grams."""
 
     n_grams: int = 2
     buckets: int = 60

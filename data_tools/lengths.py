@@ -16,7 +16,7 @@ _BAR = 40
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the documents of a source are, in tokens with their EOD."""
+    """The lengths of the documents of a source, in tokens including EOD."""
 
     source: str
     counts: np.ndarray

@@ -18,7 +18,7 @@ class Count(NamedTuple):
 
 
 class Progress:
-    """Polls `count` from a thread and shows it on standard error while the block runs."""
+    """A progress display on standard error; a thread polls `count` while the block runs."""
 
     def __init__(self, total_bytes: int, count: Callable[[], Count], *, quiet: bool = False) -> None:
         self._total, self._count, self._quiet = total_bytes, count, quiet

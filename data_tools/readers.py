@@ -51,7 +51,7 @@ class Batch:
 
 
 class Reader:
-    """Reads one file from beginning to end; afterwards it knows the file's fingerprint."""
+    """A reader of one file from beginning to end; afterwards it knows the file's fingerprint."""
 
     def __init__(self, path: str | Path, format: Format, options: ReadOptions, reject: Rejecter) -> None:
         self.path, self.format, self.options, self.reject = path, format, options, reject
@@ -94,7 +94,7 @@ class Reader:
 
 
 class Parser:
-    """Bytes in, batches of documents out. `number` is that of the last record seen."""
+    """A parser that turns bytes into batches of documents; `number` is that of the last record."""
 
     def __init__(self, options: ReadOptions, reject: Rejecter) -> None:
         self.options, self.reject = options, reject

@@ -24,7 +24,7 @@ class InputError(ValueError):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How many records of a shard may be skipped: a number of them, or a fraction of all."""
+    """The number of records of a shard that may be skipped, or their fraction."""
 
     count: int = 0
     fraction: float | None = None
@@ -48,7 +48,7 @@ class Tolerance:
 
 @dataclass
 class RejectLog:
-    """Collects what is skipped while one shard is read, and stops the work when it is too much."""
+    """A log of skipped records of one shard; it stops the work when there are too many."""
 
     tolerance: Tolerance
     counts: dict[str, int] = field(default_factory=dict)

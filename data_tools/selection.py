@@ -17,7 +17,7 @@ _WORD = re.compile(r"(?:^|[-_.])(" + "|".join(_SPLIT_OF_WORD) + r")(?=$|[-_.])",
 
 @dataclass(frozen=True)
 class Selection:
-    """Which files of the input folders are taken. Files that are named one by one always are."""
+    """The rule that selects files in input folders; files given by name are always read."""
 
     match: str | None = None
     """Patterns separated by |; without one, what has the suffix of a known format."""

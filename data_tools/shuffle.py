@@ -42,7 +42,7 @@ def document_order(seed: int, shard: int, count: int) -> np.ndarray:
 
 
 class DocumentShuffler:
-    """Takes documents in reading order and gives them back in the order of their keys."""
+    """A shuffler that takes documents in reading order and returns them in the order of their keys."""
 
     def __init__(self, folder: Path, expected_bytes: int) -> None:
         buckets = 1

@@ -43,7 +43,7 @@ class Source:
 
 @dataclass(frozen=True)
 class NotTaken:
-    """Files in the input folders that were not taken: how many, and the first of them for manifests."""
+    """Files in the input folders that were not read: their number, and the first ones for manifests."""
 
     count: int = 0
     first: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ def printable(path: str | Path) -> str:
 
 @dataclass(frozen=True)
 class Preset:
-    """How one published corpus is stored."""
+    """The storage layout of a published corpus."""
 
     format: Format
     field: str

@@ -63,7 +63,7 @@ def make_shards(
 
 @dataclass
 class _Task:
-    """Makes the shard of one slot, or finds it made."""
+    """A task that makes the shard of one slot, or finds it complete."""
 
     tokenizer: Tokenizer
     counters: Any  # three per slot, and a last one that says stop

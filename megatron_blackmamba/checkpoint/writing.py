@@ -37,7 +37,7 @@ BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 @dataclass
 class Part:
-    """How one rank's part of a save ended."""
+    """The outcome of one rank's part of a save."""
 
     problem: str | None = None
     """Why it could not be written; None if it was."""

@@ -12,7 +12,7 @@ Activation = Literal["silu", "gelu"]
 
 
 class RouterConfig(Section):
-    """How tokens find their experts. A kind of router refuses keys that it does not read."""
+    """The router, which assigns tokens to experts. A router kind refuses keys that it does not read."""
 
     kind: str = "sinkhorn"
     """sinkhorn: balanced choice in training, sigmoid(logit) scales the output (the paper).

@@ -13,7 +13,7 @@ LONGEST_NAME = 200
 
 
 class ParallelConfig(Section):
-    """How the model is laid over processes; what is left of the world is data-parallel."""
+    """The parallel layout of the model; the rest of the world is data-parallel."""
 
     tensor: int = Field(1, ge=1)
     """Tensor parallelism; above 1, sequence parallelism is on."""
@@ -198,7 +198,7 @@ class LoggingConfig(Section):
 
 
 class KernelsConfig(Section):
-    """Which implementation computes a part of the model. The numbers agree within rounding."""
+    """The implementation of each part of the model. Results agree within rounding."""
 
     linear: Literal["local", "te"] = "local"
     """Linear layers: megatron-core's own, or Transformer Engine's under the same names (unmeasured)."""

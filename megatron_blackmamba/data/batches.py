@@ -25,7 +25,7 @@ Parts of sequences also have before [B]: the token before the part, or -1 where 
 
 
 class BatchStream:
-    """Iterates over the micro-batches of one rank, global batch after global batch."""
+    """An iterator over the micro-batches of one rank, one global batch after another."""
 
     def __init__(
         self,

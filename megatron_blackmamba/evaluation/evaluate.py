@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Options:
-    """How to score."""
+    """The options of scoring."""
 
     tasks: Sequence[str]
     data: Path | None = None

@@ -21,7 +21,7 @@ Done = Callable[[Batch, list[Score]], None]
 
 @dataclass(frozen=True)
 class Load:
-    """How a process loads the model."""
+    """The options for loading the model in a process."""
 
     model: Path
     dtype: torch.dtype | None
@@ -32,7 +32,7 @@ class Load:
 
 
 class Pool:
-    """Processes that score batches; they load the model when the first batch comes."""
+    """Processes that score batches; they load the model at the first batch."""
 
     def __init__(self, load_model: Load, processes: int, device: str | None):
         if processes < 1:
@@ -65,7 +65,7 @@ class Pool:
 
 
 class Here:
-    """Scores batches in this process."""
+    """A scorer in this process."""
 
     def __init__(self, decoder: Callable[[], Decoder]):
         self.decoder = decoder

@@ -23,7 +23,7 @@ class EvaluationFileError(ValueError):
 
 
 class Encoding(str, Enum):
-    """How a context and its continuation become tokens."""
+    """The way in which a context and its continuation become tokens."""
 
     joint = "joint"
     """Encode the whole text; the continuation is what follows the tokens of the context (lm-eval today)."""

@@ -171,7 +171,7 @@ class TimeStep(nn.Module):
 
 
 class Router(nn.Linear):
-    """Logits in fp32, and what they mean."""
+    """The router: fp32 logits, and the choice and weights of experts that follow from them."""
 
     def __init__(self, config, experts):
         super().__init__(config.hidden_size, experts)

@@ -119,7 +119,7 @@ class BlackMambaOutput(ModelOutput):
 
 @dataclass
 class BlackMambaCausalOutput(ModelOutput):
-    """As BlackMambaOutput, with the logits and, where labels were given, the loss."""
+    """The fields of BlackMambaOutput, plus the logits and, if labels were given, the loss."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None

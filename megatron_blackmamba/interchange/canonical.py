@@ -20,7 +20,7 @@ FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class InterchangeError(ValueError):
-    """Weights that cannot be read, or cannot be said in the other format; names the file and the field."""
+    """Weights that cannot be read or converted; the message names the file and the field."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far one model is from another on the same tokens."""
+    """The difference between two models on the same tokens."""
 
     tokens: int
     largest_difference: float

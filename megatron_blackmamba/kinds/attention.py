@@ -65,8 +65,11 @@ class Attention(LayerKind):
         }
 
     def kept(self, at: Sizes) -> int:
-        """The input; queries, keys and values as projected, the first two also as rotated; the output and its
-        log-sums; the tables of the rotation."""
+        """Return the bytes saved for the backward pass.
+
+        They are the input, the projected queries, keys and values, the rotated queries and keys, the output and its
+        log-sums, and the tables of the rotation.
+        """
         model, heads = at.model, at.model.attention.heads
         D = model.hidden_size // at.tensor
         channels = 3 * D + 3 * D * _kv_heads(model) // heads
@@ -75,7 +78,7 @@ class Attention(LayerKind):
         return at.width * at.here * model.hidden_size + at.whole * kept + tables
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """The stream is gathered and scattered, and gathered once more for the weight gradient."""
+        """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient."""
         return {"tensor": (2 * passes + 1) * at.stream}
 
     def exported(self, model: ModelConfig) -> str:

@@ -109,8 +109,10 @@ class Experts(LayerKind):
         return at.here * router + at.routed * expert + at.whole * shared
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """Tokens go to their experts and back, one copy for each; where ranks share an expert, its tokens are gathered
-        and its outputs summed. A shared expert is a dense MLP."""
+        """Return the traffic of the tokens to their experts and back, one copy per expert.
+
+        If ranks share an expert, its tokens are gathered and its outputs summed. A shared expert is a dense MLP.
+        """
         D = at.model.hidden_size
         tokens = at.here * at.model.top_k
         moved = {

@@ -78,8 +78,11 @@ class Mamba(LayerKind):
         }
 
     def kept(self, at: Sizes) -> int:
-        """in_proj's input; x before and after the convolution, delta, z and y; dt, B and C, the last two also in fp32;
-        the scan's states between chunks."""
+        """Return the bytes saved for the backward pass.
+
+        They are in_proj's input, x before and after the convolution, delta, z, y, dt, B and C, and the scan's states
+        between chunks. B and C are also saved in fp32.
+        """
         D, inner, N, _, R = _sizes(at.model)
         I = inner // at.tensor
         channels = at.width * 5 * I + FP32 * N * I / SCAN_CHUNK[at.device]
@@ -87,14 +90,19 @@ class Mamba(LayerKind):
         return int(at.here * at.width * D + at.whole * (channels + shared))
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """The stream is gathered and scattered, and gathered once more for the weight gradient; dt, B and C are
-        summed."""
+        """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient.
+
+        In addition, dt, B and C are summed.
+        """
         shared = at.whole * (at.model.dt_rank_or_default + 2 * at.model.state_size) * at.width
         return {"tensor": (2 * passes + 1) * at.stream + passes * 2 * shared, "context": self._passed_on(at, passes)}
 
     def _passed_on(self, at: Sizes, passes: int) -> float:
-        """Every rank of the context gathers, for each sequence, the last inputs of the convolution, the state and, but
-        in the backward pass, its decay."""
+        """Return the traffic of the context group.
+
+        For each sequence, every rank gathers the last inputs of the convolution, the state and, except in the backward
+        pass, its decay.
+        """
         _, inner, N, K, _ = _sizes(at.model)
         I, sequences = inner // at.tensor, at.whole * at.context // at.sequence
         width = max(at.width, FP32)

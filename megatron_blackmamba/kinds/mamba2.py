@@ -101,17 +101,22 @@ class Mamba2(LayerKind):
         }
 
     def kept(self, at: Sizes) -> int:
-        """in_proj's input and output; x, B and C behind the convolution; the scan's output, as is and normed; of the
-        norm a number a group; and A."""
+        """Return the bytes saved for the backward pass.
+
+        They are in_proj's input and output, x, B and C after the convolution, the scan's output before and after the
+        norm, one number per group of the norm, and A.
+        """
         I, H, GN = _sizes(at.model)
         split = 2 * I + 2 * GN + H + (I + 2 * GN) + 2 * I
         each = at.whole * (at.width * split + FP32 * at.model.mamba2.groups) + 2 * FP32 * H
         return at.here * at.width * at.model.hidden_size + each // at.tensor
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """The stream is gathered and scattered, and gathered once more for the weight gradient. Every rank of the
-        context gathers, for each sequence, the last inputs of the convolution, the state and, but in the backward pass,
-        a decay for each head."""
+        """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient.
+
+        For each sequence, every rank of the context group also gathers the last inputs of the convolution, the state
+        and, except in the backward pass, a decay for each head.
+        """
         I, H, GN = _sizes(at.model)
         sequences, width = at.whole * at.context // at.sequence, max(at.width, FP32)
         window = at.width * (at.model.conv_kernel - 1) * (I + 2 * GN)

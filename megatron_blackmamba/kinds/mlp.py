@@ -49,12 +49,12 @@ class MLP(LayerKind):
         return {"mlp": 6 * model.hidden_size * (model.mlp_hidden_size or 0)}
 
     def kept(self, at: Sizes) -> int:
-        """The input; gate and up, the activation, the product."""
+        """Return the bytes of the input, of gate and up, of the activation, and of the product."""
         F = (at.model.mlp_hidden_size or 0) // at.tensor
         return at.width * (at.here * at.model.hidden_size + at.whole * 4 * F)
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """The stream is gathered and scattered, and gathered once more for the weight gradient."""
+        """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient."""
         return {"tensor": (2 * passes + 1) * at.stream}
 
     def exported(self, model: ModelConfig) -> str:

@@ -34,7 +34,7 @@ class Report:
 
 @dataclass
 class Verdict:
-    """Nodes to leave out with the reasons, what is wrong with no single node, and what is only worth knowing."""
+    """Nodes to exclude with reasons, problems without a single node as their cause, and notes."""
 
     unfit: dict[str, list[str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)

@@ -61,7 +61,7 @@ def _options(logits: Tensor) -> dict[str, int]:
 
 @triton.jit
 def loss_forward(logits_TV, labels_T, loss_T, log_sum_T, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Each place in the block keeps a maximum and a sum of its own: threads meet once."""
+    """Compute the loss of a row; each block element keeps its own maximum and sum, so threads synchronise once."""
     t = tl.program_id(0).to(tl.int64)
     largest = tl.full((BLOCK,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)

@@ -37,7 +37,7 @@ def softplus(x):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)), the reciprocal as a squared reciprocal root: five instructions less than a division."""
+    """Return 1 / (1 + exp(-x)) as a squared reciprocal root: five instructions fewer than a division."""
     root = tl.rsqrt(1.0 + tl.exp2(-x * LOG2E))
     return root * root
 

@@ -25,7 +25,7 @@ RESERVED = int(2.5 * GIB)
 
 @dataclass(frozen=True)
 class State:
-    """Bytes that stay for the whole run."""
+    """Bytes in use for the whole run."""
 
     weights: int
     gradients: int
@@ -34,7 +34,7 @@ class State:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at the fullest moment: in the loss, or in the backward pass of a block."""
+    """Peak bytes on one GPU: in the loss, or in the backward pass of a block."""
 
     weights: int
     gradients: int

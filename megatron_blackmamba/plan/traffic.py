@@ -85,7 +85,7 @@ def _pipeline(config: RunConfig, world_size: int) -> float:
 
 
 def _data(config: RunConfig, state: State, data: int, expert_data: int) -> float:
-    """Gradients are reduce-scattered in fp32 and weights gathered, or without the distributed optimizer all-reduced."""
+    """Return the traffic of gradients (reduce-scattered) and weights (gathered), or of an all-reduce of gradients."""
     part = _part(max(data, expert_data))
     if config.optimizer.distributed:
         return part * (state.gradients + state.weights)

@@ -285,7 +285,7 @@ def _train(run: RunConfig, arguments: list[str], processes: int, silent: bool = 
 
 
 class _muted:
-    """This process and its children write to nowhere."""
+    """Discard the output of this process and its children."""
 
     def __enter__(self) -> None:
         self.kept, self.nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)

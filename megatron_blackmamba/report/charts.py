@@ -160,7 +160,7 @@ def bars(title: str, names: Sequence[str], groups: Mapping[str, Sequence[float]]
 
 
 def shares_by_layer(title: str, layers: Sequence[str], shares: np.ndarray) -> str:
-    """A bar a layer, divided into the shares of its experts `[layers, experts]`; the white line is an equal share."""
+    """Draw one bar per layer with its experts' shares `[layers, experts]`; the white line is an equal share."""
     if not len(layers):
         return empty(title)
     label, row = 70, 20

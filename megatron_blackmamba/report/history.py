@@ -68,7 +68,7 @@ class History:
 
     @property
     def validation_loss(self) -> "Series | None":
-        """The mean over the sources, weighted by the mixture; computed here for runs that did not record it."""
+        """Return the mixture-weighted mean of the sources' losses, computed here for runs that did not record it."""
         by_source = self.of("validation/loss/*")
         if "validation/loss" in self.scalars or not by_source:
             return self.scalars.get("validation/loss")

@@ -62,7 +62,7 @@ class ExpertChoice(RouterKind):
         return of_scope(model)
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """The scores of all tokens, gathered in every forward pass."""
+        """Return the traffic of gathering all scores in every forward pass."""
         return {"tensor": (passes - 1) * FP32 * at.whole * at.model.experts}
 
 

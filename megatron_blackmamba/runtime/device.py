@@ -11,7 +11,7 @@ _placed: list[torch.device] = []
 
 
 class DeviceError(ValueError):
-    """This process has no GPU of its own; the message says what to start instead."""
+    """An error for a process without its own GPU; the message says how to start instead."""
 
 
 def has_cuda() -> bool:

@@ -257,7 +257,7 @@ def _rng() -> None:
     random._set_cuda_rng_state = lambda new_state, device=None, graph_safe=False: torch.set_rng_state(new_state)
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
-        """Forks the CPU generator; megatron-core's own warns when that one moves, since it forks another."""
+        """A tracker that forks the CPU generator; megatron-core's own forks CUDA's, and warns when the CPU's moves."""
 
         @contextmanager
         def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME):

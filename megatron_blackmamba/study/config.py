@@ -18,7 +18,7 @@ class StudyError(ValueError):
 
 
 class TuningConfig(Section):
-    """How the learning rate of each variant is chosen: the one with the lowest validation loss."""
+    """The choice of each variant's learning rate: the one with the lowest validation loss."""
 
     size: str
     """The size to tune at; other sizes take the same learning rate."""

@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 
 class Local:
-    """Trains cells in processes of this machine, `jobs` at a time, each on its share of the cores."""
+    """A runner that trains cells on this machine, `jobs` at a time, each with its share of the cores."""
 
     def __init__(self, configs: Path, jobs: int, seconds: float | None, say: Say):
         self.configs, self.jobs, self.say = configs, jobs, say

@@ -47,7 +47,7 @@ class Verdict:
 
 
 class Guard:
-    """Judges a step by its loss before the update, and finally once its gradient norm is known too."""
+    """The guard: it judges a step by its loss before the update, and again by its gradient norm."""
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config

@@ -82,7 +82,7 @@ def _launch(command: Sequence[str], processes: int, run: RunFolder, restarts: in
 
 
 class _Signals:
-    """Passes signals on to the workers, and remembers them while there are none."""
+    """A relay of signals to the workers; it keeps them while there are no workers."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -14,7 +14,7 @@ LAST_SECONDS = 5.0
 
 
 class LineFile:
-    """Appends whole lines. Lines that cannot be written wait in memory for the next attempt."""
+    """A file to which whole lines are appended; lines that cannot be written wait in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -56,7 +56,7 @@ BAD_STEP = {
 
 
 class Outcome(IntEnum):
-    """How a job ended, as an exit code."""
+    """The outcome of a job, as an exit code."""
 
     DONE = 0
     """The run has consumed its tokens, or has reached training.stop_after_steps."""

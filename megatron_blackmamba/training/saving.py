@@ -16,7 +16,7 @@ LAST_PAUSE_SECONDS = 5.0
 
 
 class Saver:
-    """Saves every `checkpoint.every` steps while training continues, and once more at the end."""
+    """A saver that saves every `checkpoint.every` steps during training, and once at the end."""
 
     def __init__(
         self, config: CheckpointConfig, checkpoints: Checkpoints, state: State, report: Callable[[Event], None]

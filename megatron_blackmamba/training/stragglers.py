@@ -21,7 +21,7 @@ from megatron_blackmamba.training.ranks import Ranks
 
 
 class OwnTime:
-    """Seconds that this rank spent on its own work since the last `take`."""
+    """The seconds that this rank spent on its own work since the last `take`."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.reading = 0.0

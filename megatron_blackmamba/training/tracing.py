@@ -9,7 +9,7 @@ from megatron_blackmamba.formats.events import Traced
 
 
 class Tracing:
-    """Traces from the first to the last step asked for; does nothing when none were."""
+    """A profiler trace from the first to the last requested step; does nothing without a request."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int) -> None:
         self.steps, self.folder, self.rank = steps, folder, rank

@@ -19,7 +19,7 @@ FULL = errno.ENOSPC
 
 
 class Disk:
-    """Watches one folder from inside this process; `arm` says which operation fails, and how."""
+    """A watcher of one folder inside this process; `arm` says which operation fails, and how."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.main = str(folder), os.getpid()

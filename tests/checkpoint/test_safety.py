@@ -16,7 +16,7 @@ from megatron_blackmamba.checkpoint import CheckpointError, CheckpointReader, Da
 
 
 class Asks:
-    """Pickles as the call of a function."""
+    """An object that pickles as the call of a function."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments

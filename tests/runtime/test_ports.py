@@ -32,7 +32,7 @@ def test_another_process_gets_other_ports(monkeypatch):
 
 
 class InOrder:
-    """Tries the lowest port first."""
+    """A random generator that always tries the lowest port first."""
 
     def sample(self, numbers, count):
         return list(numbers)[:count]

@@ -251,7 +251,7 @@ class Watchful(Trainer):
 
 
 class NaNOnce(NaN):
-    """As from a device: the loss of one micro-batch is not a number the first time that it is computed."""
+    """A trainer whose loss is NaN for one micro-batch, the first time that it is computed."""
 
     def poison(self, model, inputs, losses):
         found = super().poison(model, inputs, losses)

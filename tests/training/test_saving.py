@@ -12,7 +12,7 @@ from megatron_blackmamba.training.saving import Saver
 
 
 class Scripted:
-    """Stands for Checkpoints: a save takes `steps_to_write` calls of finish, and fails as told."""
+    """A stand-in for Checkpoints: a save takes `steps_to_write` calls of finish, and fails on request."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = SimpleNamespace(root=folder)

@@ -272,5 +272,5 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 def _strides(**tensors: Tensor) -> tuple[list[int], dict[str, int]]:
-    """From sequence to sequence, as arguments; from token to token, as constants: they become parts of instructions."""
+    """Return strides between sequences as arguments, and strides between tokens as compile-time constants."""
     return [x.stride(0) for x in tensors.values()], {f"{name.upper()}_L": x.stride(1) for name, x in tensors.items()}
