@@ -70,7 +70,7 @@ def test_registry_refuses_letters_of_two_characters():
     class Long(RunningMean):
         letter = "AA"
 
-    with pytest.raises(TypeError, match=r"Long does not answer: letter \(one character\)"):
+    with pytest.raises(TypeError, match=r"Long does not define: letter \(one character\)"):
         kinds.register(Long)
 
 
