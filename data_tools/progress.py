@@ -1,4 +1,4 @@
-"""How far the work is: one bar on a terminal, a line now and then in a log file."""
+"""The progress of the work: one bar on a terminal, periodic lines in a log file."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Documents out of raw files, in batches of about a megabyte: JSON lines and plain text here, tables in tables.py."""
+"""Read documents from raw files in batches of about a megabyte: JSON Lines and plain text; tables are in tables.py."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Which files of a folder are taken: patterns for names and paths, and the split that a path names."""
+"""Select the files of a folder: by patterns for names and paths, and by the split in a path."""
 
 import fnmatch
 import re

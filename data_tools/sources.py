@@ -1,4 +1,4 @@
-"""Which raw files there are, what they hold, and which of them make which shard."""
+"""Find the raw files and their formats, and group them into shards."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Documents out of tables: parquet files, and the Arrow files of `datasets.Dataset.save_to_disk`."""
+"""Read documents from tables: parquet files, and the Arrow files of `datasets.Dataset.save_to_disk`."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The front door: `blackmamba <verb>`. Every verb imports what it needs when it runs, so that --help is instant."""
+"""The command line `blackmamba <verb>`. Every verb imports its dependencies when it runs, so --help is instant."""
 
 import errno
 import os

@@ -18,7 +18,7 @@ class Cannot:
 
 
 class KindError(TypeError):
-    """A kind that does not answer every question, or takes another kind's name."""
+    """A kind that lacks a definition, or takes the name of another kind."""
 
 
 class UnknownKind(ValueError):
@@ -59,7 +59,7 @@ class Registry(Generic[K]):
                     self.register(kind)
 
     def register(self, kind: type[K]) -> K:
-        """Add a kind. Refuse one that leaves a question open, by name."""
+        """Add a kind; refuse one that lacks a definition, by name."""
         missing = [field for field in self.base.__annotations__ if not hasattr(kind, field)]
         missing += sorted(getattr(kind, "__abstractmethods__", ()))
         if missing := missing + kind.unanswered():

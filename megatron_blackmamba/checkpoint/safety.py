@@ -1,4 +1,4 @@
-"""Reading a checkpoint must not run code from it, nor fail in a way that nobody understands.
+"""Check a checkpoint before reading it: loading must not run code from it, and must fail with a clear error.
 
 torch's checkpoint format keeps its table of contents (`.metadata`) as a pickle, and torch reads it as one. We read it
 first, allowing only the names such a table is made of; a file that asks for anything else is refused before torch sees

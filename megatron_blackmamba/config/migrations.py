@@ -1,4 +1,4 @@
-"""Keys under older names: the version of saved configs with its changes, and the renamed keys that people still write.
+"""Keys under older names: the versions of saved configs with their changes, and renamed keys in hand-written files.
 
 Checkpoints, run folders and exports save a config with the value of every key. A key that a saved config lacks did not
 exist when it was saved. It gets its default, so a new key needs no entry here if its default does what runs did before

@@ -1,4 +1,4 @@
-"""A whole run: every section beside `model:`, and the combinations that make no sense."""
+"""The config of a run: every section except `model:`, and checks of invalid combinations."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Saved configs: the one door through which checkpoints, run folders and exports write and read them."""
+"""Read and write saved configs, for checkpoints, run folders and exports."""
 
 from pathlib import Path
 from typing import Any

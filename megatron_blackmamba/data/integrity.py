@@ -1,4 +1,4 @@
-"""Compare the shards of a run with their manifests while it trains, without getting in its way.
+"""Compare the shards of a run with their manifests in the background, while it trains.
 
 A thread of the lowest priority reads this rank's share of the shards and compares their sha256 with the manifests.
 The run folder remembers size, modification time and inode of correct files, so a restart reads only files that changed.

@@ -1,4 +1,4 @@
-"""Score a model on tasks: what is finished is not repeated, and every finished task is on disk at once."""
+"""Score a model on tasks; finished tasks are saved at once and not repeated."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""Checkpoints scored as they appear, beside a training that does not wait for them."""
+"""Score checkpoints as they appear; training does not wait."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Text from tokens as they come."""
+"""Decode tokens into text incrementally."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The whole way on one machine: this machine's own text, tokens, a trained model, Hugging Face, a sample, a report."""
+"""The whole pipeline on one machine: local text, tokens, a trained model, a Hugging Face export, a sample, a report."""
 
 import os
 import shutil

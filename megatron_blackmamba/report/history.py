@@ -1,4 +1,4 @@
-"""A run as its files tell it: what was measured at every step, what was planned, where it was interrupted."""
+"""The history of a run, from its files: measurements of every step, the plan, and interruptions."""
 
 import json
 import math

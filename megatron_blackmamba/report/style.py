@@ -1,4 +1,4 @@
-"""The page's style sheet: light and dark, from a phone to a wide screen. Colours are told apart by the colour-blind."""
+"""The page's style sheet: light and dark, for phones and wide screens, with colours for colour-blind readers."""
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1c1e21;--soft:#5f6670;--rule:#e3e6ea;--panel:#f7f8fa;

@@ -1,4 +1,4 @@
-"""Exit codes of a training process, and which of them a launcher must not answer with another try."""
+"""Exit codes of a training process, and the ones after which a launcher must not restart."""
 
 BAD_INPUT = 2
 """The run was refused: a wrong config, damaged data, a full disk at the start."""

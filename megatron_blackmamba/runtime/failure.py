@@ -1,4 +1,4 @@
-"""When one rank fails, all end, and the traceback one reads first is the one that explains it.
+"""If one rank fails, end all ranks, and print the traceback of the cause first.
 
 An error that several ranks of one launcher run into is printed once.
 """

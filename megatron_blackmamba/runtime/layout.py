@@ -1,4 +1,4 @@
-"""Which layouts can work, found by arithmetic alone: neither torch nor process groups are needed to be told no."""
+"""Check which layouts work, by arithmetic alone: without torch and process groups."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""How a process without a GPU holds its memory: what one step frees, the next one uses.
+"""Memory of a process without a GPU: the next step reuses what a step frees.
 
 By default glibc gives every large block back to the kernel, which must find and clear each page again at the next step.
 A training step asks for the same blocks every time, so they are kept, in huge pages where the kernel lends them.

@@ -1,4 +1,4 @@
-"""Settings of a whole process: deterministic kernels, and what the garbage collector looks at."""
+"""Process-wide settings: deterministic kernels, and garbage collection."""
 
 import atexit
 import gc

@@ -1,4 +1,4 @@
-"""Which samples each step of a run read, from its records: resumes, rewinds and skipped ranges included."""
+"""Find the samples that each step of a run read, from its records, including resumes, rewinds and skipped ranges."""
 
 import bisect
 from array import array

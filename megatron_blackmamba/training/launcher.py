@@ -1,4 +1,4 @@
-"""`--nproc N`: one worker a process on this machine, with the variables torchrun would set.
+"""`--nproc N`: start N workers on this machine, with the variables of torchrun.
 
 Workers that crash or hang are started again from the newest checkpoint. Neither torchrun's agent nor NVRx's ft_launcher
 fits: both die of SIGUSR1, kill workers that are still saving, and turn every exit code into 1.

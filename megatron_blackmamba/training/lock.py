@@ -1,4 +1,4 @@
-"""One job a run folder: two would overwrite each other's checkpoints and records."""
+"""Lock a run folder for one job: two would overwrite each other's checkpoints and records."""
 
 import contextlib
 import errno

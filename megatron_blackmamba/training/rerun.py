@@ -1,4 +1,4 @@
-"""A step that is not finite, run again on the same samples: that tells whether a device failed, or the data or model.
+"""Repeat a non-finite step on the same samples, to find out whether a device failed, or the data or model.
 
 The same samples and weights give the same bits. A value that is finite on the second run was not finite because of a
 device; its gradients are good, and training continues with them. Otherwise the step is bad, and the message says where

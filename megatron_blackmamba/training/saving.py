@@ -1,4 +1,4 @@
-"""When checkpoints are written. A save that fails is reported and tried again, and training continues."""
+"""The schedule of saves. A failed save is reported and tried again, and training continues."""
 
 import shutil
 import time

@@ -1,4 +1,4 @@
-"""How the Triton selective scan cuts a problem into programs: a rule, or a measurement kept for the next run.
+"""Choose how the Triton selective scan is divided into programs: by a rule, or by a cached measurement.
 
 The rule needs no GPU time and is the default, so that two runs on equal machines round alike. BLACKMAMBA_TRITON_TUNE=1
 measures the candidates once a shape and keeps the fastest in BLACKMAMBA_CACHE (default ~/.cache/megatron_blackmamba).

@@ -1,4 +1,4 @@
-"""Sinkhorn routing in Triton: from logits to choices in two launches, and no word to the host.
+"""Sinkhorn routing in Triton: from logits to choices in two launches, without synchronising with the host.
 
 Every pass ends at a sum over all tokens, which the next one needs. Up to ONE_PROGRAM logits, one program makes all the
 passes and leaves the experts' offsets; a second launch, of many programs, chooses and counts. One processor of the GPU

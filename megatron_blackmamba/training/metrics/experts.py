@@ -1,4 +1,4 @@
-"""How evenly the experts of each layer are used, every training.router_every steps.
+"""Balance of the experts of each layer, every training.router_every steps.
 
 Shapes: L layers, N numbers that the router kind measures, each a sum and what to divide it by.
 """

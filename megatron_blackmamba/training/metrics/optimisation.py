@@ -1,4 +1,4 @@
-"""Loss, gradient norm, learning rate and how far the run is."""
+"""Loss, gradient norm, learning rate and progress of the run."""
 
 from megatron_blackmamba.training.metrics.base import Taken, metric
 
