@@ -58,6 +58,7 @@ class _Scan(torch.autograd.Function):
         save = any(ctx.needs_input_grad)
         with torch.cuda.device_of(inputs.u_BLI):
             y, checkpoints, final_BNI = _run_forward(_Problem.of(inputs), start_BNI, plan, save, chain)
+        ctx.set_materialize_grads(False)
         ctx.softplus, ctx.plan, ctx.chain = inputs.delta_softplus, plan, chain
         ctx.save_for_backward(*inputs._replace(delta_softplus=None, initial_state_BIN=None), checkpoints)
         return y, final_BNI.transpose(1, 2)
@@ -66,7 +67,8 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, dy, dfinal):
         *saved, checkpoints = ctx.saved_tensors
         inputs = Inputs(*saved)._replace(delta_softplus=ctx.softplus)
-        dend_BNI = dfinal.float().transpose(1, 2).contiguous()
+        dy = torch.zeros_like(inputs.u_BLI) if dy is None else dy
+        dend_BNI = None if dfinal is None else dfinal.float().transpose(1, 2).contiguous()
         grads = _run_backward(_Problem.of(inputs), _unit_stride(dy), dend_BNI, checkpoints, ctx.plan, ctx.chain)
         du, ddelta, dA, dB, dC, dD, dz, dbias, dstart_BNI = grads
         needed = Inputs(*ctx.needs_input_grad[2:])
@@ -186,80 +188,101 @@ def _run_forward(
 
 
 def _run_backward(
-    p: _Problem, dy: Tensor, dend_BNI: Tensor, checkpoints: Tensor, plan: Plan, chain: Chain | None
+    p: _Problem, dy: Tensor, dend_BNI: Tensor | None, checkpoints: Tensor, plan: Plan, chain: Chain | None
 ) -> tuple[Tensor | None, ...]:
     B, L, I, N = p.sizes
-    like = {"device": p.u.device}
-    du, ddelta = empty_like_rows(p.u), empty_like_rows(p.u, p.delta.dtype)
-    dz = None if p.z is None else empty_like_rows(p.u, p.z.dtype)
-    dBC = torch.empty(B, L, 2 * N, dtype=torch.float32, **like)
-    dstart_BNI = torch.empty(B, N, I, dtype=torch.float32, **like)
-    sums = []
+    fp32 = {"device": p.u.device, "dtype": torch.float32}
+    chunks = triton.cdiv(L, plan.chunk)
+    grads = _Gradients(
+        du=empty_like_rows(p.u),
+        ddelta=empty_like_rows(p.u, p.delta.dtype),
+        dz=None if p.z is None else empty_like_rows(p.u, p.z.dtype),
+        dBC=torch.empty(B, L, 2 * N, **fp32),
+        dstart_BNI=torch.empty(B, N, I, **fp32),
+        dA_BGNI=torch.empty(B, chunks, N, I, **fp32),
+        dD_BGI=torch.empty(B, chunks, I, **fp32),
+        dbias_BGI=torch.empty(B, chunks, I, **fp32),
+    )
     for first in range(0, B, plan.group):
         last = min(first + plan.group, B)
         cut = slice(first, last)
-        sums.append(
-            _backward_of_part(
-                p.part(first, last), dy[cut], dend_BNI[cut], checkpoints[cut],
-                du[cut], ddelta[cut], None if dz is None else dz[cut], dBC[cut], dstart_BNI[cut], plan,
-                None if chain is None else partial(chain.grad_end, sequences=cut),
-            )
+        _backward_of_part(
+            p.part(first, last), dy[cut], None if dend_BNI is None else dend_BNI[cut], checkpoints[cut],
+            grads.part(cut), plan, None if chain is None else partial(chain.grad_end, sequences=cut),
         )  # fmt: skip
-    dA_NI, dD_I, dbias_I = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
-    dB, dC = dBC.split(N, dim=-1)
-    return du, ddelta, dA_NI.t(), dB, dC, dD_I, dz, dbias_I, dstart_BNI
+    dA_NI, dD_I, dbias_I = (parts.sum((0, 1)) for parts in (grads.dA_BGNI, grads.dD_BGI, grads.dbias_BGI))
+    dB, dC = grads.dBC.split(N, dim=-1)
+    return grads.du, grads.ddelta, dA_NI.t(), dB, dC, dD_I, grads.dz, dbias_I, grads.dstart_BNI
+
+
+@dataclass
+class _Gradients:
+    """The gradients of the inputs. A, D and the bias have one sum per sequence and chunk."""
+
+    du: Tensor
+    ddelta: Tensor
+    dz: Tensor | None
+    dBC: Tensor
+    dstart_BNI: Tensor
+    dA_BGNI: Tensor
+    dD_BGI: Tensor
+    dbias_BGI: Tensor
+
+    def part(self, cut: slice) -> "_Gradients":
+        """Some sequences of the batch."""
+        return _Gradients(**{name: None if x is None else x[cut] for name, x in vars(self).items()})
 
 
 def _backward_of_part(
     p: _Problem,
-    dy,
-    dend_BNI,
-    checkpoints,
-    du,
-    ddelta,
-    dz,
-    dBC,
-    dstart_BNI,
+    dy: Tensor,
+    dend_BNI: Tensor | None,
+    checkpoints: Tensor,
+    grads: _Gradients,
     plan: Plan,
     grad_end: Callable[[Tensor], Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill the gradients of some sequences; return their sums of dA, dD and the bias."""
+) -> None:
+    """Fill the gradients of some sequences."""
     B, L, I, N = p.sizes
     fp32 = {"device": p.u.device, "dtype": torch.float32}
     chunks, steps = triton.cdiv(L, plan.chunk), plan.backward_steps
     parts_BGNI = torch.empty(B, chunks, N, I, **fp32)
-    decays_BGNI = torch.empty_like(parts_BGNI)
     states_BTNI = torch.empty(B, triton.cdiv(L, steps), N, I, **fp32)
-    dD_BGI = torch.empty(B, chunks, I, **fp32)
+    decays_BGNI = grads.dA_BGNI  # they are spent when the gradient of A takes their place
     inputs = (p.u, p.delta, p.or_u(p.z), dy, p.A_NI, p.BC, p.or_u(p.D), p.or_u(p.bias), p.or_u(p.reset))
-    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, du=du)
+    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, du=grads.du)
     triton_backward.chunk_parts[(triton.cdiv(I, plan.block), B, chunks)](
-        *inputs, checkpoints, parts_BGNI, decays_BGNI, states_BTNI, p.or_u(dz), dD_BGI,
+        *inputs, checkpoints, parts_BGNI, decays_BGNI, states_BTNI, p.or_u(grads.dz), grads.dD_BGI,
         L, *batch_strides, **token_strides,
         I=I, N=N, BLOCK_I=plan.block, CHUNK=plan.chunk, STEPS=steps, num_warps=plan.block // WARP,
         **p.switches(plan.block, steps),
     )  # fmt: skip
     if grad_end is not None:
         dend_BNI = grad_end(_carry(parts_BGNI.clone(), decays_BGNI, None, reverse=True))
-    dstart_BNI.copy_(_carry(parts_BGNI, decays_BGNI, dend_BNI, reverse=True))
+    _carry(parts_BGNI, decays_BGNI, dend_BNI, reverse=True, end_BNI=grads.dstart_BNI)
 
     blocks = triton.cdiv(I, plan.backward_block)
     dBC_KBLM = torch.empty(blocks, B, L, 2 * N, **fp32)
-    dA_BGNI = decays_BGNI  # its values are spent
-    dbias_BGI = torch.empty_like(dD_BGI)
     triton_backward.backward[(blocks, B, chunks)](
-        *inputs, parts_BGNI, states_BTNI, du, ddelta, dA_BGNI, dBC_KBLM, dbias_BGI,
+        *inputs, parts_BGNI, states_BTNI, grads.du, grads.ddelta, grads.dA_BGNI, dBC_KBLM, grads.dbias_BGI,
         L, *batch_strides, **token_strides,
         I=I, N=N, BLOCK_I=plan.backward_block, CHUNK=plan.chunk, STEPS=steps, num_warps=plan.backward_block // WARP,
         **p.switches(plan.backward_block, steps),
     )  # fmt: skip
-    torch.sum(dBC_KBLM, dim=0, out=dBC)
-    return dA_BGNI.sum((0, 1)), dD_BGI.sum((0, 1)), dbias_BGI.sum((0, 1))
+    torch.sum(dBC_KBLM, dim=0, out=grads.dBC)
 
 
-def _carry(parts_BSNI: Tensor, decays_BSNI: Tensor, start_BNI: Tensor | None, *, reverse: bool) -> Tensor:
+def _carry(
+    parts_BSNI: Tensor,
+    decays_BSNI: Tensor,
+    start_BNI: Tensor | None,
+    *,
+    reverse: bool,
+    end_BNI: Tensor | None = None,
+) -> Tensor:
     B, S, N, I = parts_BSNI.shape
-    end_BNI = parts_BSNI.new_empty(B, N, I)
+    if end_BNI is None:
+        end_BNI = parts_BSNI.new_empty(B, N, I)
     triton_forward.carry[(triton.cdiv(N * I, CARRY_BLOCK), B)](
         parts_BSNI, decays_BSNI, end_BNI if start_BNI is None else start_BNI, end_BNI, S, N * I,
         BLOCK=CARRY_BLOCK, REVERSE=reverse, HAS_START=start_BNI is not None, num_warps=4,
