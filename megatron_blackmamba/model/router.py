@@ -67,8 +67,8 @@ class KindRouter(_Counted):
     def forward(
         self, hidden_SBD: Tensor, padding_mask: Tensor | None = None, *, as_map: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return (weights_TE, chosen_TE), zero and False but for the chosen experts of each token, as dispatchers take
-        them; else (weights_TK, choice_TK)."""
+        """Return (weights_TE, chosen_TE), zero and False but for the chosen experts of each token, as megatron-core's
+        dispatchers take them; without `as_map` (weights_TK, choice_TK)."""
         logits_TE = self.gating(hidden_SBD).flatten(0, 1)
         chosen = self.routing(logits_TE.detach())
         if not as_map:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 
 def values_and_gradients(mixer, forward, hidden_SBD):
@@ -16,17 +17,28 @@ def values_and_gradients(mixer, forward, hidden_SBD):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_sorting_gives_what_dispatching_gives(build, training):
-    mixer = build("model.pattern=E").decoder.layers[0].mixer.train(training)
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_sorting_gives_what_dispatching_gives(build, training, top_k):
+    mixer = build("model.pattern=E", f"model.top_k={top_k}").decoder.layers[0].mixer.train(training)
     with torch.no_grad():
         mixer.router.weight.normal_(generator=torch.Generator().manual_seed(0))
     hidden_SBD = torch.randn(32, 4, 64, generator=torch.Generator().manual_seed(1))
-    sorts = values_and_gradients(mixer, mixer, hidden_SBD)
-    mixer.router.tokens_E.zero_()
-    dispatches = values_and_gradients(mixer, lambda x: MoELayer.forward(mixer, x), hidden_SBD)
-    assert mixer.sorts and sorts["counted"].sum() == 128
-    for name, value in sorts.items():
-        torch.testing.assert_close(value, dispatches[name], rtol=1e-5, atol=1e-5, msg=name)
+
+    def run(forward):
+        mixer.router.tokens_E.zero_()
+        return values_and_gradients(mixer, forward, hidden_SBD)
+
+    sorts = run(mixer)
+    assert mixer.sorts and sorts["counted"].sum() == 128 * top_k
+    through_dispatcher = run(lambda x: MoELayer.forward(mixer, x))
+    mixer.dispatches_sorted = False
+    mixer.token_dispatcher = MoEAlltoAllTokenDispatcher(
+        mixer.num_local_experts, mixer.local_expert_indices, mixer.config, mixer.experts.groups
+    )
+    as_megatron = run(lambda x: MoELayer.forward(mixer, x))
+    for name, value in as_megatron.items():
+        torch.testing.assert_close(sorts[name], value, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(through_dispatcher[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_several_experts_a_token_are_dispatched(build):
