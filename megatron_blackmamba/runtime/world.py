@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.config import ParallelConfig
-from megatron_blackmamba.runtime import device, failure, hangs, layout, patches, ports
+from megatron_blackmamba.runtime import device, failure, hangs, layout, patches, ports, process
 from megatron_blackmamba.runtime.memory import keep_freed_memory
 
 LOCAL_ADDRESSES = {"localhost", "127.0.0.1", "::1"}
@@ -130,6 +130,7 @@ def alone(parallel: ParallelConfig) -> World:
 
 
 def _start(parallel: ParallelConfig, place: Place, timeout: timedelta) -> World:
+    process.prepare_cuda()  # --nproc, torchrun and srun all come here, before CUDA's first use
     if not device.has_cuda():
         keep_freed_memory()
     patches.install()

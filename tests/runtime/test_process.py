@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import weakref
 
 from megatron_blackmamba.runtime import process
@@ -22,3 +23,16 @@ def test_garbage_is_freed_before_the_rest_is_frozen():
     finally:
         atexit.unregister(gc.unfreeze)
         gc.unfreeze()
+
+
+def test_cuda_settings_leave_given_values(monkeypatch):
+    for name in (*process.CUDA_SETTINGS, "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    process.prepare_cuda()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")  # the newer name of the same setting
+    process.prepare_cuda()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ

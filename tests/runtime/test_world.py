@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from megatron_blackmamba.runtime.ports import free_port
+from megatron_blackmamba.runtime.process import CUDA_SETTINGS
 from megatron_blackmamba.runtime.world import Place, PlaceError, find_place, set_address
 from tests.runtime.ranks import ROOT, environment, run_script
 
@@ -28,6 +29,7 @@ def test_four_ranks_follow_megatron_order(probe):
     assert [r["pp"] for r in square] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [(r["first"], r["last"]) for r in square] == [(True, False)] * 2 + [(False, True)] * 2
     assert [r["sum_of_tensor_group"] for r in square] == [1, 1, 5, 5]
+    assert [r["settings"] for r in square] == [CUDA_SETTINGS] * 4
 
 
 def test_world_restarts_with_the_same_random_numbers(probe):
@@ -65,6 +67,7 @@ def test_sruns_variables_are_enough_to_meet():
     assert [r["rank"] for r in seen] == [0, 1]
     assert [r["ep"] for r in seen] == [[0, 1], [0, 1]]
     assert [r["expert_rank"] for r in seen] == [0, 1]
+    assert [r["settings"] for r in seen] == [CUDA_SETTINGS] * 2
 
 
 def test_failing_rank_ends_all_with_one_traceback():

@@ -1,6 +1,7 @@
 """Report what ranks see when they start a world with torchrun, with Slurm's variables, or forked like torchrun."""
 
 import json
+import os
 import sys
 import time
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.config import ParallelConfig
-from megatron_blackmamba.runtime import layout, patches, seeding, world
+from megatron_blackmamba.runtime import layout, patches, process, seeding, world
 from tests.runtime.ranks import fork_ranks
 
 
@@ -24,9 +25,9 @@ def describe(us: world.World) -> dict:
         "expert_data_size",
     )
     members = {name: dist.get_process_group_ranks(getattr(us.groups, name)) for name in ("tp", "pp", "ep", "dp")}
-    return (
-        {name: getattr(us, name) for name in names} | members | {"first": us.is_first_stage, "last": us.is_last_stage}
-    )
+    settings = {name: os.environ.get(name) for name in process.CUDA_SETTINGS}
+    stage = {"first": us.is_first_stage, "last": us.is_last_stage}
+    return {name: getattr(us, name) for name in names} | members | stage | {"settings": settings}
 
 
 def four_in_a_square() -> dict:
