@@ -71,6 +71,22 @@ class Started(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kernels(Event):
+    """The kernels that this run uses on GPUs."""
+
+    in_use: Sequence[str]
+    """Op, backend, and why not a better one."""
+    problem: str = ""
+    """Why none of this project's GPU kernels can run."""
+
+    @property
+    def text(self) -> str:
+        slow = "WARNING: operations of PyTorch replace the Triton kernels, several times slower"
+        fallback = [f"{slow}: {self.problem}"] if self.problem else []
+        return "\n".join([*fallback, "kernels", *(f"  {line}" for line in self.in_use)])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
     """The run continues from a checkpoint."""
 

@@ -1,7 +1,5 @@
 """The doctor's look at what is installed: versions, and for each op the backends found here and why not the others."""
 
-import importlib
-import pkgutil
 import platform
 import shutil
 import sys
@@ -15,14 +13,13 @@ OPTIONAL = {
     "fastokens": "tokenizes many times faster",
     "triton": "fused kernels on GPUs; comes with PyTorch's CUDA builds",
     "mamba-ssm": "CUDA selective scan",
-    "causal-conv1d": "CUDA short convolution",
     "transformer-engine": "kernels.linear: te, and fused optimizers on GPUs",
     "wandb": "logging.wandb",
     "lm-eval": "evaluation of an export",
 }
 PROJECT = "megatron-blackmamba"
 REPAIR = "`make -B install` repairs the environment"
-GPU_ONLY = {"triton", "mamba-ssm", "causal-conv1d", "transformer-engine"}
+GPU_ONLY = {"triton", "mamba-ssm", "transformer-engine"}
 
 
 def interpreter() -> Iterator[Finding]:
@@ -87,21 +84,18 @@ def unmet() -> list[str]:
 
 def backends() -> Iterator[Finding]:
     """Yield one line for each backend of each op; the first available one is used."""
-    from megatron_blackmamba import ops
+    from megatron_blackmamba.ops.backends import of_this_machine
 
-    for module in pkgutil.iter_modules(ops.__path__):
-        if not module.ispkg:
-            continue
-        op = importlib.import_module(f"{ops.__name__}.{module.name}")
+    for op, names in of_this_machine().items():
         chosen = None
-        for name, why_not in op.available_backends().items():
+        for name, why_not in names.items():
             if why_not:
-                yield Finding("backends", f"{module.name}: {name}", why_not, "note")
+                yield Finding("backends", f"{op}: {name}", why_not, "note")
             else:
-                yield Finding("backends", f"{module.name}: {name}", "available" if chosen else "in use")
+                yield Finding("backends", f"{op}: {name}", "available" if chosen else "in use")
                 chosen = chosen or name
         if chosen is None:
-            yield Finding("backends", module.name, "no backend works here", "problem", REPAIR)
+            yield Finding("backends", op, "no backend works here", "problem", REPAIR)
 
 
 def _version(package: str) -> str | None:
@@ -112,4 +106,4 @@ def _version(package: str) -> str | None:
 
 
 def _with_flags(package: str) -> str:
-    return f"--no-build-isolation {package}" if package in ("mamba-ssm", "causal-conv1d") else package
+    return f"--no-build-isolation {package}" if package == "mamba-ssm" else package

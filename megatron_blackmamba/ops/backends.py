@@ -8,9 +8,16 @@ and the function that does the work, named as its package (or `scan`, `convolve`
 
 import importlib
 import os
+import pkgutil
 from functools import cache
 from types import ModuleType
 from typing import Any
+
+import torch
+
+FOR_CPUS = ("cpu", "cpp")
+SINGLE_FILES = ("cross_entropy", "experts", "gated", "rms_norm")
+"""Operations that have backends, but no package of their own."""
 
 
 def choose(package: str, names: tuple[str, ...], wanted: str, *call: object) -> ModuleType:
@@ -31,6 +38,39 @@ def available(package: str, names: tuple[str, ...]) -> dict[str, str | None]:
     return {name: why_not(package, name) for name in names}
 
 
+def of_this_machine() -> dict[str, dict[str, str | None]]:
+    """Return for each op its backends, best first, each with None or the reason why it is not used here.
+
+    With a GPU, the kernels for CPUs are left out: they take no CUDA tensors.
+    """
+    from megatron_blackmamba import ops
+
+    found = {}
+    for module in pkgutil.iter_modules(ops.__path__):
+        if module.ispkg or module.name in SINGLE_FILES:
+            names = importlib.import_module(f"{ops.__name__}.{module.name}").available_backends()
+            found[module.name] = {name: why for name, why in names.items() if not (has_gpu() and name in FOR_CPUS)}
+    return found
+
+
+def in_use() -> list[str]:
+    """Return a line for each op: the backend that "auto" chooses here, and why not a better one."""
+    lines = []
+    for op, names in of_this_machine().items():
+        better: dict[str, str] = {}
+        for name, why in names.items():
+            if why is None:
+                reasons = "".join(f"; not {other}: {reason}" for other, reason in better.items())
+                lines.append(f"{op}: {name}{reasons}")
+                break
+            better[name] = why
+    return lines
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
 def triton_of(name: str, *call: Any) -> ModuleType | None:
     """Return the module `ops.triton_<name>` if it can do the call, of which the first argument is a tensor."""
     package, module = "megatron_blackmamba.ops", f"triton_{name}"
@@ -38,6 +78,14 @@ def triton_of(name: str, *call: Any) -> ModuleType | None:
         return None
     found = _load(package, module)
     return None if found.unsupported(*call) else found
+
+
+def fused(name: str) -> dict[str, str | None]:
+    """Return the backends of an op that is one kernel of Triton or C++, else PyTorch's operations."""
+    from megatron_blackmamba.ops import library
+
+    package = "megatron_blackmamba.ops"
+    return {"triton": why_not(package, f"triton_{name}"), "cpp": library.unavailable(), "pytorch": None}
 
 
 @cache

@@ -13,6 +13,11 @@ from megatron_blackmamba.ops import backends, library
 from megatron_blackmamba.ops.arguments import require_floats
 
 
+def available_backends() -> dict[str, str | None]:
+    """Return the backends, each with None if this machine can use it, or with the reason why not."""
+    return backends.fused("cross_entropy")
+
+
 def why_not(logits: Tensor) -> str | None:
     """Return why neither kernel takes the logits; None: one does."""
     return None if backends.triton_of("cross_entropy", logits) else library.unsupported(logits)

@@ -18,6 +18,11 @@ why_not_cpp = library.unsupported
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
 
+def available_backends() -> dict[str, str | None]:
+    """Return the backends, each with None if this machine can use it, or with the reason why not."""
+    return backends.fused("gated")
+
+
 def is_fused(gate_up_TG: Tensor) -> bool:
     """Return whether one kernel does it all, so that weights of tokens cost nothing."""
     return why_not_cpp(gate_up_TG) is None or backends.triton_of("gated", gate_up_TG) is not None

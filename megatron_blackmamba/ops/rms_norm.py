@@ -15,6 +15,11 @@ from megatron_blackmamba.ops.arguments import require_floats
 ROWS_OF_A_UNIT = 64  # as in csrc/rms_norm.cpp
 
 
+def available_backends() -> dict[str, str | None]:
+    """Return the backends, each with None if this machine can use it, or with the reason why not."""
+    return backends.fused("norm")
+
+
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight, computed in fp32 (float64 if x is), in the weight's dtype."""
     require_floats("rms_norm", x=x, weight=weight_D)

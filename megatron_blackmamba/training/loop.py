@@ -24,7 +24,8 @@ from megatron_blackmamba.checkpoint.reading import saved_config
 from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic, events
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.runtime import exits, layout, process, world
+from megatron_blackmamba.ops import backends
+from megatron_blackmamba.runtime import device, exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
 from megatron_blackmamba.runtime.world import World
@@ -161,6 +162,9 @@ class Trainer:
                 self.checkpoints.load_weights(weights)
             steps, tokens = self.config.steps, self.config.tokens_per_step
             self.event(events.Started(steps=steps, tokens_per_step=tokens, weights_from=weights))
+        if device.has_cuda():
+            problem = backends.why_not("megatron_blackmamba.ops", "triton_support") or ""
+            self.event(events.Kernels(in_use=backends.in_use(), problem=problem))
         self.loggers.rewind(self.progress.step)
         self.batches = self.open_batches()
         self.shard_check.start()

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from megatron_blackmamba.formats.events import Kernels
 from megatron_blackmamba.ops import backends
 
 
@@ -46,3 +47,24 @@ def test_triton_router_says_what_it_cannot_take(monkeypatch, logits, reason):
     assert triton.unsupported(logits, None) == "the tensors are not on a CUDA device"
     monkeypatch.setattr(triton, "interpreted", lambda: True)
     assert triton.unsupported(logits, None) == reason
+
+
+def test_each_op_names_backend_in_use_and_better_ones(monkeypatch):
+    lines = dict(line.split(": ", 1) for line in backends.in_use())
+    assert {"selective_scan", "causal_conv1d", "sinkhorn", "experts", "gated", "rms_norm", "cross_entropy"} <= set(
+        lines
+    )
+    assert "not triton: " in lines["gated"]
+    monkeypatch.setattr(backends, "has_gpu", lambda: True)
+    on_gpu = dict(line.split(": ", 1) for line in backends.in_use())
+    assert on_gpu["gated"].startswith("pytorch; not triton: ")  # kernels for CPUs take no CUDA tensors
+    assert not on_gpu["selective_scan"].startswith("cpu")
+
+
+def test_older_triton_is_told_with_its_version(monkeypatch):
+    triton_support = pytest.importorskip("megatron_blackmamba.ops.triton_support")
+    monkeypatch.setattr(triton_support.triton, "__version__", "3.5.1")
+    reason = triton_support.unavailable()
+    assert reason == "needs Triton 3.6 or newer, found 3.5.1"
+    line = Kernels(in_use=["gated: pytorch; not triton: too old"], problem=reason).sentence
+    assert line.startswith("WARNING: ") and reason in line and "gated: pytorch" in line
