@@ -32,6 +32,7 @@ from typing import Any
 from benchmarks._common import table
 from benchmarks.rehearsal.record import Op
 from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.kinds import Work
 from megatron_blackmamba.plan import flops, gpus, memory, roofline
 from megatron_blackmamba.runtime import layout
 
@@ -108,7 +109,7 @@ def figures_of(step: Rehearsed, gpu: str) -> dict[str, Any]:
 
 def seconds_of(op: Op, gpu: gpus.Gpu) -> float:
     precision = "fp32" if op.dtype == "float32" and op.flops else "bf16"
-    return roofline.seconds(roofline.Work(op.moved, op.flops, op.slots, op.launches), gpu, precision)
+    return roofline.seconds(Work(op.moved, op.flops, op.slots, op.launches), gpu, precision)
 
 
 def by(ops: list[Op], key: Callable[[Op], Any]) -> dict[Any, list[Op]]:

@@ -164,6 +164,9 @@ def plan(
     gpu: Annotated[str, typer.Option(help="GPU type: h100, h200, a100, or a YAML file.")] = "h100",
     mfu: Annotated[str | None, typer.Option(help="Model FLOPs utilisation, or a run that measured it.")] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank the layouts that fit these nodes.")] = False,
+    scaling: Annotated[bool, typer.Option("--scaling", help="Add weak and strong scaling over nodes.")] = False,
+    failures: Annotated[float, typer.Option(min=0.001, help="Failures per node and month.")] = 0.1,
+    restart: Annotated[float, typer.Option(min=0, help="Minutes from a failure to the next step.")] = 10,
     check: Annotated[
         bool, typer.Option("--check", help="Only check that the run works and fits (exit code 0 or 2).")
     ] = False,
@@ -184,7 +187,13 @@ def plan(
     from megatron_blackmamba.runtime.layout import LayoutError
 
     used = None if mfu is None else measured.mfu(mfu)
-    made = estimate.make_plan(compose(configs), nodes, gpus_per_node, gpus.find(gpu), used, suggest)
+    known = gpus.find(gpu)
+    asked = (
+        None
+        if nodes is None
+        else estimate.Asked(nodes, gpus_per_node, known, used, suggest, scaling, failures, restart)
+    )
+    made = estimate.make_plan(compose(configs), asked)
     if as_json:
         print(json.dumps(estimate.as_json(made), indent=2))
     elif not check:

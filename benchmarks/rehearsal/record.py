@@ -23,6 +23,8 @@ SMALL = 4096
 """Numbers up to which fp64 is bookkeeping, and a tensor of integers may have known values."""
 ISSUED = {"forward": 10, "segment_ends": 10, "chunk_parts": 12, "backward": 25}
 """Issue slots a state and token of the scan's kernels (docs/performance.md)."""
+OVERWRITE = ("loss_backward",)
+"""Triton kernels that read their first tensor and write it."""
 OURS = ("/megatron_blackmamba/", "/megatron/core/")
 ALLOCATION = 512
 """Bytes to which PyTorch's allocator rounds up."""
@@ -132,7 +134,8 @@ class Log:
         if not self.on:
             return
         states = constants.get("N", 0) * tensors[0].numel() if tensors else 0
-        self.add(f"triton {kernel}", tensors, total(tensors), slots=ISSUED.get(kernel, 0) * states)
+        moved = total(tensors) + (size_of(tensors[0]) if kernel in OVERWRITE else 0)
+        self.add(f"triton {kernel}", tensors, moved, slots=ISSUED.get(kernel, 0) * states)
         signature = (*(str(t.dtype)[6:] for t in tensors), *(f"{k}={v}" for k, v in sorted(constants.items())))
         self.launches[Launch(kernel, grid, signature)] += 1
 
@@ -314,6 +317,8 @@ class Recorder(TorchDispatchMode):
             LOG.add(name, ins, 0, launches=0, sent=total(ins[-1:]))
             return
         flops, launches, moved = 0.0, COMPOSED.get(name, 1), total(ins) + total(outs)
+        if "out" in kwargs:
+            moved = total(ins)
         if name in PRODUCTS:
             a, b = args[-2:] if name == "addmm" else args[:2]
             flops = 2.0 * a.numel() * b.shape[-1]
@@ -326,6 +331,6 @@ class Recorder(TorchDispatchMode):
         elif name.startswith(("_foreach", "_fused_adam")):
             moved = total(ins) + (3 if "adam" in name else "_foreach_norm" not in name) * total(args[0])
             launches = -(-len(args[0]) // FOREACH_TENSORS)
-        elif func._schema.is_mutable:
+        elif func._schema.is_mutable and "out" not in kwargs:
             moved = total(ins) + size_of(args[0])
         LOG.add(name, outs or ins, moved, flops=flops, launches=launches)

@@ -6,7 +6,7 @@ A file in this package that defines a LayerKind is found by itself; `register` a
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Sizes, Stack
+from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Sizes, Stack, Work
 from megatron_blackmamba.registry import Cannot, Registry
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "LayerKind",
     "Sizes",
     "Stack",
+    "Work",
     "all_kinds",
     "can_cut",
     "described",

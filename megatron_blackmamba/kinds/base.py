@@ -65,6 +65,25 @@ class Sizes:
         return self.whole * self.model.hidden_size * self.width
 
 
+@dataclass(frozen=True)
+class Work:
+    """The load that one or several operations put on a GPU."""
+
+    moved: float = 0.0
+    """Bytes read and written."""
+    flops: float = 0.0
+    """FLOPs of matrix products."""
+    slots: float = 0.0
+    """Issue slots of single threads, where a kernel is bound by instructions."""
+    launches: float = 0.0
+
+
+WRITTEN_AND_READ, READ_WITH_GRADIENTS = 1.4, 2.4
+"""Bytes that the elementwise kernels of a layer move per byte that it keeps, forward and backward."""
+SMALL_KERNELS = (10, 25)
+"""Launches forward and backward that last as long as a launch, in a layer of a few modules."""
+
+
 class Runner(Protocol):
     """The parts of a decoder that its layers use."""
 
@@ -202,6 +221,18 @@ class LayerKind(Kind, ABC):
 
         passes: forward, backward, and the forward that recomputation repeats.
         """
+
+    def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
+        """Return the operations of the mixer in a micro-batch on a GPU, forward and backward, for the plan's time.
+
+        This default counts the products, and elementwise kernels that move a multiple of what the layer keeps.
+        """
+        products = sum(self.flops(at.model, at.sequence).values()) * at.here
+        kept, (forward, backward) = self.kept(at), SMALL_KERNELS
+        return (
+            [Work(flops=products), Work(moved=WRITTEN_AND_READ * kept), Work(launches=forward)],
+            [Work(flops=2 * products), Work(moved=READ_WITH_GRADIENTS * kept), Work(launches=backward)],
+        )
 
     def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
         """Return the paper's own FLOPs of the layer per token, as printed and repaired; None: it has no formula."""

@@ -14,7 +14,18 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba import routers
-from megatron_blackmamba.kinds.base import FP32, INT64, Cannot, Decoding, Division, LayerKind, Runner, Sizes, Stack
+from megatron_blackmamba.kinds.base import (
+    FP32,
+    INT64,
+    Cannot,
+    Decoding,
+    Division,
+    LayerKind,
+    Runner,
+    Sizes,
+    Stack,
+    Work,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +33,10 @@ if TYPE_CHECKING:
 
     from megatron_blackmamba.config import ModelConfig
     from megatron_blackmamba.ops.decoding import Step
+
+
+SMALL_KERNELS = (30, 20)
+"""Launches forward and backward that last as long as a launch."""
 
 
 class Experts(LayerKind):
@@ -123,6 +138,24 @@ class Experts(LayerKind):
         for axis, volume in routers.kind_of(at.model.router.kind).traffic(at, passes).items():
             moved[axis] += volume
         return moved
+
+    def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
+        """Count router, sorting of the tokens, products and gate as the kernels for GPUs do them."""
+        D, _, hidden = _sizes(at.model)
+        F = hidden // at.expert_tensor
+        stream, sorted_tokens = at.width * D * at.here, at.width * D * at.here * at.model.top_k
+        rows = at.width * at.routed
+        router = Work(stream, routers.kind_of(at.model.router.kind).flops(at.model) * at.here)
+        products = [Work(rows * (D + 2 * F), 4 * D * F * at.routed), Work(rows * (F + D), 2 * D * F * at.routed)]
+        shared = []
+        if size := at.model.shared_expert_hidden_size:
+            width = at.width * at.whole * size // at.tensor
+            shared = [Work(3 * width, 6 * D * size * at.here)]
+        forward = [router, *products, *shared, Work(3 * F * rows), Work(2 * sorted_tokens), Work(2 * sorted_tokens)]
+        backward = [router, router, *products, *products, *shared, *shared, Work(5 * F * rows)]
+        backward += [Work(2 * sorted_tokens), Work(2 * sorted_tokens), Work(3 * stream)]
+        small = [Work(launches=kernels) for kernels in SMALL_KERNELS]
+        return [*forward, small[0]], [*backward, small[1]]
 
     def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
         if model.top_k > 1 or model.shared_expert_hidden_size:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import FP32, Decoding, Division, LayerKind, Runner, Sizes
+from megatron_blackmamba.kinds.base import FP32, SMALL_KERNELS, Decoding, Division, LayerKind, Runner, Sizes, Work
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 SCAN_CHUNK = {"cpu": 16, "cuda": 64}
 """Tokens between the states that the scan keeps."""
+FORWARD_SLOTS, BACKWARD_SLOTS = 10, (12, 25)
+"""Issue slots per state and token of the scan's kernels on GPUs (docs/performance.md)."""
+FULL = 16_896
+"""Sequences times channels below which the scan runs in segments, which takes a second pass forward."""
+BACKWARD_STEPS, BACKWARD_BLOCK = 4, 32
+"""Tokens between the states that the scan's backward pass writes, and channels that share partial sums."""
 
 
 class Mamba(LayerKind):
@@ -107,6 +113,33 @@ class Mamba(LayerKind):
         I, sequences = inner // at.tensor, at.whole * at.context // at.sequence
         width = max(at.width, FP32)
         return at.context * sequences * I * (passes * (at.width * (K - 1) + width * N) + (passes - 1) * width * N)
+
+    def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
+        """Count projections, convolution and scan as the Triton kernels do them; `one` is a number for each channel."""
+        D, inner, N, _, R = _sizes(at.model)
+        cells = at.whole * inner // at.tensor
+        one, states = at.width * cells, FP32 * N * cells
+        rows = at.width * at.whole
+        projections = [
+            Work(rows * D + 2 * one, 4 * D * cells),
+            Work(rows * (R + 2 * N) + one, 2 * (R + 2 * N) * cells),
+            Work(rows * R + one, 2 * R * cells),
+            Work(rows * D + one, 2 * D * cells),
+        ]
+        forward = [Work(2 * one), Work(4 * one + states / SCAN_CHUNK["cuda"], slots=FORWARD_SLOTS * N * cells)]
+        if at.whole * at.context // at.sequence * inner // at.tensor < FULL:
+            forward.append(Work(2 * one, slots=FORWARD_SLOTS * N * cells))
+        scratch, sums = states / BACKWARD_STEPS, 2 * states / BACKWARD_BLOCK
+        first, second = BACKWARD_SLOTS
+        backward = [
+            Work(5 * one + scratch + 3 * states / SCAN_CHUNK["cuda"], slots=first * N * cells),
+            Work(6 * one + scratch + sums, slots=second * N * cells),
+            Work(sums),
+            Work(3 * one),  # the convolution
+            Work(3 * one + 4 * one),  # the two gradients of x are added, then x and z are concatenated
+        ]
+        small = [Work(launches=kernels) for kernels in SMALL_KERNELS]
+        return [*projections, *forward, small[0]], [*projections, *projections, *backward, small[1]]
 
     def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
         D, I, N, K, R = _sizes(model)

@@ -16,7 +16,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.launch.job import EVALUATE_JOB, JobRequest, LaunchError, render, render_evaluation
 from megatron_blackmamba.launch.snapshot import take_snapshot
 from megatron_blackmamba.plan import gpus
-from megatron_blackmamba.plan.estimate import make_plan
+from megatron_blackmamba.plan.estimate import Asked, make_plan
 from megatron_blackmamba.plan.table import refusal
 
 GPU_FILE = "gpu.yaml"
@@ -49,7 +49,7 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     run = RunFolder(Path(config.folder).resolve() / config.name)
     if run.done.exists():
         raise LaunchError(f"{run.root} is complete: Use another run name (name=...)")
-    plan = make_plan(config, request.nodes, request.tasks_per_node, gpus.find(request.gpu))
+    plan = make_plan(config, Asked(request.nodes, request.tasks_per_node, gpus.find(request.gpu)))
     trouble = plan.placed and refusal(plan.placed)
     if trouble:
         raise LaunchError(trouble)

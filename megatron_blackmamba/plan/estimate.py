@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.plan import flops, layouts, memory, parameters, traffic
+from megatron_blackmamba.plan import flops, layouts, memory, parameters, scaling, times, traffic
+from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES, Goodput, goodput
 from megatron_blackmamba.plan.gpus import Gpu
-from megatron_blackmamba.plan.layouts import Candidate
+from megatron_blackmamba.plan.layouts import Candidate, Cluster
 from megatron_blackmamba.plan.memory import Memory
 from megatron_blackmamba.plan.parameters import Parameters
+from megatron_blackmamba.plan.times import StepTime
 from megatron_blackmamba.plan.traffic import Flow
 from megatron_blackmamba.runtime import layout
-
-ASSUMED_MFU = 0.2
-"""Where no measured figure is given."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,27 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """The nodes to plan for, and what to say about them."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu
+    mfu: float | None = None
+    """As measured; None: the time at best is calculated."""
+    suggest: bool = False
+    scaling: bool = False
+    failures: float = FAILURES
+    restart_minutes: float = RESTART_MINUTES
+
+
+@dataclass(frozen=True)
 class Placed:
     """The run on given nodes."""
 
     nodes: int
     gpus_per_node: int
     gpu: Gpu
-    mfu: float
-    mfu_is_assumed: bool
     refused: tuple[str, ...]
     """Why the layout is refused; none: it works."""
     advice: str
@@ -45,8 +57,16 @@ class Placed:
     fullest_rank: int = 0
     activations_by_recompute: dict[str, int] | None = None
     flows: dict[str, Flow] | None = None
+    time: StepTime | None = None
+    """At best, calculated."""
+    mfu: float = 0.0
+    mfu_is_calculated: bool = True
+    """From the time at best, because none was given."""
     seconds_per_step: float = 0.0
+    goodput: Goodput | None = None
     suggestions: tuple[Candidate, ...] = ()
+    strong_scaling: tuple[scaling.Row, ...] = ()
+    weak_scaling: tuple[scaling.Row, ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -70,31 +90,22 @@ class Plan:
     placed: Placed | None
 
 
-def make_plan(
-    config: RunConfig,
-    nodes: int | None = None,
-    gpus_per_node: int = 8,
-    gpu: Gpu | None = None,
-    mfu: float | None = None,
-    suggest: bool = False,
-) -> Plan:
-    """Estimate everything that is known about a run before it starts; `nodes` requires `gpu`."""
+def make_plan(config: RunConfig, asked: Asked | None = None) -> Plan:
+    """Return everything that is known about a run before it starts; memory, traffic and time only for given nodes."""
     sources, missing, refused = _sources(config)
-    placed = None
-    if nodes is not None and gpu is not None:
-        placed = _place(config, nodes, gpus_per_node, gpu, mfu, suggest)
+    placed = None if asked is None else _place(config, asked)
     return Plan(config, parameters.count(config), sources, missing, refused, placed)
 
 
-def _place(config: RunConfig, nodes: int, gpus_per_node: int, gpu: Gpu, mfu: float | None, suggest: bool) -> Placed:
-    world_size = nodes * gpus_per_node
+def _place(config: RunConfig, asked: Asked) -> Placed:
+    gpu, gpus_per_node = asked.gpu, asked.gpus_per_node
+    cluster = Cluster(asked.nodes * gpus_per_node, gpus_per_node, gpu)
+    world_size = cluster.world_size
     refused = tuple(layout.problems(config, world_size))
     common: dict[str, Any] = {
-        "nodes": nodes,
+        "nodes": asked.nodes,
         "gpus_per_node": gpus_per_node,
         "gpu": gpu,
-        "mfu": mfu or ASSUMED_MFU,
-        "mfu_is_assumed": mfu is None,
         "refused": refused,
         "advice": layout.advice(config, world_size) if refused else "",
         "fitting_nodes": tuple(
@@ -104,16 +115,21 @@ def _place(config: RunConfig, nodes: int, gpus_per_node: int, gpu: Gpu, mfu: flo
             )
         ),
     }
-    if suggest:
-        common["suggestions"] = tuple(layouts.suggest(config, world_size, gpus_per_node, gpu, mfu or ASSUMED_MFU))
+    if asked.suggest:
+        common["suggestions"] = tuple(layouts.suggest(config, cluster))
     if refused:
         return Placed(**common)
     full, rank = memory.fullest(config, world_size)
-    moved = traffic.flows(
-        config, world_size, gpus_per_node, gpu, memory.State(full.weights, full.gradients, full.optimizer)
-    )
+    state = memory.State(full.weights, full.gradients, full.optimizer)
+    moved = traffic.flows(config, world_size, gpus_per_node, gpu, state)
     stage = rank * config.parallel.pipeline // world_size
     waiting = memory.in_flight(config, world_size, stage)
+    best = times.of_step(config, world_size, gpu, moved, state)
+    mfu = asked.mfu or best.mfu(config, world_size, gpu)
+    seconds = seconds_per_step(config, world_size, gpu, mfu)
+    if asked.scaling:
+        common["strong_scaling"] = tuple(scaling.strong(config, common["fitting_nodes"], gpus_per_node, gpu))
+        common["weak_scaling"] = tuple(scaling.weak(config, asked.nodes, gpus_per_node, gpu))
     return Placed(
         **common,
         memory=full,
@@ -122,7 +138,11 @@ def _place(config: RunConfig, nodes: int, gpus_per_node: int, gpu: Gpu, mfu: flo
             how: waiting * memory.kept(config, stage, how, "cuda") for how in ("none", "experts", "layers")
         },
         flows=moved,
-        seconds_per_step=seconds_per_step(config, world_size, gpu, mfu or ASSUMED_MFU),
+        time=best,
+        mfu=mfu,
+        mfu_is_calculated=asked.mfu is None,
+        seconds_per_step=seconds,
+        goodput=goodput(seconds, config.checkpoint.every, asked.nodes, asked.failures, asked.restart_minutes),
     )
 
 
@@ -212,6 +232,7 @@ def _placed_as_json(placed: Placed, config: RunConfig) -> dict[str, Any]:
     }
     if placed.memory is None or placed.flows is None or placed.activations_by_recompute is None:
         return answer
+    assert placed.time and placed.goodput
     answer["memory_per_gpu_gib"] = placed.memory.in_gib() | {
         "available": placed.gpu.memory_gib,
         "fullest_rank": placed.fullest_rank,
@@ -221,12 +242,20 @@ def _placed_as_json(placed: Placed, config: RunConfig) -> dict[str, Any]:
     }
     seconds = placed.seconds_per_step * config.steps
     answer["traffic_per_gpu_per_step"] = {axis: asdict(flow) for axis, flow in placed.flows.items()}
+    lost = placed.goodput
     answer["time"] = {
         "mfu": placed.mfu,
-        "mfu_is_assumed": placed.mfu_is_assumed,
+        "mfu_is_calculated": placed.mfu_is_calculated,
         "seconds_per_step": placed.seconds_per_step,
+        "seconds_per_step_at_best": asdict(placed.time) | {"total": placed.time.total},
         "tokens_per_second": config.tokens_per_step / placed.seconds_per_step,
         "days": seconds / 86400,
         "gpu_hours": seconds / 3600 * placed.gpus,
+        "goodput": asdict(lost) | {"share": lost.share, "days_with_failures": seconds / lost.share / 86400},
     }
+    if placed.strong_scaling:
+        answer["scaling"] = {
+            "strong": [asdict(row) for row in placed.strong_scaling],
+            "weak": [asdict(row) for row in placed.weak_scaling],
+        }
     return answer

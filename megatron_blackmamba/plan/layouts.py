@@ -1,11 +1,16 @@
-"""Layouts of a given number of GPUs, ranked: those that work and fit, the fastest by this estimate first."""
+"""Layouts of a given number of GPUs, ranked: those that work and fit, the fastest by this estimate first.
 
-from dataclasses import dataclass
+Each layout takes the micro-batch and the recomputation that make it fastest within the GPU's memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.plan import flops, memory, traffic
+from megatron_blackmamba.plan import memory, times, traffic
 from megatron_blackmamba.plan.gpus import Gpu
+from megatron_blackmamba.plan.times import StepTime
 from megatron_blackmamba.runtime import layout
 from megatron_blackmamba.runtime.layout import Layout
 
@@ -14,13 +19,16 @@ RECOMPUTE = ("none", "experts", "layers")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run, what it takes and how fast it might be."""
+    """One way to run, its memory and its time at best."""
 
     layout: Layout
     recompute: str
     memory_gib: float
-    seconds_per_step: float
-    """Computing at the MFU, the pipeline's idle ends, and traffic at link speed; gradients hide behind computing."""
+    time: StepTime
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self.time.total
 
     def overrides(self, config: RunConfig) -> str:
         """Return the command-line overrides for this layout."""
@@ -36,63 +44,74 @@ class Candidate:
             "recompute": self.recompute,
             "memory_gib": round(self.memory_gib, 3),
             "seconds_per_step": self.seconds_per_step,
+            "why": self.time.described(),
         }
 
 
-def suggest(
-    config: RunConfig, world_size: int, gpus_per_node: int, gpu: Gpu, mfu: float, count: int = 5
-) -> list[Candidate]:
-    """Return the best `count` layouts that fit, each with as little recomputation as possible.
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs to lay a run over."""
 
-    Memory is looked at in the order of a bound that needs no model, until no layout left can be faster.
+    world_size: int
+    gpus_per_node: int
+    gpu: Gpu
+
+    @property
+    def memory(self) -> float:
+        """Bytes of one GPU."""
+        return self.gpu.memory_gib * memory.GIB
+
+
+def suggest(config: RunConfig, cluster: Cluster, count: int = 5) -> list[Candidate]:
+    """Return the best `count` layouts that fit, each with its fastest micro-batch and recomputation.
+
+    A layout's real model is built only until no layout left can be faster, by a bound that needs no model.
     """
-
-    def bound(found: Layout) -> float:
-        plain = with_layout(config, found, "none")
-        moved = traffic.flows(plain, world_size, gpus_per_node, gpu)
-        return _seconds(plain, world_size, gpu, mfu, moved)
-
-    bounds = [
-        (bound(found), number, found)
-        for number, found in enumerate(layout.working_layouts(config, world_size))
-        if found.parallel.tensor <= gpus_per_node
-    ]
+    bounds = []
+    for number, found in enumerate(layout.working_layouts(config, cluster.world_size)):
+        if found.parallel.tensor <= cluster.gpus_per_node:
+            sized = list(_sized(config, found, cluster.world_size))
+            fastest = min(time_of(with_layout(config, one, "none"), cluster, None).total for one in sized)
+            bounds.append((fastest, number, sized))
     best: list[Candidate] = []
-    for fastest_possible, _, found in sorted(bounds):
+    for fastest_possible, _, sized in sorted(bounds, key=lambda bound: bound[:2]):
         if len(best) == count and fastest_possible >= best[-1].seconds_per_step:
             break
-        candidate = _least_recomputing(config, found, world_size, gpus_per_node, gpu, mfu)
-        if candidate is not None:
-            best = sorted([*best, candidate], key=lambda c: (c.seconds_per_step, c.memory_gib))[:count]
+        fitting = [candidate for one in sized if (candidate := _least_recomputing(config, one, cluster))]
+        best = sorted([*best, *sorted(fitting, key=_order)[:1]], key=_order)[:count]
     return best
+
+
+def _order(candidate: Candidate) -> tuple[float, float]:
+    return candidate.seconds_per_step, candidate.memory_gib
+
+
+def _sized(config: RunConfig, found: Layout, world_size: int) -> Iterator[Layout]:
+    """Return the layout with each micro-batch that divides a rank's sequences."""
+    share = config.training.global_batch // layout.data_parallel_size(found.parallel, world_size)
+    return (replace(found, micro_batch=size) for size in range(1, share + 1) if share % size == 0)
+
+
+def _least_recomputing(config: RunConfig, found: Layout, cluster: Cluster) -> Candidate | None:
+    """Return the layout with as little recomputation as it needs to fit; None: it does not fit."""
+    for recompute in RECOMPUTE:
+        changed = with_layout(config, found, recompute)
+        if memory.beside_state(changed, cluster.world_size) > cluster.memory:
+            continue
+        full, _ = memory.fullest(changed, cluster.world_size)
+        if full.total <= cluster.memory:
+            state = memory.State(full.weights, full.gradients, full.optimizer)
+            return Candidate(found, recompute, full.total / memory.GIB, time_of(changed, cluster, state))
+    return None
+
+
+def time_of(config: RunConfig, cluster: Cluster, state: memory.State | None) -> StepTime:
+    """Return the time of a step; without the state, a lower bound that needs no model."""
+    moved = traffic.flows(config, cluster.world_size, cluster.gpus_per_node, cluster.gpu, state)
+    return times.of_step(config, cluster.world_size, cluster.gpu, moved, state)
 
 
 def with_layout(config: RunConfig, found: Layout, recompute: str) -> RunConfig:
     """Return the run config with this layout."""
     training = config.training.model_copy(update={"micro_batch": found.micro_batch, "recompute": recompute})
     return config.model_copy(update={"parallel": found.parallel, "training": training})
-
-
-def _least_recomputing(
-    config: RunConfig, found: Layout, world_size: int, gpus_per_node: int, gpu: Gpu, mfu: float
-) -> Candidate | None:
-    for recompute in RECOMPUTE:
-        changed = with_layout(config, found, recompute)
-        if memory.beside_state(changed, world_size) > gpu.memory_gib * memory.GIB:
-            continue
-        full, _ = memory.fullest(changed, world_size)
-        if full.total <= gpu.memory_gib * memory.GIB:
-            state = memory.State(full.weights, full.gradients, full.optimizer)
-            moved = traffic.flows(changed, world_size, gpus_per_node, gpu, state)
-            seconds = _seconds(changed, world_size, gpu, mfu, moved)
-            return Candidate(found, recompute, full.total / memory.GIB, seconds)
-    return None
-
-
-def _seconds(config: RunConfig, world_size: int, gpu: Gpu, mfu: float, moved: dict[str, traffic.Flow]) -> float:
-    work = flops.training(config.model, config.data.sequence_length) + flops.recomputed(config)
-    computing = config.tokens_per_step * work / (world_size * gpu.peak(config.training.precision) * mfu)
-    idle = (config.parallel.pipeline - 1) / layout.micro_batches(config, world_size)
-    hidden = moved["data"].seconds if "data" in moved else 0.0
-    waiting = sum(flow.seconds for axis, flow in moved.items() if axis != "data")
-    return computing * (1 + idle) + waiting + (max(0.0, hidden - computing) if config.training.overlap else hidden)

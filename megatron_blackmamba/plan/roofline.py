@@ -1,38 +1,17 @@
 """The time that operations take on a GPU at best: the largest of its bytes, arithmetic, instructions and launches.
 
 Calculated, not measured: products run at a share of their peak, bytes at the speed that kernels reach, and the host
-never holds the GPU up. `benchmarks.rehearse` applies it to every operation of a rehearsed step.
+never holds the GPU up. `benchmarks.rehearse` applies it to every operation of a rehearsed step, and `times.py` to the
+operations that layer kinds declare.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from megatron_blackmamba.kinds import Work
 from megatron_blackmamba.plan.gpus import Gpu
 
 LAUNCH_SECONDS = 2.5e-6
 """The smallest kernel, with the gap to the next."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """The load that one or several operations put on a GPU."""
-
-    moved: float = 0.0
-    """Bytes read and written."""
-    flops: float = 0.0
-    """FLOPs of matrix products."""
-    slots: float = 0.0
-    """Issue slots of single threads, where a kernel is bound by instructions."""
-    launches: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.moved + other.moved,
-            self.flops + other.flops,
-            self.slots + other.slots,
-            self.launches + other.launches,
-        )
 
 
 def seconds(work: Work, gpu: Gpu, precision: str = "bf16") -> float:

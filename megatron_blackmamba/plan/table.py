@@ -6,6 +6,7 @@ from rich.table import Table
 from megatron_blackmamba.plan import flops
 from megatron_blackmamba.plan.estimate import Placed, Plan
 from megatron_blackmamba.plan.memory import GIB
+from megatron_blackmamba.plan.scaling import Row
 from megatron_blackmamba.runtime import layout
 
 
@@ -109,7 +110,10 @@ def _show_placed(plan: Plan, placed: Placed, console: Console) -> None:
     nodes = ", ".join(map(str, placed.fitting_nodes)) or "none near"
     console.print(f"Nodes on which this layout works: {nodes}", highlight=False)
     if placed.memory:
-        console.print(_memory(placed), _traffic(placed), _time(plan, placed))
+        console.print(_memory(placed), _traffic(placed), _parts(placed), _time(plan, placed))
+    if placed.strong_scaling:
+        console.print(_scaling("Strong scaling: the same batch", placed.strong_scaling))
+        console.print(_scaling("Weak scaling: the batch grows with the nodes", placed.weak_scaling))
     if placed.suggestions:
         console.print(_suggestions(plan, placed))
 
@@ -135,22 +139,50 @@ def _traffic(placed: Placed) -> Table:
     return table
 
 
+def _parts(placed: Placed) -> Table:
+    assert placed.time
+    table = _grid("\nA step at best (calculated)", "\nms")
+    time = placed.time
+    parts = {"computing": time.computing, "idle pipeline stages": time.idle, "update": time.update}
+    parts |= {f"waiting for the {axis.replace('_', ' ')} exchange": seconds for axis, seconds in time.waiting.items()}
+    for name, seconds in parts.items():
+        if seconds:
+            table.add_row(name, f"{1e3 * seconds:.1f}")
+    return table
+
+
 def _time(plan: Plan, placed: Placed) -> Table:
-    config = plan.config
+    assert placed.goodput
+    config, lost = plan.config, placed.goodput
     days = placed.seconds_per_step * config.steps / 86400
-    how = "assumed: give yours with --mfu" if placed.mfu_is_assumed else "given"
+    how = "at best, calculated: a run is slower, give its own with --mfu" if placed.mfu_is_calculated else "given"
     table = _grid(f"\nTime at {placed.mfu:.1%} MFU ({how})", "")
-    table.add_row("a step", f"{placed.seconds_per_step:.2f} s")
+    table.add_row("a step", f"{placed.seconds_per_step:.3f} s")
     table.add_row("tokens a second", f"{config.tokens_per_step / placed.seconds_per_step:,.0f}")
     table.add_row("the run", f"{days:.1f} days")
     table.add_row("GPU-hours", f"{days * 24 * placed.gpus:,.0f}")
+    table.add_row(
+        f"one failure every (at {lost.failures:g} per node and month)",
+        f"{lost.seconds_between_failures / 86400:.1f} days",
+    )
+    table.add_row("lost per failure, with the restart", f"{lost.lost_per_failure / 60:.0f} min")
+    table.add_row("goodput", f"{lost.share:.2%}")
+    table.add_row("the run with failures", f"{days / lost.share:.1f} days")
+    return table
+
+
+def _scaling(title: str, rows: tuple[Row, ...]) -> Table:
+    table = _grid(f"\n{title}", "\nsequences", "\ns a step at best", "\ntokens a second", "\nefficiency")
+    for row in rows:
+        nodes = f"{row.nodes} node{'s' if row.nodes > 1 else ''}"
+        speed, efficiency = f"{row.tokens_per_second:,.0f}", f"{row.efficiency:.1%}"
+        table.add_row(nodes, f"{row.global_batch:,}", f"{row.seconds_per_step:.3f}", speed, efficiency)
     return table
 
 
 def _suggestions(plan: Plan, placed: Placed) -> Table:
-    table = _grid("\nLayouts that fit, fastest by this estimate first", "\nGiB", "\ns a step")
+    table = _grid("\nLayouts that fit, fastest at best first", "\nGiB", "\ns a step", "\nwhy")
     for candidate in placed.suggestions:
-        table.add_row(
-            candidate.overrides(plan.config), f"{candidate.memory_gib:.1f}", f"{candidate.seconds_per_step:.2f}"
-        )
+        memory, seconds = f"{candidate.memory_gib:.1f}", f"{candidate.seconds_per_step:.3f}"
+        table.add_row(candidate.overrides(plan.config), memory, seconds, candidate.time.described())
     return table

@@ -13,6 +13,9 @@ from megatron_blackmamba.plan.gpus import Gpu
 from megatron_blackmamba.plan.memory import State
 from megatron_blackmamba.runtime import layout
 
+CALLS_A_PASS = 2
+"""Collectives of a layer in a forward or backward pass, about: one before its computing and one after."""
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -24,7 +27,9 @@ class Flow:
     """nvlink if all groups are inside a node, else network."""
     ranks: int
     seconds: float
-    """At the link's full speed."""
+    """At the links' full speed."""
+    calls: float = 0.0
+    """Collectives that a GPU takes part in, one after the other."""
 
 
 def flows(
@@ -34,7 +39,7 @@ def flows(
     p = config.parallel
     data = layout.data_parallel_size(p, world_size)
     expert_data = world_size // (p.pipeline * p.expert * p.expert_tensor)
-    layers = _layers(config, world_size)
+    layers, calls = _layers(config, world_size)
     sent = {
         "tensor": (layers["tensor"], 1, p.tensor),
         "expert": (layers["expert"], p.expert_tensor, p.expert),
@@ -43,13 +48,29 @@ def flows(
         "pipeline": (_pipeline(config, world_size), world_size // p.pipeline, p.pipeline),
         "data": (_data(config, state, data * p.context, expert_data) if state else 0.0, p.tensor, data * p.context),
     }
+    calls["pipeline"] = 2 * layout.micro_batches(config, world_size)
     result = {}
     for axis, (volume, stride, ranks) in sent.items():
         if ranks > 1 and volume:
             inside = _inside_nodes(stride, ranks, world_size, gpus_per_node)
-            speed = 1e9 * (gpu.nvlink_gb_s if inside else gpu.network_gb_s)
-            result[axis] = Flow(volume / 1e9, "nvlink" if inside else "network", ranks, volume / speed)
+            here = ranks if inside else max(1, min(ranks, gpus_per_node // stride))
+            seconds = _seconds(axis, volume, ranks, here, gpu)
+            result[axis] = Flow(volume / 1e9, "nvlink" if inside else "network", ranks, seconds, calls.get(axis, 0.0))
     return result
+
+
+def _seconds(axis: str, volume: float, ranks: int, here: int, gpu: Gpu) -> float:
+    """Return the time of what one GPU sends, when `here` of the group's ranks share its node.
+
+    Each GPU of a node has its own share of the network. A ring crosses between nodes once per node, so the GPUs of a
+    group carry it together. In an all-to-all, a GPU sends to all others itself, over both links at once.
+    """
+    nvlink, network = volume / (1e9 * gpu.nvlink_gb_s), volume / (1e9 * gpu.network_gb_s)
+    if here == ranks:
+        return nvlink
+    if axis == "expert":
+        return max(network * (ranks - here) / (ranks - 1), nvlink * (here - 1) / (ranks - 1))
+    return network if axis == "pipeline" else max(network / here, nvlink)
 
 
 def _inside_nodes(stride: int, ranks: int, world_size: int, gpus_per_node: int) -> bool:
@@ -66,17 +87,22 @@ def _part(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _layers(config: RunConfig, world_size: int) -> dict[str, float]:
-    """Return what the layers of a stage, and the head, send in a step."""
+def _layers(config: RunConfig, world_size: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what the layers of a stage, and the head, send in a step, and in how many collectives."""
     p, sizes = config.parallel, sizes_of(config, "cuda")
     moved = {"tensor": 3.0 * sizes.stream, "expert": 0.0, "expert_tensor": 0.0, "context": 0.0}
+    calls = {"tensor": 3.0, "expert": 0.0, "expert_tensor": 0.0, "context": 0.0}
     # The head gathers its input; the embedding of the first stage moves less.
     for kind in layers_of(config.model.pattern):
         passes = 3 if config.training.recompute in kind.recompute else 2
         for axis, volume in kind.traffic(sizes, passes).items():
             moved[axis] += volume / p.pipeline
+            calls[axis] += CALLS_A_PASS * passes * bool(volume) / p.pipeline
     batches = layout.micro_batches(config, world_size)
-    return {axis: _part(getattr(p, axis)) * volume * batches for axis, volume in moved.items()}
+    return (
+        {axis: _part(getattr(p, axis)) * volume * batches for axis, volume in moved.items()},
+        {axis: number * batches for axis, number in calls.items()},
+    )
 
 
 def _pipeline(config: RunConfig, world_size: int) -> float:

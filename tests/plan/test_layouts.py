@@ -1,18 +1,17 @@
 """The text of a suggested layout, and the estimated time by which layouts are ranked."""
 
-import pytest
-
 from megatron_blackmamba.config import load
-from megatron_blackmamba.plan import estimate, flops, gpus, layouts
+from megatron_blackmamba.plan import estimate, gpus, layouts, memory
 from megatron_blackmamba.plan.layouts import Candidate
-from megatron_blackmamba.plan.traffic import Flow
+from megatron_blackmamba.plan.times import StepTime
 from megatron_blackmamba.runtime.layout import Layout
 
 H100 = gpus.KNOWN["h100"]
+TIME = StepTime(computing=0.25, idle=0.0, update=0.125, waiting={"expert": 0.125})
 
 
 def candidate(config, recompute="none"):
-    return Candidate(Layout(config.parallel, config.training.micro_batch), recompute, 1.23456, 0.5)
+    return Candidate(Layout(config.parallel, config.training.micro_batch), recompute, 1.23456, TIME)
 
 
 def test_overrides_name_only_what_changes():
@@ -34,23 +33,37 @@ def test_json_has_layout_memory_and_time():
         "recompute": "layers",
         "memory_gib": 1.235,
         "seconds_per_step": 0.5,
+        "why": "computing 250 ms, update 125 ms, expert exchange 125 ms",
     }
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_time_adds_idle_stages_and_exposed_traffic(overlap):
-    pipeline = ["parallel.pipeline=2", "training.micro_batch=1", f"training.overlap={str(overlap).lower()}"]
-    config = load("blackmamba_1.5b", [*pipeline, "training.recompute=layers"])
-    work = flops.training(config.model, 2048) + flops.recomputed(config)
-    computing = config.tokens_per_step * work / (16 * 989e12 * 0.5)
-    stages = computing * (1 + 1 / 126)  # 8 data-parallel groups of 126 micro-batches; one waits at each end
-    seconds = lambda flows: layouts._seconds(config, 16, H100, 0.5, flows)
-    flow = lambda seconds: Flow(1.0, "nvlink", 2, seconds)
-    assert flops.recomputed(config) > 0
-    assert seconds({}) == pytest.approx(stages)
-    assert seconds({"tensor": flow(2.0), "expert": flow(3.0)}) == pytest.approx(stages + 5)
-    assert seconds({"data": flow(computing / 2)}) == pytest.approx(stages + (0 if overlap else computing / 2))
-    assert seconds({"data": flow(3 * computing)}) == pytest.approx(stages + (2 if overlap else 3) * computing)
+def test_suggestions_prefer_no_exchange_and_large_micro_batches():
+    config = load("blackmamba_1.5b")
+    found = layouts.suggest(config, layouts.Cluster(56, 8, H100), count=6)
+    best = found[0].layout
+    assert (best.parallel.tensor, best.parallel.expert, best.micro_batch) == (1, 1, 18)
+    assert "exchange" not in found[0].time.described()
+    one_node = {c.layout.parallel.expert: c.time.total for c in found if c.layout.parallel.tensor == 1}
+    assert one_node[1] < one_node[2]  # no all-to-all
+    assert max(one_node.values()) < min(c.time.total for c in found if c.layout.parallel.tensor > 1)
+
+
+def test_experts_across_nodes_take_longer_than_within():
+    config = load("blackmamba_1.5b", ["training.micro_batch=18"])
+    state = memory.State(10**9, 2 * 10**9, 10**8)
+    within, across = (layouts.time_of(config, layouts.Cluster(56, size, H100), state) for size in (8, 4))
+    assert across.computing == within.computing
+    assert across.waiting["expert"] > 3 * within.waiting["expert"]
+
+
+def test_recomputation_is_suggested_only_where_memory_lacks():
+    config = load("tiny", ["data.sequence_length=2048"])
+    (ample,) = layouts.suggest(config, layouts.Cluster(1, 1, H100), count=1)
+    small = H100.model_copy(update={"memory_gib": 2.57})
+    (scarce,) = layouts.suggest(config, layouts.Cluster(1, 1, small), count=1)
+    assert (ample.recompute, scarce.recompute) == ("none", "layers")
+    assert scarce.layout.micro_batch < ample.layout.micro_batch
+    assert scarce.memory_gib <= 2.57
 
 
 def test_synthetic_sources_share_the_run():

@@ -9,6 +9,7 @@ from megatron_blackmamba.cli import app
 from megatron_blackmamba.config import ParallelConfig, load
 from megatron_blackmamba.model import build
 from megatron_blackmamba.plan import estimate, gpus, layouts, measured, memory, table, traffic
+from megatron_blackmamba.plan.estimate import Asked
 from megatron_blackmamba.runtime import layout, world
 from tests.data.corpus import three_sources
 
@@ -23,7 +24,7 @@ def plan(*arguments):
 
 def test_paper_run_is_planned_on_its_own_nodes(monkeypatch):
     monkeypatch.delenv("BLACKMAMBA_DATA", raising=False)
-    answer, error = plan("blackmamba_1.5b", "--nodes", "7")
+    answer, error = plan("blackmamba_1.5b", "--nodes", "7", "--scaling", "--failures", "0.3", "--restart", "20")
     assert error is None
     assert answer["parameters"]["total"] == 1_458_462_072
     assert answer["training"] == {
@@ -42,7 +43,12 @@ def test_paper_run_is_planned_on_its_own_nodes(monkeypatch):
     parts = answer["memory_per_gpu_gib"]
     assert parts["total"] < parts["available"]
     assert set(answer["traffic_per_gpu_per_step"]) == {"expert", "data"}
-    assert answer["time"]["gpu_hours"] == pytest.approx(answer["time"]["days"] * 24 * 56)
+    time = answer["time"]
+    assert time["gpu_hours"] == pytest.approx(time["days"] * 24 * 56)
+    lost = 500 * time["seconds_per_step"] + 20 * 60  # half of checkpoint.every, and the restart
+    assert time["goodput"]["lost_per_failure"] == pytest.approx(lost)
+    assert [row["nodes"] for row in answer["scaling"]["strong"]][:3] == [1, 3, 7]
+    assert [row["global_batch"] for row in answer["scaling"]["weak"]][:3] == [144, 288, 576]
 
 
 def test_the_larger_run_has_its_steps():
@@ -94,7 +100,7 @@ def test_every_rank_of_the_larger_run_builds_here(ranks, overrides):
     ],
 )
 def test_broken_layouts_are_refused_with_the_reason(overrides, reason):
-    made = estimate.make_plan(load("blackmamba_2.8b", overrides), nodes=8, gpu=H100)
+    made = estimate.make_plan(load("blackmamba_2.8b", overrides), Asked(8, 8, H100))
     assert any(reason in why for why in made.placed.refused)
     assert not made.placed.fits
     assert "What works:" in table.refusal(made.placed)
@@ -135,10 +141,18 @@ def test_mfu_is_a_number_or_a_measuring_run(tmp_path):
 
 def test_twice_the_mfu_takes_half_the_time():
     config = load("blackmamba_1.5b")
-    slow, fast = (estimate.make_plan(config, nodes=7, gpu=H100, mfu=mfu).placed for mfu in (0.2, 0.4))
+    slow, fast = (estimate.make_plan(config, Asked(7, 8, H100, mfu)).placed for mfu in (0.2, 0.4))
     assert slow.seconds_per_step == pytest.approx(2 * fast.seconds_per_step)
     exact = 2_064_384 * 2.070033408e9 / (56 * 989e12 * 0.2)
     assert slow.seconds_per_step == pytest.approx(exact)
+    assert not slow.mfu_is_calculated
+
+
+def test_without_an_mfu_the_time_is_the_roofline():
+    placed = estimate.make_plan(load("blackmamba_1.5b"), Asked(7, 8, H100)).placed
+    assert placed.mfu_is_calculated
+    assert placed.seconds_per_step == pytest.approx(placed.time.total)
+    assert 0.25 < placed.mfu < H100.product_share
 
 
 @pytest.mark.parametrize(
@@ -207,7 +221,7 @@ def test_traffic_of_every_axis_by_hand(recompute, passes, gpus_per_node, beyond)
 
 def test_suggestions_are_sorted_by_speed_with_commands():
     config = load("blackmamba_2.8b")
-    found = layouts.suggest(config, 48, 8, H100, 0.2, count=4)
+    found = layouts.suggest(config, layouts.Cluster(48, 8, H100), count=4)
     assert [c.seconds_per_step for c in found] == sorted(c.seconds_per_step for c in found)
     for candidate in found:
         changed = load(

@@ -80,9 +80,27 @@ def test_time_follows_the_slowest_link_of_an_axis():
         "data": ("network", 8),
     }
     assert flows(gpus_per_node=4)["expert"].link == "network"  # 4 ranks that are 2 apart
-    for flow in flows().values():
+    for axis, flow in flows().items():
         speed = H100.nvlink_gb_s if flow.link == "nvlink" else H100.network_gb_s
-        assert flow.seconds == pytest.approx(flow.gigabytes / speed)
+        cards = 4 if axis == "data" else 1  # of 8 GPUs of a node, 4 are of one group, and its ring uses all their cards
+        assert flow.seconds == pytest.approx(flow.gigabytes / (cards * speed))
+
+
+def test_all_to_all_sends_only_part_over_the_network():
+    wide = flows(gpus_per_node=4)["expert"]  # 4 ranks, 2 apart: 2 in each node
+    assert wide.seconds == pytest.approx(wide.gigabytes / H100.network_gb_s * 2 / 3)
+    slow_inside = H100.model_copy(update={"nvlink_gb_s": 10.0})
+    inside = flows(gpus_per_node=4, gpu=slow_inside)["expert"]
+    assert inside.seconds == pytest.approx(inside.gigabytes / 10.0 * 1 / 3)
+
+
+def test_collectives_are_counted_by_layer_and_pass():
+    calls = {axis: round(flow.calls) for axis, flow in flows().items()}
+    layers, passes = 5, 2  # of each kind on a stage of three
+    assert calls["expert"] == calls["expert_tensor"] == layers * passes * 2 * BATCHES
+    assert calls["tensor"] == (layers * passes * 2 + 3) * BATCHES  # and the head
+    assert calls["pipeline"] == 2 * BATCHES
+    assert calls["data"] == 0
 
 
 def test_tokens_go_to_each_of_their_experts():

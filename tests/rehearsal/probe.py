@@ -9,9 +9,14 @@ import traceback
 from collections import Counter
 from typing import Any
 
+from benchmarks.rehearsal.record import Op
 from benchmarks.rehearsal.step import Rehearsed, rehearse, warm_up
 from megatron_blackmamba.config import load
+from megatron_blackmamba.kinds import Work
+from megatron_blackmamba.plan import gpus, roofline
 from tests.rehearsal.cases import CASES
+
+PHASES = ("forward", "backward", "update")
 
 
 def record_of(name: str) -> dict[str, Any]:
@@ -32,8 +37,14 @@ def summary(step: Rehearsed) -> dict[str, Any]:
         "micro_batches": step.micro_batches,
         "layers": "".join(step.layers.values()),
         "launches": launches(step),
+        "seconds": {phase: sum(seconds_of(op) for op in log.ops if op.phase == phase) for phase in PHASES},
         "kernels": sorted({launch.kernel for launch in log.launches}),
     }
+
+
+def seconds_of(op: Op) -> float:
+    precision = "fp32" if op.dtype == "float32" and op.flops else "bf16"
+    return roofline.seconds(Work(op.moved, op.flops, op.slots, op.launches), gpus.KNOWN["h200"], precision)
 
 
 def launches(step: Rehearsed) -> dict[str, dict[str, int]]:

@@ -1,0 +1,153 @@
+"""The time of a step at best: computing by the roofline, idle pipeline stages, and the exchanges that nothing hides.
+
+Each layer kind declares its operations (`LayerKind.work`); this file adds norms, embedding, head, gradients and update.
+Calculated, not measured. `tests/rehearsal` compares the computing with the same step rehearsed operation by operation.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megatron_blackmamba import optimizers
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.kinds import Work, kind_of
+from megatron_blackmamba.kinds.base import FP32
+from megatron_blackmamba.model.stack import layers_of_stage
+from megatron_blackmamba.plan import flops, roofline
+from megatron_blackmamba.plan.activations import WIDTH, sizes_of
+from megatron_blackmamba.plan.gpus import Gpu
+from megatron_blackmamba.plan.memory import State
+from megatron_blackmamba.plan.traffic import Flow
+from megatron_blackmamba.runtime import layout
+
+COLLECTIVE_SECONDS = 2e-5
+"""Assumed: the least time of an exchange, whatever its size."""
+LOSS_BYTES_OF_PARTS = (38, 14)
+"""Moved per logit by megatron-core's cross entropy of a vocabulary divided over ranks, forward and backward."""
+BLOCK_BYTES = (4 * FP32 + 2, 5 * FP32 + 2)
+"""Moved per number of the residual stream by a block's norm and addition, forward and backward, besides the mixer's."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Seconds of one micro-batch on one pipeline stage."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of the slowest GPU."""
+
+    computing: float
+    """Of all micro-batches on the slowest stage."""
+    idle: float
+    """At both ends of the pipeline."""
+    update: float
+    """Gradients set to zero, norm, clipping, optimizer."""
+    waiting: dict[str, float]
+    """Exchanges that nothing hides, by axis."""
+
+    @property
+    def total(self) -> float:
+        return self.computing + self.idle + self.update + sum(self.waiting.values())
+
+    def mfu(self, config: RunConfig, world_size: int, gpu: Gpu) -> float:
+        """Return the share of the peak that useful FLOPs take."""
+        useful = config.tokens_per_step * flops.training(config.model, config.data.sequence_length)
+        return useful / (world_size * gpu.peak(config.training.precision) * self.total)
+
+    def described(self) -> str:
+        """Return the parts in one line."""
+        parts = {"computing": self.computing, "idle stages": self.idle, "update": self.update}
+        parts |= {f"{axis.replace('_', ' ')} exchange": seconds for axis, seconds in self.waiting.items()}
+        return ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in parts.items() if seconds >= 5e-4)
+
+
+def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow], state: State | None) -> StepTime:
+    """Return the time of a step; without the state, a lower bound that leaves out update and data exchange."""
+    stages = config.parallel.pipeline
+    ends = {0, stages - 1}  # the first has the most layers, and the last one the head
+    slowest = max((of_micro_batch(config, stage, gpu) for stage in ends), key=lambda batch: batch.total)
+    batches = layout.micro_batches(config, world_size)
+    waiting = {axis: flow.seconds + flow.calls * COLLECTIVE_SECONDS for axis, flow in flows.items() if axis != "data"}
+    if "data" in flows and state is not None:
+        waiting["data"] = _exposed(config, flows["data"].seconds, state, slowest)
+    update = 0.0 if state is None else roofline.seconds(_update(config, state), gpu)
+    computing = batches * (slowest.total + _adding_up(config, state, gpu))
+    return StepTime(computing, (stages - 1) * slowest.total, update, {k: v for k, v in waiting.items() if v > 0})
+
+
+def of_stage(config: RunConfig, world_size: int, stage: int, gpu: Gpu, state: State) -> float:
+    """Return the seconds that a rank of one stage computes in a step, with the update."""
+    a_micro_batch = of_micro_batch(config, stage, gpu).total + _adding_up(config, state, gpu)
+    return layout.micro_batches(config, world_size) * a_micro_batch + roofline.seconds(_update(config, state), gpu)
+
+
+def of_micro_batch(config: RunConfig, stage: int, gpu: Gpu) -> MicroBatch:
+    """Return the time of a stage's layers, and of embedding and head where it has them."""
+    sizes, precision = sizes_of(config, "cuda"), config.training.precision
+    model = config.model
+
+    def seconds(operations: list[Work]) -> float:
+        return sum(roofline.seconds(work, gpu, precision) for work in operations)
+
+    forward = backward = 0.0
+    stream = sizes.here * model.hidden_size
+    letters = Counter(model.pattern[layer] for layer in layers_of_stage(model, stage, config.parallel.pipeline))
+    for letter, number in letters.items():
+        kind = kind_of(letter)
+        there, back = kind.work(sizes)
+        once = number * seconds([*there, Work(BLOCK_BYTES[0] * stream)])
+        forward += once
+        backward += number * seconds([*back, Work(BLOCK_BYTES[1] * stream)])
+        if config.training.recompute in kind.recompute:
+            backward += once
+    if stage == 0:
+        forward += seconds([Work((2 * sizes.width + 2 * FP32) * stream)])
+        backward += seconds([Work((2 * FP32 + 2 * sizes.width) * stream)])
+    if stage == config.parallel.pipeline - 1:
+        there, back = _head(config)
+        forward, backward = forward + seconds(there), backward + seconds(back)
+    return MicroBatch(forward, backward)
+
+
+def _head(config: RunConfig) -> tuple[list[Work], list[Work]]:
+    """Return the last norm, the product with the vocabulary, and the loss, which overwrites the logits."""
+    sizes, model = sizes_of(config, "cuda"), config.model
+    V, stream = model.vocab_size // config.parallel.tensor, sizes.here * model.hidden_size
+    product = Work(flops=2 * sizes.whole * model.hidden_size * V)
+    norm, gradients = Work((3 * FP32 + sizes.width) * stream), Work((4 * FP32 + sizes.width) * stream)
+    read, overwritten = LOSS_BYTES_OF_PARTS if config.parallel.tensor > 1 else (sizes.width, 2 * sizes.width)
+    loss = sizes.whole * V
+    return [norm, product, Work(read * loss)], [gradients, product, product, Work(overwritten * loss)]
+
+
+def _adding_up(config: RunConfig, state: State | None, gpu: Gpu) -> float:
+    """Return the seconds of adding a micro-batch's weight gradients to the fp32 buffer, which is read and written."""
+    moved = 0.0 if state is None else (2 + WIDTH[config.training.precision] / FP32) * state.gradients
+    return roofline.seconds(Work(moved), gpu)
+
+
+def _update(config: RunConfig, state: State) -> Work:
+    """Return the bytes of zeroing and averaging all gradients, and of norm, clipping and optimizer on this rank's part.
+
+    The optimizer state is read and written, the part's gradient read four times and written once.
+    """
+    tensors = len(optimizers.kind_of(config.optimizer.kind).state) + (config.training.precision == "bf16")
+    return Work(3 * state.gradients + 2 * state.optimizer + 5 * state.optimizer / max(1, tensors))
+
+
+def _exposed(config: RunConfig, seconds: float, state: State, batch: MicroBatch) -> float:
+    """Return the time of reducing gradients and gathering weights that the last backward and first forward pass do
+    not hide."""
+    if not config.training.overlap:
+        return seconds
+    if not config.optimizer.distributed:
+        return max(0.0, seconds - batch.backward)
+    reducing = seconds * state.gradients / (state.gradients + state.weights)
+    return max(0.0, reducing - batch.backward) + max(0.0, seconds - reducing - batch.forward)

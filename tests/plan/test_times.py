@@ -1,0 +1,129 @@
+"""The time of a step at best, against figures worked out by hand."""
+
+import pytest
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.kinds import Work, kind_of
+from megatron_blackmamba.plan import estimate, gpus, memory, roofline, scaling, times
+from megatron_blackmamba.plan.activations import sizes_of
+from megatron_blackmamba.plan.goodput import goodput
+from megatron_blackmamba.plan.traffic import Flow
+
+GPU = gpus.Gpu(
+    name="round", memory_gib=80, bf16_tflops=100, fp32_tflops=10, nvlink_gb_s=100, network_gb_s=10,
+    memory_gb_s=1000, product_share=0.5, issue_t_s=10,
+)  # fmt: skip
+STATE = memory.State(weights=2 * 10**9, gradients=4 * 10**9, optimizer=12 * 10**9)
+
+
+def of_step(*overrides, flows=None, ranks=1, state=STATE, run="blackmamba_1.5b"):
+    return times.of_step(load(run, list(overrides)), ranks, GPU, flows or {}, state)
+
+
+def flow(seconds, calls=0.0):
+    return Flow(1.0, "nvlink", 2, seconds, calls)
+
+
+def test_an_operation_takes_its_slowest_resource():
+    assert roofline.seconds(Work(moved=2e12), GPU) == pytest.approx(2.0)
+    assert roofline.seconds(Work(flops=1e14), GPU) == pytest.approx(2.0)  # at half of the peak
+    assert roofline.seconds(Work(flops=1e13), GPU, "fp32") == pytest.approx(2.0)
+    assert roofline.seconds(Work(moved=1e12, slots=3e13), GPU) == pytest.approx(3.0)
+    assert roofline.seconds(Work(launches=1000), GPU) == pytest.approx(2.5e-3)
+
+
+def test_scan_of_a_mamba_layer_by_hand():
+    config = load("blackmamba_1.5b", ["training.micro_batch=8"])
+    forward, backward = kind_of("M").work(sizes_of(config, "cuda"))
+    cells, N = 8 * 2048 * 2304, 16
+    scans = [work for work in forward + backward if work.slots]
+    assert [work.slots for work in scans] == [10 * N * cells, 12 * N * cells, 25 * N * cells]
+    moved = 4 * 2 + 4 * N / 64  # u, delta, z and y in bf16; a state every 64 tokens
+    assert scans[0].moved == pytest.approx(moved * cells)
+    few = load("blackmamba_1.5b", ["training.micro_batch=6"])  # too few channels to fill a GPU: a second pass
+    assert len([work for work in kind_of("M").work(sizes_of(few, "cuda"))[0] if work.slots]) == 2
+
+
+@pytest.mark.parametrize("letter", ["M", "E"])
+def test_products_of_a_layer_are_those_of_its_flops(letter):
+    config = load("blackmamba_1.5b", ["model.shared_expert_hidden_size=512"])
+    forward, backward = kind_of(letter).work(sizes_of(config, "cuda"))
+    parts = kind_of(letter).flops(config.model, 2048)
+    products = sum(count for part, count in parts.items() if part not in ("scan", "convolution"))
+    assert sum(work.flops for work in forward) == products * 6 * 2048
+    assert sum(work.flops for work in backward) == 2 * products * 6 * 2048
+
+
+def test_stages_wait_at_both_ends_of_the_pipeline():
+    step = of_step("parallel.pipeline=3", "training.micro_batch=18", ranks=24, state=None)
+    batches = 1008 // (8 * 18)
+    assert step.idle == pytest.approx(2 * step.computing / batches)
+    whole = of_step("training.micro_batch=18", ranks=8, state=None)
+    assert whole.idle == 0
+    assert step.computing > whole.computing / 3 * 1008 / 1008  # the stage with the head is the slowest
+
+
+def test_recomputed_layers_run_forward_twice():
+    config = load("blackmamba_1.5b")
+    plain, again = (
+        times.of_micro_batch(
+            config.model_copy(update={"training": config.training.model_copy(update={"recompute": how})}), 0, GPU
+        )
+        for how in ("none", "layers")
+    )
+    assert again.forward == plain.forward
+    assert plain.backward < again.backward < plain.backward + plain.forward
+
+
+def test_exchanges_of_layers_are_waited_for():
+    step = of_step(flows={"expert": flow(2.0, calls=100), "tensor": flow(1.0)})
+    assert step.waiting == pytest.approx({"expert": 2.0 + 100 * 20e-6, "tensor": 1.0})
+    assert step.total == pytest.approx(step.computing + step.update + sum(step.waiting.values()))
+
+
+def test_data_exchange_hides_behind_one_micro_batch():
+    batch = times.of_micro_batch(load("blackmamba_1.5b"), 0, GPU)
+    short = of_step(flows={"data": flow(batch.forward / 2)})
+    assert short.waiting == {}
+    long = 9 * batch.backward  # two thirds reduce gradients, one third gathers weights
+    exposed = of_step(flows={"data": flow(long)}).waiting["data"]
+    assert exposed == pytest.approx(long - batch.backward - batch.forward)
+    assert of_step("training.overlap=false", flows={"data": flow(long)}).waiting["data"] == long
+
+
+def test_update_moves_gradients_and_state():
+    numbers = STATE.optimizer / 12
+    moved = 3 * STATE.gradients + 24 * numbers + 5 * 4 * numbers
+    assert of_step().update == pytest.approx(moved / 1e12)
+
+
+def test_mfu_counts_useful_flops_of_all_gpus():
+    config = load("blackmamba_1.5b")
+    step = times.StepTime(computing=1.5, idle=0.25, update=0.25, waiting={})
+    assert step.mfu(config, 56, GPU) == pytest.approx(2_064_384 * 2.070033408e9 / (56 * 100e12 * 2.0))
+    assert step.described() == "computing 1500 ms, idle stages 250 ms, update 250 ms"
+
+
+def test_goodput_by_hand():
+    lost = goodput(seconds_per_step=2.0, steps_between_checkpoints=300, nodes=10, failures=0.3, restart_minutes=5)
+    assert lost.seconds_between_failures == 10 * 86400  # three a month
+    assert lost.lost_per_failure == 300 + 300
+    assert lost.share == pytest.approx(864_000 / 864_600)
+
+
+def test_scaling_compares_with_the_fewest_nodes():
+    config = load("blackmamba_1.5b")
+    strong = scaling.strong(config, (1, 3, 7), 8, GPU)
+    assert [row.nodes for row in strong] == [1, 3, 7]
+    for row in strong:
+        assert row.tokens_per_second == pytest.approx(2_064_384 / row.seconds_per_step)
+        assert row.efficiency == pytest.approx(strong[0].seconds_per_step / row.nodes / row.seconds_per_step)
+    weak = scaling.weak(config, 7, 8, GPU)
+    assert [(row.nodes, row.global_batch) for row in weak[:3]] == [(1, 144), (2, 288), (4, 576)]
+    assert weak[1].efficiency == pytest.approx(weak[0].seconds_per_step / weak[1].seconds_per_step)
+
+
+def test_a_plan_of_one_gpu_waits_for_nobody():
+    config = load("blackmamba_1.5b", ["parallel.expert=1", "training.global_batch=6"])
+    placed = estimate.make_plan(config, estimate.Asked(1, 1, GPU)).placed
+    assert placed.time.waiting == {} and placed.time.idle == 0
