@@ -26,11 +26,11 @@ class UnknownKind(ValueError):
 
 
 class Kind:
-    """The base of the classes that list the questions to a kind: abstract methods, and fields without a value."""
+    """A base class of kinds. Subclasses list what to define: abstract methods, and fields without a value."""
 
     @classmethod
     def unanswered(cls) -> list[str]:
-        """Return the open questions among those that not every kind must answer."""
+        """Return what this kind leaves undefined although it must define it, unlike other kinds."""
         return []
 
 
@@ -41,9 +41,13 @@ class Registry(Generic[K]):
     """The kinds of one sort by name, in the order of their files."""
 
     def __init__(self, base: type[K], chosen_by: str, *, name: str = "name", reasons: Mapping[str, str] | None = None):
-        """`chosen_by` is the config key that names a kind.
+        """Create an empty registry.
 
-        name: the field of a kind with its name. reasons: why there is no such kind, for names that users look for.
+        Args:
+            base: Base class of the kinds.
+            chosen_by: Config key that names a kind.
+            name: Field of a kind that holds its name.
+            reasons: For names that users look for, why no kind has them.
         """
         self.base, self.chosen_by, self.name = base, chosen_by, name
         self.reasons = MappingProxyType(dict(reasons or {}))

@@ -155,7 +155,7 @@ class Tokenizer:
 
     @cached_property
     def _joins(self) -> bool:
-        """Whether texts can be encoded together, with the EOD token between them."""
+        """Check that texts can be encoded together, with the EOD token between them."""
         unusual = ("lstrip", "rstrip", "single_word", "normalized")
         special = self._special
         if len(special) > MOST_SEARCHED or any(token.get(flag) for token in special for flag in unusual):
