@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import numpy as np
 
 from megatron_blackmamba.data_tools.progress import Count, Progress
 from megatron_blackmamba.data_tools.streams import file_sha256
+from megatron_blackmamba.formats.remote import cached, is_remote
 from megatron_blackmamba.formats.shards import (
     MANIFEST_SUFFIX,
     Shard,
@@ -74,7 +76,8 @@ def verify(paths: Sequence[str | Path], *, quick: bool = False, cores: int = 1, 
     ):
         verdicts = list(pool.map(check, range(len(prefixes))))
     _compare(verdicts)
-    _find_gaps(verdicts, [Path(path) for path in paths if Path(path).is_dir()])
+    folders = [cached(os.fspath(path)) if is_remote(path) else Path(path) for path in paths]
+    _find_gaps(verdicts, [folder for folder in folders if folder.is_dir()])
     return verdicts
 
 
@@ -230,9 +233,9 @@ def _exact(manifest: ShardManifest) -> bool:
 def _prefixes(paths: Iterable[str | Path]) -> list[Path]:
     """Return the prefix of every shard, .bin and .idx under the paths, each once, in order."""
     prefixes: dict[Path, None] = {}
-    for path in map(Path, paths):
+    for path in paths:
         found = shards_at(path)
-        if not found and path.is_dir():
+        if not found and (is_remote(path) or Path(path).is_dir()):
             raise ShardError(f"{path}: no shard in this folder")
         prefixes.update(dict.fromkeys(found or [shard_prefix(path)]))
     return list(prefixes)

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
+from megatron_blackmamba.data_tools.verification import verify
 from megatron_blackmamba.formats import remote
 from megatron_blackmamba.formats.mixture import IncompleteError, Mixture
 from megatron_blackmamba.formats.remote import RemoteError
@@ -148,6 +149,18 @@ def test_shards_from_s3_to_s3_equal_local_ones(s3, shards, tmp_path, tokenizer_f
     repaired = tokenize(["s3://bucket/raw/web"], "s3://bucket/tokens/web", options(tokenizer_file))
     assert [manifest.shard for manifest in repaired.written] == [2]
     assert not list((tmp_path / "cache").rglob("*.bin"))
+
+
+def test_shards_in_s3_are_verified(s3, shards):
+    _, there = shards
+    verdicts = verify(["s3://bucket/tokens/web"])
+    assert len(verdicts) == len(there.shards) > 2
+    assert [verdict.problems for verdict in verdicts] == [[] for _ in verdicts]
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        s3.rm(f"bucket/tokens/web/shard_00002{suffix}")
+    assert "lacks shard_00002" in verify(["s3://bucket/tokens/web"])[-1].problems[-1]
+    with pytest.raises(ShardError, match="s3://bucket/nowhere: no shard in this folder"):
+        verify(["s3://bucket/nowhere"])
 
 
 def test_training_from_s3_matches_training_from_disk(shards, tmp_path):
