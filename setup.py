@@ -47,6 +47,7 @@ REQUIREMENTS = [
 DEDUP = ["datatrove>=0.10", "xxhash>=3,<4", "regex"]  # xxhash 4 no longer hashes str, which datatrove gives it
 S3 = ["s3fs>=2024.2"]
 EVAL = ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"]
+CHAT = ["starlette>=0.40", "uvicorn>=0.30"]
 
 EXTRAS = {
     "data": ["isal>=1.5"],  # gzip inputs decompressed 2.5 times as fast
@@ -54,6 +55,7 @@ EXTRAS = {
     "s3": S3,
     "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4", "transformer-engine[pytorch]>=1.13"],
     "eval": EVAL,
+    "chat": CHAT,
     "wandb": ["wandb"],
     "dev": [
         "pytest>=8,<9.2",  # 9.2 hides the groups of --dist loadgroup from pytest-xdist 3.8
@@ -64,6 +66,8 @@ EXTRAS = {
         *DEDUP,
         *S3,
         *EVAL,
+        *CHAT,
+        "openai>=1.50",  # a client of `blackmamba chat`
         "moto[server,s3]>=5",  # an S3 server for the tests
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions
         "mypy>=1.10",
@@ -156,6 +160,7 @@ setup(
         "megatron_blackmamba.scripts": ["**/*"],
         "megatron_blackmamba.report": ["vendor/*"],
         "megatron_blackmamba": ["py.typed"],
+        "megatron_blackmamba.serving": ["page/*"],
     },
     ext_modules=[KERNELS],
     cmdclass={"build_ext": BuildKernels},

@@ -15,6 +15,7 @@ from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.runtime.exits import BAD_INPUT, RESTARTS
 from megatron_blackmamba.runtime.failure import SAID, say_once
+from megatron_blackmamba.serving import commands as serving_commands
 from megatron_blackmamba.study.verb import study
 from megatron_blackmamba.trace import commands as trace_commands
 
@@ -390,6 +391,7 @@ def quickstart(
 
 
 app.command()(inference_commands.generate)
+app.command()(serving_commands.chat)
 app.command()(interchange_commands.verify)
 data_commands.app.command()(trace_commands.trace)
 app.command()(evaluate)

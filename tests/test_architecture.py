@@ -17,7 +17,7 @@ LAYERS = [
     {"checkpoint"},
     {"interchange", "plan"},
     {"training", "inference"},
-    {"evaluation"},
+    {"evaluation", "serving"},
     {"report", "launch", "trace"},
     {"quickstart", "study"},
     {"api", "cli"},

@@ -3,7 +3,7 @@
 Shapes: B batch, L prompt length, T = B * L tokens, D model, I and O in and out, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -28,6 +28,13 @@ class State:
     def rows(self, index: Tensor) -> "State":
         """Return the sequences at `index`, in that order; a sequence may occur more than once."""
         return State([[tensor[index] for tensor in memory] for memory in self.memories], self.last_B[index])
+
+    @staticmethod
+    def joined(states: Sequence["State"]) -> "State":
+        """Return the sequences of several states as one; not for states that grow, whose lengths differ."""
+        layers = zip(*(state.memories for state in states), strict=True)
+        memories = [[torch.cat(parts) for parts in zip(*layer, strict=True)] for layer in layers]
+        return State(memories, torch.cat([state.last_B for state in states]))
 
     def copy_(self, other: "State") -> None:
         """Take over the values of `other`, in place."""
@@ -84,9 +91,18 @@ class Decoder:
         return self._logits(self._hidden(state, tokens_BL, lengths_B).flatten(0, 1)).unflatten(0, tokens_BL.shape)
 
     @torch.inference_mode()
-    def hidden(self, state: State, tokens_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
-        """Take in tokens as `read` does, and return what the head reads after every token, `[B, L, D]` fp32."""
-        return self._hidden(state, tokens_BL, lengths_B)
+    def hidden(
+        self,
+        state: State,
+        tokens_BL: Tensor,
+        lengths_B: Tensor | None = None,
+        choices: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Take in tokens as `read` does, and return what the head reads after every token, `[B, L, D]` fp32.
+
+        choices: receives the experts of each token, `[B, L, K]`, of each routed layer.
+        """
+        return self._hidden(state, tokens_BL, lengths_B, choices)
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor) -> Tensor:
@@ -94,26 +110,34 @@ class Decoder:
         return self._logits(hidden_TD)
 
     @torch.inference_mode()
-    def step(self, state: State, tokens_B: Tensor) -> Tensor:
-        """Read one token of each sequence, update `state` in place, and return the next logits, `[B, V]` fp32."""
+    def step(self, state: State, tokens_B: Tensor, choices: list[Tensor] | None = None) -> Tensor:
+        """Read one token of each sequence, update `state` in place, and return the next logits, `[B, V]` fp32.
+
+        choices: receives the experts of each token, `[B, K]`, of each routed layer.
+        """
         residual_BD = F.embedding(tokens_B, self.weights.embedding_VD).float()
         with threads_for_matrices_alone(residual_BD, self.weights.embedding_VD) as self.threads:
             self._restart(state)
-            self._layers(state, residual_BD, compiled=decoding.why_not(self.weights.embedding_VD) is None)
+            compiled = decoding.why_not(self.weights.embedding_VD) is None
+            self._layers(state, residual_BD, compiled, choices)
             state.last_B.copy_(tokens_B)
             return self._logits(self._final_norm(residual_BD))
 
-    def _layers(self, state: State, residual_BD: Tensor, compiled: bool) -> None:
+    def _layers(self, state: State, residual_BD: Tensor, compiled: bool, choices: list[Tensor] | None) -> None:
         weights = self.weights
         layers = zip(self.how, weights.layers, weights.norms_D, state.memories, self.compiled, strict=True)
         x_BD = residual_BD
         for how, layer, norm_D, memory, step in layers:
+            in_cpp = compiled and step is not None
+            observed = choices is not None and how.routes
+            if norm_D is not None and (observed or not in_cpp):
+                x_BD = _rms_norm(residual_BD, norm_D, self.config.norm_eps)
+            if choices is not None and observed:  # the block in C++ does not tell its choice
+                choices.append(how.choice(layer, x_BD, self.config))
             if compiled and step is not None:
                 step(residual_BD, *memory, threads=self.threads)
-                continue
-            if norm_D is not None:
-                x_BD = _rms_norm(residual_BD, norm_D, self.config.norm_eps)
-            residual_BD += how.step(self, layer, memory, x_BD)
+            else:
+                residual_BD += how.step(self, layer, memory, x_BD)
 
     def _restart(self, state: State) -> None:
         if self.config.eod_reset is None:
@@ -124,7 +148,13 @@ class Decoder:
         for how, memory in zip(self.how, state.memories, strict=True):
             how.restart(memory, going_on_B)
 
-    def _hidden(self, state: State, tokens_BL: Tensor, lengths_B: Tensor | None) -> Tensor:
+    def _hidden(
+        self,
+        state: State,
+        tokens_BL: Tensor,
+        lengths_B: Tensor | None,
+        choices: list[Tensor] | None = None,
+    ) -> Tensor:
         weights = self.weights
         keep_BL1 = self._keep(tokens_BL, lengths_B)
         reset_BL = self._resets(state, tokens_BL)
@@ -133,6 +163,9 @@ class Decoder:
         for how, layer, norm_D, memory in zip(self.how, weights.layers, weights.norms_D, state.memories, strict=True):
             if norm_D is not None:
                 x_BLD = _rms_norm(residual_BLD, norm_D, self.config.norm_eps).to(weights.dtype)
+            if choices is not None and how.routes:
+                choice_TK = how.choice(layer, x_BLD.flatten(0, 1).float(), self.config)
+                choices.append(choice_TK.unflatten(0, tokens_BL.shape))
             residual_BLD += how.read(self, layer, memory, x_BLD, keep_BL1, reset_BL)
         state.last_B.copy_(tokens_BL[:, -1])
         return self._final_norm(residual_BLD)

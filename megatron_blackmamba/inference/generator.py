@@ -133,7 +133,7 @@ class Generator:
             stop = self.tokenizer.eod_id
         if max_new_tokens < 1 or not prompts:
             return
-        self._check(prompts)
+        self.check(prompts)
         state = self.decoder.start(len(prompts))
         logits_BV = self._read(state, prompts)
         if samples > 1:  # a prompt is read once for all its samples
@@ -153,7 +153,8 @@ class Generator:
             if n + 1 < max_new_tokens:
                 logits_BV = step(tokens_B)
 
-    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+    def check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse an empty prompt, and token ids that the model does not have."""
         vocabulary = self.decoder.weights.embedding_VD.shape[0]
         for number, prompt in enumerate(prompts, 1):
             if not prompt:

@@ -66,11 +66,21 @@ class Sampling:
 
 
 class Sampler:
-    """A sampler of the next tokens of B rows, each with its own random generator."""
+    """A sampler of the next tokens of B rows, each with its own random generator.
 
-    def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]], vocabulary: int, device: torch.device):
+    streams: the random numbers of each row, by default those of its prompt.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        vocabulary: int,
+        device: torch.device,
+        streams: Sequence[np.random.Generator] | None = None,
+    ):
         self.sampling = sampling
-        self.streams = sampling.streams(prompts)
+        self.streams = sampling.streams(prompts) if streams is None else streams
         self.seen_BV: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self.seen_BV = torch.zeros(len(prompts), vocabulary, dtype=torch.bool, device=device)

@@ -104,6 +104,8 @@ class Decoding(ABC):
 
     grows: ClassVar[bool] = False
     """Whether the memory grows with every token."""
+    routes: ClassVar[bool] = False
+    """Whether tokens choose experts, which `choice` then returns."""
 
     @abstractmethod
     def pack(self, get: Callable[..., Tensor], model: ModelConfig, dtype: torch.dtype, device: Any) -> Any:
@@ -131,6 +133,10 @@ class Decoding(ABC):
 
         keep_BL1 is 0 at padding, which must leave no trace. reset_BL is true where the memory restarts first.
         """
+
+    def choice(self, layer: Any, x_TD: Tensor, model: ModelConfig) -> Tensor:
+        """Return the experts of each token, `[T, K]`; x_TD is the layer's input in fp32."""
+        raise NotImplementedError
 
     def restart(self, memory: list[Tensor], going_on_B: Tensor) -> None:
         """Forget the sequences where `going_on_B` is false: a document has ended."""

@@ -222,6 +222,8 @@ class RoutedLayer(ExpertsLayer):
 class ExpertsDecoding(Decoding):
     """No memory: each token finds its experts by itself, as its router kind says."""
 
+    routes = True
+
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> ExpertsLayer:
         import torch
 
@@ -246,6 +248,9 @@ class ExpertsDecoding(Decoding):
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         return []
+
+    def choice(self, layer: ExpertsLayer, x_TD: Tensor, model: ModelConfig) -> Tensor:
+        return _route(layer, x_TD, model)[1]
 
     def compiled(self, layer: ExpertsLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
         from megatron_blackmamba.ops.decoding import experts_step

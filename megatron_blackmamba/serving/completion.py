@@ -1,0 +1,216 @@
+"""`POST /v1/completions`: what a request may say, and the answers in the form of OpenAI's API."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+
+from megatron_blackmamba.inference import Sampling
+from megatron_blackmamba.inference.sampling import GenerationError
+from megatron_blackmamba.serving.job import Experts, Job, Written
+from megatron_blackmamba.tokenizer import Tokenizer
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, message: str, status: int = 400, field: str | None = None, **headers: str):
+        super().__init__(message)
+        self.status, self.field, self.headers = status, field, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's clients read it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": None}}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a request may ask for."""
+
+    prompt_tokens: int = 32_768
+    new_tokens: int = 4_096
+    rows: int = 64
+    body_bytes: int = 1 << 20
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(_Strict):
+    include_usage: StrictBool = False
+
+
+class CompletionRequest(_Strict):
+    """OpenAI's options, and the sampling options and defaults of `blackmamba generate`."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+    n: StrictInt = Field(default=1, ge=1, le=2**31)
+    max_tokens: StrictInt = Field(default=128, ge=0)
+    stop: StrictStr | list[StrictStr] | None = None
+    temperature: float = 0.8
+    top_p: float = 0.95
+    top_k: StrictInt = Field(default=0, ge=0, le=2**31)
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: StrictInt | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stream: StrictBool | None = False
+    stream_options: StreamOptions | None = None
+    logprobs: StrictInt | None = Field(default=None, ge=0, le=20)
+    echo: StrictBool | None = False
+    experts: StrictBool = False
+    user: Any = None
+
+    # Known to OpenAI's clients, and refused unless they ask for nothing.
+    best_of: StrictInt | None = None
+    frequency_penalty: float | None = 0.0
+    presence_penalty: float | None = 0.0
+    logit_bias: dict[str, float] | None = None
+    suffix: StrictStr | None = None
+
+    def refuse_unsupported(self) -> None:
+        """Refuse what this server cannot do, rather than ignore it."""
+        asked = {
+            "best_of": self.best_of not in (None, self.n),
+            "frequency_penalty": bool(self.frequency_penalty),
+            "presence_penalty": bool(self.presence_penalty),
+            "logit_bias": bool(self.logit_bias),
+            "suffix": bool(self.suffix),
+        }
+        for name, wanted in asked.items():
+            if wanted:
+                raise Refused(f"{name} is not supported. Leave it out", field=name)
+
+
+def parse(body: bytes) -> CompletionRequest:
+    """Read a request's body, or refuse it by the field that is wrong."""
+    try:
+        request = CompletionRequest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = str(first["loc"][0]) if first["loc"] else None
+        where = f"{place}: " if place else ""
+        raise Refused(f"{where}{first['msg']}", field=place) from None
+    request.refuse_unsupported()
+    return request
+
+
+@dataclass
+class Completion:
+    """A request that was accepted, and what its answers have in common."""
+
+    job: Job
+    model: str
+    seed: int
+    stream: bool
+    include_usage: bool
+    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    new_tokens: int = 0
+    offsets: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.offsets = [0] * self.job.rows
+
+    def count(self, piece: Written) -> None:
+        """Count the tokens of a piece for `usage`."""
+        self.new_tokens += piece.new
+
+    def chunk(self, piece: Written) -> dict[str, Any]:
+        """Return one piece as a streamed answer."""
+        return self._answer([self._choice(piece)])
+
+    def whole(self, pieces: Sequence[Written]) -> dict[str, Any]:
+        """Return all pieces as one answer."""
+        choices = []
+        for row in range(self.job.rows):
+            own = [piece for piece in pieces if piece.row == row]
+            text = "".join(piece.text for piece in own)
+            tokens = tuple(token for piece in own for token in piece.tokens)
+            experts: tuple[Experts, ...] = tuple(one for piece in own for one in piece.experts)
+            choices.append(self._choice(Written(row, text, tokens, experts, finished=own[-1].finished)))
+        return self._answer(choices) | {"usage": self.usage}
+
+    def last_chunk(self) -> dict[str, Any]:
+        """Return the streamed answer that has the usage and no text."""
+        return self._answer([]) | {"usage": self.usage}
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens; a prompt counts once for all its samples."""
+        prompt = sum(map(len, self.job.prompts))
+        new = self.new_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def _answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        return head | {"seed": self.seed, "choices": choices}
+
+    def _choice(self, piece: Written) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": piece.row, "text": piece.text, "finish_reason": piece.finished}
+        choice["logprobs"] = None if self.job.logprobs is None else self._logprobs(piece)
+        return choice | ({"experts": list(piece.experts)} if self.job.experts else {})
+
+    def _logprobs(self, piece: Written) -> dict[str, Any]:
+        offsets = []
+        for token in piece.tokens:
+            offsets.append(self.offsets[piece.row])
+            self.offsets[piece.row] += len(token.text)
+        return {
+            "tokens": [token.text for token in piece.tokens],
+            "token_logprobs": [token.logprob for token in piece.tokens],
+            "top_logprobs": [dict(token.top) if token.top else None for token in piece.tokens],
+            "text_offset": offsets,
+        }
+
+
+def accept(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits, model: str, emit: Any) -> Completion:
+    """Tokenize the prompts and check the limits."""
+    if request.model not in (None, model):
+        raise Refused(f"no model {request.model!r} here; this server has {model!r}", status=404, field="model")
+    if request.max_tokens > limits.new_tokens:
+        raise Refused(f"max_tokens is {request.max_tokens}; at most {limits.new_tokens}", field="max_tokens")
+    if request.max_tokens == 0 and not request.echo:
+        raise Refused("max_tokens is 0, which needs echo", field="max_tokens")
+    stop = [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
+    if not all(stop) or len(stop) > 16:
+        raise Refused("stop is at most 16 strings, none of them empty", field="stop")
+    prompts = _encoded(request.prompt, tokenizer)
+    if not prompts:
+        raise Refused("prompt is an empty list. Give at least one", field="prompt")
+    if len(prompts) * request.n > limits.rows:
+        raise Refused(f"{len(prompts)} prompts times n={request.n}: at most {limits.rows} texts", field="n")
+    tokens = sum(map(len, prompts))
+    if tokens > limits.prompt_tokens:
+        raise Refused(f"the prompt has {tokens} tokens; at most {limits.prompt_tokens}", field="prompt")
+    seed = secrets.randbits(31) if request.seed is None else request.seed
+    filters = (request.top_k, request.min_p, request.repetition_penalty)
+    try:
+        sampling = Sampling(request.temperature, request.top_p, seed, *filters)
+    except GenerationError as error:
+        raise Refused(str(error)) from None
+    job = Job(
+        prompts,
+        sampling,
+        request.max_tokens,
+        emit,
+        samples=request.n,
+        stop=stop,
+        logprobs=request.logprobs,
+        echo=bool(request.echo),
+        experts=request.experts,
+    )
+    usage = request.stream_options is not None and request.stream_options.include_usage
+    return Completion(job, model, seed, bool(request.stream), usage)
+
+
+def _encoded(prompt: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer) -> list[list[int]]:
+    prompts: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
+    encoded = (tokenizer.encode(one) if isinstance(one, str) else one for one in prompts)
+    return [ids or [tokenizer.eod_id] for ids in encoded]

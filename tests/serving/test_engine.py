@@ -1,0 +1,109 @@
+"""The engine, one turn at a time and without threads."""
+
+import pytest
+import torch
+
+from megatron_blackmamba.inference import Generator, Sampling
+from megatron_blackmamba.inference.decoder import Decoder
+from megatron_blackmamba.inference.weights import pack
+from megatron_blackmamba.serving.engine import Busy, Engine
+from megatron_blackmamba.serving.job import Failed, Job
+from tests.reference import tiny
+from tests.reference.canonical import canonical
+
+TEXTS = ["a state", "so it is", "what then, they said"]
+
+
+def job_of(engine, text, new=10, **options):
+    """A job whose pieces come to a list."""
+    pieces = []
+    prompt = engine.tokenizer.encode(text)
+    options = {"sampling": Sampling(temperature=2.0, seed=3)} | options
+    return Job([prompt], max_new_tokens=new, emit=pieces.append, **options), pieces
+
+
+def turn(engine):
+    engine._admit()
+    engine._turn()
+
+
+def text_of(pieces):
+    return "".join(piece.text for piece in pieces)
+
+
+@pytest.fixture(params=["r4r4", "r4a4"], ids=["recurrent", "attention"])
+def engine(request, generator) -> Engine:
+    decoder = Decoder(pack(canonical(tiny(layers=request.param)), torch.float32))
+    return Engine(Generator(decoder, generator.tokenizer))
+
+
+def test_rows_join_and_leave_between_steps(engine):
+    jobs = [job_of(engine, text, 6 + i, samples=2) for i, text in enumerate(TEXTS)]
+    for job, _ in jobs:
+        engine.submit(job)
+        turn(engine)
+        turn(engine)
+    while engine.running:
+        turn(engine)
+    for (job, pieces), text in zip(jobs, TEXTS, strict=True):
+        options = {"max_new_tokens": job.max_new_tokens, "sampling": job.sampling, "samples": 2}
+        expected = engine.generator.generate_batch([text], **options)
+        assert [text_of([p for p in pieces if p.row == row]) for row in (0, 1)] == expected
+
+
+def test_a_long_prompt_does_not_hold_up_others(engine):
+    long, long_pieces = job_of(engine, "a" * 3_000, 1)
+    short, short_pieces = job_of(engine, "so", 10, sampling=Sampling())
+    engine.submit(long)
+    engine.submit(short)
+    for _ in range(12):
+        turn(engine)
+    assert short_pieces[-1].finished
+    assert not long_pieces
+    while engine.running:
+        turn(engine)
+    assert long_pieces[-1].finished
+
+
+def test_jobs_without_room_wait(engine):
+    engine.max_rows, engine.max_waiting = 2, 1
+    first, _ = job_of(engine, "so", 4, samples=2, sampling=Sampling())
+    second, pieces = job_of(engine, "so", 4, sampling=Sampling())
+    engine.submit(first)
+    turn(engine)
+    engine.submit(second)
+    with pytest.raises(Busy):
+        engine.submit(job_of(engine, "so")[0])
+    turn(engine)
+    assert engine.running == 2
+    assert not pieces
+    while engine.running or engine.waiting:
+        turn(engine)
+    assert pieces[-1].finished == "length"
+
+
+def test_cancelled_jobs_leave_wherever_they_are(engine):
+    jobs = [job_of(engine, text)[0] for text in ("so", "a" * 5_000, "it")]
+    for job in jobs:
+        engine.submit(job)
+    engine.max_rows = 2
+    turn(engine)
+    assert engine.running == 2
+    for job in jobs:
+        job.cancelled = True
+    turn(engine)
+    assert (engine.running, len(engine.waiting)) == (0, 0)
+
+
+def test_an_error_fails_its_job_alone(engine):
+    good, good_pieces = job_of(engine, "so", 4, sampling=Sampling())
+    bad, bad_pieces = job_of(engine, "it", 8)
+    for job in (good, bad):
+        engine.submit(job)
+        turn(engine)
+    row = next(row for batch in engine.batches for row in batch.rows if row.job is bad)
+    row.sampler.streams = []  # the next draw has no random number
+    while engine.running:
+        turn(engine)
+    assert isinstance(bad_pieces[-1], Failed)
+    assert good_pieces[-1].finished == "length"
