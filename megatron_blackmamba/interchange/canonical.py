@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.formats.evaluations import Evaluation
 from megatron_blackmamba.kinds import Cannot, kinds_in, layers_of
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
@@ -48,6 +49,10 @@ class Canonical:
     sequence_length: int = 2048
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What is known of the run behind it, for the model card."""
+    evaluation: Evaluation | None = None
+    """Its scores, for the model card."""
+    license: str = "unknown"
+    """An identifier of the Hugging Face hub, for the model card."""
 
     def __post_init__(self) -> None:
         if not self.config.tie_embeddings:

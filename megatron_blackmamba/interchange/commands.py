@@ -67,6 +67,10 @@ def export_hf(
     dtype: Dtype = None,
     shard_gb: Annotated[float, typer.Option(min=0.001, help="Maximum size of a safetensors file in GB.")] = 4.0,
     tokenizer: TokenizerFile = None,
+    license: Annotated[str, typer.Option(help="License of the weights, as the hub names it.")] = "unknown",
+    push_to: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face hub.")] = None,
+    private: Annotated[bool, typer.Option("--private/--public", help="Visibility of a new repository.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --push-to: list the uploads only.")] = False,
     verify: Verify = True,
     as_json: Json = False,
 ) -> None:
@@ -75,12 +79,29 @@ def export_hf(
     [dim]blackmamba export hf runs/blackmamba_1.5b exports/blackmamba_1.5b --dtype bf16[/dim]
 
     [dim]blackmamba export hf runs/tiny/checkpoints/step_00000100 exports/tiny_100[/dim]
-    """
-    from megatron_blackmamba.interchange import convert
 
-    model = _opened(checkpoint, tokenizer)
+    [dim]blackmamba export hf runs/tiny exports/tiny --license apache-2.0 --push-to me/tiny --dry-run[/dim]
+    """
+    from dataclasses import replace
+
+    from megatron_blackmamba.interchange import convert, push
+
+    if dry_run and push_to is None:
+        raise typer.BadParameter("--dry-run needs --push-to OWNER/NAME")
+    if push_to is not None:
+        push.check_name(push_to)
+    model = replace(_opened(checkpoint, tokenizer), license=license)
     shard_bytes = int(shard_gb * 1e9)
-    _run(convert.to_hf, model, out, dtype, verify, as_json, shard_bytes=shard_bytes)
+    uploads: dict[str, Any] = {} if push_to is None else {"push_to": push_to, "dry_run": dry_run}
+    _run(convert.to_hf, model, out, dtype, verify, as_json, shard_bytes=shard_bytes, **uploads)
+    if push_to is None:
+        return
+    for upload in push.uploads(out, push_to):
+        _say(f"{upload.bytes:>13,} bytes  {out / upload.file} -> {upload.to}")
+    if dry_run:
+        _say(f"dry run: nothing was uploaded. Upload it with `hf upload {push_to} {out}`")
+    else:
+        _say(f"uploaded to {push.push(out, push_to, private)}")
 
 
 @export_app.command("zyphra")

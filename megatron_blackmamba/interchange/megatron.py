@@ -17,6 +17,9 @@ from megatron_blackmamba.checkpoint import CheckpointReader, common, manifest
 from megatron_blackmamba.checkpoint.reading import STATE
 from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.evaluations import Evaluation, read_evaluation
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.step_records import read_metrics
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, in_memory, tokenizer_of
 from megatron_blackmamba.interchange.canonical import shapes as canonical_shapes
 from megatron_blackmamba.kinds import Stack, stacks_of
@@ -38,6 +41,7 @@ def read(path: Path, *, verify: bool = False) -> Canonical:
         reader.tokenizer,
         run.data.sequence_length,
         _facts(reader, run),
+        _evaluation(reader),
     )
 
 
@@ -174,4 +178,36 @@ def _facts(reader: CheckpointReader, run: RunConfig) -> dict[str, Any]:
         )
     if sources:
         facts["Sources"] = sources
+    facts |= _losses(reader)
     return facts | {"Made with": f"megatron-blackmamba {reader.manifest.get('version', '')}".strip()}
+
+
+def _run_folder(reader: CheckpointReader) -> RunFolder | None:
+    """Return the run that saved a checkpoint; None for one that was copied or imported."""
+    run = reader.folder.parent.parent
+    return RunFolder(run) if RunFolder(run).checkpoints == reader.folder.parent else None
+
+
+def _losses(reader: CheckpointReader) -> dict[str, str]:
+    """Return the training loss of the checkpoint's step, and the last validation losses up to it."""
+    run = _run_folder(reader)
+    if run is None or not run.metrics.exists():
+        return {}
+    losses: dict[str, str] = {}
+    start = "validation/loss"
+    for record in read_metrics(run.metrics):
+        step = record.get("step", reader.step + 1)
+        if step == reader.step and isinstance(record.get("loss"), float):
+            losses["Training loss"] = f"{record['loss']:.4f} at step {step:,}"
+        if step <= reader.step and isinstance(record.get(start), float):
+            parts = {name.removeprefix(f"{start}/"): value for name, value in record.items() if f"{start}/" in name}
+            told = ", ".join(f"{name} {value:.4f}" for name, value in parts.items() if isinstance(value, float))
+            losses["Validation loss"] = f"{record[start]:.4f} at step {step:,}" + (f" ({told})" if told else "")
+    return losses
+
+
+def _evaluation(reader: CheckpointReader) -> Evaluation | None:
+    """Return the scores of the checkpoint's step."""
+    run = _run_folder(reader)
+    path = None if run is None else run.evaluation(reader.step)
+    return read_evaluation(path) if path is not None and path.exists() else None

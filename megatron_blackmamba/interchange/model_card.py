@@ -2,6 +2,9 @@
 
 from collections import Counter
 from fractions import Fraction
+from typing import Any
+
+import yaml
 
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.kinds import layers_of, routes
@@ -34,13 +37,11 @@ def model_card(model: Canonical) -> str:
         del rows["Experts"], rows["Activation"]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [blackmamba, mamba, mixture-of-experts]
+{_metadata(model)}
 ---
 # BlackMamba
 
-A language model of these kinds of layers: {", ".join(layers)}.
+A base language model of these kinds of layers: {", ".join(layers)}. It continues text; it does not follow instructions.
 
 | | |
 |---|---|
@@ -57,8 +58,50 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
 
 Works with transformers 4.50 and later. Where the package `megatron-blackmamba` is installed, its kernels are used.
-Routing is that of inference; training with these files does not balance the experts.
-"""
+Training with these files balances the experts only with `from_pretrained(..., balance_in_training=True)`.
+{_scores(model)}"""
+
+
+def _metadata(model: Canonical) -> str:
+    """Return the fields that the hub reads, as YAML."""
+    fields: dict[str, Any] = {
+        "license": model.license,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["blackmamba", "mamba", "mixture-of-experts", "custom_code"],
+    }
+    if model.evaluation is not None and model.evaluation.results:
+        results = [
+            {
+                "task": {"type": "text-generation"},
+                "dataset": {"name": task, "type": task},
+                "metrics": [{"type": name, "value": value} for name, value in result.metrics.items()],
+            }
+            for task, result in model.evaluation.by_task().items()
+        ]
+        fields["model-index"] = [{"name": "BlackMamba", "results": results}]
+    return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True).strip()
+
+
+def _scores(model: Canonical) -> str:
+    """Return the table of scores, or nothing."""
+    if model.evaluation is None or not model.evaluation.results:
+        return ""
+    lines = [
+        "",
+        "## Evaluation",
+        "",
+        "Scored with `blackmamba evaluate`, which uses the tasks of lm-eval.",
+        "",
+        "| task | metric | value | standard error | questions |",
+        "|---|---|---|---|---|",
+    ]
+    for task, result in model.evaluation.by_task().items():
+        for name, value in result.metrics.items():
+            error = result.errors.get(name)
+            cells = (task, name, f"{value:.4f}", "–" if error is None else f"{error:.4f}", f"{result.questions:,}")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def _experts(model: Canonical) -> str:

@@ -1,14 +1,19 @@
 """Our own checkpoints: any layout starts from an imported one, and one that any layout wrote is exported."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
 from megatron_blackmamba.checkpoint import DamagedCheckpoint, manifest
 from megatron_blackmamba.checkpoint.reading import STATE
+from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult
+from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange import convert, hf, megatron, parity, zyphra
 from megatron_blackmamba.interchange.canonical import cast
+from megatron_blackmamba.interchange.model_card import model_card
 from tests.interchange.layouts_probe import LAYOUTS, TOKENS
 from tests.reference import forward, tiny
 from tests.reference.canonical import canonical
@@ -113,3 +118,20 @@ def test_model_card_states_the_run(silu, tmp_path):
     (tmp_path / "ours" / STATE).write_text(json.dumps(state))
     facts = megatron.read(tmp_path / "ours").facts
     assert facts["Trained on"].startswith("2,048,000 tokens") and facts["Sources"] == "books, web"
+
+
+def test_losses_and_scores_reach_the_model_card(silu, tmp_path):
+    folder = tmp_path / "run" / "checkpoints" / "step_00000000"
+    megatron.write(canonical(silu), folder)
+    lines = [{"step": 0, "loss": 4.25, "validation/loss": 4.5, "validation/loss/web": 4.5}, {"step": 1, "loss": 1.0}]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    key = ScoringKey("hash", "piqa", "1", "data", "1", "float32", "separate", None, 2048)
+    result = TaskResult(key, {"acc": 0.625}, {"acc": 0.0125}, 100, {}, 1.0)
+    Evaluation("run", 0, (result,)).write(RunFolder(tmp_path / "run").evaluation(0))
+    card = model_card(replace(megatron.read(folder), license="apache-2.0"))
+    fields = yaml.safe_load(card.split("---")[1])
+    assert fields["license"] == "apache-2.0"
+    assert fields["model-index"][0]["results"][0]["metrics"] == [{"type": "acc", "value": 0.625}]
+    assert "| Training loss | 4.2500 at step 0 |" in card
+    assert "| Validation loss | 4.5000 at step 0 (web 4.5000) |" in card
+    assert "| piqa | acc | 0.6250 | 0.0125 | 100 |" in card

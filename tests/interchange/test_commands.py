@@ -67,3 +67,27 @@ def test_unreadable_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 2
     assert f"blackmamba: {tmp_path}/config.json: has no field" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_tells_what_would_be_uploaded(blackmamba, silu, tokenizer_file, tmp_path):
+    megatron.write(canonical(silu, tokenizer=tokenizer_file), tmp_path / "ours")
+    words = ["export", "hf", "ours", "exported", "--no-verify", "--push-to", "me/model"]
+    done = blackmamba(*words, "--license", "mit", "--dry-run")
+    told = [line.split() for line in done.stderr.splitlines() if " -> " in line]
+    files = sorted(path for path in (tmp_path / "exported").rglob("*") if path.is_file())
+    assert [int(line[0].replace(",", "")) for line in told] == [path.stat().st_size for path in files]
+    assert [line[-1].split("/me/model/blob/main/")[1] for line in told] == [path.name for path in files]
+    assert "nothing was uploaded" in done.stderr
+    assert "license: mit\n" in (tmp_path / "exported" / "README.md").read_text()
+
+
+def test_an_upload_that_fails_leaves_the_export(blackmamba, silu, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    megatron.write(canonical(silu), tmp_path / "ours")
+    with pytest.raises(InterchangeError, match=r"me/model: not uploaded .* `hf auth login`"):
+        blackmamba("export", "hf", "ours", "exported", "--no-verify", "--push-to", "me/model")
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+    for name in ("model", "me/../model", "-/x"):
+        with pytest.raises(InterchangeError, match="--push-to"):
+            blackmamba("export", "hf", "ours", "other", "--push-to", name)
+    assert not (tmp_path / "other").exists()
