@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests of the modeling files on several versions of transformers, each in an environment of its own.
+# Run the tests of the modeling files on several versions of transformers, each in an environment of its own, and train
+# 20 steps with Trainer and TRL's SFTTrainer (scripts/hf_training.py).
 #
 #   scripts/hf_versions.sh [VERSION...]       by default: 4.50 4.57 5
 #
@@ -22,10 +23,11 @@ for version in "$@"; do
         own=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
         echo "$shared" > "$own/shared.pth"  # comes after the environment's own packages
         # datasets for lm-eval, accelerate for it and for offloading, in versions that go with this one
-        "$folder/bin/python" -m pip --disable-pip-version-check --quiet install "transformers==$version.*" datasets accelerate
+        "$folder/bin/python" -m pip --disable-pip-version-check --quiet install "transformers==$version.*" datasets accelerate trl
         touch "$folder/ready"
     fi
     "$folder/bin/python" -c 'import transformers; print(f"== transformers {transformers.__version__}")'
     "$folder/bin/python" -m pytest tests/hf || failed+=("$version")
+    "$folder/bin/python" scripts/hf_training.py || failed+=("$version (training)")
 done
 [ ${#failed[@]} -eq 0 ] || { echo "failed with transformers ${failed[*]}" >&2; exit 1; }
