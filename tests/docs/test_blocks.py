@@ -1,0 +1,118 @@
+"""The blocks of README, tutorial, experiments and conversion run in order, as printed; runs end after two steps.
+
+A line is left out only if `ELSEWHERE` says why, and which test runs it or what it needs.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from tests.docs.session import ROOT, Session, blocks
+
+pytestmark = pytest.mark.xdist_group("pages")
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+SEVERAL_PROCESSES = "--nproc"  # these lines: tests/training/test_launcher.py and tests/distributed
+ELSEWHERE = {  # start of the line -> the test that runs it, or what it needs
+    "blackmamba quickstart": "tests/quickstart/test_quickstart.py",
+    "blackmamba study": "tests/study/test_study.py",
+    "blackmamba doctor": "tests/launch/test_doctor.py",  # its verdict depends on this machine
+    "blackmamba evaluate": "tests/evaluation/test_evaluate.py",  # lm-eval is optional
+    "blackmamba data dedup": "tests/data_tools/test_cleaning.py",  # datatrove is optional
+    "blackmamba data decontaminate": "tests/data_tools/test_cleaning.py",
+    "blackmamba data tokenize final/pile": "tests/data_tools/test_cleaning.py",
+}
+OTHER_TESTS = {  # page -> the test that runs its blocks
+    "extending.md": "tests/docs/test_extending.py",
+    "reproduction.md": "tests/docs/test_commands.py",
+}
+PYTHON_ELSEWHERE = {"data.md": "tests/data_tools/test_foreign.py"}  # datatrove is optional
+PRINTS = {"data.md": (".py, record 1", "quantiles: ", "2 shards, ", "all sound", "mixture.yaml: ")}
+RUN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("tutorial", "experiments", "conversion"))]
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("s")
+    session = Session(folder)
+    yield session
+    session.close()
+
+
+@pytest.fixture(scope="module")
+def quickstart(session, tmp_path_factory):
+    """What `blackmamba quickstart` leaves behind, in small: text, shards, a mixture and a run of two steps."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    corpus = folder / "runs/quickstart/corpus/code"
+    corpus.mkdir(parents=True)
+    texts = [path.read_text() for path in sorted(Path(json.__file__).parent.glob("[a-z]*.py"))]
+    (corpus / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    done = session.run(
+        "cd runs/quickstart\n"
+        "blackmamba data tokenize corpus/code/train.jsonl tokens/code --train-tokenizer 1024\n"
+        "echo 'sources: [{name: code, shards: tokens/code}]' > mixture.yaml\n"
+        "blackmamba train quickstart data.mixture=$PWD/mixture.yaml folder=$PWD\n",
+        folder,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return folder
+
+
+def _reader_s_files(folder, tokenizer):
+    """Write the files that docs/data.md names, as a reader would have them."""
+    shutil.copy(tokenizer, folder / "tokenizer.json")
+    document = "Once upon a time there was a state space model. " * 8
+    lines = {"pile/train/00.jsonl": {"text": document, "meta": {}}, "web.jsonl": {"text": document, "lang": "en"}}
+    lines["papers.jsonl"] = {"title": "States", "sections": [{"text": document}, {"text": document}]}
+    for name, record in lines.items():
+        data = "".join(json.dumps(record | {"number": n}) + "\n" for n in range(8)).encode()
+        file = folder / (name if name == "web.jsonl" else f"{name}.zst")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data if name == "web.jsonl" else zstandard.compress(data))
+    for name in ("books/first.txt", "notes/first.txt", "stories.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(document + "<|endoftext|>" + document)
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_page_runs_as_printed(page, session, quickstart, tmp_path):
+    shutil.copytree(quickstart, tmp_path, dirs_exist_ok=True)
+    if page.name == "data.md":
+        _reader_s_files(tmp_path, quickstart / "runs/quickstart/tokens/code/tokenizer.json")
+    printed = ""
+    for language, code in blocks(page):
+        if language == "python" and page.name in PYTHON_ELSEWHERE:
+            continue
+        done = session.run(_without_lines_run_elsewhere(code), tmp_path, language)
+        assert done.returncode == 0, f"{page.name}:\n{code}\n{done.stdout[-3000:]}"
+        printed += done.stdout
+    for expected in PRINTS.get(page.name, ()):
+        assert expected in printed, printed
+
+
+def _without_lines_run_elsewhere(code):
+    lines = code.replace("\\\n", " ").splitlines(keepends=True)
+    return "".join(line for line in lines if not _runs_elsewhere(line))
+
+
+def _runs_elsewhere(line):
+    return line.startswith(tuple(ELSEWHERE)) or SEVERAL_PROCESSES in line
+
+
+def test_lines_run_elsewhere_are_on_a_page():
+    lines = [line for page in PAGES for _, code in blocks(page) for line in code.splitlines()]
+    for start, where in [*ELSEWHERE.items(), *OTHER_TESTS.items(), *PYTHON_ELSEWHERE.items()]:
+        assert start.endswith(".md") or any(line.startswith(start) for line in lines), f"{start!r} is on no page"
+        assert where.startswith("needs ") or (ROOT / where).is_file(), where
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_say_whether_they_are_commands(page):
+    for language, code in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        first = code.splitlines()[0]
+        if language not in ("bash", "python", "shell"):
+            assert not re.match(r"(\w+=\S+ )*(blackmamba|python|make|srun|sbatch|pip) ", first), f"{page.name}: {first}"
