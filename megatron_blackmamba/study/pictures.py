@@ -34,17 +34,23 @@ def _loss(runs: Sequence[Group], axes: Any) -> bool:
     for i, name in enumerate(names):
         groups = [group for group in runs if group.group == name]
         for group in groups:
+            width = 1 + sizes.index(group.size)
             for result in group.results:
                 _, spent, losses = zip(*result.curve, strict=True)
-                during.plot(spent, losses, color=f"C{i}", alpha=0.6, linewidth=1)
+                during.plot(spent, losses, color=f"C{i}", alpha=0.6, linewidth=width, solid_capstyle="round")
         at = [places[sizes.index(group.size)] + 0.1 * (i - (len(names) - 1) / 2) for group in groups]
-        half = [group.interval("validation") or 0.0 for group in groups]
+        half = [group.interval("validation") or np.nan for group in groups]
         means = [group.mean("validation") for group in groups]
-        after.errorbar(at, means, half, color=f"C{i}", fmt="o", capsize=3, label=name.replace("_", " "))
-    during.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss", title="during training, each seed")
+        after.errorbar(at, means, half, color=f"C{i}", fmt="o", capsize=3)
+        during.plot([], [], color=f"C{i}", linewidth=2, label=name.replace("_", " "))
+    during.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss")
+    during.set_title(f"during training, each seed (thin to thick: {', '.join(sizes)})", fontsize="medium")
+    during.xaxis.set_minor_formatter("")
+    during.legend(frameon=False)
     after.set_xticks(places, sizes)
-    after.set(xlabel="size", xlim=(-0.5, len(sizes) - 0.5), title="at the end, mean and 95% confidence")
-    after.legend(frameon=False)
+    after.set(xlabel="size", xlim=(-0.5, len(sizes) - 0.5), ylim=during.get_ylim())
+    several = any(len(group.results) > 1 for group in runs)
+    after.set_title("at the end" + (", mean and 95% confidence over seeds" if several else ""), fontsize="medium")
     return True
 
 
