@@ -126,7 +126,7 @@ class GuardConfig(Section):
     """A rank is slow if its own time is this many times the median of the other ranks."""
     slow_steps: int = Field(50, ge=1)
     """Steps over which the time of a rank is judged."""
-    hang_seconds: float = Field(600.0, gt=0)
+    hang_seconds: float = Field(600.0, ge=1)
     """Longest time without progress: after it every rank writes a report and exits with 70."""
 
 

@@ -1,4 +1,4 @@
-"""The blocks of README, tutorial, experiments and conversion run in order, as printed; runs end after two steps.
+"""The blocks of README, tutorial, experiments, conversion and python run in order, as printed; runs end after two steps.
 
 A line is left out only if `ELSEWHERE` says why, and which test runs it or what it needs.
 """
@@ -92,6 +92,13 @@ def test_page_runs_as_printed(page, session, quickstart, tmp_path):
         printed += done.stdout
     for expected in PRINTS.get(page.name, ()):
         assert expected in printed, printed
+
+
+def test_python_page_runs_as_one_script(session, tmp_path):
+    code = "\n".join(code for language, code in blocks(DOCS / "python.md") if language == "python")
+    done = session.run(code, tmp_path, "python")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "DONE [" in done.stdout and "torch.Size([1, " in done.stdout, done.stdout
 
 
 def _without_lines_run_elsewhere(code):
