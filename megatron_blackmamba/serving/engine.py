@@ -118,19 +118,20 @@ class Engine:
         return [row.job for batch in self.batches for row in batch.rows]
 
     def _admit(self) -> None:
-        """Start to read the prompts of waiting jobs while their rows fit."""
+        """Start to read the prompts of waiting jobs while their rows fit. Call it with the lock: clients add jobs."""
+        self.waiting = deque(job for job in self.waiting if not job.cancelled)
         while self.waiting and self.running + self.waiting[0].rows <= self.max_rows:
             job = self.waiting.popleft()
-            if job.cancelled:
-                continue
-            weights = self.decoder.weights
-            rows = rows_of(job, self.tokenizer, weights.embedding_VD.shape[0], weights.device)
-            for number, prompt in enumerate(job.prompts):
-                own = rows[number * job.samples : (number + 1) * job.samples]
-                self.reading.append(Reading(own, prompt, self.decoder.start(1)))
+            self._guarded([job], self._open, job)
+
+    def _open(self, job: Job) -> None:
+        weights = self.decoder.weights
+        rows = rows_of(job, self.tokenizer, weights.embedding_VD.shape[0], weights.device)
+        for number, prompt in enumerate(job.prompts):
+            own = rows[number * job.samples : (number + 1) * job.samples]
+            self.reading.append(Reading(own, prompt, self.decoder.start(1)))
 
     def _turn(self) -> None:
-        self.waiting = deque(job for job in self.waiting if not job.cancelled)
         self.reading = deque(one for one in self.reading if not one.job.cancelled)
         self.batches = [left for batch in self.batches if (left := self._without_cancelled(batch)).rows]
         if self.reading:

@@ -1,6 +1,6 @@
-"""The blocks of README, tutorial, experiments, conversion and python run in order, as printed; runs end after two steps.
+"""The blocks of README, tutorial, experiments, conversion and python run in order, as printed.
 
-A line is left out only if `ELSEWHERE` says why, and which test runs it or what it needs.
+Runs end after two steps. A line is left out only if `ELSEWHERE` says why, and which test runs it or what it needs.
 """
 
 import json

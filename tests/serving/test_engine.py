@@ -1,4 +1,8 @@
-"""The engine, one turn at a time and without threads."""
+"""The engine, mostly one turn at a time and without its thread."""
+
+from queue import Queue
+from threading import Thread
+from time import sleep
 
 import pytest
 import torch
@@ -107,3 +111,30 @@ def test_an_error_fails_its_job_alone(engine):
         turn(engine)
     assert isinstance(bad_pieces[-1], Failed)
     assert good_pieces[-1].finished == "length"
+
+
+class Dawdling(Job):
+    """A job that gives other threads the processor when it is asked whether it is cancelled."""
+
+    def __getattribute__(self, name):
+        if name == "cancelled":
+            sleep(0)
+        return super().__getattribute__(name)
+
+
+def test_jobs_from_many_threads_all_end(generator):
+    engine = Engine(generator, max_rows=8, max_waiting=10_000)
+    ended = Queue()
+
+    def submit():
+        for _ in range(100):
+            engine.submit(Dawdling([[1]], Sampling(), max_new_tokens=0, emit=ended.put))
+
+    threads = [Thread(target=submit) for _ in range(4)]
+    engine.start()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(ended.get(timeout=60).finished for _ in range(400))
+    engine.stop()
