@@ -197,7 +197,7 @@ class Values:
         with _disable_current_modes():
             if name == "sum" and ins[0].dtype == torch.bool and ins[0].dim() == 2 and self.of(ins[0]) is None:
                 self._share(outs[0], ins[0].numel() * LOG.share_of_mask)
-            elif name == "scatter_add_" and args[2].numel() > SMALL:
+            elif name == "scatter_add_" and self.of(args[2]) is None:
                 self._share(args[0], args[2].numel())
             elif ins and ins[0].numel() <= SMALL and all(self.of(t) is not None for t in ins):
                 here = kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})
