@@ -16,7 +16,6 @@ ABOVE_ZERO = [
     "optimizer.eps",
     "optimizer.momentum",
     "training.guard.spike_deviations",
-    "training.guard.hang_seconds",
 ]
 FROM_ZERO = [
     "model.router.aux_loss",
@@ -61,6 +60,7 @@ FROM_ONE = [
     "training.router_every",
     "training.stop_after_steps",
     "training.guard.max_bad_steps",
+    "training.guard.hang_seconds",
     "training.guard.rewind_batches",
     "checkpoint.keep_last",
     "checkpoint.retry_every",

@@ -60,7 +60,7 @@ def test_a_pattern_or_a_format_chooses_within_folders(corpus):
         (["nowhere"], "nowhere: no such file or folder"),
         (["c/README.md"], "cannot tell its format by its name: add --format"),
         (["c", "c/part-9.jsonl.zst"], "named twice"),
-        (["-", "c"], "stands alone"),
+        (["-", "c"], "cannot be combined with files"),
         ([], "no input"),
     ],
 )

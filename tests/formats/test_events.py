@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from megatron_blackmamba.formats.events import KINDS, NotFinite, NotSaved, Resum
 
 TIME = datetime(2026, 1, 31, 12, tzinfo=timezone(timedelta(hours=1)))
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "training.md"
-VALUES = {int: 7, str: "text", float: 1.5, bool: True, events.Samples: [[0, 15]]}
+VALUES = {int: 7, str: "text", float: 1.5, bool: True, events.Samples: [[0, 15]], Sequence[str]: ["text"]}
 
 
 def shipped():
