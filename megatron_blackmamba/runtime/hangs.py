@@ -168,13 +168,15 @@ def missing(seen: dict[int, Seen], size: int, is_alive: Any) -> dict[int, str]:
             named[rank] = f"{_who(seen[rank])} is stopped, dead, or its node is gone: {_where(seen[rank])}"
     furthest: dict[str, int] = {}
     for each in seen.values():
+        if each.beat.rank in named:  # what it has started can be held up by its own stop
+            continue
         for name, group in each.beat.collectives.items():
             furthest[name] = max(furthest.get(name, 0), group["started"])
     for rank, each in seen.items():
         behind = [
             f"{furthest[name]} of {group['group']} (ranks {_ranges(group['ranks'])}; it started {group['started']})"
             for name, group in each.beat.collectives.items()
-            if group["started"] < furthest[name]
+            if group["started"] < furthest.get(name, 0)
         ]
         if behind and rank not in named:
             named[rank] = f"{_who(each)} has not arrived at collective {' and '.join(behind)}: {_where(each)}"

@@ -26,8 +26,9 @@ UNTIL = "until"
 
 @dataclass
 class Job:
-    """The ranks of one run, by process id."""
+    """The ranks of one run. `codes` has the exit codes of those that have ended, by rank, as shells give them."""
 
+    number: int
     pids: list[int]
     folder: Path
     forks: "Forks"
@@ -41,25 +42,25 @@ class Job:
             atomic.write_text(self.folder / UNTIL, str(until))
 
     def wait(self, seconds: float = 900) -> list[int]:
-        """Exit codes of all ranks, as shells give them: 128 + signal for the killed."""
+        """Exit codes of all ranks: 128 + signal for the killed."""
         end = time.monotonic() + seconds
         while not self.ended():
             if time.monotonic() > end:
                 self.kill()
                 raise AssertionError(f"still running after {seconds} s:\n{self.output()}")
             time.sleep(0.02)
-        return [self.codes[pid] for pid in self.pids]
+        return [self.codes[rank] for rank in range(len(self.pids))]
 
     def ended(self) -> bool:
-        self.codes.update(self.forks.codes())
-        return all(pid in self.codes for pid in self.pids)
+        self.codes.update(self.forks.codes(self.number))
+        return len(self.codes) == len(self.pids)
 
     def kill(self, ranks=None) -> None:
         self.send(signal.SIGKILL, ranks)
 
     def send(self, number, ranks=None) -> None:
         for rank, pid in enumerate(self.pids):
-            if (ranks is None or rank in ranks) and pid not in self.codes:
+            if (ranks is None or rank in ranks) and rank not in self.codes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
@@ -84,7 +85,7 @@ class Forks:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._codes: dict[int, int] = {}
+        self._jobs = 0
         self._ask({})  # answered once everything is imported
 
     def run(self, folder, overrides=(), ranks=2, trainer="Trainer", config="tiny", until=None, asked=()) -> Job:
@@ -95,12 +96,13 @@ class Forks:
         as_on_gpus = ["training.overlap=true", "data.workers=2"]
         overrides = [f"folder={folder}", "name=run", "logging.tensorboard=false", *as_on_gpus, *overrides]
         question = {"config": config, "overrides": overrides, "ranks": ranks, "trainer": trainer}
-        pids = self._ask({**question, "folder": str(folder), "asked": list(asked)})
-        return Job(pids, folder, self)
+        self._jobs += 1
+        pids = self._ask({**question, "number": self._jobs, "folder": str(folder), "asked": list(asked)})
+        return Job(self._jobs, pids, folder, self)
 
-    def codes(self) -> dict[int, int]:
-        self._codes.update({int(pid): code for pid, code in self._ask({"codes": True}).items()})
-        return self._codes
+    def codes(self, number: int) -> dict[int, int]:
+        """Return the exit codes of the ranks of this run that have ended."""
+        return {int(rank): code for rank, code in self._ask({"codes": number}).items()}
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -117,31 +119,33 @@ def _serve() -> None:
     from tests.training import faults  # noqa: F401
 
     signals.hold()  # every rank inherits it: a signal waits for the rank to listen, as under the command line
-    running: set[int] = set()
+    running: dict[int, tuple[int, int]] = {}  # run and rank of each process id, which the system may use again
+    codes: dict[int, dict[int, int]] = {}
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:
             question = json.loads(line)
             answer = None
             if "codes" in question:
-                answer = _ended(running)
+                for (number, rank), code in _ended(running).items():
+                    codes.setdefault(number, {})[rank] = code
+                answer = codes.get(question["codes"], {})
             elif question:
                 answer = [_fork(rank, port, question) for port in [free_port()] for rank in range(question["ranks"])]
-                running.update(answer)
+                running.update({pid: (question["number"], rank) for rank, pid in enumerate(answer)})
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
     for pid in running:
         os.kill(pid, signal.SIGKILL)
 
 
-def _ended(running: set[int]) -> dict[int, int]:
+def _ended(running: dict[int, tuple[int, int]]) -> dict[tuple[int, int], int]:
     codes = {}
     for pid in list(running):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            running.discard(pid)
             code = os.waitstatus_to_exitcode(status)
-            codes[pid] = 128 - code if code < 0 else code
+            codes[running.pop(pid)] = 128 - code if code < 0 else code
     return codes
 
 
