@@ -49,6 +49,15 @@ def test_unreadable_checkpoint_is_saved_again_and_reported(saved):
     assert folders(RunFolder(saved / "run")) == [f"step_0000000{step}" for step in (4, 5, 6)]
 
 
+def test_ranks_share_the_writing(saved):
+    """Rank 1 also writes weights that both ranks hold, not only its own experts."""
+    sizes = [
+        sum(path.stat().st_size for path in RunFolder(saved / "run").checkpoint(6).glob(f"__{rank}_*.distcp"))
+        for rank in (0, 1)
+    ]
+    assert min(sizes) > 0.9 * max(sizes)
+
+
 def test_saves_after_a_damaged_checkpoint_are_kept(forks, run, tmp_path, saved):
     damage(shard(run, 6))
     (run.checkpoint(5) / ".DS_Store").touch()
