@@ -31,17 +31,18 @@ class Order:
 
     def sort(self, x: Tensor) -> Tensor:
         """Return the row of each pair, of x with a row for each token."""
-        y: Tensor = _Sorted.apply(x, self.order_P, self.place_P, self.K)
-        return y
+        return self._gather(x, self.K, sort=True)
 
     def sort_pairs(self, x: Tensor) -> Tensor:
         """Return the rows of x, which has one for each pair."""
-        y: Tensor = _Sorted.apply(x, self.order_P, self.place_P, 1)
-        return y
+        return self._gather(x, 1, sort=True)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over each token's pairs, of sorted rows."""
-        y: Tensor = _Summed.apply(x, self.order_P, self.place_P, self.K)
+        return self._gather(x, self.K, sort=False)
+
+    def _gather(self, x: Tensor, K: int, sort: bool) -> Tensor:
+        y: Tensor = _Gather.apply(x, self.order_P, self.place_P, K, sort)
         return y
 
 
@@ -70,40 +71,25 @@ class SortedAllToAll(MoEAlltoAllTokenDispatcher):
         return self.order.sum(y_PD).view(self.hidden_shape)
 
 
-class _Sorted(torch.autograd.Function):
-    """Copy the row of each pair, sorted by expert; the gradient is a gather, not the slower scatter-add."""
+class _Gather(torch.autograd.Function):
+    """Copy each token's row to its sorted pairs, or sum the sorted rows of each token's pairs.
+
+    Each is the gradient of the other, so both directions gather; autograd would use the slower scatter-add.
+    """
 
     @staticmethod
-    def forward(ctx, x, order_P, place_P, K):
+    def forward(ctx, x, order_P, place_P, K, sort):
         ctx.save_for_backward(order_P, place_P)
-        ctx.K = K
-        return _sorted(x, order_P, K)
+        ctx.K, ctx.sort = K, sort
+        return _gather(x, order_P, place_P, K, sort)
 
     @staticmethod
     def backward(ctx, grad):
-        _, place_P = ctx.saved_tensors
-        return _summed(grad, place_P, ctx.K), None, None, None
+        return _gather(grad, *ctx.saved_tensors, ctx.K, not ctx.sort), None, None, None, None
 
 
-class _Summed(torch.autograd.Function):
-    """Sum the rows of each token's pairs: the inverse of the sort."""
-
-    @staticmethod
-    def forward(ctx, x, order_P, place_P, K):
-        ctx.save_for_backward(order_P, place_P)
-        ctx.K = K
-        return _summed(x, place_P, K)
-
-    @staticmethod
-    def backward(ctx, grad):
-        order_P, _ = ctx.saved_tensors
-        return _sorted(grad, order_P, ctx.K), None, None, None
-
-
-def _sorted(x, order_P, K):
-    return x.index_select(0, order_P if K == 1 else order_P // K)
-
-
-def _summed(x, place_P, K):
+def _gather(x, order_P, place_P, K, sort):
+    if sort:
+        return x.index_select(0, order_P if K == 1 else order_P // K)
     y = x.index_select(0, place_P)
     return y if K == 1 else y.unflatten(0, (len(y) // K, K)).sum(1)
