@@ -10,8 +10,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from megatron_blackmamba.config.base import ConfigError, Section
-from megatron_blackmamba.config.load import find, load, read_yaml, section_of
-from megatron_blackmamba.config.run import RunConfig
+from megatron_blackmamba.config.load import load, merge_files, walk
 
 WIDTH = 110
 HEADER = """\
@@ -34,27 +33,24 @@ class Key:
     section: type[Section] | None
 
 
-def keys_of(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[Key]:
-    """Yield the keys of a section, each section before the keys in it."""
-    for name, field in section.model_fields.items():
-        path, inner = f"{prefix}{field.alias or name}", section_of(field.annotation)
+def every_key() -> Iterator[Key]:
+    """Yield the keys of a run, each section before the keys in it."""
+    for path, field, inner in walk():
         default = None if field.is_required() else field.default
         description = " ".join((field.description or "").split())
         yield Key(path, _kind(field), default, field.is_required(), description, inner)
-        if inner is not None:
-            yield from keys_of(inner, f"{path}.")
 
 
 def new_run(name: str, source: str, overrides: list[str], file: Path) -> str:
     """Return a run file in which every key has its description; keys that `source` leaves alone are comments."""
     run = load(source, [*overrides, f"name={name}"]).model_dump(mode="json", by_alias=True)
-    given = _given(read_tree(find(source)), "")
-    given |= {override.partition("=")[0] for override in overrides} | {"name", "training.tokens"}
+    _, origin = merge_files([source])
+    given = {*origin, "name", "training.tokens", *(override.partition("=")[0] for override in overrides)}
     if run["data"]["mixture"]:
         run["data"]["mixture"] = str(Path(run["data"]["mixture"]).absolute())
         given |= {"data.kind", "data.mixture"}
     lines = [HEADER.format(name=name, command=f"`blackmamba train {file}`", file=file)]
-    for key in keys_of():
+    for key in every_key():
         *sections, last = key.path.split(".")
         indent = "  " * len(sections)
         text = key.description or (key.section.__doc__ or "" if key.section else "")
@@ -71,17 +67,6 @@ def new_run(name: str, source: str, overrides: list[str], file: Path) -> str:
     return _without_empty_sections("\n".join(lines) + "\n")
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """Return a config file merged with the files that it includes."""
-    content = read_yaml(path)
-    includes = content.pop("include", [])
-    merged: dict[str, Any] = {}
-    for include in [includes] if isinstance(includes, str) else includes:
-        _merge(read_tree(path.resolve().parent / include), merged)
-    _merge(content, merged)
-    return merged
-
-
 def write_new(name: str, source: str, overrides: list[str], file: Path) -> None:
     """Write a new run file; refuse to replace one."""
     content = new_run(name, source, overrides, file)
@@ -90,22 +75,6 @@ def write_new(name: str, source: str, overrides: list[str], file: Path) -> None:
             out.write(content)
     except FileExistsError:
         raise ConfigError(f"{file} exists. Choose another name, or delete it.") from None
-
-
-def _merge(new: dict, into: dict) -> None:
-    for key, value in new.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(value, into[key])
-        else:
-            into[key] = value
-
-
-def _given(content: dict[str, Any], prefix: str) -> set[str]:
-    """Return the full names of the keys in a config file."""
-    found: set[str] = set()
-    for key, value in content.items():
-        found |= _given(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}"}
-    return found
 
 
 def _without_empty_sections(text: str) -> str:

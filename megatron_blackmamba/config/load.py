@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from megatron_blackmamba.config import migrations, spellings
 from megatron_blackmamba.config.base import ConfigError, Section
@@ -79,8 +80,7 @@ def find(name: str | Path) -> Path:
 
 def keys() -> list[str]:
     """Return all keys that a run can set, as `a.b`."""
-    paths = list(_key_paths(RunConfig))
-    return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
+    return [path for path, _, inner in walk() if inner is None]
 
 
 def _warn(note: str) -> None:
@@ -97,10 +97,7 @@ def load(
     names = [files] if isinstance(files, (str, Path)) else list(files)
     if not names:
         raise ConfigError(f"name a config file or a shipped run: {', '.join(shipped())}")
-    merged: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for name in names:
-        _merge_file(find(name), merged, origin, (), note)
+    merged, origin = merge_files(names, note)
     overrides = list(overrides)
     if "data.kind=synthetic" in overrides and any(override.startswith("data.mixture=") for override in overrides):
         raise ConfigError(f"{OVERRIDE}: data.kind=synthetic reads no mixture: leave out one of the two")
@@ -120,6 +117,17 @@ def load(
         raise ConfigError(explain(error, origin)) from None
     _refuse_unknown_names(run.resume.allow, _where("resume.allow", origin))
     return run
+
+
+def merge_files(
+    files: Iterable[str | Path], note: Callable[[str], None] = _warn
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the content of config files and their includes, and the file that set each key, by the key's full name."""
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name in files:
+        _merge_file(find(name), merged, origin, (), note)
+    return merged, origin
 
 
 def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...], note: Callable[[str], None]) -> None:
@@ -235,13 +243,13 @@ def section_of(annotation: Any) -> type[Section] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
-def _key_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        path = f"{prefix}{field.alias or name}"
-        yield path
-        inner = section_of(field.annotation)
+def walk(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[Section] | None]]:
+    """Yield the full name of every key, its field, and its section if it is one; a section before the keys in it."""
+    for name, field in _fields(section).items():
+        path, inner = f"{prefix}{name}", section_of(field.annotation)
+        yield path, field, inner
         if inner is not None:
-            yield from _key_paths(inner, f"{path}.")
+            yield from walk(inner, f"{path}.")
 
 
 def unknown_key(content: dict, section: type[Section] = RunConfig, prefix: str = "") -> str | None:
@@ -270,13 +278,13 @@ def _refuse_unknown_keys(content: dict, origin: dict) -> None:
     raise ConfigError(f"{_where(path, origin)}: unknown key {path!r}; {_nearest(path, _fields(section), prefix)}")
 
 
-def _fields(section: type[Section]) -> dict[str, Any]:
+def _fields(section: type[Section]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def _refuse_unknown_names(allowed: Iterable[str], where: str) -> None:
     """Refuse names of resume.allow that are neither a key nor a section: they would allow nothing."""
-    known = {*_key_paths(RunConfig), *migrations.RENAMED}
+    known = {*(path for path, _, _ in walk()), *migrations.RENAMED}
     for name in allowed:
         if name not in known:
             raise ConfigError(f"{where}: resume.allow={name}: unknown key; {_nearest(name, _fields(RunConfig), '')}")
@@ -291,7 +299,7 @@ def _nearest(path: str, fields: dict, prefix: str) -> str:
     here = initials or difflib.get_close_matches(last, fields, n=1, cutoff=0.6)
     if here:
         return f"did you mean {prefix + here[0]!r}?"
-    everywhere = list(_key_paths(RunConfig))
+    everywhere = [path for path, _, _ in walk()]
     same_name = [known for known in everywhere if known.rpartition(".")[2] == last]
     near = same_name or difflib.get_close_matches(path, everywhere, n=1, cutoff=0.6)
     if near:

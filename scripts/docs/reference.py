@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from megatron_blackmamba.cli import app
-from megatron_blackmamba.config.describe import Key, keys_of
+from megatron_blackmamba.config.describe import Key, every_key
 
 _EXAMPLE = re.compile(r"\[dim\](.*?)\[/dim\]", re.DOTALL)
 
@@ -22,34 +22,35 @@ def commands_page() -> str:
 
 def config_page() -> str:
     """Return the page with every config key."""
+    keys = list(every_key())
     lines = [
         "# Config keys",
         "",
         "A run file has these keys, one section for each heading. `blackmamba config RUN` prints the values of a run,",
         "and `blackmamba new NAME` writes a run file with these descriptions.",
         "",
-        *_table(key for key in keys_of() if "." not in key.path and not key.section),
+        *_table(keys, ""),
     ]
-    for section in (key for key in keys_of() if key.section):
-        inside = [k for k in keys_of() if not k.section and k.path.rpartition(".")[0] == section.path]
-        lines += [f"## {section.path}", "", section.description, "", *_table(inside)]
+    for section in keys:
+        if section.section:
+            lines += [f"## {section.path}", "", section.description, "", *_table(keys, section.path)]
     return "\n".join(lines)
 
 
-def _table(keys: "Iterator[Key] | list[Key]") -> list[str]:
+def _table(keys: list[Key], section: str) -> list[str]:
+    """Return the table of the keys directly in a section; that of the top level is empty."""
     rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
     for key in keys:
+        if key.section or key.path.rpartition(".")[0] != section:
+            continue
         default = "required" if key.required else f"`{_shown(key.default)}`"
         rows.append(f"| `{key.path}` | {_cell(key.kind)} | {default} | {_cell(key.description)} |")
     return [*rows, ""]
 
 
 def _shown(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or value is True or value is False
-        else str(value)
-    )
+    """Return a default as YAML writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _cell(text: str) -> str:

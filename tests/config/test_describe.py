@@ -2,14 +2,13 @@ import re
 
 import pytest
 
-from megatron_blackmamba.config import ConfigError, load, shipped
-from megatron_blackmamba.config import keys as every_key
-from megatron_blackmamba.config.describe import keys_of, new_run, write_new
+from megatron_blackmamba.config import ConfigError, keys, load, shipped
+from megatron_blackmamba.config.describe import every_key, new_run, write_new
 
 
 def test_every_key_has_a_description():
-    described = {key.path: key.description for key in keys_of()}
-    assert set(every_key()) <= set(described)
+    described = {key.path: key.description for key in every_key()}
+    assert set(keys()) <= set(described)
     assert [path for path, text in described.items() if not text] == []
 
 
