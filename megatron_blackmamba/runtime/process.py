@@ -6,18 +6,12 @@ import os
 
 import torch
 
-CUDA_SETTINGS = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # kernels start in the order of their launch, so exchanges begin on time
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # less memory is lost between blocks
-}
-
 
 def prepare_cuda() -> None:
     """Set what CUDA and PyTorch's allocator read at their first use. Values that are already set stay."""
-    renamed = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}  # by PyTorch 2.9, which reads both
-    for name, value in CUDA_SETTINGS.items():
-        if renamed.get(name, name) not in os.environ:
-            os.environ.setdefault(name, value)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # kernels start in the order of their launch
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # the name since PyTorch 2.9, which reads both
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less memory lost between blocks
 
 
 def be_deterministic(wanted: bool) -> None:

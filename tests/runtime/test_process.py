@@ -26,7 +26,7 @@ def test_garbage_is_freed_before_the_rest_is_frozen():
 
 
 def test_cuda_settings_leave_given_values(monkeypatch):
-    for name in (*process.CUDA_SETTINGS, "PYTORCH_ALLOC_CONF"):
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     process.prepare_cuda()

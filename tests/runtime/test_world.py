@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from megatron_blackmamba.runtime.ports import free_port
-from megatron_blackmamba.runtime.process import CUDA_SETTINGS
 from megatron_blackmamba.runtime.world import Place, PlaceError, find_place, set_address
 from tests.runtime.ranks import ROOT, environment, run_script
+from tests.runtime.world_probe import CUDA_SETTINGS
 
 PROBE = "tests.runtime.world_probe"
 

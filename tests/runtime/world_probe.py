@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.config import ParallelConfig
-from megatron_blackmamba.runtime import layout, patches, process, seeding, world
+from megatron_blackmamba.runtime import layout, patches, seeding, world
 from tests.runtime.ranks import fork_ranks
+
+CUDA_SETTINGS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def describe(us: world.World) -> dict:
@@ -25,7 +27,7 @@ def describe(us: world.World) -> dict:
         "expert_data_size",
     )
     members = {name: dist.get_process_group_ranks(getattr(us.groups, name)) for name in ("tp", "pp", "ep", "dp")}
-    settings = {name: os.environ.get(name) for name in process.CUDA_SETTINGS}
+    settings = {name: os.environ.get(name) for name in CUDA_SETTINGS}
     stage = {"first": us.is_first_stage, "last": us.is_last_stage}
     return {name: getattr(us, name) for name in names} | members | stage | {"settings": settings}
 
