@@ -13,6 +13,7 @@ from megatron_blackmamba.data_tools import commands as data_commands
 from megatron_blackmamba.evaluation.verb import evaluate
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
+from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES
 from megatron_blackmamba.runtime.exits import BAD_INPUT, RESTARTS
 from megatron_blackmamba.runtime.failure import SAID, say_once
 from megatron_blackmamba.serving import commands as serving_commands
@@ -166,8 +167,8 @@ def plan(
     mfu: Annotated[str | None, typer.Option(help="Model FLOPs utilisation, or a run that measured it.")] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank the layouts that fit these nodes.")] = False,
     scaling: Annotated[bool, typer.Option("--scaling", help="Add weak and strong scaling over nodes.")] = False,
-    failures: Annotated[float, typer.Option(min=0.001, help="Failures per node and month.")] = 0.1,
-    restart: Annotated[float, typer.Option(min=0, help="Minutes from a failure to the next step.")] = 10,
+    failures: Annotated[float, typer.Option(min=0.001, help="Failures per node and month.")] = FAILURES,
+    restart: Annotated[float, typer.Option(min=0, help="Minutes from a failure to the next step.")] = RESTART_MINUTES,
     check: Annotated[
         bool, typer.Option("--check", help="Only check that the run works and fits (exit code 0 or 2).")
     ] = False,

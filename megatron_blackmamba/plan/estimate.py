@@ -120,13 +120,12 @@ def _place(config: RunConfig, asked: Asked) -> Placed:
     if refused:
         return Placed(**common)
     full, rank = memory.fullest(config, world_size)
-    state = memory.State(full.weights, full.gradients, full.optimizer)
-    moved = traffic.flows(config, world_size, gpus_per_node, gpu, state)
+    moved = traffic.flows(config, world_size, gpus_per_node, gpu, full.state)
     stage = rank * config.parallel.pipeline // world_size
     waiting = memory.in_flight(config, world_size, stage)
-    best = times.of_step(config, world_size, gpu, moved, state)
+    best = times.of_step(config, world_size, gpu, moved, full.state)
     mfu = asked.mfu or best.mfu(config, world_size, gpu)
-    seconds = seconds_per_step(config, world_size, gpu, mfu)
+    seconds = times.at_peak(config, world_size, gpu) / mfu
     if asked.scaling:
         common["strong_scaling"] = tuple(scaling.strong(config, common["fitting_nodes"], gpus_per_node, gpu))
         common["weak_scaling"] = tuple(scaling.weak(config, asked.nodes, gpus_per_node, gpu))
@@ -149,12 +148,6 @@ def _place(config: RunConfig, asked: Asked) -> Placed:
 def _most_useful(config: RunConfig, world_size: int) -> int:
     """Return four times these GPUs, but at most one data-parallel rank per sequence."""
     return min(4 * world_size, config.training.global_batch * layout.ranks_of_a_replica(config.parallel))
-
-
-def seconds_per_step(config: RunConfig, world_size: int, gpu: Gpu, mfu: float) -> float:
-    """Return the seconds per step. MFU counts useful FLOPs only, so communication and recomputation lower it."""
-    useful = config.tokens_per_step * flops.training(config.model, config.data.sequence_length)
-    return useful / (world_size * gpu.peak(config.training.precision) * mfu)
 
 
 def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | None]:

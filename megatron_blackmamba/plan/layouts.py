@@ -100,8 +100,7 @@ def _least_recomputing(config: RunConfig, found: Layout, cluster: Cluster) -> Ca
             continue
         full, _ = memory.fullest(changed, cluster.world_size)
         if full.total <= cluster.memory:
-            state = memory.State(full.weights, full.gradients, full.optimizer)
-            return Candidate(found, recompute, full.total / memory.GIB, time_of(changed, cluster, state))
+            return Candidate(found, recompute, full.total / memory.GIB, time_of(changed, cluster, full.state))
     return None
 
 

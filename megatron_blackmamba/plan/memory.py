@@ -48,6 +48,10 @@ class Memory:
     reserved: int
 
     @property
+    def state(self) -> State:
+        return State(self.weights, self.gradients, self.optimizer)
+
+    @property
     def total(self) -> int:
         return sum(asdict(self).values())
 

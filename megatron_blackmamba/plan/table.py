@@ -141,11 +141,8 @@ def _traffic(placed: Placed) -> Table:
 
 def _parts(placed: Placed) -> Table:
     assert placed.time
-    table = _grid("\nA step at best (calculated)", "\nms")
-    time = placed.time
-    parts = {"computing": time.computing, "idle pipeline stages": time.idle, "update": time.update}
-    parts |= {f"waiting for the {axis.replace('_', ' ')} exchange": seconds for axis, seconds in time.waiting.items()}
-    for name, seconds in parts.items():
+    table = _grid("\nA step at best (calculated; only the exchanges that nothing hides)", "\nms")
+    for name, seconds in placed.time.parts.items():
         if seconds:
             table.add_row(name, f"{1e3 * seconds:.1f}")
     return table

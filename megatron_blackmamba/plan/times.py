@@ -58,14 +58,24 @@ class StepTime:
 
     def mfu(self, config: RunConfig, world_size: int, gpu: Gpu) -> float:
         """Return the share of the peak that useful FLOPs take."""
-        useful = config.tokens_per_step * flops.training(config.model, config.data.sequence_length)
-        return useful / (world_size * gpu.peak(config.training.precision) * self.total)
+        return at_peak(config, world_size, gpu) / self.total
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part, by a name for people."""
+        parts = {"computing": self.computing, "idle stages": self.idle, "update": self.update}
+        return parts | {f"{axis.replace('_', ' ')} exchange": seconds for axis, seconds in self.waiting.items()}
 
     def described(self) -> str:
         """Return the parts in one line."""
-        parts = {"computing": self.computing, "idle stages": self.idle, "update": self.update}
-        parts |= {f"{axis.replace('_', ' ')} exchange": seconds for axis, seconds in self.waiting.items()}
-        return ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in parts.items() if seconds >= 5e-4)
+        return ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in self.parts.items() if seconds >= 5e-4)
+
+
+def at_peak(config: RunConfig, world_size: int, gpu: Gpu) -> float:
+    """Return the seconds of a step's useful FLOPs at the peak. Over MFU, they are the seconds of a step: communication
+    and recomputation are not useful."""
+    useful = config.tokens_per_step * flops.training(config.model, config.data.sequence_length)
+    return useful / (world_size * gpu.peak(config.training.precision))
 
 
 def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow], state: State | None) -> StepTime:
@@ -73,19 +83,33 @@ def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow]
     stages = config.parallel.pipeline
     ends = {0, stages - 1}  # the first has the most layers, and the last one the head
     slowest = max((of_micro_batch(config, stage, gpu) for stage in ends), key=lambda batch: batch.total)
-    batches = layout.micro_batches(config, world_size)
     waiting = {axis: flow.seconds + flow.calls * COLLECTIVE_SECONDS for axis, flow in flows.items() if axis != "data"}
     if "data" in flows and state is not None:
         waiting["data"] = _exposed(config, flows["data"].seconds, state, slowest)
-    update = 0.0 if state is None else roofline.seconds(_update(config, state), gpu)
-    computing = batches * (slowest.total + _adding_up(config, state, gpu))
+    computing = of_micro_batches(config, world_size, slowest, gpu, state)
+    update = of_update(config, gpu, state)
     return StepTime(computing, (stages - 1) * slowest.total, update, {k: v for k, v in waiting.items() if v > 0})
 
 
-def of_stage(config: RunConfig, world_size: int, stage: int, gpu: Gpu, state: State) -> float:
-    """Return the seconds that a rank of one stage computes in a step, with the update."""
-    a_micro_batch = of_micro_batch(config, stage, gpu).total + _adding_up(config, state, gpu)
-    return layout.micro_batches(config, world_size) * a_micro_batch + roofline.seconds(_update(config, state), gpu)
+def of_micro_batches(config: RunConfig, world_size: int, batch: MicroBatch, gpu: Gpu, state: State | None) -> float:
+    """Return the seconds of a step's micro-batches, of adding up their weight gradients too if the state is known.
+
+    A micro-batch's gradients are added to the fp32 buffer, which is read and written.
+    """
+    moved = 0.0 if state is None else (2 + WIDTH[config.training.precision] / FP32) * state.gradients
+    return layout.micro_batches(config, world_size) * (batch.total + roofline.seconds(Work(moved), gpu))
+
+
+def of_update(config: RunConfig, gpu: Gpu, state: State | None) -> float:
+    """Return the seconds of zeroing and averaging gradients, then of norm, clipping and optimizer on this rank's part.
+
+    The optimizer state is read and written, the part's gradient read four times and written once.
+    """
+    if state is None:
+        return 0.0
+    tensors = len(optimizers.kind_of(config.optimizer.kind).state) + (config.training.precision == "bf16")
+    moved = 3 * state.gradients + 2 * state.optimizer + 5 * state.optimizer / max(1, tensors)
+    return roofline.seconds(Work(moved), gpu)
 
 
 def of_micro_batch(config: RunConfig, stage: int, gpu: Gpu) -> MicroBatch:
@@ -125,21 +149,6 @@ def _head(config: RunConfig) -> tuple[list[Work], list[Work]]:
     read, overwritten = LOSS_BYTES_OF_PARTS if config.parallel.tensor > 1 else (sizes.width, 2 * sizes.width)
     loss = sizes.whole * V
     return [norm, product, Work(read * loss)], [gradients, product, product, Work(overwritten * loss)]
-
-
-def _adding_up(config: RunConfig, state: State | None, gpu: Gpu) -> float:
-    """Return the seconds of adding a micro-batch's weight gradients to the fp32 buffer, which is read and written."""
-    moved = 0.0 if state is None else (2 + WIDTH[config.training.precision] / FP32) * state.gradients
-    return roofline.seconds(Work(moved), gpu)
-
-
-def _update(config: RunConfig, state: State) -> Work:
-    """Return the bytes of zeroing and averaging all gradients, and of norm, clipping and optimizer on this rank's part.
-
-    The optimizer state is read and written, the part's gradient read four times and written once.
-    """
-    tensors = len(optimizers.kind_of(config.optimizer.kind).state) + (config.training.precision == "bf16")
-    return Work(3 * state.gradients + 2 * state.optimizer + 5 * state.optimizer / max(1, tensors))
 
 
 def _exposed(config: RunConfig, seconds: float, state: State, batch: MicroBatch) -> float:

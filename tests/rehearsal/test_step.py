@@ -99,8 +99,9 @@ def test_plan_expects_the_rehearsed_time(step):
     config = config_of(step)
     if "S" in step["layers"]:
         return  # Mamba-2 runs PyTorch's operations here; on GPUs the plan expects mamba-ssm
-    state = memory.state_of(config, step["case"].ranks, 0)
-    planned = times.of_stage(config, step["case"].ranks, 0, gpus.KNOWN["h200"], state)
+    ranks, gpu = step["case"].ranks, gpus.KNOWN["h200"]
+    state, batch = memory.state_of(config, ranks, 0), times.of_micro_batch(config, 0, gpu)
+    planned = times.of_micro_batches(config, ranks, batch, gpu, state) + times.of_update(config, gpu, state)
     assert planned == pytest.approx(sum(step["seconds"].values()), rel=0.15), step["seconds"]
 
 
