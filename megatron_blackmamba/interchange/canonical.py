@@ -38,6 +38,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Past:
+    """What is known of the run behind a model, for the model card."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True)
 class Canonical:
     """A model to be converted. Making one checks that it is whole: every name, every shape, nothing more."""
 
@@ -47,10 +55,8 @@ class Canonical:
     """The file or folder it comes from, for messages."""
     tokenizer: Path | None = None
     sequence_length: int = 2048
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What is known of the run behind it, for the model card."""
-    evaluation: Evaluation | None = None
-    """Its scores, for the model card."""
+    past: Callable[[], Past] = Past
+    """Reads what is known of the run behind it; only the model card calls this, as it takes a run's whole history."""
     license: str = "unknown"
     """An identifier of the Hugging Face hub, for the model card."""
 

@@ -20,7 +20,7 @@ from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.evaluations import Evaluation, read_evaluation
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import read_metrics
-from megatron_blackmamba.interchange.canonical import Canonical, Entry, in_memory, tokenizer_of
+from megatron_blackmamba.interchange.canonical import Canonical, Entry, Past, in_memory, tokenizer_of
 from megatron_blackmamba.interchange.canonical import shapes as canonical_shapes
 from megatron_blackmamba.kinds import Stack, stacks_of
 
@@ -40,8 +40,7 @@ def read(path: Path, *, verify: bool = False) -> Canonical:
         str(reader.folder),
         reader.tokenizer,
         run.data.sequence_length,
-        _facts(reader, run),
-        _evaluation(reader),
+        lambda: Past(_facts(reader, run), _evaluation(reader)),
     )
 
 

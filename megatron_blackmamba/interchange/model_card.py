@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from megatron_blackmamba.formats.evaluations import Evaluation
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.kinds import layers_of, routes
 from megatron_blackmamba.routers import kind_of
@@ -17,7 +18,7 @@ _GATES = {
 
 
 def model_card(model: Canonical) -> str:
-    config = model.config
+    config, past = model.config, model.past()
     layers = Counter(kind.name for kind in layers_of(config.pattern))
     counted = ", ".join(f"{number} {name}" for name, number in layers.items())
     rows = {
@@ -31,13 +32,13 @@ def model_card(model: Canonical) -> str:
         "Documents": "the state runs across documents"
         if config.eod_reset is None
         else f"the state restarts after token {config.eod_reset}",
-        **{str(name): str(value) for name, value in model.facts.items()},
+        **{str(name): str(value) for name, value in past.facts.items()},
     }
     if not routes(config.pattern):
         del rows["Experts"], rows["Activation"]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
-{_metadata(model)}
+{_metadata(model.license, past.evaluation)}
 ---
 # BlackMamba
 
@@ -59,33 +60,33 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 
 Works with transformers 4.50 and later. Where the package `megatron-blackmamba` is installed, its kernels are used.
 Training with these files balances the experts only with `from_pretrained(..., balance_in_training=True)`.
-{_scores(model)}"""
+{_scores(past.evaluation)}"""
 
 
-def _metadata(model: Canonical) -> str:
+def _metadata(license: str, evaluation: Evaluation | None) -> str:
     """Return the fields that the hub reads, as YAML."""
     fields: dict[str, Any] = {
-        "license": model.license,
+        "license": license,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["blackmamba", "mamba", "mixture-of-experts", "custom_code"],
     }
-    if model.evaluation is not None and model.evaluation.results:
+    if evaluation is not None and evaluation.results:
         results = [
             {
                 "task": {"type": "text-generation"},
                 "dataset": {"name": task, "type": task},
                 "metrics": [{"type": name, "value": value} for name, value in result.metrics.items()],
             }
-            for task, result in model.evaluation.by_task().items()
+            for task, result in evaluation.by_task().items()
         ]
         fields["model-index"] = [{"name": "BlackMamba", "results": results}]
     return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True).strip()
 
 
-def _scores(model: Canonical) -> str:
+def _scores(evaluation: Evaluation | None) -> str:
     """Return the table of scores, or nothing."""
-    if model.evaluation is None or not model.evaluation.results:
+    if evaluation is None or not evaluation.results:
         return ""
     lines = [
         "",
@@ -96,7 +97,7 @@ def _scores(model: Canonical) -> str:
         "| task | metric | value | standard error | questions |",
         "|---|---|---|---|---|",
     ]
-    for task, result in model.evaluation.by_task().items():
+    for task, result in evaluation.by_task().items():
         for name, value in result.metrics.items():
             error = result.errors.get(name)
             cells = (task, name, f"{value:.4f}", "–" if error is None else f"{error:.4f}", f"{result.questions:,}")

@@ -116,8 +116,17 @@ def test_model_card_states_the_run(silu, tmp_path):
     state = json.loads((tmp_path / "ours" / STATE).read_text())
     state |= {"progress": {"consumed_samples": 1000}, "data": {"sources": [{"name": "books"}, {"name": "web"}]}}
     (tmp_path / "ours" / STATE).write_text(json.dumps(state))
-    facts = megatron.read(tmp_path / "ours").facts
+    facts = megatron.read(tmp_path / "ours").past().facts
     assert facts["Trained on"].startswith("2,048,000 tokens") and facts["Sources"] == "books, web"
+
+
+def test_opening_a_run_reads_no_history(silu, tmp_path):
+    folder = tmp_path / "run" / "checkpoints" / "step_00000000"
+    megatron.write(canonical(silu), folder)
+    (tmp_path / "run" / "metrics.jsonl").mkdir()  # cannot be read
+    opened = megatron.read(folder)
+    with pytest.raises(IsADirectoryError):
+        opened.past()
 
 
 def test_losses_and_scores_reach_the_model_card(silu, tmp_path):

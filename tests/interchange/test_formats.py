@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_blackmamba.interchange import convert, hf, zyphra
-from megatron_blackmamba.interchange.canonical import InterchangeError, cast, in_memory, shapes
+from megatron_blackmamba.interchange.canonical import InterchangeError, Past, cast, in_memory, shapes
 from megatron_blackmamba.interchange.open import open_model
 from tests.reference import tiny, write_released
 from tests.reference.canonical import canonical, config_of
@@ -309,6 +309,6 @@ def test_a_tokenizer_of_another_model_is_refused(silu, tokenizer_file, tmp_path)
 
 
 def test_the_model_card_tells_the_facts(silu, tmp_path):
-    hf.write(canonical(silu, facts={"Trained on": "12 tokens"}), tmp_path)
+    hf.write(canonical(silu, past=lambda: Past({"Trained on": "12 tokens"})), tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert "56,136, of which 28,488 work on a token" in card and "Trained on | 12 tokens" in card and "SwiGLU" in card
