@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import numpy as np
 
 from megatron_blackmamba.data_tools.progress import Count, Progress
 from megatron_blackmamba.data_tools.streams import file_sha256
-from megatron_blackmamba.formats.remote import cached, is_remote
+from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.shards import (
     MANIFEST_SUFFIX,
     Shard,
@@ -76,8 +75,7 @@ def verify(paths: Sequence[str | Path], *, quick: bool = False, cores: int = 1, 
     ):
         verdicts = list(pool.map(check, range(len(prefixes))))
     _compare(verdicts)
-    folders = [cached(os.fspath(path)) if is_remote(path) else Path(path) for path in paths]
-    _find_gaps(verdicts, [folder for folder in folders if folder.is_dir()])
+    _find_gaps(verdicts, [folder for folder in map(local, paths) if folder.is_dir()])
     return verdicts
 
 

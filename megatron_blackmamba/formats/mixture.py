@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model
 
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import ConfigError, read_yaml
-from megatron_blackmamba.formats.remote import cached, is_remote
+from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
     SUFFIXES,
@@ -183,7 +183,7 @@ class Mixture(Section):
     def _refuse_incomplete(self, source: Source, opened: Sequence[Shard]) -> None:
         """Refuse a folder that lacks shards. Shards that are named one by one or by a glob may be a part."""
         named = [self._path(source, pattern) for pattern in (*source.shards, *source.validation)]
-        folders = [path for path in (cached(p) if is_remote(p) else Path(p) for p in named) if path.is_dir()]
+        folders = [path for path in map(local, named) if path.is_dir()]
         for folder in sorted({shard.prefix.parent for shard in opened}):
             missing, expected = missing_parts(shard.manifest for shard in opened if shard.prefix.parent == folder)
             if missing and any(folder.is_relative_to(given) for given in folders):

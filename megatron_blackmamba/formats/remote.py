@@ -170,6 +170,11 @@ def cached(url: str) -> Path:
     return Path(root).expanduser().absolute() / scheme / os.path.normpath(path)
 
 
+def local(path: str | os.PathLike[str]) -> Path:
+    """Return a local path as it is, and where local copies of a URL lie."""
+    return cached(os.fspath(path)) if is_remote(path) else Path(path)
+
+
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
     """Let one process of this machine into the block, for each `path`."""
