@@ -43,8 +43,7 @@ def batches(config: RunConfig, start_sample: int = 0) -> "Iterator[Batch]":
     with data.BatchStream(
         plan.train, start_sample=start_sample, global_batch=batch, micro_batch=batch, workers=config.data.workers
     ) as stream:
-        for served in stream:
-            yield {name: values.to(device.device()) for name, values in served.items()}
+        yield from map(device.copied, stream)
 
 
 def train(config: RunConfig, trainer: "type[Trainer] | None" = None) -> "Outcome":

@@ -1,7 +1,7 @@
 """The one place that decides where tensors live: a GPU if there is one, else the CPU, or `meta` for a plan."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from unittest import mock
 
@@ -40,6 +40,11 @@ def claim(local_rank: int) -> torch.device:
             )
         torch.cuda.set_device(local_rank)
     return device()
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors on this process's device; the host does not wait for copies from pinned memory."""
+    return {name: tensor.to(device(), non_blocking=True) for name, tensor in tensors.items()}
 
 
 @contextmanager

@@ -153,7 +153,7 @@ class Step:
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
         read = self.own_time.read(batches)
         self.first_seen.batch(read["sample_ids"])
-        batch = {name: x.to(device.device(), non_blocking=True) for name, x in read.items()}
+        batch = device.copied(read)
         return model(batch["tokens"], batch["labels"], batch.get("before")), partial(self._loss, batch)
 
     def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
