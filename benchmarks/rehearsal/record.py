@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 COMPOSED = {"sort": 6, "argsort": 6, "cumsum": 2, "_grouped_mm": 2, "embedding_dense_backward": 6, "nonzero": 3}
 """Launches of operations that PyTorch composes of several kernels on a GPU."""
+FOREACH = ("_foreach", "_fused_adam")
 FOREACH_TENSORS = 24
 """Tensors that one launch of a _foreach operation takes, about."""
 WRITES_ONLY = ("copy_", "fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "new_zeros", "new_full")
@@ -316,21 +317,26 @@ class Recorder(TorchDispatchMode):
         if name.startswith("c10d::"):
             LOG.add(name, ins, 0, launches=0, sent=total(ins[-1:]))
             return
-        flops, launches, moved = 0.0, COMPOSED.get(name, 1), total(ins) + total(outs)
-        if "out" in kwargs:
-            moved = total(ins)
+        flops, launches = 0.0, COMPOSED.get(name, 1)
         if name in PRODUCTS:
             a, b = args[-2:] if name == "addmm" else args[:2]
             flops = 2.0 * a.numel() * b.shape[-1]
-        elif name in WRITES_ONLY:
-            moved = total(outs) + (size_of(args[1]) if name == "copy_" else 0)
-        elif name in GATHERS:
-            moved = 2 * total(outs)
-        elif name == "index_put_":
-            moved = 3 * total(ins[1:])
-        elif name.startswith(("_foreach", "_fused_adam")):
-            moved = total(ins) + (3 if "adam" in name else "_foreach_norm" not in name) * total(args[0])
+        elif name.startswith(FOREACH):
             launches = -(-len(args[0]) // FOREACH_TENSORS)
-        elif func._schema.is_mutable and "out" not in kwargs:
-            moved = total(ins) + size_of(args[0])
-        LOG.add(name, outs or ins, moved, flops=flops, launches=launches)
+        LOG.add(name, outs or ins, _moved(func, name, args, kwargs, out), flops=flops, launches=launches)
+
+
+def _moved(func: Any, name: str, args: tuple, kwargs: dict, out: object) -> float:
+    """Return the bytes that an operation reads and writes."""
+    ins, outs = tensors_in(args, kwargs), tensors_in(out)
+    if name in WRITES_ONLY:
+        return total(outs) + (size_of(args[1]) if name == "copy_" else 0)
+    if name in GATHERS:
+        return 2 * total(outs)
+    if name == "index_put_":
+        return 3 * total(ins[1:])
+    if name.startswith(FOREACH):
+        return total(ins) + (3 if "adam" in name else "_foreach_norm" not in name) * total(args[0])
+    if "out" in kwargs:
+        return total(ins)
+    return total(ins) + (size_of(args[0]) if func._schema.is_mutable else total(outs))
