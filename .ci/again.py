@@ -1,7 +1,7 @@
-"""Run the failed tests of a pytest run a second time, one at a time, and tell unsteady tests from broken ones.
+"""Rerun the failed tests of a pytest run, one at a time, to separate flaky tests from broken ones.
 
 `python .ci/again.py REPORT.xml` reads a `--junitxml` report. It succeeds if at most `MOST` tests failed and all of them
-pass now, and names them as unsteady: they depend on load or on chance, and need mending all the same.
+pass now. It lists those as unsteady: they depend on load or chance, and still need a fix.
 """
 
 import re
@@ -30,7 +30,7 @@ def failed(report: Path, root: Path) -> list[str]:
 
 
 def main(report: Path, root: Path) -> int:
-    """Run what failed once more, and return 0 if it was little and all of it passes."""
+    """Rerun the failed tests; return 0 if there are at most `MOST` and all pass."""
     tests = failed(report, root) if report.is_file() else []
     if not 0 < len(tests) <= MOST:
         print(f"{len(tests)} failed tests to run again; only 1 to {MOST} may be unsteady.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Starting a 300-billion-token run: our mixture beside megatron-core's builder, on the same files.
+"""Measure the start-up of a 300-billion-token run: this project's mixture and megatron-core's, on the same files.
 
     python -m benchmarks.mixture_scale [--documents 10e6 30e6 100e6] [--repeats 3] [--folder DIR] [--json]
 

@@ -1,4 +1,4 @@
-"""The selective scan, forward and forward + backward, beside its peers and the limit of the machine.
+"""Time the selective scan, forward and backward, beside other implementations and the limit of the machine.
 
     python -m benchmarks.selective_scan [--batch 1 --inner 2304 --length 2048 --state 16 --dtype float32] [--json]
 
