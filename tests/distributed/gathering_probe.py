@@ -17,7 +17,7 @@ from megatron_blackmamba.runtime import world
 from megatron_blackmamba.training.gathering import UngatheredParameter
 from megatron_blackmamba.training.optimizer import Trainable, make_trainable
 from megatron_blackmamba.training.step import Batch, Step
-from tests.runtime.ranks import fork_ranks
+from tests.runtime.ranks import fork_ranks, import_once
 
 STEPS = 3
 SMALL = [
@@ -152,6 +152,7 @@ def body(folder: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    import_once()
     with tempfile.TemporaryDirectory() as folder:
         answers = fork_ranks(2, lambda: body(Path(folder)))
         problems = [answer.get("trace") or answer["error"] for answer in answers if "error" in answer]

@@ -12,7 +12,7 @@ import torch
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.training.loop import train
-from tests.runtime.ranks import fork_ranks
+from tests.runtime.ranks import fork_ranks, import_once
 
 STEPS_EACH = 2
 Leg = tuple[int, list[str]]
@@ -77,6 +77,7 @@ def carry(folder: Path, precision: str) -> dict[str, list]:
 def main(folder: Path, precisions: list[str]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    import_once()
     seen = {precision: carry(folder / precision, precision) for precision in precisions}
     print()
     print(json.dumps(seen))

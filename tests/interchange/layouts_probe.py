@@ -15,7 +15,7 @@ from megatron_blackmamba.checkpoint import CheckpointReader, common, sharded
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.model import build
 from megatron_blackmamba.runtime import world
-from tests.runtime.ranks import fork_ranks
+from tests.runtime.ranks import fork_ranks, import_once
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -65,6 +65,7 @@ def run(folder: Path, activation: str, layout: str) -> bool:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    import_once()
     errors = {}
     for activation in ("silu", "gelu"):
         for layout, parallel in LAYOUTS.items():

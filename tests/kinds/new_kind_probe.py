@@ -18,7 +18,7 @@ from megatron_blackmamba.plan import flops, memory, parameters
 from megatron_blackmamba.plan.activations import Activations
 from megatron_blackmamba.runtime import world
 from tests.kinds.running_mean import RunningMean
-from tests.runtime.ranks import fork_ranks
+from tests.runtime.ranks import fork_ranks, import_once
 
 kinds.register(RunningMean)
 STEPS = 6
@@ -86,6 +86,7 @@ def refused(folder: Path) -> str:
 
 
 def main(folder: Path) -> dict:
+    import_once()
     jobs = {
         "solo": (1, lambda: trained(folder, "solo")),
         "solo_fp64": (1, lambda: trained(folder, "solo_fp64", *FP64)),

@@ -13,7 +13,7 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.plan import memory
 from tests.optimizers.lion import Lion
 from tests.plan.memory_probe import measure
-from tests.runtime.ranks import fork_ranks
+from tests.runtime.ranks import fork_ranks, import_once
 
 optimizers.register(Lion)
 STEPS = 6
@@ -48,6 +48,7 @@ def held(kind: str) -> dict[str, list[int]]:
 
 
 def main(folder: Path) -> dict:
+    import_once()
     found = {}
     for kind, how in KINDS.items():
         jobs = [(1, "whole", []), (1, "again", [HALF]), (1, "again", [])]

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_blackmamba.config import RunConfig, load
-from megatron_blackmamba.runtime import patches, world
-from tests.runtime.ranks import fork_ranks
+from megatron_blackmamba.runtime import world
+from tests.runtime.ranks import fork_ranks, import_once
 
 MAMBA2 = ["model.pattern=SES", "model.mamba2.head_dim=16", "model.mamba2.state_size=32", "model.mamba2.groups=2"]
 PARALLEL = ["model.pattern=MEMEME", "model.arrangement=parallel"]
@@ -133,7 +133,7 @@ def _bytes(tensors: object) -> int:
 
 
 def main() -> None:
-    patches.install()
+    import_once()
     found = {}
     for name, (ranks, overrides) in cases().items():
         found[name] = fork_ranks(ranks, partial(measure, overrides))

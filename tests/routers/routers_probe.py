@@ -13,7 +13,7 @@ import torch
 from megatron_blackmamba import routers
 from megatron_blackmamba.config import load
 from tests.routers.unbalanced import Unbalanced
-from tests.runtime.ranks import fork_ranks
+from tests.runtime.ranks import fork_ranks, import_once
 
 routers.register(Unbalanced)
 STEPS = 6
@@ -73,6 +73,7 @@ def exported(folder: Path) -> dict:
 
 def main(folder: Path) -> dict:
     torch.set_num_threads(1)
+    import_once()
     for name, ranks, overrides in JOBS:
         answers = fork_ranks(ranks, partial(trained, folder, name, overrides))
         assert not any("error" in answer for answer in answers), (name, answers)

@@ -251,6 +251,7 @@ def main() -> None:
     refuse_to_compile()
     for module in ("optimizer", "distributed", "transformer.moe.moe_layer", "pipeline_parallel", "dist_checkpointing"):
         importlib.import_module(f"megatron.core.{module}")
+    importlib.import_module("torch._dynamo")  # every optimizer does so in its first step
     needed = [patch.name for patch in patches.PATCHES if patch.needed()]
     complete = {name: attempt(frozenset(), SCENARIOS[name]) for name in COMPLETE}
     left_out = {name: attempt(frozenset({name}), SCENARIOS[name]) for name in needed}

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import multiprocessing.util
 import os
@@ -42,6 +43,12 @@ def run_script(module: str, *arguments: str) -> dict:
         err.seek(0)
         assert code == 0, f"{' '.join(command)} failed:\n{err.read()[-6000:]}"
         return json.loads(out.read().splitlines()[-1])
+
+
+def import_once() -> None:
+    """Import what every rank that trains would otherwise import for itself after the fork."""
+    importlib.import_module("torch._dynamo")  # the first step of an optimizer does
+    importlib.import_module("megatron_blackmamba.training.loop")
 
 
 def fork_ranks(count: int, body: Callable[[], object], seconds: int = 900, alone: bool = False) -> list[dict]:

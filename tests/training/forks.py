@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.runtime import signals
 from megatron_blackmamba.runtime.ports import free_port
+from tests.runtime.ranks import import_once
 
 ROOT = Path(__file__).resolve().parents[2]
 UNTIL = "until"
@@ -59,6 +60,7 @@ class Job:
         self.send(signal.SIGKILL, ranks)
 
     def send(self, number, ranks=None) -> None:
+        self.ended()  # the id of a process that has ended may belong to another one
         for rank, pid in enumerate(self.pids):
             if (ranks is None or rank in ranks) and rank not in self.codes:
                 with contextlib.suppress(ProcessLookupError):
@@ -115,9 +117,9 @@ class Forks:
 
 
 def _serve() -> None:
-    from megatron_blackmamba.training import loop  # noqa: F401
     from tests.training import faults  # noqa: F401
 
+    import_once()
     signals.hold()  # every rank inherits it: a signal waits for the rank to listen, as under the command line
     running: dict[int, tuple[int, int]] = {}  # run and rank of each process id, which the system may use again
     codes: dict[int, dict[int, int]] = {}
