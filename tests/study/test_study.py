@@ -23,6 +23,7 @@ from megatron_blackmamba.study.runs import Study
 def finish(cell, loss):
     """Leave what a finished run leaves."""
     record = {"step": 1, "loss": loss, "validation/loss": loss, "validation/loss_balanced": loss + 0.1}
+    record |= {"consumed_tokens": cell.config.training.tokens, "speed/tokens_per_second": 1000.0}
     atomic.write_text(cell.folder.metrics, json.dumps(record) + "\n")
     cell.folder.done.touch()
 
@@ -137,6 +138,8 @@ def test_interrupted_study_resumes_to_its_page(tmp_path):
     file = tmp_path / "short.yaml"
     file.write_text(yaml.safe_dump(content))
     folder = tmp_path / "study"
+    for cell in Study("short", read_study(str(file)), folder).tuning():
+        finish(cell, 3.0)
     words = [sys.executable, "-m", "megatron_blackmamba", "study", str(file), "--folder", str(folder), "--jobs", "1"]
     running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
     steps = folder / "runs" / "run-blackmamba-small-seed1" / "metrics.jsonl"
@@ -150,7 +153,7 @@ def test_interrupted_study_resumes_to_its_page(tmp_path):
     assert again.returncode == 0, again.stderr
     if taken < 120:  # or else the machine was too busy to interrupt it in time
         assert f"resumes after step {taken}" in (steps.parent / "log.txt").read_text()
-    (found,) = json.loads((folder / "results.json").read_text())
+    found = json.loads((folder / "results.json").read_text())[-1]
     assert found["tokens"] == 64 * 4 * 120
     assert found["balanced"] != found["validation"]
     assert "blackmamba" in (folder / "study.html").read_text()
