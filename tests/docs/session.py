@@ -31,7 +31,13 @@ sys.exit(int(code) if code else 70)
 """
 STEPS = 2
 PRELOADED = (
-    *("torch.utils.tensorboard", "transformers.models.auto.modeling_auto", "pyarrow", "matplotlib.pyplot"),
+    *(
+        "torch._dynamo",
+        "torch.utils.tensorboard",
+        "transformers.models.auto.modeling_auto",
+        "pyarrow",
+        "matplotlib.pyplot",
+    ),
     *("megatron_blackmamba.training.loop", "megatron_blackmamba.interchange.convert", "megatron_blackmamba.report"),
     *("megatron_blackmamba.inference.generator", "megatron_blackmamba.data_tools.tokenization"),
 )
@@ -60,7 +66,7 @@ class Session:
             assert self._process.poll() is None and time.monotonic() < end, (folder / "server.txt").read_text()
             time.sleep(0.05)
 
-    def run(self, code: str, folder: Path, language: str = "bash") -> subprocess.CompletedProcess:
+    def run(self, code: str, folder: Path, language: str = "bash", **environment: str) -> subprocess.CompletedProcess:
         """Run a block, and return what it printed."""
         words = ["bash", "-euo", "pipefail", "-c", code]
         if language == "python":
@@ -70,7 +76,7 @@ class Session:
         return subprocess.run(
             words,
             cwd=folder,
-            env=self.environment,
+            env=self.environment | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -9,9 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import zstandard
 
-from tests.docs.session import ROOT, Session, blocks
+from tests.docs.session import ROOT, blocks
 
 pytestmark = pytest.mark.xdist_group("pages")
 DOCS = ROOT / "docs"
@@ -27,20 +26,11 @@ ELSEWHERE = {  # start of the line -> the test that runs it, or what it needs
     "blackmamba data tokenize final/pile": "tests/data_tools/test_cleaning.py",
 }
 OTHER_TESTS = {  # page -> the test that runs its blocks
+    "data.md": "tests/docs/test_data_page.py",
     "extending.md": "tests/docs/test_extending.py",
     "reproduction.md": "tests/docs/test_commands.py",
 }
-PYTHON_ELSEWHERE = {"data.md": "tests/data_tools/test_foreign.py"}  # datatrove is optional
-PRINTS = {"data.md": (".py, record 1", "quantiles: ", "2 shards, ", "all sound", "mixture.yaml: ")}
 RUN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("tutorial", "experiments", "conversion"))]
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("s")
-    session = Session(folder)
-    yield session
-    session.close()
 
 
 @pytest.fixture(scope="module")
@@ -62,36 +52,12 @@ def quickstart(session, tmp_path_factory):
     return folder
 
 
-def _reader_s_files(folder, tokenizer):
-    """Write the files that docs/data.md names, as a reader would have them."""
-    shutil.copy(tokenizer, folder / "tokenizer.json")
-    document = "Once upon a time there was a state space model. " * 8
-    lines = {"pile/train/00.jsonl": {"text": document, "meta": {}}, "web.jsonl": {"text": document, "lang": "en"}}
-    lines["papers.jsonl"] = {"title": "States", "sections": [{"text": document}, {"text": document}]}
-    for name, record in lines.items():
-        data = "".join(json.dumps(record | {"number": n}) + "\n" for n in range(8)).encode()
-        file = folder / (name if name == "web.jsonl" else f"{name}.zst")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data if name == "web.jsonl" else zstandard.compress(data))
-    for name in ("books/first.txt", "notes/first.txt", "stories.txt"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(document + "<|endoftext|>" + document)
-
-
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_page_runs_as_printed(page, session, quickstart, tmp_path):
     shutil.copytree(quickstart, tmp_path, dirs_exist_ok=True)
-    if page.name == "data.md":
-        _reader_s_files(tmp_path, quickstart / "runs/quickstart/tokens/code/tokenizer.json")
-    printed = ""
     for language, code in blocks(page):
-        if language == "python" and page.name in PYTHON_ELSEWHERE:
-            continue
         done = session.run(_without_lines_run_elsewhere(code), tmp_path, language)
         assert done.returncode == 0, f"{page.name}:\n{code}\n{done.stdout[-3000:]}"
-        printed += done.stdout
-    for expected in PRINTS.get(page.name, ()):
-        assert expected in printed, printed
 
 
 def test_python_page_runs_as_one_script(session, tmp_path):
@@ -112,7 +78,7 @@ def _runs_elsewhere(line):
 
 def test_lines_run_elsewhere_are_on_a_page():
     lines = [line for page in PAGES for _, code in blocks(page) for line in code.splitlines()]
-    for start, where in [*ELSEWHERE.items(), *OTHER_TESTS.items(), *PYTHON_ELSEWHERE.items()]:
+    for start, where in [*ELSEWHERE.items(), *OTHER_TESTS.items()]:
         assert start.endswith(".md") or any(line.startswith(start) for line in lines), f"{start!r} is on no page"
         assert where.startswith("needs ") or (ROOT / where).is_file(), where
 

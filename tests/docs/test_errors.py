@@ -50,15 +50,15 @@ def typed(monkeypatch, *words):
     return ended.value.code
 
 
+@pytest.mark.xdist_group("pages")
 @pytest.mark.parametrize("line, answer", ROW.findall(PAGE))
-def test_what_the_page_says_is_answered(line, answer, first_hour, monkeypatch, capfd):
+def test_what_the_page_says_is_answered(line, answer, first_hour, session, tmp_path, monkeypatch, capfd):
     if "--device cuda" in line and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     words = shlex.split(line)
     if words[1] == "train":  # it joins a process group and catches signals: not in this process
-        command = [sys.executable, "-m", "megatron_blackmamba", *words[1:]]
-        done = subprocess.run(command, capture_output=True, text=True)
-        code, said = done.returncode, done.stderr
+        done = session.run(line, tmp_path)
+        code, said = done.returncode, done.stdout
     else:
         code, said = typed(monkeypatch, *words), capfd.readouterr().err
     assert code == 2
