@@ -44,6 +44,8 @@ ConfigArgument = typer.Argument(
     autocompletion=_complete_config,
 )
 Configs = Annotated[list[str], ConfigArgument]
+MOST_PER_CORE = 16
+"""Processes of --nproc for each core: more of them end in a machine without memory."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -151,8 +153,13 @@ def train(
     from megatron_blackmamba.runtime import layout
     from megatron_blackmamba.training.launcher import launch_training
 
-    layout.check(run, nproc)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if nproc > MOST_PER_CORE * cores:
+        raise layout.LayoutError(
+            f"--nproc {nproc} is too many for {cores} cores: use at most {MOST_PER_CORE * cores}, or more machines with"
+            " torchrun or srun"
+        )
+    layout.check(run, nproc)
     if nproc > cores:
         print(f"blackmamba: {nproc} processes share {cores} cores and are no faster than {cores}", file=sys.stderr)
     raise typer.Exit(launch_training(run, configs, nproc, restarts))
