@@ -1,7 +1,5 @@
 """Helpers for tests of whole runs: a run of 30 small steps, and functions that read its files."""
 
-import time
-
 from megatron_blackmamba.formats.events import Event, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import read_metrics
@@ -46,10 +44,3 @@ def line_of(text, wanted):
     lines = [line for line in text.splitlines() if wanted in line]
     assert len(lines) == 1, f"{len(lines)} lines with {wanted!r} in:\n{text}"
     return lines[0]
-
-
-def wait_until(condition, seconds=900):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.02)

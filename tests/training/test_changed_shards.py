@@ -8,7 +8,8 @@ import pytest
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.shards import Shard
 from tests.data.corpus import write_mixture, write_shard
-from tests.training.runs import SMALL, line_of, log, metrics, wait_until
+from tests.training.runs import SMALL, line_of, log, metrics
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
 
@@ -28,9 +29,9 @@ def mixture(tmp_path):
 def test_changed_while_training_both_ranks_stop(forks, tmp_path, mixture):
     job = forks.run(tmp_path, mixture, trainer="Watchful")
     run = RunFolder(tmp_path / "run")
-    wait_until(lambda: run.log.exists() and "all 3 shards match their manifests" in log(tmp_path))
+    wait_until(lambda: run.log.exists() and "all 3 shards match their manifests" in log(tmp_path), job)
     trained = len(metrics(tmp_path))
-    wait_until(lambda: len(metrics(tmp_path)) > trained + 3)
+    wait_until(lambda: len(metrics(tmp_path)) > trained + 3, job)
     shard = Shard.open(tmp_path / "train/two")
     with open(shard.bin_path, "r+b") as file:  # in place: a file that is cut, even for a moment, is another fault
         file.seek(300)
@@ -66,7 +67,7 @@ def test_id_outside_vocabulary_names_rank_and_place(forks, tmp_path, mixture):
 def test_a_shard_cut_while_training_is_named(forks, tmp_path, mixture):
     """A mapped file would kill the rank with SIGBUS."""
     job = forks.run(tmp_path, [*mixture, "data.verify_rate=0"])
-    wait_until(lambda: RunFolder(tmp_path / "run").metrics.exists() and len(metrics(tmp_path)) > 3)
+    wait_until(lambda: len(metrics(tmp_path)) > 3, job)
     shard = Shard.open(tmp_path / "train/two")
     os.truncate(shard.bin_path, 301)
     codes = job.wait()

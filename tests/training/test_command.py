@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
-from tests.training.runs import losses, wait_until
+from tests.training.runs import losses
+from tests.waiting import Command, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +68,7 @@ def train(tmp_path):
 def test_tiny_run_stops_and_resumes_on_two_processes(train, tmp_path):
     run = RunFolder(tmp_path / "run")
     terminal = train()
-    wait_until(lambda: len(losses(tmp_path)) >= 30)
+    wait_until(lambda: len(losses(tmp_path)) >= 30, Command(terminal.process, lambda: terminal.shown))
     terminal.process.send_signal(signal.SIGUSR1)
     assert terminal.wait() == 75, terminal.shown
     assert run.requeue.exists()

@@ -9,30 +9,37 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
-from tests.training.runs import ON_TWO, SMALL, log, metrics, wait_until
+from tests.training.runs import ON_TWO, SMALL, log, metrics
+from tests.waiting import Command, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.xdist_group("forks")
 
 
-def holds_signals(pid):
-    """Return True once the process has blocked SIGTERM, as it does before its first import that takes long."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    blocked = next(line for line in status.splitlines() if line.startswith("SigBlk"))
-    return int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1
+WAITS_IN_IMPORTS = """
+import importlib.abc, os, sys, time
+class Wait(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            open(os.environ["HERE"] + "/importing", "w").close()
+            while not os.path.exists(os.environ["HERE"] + "/go_on"):
+                time.sleep(0.01)
+sys.meta_path.insert(0, Wait())
+"""
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the signal mask from /proc")
 @pytest.mark.parametrize("more", [[], ["--nproc", "2"]], ids=["alone", "nproc"])
 def test_sigterm_during_imports_exits_with_75(tmp_path, more):
+    (tmp_path / "sitecustomize.py").write_text(WAITS_IN_IMPORTS)
     command = [sys.executable, "-m", "megatron_blackmamba", "train", "tiny", *more, *SMALL]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), "HERE": str(tmp_path)}
     process = subprocess.Popen(
         [*command, f"folder={tmp_path}", "name=run"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
     )
-    wait_until(lambda: holds_signals(process.pid))
+    wait_until((tmp_path / "importing").exists, Command(process))
     process.send_signal(signal.SIGTERM)
+    (tmp_path / "go_on").touch()
     assert process.wait(900) == 75
     run = RunFolder(tmp_path / "run")
     assert run.requeue.exists() and not run.done.exists()

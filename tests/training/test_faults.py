@@ -8,8 +8,10 @@ import pytest
 
 from megatron_blackmamba.formats.events import GaveUp, NotFinite, NotRewound, Rewound, Spike
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.step_records import read_metrics
 from tests.training.faults import BAD_SAMPLE
-from tests.training.runs import ON_TWO, events_of, log, losses, metrics, samples_of, wait_until
+from tests.training.runs import ON_TWO, events_of, log, losses, metrics, samples_of
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
 
@@ -94,7 +96,7 @@ def test_stop_request_saves_and_resumes_without_a_difference(forks, tmp_path, un
     for number, ranks in ((signal.SIGUSR1, [1]), (signal.SIGTERM, None)):
         before = len(metrics(tmp_path))
         job = forks.run(tmp_path, ON_TWO, until=before + 8)
-        wait_until(lambda before=before: len(metrics(tmp_path)) > before + 3)
+        wait_until(lambda before=before: len(metrics(tmp_path)) > before + 3, job)
         job.send(number, ranks)
         job.go_on()
         assert job.wait() == [75, 75], job.output()
@@ -105,6 +107,11 @@ def test_stop_request_saves_and_resumes_without_a_difference(forks, tmp_path, un
     assert losses(tmp_path) == undisturbed
 
 
+def saving_or_waiting(run, saves, until):
+    """A save begun again has the name of the one before, and then the run goes on until it waits."""
+    return set(run.checkpoints.glob("*")) - saves or len(list(read_metrics(run.metrics))) == until
+
+
 def test_six_random_kills_leave_the_curve_unchanged(forks, tmp_path, undisturbed):
     often = [*ON_TWO, "checkpoint.every=2", "checkpoint.keep_last=2"]
     random, run = Random(0), RunFolder(tmp_path / "run")
@@ -112,11 +119,11 @@ def test_six_random_kills_leave_the_curve_unchanged(forks, tmp_path, undisturbed
         before, saves = len(metrics(tmp_path)), set(run.checkpoints.glob("*"))
         job = forks.run(tmp_path, often, until=before + 2)
         if attempt % 2:
-            wait_until(lambda saves=saves: set(run.checkpoints.glob("*")) - saves)  # now it writes
+            wait_until(lambda: saving_or_waiting(run, saves, before + 2), job)  # noqa: B023 - called at once
             time.sleep(random.uniform(0, 0.3))
         else:
             wanted = max(before - 2, 0) + random.randint(1, 3)
-            wait_until(lambda wanted=wanted: len(metrics(tmp_path)) >= wanted)
+            wait_until(lambda wanted=wanted: len(metrics(tmp_path)) >= wanted, job)
         victims = [[0], [1], [0, 1]][attempt % 3]
         job.kill(victims)
         if attempt == 1:

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from tests.training.runs import ON_TWO, wait_until
+from tests.training.runs import ON_TWO
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
 PATIENT = [*ON_TWO, "training.guard.hang_seconds=60"]
@@ -46,7 +47,7 @@ def collectives_started(folder, rank):
 
 def test_stopped_rank_is_named_with_its_last_step(forks, tmp_path):
     job = forks.run(tmp_path, [*PATIENT, "training.tokens=1e8"], trainer="Stopped")
-    wait_until(lambda: "step" in heartbeat(tmp_path, 1).get("doing", ""))
+    wait_until(lambda: "step" in heartbeat(tmp_path, 1).get("doing", ""), job)
     job.send(signal.SIGSTOP, [1])
     (tmp_path / "hurry").touch()
     wait_until(lambda: job.ended() or 0 in job.codes)

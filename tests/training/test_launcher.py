@@ -7,7 +7,7 @@ import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import exits
-from tests.training.runs import wait_until
+from tests.waiting import Command, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,8 +54,8 @@ def start(folder, body, restarts=0, last_words=300.0):
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(*paths):
-    wait_until(lambda: all(path.exists() for path in paths))
+def wait_for(process, *paths):
+    wait_until(lambda: all(path.exists() for path in paths), Command(process))
 
 
 def finish(process):
@@ -78,7 +78,7 @@ names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".sp
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_reaches_every_worker_and_exits_with_75(tmp_path, number):
     process = start(tmp_path, SAVES_WHEN_ASKED)
-    wait_for(tmp_path / "ready_0", tmp_path / "ready_1")
+    wait_for(process, tmp_path / "ready_0", tmp_path / "ready_1")
     process.send_signal(number)
     assert finish(process)[0] == 75
     assert {(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)} == {
@@ -89,7 +89,7 @@ def test_signal_reaches_every_worker_and_exits_with_75(tmp_path, number):
 def test_early_signal_is_kept_and_kills_no_worker(tmp_path):
     body = '(folder / f"began_{rank}").write_text("")\nwhile signal.SIGUSR1 not in signal.sigpending(): pass\n'
     process = start(tmp_path, body + SAVES_WHEN_ASKED)
-    wait_for(tmp_path / "began_0", tmp_path / "began_1")
+    wait_for(process, tmp_path / "began_0", tmp_path / "began_1")
     process.send_signal(signal.SIGUSR1)
     assert finish(process)[0] == 75
     assert (tmp_path / "rank_0").exists() and (tmp_path / "rank_1").exists()
@@ -113,17 +113,17 @@ time.sleep(300)
     assert "rank 1" in errors
     for rank in (0, 1):
         child = int((tmp_path / f"child_{rank}").read_text())
-        wait_until(lambda child=child: not running(child))  # killed already, but a busy machine takes a moment
+        wait_until(lambda child=child: not running(child, "sleep"))  # killed already, but a busy machine takes a moment
 
 
 def test_a_killed_launcher_takes_its_workers_along(tmp_path):
     process = start(tmp_path, '(folder / f"pid_{rank}").write_text(str(os.getpid()))\ntime.sleep(300)')
     paths = [tmp_path / "pid_0", tmp_path / "pid_1"]
-    wait_until(lambda: all(path.exists() and path.read_text() for path in paths))
+    wait_until(lambda: all(path.exists() and path.read_text() for path in paths), Command(process))
     process.kill()
     process.communicate()
     pids = [int(path.read_text()) for path in paths]
-    wait_until(lambda: not any(running(pid) for pid in pids))
+    wait_until(lambda: not any(running(pid, str(tmp_path)) for pid in pids))
 
 
 def test_marker_of_an_earlier_job_is_ignored(tmp_path):
@@ -215,8 +215,9 @@ sys.exit(launcher.launch([sys.executable, "-c", sys.argv[1]], 2, RunFolder(sys.a
     assert {(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)} == {"SIGTERM"}
 
 
-def running(pid):
+def running(pid, word):
+    """Tell whether a process runs, and not another one that got its id: by a word of its command line."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+        return word in Path(f"/proc/{pid}/cmdline").read_text()  # empty once it has ended
+    except (FileNotFoundError, ProcessLookupError):
         return False

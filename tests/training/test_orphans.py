@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.ranks import ROOT, environment
-from tests.training.runs import wait_until
+from tests.waiting import Command, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 
@@ -32,7 +32,9 @@ def test_killed_launcher_leaves_no_writer_behind(tmp_path):
     launcher = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True)
     written = tmp_path / "written"
     try:
-        wait_until(lambda: written.exists() and len(processes(tmp_path)) == 3)  # the writer is at work
+        wait_until(
+            lambda: written.exists() and len(processes(tmp_path)) == 3, Command(launcher)
+        )  # the writer is at work
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait()
         wait_until(lambda: not processes(tmp_path))

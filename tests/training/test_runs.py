@@ -13,7 +13,8 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.history import read_history
 from tests.data.corpus import write_mixture, write_shard
-from tests.training.runs import ON_TWO, SMALL, log, losses, metrics, samples_of, scalars, wait_until
+from tests.training.runs import ON_TWO, SMALL, log, losses, metrics, samples_of, scalars
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
 
@@ -213,23 +214,23 @@ def test_full_disk_keeps_the_last_checkpoint_and_training(forks, small_disk, tmp
     often = [f"folder={small_disk}", "checkpoint.every=5", "checkpoint.keep_last=1", "checkpoint.retry_every=2"]
     job = forks.run(tmp_path, [*ON_TWO, *often, "training.tokens=81920"], until=2)  # of 80 steps
     refused = "could not be saved"
-    wait_until(lambda: "step 1 " in job.output())
+    wait_until(lambda: "step 1 " in job.output(), job)
     fill(ballast)  # the first save cannot write a single file
     job.go_on(12)
-    wait_until(lambda: job.output().count(refused) >= 1)
+    wait_until(lambda: job.output().count(refused) >= 1, job)
     os.truncate(ballast, ballast.stat().st_size - 200_000)  # the next meets the end of the disk while writing tensors
     said = job.output().count(refused)
     job.go_on(30)
-    wait_until(lambda: job.output().count(refused) >= said + 2)
+    wait_until(lambda: job.output().count(refused) >= said + 2, job)
     assert not list(run.checkpoints.glob("step_*"))
     ballast.unlink()
     job.go_on(45)
-    wait_until(lambda: list(run.checkpoints.glob("step_*")))
+    wait_until(lambda: list(run.checkpoints.glob("step_*")), job)
     said = job.output().count(refused)
     # The next saves, and the records of the steps meanwhile, find the disk full: freed space is filled up again
     # (a save under way when the disk fills up may still end well, and then gives back the checkpoint before it).
     job.go_on(79)
-    wait_until(lambda: fill(ballast) or job.output().count(refused) > said)
+    wait_until(lambda: fill(ballast) or job.output().count(refused) > said, job)
     assert len(list(run.checkpoints.glob("step_*"))) == 1
     ballast.unlink()
     job.go_on()
