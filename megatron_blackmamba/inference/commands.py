@@ -10,9 +10,18 @@ import typer
 
 from megatron_blackmamba.interchange.commands import Precision
 
+ModelPath = Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")]
+Dtype = Annotated[
+    Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if available")]
+TokenizerFile = Annotated[
+    Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, if the model has none.")
+]
+
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")],
+    model: ModelPath,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Text to continue; repeat for a batch, - reads stdin.")
     ] = None,
@@ -38,13 +47,9 @@ def generate(
             show_default="for one text without --json",
         ),
     ] = None,
-    dtype: Annotated[
-        Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if available")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, if the model has none.")
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    tokenizer: TokenizerFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Generate text with a run, a checkpoint or an export.

@@ -4,12 +4,11 @@ import ipaddress
 import os
 import secrets
 import socket
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_blackmamba.interchange.commands import Precision
+from megatron_blackmamba.inference.commands import Device, Dtype, ModelPath, TokenizerFile
 
 KEY = "BLACKMAMBA_API_KEY"
 
@@ -19,22 +18,16 @@ class ServingError(ValueError):
 
 
 def chat(
-    model: Annotated[
-        Path, typer.Argument(help="A run or checkpoint of ours, a Hugging Face export, or the released files.")
-    ],
+    model: ModelPath,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="Name of the model.", show_default="its folder's")] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Most texts written at once; others wait.")] = 64,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Most prompt tokens of a request.")] = 32_768,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a text.")] = 4_096,
-    dtype: Annotated[
-        Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, where the model comes without.")
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    tokenizer: TokenizerFile = None,
 ) -> None:
     """Serve a model on this machine: a page to try it, and an endpoint for OpenAI's clients.
 

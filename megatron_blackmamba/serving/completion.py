@@ -113,7 +113,8 @@ class Completion:
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
     new_tokens: int = 0
-    offsets: list[int] = field(default_factory=list)
+    offsets: list[int] = field(init=False)
+    """Of each row, the characters that were answered so far."""
 
     def __post_init__(self) -> None:
         self.offsets = [0] * self.job.rows

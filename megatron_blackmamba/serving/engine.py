@@ -110,12 +110,9 @@ class Engine:
                     break
                 self._admit()
             self._turn()
-        jobs = {id(job): job for job in (*self.waiting, *(one.job for one in self.reading), *self._running_jobs())}
-        for job in jobs.values():
+        running = [row.job for batch in self.batches for row in batch.rows]
+        for job in {*self.waiting, *(one.job for one in self.reading), *running}:
             job.emit(Failed("the server is shutting down"))
-
-    def _running_jobs(self) -> list[Job]:
-        return [row.job for batch in self.batches for row in batch.rows]
 
     def _admit(self) -> None:
         """Start to read the prompts of waiting jobs while their rows fit. Call it with the lock: clients add jobs."""
@@ -150,7 +147,7 @@ class Engine:
         except Exception as error:
             if not isinstance(error, GenerationError):
                 traceback.print_exc()
-            for job in {id(job): job for job in jobs}.values():
+            for job in set(jobs):
                 job.cancelled = True
                 job.emit(Failed(str(error) if isinstance(error, GenerationError) else "the server failed; see its log"))
             return False

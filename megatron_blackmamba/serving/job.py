@@ -4,10 +4,9 @@ Shapes: V vocabulary, L tokens, K experts of a token.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +51,7 @@ class Failed:
     message: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A request as the engine sees it. `emit` is called on the engine's thread."""
 
@@ -84,7 +83,6 @@ class Row:
     number: int
     text: Text
     sampler: Sampler
-    stream: np.random.Generator = field(repr=False)
     written: int = 0
     last: int = -1
 
@@ -118,7 +116,7 @@ def rows_of(job: Job, tokenizer: Tokenizer, vocabulary: int, device: torch.devic
     rows = []
     for number, (prompt, stream) in enumerate(zip(repeated, streams, strict=True)):
         sampler = Sampler(job.sampling, [prompt], vocabulary, device, [stream])
-        rows.append(Row(job, number, Text(tokenizer, job.stop), sampler, stream))
+        rows.append(Row(job, number, Text(tokenizer, job.stop), sampler))
     return rows
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.inference import Sampling
+from tests.docs.session import ROOT, blocks
 from tests.reference import forward, tiny
 from tests.serving.conftest import serve
 
@@ -54,6 +55,16 @@ def test_openai_client_gets_models_and_streams(running, generator):
     assert event.usage == whole.usage
     assert whole.usage.prompt_tokens == sum(len(generator.tokenizer.encode(text)) for text in TEXTS)
     assert whole.usage.completion_tokens == 36
+
+
+def test_python_block_of_the_page_runs(running, capsys):
+    pytest.importorskip("openai")
+    ((_, code),) = [block for block in blocks(ROOT / "docs/serving.md") if block[0] == "python"]
+    assert "127.0.0.1:8000" in code
+    names = {}
+    exec(code.replace("127.0.0.1:8000", f"127.0.0.1:{running.port}"), names)
+    names["client"].close()
+    assert capsys.readouterr().out == names["answer"].choices[0].text + "\n"
 
 
 def test_fifty_requests_at_once_answer_as_alone(running):
