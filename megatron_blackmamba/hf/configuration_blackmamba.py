@@ -23,7 +23,9 @@ class BlackMambaConfig(PretrainedConfig):
         router_scores: Weights of the expert outputs: "sigmoid" or "softmax" of the router logits.
         router_normalized: Divide the expert weights of each token by their sum.
         router_biased: Choose the largest sums of score and expert bias instead of the largest logits.
-        router_kind: Router used in training. These files do not implement it.
+        router_kind: Router used in pretraining.
+        router_options: Settings of that router. None: the defaults.
+        balance_in_training: In training, route by Sinkhorn over the tokens of the batch, as in pretraining.
         shared_expert_hidden_size: Hidden size of an additional expert applied to every token. None: no shared expert.
         activation: Activation of the expert gates: "silu" as in the paper, "gelu" as in the released code.
         arrangement: "sequential", or "parallel": both layers of a pair share one norm, and their outputs are added.
@@ -68,6 +70,8 @@ class BlackMambaConfig(PretrainedConfig):
         router_normalized=False,
         router_biased=False,
         router_kind="sinkhorn",
+        router_options=None,
+        balance_in_training=False,
         shared_expert_hidden_size=None,
         initializer_range=0.02,
         kernels="auto",
@@ -107,6 +111,8 @@ class BlackMambaConfig(PretrainedConfig):
         self.router_normalized = router_normalized
         self.router_biased = router_biased
         self.router_kind = router_kind
+        self.router_options = router_options
+        self.balance_in_training = balance_in_training
         self.shared_expert_hidden_size = shared_expert_hidden_size
         self.initializer_range = initializer_range
         self.kernels = kernels
@@ -119,9 +125,10 @@ class BlackMambaConfig(PretrainedConfig):
             tie_word_embeddings=tie_word_embeddings,
             **kwargs,
         )
-        self._check()
+        self.check()
 
-    def _check(self):
+    def check(self) -> None:
+        """Refuse fields that contradict each other."""
         if len(self.mamba_moe_layers) != self.num_layers:
             raise ValueError(
                 f"mamba_moe_layers has {len(self.mamba_moe_layers)} entries, num_layers is {self.num_layers}"
@@ -152,13 +159,13 @@ class BlackMambaConfig(PretrainedConfig):
             raise ValueError(f'activation must be "silu" or "gelu", not {self.activation!r}')
         if self.router_scores not in ("sigmoid", "softmax"):
             raise ValueError(f'router_scores must be "sigmoid" or "softmax", not {self.router_scores!r}')
+        if self.balance_in_training and self.router_kind != "sinkhorn":
+            raise ValueError(f"balance_in_training needs a model trained with Sinkhorn, not {self.router_kind!r}")
         if self.kernels not in ("auto", "torch"):
             raise ValueError(f'kernels must be "auto" or "torch", not {self.kernels!r}')
-        if not self.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings: BlackMamba's output layer is its embedding; it cannot be untied")
 
     @property
-    def inner_size(self):
+    def inner_size(self) -> int:
         return self.expansion_factor * self.hidden_size
 
 

@@ -1,24 +1,24 @@
-"""BlackMamba for transformers 4.50 and later; needs torch and transformers alone, and the two files beside it.
+"""BlackMamba for transformers 4.50 and later; needs torch and transformers alone, and the files beside it.
 
 Parameter names are the released checkpoint's, with the prefix `model.`. Tokens go to the experts with the largest
 logits, computed in fp32.
 
-Shapes: B batch, L length, I inner, N state, W window of the convolution.
+Shapes: B batch, L length, I inner, N state.
 """
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput, logging
 
+from .cache_blackmamba import BlackMambaCache
 from .configuration_blackmamba import BlackMambaConfig
+from .functions_blackmamba import widen
 from .layers_blackmamba import (
     FinalNorm,
     Layer,
@@ -28,69 +28,9 @@ from .layers_blackmamba import (
     TimeStep,
     linear,
     use_kernels,
-    widen,
 )
 
 logger = logging.get_logger(__name__)
-
-
-class BlackMambaCache(Cache):
-    """The generation cache of B sequences.
-
-    Each Mamba or Mamba-2 layer has the last W inputs of its convolution and the fp32 state, in constant space.
-    Each attention layer has the keys, the values, and the document of each token.
-
-    It inherits from `Cache` only so that `generate` accepts it. Inherited methods differ by version and are not used.
-    """
-
-    is_compileable = False
-
-    def __init__(self):
-        self.reset()
-
-    def __repr__(self):
-        return f"BlackMambaCache({self.seen} tokens seen, {len(self.states)} layers)"
-
-    def reset(self):
-        self.seen = 0
-        self.windows: dict[int, Tensor] = {}
-        self.states: dict[int, Tensor] = {}
-        self.keys_values: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self.last_tokens: Tensor | None = None
-        self.segments: Tensor | None = None  # the document that each row is in
-
-    def saw(self, segment_BL: Tensor, last_tokens: Tensor | None) -> None:
-        """Count tokens that every layer has read."""
-        self.seen += segment_BL.shape[1]
-        self.last_tokens = last_tokens
-        self.segments = segment_BL.amax(dim=1).clamp(min=0)
-
-    def get_seq_length(self, layer_idx=0):
-        return self.seen
-
-    def get_max_cache_shape(self, layer_idx=0):
-        return None
-
-    def _map_rows(self, function):
-        self.windows = {layer: function(window) for layer, window in self.windows.items()}
-        self.states = {layer: function(state) for layer, state in self.states.items()}
-        self.keys_values = {layer: tuple(map(function, past)) for layer, past in self.keys_values.items()}
-        if self.last_tokens is not None:
-            self.last_tokens = function(self.last_tokens)
-        if self.segments is not None:
-            self.segments = function(self.segments)
-
-    def reorder_cache(self, beam_idx):
-        self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-
-    def batch_select_indices(self, indices):
-        self._map_rows(lambda rows: rows[indices.to(rows.device)])
-
-    def batch_repeat_interleave(self, repeats):
-        self._map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
-
-    def crop(self, max_length):
-        raise NotImplementedError("a recurrent state cannot be cut back to an earlier token")
 
 
 class Embedding(nn.Module):
@@ -100,7 +40,7 @@ class Embedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config: BlackMambaConfig):
         super().__init__()
         self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
         self.final_layernorm = FinalNorm(config.hidden_size, eps=config.norm_eps)
@@ -137,6 +77,7 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
     _supports_cache_class = True  # asked by 4.50
 
     def __init__(self, config: BlackMambaConfig):
+        config.check()  # from_pretrained sets fields after the config is made
         super().__init__(config)
         # Whole modules, since that is what transformers can name, and only names that there are. Newer versions have a
         # list that bf16 models obey too.
@@ -147,13 +88,13 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         setattr(self, "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules", names)
 
     @torch.no_grad()
-    def _init_weights(self, module):
+    def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
         norms = (RMSNorm, nn.LayerNorm)
         if isinstance(module, (nn.Linear, nn.Embedding, TimeStep, *norms)):
             nn.init.ones_(module.weight) if isinstance(module, norms) else nn.init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            if isinstance(bias := getattr(module, "bias", None), Tensor):
+                nn.init.zeros_(bias)
         elif isinstance(module, MambaMixer) and not getattr(module.A_log, "_is_hf_initialized", False):
             I, N = module.A_log.shape
             module.A_log.copy_(torch.arange(1, N + 1, device=module.A_log.device).float().log().expand(I, N))
@@ -165,7 +106,7 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
             _spread_time_steps(module.dt_bias)
 
 
-def _spread_time_steps(bias):
+def _spread_time_steps(bias: Tensor) -> None:
     delta = torch.exp(torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1)))
     bias.copy_(delta + torch.log(-torch.expm1(-delta)))  # softplus of this is delta
 
@@ -224,8 +165,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         for layer in self.decoder.layers:
             if output_hidden_states:
                 hidden_states.append(residual.to(embeds.dtype))
-            run = partial(self._gradient_checkpointing_func, layer.__call__) if checkpointing else layer
-            residual, choice_BLk, shared = run(residual, keep_BL1, reset_BL, segment_BL, cache, shared)
+            residual, choice_BLk, shared = layer(residual, keep_BL1, reset_BL, segment_BL, cache, shared)
             choices += [] if choice_BLk is None else [choice_BLk]
         if self.config.num_experts_per_tok == 1:
             choices = [choice_BLk[..., 0] for choice_BLk in choices]
@@ -252,7 +192,11 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
             logger.warning_once("gradient checkpointing keeps no state: use_cache=True is ignored in training")
         if checkpointing or not _given_or(use_cache, past is not None or (self.config.use_cache and not self.training)):
             return None
-        return BlackMambaCache() if past is None else past
+        if past is not None and not isinstance(past, BlackMambaCache):
+            raise ValueError(
+                f"past_key_values is a {type(past).__name__}, not a BlackMambaCache. Pass none: the model makes its own"
+            )
+        return BlackMambaCache(self.config) if past is None else past
 
     def _keep(self, attention_mask: Tensor | None, embeds_BLD: Tensor) -> Tensor | None:
         """Return 0 for padding and 1 for tokens, or None without padding."""
@@ -306,13 +250,13 @@ def _segments(
     segment_BL = torch.zeros(embeds_BLD.shape[:2], dtype=torch.long, device=embeds_BLD.device)
     if begins_BL is not None:
         segment_BL = begins_BL.long().cumsum(dim=1)
-    if past is not None and past.segments is not None:
-        segment_BL = segment_BL + past.segments[:, None]
+    if past is not None and past.documents is not None:
+        segment_BL = segment_BL + past.documents[:, None]
     return segment_BL if keep_BL1 is None else segment_BL.masked_fill(keep_BL1[..., 0] == 0, -1)
 
 
 class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
-    """The network with its output layer, whose weight is the embedding's."""
+    """The network with its output layer, whose weight is the embedding's unless config.tie_word_embeddings is false."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embedding.word_embeddings.weight"}  # noqa: RUF012
 

@@ -21,7 +21,13 @@ from megatron_blackmamba.interchange.json_config import layer_list, model_config
 from megatron_blackmamba.interchange.model_card import model_card
 from megatron_blackmamba.kinds import kinds_in
 
-MODELING_FILES = ("configuration_blackmamba.py", "layers_blackmamba.py", "modeling_blackmamba.py")
+MODELING_FILES = (
+    "cache_blackmamba.py",
+    "configuration_blackmamba.py",
+    "functions_blackmamba.py",
+    "layers_blackmamba.py",
+    "modeling_blackmamba.py",
+)
 AUTO_MAP = {
     "AutoConfig": "configuration_blackmamba.BlackMambaConfig",
     "AutoModel": "modeling_blackmamba.BlackMambaModel",

@@ -176,6 +176,9 @@ class Experts(LayerKind):
             "num_experts_per_tok": model.top_k,
             "shared_expert_hidden_size": model.shared_expert_hidden_size,
             "router_kind": model.router.kind,
+            "router_options": {
+                key: getattr(model.router, key) for key in routers.kind_of(model.router.kind).keys if key != "scope"
+            },
             "router_scores": use.scores,
             "router_normalized": use.normalized,
             "router_biased": use.biased,
@@ -184,7 +187,8 @@ class Experts(LayerKind):
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
         names = {"top_k": "num_experts_per_tok", "shared_expert_hidden_size": "shared_expert_hidden_size"}
         fields = {ours: content[theirs] for ours, theirs in names.items() if theirs in content}
-        return fields | {"router": {"kind": content.get("router_kind", "sinkhorn")}}
+        options = content.get("router_options") or {}
+        return fields | {"router": {"kind": content.get("router_kind", "sinkhorn"), **options}}
 
     def decoding(self, model: ModelConfig) -> Decoding | Cannot:
         exported = self.exported(model)

@@ -1,25 +1,30 @@
-"""Rows of the recurrent state move with the rows of the batch, as beam search asks."""
+"""Rows of the cache move with the rows of the batch, as beam search asks."""
 
 import pytest
 import torch
+from transformers import cache_utils
 
-from megatron_blackmamba.hf.modeling_blackmamba import BlackMambaCache
+from megatron_blackmamba.hf.cache_blackmamba import BlackMambaCache
+from megatron_blackmamba.hf.configuration_blackmamba import BlackMambaConfig
 
 
 @pytest.fixture
 def cache():
     """Three rows; every tensor holds the number of its row."""
-    cache = BlackMambaCache()
+    cache = BlackMambaCache(BlackMambaConfig(num_layers=3, mamba_moe_layers=["attention", "4", "r"]))
     rows = torch.arange(3.0)
-    cache.windows, cache.states = {0: rows[:, None].repeat(1, 2)}, {0: rows[:, None, None].repeat(1, 2, 4)}
-    cache.last_tokens = rows.long()
+    cache.update_conv_state(rows[:, None, None].repeat(1, 4, 3), 2)
+    cache.update_recurrent_state(rows[:, None, None].repeat(1, 4, 2), 2)
+    cache.update(rows[:, None, None, None].repeat(1, 2, 7, 4), rows[:, None, None, None].repeat(1, 2, 7, 4), 0)
+    cache.saw(rows[:, None].long().repeat(1, 7), rows.long())
     return cache
 
 
 def numbers(cache):
-    tensors = [cache.windows[0], cache.states[0], cache.last_tokens]
-    assert cache.windows[0].shape[1:] == (2,) and cache.states[0].shape[1:] == (2, 4)
-    return [[int(row.flatten()[0]) for row in tensor] for tensor in tensors]
+    tensors = [cache.get_conv_state(2), cache.get_recurrent_state(2), cache.layers[0].keys, cache.layers[0].values]
+    assert [tuple(tensor.shape[1:]) for tensor in tensors] == [(4, 3), (4, 2), (2, 7, 4), (2, 7, 4)]
+    assert cache.documents_BS.shape[1:] == (7,)
+    return [[int(row.flatten()[0]) for row in rows] for rows in (*tensors, cache.last_tokens, cache.documents_BS)]
 
 
 @pytest.mark.parametrize(
@@ -32,10 +37,18 @@ def numbers(cache):
 )
 def test_cache_rows_follow_the_batch(cache, change, rows):
     change(cache)
-    assert numbers(cache) == [rows] * 3
+    assert numbers(cache) == [rows] * 6
 
 
 def test_reset_cache_has_seen_nothing(cache):
-    cache.seen = 7
     cache.reset()
-    assert (cache.get_seq_length(), cache.windows, cache.states, cache.last_tokens) == (0, {}, {}, None)
+    assert (cache.get_seq_length(), cache.get_conv_state(2), cache.last_tokens) == (0, None, None)
+    keys, _ = cache.update(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4), 0)
+    assert keys.shape[2] == 1
+
+
+def test_cache_is_made_of_transformers_layers(cache):
+    for layer, name in zip(cache.layers, ("DynamicLayer", "DummyLayer", "LinearAttentionLayer"), strict=True):
+        assert name in [base.__name__ for base in type(layer).__mro__]
+        if hasattr(cache_utils, "LinearAttentionLayer"):  # 5.x
+            assert isinstance(layer, getattr(cache_utils, name))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from megatron_blackmamba.hf.configuration_blackmamba import BlackMambaConfig
 from megatron_blackmamba.hf.modeling_blackmamba import BlackMambaForCausalLM
@@ -67,6 +67,45 @@ def test_flags_of_the_config_are_obeyed():
     model.config.return_dict = False
     assert isinstance(model(IDS), tuple)
     assert model(IDS, output_hidden_states=False, return_dict=True).hidden_states is None
+
+
+def test_untied_output_layer_has_its_own_weight(tmp_path):
+    model = build(["r", "4"], tie_word_embeddings=False)
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    assert torch.equal(BlackMambaForCausalLM.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+def test_gradients_flow_through_the_cache(model):
+    (expected,) = torch.autograd.grad(model(IDS).logits[:, -1].sum(), model.lm_head.weight)
+    first = model(IDS[:, :5], use_cache=True)
+    second = model(IDS[:, 5:9], past_key_values=first.past_key_values)
+    third = model(IDS[:, 9:], past_key_values=second.past_key_values)
+    (got,) = torch.autograd.grad(third.logits[:, -1].sum(), model.lm_head.weight)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_another_cache_is_refused():
+    with pytest.raises(ValueError, match="DynamicCache, not a BlackMambaCache"):
+        build(["r", "4"])(IDS, past_key_values=DynamicCache())
+
+
+def test_an_adapter_may_wrap_the_router():
+    class Adapter(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer = layer
+
+        def forward(self, x):
+            return 2 * self.base_layer(x)
+
+    model = build(["r", "4"])
+    expected = model(IDS, output_router_choices=True)
+    mixer = model.model.decoder.layers[1].mixer
+    mixer.router = Adapter(mixer.router)
+    got = model(IDS, output_router_choices=True)
+    assert torch.equal(got.router_choices[0], expected.router_choices[0])
+    assert not torch.equal(got.logits, expected.logits)  # the sigmoid of larger logits
 
 
 def test_generate_returns_hidden_states(model):
@@ -137,7 +176,7 @@ def test_an_exported_graph_gives_the_same_logits():
         torch.testing.assert_close(program.module()(other, use_cache=False).logits, model(other).logits)
 
 
-@pytest.mark.parametrize(("layers", "graphs"), [(["r"] * 4, 1), (KINDS["transformer"], 1), (["r", "4"] * 4, 9)])
+@pytest.mark.parametrize(("layers", "graphs"), [(["r"] * 4, 1), (KINDS["transformer"], 1), (["r", "4"] * 4, 10)])
 def test_compilation_needs_few_graphs(layers, graphs):
     model = build(layers)
     torch._dynamo.reset()

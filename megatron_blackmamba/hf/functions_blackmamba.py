@@ -1,0 +1,119 @@
+"""The functions of BlackMamba's layers in plain PyTorch.
+
+Shapes: B batch, L length, T tokens, I inner, N state, K taps, E experts. In Mamba-2: H heads of P channels in G groups.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return the tensor in at least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def causal_conv1d(
+    x_BLI: Tensor, weight_IK: Tensor, bias_I: Tensor, *, initial_window: Tensor, reset_BL: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Apply the depthwise convolution and SiLU; return y_BLI and the window for the next tokens."""
+    L, K = x_BLI.shape[1], weight_IK.shape[1]
+    inputs = torch.cat((initial_window.to(x_BLI.dtype), x_BLI), dim=1)
+    if reset_BL is None:
+        y = F.conv1d(inputs.transpose(1, 2), weight_IK[:, None], bias_I, groups=x_BLI.shape[2]).transpose(1, 2)
+        return F.silu(y), inputs[:, L:].clone()
+    document = F.pad(reset_BL.long().cumsum(dim=1), (K - 1, 0))
+    y = inputs.new_zeros(()) + bias_I
+    for k in range(K):  # the last tap is the token itself
+        same = document[:, k : k + L] == document[:, K - 1 :]
+        y = y + weight_IK[:, k] * inputs[:, k : k + L] * same[:, :, None]
+    ongoing = document[:, L:] == document[:, -1:]
+    return F.silu(y), inputs[:, L:] * ongoing[:, :, None]
+
+
+def selective_scan(
+    u_BLI: Tensor,
+    delta_BLI: Tensor,
+    A_IN: Tensor,
+    B_BLN: Tensor,
+    C_BLN: Tensor,
+    D_I: Tensor,
+    z_BLI: Tensor,
+    delta_bias_I: Tensor,
+    initial_state_BIN: Tensor,
+    reset_BL: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Run the Mamba-1 recurrence token by token in fp32; return y_BLI in u's dtype and the last state."""
+    u, B, C = widen(u_BLI), widen(B_BLN), widen(C_BLN)
+    delta = F.softplus(widen(delta_BLI) + delta_bias_I)
+    delta_u = delta * u
+    keep_BL = None if reset_BL is None else (~reset_BL).to(u.dtype)
+    state = initial_state_BIN
+    chunk = max(1, min(64, 2**20 // max(1, state.numel())))  # exponentials of a chunk at once, while they fit a cache
+    y_parts = []
+    for start in range(0, u.shape[1], chunk):
+        here = slice(start, start + chunk)
+        decay = torch.exp(delta[:, here].transpose(0, 1).unsqueeze(-1) * A_IN)
+        if keep_BL is not None:
+            decay = decay * keep_BL[:, here].t()[:, :, None, None]
+        states = []
+        for t in range(decay.shape[0]):
+            state = torch.addcmul(delta_u[:, start + t, :, None] * B[:, start + t, None, :], decay[t], state)
+            states.append(state)
+        y_parts.append(torch.einsum("lbin,bln->bli", torch.stack(states), C[:, here]))
+    y = torch.cat(y_parts, dim=1) + D_I * u
+    return (y * F.silu(widen(z_BLI))).to(u_BLI.dtype), state
+
+
+def ssd(
+    x_BLHP: Tensor,
+    dt_BLH: Tensor,
+    A_H: Tensor,
+    B_BLGN: Tensor,
+    C_BLGN: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    initial_state_BHPN: Tensor,
+    reset_BL: Tensor | None,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Run the Mamba-2 recurrence as matrix products in fp32; return y_BLHP in x's dtype and the last state."""
+    heads_of_group = x_BLHP.shape[2] // B_BLGN.shape[2]
+    x, B, C = (widen(tensor).transpose(1, 2) for tensor in (x_BLHP, B_BLGN, C_BLGN))
+    B, C = (tensor.repeat_interleave(heads_of_group, dim=1) for tensor in (B, C))
+    dt_BHL = F.softplus(widen(dt_BLH) + dt_bias_H).transpose(1, 2)
+    exponent_BHL = dt_BHL * A_H[:, None]
+    if reset_BL is not None:
+        exponent_BHL = exponent_BHL.masked_fill(reset_BL[:, None], -torch.inf)
+    x_dt, state = x * dt_BHL[..., None], initial_state_BHPN
+    y_parts = []
+    for start in range(0, x.shape[2], chunk):
+        here = slice(start, start + chunk)
+        exponent_BHT, C_T = exponent_BHL[..., here], C[:, :, here]
+        T = exponent_BHT.shape[-1]
+        not_after_TT = torch.ones(T, T, dtype=torch.bool, device=x.device).triu()
+        # Each column sums from its own token on: a difference of running sums would be inexact.
+        sums = exponent_BHT[..., None].expand(-1, -1, T, T).masked_fill(not_after_TT, 0.0).cumsum(dim=-2)
+        decay_BHTT = sums.masked_fill(not_after_TT.triu(1), -torch.inf).exp()
+        since_start_BHT1 = exponent_BHT.cumsum(dim=-1).exp()[..., None]
+        scores_BHTT = C_T @ B[:, :, here].mT * decay_BHTT
+        y_parts.append(scores_BHTT @ x_dt[:, :, here] + C_T @ state.mT * since_start_BHT1)
+        left_BHTP = x_dt[:, :, here] * decay_BHTT[..., -1, :, None]
+        state = state * since_start_BHT1[:, :, -1:] + left_BHTP.mT @ B[:, :, here]
+    y = torch.cat(y_parts, dim=2) + D_H[:, None, None] * x
+    return y.transpose(1, 2).to(x_BLHP.dtype), state
+
+
+@torch.no_grad()
+def sinkhorn(logits_TE: Tensor, iterations: int, temperature: float, start: str) -> Tensor:
+    """Return the logarithms of a plan that gives every expert the same share of the tokens, as in pretraining.
+
+    A token's choice is its largest entry, so the last step normalizes the experts and rows may differ by a factor.
+    """
+    plan_TE = widen(logits_TE) * temperature
+    if start == "balanced":
+        plan_TE = plan_TE - plan_TE.logsumexp(dim=0)
+    for _ in range(iterations):
+        plan_TE = plan_TE.log_softmax(dim=1)
+        plan_TE = plan_TE - plan_TE.logsumexp(dim=0)
+    return plan_TE
