@@ -44,7 +44,10 @@ PRELOADED = (
 
 
 class Session:
-    """Run shell and Python code in a folder, with a `blackmamba` on the PATH that starts at once."""
+    """Run shell and Python code in a folder, with a `blackmamba` on the PATH that starts at once.
+
+    The processes that `--nproc` starts are such programs too.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.socket = folder / "socket"
@@ -67,7 +70,7 @@ class Session:
             time.sleep(0.05)
 
     def run(self, code: str, folder: Path, language: str = "bash", **environment: str) -> subprocess.CompletedProcess:
-        """Run a block, and return what it printed."""
+        """Run a block with more environment variables, and return what it printed."""
         words = ["bash", "-euo", "pipefail", "-c", code]
         if language == "python":
             file = folder / ".block.py"
@@ -149,7 +152,14 @@ def _answer(asking: socket.socket, cli) -> None:
 
 def _run(words: list[str], cli) -> int:
     program = Path(words[0]).name
-    sys.argv = shortened([program, *words[1:]]) if program == "blackmamba" else words[1:]
+    if "--nproc" in words:
+        sys.executable = str(Path(words[0]).with_name("run-python"))
+    if words[1:3] == ["-m", "megatron_blackmamba"]:
+        program, sys.argv = "blackmamba", words[2:]
+    elif program == "blackmamba":
+        sys.argv = shortened([program, *words[1:]])
+    else:
+        sys.argv = words[1:]
     try:
         if program == "blackmamba":
             cli.main()

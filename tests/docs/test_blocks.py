@@ -1,12 +1,12 @@
-"""The blocks of README, tutorial, experiments, conversion and python run in order, as printed.
+"""The blocks of the pages run in order, as printed; runs end after two steps.
 
-Runs end after two steps. A line is left out only if `ELSEWHERE` says why, and which test runs it or what it needs.
+A line is left out only if `ELSEWHERE` names the test that runs it. Blocks marked `shell` need more than a laptop:
+`NEEDS` says what, and test_commands.py checks that their commands exist.
 """
 
-import json
 import re
 import shutil
-from pathlib import Path
+from importlib.util import find_spec
 
 import pytest
 
@@ -15,12 +15,11 @@ from tests.docs.session import ROOT, blocks
 pytestmark = pytest.mark.xdist_group("pages")
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-SEVERAL_PROCESSES = "--nproc"  # these lines: tests/training/test_launcher.py and tests/distributed
-ELSEWHERE = {  # start of the line -> the test that runs it, or what it needs
+ELSEWHERE = {  # start of the line -> the test that runs it
     "blackmamba quickstart": "tests/quickstart/test_quickstart.py",
     "blackmamba study": "tests/study/test_study.py",
     "blackmamba doctor": "tests/launch/test_doctor.py",  # its verdict depends on this machine
-    "blackmamba evaluate": "tests/evaluation/test_evaluate.py",  # lm-eval is optional
+    "blackmamba evaluate": "tests/docs/test_blocks.py",  # on its own page: test_evaluation_page_runs_as_printed
     "blackmamba data dedup": "tests/data_tools/test_cleaning.py",  # datatrove is optional
     "blackmamba data decontaminate": "tests/data_tools/test_cleaning.py",
     "blackmamba data tokenize final/pile": "tests/data_tools/test_cleaning.py",
@@ -28,28 +27,31 @@ ELSEWHERE = {  # start of the line -> the test that runs it, or what it needs
 OTHER_TESTS = {  # page -> the test that runs its blocks
     "data.md": "tests/docs/test_data_page.py",
     "extending.md": "tests/docs/test_extending.py",
+    "python.md": "tests/docs/test_blocks.py",
+    "evaluation.md": "tests/docs/test_blocks.py",
     "reproduction.md": "tests/docs/test_commands.py",
+    "serving.md": "tests/serving/test_endpoint.py",
 }
-RUN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("tutorial", "experiments", "conversion"))]
-
-
-@pytest.fixture(scope="module")
-def quickstart(session, tmp_path_factory):
-    """What `blackmamba quickstart` leaves behind, in small: text, shards, a mixture and a run of two steps."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    corpus = folder / "runs/quickstart/corpus/code"
-    corpus.mkdir(parents=True)
-    texts = [path.read_text() for path in sorted(Path(json.__file__).parent.glob("[a-z]*.py"))]
-    (corpus / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    done = session.run(
-        "cd runs/quickstart\n"
-        "blackmamba data tokenize corpus/code/train.jsonl tokens/code --train-tokenizer 1024\n"
-        "echo 'sources: [{name: code, shards: tokens/code}]' > mixture.yaml\n"
-        "blackmamba train quickstart data.mixture=$PWD/mixture.yaml folder=$PWD\n",
-        folder,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return folder
+RUN = [page for page in PAGES if page.name not in OTHER_TESTS and any(blocks(page))]
+NEEDS = {  # what a line in a block marked `shell` needs -> its start
+    "a Slurm cluster": (
+        *("srun ", "sbatch ", "squeue ", "scancel ", "tail -F runs/blackmamba_1.5b/"),
+        *("blackmamba launch ", "blackmamba report runs/blackmamba_1.5b"),
+    ),
+    "a GPU": ("scripts/gpu_check.sh ", "PYTHON=.venv/bin/python scripts/gpu_carry.sh "),
+    "a network": (
+        *("git clone ", "make ", "pip install ", "curl ", "apt-get ", "lm_eval "),
+        *("blackmamba import zyphra ", "blackmamba evaluate BlackMamba-1.5B "),
+        *("blackmamba export hf runs/quickstart/quickstart", "python -m megatron_blackmamba.evaluation "),
+    ),
+    "the paper's corpora": ("blackmamba data tokenize /raw/", "BLACKMAMBA_DATA=/tokens "),
+    "minutes": ("REAL_SLURM=require ", "python -m benchmarks."),
+    "object storage (tests/docs/test_data_page.py)": (
+        "blackmamba data tokenize pile/train s3://",
+        "blackmamba data verify s3://",
+    ),
+    "to be stopped (tests/serving)": ("blackmamba chat MODEL",),
+}
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
@@ -58,6 +60,16 @@ def test_page_runs_as_printed(page, session, quickstart, tmp_path):
     for language, code in blocks(page):
         done = session.run(_without_lines_run_elsewhere(code), tmp_path, language)
         assert done.returncode == 0, f"{page.name}:\n{code}\n{done.stdout[-3000:]}"
+
+
+@pytest.mark.skipif(not find_spec("lm_eval"), reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
+def test_evaluation_page_runs_as_printed(session, quickstart, questions, tmp_path):
+    shutil.copytree(quickstart, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(questions, tmp_path / "evaldata")
+    code = "".join(code for language, code in blocks(DOCS / "evaluation.md") if language == "bash")
+    done = session.run(code, tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "boolq" in done.stdout and "hellaswag" in done.stdout, done.stdout
 
 
 def test_python_page_runs_as_one_script(session, tmp_path):
@@ -73,14 +85,22 @@ def _without_lines_run_elsewhere(code):
 
 
 def _runs_elsewhere(line):
-    return line.startswith(tuple(ELSEWHERE)) or SEVERAL_PROCESSES in line
+    return line.startswith(tuple(ELSEWHERE))
 
 
 def test_lines_run_elsewhere_are_on_a_page():
     lines = [line for page in PAGES for _, code in blocks(page) for line in code.splitlines()]
     for start, where in [*ELSEWHERE.items(), *OTHER_TESTS.items()]:
         assert start.endswith(".md") or any(line.startswith(start) for line in lines), f"{start!r} is on no page"
-        assert where.startswith("needs ") or (ROOT / where).is_file(), where
+        assert (ROOT / where).is_file(), where
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_shell_blocks_need_more_than_a_laptop(page):
+    known = tuple(start for starts in NEEDS.values() for start in starts)
+    code = "".join(re.findall(r"^```shell\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+    unknown = [line for line in code.replace("\\\n", " ").splitlines() if line and not line.startswith(known)]
+    assert unknown == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -32,7 +32,7 @@ def commands():
         text = MISTAKE.sub("", page.read_text()) if page.name == "troubleshooting.md" else page.read_text()
         inline = re.findall(r"`(blackmamba [^`]+)`", text)
         for line in [*blocks(page), *inline]:
-            found = re.match(r"\s*(?:\$ )?(?:\w+=\S+ )*(?:srun )?(blackmamba .*)", line)
+            found = re.match(r"\s*(?:\$ )?(?:\w+=\S+ )*(?:srun (?:-\S+ )*)?(blackmamba .*)", line)
             if found and not PLACEHOLDER.search(found[1]):
                 yield pytest.param(found[1], id=f"{page.name}: {found[1].split('#')[0].strip()[:70]}")
 
@@ -63,6 +63,8 @@ def test_every_file_a_page_points_to_exists(page):
     named = re.findall(
         r"`((?:scripts|configs|docs|benchmarks|tests|data_tools|megatron_blackmamba|csrc)/[\w./-]+)`", text
     )
+    words = [word for line in blocks(page) for word in line.split()]
+    named += [word for word in words if word.startswith(("scripts/", "tests/", "examples/"))]
     missing = [path for path in linked if not (page.parent / path).exists()]
     missing += [path for path in named if not (ROOT / path).exists()]
     assert missing == []
@@ -73,6 +75,20 @@ def test_sinkhorn_iterations_study_prints_the_figures_shown():
     code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == printed, done.stderr
+
+
+def programs():
+    """Yield each `python -m …` of this repository, with the words that follow it."""
+    pages = "\n".join(page.read_text() for page in PAGES)
+    found = re.findall(r"python -m ((?:benchmarks|tests|scripts)\.[\w.]+)([^`\n|]*)", pages)
+    return sorted({(module, rest.partition("#")[0].strip()) for module, rest in found})
+
+
+@pytest.mark.parametrize("module, words", programs())
+def test_a_program_has_the_options_shown(module, words):
+    file = (ROOT / module.replace(".", "/")).with_suffix(".py")
+    text = "".join(path.read_text() for path in (file, ROOT / "benchmarks" / "_common.py"))
+    assert set(re.findall(r"--[a-z][\w-]*", words)) <= set(re.findall(r'"(--[\w-]+)"', text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
