@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: add the generated reference pages, and resolve links to files outside docs/."""
+"""Hooks of MkDocs: add the generated pages, resolve links to files outside docs/, and adapt pictures to the theme."""
 
 import re
 import sys
@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT))  # MkDocs loads this file alone, by its path
 
 from scripts.docs import picture, reference  # noqa: E402
 
+_PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>')
 _OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]+)(#[^)]*)?\)")
 
 
@@ -27,8 +28,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turn links to the repository's files into plain names, which readers of a checkout find; refuse dead ones."""
+    """Turn links to the repository's files into plain names, which readers of a checkout find; refuse dead ones.
 
+    A picture follows the colours of the page, which may differ from those of the reader's system.
+    """
+    markdown = _PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", markdown)
+    if "<picture" in markdown:
+        raise SystemExit(f"{page.file.src_uri}: write <picture> as in docs/index.md")
     folder = (ROOT / "docs" / page.file.src_uri).parent
 
     def name(found: re.Match) -> str:
