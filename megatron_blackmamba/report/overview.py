@@ -104,8 +104,12 @@ def _last_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def show(found: list[Overview], console: Console) -> None:
-    """Print the table."""
-    table = Table("run", "state", "step", "tokens", "loss", "validation", "tokens/s", "to go", "evaluations")
+    """Print the table; it fits a terminal of 80 columns."""
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
+    for number, header in enumerate(
+        ["run", "state", "step", "tokens", "loss", "validation", "tokens/s", "to go", "scores"]
+    ):
+        table.add_column(header, justify="left" if number < 2 else "right")
     for one in found:
         step = "–" if one.step is None else f"{one.step:,}" + (f" of {one.steps:,}" if one.steps else "")
         left = "–" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left)))

@@ -15,7 +15,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import ReportError
 from megatron_blackmamba.report.compare import compare, tables
 from megatron_blackmamba.report.comparison import bootstrap, common_end, paired, read_all
-from megatron_blackmamba.report.overview import overviews
+from megatron_blackmamba.report.overview import Overview, overviews, show
 
 SHARES = {"code": "3/4", "prose": "1/4"}
 
@@ -110,3 +110,11 @@ def test_runs_lists_states_and_losses(two, tmp_path):
     assert overviews(two[0])[0].state == "stopped"
     with pytest.raises(ReportError, match="no such folder"):
         overviews(tmp_path / "none")
+
+
+def test_runs_fit_a_terminal_of_80_columns():
+    console = Console(width=80, file=io.StringIO())
+    show([Overview("quickstart", "finished", 688, 688, 2_818_048, 3.7123, 4.0312, 16_334.0, 61.0, 2)], console)
+    header, row = console.file.getvalue().splitlines()
+    assert header.split() == ["run", "state", "step", "tokens", "loss", "validation", "tokens/s", "to", "go", "scores"]
+    assert row.split()[:5] == ["quickstart", "finished", "688", "of", "688"] and "…" not in row
