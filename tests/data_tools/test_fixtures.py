@@ -14,7 +14,10 @@ from megatron_blackmamba.data_tools.verification import verify
 from tests.data_tools.conftest import SHARED
 
 FIXTURES, TOKENIZER = SHARED / "fixtures", SHARED / "tokenizer" / "20B_tokenizer.json"
-pytestmark = pytest.mark.skipif(not (FIXTURES.exists() and TOKENIZER.exists()), reason="needs the text fixtures")
+pytestmark = [
+    pytest.mark.xdist_group("fixtures"),  # all is tokenized once, not once a worker
+    pytest.mark.skipif(not (FIXTURES.exists() and TOKENIZER.exists()), reason="needs the text fixtures"),
+]
 
 
 def papers(pattern):

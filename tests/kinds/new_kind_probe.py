@@ -24,7 +24,7 @@ kinds.register(RunningMean)
 STEPS = 6
 RUN = ["model.pattern=MAEA", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
 FP64 = ["training.precision=fp64"]  # layouts are compared in it: no rounding decides between two experts
-RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3"]
+RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "logging.tensorboard=false"]
 
 
 def trained(folder: Path, name: str, *overrides: str) -> None:

@@ -19,7 +19,7 @@ optimizers.register(Lion)
 STEPS = 6
 RUN = ["model.pattern=ME", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
 RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "training.precision=fp64"]
-RUN += ["optimizer.distributed=false", "optimizer.min_learning_rate=0"]
+RUN += ["optimizer.distributed=false", "optimizer.min_learning_rate=0", "logging.tensorboard=false"]
 KINDS = {
     "sgd": ["optimizer.kind=sgd", "optimizer.learning_rate=0.3"],
     "lion": ["optimizer.kind=lion", "optimizer.learning_rate=1e-3"],

@@ -9,6 +9,7 @@ from megatron_blackmamba.runtime.world import Place, PlaceError, find_place, set
 from tests.runtime.ranks import ROOT, environment, run_script
 from tests.runtime.world_probe import CUDA_SETTINGS
 
+pytestmark = pytest.mark.xdist_group("world")  # its processes start once, not once a worker
 PROBE = "tests.runtime.world_probe"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("mutate")  # its processes start once, not once a worker
 MUTATE = ROOT / "scripts" / "mutate.py"
 MODULE = """\
 def share(part, whole):

@@ -9,6 +9,7 @@ from megatron_blackmamba.runtime import world
 from megatron_blackmamba.training.resume import ResumeError, refuse_changes
 from tests.training.short_runs import BEFORE, KINDS, Run
 
+pytestmark = pytest.mark.xdist_group("short_runs")  # its checkpoints are saved once, not once a worker
 CHANGES = {
     "learning_rate": 0.03,
     "min_learning_rate": 0.002,

@@ -11,6 +11,7 @@ from megatron_blackmamba.runtime.reduction import reduction
 from megatron_blackmamba.training import fixes, optimizer
 from tests.training.short_runs import Run
 
+pytestmark = pytest.mark.xdist_group("short_runs")
 NAMES = [fix.name for fix in (*fixes.OF_BUFFERS, *fixes.OF_OPTIMIZER)]
 
 
