@@ -10,8 +10,11 @@ import io
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ try:
     from datatrove.pipeline.base import PipelineStep
     from datatrove.utils.word_tokenizers import WordTokenizer
     from loguru import logger
+    from multiprocess.util import register_after_fork
 except ImportError:  # said by `require_datatrove`
     Document = Any
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = WordTokenizer = object
@@ -110,7 +114,11 @@ class Cleaning:
 
 
 class _Local(LocalPipelineExecutor):
-    """datatrove's local executor, whose log goes to files only."""
+    """datatrove's local executor, whose log goes to files only, and whose processes end with this one."""
+
+    def run(self) -> Any:
+        register_after_fork(self, partial(_end_with, os.getpid()))  # its manager would wait for ever
+        return super().run()
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
         try:
@@ -118,6 +126,17 @@ class _Local(LocalPipelineExecutor):
                 return super()._run_for_rank(rank, local_rank, node_rank)
         finally:
             logger.remove()
+
+
+def _end_with(parent: int, _: _Local) -> None:
+    """End this process once its parent has ended, however that one ends."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class SpacedWords(WordTokenizer):

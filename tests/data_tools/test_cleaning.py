@@ -1,10 +1,8 @@
 """Near-duplicates and evaluation items are found, listed, and removed; a killed run continues."""
 
-import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools import cleaning
 from megatron_blackmamba.data_tools.evaluation_items import PAPER_TASKS, Item, read_items, texts_of
 from megatron_blackmamba.data_tools.rejects import InputError
+from tests.waiting import wait_until
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
@@ -104,6 +103,14 @@ def test_a_bad_record_stops_the_work(tmp_path):
         clean("dedup", tmp_path / "a.jsonl", tmp_path / "out")
 
 
+def lives(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_a_killed_run_continues(documents, tmp_path):
     (tmp_path / "in").mkdir()
     corpus = plant_copies(documents, random.Random(1))
@@ -112,7 +119,7 @@ def test_a_killed_run_continues(documents, tmp_path):
         (tmp_path / f"in/{number}.jsonl").write_text("".join(lines))
     command = [sys.executable, "-m", "megatron_blackmamba", "data", "dedup", str(tmp_path / "in")]
     few = ["--part-size", "1KB", "--buckets", "4", "--hashes", "2"]
-    killed, whole, left = tmp_path / "killed", tmp_path / "whole", []
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
     for stage in ("1_signatures", "4_documents"):
         process = subprocess.Popen([*command, str(killed), *few, "--workers", "2"], start_new_session=True)
         done = killed / cleaning.WORK / "dedup" / stage / "completions"
@@ -120,12 +127,9 @@ def test_a_killed_run_continues(documents, tmp_path):
             time.sleep(0.01)
         process.kill()
         process.wait()
-        left.append(process.pid)
+        wait_until(lambda group=process.pid: not lives(group), seconds=300)
     for out in (killed, whole):
         clean("dedup", tmp_path / "in", out, *few)
-    for group in left:  # datatrove's manager waits for ever
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
 
     def content(out):
         return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
