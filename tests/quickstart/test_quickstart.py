@@ -36,9 +36,10 @@ def environment():
 
 
 def interrupted_at(words, *files):
-    """Return the output of the command, interrupted as soon as one of the metrics files has a line."""
+    """Return the output of the command, interrupted as soon as one of the metrics files has grown."""
+    before = [size(file) for file in files]
     running = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not any(map(has_content, files)) and running.poll() is None:
+    while not any(size(file) > old for file, old in zip(files, before, strict=True)) and running.poll() is None:
         time.sleep(0.01)
     running.send_signal(signal.SIGINT)
     said, _ = running.communicate()
@@ -47,11 +48,11 @@ def interrupted_at(words, *files):
     return said
 
 
-def has_content(file):
+def size(file):
     try:
-        return file.stat().st_size > 0
+        return file.stat().st_size
     except FileNotFoundError:
-        return False
+        return 0
 
 
 def test_interrupted_quickstart_resumes_to_the_end(command):
