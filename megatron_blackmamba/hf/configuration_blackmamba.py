@@ -1,6 +1,8 @@
 """The configuration of a BlackMamba for transformers: Mamba mixers alternating with mixtures of experts."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -44,45 +46,45 @@ class BlackMambaConfig(PretrainedConfig):
 
     def __init__(
         self,
-        vocab_size=50304,
-        hidden_size=1152,
-        num_layers=30,
-        state_size=16,
-        conv_dimension=4,
-        expansion_factor=2,
-        dt_rank=None,
-        mamba_moe_layers=None,
-        ffn_hidden_size=3072,
-        max_sequence_length=2048,
-        activation="silu",
-        eod_reset=None,
-        norm_eps=1e-5,
-        arrangement="sequential",
-        num_attention_heads=16,
-        num_key_value_heads=None,
-        rope_theta=10000,
-        mlp_hidden_size=None,
-        mamba2_head_dim=64,
-        mamba2_state_size=128,
-        mamba2_groups=1,
-        num_experts_per_tok=1,
-        router_scores="sigmoid",
-        router_normalized=False,
-        router_biased=False,
-        router_kind="sinkhorn",
-        router_options=None,
-        balance_in_training=False,
-        shared_expert_hidden_size=None,
-        initializer_range=0.02,
-        kernels="auto",
-        output_router_choices=False,
-        use_cache=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=None,
-        tie_word_embeddings=True,
-        **kwargs,
-    ):
+        vocab_size: int = 50304,
+        hidden_size: int = 1152,
+        num_layers: int = 30,
+        state_size: int = 16,
+        conv_dimension: int = 4,
+        expansion_factor: int = 2,
+        dt_rank: int | None = None,
+        mamba_moe_layers: Sequence[str | int] | None = None,
+        ffn_hidden_size: int = 3072,
+        max_sequence_length: int = 2048,
+        activation: str = "silu",
+        eod_reset: int | None = None,
+        norm_eps: float = 1e-5,
+        arrangement: str = "sequential",
+        num_attention_heads: int = 16,
+        num_key_value_heads: int | None = None,
+        rope_theta: float = 10000,
+        mlp_hidden_size: int | None = None,
+        mamba2_head_dim: int = 64,
+        mamba2_state_size: int = 128,
+        mamba2_groups: int = 1,
+        num_experts_per_tok: int = 1,
+        router_scores: str = "sigmoid",
+        router_normalized: bool = False,
+        router_biased: bool = False,
+        router_kind: str = "sinkhorn",
+        router_options: dict[str, Any] | None = None,
+        balance_in_training: bool = False,
+        shared_expert_hidden_size: int | None = None,
+        initializer_range: float = 0.02,
+        kernels: str = "auto",
+        output_router_choices: bool = False,
+        use_cache: bool = True,
+        bos_token_id: int = 0,
+        eos_token_id: int = 0,
+        pad_token_id: int | None = None,
+        tie_word_embeddings: bool = True,
+        **kwargs: Any,
+    ) -> None:
         if mamba_moe_layers is None:
             mamba_moe_layers = ["r" if i % 2 == 0 else "8" for i in range(num_layers)]
         self.vocab_size = vocab_size
@@ -118,13 +120,9 @@ class BlackMambaConfig(PretrainedConfig):
         self.kernels = kernels
         self.output_router_choices = output_router_choices
         self.use_cache = use_cache
-        super().__init__(
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **kwargs,
-        )
+        general: dict[str, Any] = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+        general |= {"pad_token_id": pad_token_id, "tie_word_embeddings": tie_word_embeddings}
+        super().__init__(**general, **kwargs)
         self.check()
 
     def check(self) -> None:
