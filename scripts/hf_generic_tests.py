@@ -70,10 +70,12 @@ def prepare(*folders: Path) -> list[str]:
     package = types.ModuleType("tests")
     package.__path__ = [str(folder / "tests") for folder in folders]
     sys.modules["tests"] = package
-    missing = []
+    common, missing = (folders[0] / "tests" / "test_modeling_common.py").read_text(), []
     for name, mixin in ELSEWHERE.items():
         parent_name, own = name.split(".")
-        if any((Path(path) / parent_name / f"{own}.py").exists() for path in package.__path__):
+        if f".{name} " not in common or any(
+            (Path(path) / parent_name / f"{own}.py").exists() for path in package.__path__
+        ):
             continue
         parent, module = types.ModuleType(f"tests.{parent_name}"), types.ModuleType(f"tests.{name}")
         parent.__path__ = []
