@@ -9,7 +9,7 @@ from dataclasses import dataclass
 MONTH = 30 * 86400.0
 FAILURES = 0.1
 """Assumed, per node and month. Llama 3's report has 419 unexpected interruptions in 54 days on 16,384 GPUs: 0.11."""
-RESTART_MINUTES = 10.0
+RESTART_MINUTES: float = 10
 """Assumed: until the first step after a failure."""
 
 
