@@ -37,7 +37,8 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
                 router = block.mixer.router
                 selecting_SBE = router.use.selecting(router.gating(hidden), getattr(router, "expert_bias", None))
                 routers.append(Router.of(i, selecting_SBE.transpose(0, 1), model.config.top_k))
-            residual = block(residual, inputs, hidden)
+            residual, branch = block(residual, None, inputs, hidden)
+            residual = residual + branch
         hidden = network.decoder.final_layernorm(residual)
         logits_SBV, _ = network.output_layer(hidden, weight=network.shared_embedding_or_output_weight())
         return Observation(logits_SBV.transpose(0, 1).clone(), routers)

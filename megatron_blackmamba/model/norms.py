@@ -19,10 +19,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = without_decay(replicated(empty(hidden_size, dtype=config.params_dtype), config.sequence_parallel))
 
-    def forward(self, x: Tensor, and_stream: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the norm; with `and_stream` also x to go on with, whose gradient the norm's backward pass adds."""
-        norm = norm_and_stream if and_stream else rms_norm
-        return norm(x, self.weight, self.eps)
+    def forward(
+        self, x: Tensor, branch: Tensor | None = None, and_stream: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the norm of x, plus `branch` if there is one; with `and_stream` also this sum to go on with."""
+        if and_stream:
+            return norm_and_stream(x, self.weight, self.eps, branch)
+        return rms_norm(x if branch is None else x + branch, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

@@ -1,6 +1,7 @@
 """The stack: pre-norm blocks on a residual stream that is fp32 from the embedding to the last norm.
 
 A letter of the pattern is a block: x + mix(norm(x)). In a parallel arrangement two blocks share the norm of the first.
+A block leaves the addition to the norm of the next one, whose kernel does both.
 Blocks are named by their place in the whole model, so a parameter has the same name on every pipeline stage.
 
 Shapes: S sequence (of this rank), B batch, D model.
@@ -65,19 +66,30 @@ class Block(MegatronModule):
     def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not define how to call its mixer")
 
-    def forward(self, residual_SBD: Tensor, inputs: LayerInputs, shared_SBD: Tensor | None = None) -> Tensor:
-        """Apply the block; `shared_SBD` is the normalised stream shared with the neighbouring block."""
+    def forward(
+        self,
+        residual_SBD: Tensor,
+        branch_SBD: Tensor | None,
+        inputs: LayerInputs,
+        shared_SBD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual stream and the output that is still to be added to it.
+
+        Args:
+            residual_SBD: The stream, to which `branch_SBD` of the previous block is still to be added.
+            shared_SBD: The normalised stream shared with the neighbouring block.
+        """
+        recompute = self.recompute and self.training and torch.is_grad_enabled()
+        if shared_SBD is None and not recompute:  # the norm's kernel adds
+            hidden_SBD, residual_SBD = self.norm(residual_SBD, branch_SBD, and_stream=True)
+            return residual_SBD, self.mix(hidden_SBD, inputs)
 
         def mixed(x_SBD: Tensor) -> Tensor:
             return self.mix(self.norm(x_SBD) if shared_SBD is None else x_SBD, inputs)
 
+        residual_SBD = added(residual_SBD, branch_SBD)
         x_SBD = residual_SBD if shared_SBD is None else shared_SBD
-        if self.recompute and self.training and torch.is_grad_enabled():
-            return residual_SBD + tensor_parallel.checkpoint(mixed, False, x_SBD)
-        if shared_SBD is None:
-            hidden_SBD, residual_SBD = self.norm(residual_SBD, and_stream=True)
-            return residual_SBD + self.mix(hidden_SBD, inputs)
-        return residual_SBD + mixed(x_SBD)
+        return residual_SBD, tensor_parallel.checkpoint(mixed, False, x_SBD) if recompute else mixed(x_SBD)
 
 
 class MambaBlock(Block):
@@ -148,12 +160,15 @@ class Stack(MegatronModule):
     def forward(self, residual_SBD: Tensor | None, inputs: LayerInputs) -> Tensor:
         x = residual_SBD if self.pre_process else self.received_SBD
         assert x is not None, "the stage before sent nothing"
+        branch: Tensor | None = None
         shared: Tensor | None = None
         block: Any
         for block in self.layers:
             if self.parallel and block.norm is not None:
+                x, branch = added(x, branch), None
                 shared = block.norm(x)
-            x = block(x, inputs, shared)
+            x, branch = block(x, branch, inputs, shared)
+        x = added(x, branch)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
@@ -166,6 +181,10 @@ class Stack(MegatronModule):
                 module, f"{prefix}{name}", sharded_offsets, metadata, tp_group=self.tp_group
             )
         return state
+
+
+def added(residual_SBD: Tensor, branch_SBD: Tensor | None) -> Tensor:
+    return residual_SBD if branch_SBD is None else residual_SBD + branch_SBD
 
 
 def layers_of_stage(model: ModelConfig, stage: int, stages: int) -> range:

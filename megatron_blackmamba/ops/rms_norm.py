@@ -31,13 +31,14 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _RmsNorm.apply(x, weight_D, eps)
 
 
-def norm_and_stream(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x, and x to go on with: where a kernel can, it adds the gradients of the two."""
-    require_floats("rms_norm", x=x, weight=weight_D)
-    if triton := backends.triton_of("norm", x, weight_D):
-        both: tuple[Tensor, Tensor] = triton.norm_and_stream(x, weight_D, eps)
+def norm_and_stream(x: Tensor, weight_D: Tensor, eps: float, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the norm of x + branch, and this sum to go on with. One kernel does both where it can, each way."""
+    require_floats("rms_norm", x=x, weight=weight_D, branch=branch)
+    if triton := backends.triton_of("norm", x, weight_D, branch):
+        both: tuple[Tensor, Tensor] = triton.norm_and_stream(x, weight_D, eps, branch)
         return both
-    return rms_norm(x, weight_D, eps), x
+    stream = x if branch is None else x + branch
+    return rms_norm(stream, weight_D, eps), stream
 
 
 def why_not_cpp(x: Tensor, weight_D: Tensor) -> str | None:

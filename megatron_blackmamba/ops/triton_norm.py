@@ -1,7 +1,8 @@
 """RMS norm of a residual stream in Triton: one kernel forward; backward one, and a sum for the weight's gradient.
 
-Forward, a program takes one token. Backward, it takes a few: it adds the gradient that comes down the stream past the
-norm, and leaves one partial sum of the weight's gradient.
+Forward, a program takes one token: it adds the branch of the layer before to the stream, and normalises the sum.
+Backward, it takes a few: it adds the gradient of the stream, writes the branch's gradient in the branch's dtype, and
+leaves one partial sum of the weight's gradient.
 
 Shapes: T tokens, D channels, P programs.
 """
@@ -20,47 +21,59 @@ PROGRAMS = 1024
 LARGEST_D = 8192
 
 
-def unsupported(x: Tensor, weight_D: Tensor) -> str | None:
+def unsupported(x: Tensor, weight_D: Tensor, branch: Tensor | None = None) -> str | None:
     if not x.is_cuda and not interpreted():
         return "the tensors are not on a CUDA device"
     if x.dtype != torch.float32 or weight_D.dtype not in (torch.float32, torch.bfloat16):
         return f"takes a float32 stream and float32 or bfloat16 weights, not {x.dtype} and {weight_D.dtype}"
+    if branch is not None and (branch.dtype not in (torch.float32, torch.bfloat16) or branch.shape != x.shape):
+        return f"takes a float32 or bfloat16 branch like the stream, not {branch.dtype} {tuple(branch.shape)}"
     return None if x.shape[-1] <= LARGEST_D else f"up to {LARGEST_D} channels, not {x.shape[-1]}"
 
 
-def norm_and_stream(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _Norm.apply(x, weight_D, eps)
+def norm_and_stream(x: Tensor, weight_D: Tensor, eps: float, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return _Norm.apply(x, weight_D, eps, branch)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps):
+    def forward(ctx, x, weight, eps, branch):
         ctx.set_materialize_grads(False)
         rows = x.contiguous()
+        added = rows if branch is None else branch.contiguous()
+        stream = x.view_as(x) if branch is None else torch.empty_like(rows)
         y = torch.empty_like(rows, dtype=weight.dtype)
         scale_T = rows.new_empty(rows.shape[:-1])
         if scale_T.numel():
             with torch.cuda.device_of(x):
-                norm_forward[(scale_T.numel(),)](rows, weight, y, scale_T, eps, **_options(rows))
-        ctx.save_for_backward(rows, weight, scale_T)
-        return y, x.view_as(x)
+                norm_forward[(scale_T.numel(),)](
+                    rows, added, weight, y, rows if branch is None else stream, scale_T, eps,
+                    BRANCH=branch is not None, **_options(rows),
+                )  # fmt: skip
+        ctx.save_for_backward(rows if branch is None else stream, weight, scale_T)
+        ctx.branch = None if branch is None else branch.dtype
+        return y, stream
 
     @staticmethod
     def backward(ctx, grad_y, grad_stream):
         x, weight, scale_T = ctx.saved_tensors
         if grad_y is None:
-            return grad_stream, None, None
+            grad_branch = None if ctx.branch is None or grad_stream is None else grad_stream.to(ctx.branch)
+            return grad_stream, None, None, grad_branch
         grad_x, T = torch.empty_like(x), scale_T.numel()
+        cast = ctx.branch not in (None, x.dtype)
+        grad_cast = torch.empty_like(x, dtype=ctx.branch) if cast else grad_x
+        grad_branch = None if ctx.branch is None else grad_cast
         if not T:
-            return grad_x, torch.zeros_like(weight), None
+            return grad_x, torch.zeros_like(weight), None, grad_branch
         sums_PD = x.new_empty(min(PROGRAMS, T), x.shape[-1])
         stream = None if grad_stream is None else grad_stream.contiguous()
         with torch.cuda.device_of(x):
             norm_backward[(len(sums_PD),)](
-                x, weight, scale_T, grad_y.contiguous(), stream, grad_x, sums_PD, T,
-                ADD=stream is not None, **_options(x),
+                x, weight, scale_T, grad_y.contiguous(), stream, grad_x, grad_cast, sums_PD, T,
+                ADD=stream is not None, CAST=cast, **_options(x),
             )  # fmt: skip
-        return grad_x, sums_PD.sum(0).to(weight.dtype), None
+        return grad_x, sums_PD.sum(0).to(weight.dtype), None, grad_branch
 
 
 def _options(x: Tensor) -> dict[str, int]:
@@ -68,10 +81,16 @@ def _options(x: Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def norm_forward(x_TD, weight_D, y_TD, scale_T, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def norm_forward(
+    x_TD, branch_TD, weight_D, y_TD, stream_TD, scale_T, eps,
+    BRANCH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     x = tl.load(x_TD + t * D + d, mask=d < D, other=0.0)
+    if BRANCH:
+        x += tl.load(branch_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+        tl.store(stream_TD + t * D + d, x, mask=d < D)
     scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
     weight = tl.load(weight_D + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(y_TD + t * D + d, (x * scale * weight).to(y_TD.dtype.element_ty), mask=d < D)
@@ -80,8 +99,8 @@ def norm_forward(x_TD, weight_D, y_TD, scale_T, eps, D: tl.constexpr, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["T"])
 def norm_backward(
-    x_TD, weight_D, scale_T, grad_y_TD, grad_stream_TD, grad_x_TD, sums_PD, T,
-    ADD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    x_TD, weight_D, scale_T, grad_y_TD, grad_stream_TD, grad_x_TD, grad_cast_TD, sums_PD, T,
+    ADD: tl.constexpr, CAST: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)
     weight = tl.load(weight_D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -97,4 +116,6 @@ def norm_backward(
         if ADD:
             grad += tl.load(grad_stream_TD + t * D + d, mask=d < D, other=0.0)
         tl.store(grad_x_TD + t * D + d, grad, mask=d < D)
+        if CAST:
+            tl.store(grad_cast_TD + t * D + d, grad.to(grad_cast_TD.dtype.element_ty), mask=d < D)
     tl.store(sums_PD + tl.program_id(0) * D + d, sums, mask=d < D)

@@ -23,7 +23,7 @@ COLLECTIVE_SECONDS = 2e-5
 """Assumed: the least time of an exchange, whatever its size."""
 LOSS_BYTES_OF_PARTS = (38, 14)
 """Moved per logit by megatron-core's cross entropy of a vocabulary divided over ranks, forward and backward."""
-BLOCK_BYTES = (4 * FP32 + 2, 5 * FP32 + 2)
+BLOCK_BYTES = (2 * FP32 + 4, 3 * FP32 + 4)
 """Moved per number of the residual stream by a block's norm and addition, forward and backward, besides the mixer's."""
 
 

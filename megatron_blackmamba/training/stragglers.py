@@ -46,7 +46,8 @@ class OwnTime:
         self._spans, self.reading = [], 0.0
         return taken
 
-    def _after_forward(self, block: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _after_forward(self, block: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]) -> None:
+        _, output = outputs
         if output.requires_grad and inputs[0].requires_grad:
             span: list[Any] = []
             self._spans.append(span)

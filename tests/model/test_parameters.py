@@ -43,7 +43,7 @@ def test_the_residual_stream_is_fp32_between_all_layers(build):
     built = build("training.precision=bf16")
     streams, normed = [], []
     for block in built.decoder.layers:
-        block.register_forward_hook(lambda _module, inputs, output: streams.extend([inputs[0].dtype, output.dtype]))
+        block.register_forward_hook(lambda _module, inputs, output: streams.extend([inputs[0].dtype, output[0].dtype]))
         block.norm.register_forward_hook(lambda _module, _inputs, output: normed.append(output[0].dtype))
     built(torch.randint(0, 512, (1, 16)))
     assert set(streams) == {torch.float32}

@@ -57,29 +57,47 @@ def test_gating_agrees_with_float64(interpreted, dtype, gelu, weighted):
     assert_close(actual, named([y], exact), TOLERANCE[dtype])
 
 
-def run_norm(x, weight, grad_y, grad_stream):
+def run_norm(x, branch, weight, grad_y, grad_stream):
     from megatron_blackmamba.ops import triton_norm
     from megatron_blackmamba.ops.rms_norm import norm_and_stream
 
     triton_norm.PROGRAMS = 3  # several tokens each
-    leaves = leaves_of([x, weight])
-    y, stream = norm_and_stream(*leaves, 1e-5)
+    leaves = leaves_of([x, branch, weight])
+    y, stream = norm_and_stream(leaves[0], leaves[2], 1e-5, leaves[1])
     outputs = [(y, grad_y)] + ([(stream, grad_stream)] if grad_stream is not None else [])
     torch.autograd.backward(*map(list, zip(*outputs, strict=True)))
     return named([y, stream], leaves)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("beside", [True, False])
-def test_norm_adds_the_gradient_of_the_stream(interpreted, dtype, beside):
+@pytest.mark.parametrize(("beside", "branched"), [(True, False), (False, False), (True, True), (False, True)])
+def test_norm_adds_the_branch_and_stream_gradients(interpreted, dtype, beside, branched):
     x, weight = random(7, 2, 50, seed=0), 1 + random(50, seed=1, dtype=dtype)
+    branch = random(7, 2, 50, seed=4, dtype=dtype) if branched else None
     grad_y, grad_stream = random(7, 2, 50, seed=2, dtype=dtype), random(7, 2, 50, seed=3) if beside else None
-    actual = interpreted(run_norm, x, weight, grad_y, grad_stream)
-    exact = leaves_of([x, weight], torch.float64)
-    y = F.rms_norm(exact[0], (50,), exact[1], 1e-5)
-    loss = (y * grad_y.double()).sum() + (0.0 if grad_stream is None else (exact[0] * grad_stream.double()).sum())
+    actual = interpreted(run_norm, x, branch, weight, grad_y, grad_stream)
+    exact = leaves_of([x, branch, weight], torch.float64)
+    stream = exact[0] + (exact[1] if branched else 0.0)
+    y = F.rms_norm(stream, (50,), exact[2], 1e-5)
+    loss = (y * grad_y.double()).sum() + (0.0 if grad_stream is None else (stream * grad_stream.double()).sum())
     loss.backward()
-    assert_close(actual, named([y, exact[0]], exact), TOLERANCE[dtype])
+    assert_close(actual, named([y, stream], exact), TOLERANCE[dtype])
+
+
+def run_norm_of_stream_alone(x, branch, weight, grad_stream):
+    from megatron_blackmamba.ops.rms_norm import norm_and_stream
+
+    leaves = leaves_of([x, branch, weight])
+    _, stream = norm_and_stream(leaves[0], leaves[2], 1e-5, leaves[1])
+    stream.backward(grad_stream)
+    return {"x": leaves[0].grad, "branch": leaves[1].grad}
+
+
+def test_stream_alone_passes_its_gradient_on(interpreted):
+    x, branch = random(3, 8, seed=0), random(3, 8, seed=1, dtype=torch.bfloat16)
+    grad = random(3, 8, seed=2)
+    found = interpreted(run_norm_of_stream_alone, x, branch, torch.ones(8), grad)
+    assert torch.equal(found["x"], grad) and torch.equal(found["branch"], grad.bfloat16())
 
 
 def run_cross_entropy(logits, labels, grad):
