@@ -173,11 +173,14 @@ def scan_launches(arch: int, reset: bool = False) -> None:
 
 def convolution_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops.causal_conv1d import Inputs
-    from megatron_blackmamba.ops.causal_conv1d.triton import convolve
+    from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
+    from megatron_blackmamba.ops.causal_conv1d.triton import convolve_rows
 
     resets = torch.empty(BATCH, LENGTH, device="meta", dtype=torch.bool) if reset else None
-    inputs = Inputs(bf16(BATCH, LENGTH, INNER), bf16(INNER, TAPS), bf16(INNER), reset_BL=resets)
-    convolve(inputs).sum().backward()
+    rows = bf16(BATCH, LENGTH, 2 * INNER)
+    inputs = Inputs(rows.chunk(2, dim=-1)[0], bf16(INNER, TAPS), bf16(INNER), reset_BL=resets)
+    x, again, z = convolve_rows(rows, inputs, RowGradient())
+    (x.sum() + again.sum() + z.sum()).backward()
 
 
 def sinkhorn_launches(arch: int, reset: bool = False) -> None:
@@ -204,7 +207,7 @@ def gated_launches(arch: int, reset: bool = False) -> None:
 def norm_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops.triton_norm import norm_and_stream
 
-    y, stream = norm_and_stream(fp32(BATCH * LENGTH, MODEL), bf16(MODEL), 1e-5)
+    y, stream = norm_and_stream(fp32(BATCH * LENGTH, MODEL), bf16(MODEL), 1e-5, bf16(BATCH * LENGTH, MODEL))
     (y.sum() + stream.sum()).backward()
 
 

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, sharded, without_decay
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+from megatron_blackmamba.ops.causal_conv1d.halves import Halves, convolve_first_half
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
 from megatron_blackmamba.ops.selective_scan import selective_scan
 from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
@@ -69,6 +70,18 @@ class Convolution(Channels):
         return y_BSI
 
 
+class ConvolutionOfRows(Convolution):
+    """The convolution of x in rows [x | z]."""
+
+    def forward(self, xz_BSJ: Tensor, reset_BS: Tensor | None, context: ProcessGroup | None = None) -> Halves:
+        weight_IK = self.weight.squeeze(1)
+        if context is None or context.size() == 1:
+            return convolve_first_half(xz_BSJ, weight_IK, self.bias, reset_BL=reset_BS)
+        x_BSI, z_BSI = xz_BSJ.chunk(2, dim=-1)
+        y_BSI = super().forward(x_BSI, reset_BS, context)
+        return Halves(y_BSI, y_BSI, z_BSI)
+
+
 class DeltaProjection(Channels):
     """The projection of dt from its low rank to the channels."""
 
@@ -110,7 +123,7 @@ class MambaMixer(MegatronModule):
             gather_output=False,
             **linear,
         )
-        self.conv1d = Convolution(
+        self.conv1d = ConvolutionOfRows(
             empty(local, 1, model.conv_kernel, dtype=config.params_dtype), empty(local, dtype=config.params_dtype)
         )
         self.x_proj = build_module(
@@ -140,25 +153,26 @@ class MambaMixer(MegatronModule):
     def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         xz_SBI, _ = self.in_proj(hidden_SBD)
-        x_BSI, z_BSI = (half.transpose(0, 1) for half in xz_SBI.chunk(2, dim=-1))
-        x_BSI = self.conv1d(x_BSI, reset_BS, self.context)
+        halves = self.conv1d(xz_SBI.transpose(0, 1), reset_BS, self.context)
 
-        dtBC_SB, _ = self.x_proj(x_BSI.transpose(0, 1))
+        dtBC_SB, _ = self.x_proj(halves.x_BLI.transpose(0, 1))
         dtBC_SB = copy_to_tensor_model_parallel_region(dtBC_SB, group=self.tp_group)
         dt_SBR, B_SBN, C_SBN = dtBC_SB.split([self.dt_rank, self.state_size, self.state_size], dim=-1)
         delta_SBI, delta_bias_I = self.dt_proj(dt_SBR)
 
         scan: Any = selective_scan
+        if halves.gradient is not None:
+            scan = partial(selective_scan, z_gradient=halves.gradient.of_second_half)
         if self.context.size() > 1:
             scan = partial(selective_scan_part, group=self.context)
         y_BSI = scan(
-            x_BSI,
+            halves.x_again_BLI,
             delta_SBI.transpose(0, 1),
             -torch.exp(self.A_log),
             B_SBN.transpose(0, 1),
             C_SBN.transpose(0, 1),
             self.D,
-            z_BLI=z_BSI,
+            z_BLI=halves.z_BLI,
             delta_bias_I=delta_bias_I,
             reset_BL=reset_BS,
             backend=self.backend,

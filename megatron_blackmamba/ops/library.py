@@ -122,9 +122,10 @@ def with_channels_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def empty_like_rows(x_BLI: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialised contiguous tensor with x's shape and order of dimensions in memory."""
+def empty_like_rows(x_BLI: Tensor, dtype: torch.dtype | None = None, channels: int | None = None) -> Tensor:
+    """Return an uninitialised contiguous tensor with x's shape and order of dimensions in memory, or more channels."""
     B, L, I = x_BLI.shape
+    I = channels or I
     like: dict[str, Any] = {"dtype": dtype or x_BLI.dtype, "device": x_BLI.device}
     if x_BLI.stride(0) < x_BLI.stride(1):
         return torch.empty(L, B, I, **like).transpose(0, 1)

@@ -100,3 +100,73 @@ def why_not(x, weight, window):
     from megatron_blackmamba.ops.causal_conv1d import triton
 
     return triton.unsupported(Inputs(x, weight, initial_window_BWI=window))
+
+
+def rows_of(function, inputs, grads, dtype):
+    leaves = [inputs[name].detach().clone().to(dtype).requires_grad_() for name in ("x", "weight", "bias")]
+    outputs = function(leaves[0], leaves[1], leaves[2], inputs["reset"])
+    torch.autograd.backward(outputs, [grad.to(dtype) for grad in grads[: len(outputs)]])
+    return {"y": outputs[0].detach(), **{f"d{n}": x.grad for n, x in zip("xwb", leaves, strict=True)}}
+
+
+def triton_rows(inputs, grads, dtype, readers):
+    from megatron_blackmamba.ops.causal_conv1d import triton
+    from megatron_blackmamba.ops.causal_conv1d.halves import convolve_first_half
+
+    triton.TILE = 8
+
+    def convolve(x, weight, bias, reset):
+        found = convolve_first_half(x, weight, bias, reset_BL=reset)
+        assert found.gradient is not None
+        return [found.x_BLI, found.x_again_BLI, found.z_BLI][:readers]
+
+    return rows_of(convolve, inputs, grads, dtype)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_gradients_of_both_readers_are_added(interpreted, readers):
+    inputs = problem(2, 11, 12, 4, window=False) | {"reset": None}
+    inputs |= {"weight": inputs["weight"][:6], "bias": inputs["bias"][:6]}
+    g = torch.Generator().manual_seed(2)
+    grads = [torch.randn(2, 11, 6, generator=g, dtype=torch.float64) for _ in range(3)]
+
+    def exact(x, weight, bias, reset):
+        y = reference.convolve(Inputs(x[..., :6], weight, bias, "silu", None, reset))
+        return [y, y * 1, x[..., 6:] * 1][:readers]
+
+    expected = rows_of(exact, inputs, grads, torch.float64)
+    assert_close(interpreted(triton_rows, inputs, grads, torch.float32, readers), expected, 2e-6)
+
+
+def mamba_rows(xz, weight, bias, delta, B, C, A, dy):
+    """Return the gradient of rows that a convolution and a scan read, and whether it was written in place."""
+    from megatron_blackmamba.ops.causal_conv1d.halves import convolve_first_half
+    from megatron_blackmamba.ops.library import empty_like_rows
+    from megatron_blackmamba.ops.selective_scan import selective_scan
+
+    copies = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "megatron_blackmamba.ops.causal_conv1d.halves.empty_like_rows",
+            lambda x, **more: copies.append(1) or empty_like_rows(x, **more),
+        )
+        grads = []
+        for backend in ("triton", "reference"):
+            leaf = xz.clone().to(torch.float64 if backend == "reference" else xz.dtype).requires_grad_()
+            others = [x.to(leaf.dtype) for x in (weight, bias, delta, A, B, C)]
+            found = convolve_first_half(leaf.transpose(0, 1), others[0], others[1], backend=backend)
+            how = {} if found.gradient is None else {"z_gradient": found.gradient.of_second_half}
+            y = selective_scan(found.x_again_BLI, *others[2:], z_BLI=found.z_BLI, backend=backend, **how)
+            (y + found.x_BLI).backward(dy.to(leaf.dtype))
+            grads.append(leaf.grad)
+    return *grads, len(copies)
+
+
+def test_scan_writes_its_half_of_the_gradient_in_place(interpreted):
+    g = torch.Generator().manual_seed(3)
+    xz, weight, bias = (torch.randn(*shape, generator=g) for shape in ((9, 2, 16), (8, 4), (8,)))
+    delta, B, C, dy = (torch.randn(2, 9, n, generator=g) for n in (8, 4, 4, 8))
+    A = -torch.rand(8, 4, generator=g)
+    actual, exact, allocated = interpreted(mamba_rows, xz, weight, bias, delta, B, C, A, dy)
+    assert_close({"dxz": actual}, {"dxz": exact}, 2e-6)
+    assert allocated == 1  # by the scan, and by nobody to copy it

@@ -36,8 +36,7 @@ def causal_conv1d(
 
     activation: "silu" or None. backend: "auto" or a name of `available_backends()`.
     """
-    inputs = Inputs(x_BLI, weight_IK, bias_I, activation, initial_window, reset_BL)
-    _check(inputs)
+    inputs = checked(Inputs(x_BLI, weight_IK, bias_I, activation, initial_window, reset_BL))
     y_BLI = backends.choose(__name__, BACKENDS, backend, inputs).convolve(inputs)
     if not return_final_window:
         return y_BLI
@@ -67,9 +66,11 @@ def final_window(
     return recent_BLI * ((L - ahead) >= document_start_B[:, None])[:, :, None]
 
 
-def _check(inputs: Inputs) -> None:
+def checked(inputs: Inputs) -> Inputs:
+    """Return the inputs if their shapes and options are right, else raise a ValueError."""
     refuse_channel_first("causal_conv1d", "x", inputs.x_BLI, inputs.weight_IK)
     (B, L, I), K = inputs.x_BLI.shape, inputs.weight_IK.shape[-1]
     require_shapes("causal_conv1d", inputs, B=B, L=L, I=I, K=K, W=K - 1)
     if inputs.activation not in ("silu", None):
         raise ValueError(f'causal_conv1d: activation must be "silu" or None, not {inputs.activation!r}')
+    return inputs

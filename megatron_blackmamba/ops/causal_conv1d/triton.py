@@ -13,13 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_blackmamba.ops.causal_conv1d import reference
+from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
 from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens
 from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
 
-__all__ = ["convolve", "unavailable", "unsupported"]
+__all__ = ["TAKES_ROWS", "convolve", "convolve_rows", "unavailable", "unsupported"]
 
+TAKES_ROWS = True
 BLOCK, WARPS, STEPS, TILE = 128, 1, 4, 128
 
 
@@ -40,44 +42,91 @@ def convolve(inputs: Inputs) -> Tensor:
     return _Convolution.apply(*inputs)
 
 
+def convolve_rows(xz_BLJ: Tensor, inputs: Inputs, gradient: RowGradient) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the convolved first half of the rows, twice, and their second half. `inputs` describes the first half."""
+    return _ConvolvedRows.apply(xz_BLJ, inputs.weight_IK, inputs.bias_I, inputs.activation, inputs.reset_BL, gradient)
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, activation: str | None, window, reset):
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        reset = None if reset is None else reset.contiguous().view(torch.uint8)
-        window = None if window is None else window.to(x.dtype).contiguous()
-        y = empty_like_rows(x)
-        ctx.save_for_backward(x, weight, bias, window, reset)
+        inputs = _ready(Inputs(x, weight, bias, activation, window, reset))
+        ctx.save_for_backward(*inputs._replace(activation=None))
         ctx.activation = activation
-        B, L, I = x.shape
-        with torch.cuda.device_of(x):
-            convolve_forward[(triton.cdiv(I, BLOCK), B, triton.cdiv(L, TILE))](
-                *_inputs(x, weight, bias, window, reset), y,
-                L, I, x.stride(0), x.stride(1), y.stride(0), y.stride(1),
-                EVEN=I % BLOCK == 0 and L % STEPS == 0, **_switches(weight, bias, window, reset, activation),
-            )  # fmt: skip
-        return y
+        return _run_forward(inputs)
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, bias, window, reset = ctx.saved_tensors
-        B, L, I = x.shape
-        K = weight.shape[1]
-        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        dx = empty_like_rows(x)
-        tiles = triton.cdiv(L, TILE)
-        sums_BPTI = torch.empty(B, tiles, K + 1, I, device=x.device)
-        convolve_backward[(triton.cdiv(I, BLOCK), B, tiles)](
-            *_inputs(x, weight, bias, window, reset), dy, dx, sums_BPTI,
-            L, I, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), dx.stride(0), dx.stride(1),
-            **_switches(weight, bias, window, reset, ctx.activation),
+        inputs = Inputs(*ctx.saved_tensors)._replace(activation=ctx.activation)
+        dy = _unit_stride(dy)
+        dx = empty_like_rows(inputs.x_BLI)
+        dweight, dbias = _run_backward(inputs, dy, None, dx)
+        dwindow = _window_gradient(inputs, dy) if ctx.needs_input_grad[4] else None
+        return dx, dweight, dbias, None, dwindow, None
+
+
+class _ConvolvedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, xz, weight, bias, activation: str | None, reset, gradient: RowGradient):
+        ctx.set_materialize_grads(False)
+        x, z = _unit_stride(xz).chunk(2, dim=-1)
+        inputs = _ready(Inputs(x, weight, bias, activation, None, reset))
+        ctx.save_for_backward(*inputs._replace(activation=None))
+        ctx.activation, ctx.gradient = activation, gradient
+        y = _run_forward(inputs)
+        return y, y.view_as(y), z
+
+    @staticmethod
+    def backward(ctx, dy, dy_again, dz):
+        inputs = Inputs(*ctx.saved_tensors)._replace(activation=ctx.activation)
+        if dy is None:
+            dy, dy_again = dy_again, None
+        dy = torch.zeros_like(inputs.x_BLI) if dy is None else _unit_stride(dy)
+        dxz = ctx.gradient.take(inputs.x_BLI, dz)
+        more = None if dy_again is None else _unit_stride(dy_again)
+        dweight, dbias = _run_backward(inputs, dy, more, dxz.chunk(2, dim=-1)[0])
+        return dxz, dweight, dbias, None, None, None
+
+
+def _ready(inputs: Inputs) -> Inputs:
+    """Return the inputs as the kernels take them."""
+    x, window, reset = inputs.x_BLI, inputs.initial_window_BWI, inputs.reset_BL
+    return inputs._replace(
+        x_BLI=_unit_stride(x),
+        initial_window_BWI=None if window is None else window.to(x.dtype).contiguous(),
+        reset_BL=None if reset is None else reset.contiguous().view(torch.uint8),
+    )
+
+
+def _run_forward(inputs: Inputs) -> Tensor:
+    x = inputs.x_BLI
+    B, L, I = x.shape
+    y = empty_like_rows(x)
+    with torch.cuda.device_of(x):
+        convolve_forward[(triton.cdiv(I, BLOCK), B, triton.cdiv(L, TILE))](
+            *_tensors(inputs), y, L, I, x.stride(0), x.stride(1), y.stride(0), y.stride(1),
+            EVEN=I % BLOCK == 0 and L % STEPS == 0, **_switches(inputs),
         )  # fmt: skip
-        sums_TI = sums_BPTI.sum((0, 1))
-        dweight = sums_TI[:K].flip(0).t().to(weight.dtype)
-        dwindow = None
-        if ctx.needs_input_grad[4]:
-            dwindow = _window_gradient(Inputs(x, weight, bias, ctx.activation, window, reset), dy)
-        return dx, dweight, None if bias is None else sums_TI[K].to(bias.dtype), None, dwindow, None
+    return y
+
+
+def _run_backward(inputs: Inputs, dy: Tensor, more: Tensor | None, dx: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Write dx from dy + more; return the gradients of weight and bias."""
+    x, weight, bias = inputs.x_BLI, inputs.weight_IK, inputs.bias_I
+    (B, L, I), K, tiles = x.shape, weight.shape[1], triton.cdiv(x.shape[1], TILE)
+    sums_BPTI = torch.empty(B, tiles, K + 1, I, device=x.device)
+    added = dy if more is None else more
+    convolve_backward[(triton.cdiv(I, BLOCK), B, tiles)](
+        *_tensors(inputs), dy, added, dx, sums_BPTI,
+        L, I, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), added.stride(0), added.stride(1),
+        dx.stride(0), dx.stride(1), HAS_MORE=more is not None, **_switches(inputs),
+    )  # fmt: skip
+    sums_TI = sums_BPTI.sum((0, 1))
+    return sums_TI[:K].flip(0).t().to(weight.dtype), None if bias is None else sums_TI[K].to(bias.dtype)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _window_gradient(inputs: Inputs, dy: Tensor) -> Tensor:
@@ -92,14 +141,14 @@ def _window_gradient(inputs: Inputs, dy: Tensor) -> Tensor:
         return torch.autograd.grad(reference.convolve(first), window, dy[:, :W])[0]
 
 
-def _inputs(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, reset: Tensor | None) -> tuple:
+def _tensors(inputs: Inputs) -> tuple[Tensor, ...]:
+    x, weight, bias, _, window, reset = inputs
     weight_KI = weight.t().float().contiguous()
     return x, weight_KI, *(x if absent is None else absent for absent in (bias, window, reset))
 
 
-def _switches(
-    weight: Tensor, bias: Tensor | None, window: Tensor | None, reset: Tensor | None, activation: str | None
-) -> dict:
+def _switches(inputs: Inputs) -> dict:
+    _, weight, bias, activation, window, reset = inputs
     return {
         "K": weight.shape[1], "SILU": activation == "silu",
         "HAS_BIAS": bias is not None, "HAS_WINDOW": window is not None, "HAS_RESET": reset is not None,
@@ -179,11 +228,14 @@ def convolve_forward(
 
 @triton.jit(do_not_specialize=["L"])
 def convolve_backward(
-    x, weight_KI, bias, window, reset, dy, dx, sums_BPTI, L, I, x_b, x_l, dy_b, dy_l, dx_b, dx_l,
+    x, weight_KI, bias, window, reset, dy, more, dx, sums_BPTI,
+    L, I, x_b, x_l, dy_b, dy_l, more_b, more_l, dx_b, dx_l,
     K: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RESET: tl.constexpr,
-    BLOCK_I: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+    HAS_MORE: tl.constexpr, BLOCK_I: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Walk from STEPS tokens past the tile, whose outputs its last inputs still reach, back to its start."""
+    """Compute gradients for dy + more.
+
+    Walk from STEPS tokens past the tile, whose outputs its last inputs still reach, back to its start."""
     b = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     inside = i < I
@@ -191,6 +243,7 @@ def convolve_backward(
     bias_I = tl.load(bias + i, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros((BLOCK_I,), tl.float32)
     x += b * x_b
     dy += b * dy_b
+    more += b * more_b
     dx += b * dx_b
     window += b * (K - 1) * I
     reset += b * L
@@ -211,7 +264,10 @@ def convolve_backward(
         dys = ()
         for k in tl.static_range(STEPS):
             xs = xs + (_load_input(x, window, t - K + 1 + k, L, x_l, I, i, inside, K, HAS_WINDOW),)
-            dys = dys + (tl.load(dy + (t + k) * dy_l + i, mask=inside & (t + k < L), other=0.0).to(tl.float32),)
+            dy_I = tl.load(dy + (t + k) * dy_l + i, mask=inside & (t + k < L), other=0.0).to(tl.float32)
+            if HAS_MORE:
+                dy_I += tl.load(more + (t + k) * more_l + i, mask=inside & (t + k < L), other=0.0).to(tl.float32)
+            dys = dys + (dy_I,)
         for k in tl.static_range(K - 1):
             xs = xs + (carried[k],)
         for k in tl.static_range(STEPS - 1, -1, -1):

@@ -11,6 +11,7 @@ whatever the activations are, or float64 where they are.
 Shapes: B batch, L length, I inner channels, N state.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 from torch import Tensor
@@ -39,6 +40,7 @@ def selective_scan(
     initial_state_BIN: Tensor | None = None,
     reset_BL: Tensor | None = None,
     return_final_state: bool = False,
+    z_gradient: Callable[[Tensor], Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return y_BLI in u's dtype, or (y_BLI, final_state_BIN in fp32).
@@ -47,11 +49,16 @@ def selective_scan(
 
     Args:
         reset_BL: True at the first token of a document, before which the state is reset to zero.
+        z_gradient: Returns the tensor that z's gradient should be written to, if the backend can (`WRITES_GRADIENT`).
         backend: "auto" or a key of `available_backends()`. "auto" takes a PyTorch backend for float64 u.
     """
     required = (u_BLI, delta_BLI, A_IN, B_BLN, C_BLN)
     inputs = Inputs(*required, D_I, z_BLI, delta_bias_I, delta_softplus, initial_state_BIN, reset_BL)
-    y_BLI, final_state_BIN = backend_for(inputs, backend).scan(inputs)
+    chosen = backend_for(inputs, backend)
+    if z_gradient is not None and getattr(chosen, "WRITES_GRADIENT", False):
+        y_BLI, final_state_BIN = chosen.scan(inputs, z_gradient=z_gradient)
+    else:
+        y_BLI, final_state_BIN = chosen.scan(inputs)
     return (y_BLI, final_state_BIN) if return_final_state else y_BLI
 
 

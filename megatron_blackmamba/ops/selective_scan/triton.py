@@ -24,7 +24,7 @@ from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavai
 
 __all__ = ["scan", "unavailable", "unsupported"]
 
-TAKES_CHAIN = True
+TAKES_CHAIN = WRITES_GRADIENT = True
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CARRY_BLOCK = 256
 SHORTEST_CHUNK = 32  # of any plan
@@ -44,14 +44,22 @@ def unsupported(inputs: Inputs) -> str | None:
     return too_long(*u_BLI.shape[:2], SHORTEST_CHUNK)
 
 
-def scan(inputs: Inputs, plan: Plan | None = None, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
-    """Run the scan; `chain` replaces the initial state by the other parts' and gives the final state no gradient."""
-    return _Scan.apply(plan or plan_for(inputs.u_BLI, inputs.A_IN.shape[1]), chain, *inputs)
+def scan(
+    inputs: Inputs,
+    plan: Plan | None = None,
+    chain: Chain | None = None,
+    z_gradient: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the scan; `chain` replaces the initial state by the other parts' and gives the final state no gradient.
+
+    z_gradient: Returns the tensor for the gradient of its argument, z.
+    """
+    return _Scan.apply(plan or plan_for(inputs.u_BLI, inputs.A_IN.shape[1]), chain, z_gradient, *inputs)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: Plan, chain: Chain | None, *arguments):
+    def forward(ctx, plan: Plan, chain: Chain | None, z_gradient, *arguments):
         inputs = Inputs(*arguments)
         start = inputs.initial_state_BIN
         start_BNI = None if start is None else start.float().transpose(1, 2).contiguous()
@@ -59,7 +67,7 @@ class _Scan(torch.autograd.Function):
         with torch.cuda.device_of(inputs.u_BLI):
             y, checkpoints, final_BNI = _run_forward(_Problem.of(inputs), start_BNI, plan, save, chain)
         ctx.set_materialize_grads(False)
-        ctx.softplus, ctx.plan, ctx.chain = inputs.delta_softplus, plan, chain
+        ctx.softplus, ctx.plan, ctx.chain, ctx.z_gradient = inputs.delta_softplus, plan, chain, z_gradient
         ctx.save_for_backward(*inputs._replace(delta_softplus=None, initial_state_BIN=None), checkpoints)
         return y, final_BNI.transpose(1, 2)
 
@@ -69,10 +77,12 @@ class _Scan(torch.autograd.Function):
         inputs = Inputs(*saved)._replace(delta_softplus=ctx.softplus)
         dy = torch.zeros_like(inputs.u_BLI) if dy is None else dy
         dend_BNI = None if dfinal is None else dfinal.float().transpose(1, 2).contiguous()
-        grads = _run_backward(_Problem.of(inputs), _unit_stride(dy), dend_BNI, checkpoints, ctx.plan, ctx.chain)
-        du, ddelta, dA, dB, dC, dD, dz, dbias, dstart_BNI = grads
-        needed = Inputs(*ctx.needs_input_grad[2:])
+        dz = None if inputs.z_BLI is None else (ctx.z_gradient or empty_like_rows)(inputs.z_BLI)
+        grads = _run_backward(_Problem.of(inputs), _unit_stride(dy), dend_BNI, checkpoints, ctx.plan, ctx.chain, dz)
+        du, ddelta, dA, dB, dC, dD, dbias, dstart_BNI = grads
+        needed = Inputs(*ctx.needs_input_grad[3:])
         return (
+            None,
             None,
             None,
             *Inputs(
@@ -188,15 +198,22 @@ def _run_forward(
 
 
 def _run_backward(
-    p: _Problem, dy: Tensor, dend_BNI: Tensor | None, checkpoints: Tensor, plan: Plan, chain: Chain | None
+    p: _Problem,
+    dy: Tensor,
+    dend_BNI: Tensor | None,
+    checkpoints: Tensor,
+    plan: Plan,
+    chain: Chain | None,
+    dz: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
+    """Write the gradient of z to dz, and return the others."""
     B, L, I, N = p.sizes
     fp32 = {"device": p.u.device, "dtype": torch.float32}
     chunks = triton.cdiv(L, plan.chunk)
     grads = _Gradients(
         du=empty_like_rows(p.u),
         ddelta=empty_like_rows(p.u, p.delta.dtype),
-        dz=None if p.z is None else empty_like_rows(p.u, p.z.dtype),
+        dz=dz,
         dBC=torch.empty(B, L, 2 * N, **fp32),
         dstart_BNI=torch.empty(B, N, I, **fp32),
         dA_BGNI=torch.empty(B, chunks, N, I, **fp32),
@@ -212,7 +229,7 @@ def _run_backward(
         )  # fmt: skip
     dA_NI, dD_I, dbias_I = (parts.sum((0, 1)) for parts in (grads.dA_BGNI, grads.dD_BGI, grads.dbias_BGI))
     dB, dC = grads.dBC.split(N, dim=-1)
-    return grads.du, grads.ddelta, dA_NI.t(), dB, dC, dD_I, grads.dz, dbias_I, grads.dstart_BNI
+    return grads.du, grads.ddelta, dA_NI.t(), dB, dC, dD_I, dbias_I, grads.dstart_BNI
 
 
 @dataclass
@@ -250,7 +267,7 @@ def _backward_of_part(
     states_BTNI = torch.empty(B, triton.cdiv(L, steps), N, I, **fp32)
     decays_BGNI = grads.dA_BGNI  # they are spent when the gradient of A takes their place
     inputs = (p.u, p.delta, p.or_u(p.z), dy, p.A_NI, p.BC, p.or_u(p.D), p.or_u(p.bias), p.or_u(p.reset))
-    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, du=grads.du)
+    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, dz=p.or_u(grads.dz))
     triton_backward.chunk_parts[(triton.cdiv(I, plan.block), B, chunks)](
         *inputs, checkpoints, parts_BGNI, decays_BGNI, states_BTNI, p.or_u(grads.dz), grads.dD_BGI,
         L, *batch_strides, **token_strides,
@@ -261,6 +278,7 @@ def _backward_of_part(
         dend_BNI = grad_end(_carry(parts_BGNI.clone(), decays_BGNI, None, reverse=True))
     _carry(parts_BGNI, decays_BGNI, dend_BNI, reverse=True, end_BNI=grads.dstart_BNI)
 
+    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, du=grads.du)
     blocks = triton.cdiv(I, plan.backward_block)
     dBC_KBLM = torch.empty(blocks, B, L, 2 * N, **fp32)
     triton_backward.backward[(blocks, B, chunks)](

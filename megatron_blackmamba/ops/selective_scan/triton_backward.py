@@ -28,16 +28,17 @@ from megatron_blackmamba.ops.triton_math import (
     store_tokens,
 )
 
-SIZES = ["L", "u_b", "delta_b", "z_b", "dy_b", "du_b"]  # every gradient lies as du does
+SIZES = ["L", "u_b", "delta_b", "z_b", "dy_b", "du_b"]  # the gradient of delta lies as du does
+SIZES_OF_PARTS = [*SIZES[:-1], "dz_b"]
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES_OF_PARTS)
 def chunk_parts(
     u, delta, z, dy, A_NI, BC, D, bias, reset, checkpoints_BGNI,
     parts_BGNI, decays_BGNI, states_BTNI, dz, dD_BGI,
-    L, u_b, delta_b, z_b, dy_b, du_b,
+    L, u_b, delta_b, z_b, dy_b, dz_b,
     I: tl.constexpr, U_L: tl.constexpr, DELTA_L: tl.constexpr, Z_L: tl.constexpr, DY_L: tl.constexpr,
-    DU_L: tl.constexpr,
+    DZ_L: tl.constexpr,
     N: tl.constexpr, BLOCK_I: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESET: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +59,7 @@ def chunk_parts(
     delta += b * delta_b
     z += b * z_b
     dy += b * dy_b
-    dz += b * du_b
+    dz += b * dz_b
     BC += b * L * (2 * N)
     reset += b * L
     states_BTNI += b * tl.cdiv(L, STEPS) * N * I
@@ -95,7 +96,7 @@ def chunk_parts(
             part_NI += product_NI * (g_I[None, :] * C_N[:, None])
             dD_I += g_I * u_I
         if HAS_Z:
-            store_tokens(dz, DU_L, dzs, t, last, i, inside, STEPS, EVEN)
+            store_tokens(dz, DZ_L, dzs, t, last, i, inside, STEPS, EVEN)
     tl.store(state_at(parts_BGNI + chunk_BG * N * I, n, i, I, True), part_NI, mask=inside[None, :])
     tl.store(state_at(decays_BGNI + chunk_BG * N * I, n, i, I, True), product_NI, mask=inside[None, :])
     tl.store(dD_BGI + chunk_BG * I + i, dD_I, mask=inside)
