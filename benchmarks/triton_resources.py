@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -156,7 +157,7 @@ def fp32(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta", requires_grad=True)
 
 
-def scan_launches(arch: int, reset: bool = False) -> None:
+def scan_launches(arch: int, reset: bool = False, keep: bool = True) -> None:
     """The selective scan of a training step: gate, skip, bias, softplus."""
     from megatron_blackmamba.ops.selective_scan import Inputs
     from megatron_blackmamba.ops.selective_scan.triton import scan
@@ -165,7 +166,7 @@ def scan_launches(arch: int, reset: bool = False) -> None:
     u, delta, z = (bf16(BATCH, LENGTH, INNER) for _ in range(3))
     B, C = (bf16(BATCH, LENGTH, STATE) for _ in range(2))
     resets = torch.empty(BATCH, LENGTH, device="meta", dtype=torch.bool) if reset else None
-    plan = rule(BATCH, LENGTH, INNER, major=arch // 10)
+    plan = rule(BATCH, LENGTH, INNER, major=arch // 10, keep=keep)
     inputs = Inputs(u, delta, fp32(INNER, STATE), B, C, fp32(INNER), z, fp32(INNER), reset_BL=resets)
     y, _ = scan(inputs, plan)
     y.sum().backward()
@@ -220,6 +221,7 @@ def cross_entropy_launches(arch: int, reset: bool = False) -> None:
 
 OPERATIONS = {
     "selective_scan": scan_launches,
+    "selective_scan, recomputed": partial(scan_launches, keep=False),
     "causal_conv1d": convolution_launches,
     "sinkhorn": sinkhorn_launches,
     "sinkhorn, large": large_sinkhorn_launches,

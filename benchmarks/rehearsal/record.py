@@ -22,8 +22,9 @@ GATHERS = ("index_select", "embedding", "index", "gather")
 CREATES = ("empty", "new_empty", "record_stream", "prim::")
 SMALL = 4096
 """Numbers up to which fp64 is bookkeeping, and a tensor of integers may have known values."""
-ISSUED = {"forward": 10, "segment_ends": 10, "chunk_parts": 12, "backward": 25}
-"""Issue slots a state and token of the scan's kernels (docs/performance.md)."""
+ISSUED = {"forward": 10, "segment_ends": 10, "chunk_parts": 12.3, "backward": 26}
+ISSUED_IF_KEPT = ISSUED | {"chunk_parts": 10, "backward": 27.4}
+"""Issue slots a state and token of the scan's kernels (docs/performance.md), the second if states are kept."""
 OVERWRITE = ("loss_backward",)
 """Triton kernels that read their first tensor and write it."""
 OURS = ("/megatron_blackmamba/", "/megatron/core/")
@@ -136,7 +137,8 @@ class Log:
             return
         states = constants.get("N", 0) * tensors[0].numel() if tensors else 0
         moved = total(tensors) + (size_of(tensors[0]) if kernel in OVERWRITE else 0)
-        self.add(f"triton {kernel}", tensors, moved, slots=ISSUED.get(kernel, 0) * states)
+        issued = ISSUED_IF_KEPT if constants.get("KEPT") else ISSUED
+        self.add(f"triton {kernel}", tensors, moved, slots=issued.get(kernel, 0) * states)
         signature = (*(str(t.dtype)[6:] for t in tensors), *(f"{k}={v}" for k, v in sorted(constants.items())))
         self.launches[Launch(kernel, grid, signature)] += 1
 

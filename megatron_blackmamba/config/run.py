@@ -206,6 +206,8 @@ class KernelsConfig(Section):
     """megatron-core's exchange of tokens between the ranks that share the experts."""
     scan: Literal["auto", "reference", "chunked", "cpu", "triton", "mamba_ssm"] = "auto"
     """The selective scan; auto: the fastest one that works here."""
+    scan_states: Literal["keep", "recompute"] = "keep"
+    """From Hopper GPUs on: keep every fourth state for the backward pass, or recompute it (slower, less memory)."""
     ssd: Literal["auto", "reference", "chunked", "mamba_ssm"] = "auto"
     """The scan of Mamba-2 layers; auto: the fastest one that works here (mamba_ssm is unmeasured)."""
 

@@ -58,6 +58,8 @@ class Sizes:
     tensor: int
     expert_tensor: int
     context: int = 1
+    keeps_states: bool = True
+    """kernels.scan_states."""
 
     @property
     def stream(self) -> int:

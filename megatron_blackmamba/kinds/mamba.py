@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 SCAN_CHUNK = {"cpu": 16, "cuda": 64}
 """Tokens between the states that the scan keeps."""
-FORWARD_SLOTS, BACKWARD_SLOTS = 10, (12, 25)
-"""Issue slots per state and token of the scan's kernels on GPUs (docs/performance.md)."""
+FORWARD_SLOTS, BACKWARD_SLOTS, KEPT_SLOTS = 10, (12.3, 26), (10, 27.4)
+"""Issue slots per state and token of the scan's kernels on GPUs (docs/performance.md), the last if states are kept."""
 FULL = 16_896
 """Sequences times channels below which the scan runs in segments, which takes a second pass forward."""
 BACKWARD_STEPS, BACKWARD_BLOCK = 4, 32
-"""Tokens between the states that the scan's backward pass writes, and channels that share partial sums."""
+"""Tokens between the states that are kept or that the scan's backward pass writes, and channels that share partial
+sums."""
+ONE_PASS = 8 * 132 * BACKWARD_BLOCK
+"""Sequences times channels below which the backward pass of kept states runs in segments."""
 
 
 class Mamba(LayerKind):
@@ -87,11 +90,14 @@ class Mamba(LayerKind):
         """Return the bytes saved for the backward pass.
 
         They are in_proj's input, x before and after the convolution, delta, z, y, dt, B and C, and the scan's states
-        between chunks. B and C are also saved in fp32.
+        between chunks. B and C are also saved in fp32. On GPUs, states of every few tokens and y before the gate may be
+        kept instead of the states between chunks.
         """
         D, inner, N, _, R = _sizes(at.model)
         I = inner // at.tensor
         channels = at.width * 5 * I + FP32 * N * I / SCAN_CHUNK[at.device]
+        if at.device == "cuda" and at.keeps_states:
+            channels = at.width * (6 * I + N * I / BACKWARD_STEPS)
         shared = at.width * (R + 2 * N) + FP32 * 2 * N
         return int(at.here * at.width * D + at.whole * (channels + shared))
 
@@ -118,7 +124,7 @@ class Mamba(LayerKind):
         """Count projections, convolution and scan as the Triton kernels do them; `one` is a number for each channel."""
         D, inner, N, _, R = _sizes(at.model)
         cells = at.whole * inner // at.tensor
-        one, states = at.width * cells, FP32 * N * cells
+        one = at.width * cells
         rows = at.width * at.whole
         projections = [
             Work(rows * D + 2 * one, 4 * D * cells),
@@ -126,20 +132,30 @@ class Mamba(LayerKind):
             Work(rows * R + one, 2 * R * cells),
             Work(rows * D + one, 2 * D * cells),
         ]
-        forward = [Work(2 * one), Work(4 * one + states / SCAN_CHUNK["cuda"], slots=FORWARD_SLOTS * N * cells)]
-        if at.whole * at.context // at.sequence * inner // at.tensor < FULL:
-            forward.append(Work(2 * one, slots=FORWARD_SLOTS * N * cells))
-        scratch, sums = states / BACKWARD_STEPS, 2 * states / BACKWARD_BLOCK
-        first, second = BACKWARD_SLOTS
-        backward = [
-            Work(5 * one + scratch + 3 * states / SCAN_CHUNK["cuda"], slots=first * N * cells),
-            Work(6 * one + scratch + sums, slots=second * N * cells),
-            Work(sums),
-            Work(3 * one),  # the convolution
-            Work(3 * one + 4 * one),  # the two gradients of x are added, then x and z are concatenated
-        ]
+        forward, backward = self._scan(at, cells)
         small = [Work(launches=kernels) for kernels in SMALL_KERNELS]
         return [*projections, *forward, small[0]], [*projections, *projections, *backward, small[1]]
+
+    def _scan(self, at: Sizes, cells: int) -> tuple[list[Work], list[Work]]:
+        """Return the operations of convolution and scan; they run in segments where sequences do not fill the GPU."""
+        N = at.model.state_size
+        one, states, sums = at.width * cells, FP32 * N * cells, 2 * FP32 * N * cells / BACKWARD_BLOCK
+        slots = KEPT_SLOTS if at.keeps_states else BACKWARD_SLOTS
+        first, second = (share * N * cells for share in slots)
+        channels = at.whole * at.context // at.sequence * at.model.inner_size // at.tensor
+        kept = at.width * N * cells / BACKWARD_STEPS
+        forward = [Work(2 * one), Work(5 * one + kept, slots=FORWARD_SLOTS * N * cells)]
+        backward = [Work(8 * one + kept + sums, slots=second), Work(sums), Work(4 * one)]
+        if at.keeps_states and channels < ONE_PASS:
+            backward.append(Work(4 * one, slots=first))
+        if not at.keeps_states:
+            scratch, checkpoints = states / BACKWARD_STEPS, states / SCAN_CHUNK["cuda"]
+            forward[1] = Work(4 * one + checkpoints, slots=FORWARD_SLOTS * N * cells)
+            backward[0] = Work(6 * one + scratch + sums, slots=second)
+            backward.append(Work(5 * one + scratch + 3 * checkpoints, slots=first))
+        if channels < FULL:
+            forward.append(Work(2 * one, slots=FORWARD_SLOTS * N * cells))
+        return forward, backward
 
     def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
         D, I, N, K, R = _sizes(model)

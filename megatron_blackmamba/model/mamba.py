@@ -70,15 +70,15 @@ class Convolution(Channels):
         return y_BSI
 
 
-class ConvolutionOfRows(Convolution):
-    """The convolution of x in rows [x | z]."""
+class ConvolutionOfRows(Channels):
+    """The convolution of x in rows [x | z], one filter a channel, then SiLU."""
 
     def forward(self, xz_BSJ: Tensor, reset_BS: Tensor | None, context: ProcessGroup | None = None) -> Halves:
         weight_IK = self.weight.squeeze(1)
         if context is None or context.size() == 1:
             return convolve_first_half(xz_BSJ, weight_IK, self.bias, reset_BL=reset_BS)
         x_BSI, z_BSI = xz_BSJ.chunk(2, dim=-1)
-        y_BSI = super().forward(x_BSI, reset_BS, context)
+        y_BSI = causal_conv1d_part(x_BSI, weight_IK, self.bias, group=context, reset_BL=reset_BS)
         return Halves(y_BSI, y_BSI, z_BSI)
 
 
@@ -106,6 +106,7 @@ class MambaMixer(MegatronModule):
         self.state_size = model.state_size
         self.dt_rank = model.dt_rank_or_default
         self.backend = config.kernels.scan
+        self.keep_states = config.kernels.scan_states == "keep"
         inner, local = model.inner_size, model.inner_size // self.tp_group.size()
 
         linear = {
@@ -175,6 +176,7 @@ class MambaMixer(MegatronModule):
             z_BLI=halves.z_BLI,
             delta_bias_I=delta_bias_I,
             reset_BL=reset_BS,
+            keep_states=self.keep_states,
             backend=self.backend,
         )
         out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())

@@ -6,6 +6,8 @@ MLP block, each rank sees the whole sequence with a part of the channels.
 The kind of a mixer defines what it saves (`kinds`).
 """
 
+from dataclasses import replace
+
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.kinds import LayerKind, Sizes
 from megatron_blackmamba.kinds.base import BOOL, FP32, INT64
@@ -30,6 +32,7 @@ def sizes_of(config: RunConfig, device: str) -> Sizes:
         tensor=parallel.tensor,
         expert_tensor=parallel.expert_tensor,
         context=parallel.context,
+        keeps_states=config.kernels.scan_states == "keep",
     )
 
 
@@ -48,6 +51,11 @@ class Activations:
             hidden = self.width * self.model.hidden_size * self.sizes.here if has_norm else 0
             return shared + (hidden if recompute in kind.recompute else kind.kept(self.sizes))
         return self.residual() if recompute in kind.recompute else self._norm() + kind.kept(self.sizes)
+
+    def working(self, kind: LayerKind) -> int:
+        """Return the bytes at work in a block's backward pass, about as many as it keeps besides a scan's states."""
+        without_states = kind.kept(replace(self.sizes, keeps_states=False))
+        return self.block(kind, "none") - kind.kept(self.sizes) + without_states
 
     def residual(self) -> int:
         """Return the bytes of the fp32 residual stream that enters a block."""

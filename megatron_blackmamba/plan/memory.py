@@ -136,7 +136,7 @@ def _memory(config: RunConfig, world_size: int, stage: int, state: State, device
     stages = config.parallel.pipeline
     sizes = Activations(config, device)
     last = stage == stages - 1
-    at_work = max(sizes.block(kind, "none") for _, kind in _kinds_of_stage(config, stage))
+    at_work = max(sizes.working(kind) for _, kind in _kinds_of_stage(config, stage))
     sent = _communication(config, sizes)
     logits = sizes.logits() + sizes.logits_peak() if last else 0
     in_loss = logits > at_work + sent  # the logits are gone before the last block's backward pass begins

@@ -11,6 +11,7 @@ from tests.ops.interpreted import interpreter
 pytestmark = pytest.mark.xdist_group("triton")
 EVERYTHING = frozenset({"gate", "skip", "bias", "softplus", "start", "reset"})
 PLAN = {"steps": 4, "chunk": 8, "backward_steps": 4}
+KEPT = PLAN | {"keep": True, "group": 3}
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +116,18 @@ def assert_close(actual, exact, tolerance):
     ],
     ids=lambda features: "+".join(sorted(features)) or "nothing",
 )
-def test_every_feature_matches_the_reference_with_gradients(interpreted, features):
+@pytest.mark.parametrize("plan", [PLAN, KEPT], ids=["recomputed", "kept"])
+def test_every_feature_matches_the_reference_with_gradients(interpreted, features, plan):
     inputs = problem(2, 9, 5, 16, features)
     exact = results(reference.scan, inputs, dtype=torch.float64)
-    assert_close(interpreted(triton_results, inputs, PLAN), exact, 2e-6)
+    assert_close(interpreted(triton_results, inputs, plan), exact, 2e-6)
+
+
+@pytest.mark.parametrize("changes", [{"backward_segment": 8}, {"backward_steps": 2}, {"steps": 8, "segment": 8}])
+def test_kept_states_agree_however_they_are_divided(interpreted, changes):
+    inputs = problem(2, 19, 33, 4)
+    exact = results(reference.scan, inputs, dtype=torch.float64)
+    assert_close(interpreted(triton_results, inputs, KEPT | changes), exact, 2e-6)
 
 
 @pytest.mark.parametrize("length", [1, 8, 13])
@@ -136,9 +145,10 @@ def test_parallel_segments_match_one_pass(interpreted, features):
     assert_close(interpreted(triton_results, inputs, PLAN | {"segment": 8}), exact, 2e-6)
 
 
-def test_bfloat16_inputs_keep_a_float32_state(interpreted):
+@pytest.mark.parametrize("plan", [PLAN, KEPT], ids=["recomputed", "kept"])
+def test_bfloat16_inputs_keep_a_float32_state(interpreted, plan):
     inputs = problem(1, 16, 32, 16, dtype=torch.bfloat16)
-    actual = interpreted(triton_results, inputs, PLAN)
+    actual = interpreted(triton_results, inputs, plan)
     assert actual["y"].dtype == actual["du"].dtype == actual["dz"].dtype == torch.bfloat16
     assert_close(actual, results(reference.scan, inputs, dtype=torch.float64), 8e-3)
     assert actual["end"].dtype == torch.float32
@@ -203,15 +213,18 @@ def test_inconsistent_plan_is_refused():
 
     with pytest.raises(ValueError, match="divide"):
         Plan(chunk=10, steps=4)
+    with pytest.raises(ValueError, match="interval"):
+        Plan(keep=True, steps=2)
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("segment", [0, 8], ids=["one pass", "segments"])
-def test_a_chain_of_parts_replaces_start_and_end(interpreted, segment):
+def test_a_chain_of_parts_replaces_start_and_end(interpreted, segment, keep):
     inputs = problem(3, 21, 5, 4)
     exact = results(reference.scan, inputs, dtype=torch.float64)
     g = torch.Generator().manual_seed(1)
     grad_end = [torch.randn(exact[name].shape, generator=g, dtype=torch.float64) for name in ("y", "end")][1]
-    plan = {**PLAN, "segment": segment, "group": 2}
+    plan = {**PLAN, "segment": segment, "group": 2, "keep": keep, "backward_segment": segment}
     actual, told = interpreted(chained_results, inputs, grad_end.float(), plan)
     start_gradient = exact.pop("dstart")
     assert_close({name: actual[name] for name in exact}, exact, 3e-6)

@@ -29,17 +29,25 @@ def test_only_a_large_batch_runs_in_one_pass():
     assert alone.segment * alone.segments(2048) >= 2048
 
 
+def test_kept_states_run_whole_if_sequences_fill_the_gpu():
+    assert rule(18, 2048, 2304).backward_length(2048) == 2048
+    assert rule(6, 2048, 2304).backward_length(2048) < 2048
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8, 64])
 @pytest.mark.parametrize("length", [1, 63, 64, 2048, 100_000])
-def test_rule_and_candidates_are_valid_plans(batch, length):
-    plan = rule(batch, length, 2304)
+@pytest.mark.parametrize("keep", [True, False])
+def test_rule_and_candidates_are_valid_plans(batch, length, keep):
+    plan = rule(batch, length, 2304, keep=keep)
     for candidate in candidates(plan, batch, length):  # a Plan refuses what does not fit together
         assert 1 <= candidate.group <= batch
         assert candidate.segment == 0 or candidate.segment < length
 
 
 def test_fastest_candidate_is_cached():
-    best = fastest(candidates(rule(8, 2048, 2304), 8, 2048), lambda plan: abs(plan.chunk - 128) + abs(plan.steps - 8))
+    best = fastest(
+        candidates(rule(8, 2048, 2304, keep=False), 8, 2048), lambda plan: abs(plan.chunk - 128) + abs(plan.steps - 8)
+    )
     assert (best.chunk, best.steps) == (128, 8)
     assert recall(KEY) is None
     remember(KEY, best)

@@ -32,16 +32,23 @@ def test_an_operation_takes_its_slowest_resource():
     assert roofline.seconds(Work(launches=1000), GPU) == pytest.approx(2.5e-3)
 
 
-def test_scan_of_a_mamba_layer_by_hand():
-    config = load("blackmamba_1.5b", ["training.micro_batch=8"])
+SCANS = {  # issue slots per state and token of each kernel, and bytes per channel and token of the first
+    "whole sequences": (["training.micro_batch=18"], [10, 27.4], 5 * 2 + 2 * 16 / 4),
+    "backward in segments": (["training.micro_batch=8"], [10, 27.4, 10], 5 * 2 + 2 * 16 / 4),
+    "both in segments": (["training.micro_batch=6"], [10, 10, 27.4, 10], 5 * 2 + 2 * 16 / 4),
+    "recomputed": (["training.micro_batch=8", "kernels.scan_states=recompute"], [10, 26, 12.3], 4 * 2 + 4 * 16 / 64),
+}
+
+
+@pytest.mark.parametrize("case", SCANS)
+def test_scan_of_a_mamba_layer_by_hand(case):
+    overrides, slots, moved = SCANS[case]
+    config = load("blackmamba_1.5b", overrides)
     forward, backward = kind_of("M").work(sizes_of(config, "cuda"))
-    cells, N = 8 * 2048 * 2304, 16
+    cells, N = config.training.micro_batch * 2048 * 2304, 16
     scans = [work for work in forward + backward if work.slots]
-    assert [work.slots for work in scans] == [10 * N * cells, 12 * N * cells, 25 * N * cells]
-    moved = 4 * 2 + 4 * N / 64  # u, delta, z and y in bf16; a state every 64 tokens
+    assert [work.slots for work in scans] == pytest.approx([each * N * cells for each in slots])
     assert scans[0].moved == pytest.approx(moved * cells)
-    few = load("blackmamba_1.5b", ["training.micro_batch=6"])  # too few channels to fill a GPU: a second pass
-    assert len([work for work in kind_of("M").work(sizes_of(few, "cuda"))[0] if work.slots]) == 2
 
 
 @pytest.mark.parametrize("letter", ["M", "E"])

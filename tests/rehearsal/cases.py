@@ -15,7 +15,7 @@ LAYOUTS = {
     "tp2_ep4": Case(8, "blackmamba_1.5b", [*EIGHT, "parallel.tensor=2", "parallel.expert=4"]),
     "pp2": Case(2, "blackmamba_1.5b", [*ONE, "model.pattern=MEME", "training.global_batch=12", "parallel.pipeline=2"]),
     "recompute": Case(1, "blackmamba_1.5b", [*ONE, "training.recompute=layers"]),
-    "eod_reset": Case(1, "blackmamba_1.5b", [*ONE, "model.eod_reset=0"]),
+    "eod_reset": Case(1, "blackmamba_1.5b", [*ONE, "model.eod_reset=0", "kernels.scan_states=recompute"]),
     "softmax": Case(8, "blackmamba_1.5b", [*EIGHT, "model.router.kind=softmax"]),
     "fp32": Case(
         2,

@@ -321,8 +321,8 @@ class SlowLayer(Trainer):
         self.trainable.model.decoder.layers.get_submodule("0").mixer.register_forward_hook(self.slow)
 
     def slow(self, mixer, inputs, output):
-        if output.requires_grad:
-            output.register_hook(self.spend)
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(self.spend)
 
     def spend(self, gradient):
         self.now += 11.0 if self.world.rank == 1 else 1.0

@@ -74,7 +74,7 @@ RULES = {
     "free, the losses agree within rounding": (
         *("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor", "parallel.context"),
         *("training.micro_batch", "kernels.linear", "kernels.dispatcher", "training.deterministic"),
-        *("kernels.scan", "kernels.ssd"),
+        *("kernels.scan", "kernels.scan_states", "kernels.ssd"),
     ),
     "free, with the effect that the docs describe": (
         *("data.mixture", "training.stop_after_steps", "training.guard.spike", "training.guard.spike_deviations"),

@@ -64,7 +64,8 @@ def convolve_first_half(
     chosen = backends.choose(__package__, BACKENDS, backend, inputs)
     if getattr(chosen, "TAKES_ROWS", False):
         gradient = RowGradient()
-        return Halves(*chosen.convolve_rows(xz_BLJ, inputs, gradient), gradient)
+        y_BLI, again_BLI, z_BLI = chosen.convolve_rows(xz_BLJ, inputs, gradient)
+        return Halves(y_BLI, again_BLI, z_BLI, gradient)
     y_BLI = chosen.convolve(inputs)
     return Halves(y_BLI, y_BLI, z_BLI)
 

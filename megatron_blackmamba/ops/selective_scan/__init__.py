@@ -13,6 +13,7 @@ Shapes: B batch, L length, I inner channels, N state.
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -41,6 +42,7 @@ def selective_scan(
     reset_BL: Tensor | None = None,
     return_final_state: bool = False,
     z_gradient: Callable[[Tensor], Tensor] | None = None,
+    keep_states: bool = True,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return y_BLI in u's dtype, or (y_BLI, final_state_BIN in fp32).
@@ -49,16 +51,17 @@ def selective_scan(
 
     Args:
         reset_BL: True at the first token of a document, before which the state is reset to zero.
-        z_gradient: Returns the tensor that z's gradient should be written to, if the backend can (`WRITES_GRADIENT`).
+        z_gradient: Returns the tensor that z's gradient should be written to, if the backend `TAKES_MEMORY_OPTIONS`.
+        keep_states: Whether such a backend keeps states for the backward pass or recomputes them, in less memory.
         backend: "auto" or a key of `available_backends()`. "auto" takes a PyTorch backend for float64 u.
     """
     required = (u_BLI, delta_BLI, A_IN, B_BLN, C_BLN)
     inputs = Inputs(*required, D_I, z_BLI, delta_bias_I, delta_softplus, initial_state_BIN, reset_BL)
     chosen = backend_for(inputs, backend)
-    if z_gradient is not None and getattr(chosen, "WRITES_GRADIENT", False):
-        y_BLI, final_state_BIN = chosen.scan(inputs, z_gradient=z_gradient)
-    else:
-        y_BLI, final_state_BIN = chosen.scan(inputs)
+    options: dict[str, Any] = {}
+    if getattr(chosen, "TAKES_MEMORY_OPTIONS", False):
+        options = {"z_gradient": z_gradient, "keep_states": keep_states}
+    y_BLI, final_state_BIN = chosen.scan(inputs, **options)
     return (y_BLI, final_state_BIN) if return_final_state else y_BLI
 
 

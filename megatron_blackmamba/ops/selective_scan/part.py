@@ -27,6 +27,7 @@ def selective_scan_part(
     delta_bias_I: Tensor | None = None,
     delta_softplus: bool = True,
     reset_BL: Tensor | None = None,
+    keep_states: bool = True,
     backend: str = "auto",
 ) -> Tensor:
     """Return y_BLI of this rank's part; arguments as for `selective_scan`.
@@ -39,7 +40,7 @@ def selective_scan_part(
     nothing = torch.zeros(len(u_BLI), *A_IN.shape, dtype=compute, device=u_BLI.device)
     chosen = backend_for(inputs._replace(initial_state_BIN=nothing), backend)
     if getattr(chosen, "TAKES_CHAIN", False):
-        return chosen.scan(inputs, chain=Chain(group))[0]
+        return chosen.scan(inputs, chain=Chain(group), keep_states=keep_states)[0]
 
     def scan(part: Inputs, start: Tensor) -> tuple[Tensor, Tensor]:
         return chosen.scan(part._replace(initial_state_BIN=start))

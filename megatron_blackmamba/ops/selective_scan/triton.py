@@ -1,6 +1,7 @@
 """The selective scan in Triton: fp32 state in registers, bf16 in and out, no atomics, no compiler but Triton's own.
 
-Saved for the backward pass are the inputs and the state every `chunk` tokens; everything else is recomputed. What comes
+Saved for the backward pass are the inputs, the states of every few tokens in the dtype of the inputs, and y before the
+gate. Without `Plan.keep`, only one fp32 state every `chunk` tokens is saved, and the others are recomputed. What comes
 out lies in memory as u does, [B, L] or [L, B], so that nobody around the scan has to copy.
 
 Shapes: B batch, L length, I inner channels, N state, S segments, G checkpoints, K blocks of channels.
@@ -9,7 +10,7 @@ Shapes: B batch, L length, I inner channels, N state, S segments, G checkpoints,
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +25,7 @@ from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavai
 
 __all__ = ["scan", "unavailable", "unsupported"]
 
-TAKES_CHAIN = WRITES_GRADIENT = True
+TAKES_CHAIN = TAKES_MEMORY_OPTIONS = True
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CARRY_BLOCK = 256
 SHORTEST_CHUNK = 32  # of any plan
@@ -49,12 +50,14 @@ def scan(
     plan: Plan | None = None,
     chain: Chain | None = None,
     z_gradient: Callable[[Tensor], Tensor] | None = None,
+    keep_states: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Run the scan; `chain` replaces the initial state by the other parts' and gives the final state no gradient.
 
     z_gradient: Returns the tensor for the gradient of its argument, z.
     """
-    return _Scan.apply(plan or plan_for(inputs.u_BLI, inputs.A_IN.shape[1]), chain, z_gradient, *inputs)
+    plan = plan or plan_for(inputs.u_BLI, inputs.A_IN.shape[1], keep_states)
+    return _Scan.apply(plan, chain, z_gradient, *inputs)
 
 
 class _Scan(torch.autograd.Function):
@@ -65,20 +68,21 @@ class _Scan(torch.autograd.Function):
         start_BNI = None if start is None else start.float().transpose(1, 2).contiguous()
         save = any(ctx.needs_input_grad)
         with torch.cuda.device_of(inputs.u_BLI):
-            y, checkpoints, final_BNI = _run_forward(_Problem.of(inputs), start_BNI, plan, save, chain)
+            y, saved, raw_y, final_BNI = _run_forward(_Problem.of(inputs), start_BNI, plan, save, chain)
         ctx.set_materialize_grads(False)
         ctx.softplus, ctx.plan, ctx.chain, ctx.z_gradient = inputs.delta_softplus, plan, chain, z_gradient
-        ctx.save_for_backward(*inputs._replace(delta_softplus=None, initial_state_BIN=None), checkpoints)
+        ctx.save_for_backward(*inputs._replace(delta_softplus=None, initial_state_BIN=None), saved, raw_y)
         return y, final_BNI.transpose(1, 2)
 
     @staticmethod
     def backward(ctx, dy, dfinal):
-        *saved, checkpoints = ctx.saved_tensors
-        inputs = Inputs(*saved)._replace(delta_softplus=ctx.softplus)
+        *arguments, saved, raw_y = ctx.saved_tensors
+        inputs = Inputs(*arguments)._replace(delta_softplus=ctx.softplus)
         dy = torch.zeros_like(inputs.u_BLI) if dy is None else dy
         dend_BNI = None if dfinal is None else dfinal.float().transpose(1, 2).contiguous()
         dz = None if inputs.z_BLI is None else (ctx.z_gradient or empty_like_rows)(inputs.z_BLI)
-        grads = _run_backward(_Problem.of(inputs), _unit_stride(dy), dend_BNI, checkpoints, ctx.plan, ctx.chain, dz)
+        kept = _Kept(_unit_stride(dy), saved, raw_y)
+        grads = _run_backward(_Problem.of(inputs), kept, dend_BNI, ctx.plan, ctx.chain, dz)
         du, ddelta, dA, dB, dC, dD, dbias, dstart_BNI = grads
         needed = Inputs(*ctx.needs_input_grad[3:])
         return (
@@ -163,7 +167,8 @@ class _Problem:
 
 def _run_forward(
     p: _Problem, start_BNI: Tensor | None, plan: Plan, save: bool, chain: Chain | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return y, the states that `plan` saves, with `plan.keep` y before the gate, and the final state."""
     B, L, I, N = p.sizes
     fp32 = {"device": p.u.device, "dtype": torch.float32}
     blocks, segments = triton.cdiv(I, plan.block), plan.segments(L)
@@ -186,22 +191,38 @@ def _run_forward(
         starts_BSNI = start_BNI
     y = empty_like_rows(p.u)
     batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), y=y)
-    checkpoints = torch.empty(B, triton.cdiv(L, plan.chunk), N, I, **fp32) if save else None
+    keep = plan.backward_steps if plan.keep else 0
+    raw_y = empty_like_rows(p.u) if save and keep and p.z is not None else None
+    saved = None
+    if save:
+        dtype = torch.bfloat16 if keep and p.u.dtype == torch.bfloat16 else torch.float32
+        saved = torch.empty(B, triton.cdiv(L, keep or plan.chunk), N, I, device=p.u.device, dtype=dtype)
     final_BNI = torch.empty(B, N, I, **fp32)
     triton_forward.forward[(blocks, B, segments)](
         p.u, p.delta, p.or_u(p.z), p.A_NI, p.BC, p.or_u(p.D), p.or_u(p.bias), p.or_u(p.reset), p.or_u(starts_BSNI),
-        y, p.or_u(checkpoints), final_BNI, L, *batch_strides, plan.segment if segments > 1 else L, **token_strides,
+        y, p.or_u(raw_y), p.or_u(saved), final_BNI,
+        L, *batch_strides, plan.segment if segments > 1 else L, **token_strides,
         I=I, N=N, BLOCK_I=plan.block, CHUNK=plan.chunk, STEPS=plan.steps, num_warps=plan.block // WARP,
-        HAS_START=starts_BSNI is not None, SAVE=save, **p.switches(plan.block, plan.steps),
+        HAS_START=starts_BSNI is not None, SAVE=save, KEEP=keep, **p.switches(plan.block, plan.steps),
     )  # fmt: skip
-    return y, checkpoints, final_BNI
+    return y, saved, raw_y, final_BNI
+
+
+class _Kept(NamedTuple):
+    """The gradient of y, and what the forward pass saved: states, and y before the gate."""
+
+    dy: Tensor
+    states: Tensor
+    raw_y: Tensor | None
+
+    def part(self, cut: slice) -> "_Kept":
+        return _Kept(*(None if x is None else x[cut] for x in self))
 
 
 def _run_backward(
     p: _Problem,
-    dy: Tensor,
+    kept: _Kept,
     dend_BNI: Tensor | None,
-    checkpoints: Tensor,
     plan: Plan,
     chain: Chain | None,
     dz: Tensor | None,
@@ -209,7 +230,7 @@ def _run_backward(
     """Write the gradient of z to dz, and return the others."""
     B, L, I, N = p.sizes
     fp32 = {"device": p.u.device, "dtype": torch.float32}
-    chunks = triton.cdiv(L, plan.chunk)
+    chunks = triton.cdiv(L, plan.backward_length(L))
     grads = _Gradients(
         du=empty_like_rows(p.u),
         ddelta=empty_like_rows(p.u, p.delta.dtype),
@@ -224,7 +245,7 @@ def _run_backward(
         last = min(first + plan.group, B)
         cut = slice(first, last)
         _backward_of_part(
-            p.part(first, last), dy[cut], None if dend_BNI is None else dend_BNI[cut], checkpoints[cut],
+            p.part(first, last), kept.part(cut), None if dend_BNI is None else dend_BNI[cut],
             grads.part(cut), plan, None if chain is None else partial(chain.grad_end, sequences=cut),
         )  # fmt: skip
     dA_NI, dD_I, dbias_I = (parts.sum((0, 1)) for parts in (grads.dA_BGNI, grads.dD_BGI, grads.dbias_BGI))
@@ -252,9 +273,8 @@ class _Gradients:
 
 def _backward_of_part(
     p: _Problem,
-    dy: Tensor,
+    kept: _Kept,
     dend_BNI: Tensor | None,
-    checkpoints: Tensor,
     grads: _Gradients,
     plan: Plan,
     grad_end: Callable[[Tensor], Tensor] | None,
@@ -262,32 +282,54 @@ def _backward_of_part(
     """Fill the gradients of some sequences."""
     B, L, I, N = p.sizes
     fp32 = {"device": p.u.device, "dtype": torch.float32}
-    chunks, steps = triton.cdiv(L, plan.chunk), plan.backward_steps
-    parts_BGNI = torch.empty(B, chunks, N, I, **fp32)
-    states_BTNI = torch.empty(B, triton.cdiv(L, steps), N, I, **fp32)
+    length, steps, dy = plan.backward_length(L), plan.backward_steps, kept.dy
+    chunks = triton.cdiv(L, length)
+    ends_BGNI = None if dend_BNI is None else dend_BNI[:, None]
+    states_BTNI = kept.states if plan.keep else torch.empty(B, triton.cdiv(L, steps), N, I, **fp32)
+    if chunks > 1 or grad_end is not None or not plan.keep:
+        ends_BGNI = _ends_of_chunks(p, kept, states_BTNI, dend_BNI, grads, plan, grad_end)
+    raw_y, dz = p.or_u(kept.raw_y), p.or_u(grads.dz if plan.keep else None)
+    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, dz=dz, raw=raw_y, du=grads.du)
+    blocks = triton.cdiv(I, plan.backward_block)
+    dBC_KBLM = torch.empty(blocks, B, L, 2 * N, **fp32)
+    triton_backward.backward[(blocks, B, chunks)](
+        p.u, p.delta, p.or_u(p.z), dy, p.A_NI, p.BC, p.or_u(p.D), p.or_u(p.bias), p.or_u(p.reset),
+        p.or_u(ends_BGNI), states_BTNI, raw_y,
+        grads.du, grads.ddelta, dz, grads.dA_BGNI, dBC_KBLM, grads.dD_BGI, grads.dbias_BGI, grads.dstart_BNI,
+        L, *batch_strides, length, **token_strides,
+        I=I, N=N, BLOCK_I=plan.backward_block, STEPS=steps, num_warps=plan.backward_block // WARP,
+        KEPT=plan.keep, HAS_END=ends_BGNI is not None, **p.switches(plan.backward_block, steps),
+    )  # fmt: skip
+    torch.sum(dBC_KBLM, dim=0, out=grads.dBC)
+
+
+def _ends_of_chunks(
+    p: _Problem,
+    kept: _Kept,
+    states_BTNI: Tensor,
+    dend_BNI: Tensor | None,
+    grads: _Gradients,
+    plan: Plan,
+    grad_end: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Return the gradient of the state at the end of each chunk. Unless states are kept, recompute them."""
+    B, L, I, N = p.sizes
+    length, steps, dy = plan.backward_length(L), plan.backward_steps, kept.dy
+    chunks = triton.cdiv(L, length)
+    parts_BGNI = torch.empty(B, chunks, N, I, device=p.u.device)
     decays_BGNI = grads.dA_BGNI  # they are spent when the gradient of A takes their place
-    inputs = (p.u, p.delta, p.or_u(p.z), dy, p.A_NI, p.BC, p.or_u(p.D), p.or_u(p.bias), p.or_u(p.reset))
-    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, dz=p.or_u(grads.dz))
+    saved, states, dz = (p.u, p.u, p.u) if plan.keep else (kept.states, states_BTNI, p.or_u(grads.dz))
+    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, dz=dz)
     triton_backward.chunk_parts[(triton.cdiv(I, plan.block), B, chunks)](
-        *inputs, checkpoints, parts_BGNI, decays_BGNI, states_BTNI, p.or_u(grads.dz), grads.dD_BGI,
-        L, *batch_strides, **token_strides,
-        I=I, N=N, BLOCK_I=plan.block, CHUNK=plan.chunk, STEPS=steps, num_warps=plan.block // WARP,
+        p.u, p.delta, p.or_u(p.z), dy, p.A_NI, p.BC, p.or_u(p.D), p.or_u(p.bias), p.or_u(p.reset), saved,
+        parts_BGNI, decays_BGNI, states, dz, grads.dD_BGI, L, *batch_strides, **token_strides,
+        I=I, N=N, BLOCK_I=plan.block, CHUNK=length, STEPS=steps, num_warps=plan.block // WARP, KEPT=plan.keep,
         **p.switches(plan.block, steps),
     )  # fmt: skip
     if grad_end is not None:
         dend_BNI = grad_end(_carry(parts_BGNI.clone(), decays_BGNI, None, reverse=True))
     _carry(parts_BGNI, decays_BGNI, dend_BNI, reverse=True, end_BNI=grads.dstart_BNI)
-
-    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, du=grads.du)
-    blocks = triton.cdiv(I, plan.backward_block)
-    dBC_KBLM = torch.empty(blocks, B, L, 2 * N, **fp32)
-    triton_backward.backward[(blocks, B, chunks)](
-        *inputs, parts_BGNI, states_BTNI, grads.du, grads.ddelta, grads.dA_BGNI, dBC_KBLM, grads.dbias_BGI,
-        L, *batch_strides, **token_strides,
-        I=I, N=N, BLOCK_I=plan.backward_block, CHUNK=plan.chunk, STEPS=steps, num_warps=plan.backward_block // WARP,
-        **p.switches(plan.backward_block, steps),
-    )  # fmt: skip
-    torch.sum(dBC_KBLM, dim=0, out=grads.dBC)
+    return parts_BGNI
 
 
 def _carry(

@@ -13,7 +13,7 @@ Shapes: B batch, L length, S segments, I channels, N state, G checkpoints. State
 import triton
 import triton.language as tl
 
-from megatron_blackmamba.ops.selective_scan.triton_step import decay, reset_exponent, state_at, time_step
+from megatron_blackmamba.ops.selective_scan.triton_step import decay, reset_exponent, save_state, state_at, time_step
 from megatron_blackmamba.ops.triton_math import LOG2E, load_channels, load_tokens, sigmoid, store_tokens
 
 SIZES = ["L", "u_b", "delta_b", "z_b", "y_b", "segment"]
@@ -21,14 +21,18 @@ SIZES = ["L", "u_b", "delta_b", "z_b", "y_b", "segment"]
 
 @triton.jit(do_not_specialize=SIZES)
 def forward(
-    u, delta, z, A_NI, BC, D, bias, reset, starts_BSNI, y, checkpoints_BGNI, final_BNI,
+    u, delta, z, A_NI, BC, D, bias, reset, starts_BSNI, y, raw_y, saved_BGNI, final_BNI,
     L, u_b, delta_b, z_b, y_b, segment,
     I: tl.constexpr, U_L: tl.constexpr, DELTA_L: tl.constexpr, Z_L: tl.constexpr, Y_L: tl.constexpr,
     N: tl.constexpr, BLOCK_I: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESET: tl.constexpr,
-    HAS_START: tl.constexpr, SAVE: tl.constexpr,
+    HAS_START: tl.constexpr, SAVE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute y for one segment and a block of channels; SAVE stores the state every CHUNK tokens."""
+    """Compute y for one segment and a block of channels.
+
+    For the backward pass, SAVE stores the state every CHUNK tokens. With KEEP > 0 it does so every KEEP tokens instead,
+    and also stores y before the gate.
+    """
     b, s = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     inside = i < I
@@ -47,24 +51,27 @@ def forward(
     BC += b * L * (2 * N)
     y += b * y_b
     reset += b * L
-    checkpoints_BGNI += b * tl.cdiv(L, CHUNK) * N * I
+    raw_y += b * y_b
+    saved_BGNI += b * tl.cdiv(L, KEEP if KEEP else CHUNK) * N * I
     first = s * segment
     last = tl.minimum(first + segment, L)
     next_u = load_tokens(u, U_L, first, last, i, inside, STEPS, EVEN)
     next_delta = load_tokens(delta, DELTA_L, first, last, i, inside, STEPS, EVEN)
     next_z = load_tokens(z, Z_L, first, last, i, inside, STEPS, EVEN)
     for chunk in range(first, last, CHUNK):
-        if SAVE:
-            checkpoint_NI = state_at(checkpoints_BGNI + chunk // CHUNK * N * I, n, i, I, True)
-            tl.store(checkpoint_NI, h_NI, mask=inside[None, :])
+        if SAVE and not KEEP:
+            save_state(saved_BGNI + chunk // CHUNK * N * I, h_NI, n, i, inside, I, EVEN)
         for t in range(chunk, tl.minimum(chunk + CHUNK, last), STEPS):
             us, deltas, zs = next_u, next_delta, next_z
             next_u = load_tokens(u, U_L, t + STEPS, last, i, inside, STEPS, EVEN)
             next_delta = load_tokens(delta, DELTA_L, t + STEPS, last, i, inside, STEPS, EVEN)
             if HAS_Z:
                 next_z = load_tokens(z, Z_L, t + STEPS, last, i, inside, STEPS, EVEN)
-            ys = ()
+            ys, raw_ys = (), ()
             for k in tl.static_range(STEPS):
+                if SAVE and KEEP and k % KEEP == 0:
+                    state = saved_BGNI + (t + k) // KEEP * N * I
+                    save_state(state, h_NI, n, i, inside & (t + k < last), I, EVEN)
                 row = t + k if EVEN else tl.minimum(t + k, last - 1)
                 B_N = tl.load(BC + row * (2 * N) + n)
                 C_N = tl.load(BC + row * (2 * N) + N + n)
@@ -78,10 +85,13 @@ def forward(
                 if HAS_D:
                     y_I += D_I * u_I
                 if HAS_Z:
+                    raw_ys = raw_ys + (y_I,)
                     z_I = zs[k].to(tl.float32)
                     y_I *= z_I * sigmoid(z_I)
                 ys = ys + (y_I,)
             store_tokens(y, Y_L, ys, t, last, i, inside, STEPS, EVEN)
+            if SAVE and KEEP and HAS_Z:
+                store_tokens(raw_y, Y_L, raw_ys, t, last, i, inside, STEPS, EVEN)
     if last == L:
         tl.store(state_at(final_BNI + b * N * I, n, i, I, True), h_NI, mask=inside[None, :])
 

@@ -46,12 +46,28 @@ def decay(delta_I, rate_NI, reset, t, last, HAS_RESET: tl.constexpr, EVEN: tl.co
 
 
 @triton.jit
+def save_state(start, h_NI, n, i, inside, I: tl.constexpr, EVEN: tl.constexpr):
+    """Store the states of a block of channels from a thread that owns them, in fp32 or bf16."""
+    h_NI = h_NI.to(start.dtype.element_ty)
+    if EVEN:
+        tl.store(state_at(start, n, i, I, True), h_NI)
+    else:
+        tl.store(state_at(start, n, i, I, True), h_NI, mask=inside[None, :])
+
+
+@triton.jit
 def state_at(start, n, i, I: tl.constexpr, WHOLE_CHANNELS: tl.constexpr):
     """Return pointers to the states of a block of channels.
 
-    From their alignment Triton decides to load four channels at once and to spread the states of a channel over four
-    threads. WHOLE_CHANNELS hides the alignment: a thread then owns its channels, and sums over the states stay in its
+    From their alignment Triton decides how many channels a thread loads at once: for fp32, four. Then the states of a
+    channel are spread over four threads, and sums over channels and over states cost least together; so bf16 is read
+    likewise. WHOLE_CHANNELS hides the alignment: a thread then owns its channels, and sums over the states stay in its
     registers.
     """
     pointers_NI = (start + i)[None, :] + (n * I)[:, None]
-    return tl.multiple_of(pointers_NI, [4, 4]) if WHOLE_CHANNELS else pointers_NI
+    width: tl.constexpr = start.dtype.element_ty.primitive_bitwidth // 8
+    if WHOLE_CHANNELS:
+        pointers_NI = tl.multiple_of(pointers_NI, [width, width])
+    elif width == 2 and I % 4 == 0:
+        pointers_NI = tl.multiple_of(pointers_NI, [8, 8])
+    return pointers_NI

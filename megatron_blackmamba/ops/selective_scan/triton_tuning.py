@@ -38,63 +38,87 @@ class Plan:
     backward_block: int = 32
     backward_steps: int = 4
     group: int = 1  # sequences whose states are recomputed at once
+    keep: bool = False  # save the states every `backward_steps` tokens, instead of recomputing them
+    backward_segment: int = 0  # tokens that the backward pass of kept states runs as one sequence; 0: all
 
     def __post_init__(self) -> None:
-        if self.chunk % self.steps or self.chunk % self.backward_steps or self.segment % self.chunk:
+        segments = self.segment % self.chunk or self.backward_segment % self.chunk
+        if self.chunk % self.steps or self.chunk % self.backward_steps or segments:
             raise ValueError(f"steps must divide chunks, and chunks must divide segments: {self}")
+        if self.keep and self.steps % self.backward_steps:
+            raise ValueError(f"a step must keep whole intervals of states: {self}")
+
+    def backward_length(self, L: int) -> int:
+        """Return the tokens of a chunk of the backward pass."""
+        return (self.backward_segment or L) if self.keep else self.chunk
 
     def segments(self, L: int) -> int:
         return triton.cdiv(L, self.segment) if self.segment else 1
 
 
-def plan_for(u_BLI: Tensor, N: int) -> Plan:
+def plan_for(u_BLI: Tensor, N: int, keep: bool) -> Plan:
     """Return the plan for inputs like u: cached, measured now if requested, or by the rule."""
     B, L, I = u_BLI.shape
     if not u_BLI.is_cuda:
-        return rule(B, L, I)
-    return _plan_on(u_BLI.device, B, L, I, N, u_BLI.dtype)
+        return rule(B, L, I, keep=keep)
+    return _plan_on(u_BLI.device, B, L, I, N, u_BLI.dtype, keep)
 
 
 @cache
-def _plan_on(device: torch.device, B: int, L: int, I: int, N: int, dtype: torch.dtype) -> Plan:
+def _plan_on(device: torch.device, B: int, L: int, I: int, N: int, dtype: torch.dtype, keep: bool) -> Plan:
     properties = torch.cuda.get_device_properties(device)
-    key = (properties.name, triton.__version__, B, L, I, N, str(dtype))
+    key = (properties.name, triton.__version__, B, L, I, N, str(dtype), keep)
     if plan := recall(key):
         return plan
-    plan = rule(B, L, I, properties.multi_processor_count, properties.major)
+    plan = rule(B, L, I, properties.multi_processor_count, properties.major, keep)
     if os.environ.get("BLACKMAMBA_TRITON_TUNE") == "1":
         plan = fastest(candidates(plan, B, L), _training_step(device, B, L, I, N, dtype))
         remember(key, plan)
     return plan
 
 
-def rule(B: int, L: int, I: int, processors: int = 132, major: int = 9) -> Plan:
+def rule(B: int, L: int, I: int, processors: int = 132, major: int = 9, keep: bool = True) -> Plan:
     """Choose one pass if the channels fill the GPU, else segments, which compute the exponentials twice.
 
-    Before Hopper the compiler finds registers for two recomputed states of the backward pass, not for four.
+    The backward pass of kept states runs over whole sequences if these fill the GPU. Otherwise it runs in segments, for
+    which another kernel first computes the gradients of their last states.
+    Before Hopper the compiler finds registers for two states of the backward pass, not for four. Keeping every second
+    one would take twice the memory, so they are always recomputed.
     """
-    plan = Plan(backward_steps=4 if major >= 9 else 2)
+    keep = keep and major >= 9
+    plan = Plan(backward_steps=4 if major >= 9 else 2, keep=keep)
     warps, schedulers = B * triton.cdiv(I, plan.block), 4 * processors
     segment = 0
     if warps < schedulers:
         segments = min(triton.cdiv(8 * schedulers, warps), triton.cdiv(L, plan.chunk))
         segment = triton.cdiv(L, segments * plan.chunk) * plan.chunk
+    at_once = WARPS_A_PROCESSOR * processors
+    plan = replace(plan, segment=0 if segment >= L else segment)
+    if keep:
+        programs = B * triton.cdiv(I, plan.backward_block)
+        parts = 1 if programs >= at_once else triton.cdiv(WAVES * at_once, programs)
+        length = triton.cdiv(L, parts * plan.chunk) * plan.chunk
+        return replace(plan, group=B, backward_segment=0 if length >= L else length)
     programs = triton.cdiv(I, plan.backward_block) * triton.cdiv(L, plan.chunk)
-    group = triton.cdiv(WAVES * WARPS_A_PROCESSOR * processors, programs)
-    return replace(plan, segment=0 if segment >= L else segment, group=min(group, B))
+    return replace(plan, group=min(triton.cdiv(WAVES * at_once, programs), B))
 
 
 def candidates(plan: Plan, B: int, L: int) -> Iterator[Plan]:
     """Yield the rule's plan, then similar plans."""
     yield plan
-    for chunk in (32, 64, 128):
-        for steps in (2, 4, 8):
+    for chunk in (64,) if plan.keep else (32, 64, 128):
+        for steps in (4, 8) if plan.keep else (2, 4, 8):
             for segments in (1, 2, 4, 8, 16, 32):
                 segment = 0 if segments == 1 else triton.cdiv(L, segments * chunk) * chunk
                 if segment < L:
                     yield replace(plan, chunk=chunk, steps=steps, segment=segment)
-    for group in {1, 2, 4, B}:
-        yield replace(plan, group=min(group, B))
+    if plan.keep:
+        for segment in (0, 256, 512, 1024):
+            if segment < L:
+                yield replace(plan, backward_segment=segment)
+    else:
+        for group in {1, 2, 4, B}:
+            yield replace(plan, group=min(group, B))
 
 
 def fastest(plans: Iterator[Plan], milliseconds: Callable[[Plan], float]) -> Plan:
