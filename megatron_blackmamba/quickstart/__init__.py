@@ -46,7 +46,7 @@ def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) 
     say(
         f"Longer and better: {program} quickstart --minutes 20 --fresh\n"
         f"The paper's model: {program} plan blackmamba_1.5b --nodes 7 --gpus-per-node 8\n"
-        f"Everything lies in {folder}."
+        f"All files are in {folder}."
     )
 
 
