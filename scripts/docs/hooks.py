@@ -30,7 +30,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turn links to the repository's files into plain names, which readers of a checkout find; refuse dead ones.
 
-    A picture follows the colours of the page, which may differ from those of the reader's system.
+    A picture follows the colours of the page, even if the system has others.
     """
     markdown = _PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", markdown)
     if "<picture" in markdown:
