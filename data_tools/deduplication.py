@@ -35,7 +35,9 @@ try:
 except ImportError:  # said by `require_datatrove`
     MinhashDedupSignature = MinhashDedupFilter = PipelineStep = object
 
-_SHINGLES_AT_ONCE = 4096
+_SHINGLES_AT_ONCE = 128
+"""N-grams hashed in one piece, which stays in the cache of a core."""
+_PRIME = np.uint64((1 << 61) - 1)
 CLUSTER = "minhash_cluster_id"
 
 
@@ -53,11 +55,28 @@ class Similarity:
 
 
 class _Signature(MinhashDedupSignature):
-    """datatrove's first stage; the n-grams of a long document are hashed in pieces, so that memory stays bounded."""
+    """datatrove's first stage, with the same signatures in less time and bounded memory.
+
+    A repeated n-gram cannot change a minimum, so distinct ones are hashed, in pieces, and without a division.
+    """
 
     def get_signature(self, shingles: np.ndarray) -> list[list[int]]:
-        pieces = (shingles[i : i + _SHINGLES_AT_ONCE] for i in range(0, len(shingles), _SHINGLES_AT_ONCE))
-        return np.minimum.reduce([super(_Signature, self).get_signature(piece) for piece in pieces]).tolist()
+        a, b = self.parameters
+        distinct = np.unique(shingles).reshape(-1, 1)
+        smallest = np.full(self.num_hashes, self.config.hash_config.max, np.uint64)
+        for first in range(0, len(distinct), _SHINGLES_AT_ONCE):
+            hashes = modulo_prime(distinct[first : first + _SHINGLES_AT_ONCE] * a + b)
+            hashes &= np.uint64(self.config.hash_config.max)
+            np.minimum(smallest, hashes.min(axis=0), out=smallest)
+        return smallest.reshape(self.config.num_buckets, -1).tolist()
+
+
+def modulo_prime(values: np.ndarray) -> np.ndarray:
+    """Return `values` modulo 2^61 - 1; values: any uint64, overwritten."""
+    high = values >> np.uint64(61)
+    values &= _PRIME
+    values += high
+    return np.subtract(values, _PRIME, out=values, where=values >= _PRIME)
 
 
 class _Filter(MinhashDedupFilter):

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -19,7 +20,12 @@ from tests.waiting import wait_until
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
+from datatrove.pipeline.dedup import MinhashDedupSignature
+from datatrove.pipeline.dedup.minhash import MinhashConfig
+from datatrove.utils.hashing import HashConfig
+
 from benchmarks.cleaning import copies_found, items_found, plant_copies, plant_items, removed_records
+from megatron_blackmamba.data_tools.deduplication import _Signature, modulo_prime
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -60,6 +66,23 @@ def test_planted_copies_are_removed(documents, tmp_path, run):
         family = {corpus.origin[i] if corpus.origin[i] is not None else i for i in (int(record) - 1, int(kept) - 1)}
         assert len(family) == 1 and int(kept) - 1 not in removed
     assert run(out).documents == counts["kept"]
+
+
+def test_signature_equals_datatroves(documents, tmp_path):
+    config = MinhashConfig(n_grams=2, num_buckets=60, hashes_per_bucket=7, hash_config=HashConfig(precision=32))
+    ours, theirs = (
+        kind(str(tmp_path), config=config, language=cleaning.SpacedWords())
+        for kind in (_Signature, MinhashDedupSignature)
+    )
+    for text in ("two words", "again and again and again", documents[0], " ".join(documents[:20])):
+        shingles = theirs.get_shingles(text)
+        assert ours.get_signature(shingles) == theirs.get_signature(shingles)
+
+
+def test_modulo_prime_at_every_edge():
+    prime = 2**61 - 1
+    values = [0, 1, prime - 1, prime, prime + 1, 7 * prime, 8 * prime - 1, 8 * prime, 2**64 - 1]
+    assert modulo_prime(np.array(values, np.uint64)).tolist() == [value % prime for value in values]
 
 
 def test_planted_evaluation_items_are_removed(documents, tmp_path):
