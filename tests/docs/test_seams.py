@@ -37,6 +37,15 @@ def test_worked_example_is_one_file(what):
     assert known == []
 
 
+@pytest.mark.parametrize("what", ["layer kind", "router", "optimizer"])
+def test_example_may_move_into_the_package(what):
+    file, _ = EXAMPLES[what]
+    top = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = " ".join(ast.unparse(node) for node in top)  # the config imports these files, so they must be light
+    assert not re.search(r"torch|megatron\.core|tests\.", imported), imported
+    assert "tests." not in (ROOT / file).read_text()
+
+
 def decides_by_name(path):
     """Yield the lines of a file that compare a router's or an optimizer's kind with a constant."""
     for node in ast.walk(ast.parse(path.read_text())):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_blackmamba.kinds import Cannot, Decoding, Division, LayerKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RunningMean(LayerKind):
     letter, name = "A", "running mean"
-    block = "tests.kinds.running_mean:block"
+    block = f"{__name__}:block"
     writes_to_residual = ("out_proj.weight",)
 
     def divisions(self, model):
@@ -52,6 +52,8 @@ class RunningMean(LayerKind):
 
 
 def block(model, kernels):
+    import torch
+
     from megatron_blackmamba.model import specs
     from megatron_blackmamba.model.stack import Block
 
@@ -93,6 +95,8 @@ class RunningMeanDecoding(Decoding):
         return MeanLayer(get("in_proj.weight", dtype), get("out_proj.weight", dtype))
 
     def memory(self, model, batch, dtype, device):
+        import torch
+
         return [torch.zeros(batch, model.hidden_size, device=device), torch.zeros(batch, 1, device=device)]
 
     def step(self, run, layer, memory, x_BD):
@@ -102,6 +106,9 @@ class RunningMeanDecoding(Decoding):
         return run.times(total_BD / count_B1, layer.out_proj)
 
     def read(self, run, layer, memory, x_BLD, keep_BL1, reset_BL):
+        import torch
+        import torch.nn.functional as F
+
         total_BD, count_B1 = memory
         x_BLD = F.linear(x_BLD, layer.in_proj).float()
         keep_BL1 = torch.ones_like(x_BLD[..., :1]) if keep_BL1 is None else keep_BL1.float()

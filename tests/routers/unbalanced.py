@@ -1,7 +1,5 @@
 """A router kind in one file, as somebody else would add it: each token takes its best experts, balanced or not."""
 
-import torch
-
 from megatron_blackmamba.routers import RouterKind, Use
 
 
@@ -11,6 +9,8 @@ class Unbalanced(RouterKind):
     depends_on = "the token alone"
 
     def choose(self, logits_TE, at):
+        import torch
+
         choice_TK = self.use(at.model).choice(logits_TE, at.model.top_k)
         if at.tokens_E is not None:
             at.tokens_E.add_(torch.bincount(choice_TK.flatten(), minlength=at.model.experts))
