@@ -223,6 +223,10 @@ class LayerKind(Kind, ABC):
     def kept(self, at: Sizes) -> int:
         """Return the bytes that the mixer keeps for the backward pass."""
 
+    def working(self, at: Sizes) -> int:
+        """Return the bytes that its backward pass needs in addition; by default, the gradients of what it keeps."""
+        return self.kept(at)
+
     @abstractmethod
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the bytes that one layer moves in a micro-batch by field of ParallelConfig, if nothing stayed local.

@@ -111,6 +111,24 @@ class Mamba2(LayerKind):
         each = at.whole * (at.width * split + FP32 * at.model.mamba2.groups) + 2 * FP32 * H
         return at.here * at.width * at.model.hidden_size + each // at.tensor
 
+    def working(self, at: Sizes) -> int:
+        """Return the gradients of what it keeps, or what the gated norm or PyTorch's scan needs in its backward pass.
+
+        Counted in fp32: in the norm, 8 numbers for a channel; for each token of a segment of the scan, copies of x,
+        decays and scores, the states of chunks, B and C.
+        """
+        from megatron_blackmamba.ops.ssd.chunked import CHUNK, DECAYS
+
+        I, H, GN = (number // at.tensor for number in _sizes(at.model))
+        length = at.sequence // at.context
+        batch = at.whole // length
+        segment = CHUNK * max(1, DECAYS[at.device] // (batch * H * CHUNK**2))
+        numbers = 9 * I + 2 * H * CHUNK + 3 * I * at.model.mamba2.state_size // CHUNK + 8 * GN
+        beside = at.width * at.whole * (I + 2 * GN + H)  # gradients of the whole sequence
+        scan = beside + max(FP32, at.width) * batch * min(length, segment) * numbers
+        norm = at.whole * I * (at.width + 8 * max(FP32, at.width))
+        return max(self.kept(at), scan, norm)
+
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient.
 

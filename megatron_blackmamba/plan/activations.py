@@ -53,8 +53,8 @@ class Activations:
         return self.residual() if recompute in kind.recompute else self._norm() + kind.kept(self.sizes)
 
     def working(self, kind: LayerKind) -> int:
-        """Return the bytes at work in a block's backward pass, about as many as it keeps besides a scan's states."""
-        without_states = kind.kept(replace(self.sizes, keeps_states=False))
+        """Return the bytes that the backward pass of one block needs in addition, without a scan's states."""
+        without_states = kind.working(replace(self.sizes, keeps_states=False))
         return self.block(kind, "none") - kind.kept(self.sizes) + without_states
 
     def residual(self) -> int:

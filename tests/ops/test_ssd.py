@@ -229,3 +229,9 @@ def test_wrong_calls_are_refused_by_name():
         call(tensors, torch.zeros(2, 150))
     with pytest.raises(ValueError, match="ssd: dt is int64"):
         call(tensors | {"dt": tensors["dt"].long()}, reset)
+
+
+def test_final_state_holds_no_other_chunks():
+    tensors, _ = problem(B=1, L=4 * chunked.CHUNK, H=1, G=1)
+    _, state = call(tensors, None)
+    assert state.untyped_storage().nbytes() == state.nbytes

@@ -34,7 +34,7 @@ AN_EXPERTS_LAYER = {  # and micro-batch, by dispatcher
         "masked_select: token_dispatcher.dispatch_postprocess": 1,
     },
 }
-LAUNCHES = {"M": (19, 76), "E": (62, 93), "*": (31, 31), "-": (9, 23), "S": (130, 217)}
+LAUNCHES = {"M": (19, 76), "E": (62, 93), "*": (31, 31), "-": (9, 23), "S": (132, 222)}
 """Bounds of launches forward and backward by letter; other kinds have OTHERS."""
 OTHERS = (64, 400)
 
@@ -88,9 +88,8 @@ def test_launches_of_a_layer_stay_under_their_bound(step):
 
 
 def test_peak_memory_is_within_5_percent_of_plan(step):
-    # The plan does not count the tokens that the all-gather dispatcher gathers from other ranks, nor the segments of
-    # Mamba-2's PyTorch operations: on GPUs it expects mamba-ssm.
-    rel = 0.08 if step["name"] == "ep8_allgather" else 0.1 if "S" in step["layers"] else 0.05
+    # The plan does not count the tokens that the all-gather dispatcher gathers from other ranks.
+    rel = 0.08 if step["name"] == "ep8_allgather" else 0.05
     full = memory.of_stage(config_of(step), step["case"].ranks, stage=0)  # where rank 0 is
     assert step["peak"] == pytest.approx(full.total - full.reserved, rel=rel)
 

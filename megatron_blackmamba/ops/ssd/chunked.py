@@ -67,21 +67,29 @@ class _Scan(torch.autograd.Function):
             starts.append(_states(_chunks(_cut(inputs, part), starts[-1]), starts[-1])[1])
         grads = {name: torch.zeros_like(x) for name, x in inputs._asdict().items() if _has_gradient(x)}
         for part, start in zip(reversed(parts), reversed(starts), strict=True):
-            leaves = {name: _leaf(x) for name, x in _cut(inputs, part)._asdict().items()}
-            start = _leaf(start)
-            with torch.enable_grad():
-                outputs = _segment(Inputs(**leaves), start)
-            wanted = {name: x for name, x in leaves.items() if _has_gradient(x)}
-            gradients = (grad_y_BLHP[:, part], grad_state_BHPN)
-            grad_state_BHPN, *found = torch.autograd.grad(outputs, [start, *wanted.values()], gradients)
-            for name, grad in zip(wanted, found, strict=True):
+            found, grad_state_BHPN = _gradients(_cut(inputs, part), start, grad_y_BLHP[:, part], grad_state_BHPN)
+            for name, grad in found.items():
                 if name in PER_TOKEN:
                     grads[name][:, part] = grad
                 else:
                     grads[name] += grad
+            del found  # before the next segment
         if inputs.initial_state_BHPN is not None:
             grads["initial_state_BHPN"] = grad_state_BHPN.to(inputs.initial_state_BHPN.dtype)
         return tuple(grads.get(name) for name in Inputs._fields)
+
+
+def _gradients(
+    inputs: Inputs, start: Tensor, grad_y_BLHP: Tensor, grad_state_BHPN: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the gradients of a segment's inputs, and of the state before it; nothing else of the segment stays."""
+    leaves = {name: _leaf(x) for name, x in inputs._asdict().items()}
+    start = _leaf(start)
+    with torch.enable_grad():
+        outputs = _segment(Inputs(**leaves), start)
+    wanted = {name: x for name, x in leaves.items() if _has_gradient(x)}
+    grad_start, *found = torch.autograd.grad(outputs, [start, *wanted.values()], (grad_y_BLHP, grad_state_BHPN))
+    return dict(zip(wanted, found, strict=True)), grad_start.clone()  # a view of the gradients of all chunks
 
 
 def _has_gradient(x: Tensor | None) -> bool:
@@ -210,4 +218,4 @@ def _states(at: _Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     added_BJHPN = torch.cat((state[:, None], added_BKHPN), dim=1)
     states_BHJF = decays_BHJJ @ added_BJHPN.transpose(1, 2).flatten(3)
     states_BJHPN = states_BHJF.unflatten(3, state.shape[2:]).transpose(1, 2)
-    return states_BJHPN[:, :-1], states_BJHPN[:, -1]
+    return states_BJHPN[:, :-1], states_BJHPN[:, -1].clone()  # a view would keep the states of all chunks
