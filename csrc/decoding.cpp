@@ -31,6 +31,27 @@ void rms_norm(float* y, const float* x, const float* weight, int64_t size, float
   }
 }
 
+// A few channels of a sequence through the convolution, in place of x; the window moves on. A tap or a place in the
+// window is `channels` floats behind the one before it.
+void convolve(float* x, float* window, const float* weight, const float* bias, int64_t taps, int64_t channels, int lanes) {
+  vfloat y = load(bias, lanes);
+  for (int64_t k = 0; k < taps; k++) {
+    const vfloat input = load(k + 1 < taps ? window + k * channels : x, lanes);
+    y = fma(input, load(weight + k * channels, lanes), y);
+    if (k > 0) store(window + (k - 1) * channels, input, lanes);
+  }
+  store(x, y * sigmoid(y), lanes);
+}
+
+// residual += matrix * x, the rows of one unit.
+void add_product(const Matrix& matrix, int64_t unit, const float* x, int64_t stride, float* residual, int64_t B) {
+  const int64_t first = unit * UNIT_ROWS, end = end_of_unit(unit, matrix.rows);
+  float y[MAX_VECTORS * UNIT_ROWS];
+  multiply(matrix, first, end, Places<const float>(x, stride, B).at, Places<float>(y, UNIT_ROWS, B).at, (int)B);
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t d = first; d < end; d++) residual[b * matrix.rows + d] += y[b * UNIT_ROWS + d - first];
+}
+
 struct MambaWork {
   const MambaStep& s;
   const int64_t x_proj_rows = s.R + 2 * s.N;
@@ -49,17 +70,8 @@ struct MambaWork {
     if (half == 1) return;
     for (int64_t b = 0; b < s.B; b++)
       for (int64_t i = first; i < end; i += W)
-        convolve(xz + b * 2 * s.I + i, s.window + b * (s.K - 1) * s.I + i, i, lanes_at(i, end));
-  }
-
-  void convolve(float* x, float* window, int64_t i, int lanes) const {
-    vfloat y = load(s.conv_bias + i, lanes);
-    for (int64_t k = 0; k < s.K; k++) {
-      const vfloat input = load(k + 1 < s.K ? window + k * s.I : x, lanes);
-      y = fma(input, load(s.conv_weight + k * s.I + i, lanes), y);
-      if (k > 0) store(window + (k - 1) * s.I, input, lanes);
-    }
-    store(x, y * sigmoid(y), lanes);
+        convolve(xz + b * 2 * s.I + i, s.window + b * (s.K - 1) * s.I + i, s.conv_weight + i, s.conv_bias + i, s.K, s.I,
+                 lanes_at(i, end));
   }
 
   void project_dt_B_C(int64_t unit) const {
@@ -106,16 +118,77 @@ struct MambaWork {
     store(x, fma(load(s.D_skip + first, lanes), u, load(read)) * gate * sigmoid(gate), lanes);
   }
 
-  void project_out(int64_t unit) const {
-    const int64_t first = unit * UNIT_ROWS, end = end_of_unit(unit, s.D);
-    float y[MAX_VECTORS * UNIT_ROWS];
-    multiply(s.out_proj, first, end, Places<const float>(xz, 2 * s.I, s.B).at, Places<float>(y, UNIT_ROWS, s.B).at,
-             (int)s.B);
-    for (int64_t b = 0; b < s.B; b++)
-      for (int64_t d = first; d < end; d++) s.residual[b * s.D + d] += y[b * UNIT_ROWS + d - first];
-  }
+  void project_out(int64_t unit) const { add_product(s.out_proj, unit, xz, 2 * s.I, s.residual, s.B); }
 
   static constexpr int FEW_ROWS = 16;  // of x_proj, which has few: every thread shall have some
+};
+
+struct Mamba2Work {
+  const Mamba2Step& s;
+  const int64_t Q = s.I + 2 * s.G * s.N, rows = s.I + Q + s.H;
+  float *normed = s.workspace, *projected = normed + s.B * s.D;  // [B, D], [B, rows]
+
+  void prepare() const {
+    for (int64_t b = 0; b < s.B; b++) rms_norm(normed + b * s.D, s.residual + b * s.D, s.norm, s.D, s.eps);
+  }
+
+  void project_and_convolve(int64_t unit) const {
+    const int64_t first = unit * UNIT_ROWS, end = end_of_unit(unit, rows);
+    multiply(s.in_proj, first, end, Places<const float>(normed, s.D, s.B).at,
+             Places<float>(projected + first, rows, s.B).at, (int)s.B);
+    const int64_t begin = first < s.I ? 0 : first - s.I, stop = (end < s.I + Q ? end : s.I + Q) - s.I;
+    for (int64_t b = 0; b < s.B; b++)
+      for (int64_t q = begin; q < stop; q += W)
+        convolve(projected + b * rows + s.I + q, s.window + b * (s.K - 1) * Q + q, s.conv_weight + q, s.conv_bias + q, s.K,
+                 Q, lanes_at(q, stop));
+  }
+
+  // One head of every sequence.
+  void scan(int64_t h) const {
+    for (int64_t b = 0; b < s.B; b++) {
+      const float raw_dt = projected[b * rows + s.I + Q + h] + s.dt_bias[h];
+      float dt[W], decay[W];
+      store(dt, softplus(all(raw_dt)));
+      store(decay, exp2(all(dt[0] * s.A[h] * LOG2_E)));
+      for (int64_t p = 0; p < s.P; p += W) advance(b, h, p, lanes_at(p, s.P), dt[0], all(decay[0]));
+    }
+  }
+
+  // W channels of a head; the gated y takes the place of x. Here a vector holds states of one channel.
+  void advance(int64_t b, int64_t h, int64_t p, int lanes, float dt, vfloat decay) const {
+    const int64_t channel = h * s.P + p, GN = s.G * s.N;
+    const float *z = projected + b * rows + channel, *B_in = projected + b * rows + 2 * s.I + h / (s.H / s.G) * s.N;
+    float *x = projected + b * rows + s.I + channel, input[W], read[W];
+    alignas(4 * W) float products[W * W];
+    const vfloat u = load(x, lanes);
+    store(input, u * dt);
+    for (int i = 0; i < lanes; i++) {
+      float* state = s.state + ((b * s.I) + channel + i) * s.N;
+      vfloat y = {};
+      for (int64_t n = 0; n < s.N; n += W) {
+        const int states = lanes_at(n, s.N);
+        const vfloat next = fma(decay, load(state + n, states), load(B_in + n, states) * input[i]);
+        store(state + n, next, states);
+        y = fma(next, load(B_in + GN + n, states), y);
+      }
+      store(products + i * W, y);
+    }
+    for (int i = lanes; i < W; i++) store(products + i * W, vfloat{});
+    sums(read, products, W);
+    const vfloat gate = load(z, lanes);
+    store(x, fma(all(s.D_skip[h]), u, load(read)) * gate * sigmoid(gate), lanes);
+  }
+
+  void normalise() const {
+    const int64_t channels = s.I / s.G;
+    for (int64_t b = 0; b < s.B; b++)
+      for (int64_t c = 0; c < s.I; c += channels) {
+        float* y = projected + b * rows + s.I + c;
+        rms_norm(y, y, s.gate_norm + c, channels, s.eps);
+      }
+  }
+
+  void project_out(int64_t unit) const { add_product(s.out_proj, unit, projected + s.I, rows, s.residual, s.B); }
 };
 
 struct ExpertsWork {
@@ -200,6 +273,15 @@ EXPORT(mamba_step)(const MambaStep* s) {
   const int64_t few = (work.x_proj_rows + work.FEW_ROWS - 1) / work.FEW_ROWS;
   run_in_stretches(few, s->threads, [&](int64_t unit) { work.project_dt_B_C(unit); });
   run_in_stretches(units_of(s->I), s->threads, [&](int64_t unit) { work.scan(unit); });
+  run_in_stretches(units_of(s->D), s->threads, [&](int64_t unit) { work.project_out(unit); });
+}
+
+EXPORT(mamba2_step)(const Mamba2Step* s) {
+  const Mamba2Work work{*s};
+  work.prepare();
+  run_in_stretches(units_of(work.rows), s->threads, [&](int64_t unit) { work.project_and_convolve(unit); });
+  run_in_stretches(s->H, s->threads, [&](int64_t head) { work.scan(head); });
+  work.normalise();
   run_in_stretches(units_of(s->D), s->threads, [&](int64_t unit) { work.project_out(unit); });
 }
 

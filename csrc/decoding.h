@@ -21,6 +21,20 @@ struct MambaStep {
   float* workspace;                        // [B, D + 2I + R + 2N]
 };
 
+// residual += out_proj(norm(scan(convolution(in_proj(norm(residual)))))), the inner norm being gated and by groups.
+struct Mamba2Step {
+  int64_t B, D, I, H, P, G, N, K, threads;  // H heads of P channels, in G groups; Q = I + 2GN convolved channels
+  float eps;
+  const float* norm;                         // [D]
+  Matrix in_proj;                            // [I + Q + H, D], rows [z | x | B | C | dt]
+  const float *conv_weight, *conv_bias;      // [K, Q], [Q]
+  const float *dt_bias, *A, *D_skip;         // [H] each
+  const float* gate_norm;                    // [I]
+  Matrix out_proj;                           // [D, I]
+  float *residual, *window, *state;          // [B, D], [B, K - 1, Q], [B, H, P, N]
+  float* workspace;                          // [B, D + I + Q + H]
+};
+
 // residual += sigmoid(the largest router logit) * expert(norm(residual)), the expert being that of the largest logit.
 struct ExpertsStep {
   int64_t B, D, E, F, gelu, threads;

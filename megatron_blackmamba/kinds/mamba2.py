@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.ops.decoding import Step
 
 A_RANGE = (1.0, 16.0)
 """Initial decay rates, as in mamba-ssm."""
@@ -201,6 +202,11 @@ class Mamba2Decoding(Decoding):
             torch.zeros(batch, model.conv_kernel - 1, I + 2 * GN, device=device),
             torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, device=device),
         ]
+
+    def compiled(self, layer: Mamba2Layer, norm_D: Tensor, model: ModelConfig) -> Step:
+        from megatron_blackmamba.ops.decoding import mamba2_step
+
+        return mamba2_step(norm_D=norm_D, **vars(layer), groups=model.mamba2.groups, eps=model.norm_eps)
 
     def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step

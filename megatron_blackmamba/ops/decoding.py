@@ -3,7 +3,7 @@
 At batch 1 a block lasts as long as memory takes to deliver its weights, if little else happens between two matrices.
 
 Shapes: B sequences, D model, I inner, W window, K = W + 1 taps, N state, R rank of dt, E experts, F expert hidden,
-G = 2F gate and up.
+G = 2F gate and up. For Mamba-2: H heads, P channels of a head, Q channels of the convolution.
 """
 
 import ctypes
@@ -80,6 +80,40 @@ def mamba_step(
     return Step(arguments, D + 2 * I + R + 2 * N, residual=(D,), window=(K - 1, I), state=(I, N))
 
 
+def mamba2_step(
+    *,
+    norm_D: Tensor,
+    in_proj: Tensor,
+    conv_weight_QK: Tensor,
+    conv_bias_Q: Tensor,
+    dt_bias_H: Tensor,
+    A_H: Tensor,
+    D_H: Tensor,
+    norm_I: Tensor,
+    out_proj: Tensor,
+    groups: int,
+    eps: float,
+) -> Step:
+    """Compute residual_BD += out_proj(gated_rms_norm(ssd(convolution(in_proj(norm(residual)))))).
+
+    Update window_BWQ and state_BHPN, which have the layout of `causal_conv1d_step` and `ssd_step`. The rows of in_proj
+    are [z | x | B | C | dt].
+    """
+    (Q, K), D, I, H = conv_weight_QK.shape, norm_D.shape[0], norm_I.shape[0], A_H.shape[0]
+    P, N = I // H, (Q - I) // (2 * groups)
+    arguments = _Mamba2Step(D=D, I=I, H=H, P=P, G=groups, N=N, K=K, eps=eps)
+    _describe(arguments, "norm", norm_D, (D,))
+    _describe_matrix(arguments, "in_proj", in_proj, (I + Q + H, D))
+    _describe(arguments, "conv_weight", conv_weight_QK.t().contiguous(), (K, I + 2 * groups * N))
+    _describe(arguments, "conv_bias", conv_bias_Q, (Q,))
+    _describe(arguments, "dt_bias", dt_bias_H, (H,))
+    _describe(arguments, "A", A_H, (H,))
+    _describe(arguments, "D_skip", D_H, (H,))
+    _describe(arguments, "gate_norm", norm_I, (H * P,))
+    _describe_matrix(arguments, "out_proj", out_proj, (D, I))
+    return Step(arguments, D + I + Q + H, residual=(D,), window=(K - 1, Q), state=(H, P, N))
+
+
 def experts_step(
     *,
     norm_D: Tensor,
@@ -139,6 +173,21 @@ class _MambaStep(library.Arguments):
         *((name, ctypes.c_void_p) for name in ("conv_weight", "conv_bias")),
         *((name, Matrix) for name in ("x_proj", "dt_proj")),
         *((name, ctypes.c_void_p) for name in ("dt_bias", "A", "D_skip")),
+        ("out_proj", Matrix),
+        *((name, ctypes.c_void_p) for name in ("residual", "window", "state", "workspace")),
+    )
+
+
+class _Mamba2Step(library.Arguments):
+    """struct Mamba2Step of csrc/decoding.h."""
+
+    function = "mamba2_step"
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("B", "D", "I", "H", "P", "G", "N", "K", "threads")),
+        ("eps", ctypes.c_float),
+        ("norm", ctypes.c_void_p),
+        ("in_proj", Matrix),
+        *((name, ctypes.c_void_p) for name in ("conv_weight", "conv_bias", "dt_bias", "A", "D_skip", "gate_norm")),
         ("out_proj", Matrix),
         *((name, ctypes.c_void_p) for name in ("residual", "window", "state", "workspace")),
     )

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_blackmamba.ops.decoding import experts_step, mamba_step, why_not
+from megatron_blackmamba.ops.decoding import experts_step, mamba2_step, mamba_step, why_not
 from megatron_blackmamba.ops.matvec import MAX_VECTORS
 from tests.ops.implementations import CPP, PROPERTY, assert_close, implementation
 
@@ -29,6 +29,24 @@ def mamba_in_float64(w, residual, window, state):
     delta = F.softplus(dt @ w["dt_proj_IR"].t() + w["dt_bias_I"])
     state = state * (delta[:, :, None] * w["A_IN"]).exp() + (delta * x)[:, :, None] * B[:, None]
     y = ((state * C[:, None]).sum(dim=-1) + w["D_I"] * x) * F.silu(z)
+    return {"residual": residual + y @ w["out_proj"].t(), "window": inputs[:, 1:], "state": state}
+
+
+def mamba2_in_float64(w, residual, window, state):
+    w = {name: tensor.double() for name, tensor in w.items()}
+    residual, window, state = residual.double(), window.double(), state.double()
+    (H, P, N), I = state.shape[1:], w["norm_I"].shape[0]
+    groups = (w["conv_bias_Q"].shape[0] - I) // (2 * N)
+    z, x, dt = (norm(residual, w["norm_D"]) @ w["in_proj"].t()).split([I, w["conv_bias_Q"].shape[0], H], dim=-1)
+    inputs = torch.cat((window, x[:, None]), dim=1)
+    x = F.silu((inputs * w["conv_weight_QK"].t()).sum(dim=1) + w["conv_bias_Q"])
+    x, B, C = x.split([I, groups * N, groups * N], dim=-1)
+    x = x.unflatten(-1, (H, P))
+    B, C = (part.unflatten(-1, (groups, N)).repeat_interleave(H // groups, dim=1) for part in (B, C))
+    dt = F.softplus(dt + w["dt_bias_H"])[:, :, None, None]
+    state = state * (dt * w["A_H"][:, None, None]).exp() + dt * x[..., None] * B[:, :, None]
+    y = ((state * C[:, :, None]).sum(dim=-1) + w["D_H"][:, None] * x).flatten(1) * F.silu(z)
+    y = norm(y.unflatten(-1, (groups, -1)), w["norm_I"].unflatten(-1, (groups, -1))).flatten(1)
     return {"residual": residual + y @ w["out_proj"].t(), "window": inputs[:, 1:], "state": state}
 
 
@@ -56,6 +74,14 @@ def mamba_weights(D, I, N, R, K, seed, dtype=torch.float32):
     return w | {name: w[name].to(dtype) for name in ("in_proj", "x_proj", "dt_proj_IR", "out_proj")}
 
 
+def mamba2_weights(D, H, P, G, N, K, seed, dtype=torch.float32):
+    I, Q = H * P, H * P + 2 * G * N
+    w = draw(seed, norm_D=(D,), in_proj=(I + Q + H, D), conv_weight_QK=(Q, K), conv_bias_Q=(Q,), dt_bias_H=(H,),
+             A_H=(H,), D_H=(H,), norm_I=(I,), out_proj=(D, I))  # fmt: skip
+    w["A_H"] = -w["A_H"].exp()
+    return w | {name: w[name].to(dtype) for name in ("in_proj", "out_proj")}
+
+
 def experts_weights(D, E, F, seed, dtype=torch.float32):
     w = draw(seed, norm_D=(D,), router_ED=(E, D), router_bias_E=(E,), fc1_EGD=(E, 2 * F, D), fc2_EDF=(E, D, F))
     return w | {name: w[name].to(dtype) for name in ("fc1_EGD", "fc2_EDF")}
@@ -77,6 +103,24 @@ def test_a_mamba_block_agrees_with_float64(name, sequences, D, I, N, R, K, threa
         step = mamba_step(**weights, eps=EPS)
         for _ in range(2):
             exact = mamba_in_float64(weights, **moving)
+            step(*moving.values(), threads=threads)
+            assert_close(moving, exact, tolerance=3e-6)
+
+
+@pytest.mark.parametrize("name", CPP)
+@PROPERTY
+@given(
+    sequences=SEQUENCES, D=st.integers(1, 150), heads=st.integers(1, 4), P=st.integers(1, 40), G=st.integers(1, 3),
+    N=st.integers(1, 40), K=st.integers(2, 5), threads=st.integers(1, 3), dtype=DTYPES, seed=st.integers(0, 2**20),
+)  # fmt: skip
+def test_a_mamba2_block_agrees_with_float64(name, sequences, D, heads, P, G, N, K, threads, dtype, seed):
+    weights, H = mamba2_weights(D, heads * G, P, G, N, K, seed, dtype), heads * G
+    Q = H * P + 2 * G * N
+    moving = draw(seed + 1, residual=(sequences, D), window=(sequences, K - 1, Q), state=(sequences, H, P, N))
+    with implementation(name):
+        step = mamba2_step(**weights, groups=G, eps=EPS)
+        for _ in range(2):
+            exact = mamba2_in_float64(weights, **moving)
             step(*moving.values(), threads=threads)
             assert_close(moving, exact, tolerance=3e-6)
 
