@@ -31,8 +31,10 @@ def test_arrays_of_jobs_remove_what_one_machine_removes(slurm, tmp_path):
     logs = sorted((together / ".work").rglob("*.out"))
     shown = slurm.wait(job, logs[-1] if logs else tmp_path / "none")
     assert shown["JobState"] == "COMPLETED"
-    while not (together / ".work/dedup/done.json").exists():
+    done = together / ".work/dedup/done.json"
+    while not done.exists() and slurm.run("squeue", "--noheader").stdout:  # the other tasks
         time.sleep(0.1)
+    assert done.exists(), "\n".join(log.read_text() for log in sorted((together / ".work").rglob("*.out")))
 
     def content(folder):
         return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

@@ -99,16 +99,6 @@ def test_run_survives_a_time_limit_with_equal_losses(slurm, alone, tmp_path):
     assert all(saved.get(step, loss) == loss for step, loss in alone.items())
 
 
-def test_last_job_of_a_chain_announces_no_next(slurm, blackmamba):
-    run, (first, second) = launch(blackmamba, "tiny", "training.tokens=1e9", "--chain", "2")
-    slurm.run("scancel", second)
-    slurm.wait(first, log_of(run, first), until=lambda _: len(losses(run)) >= 2)
-    slurm.run("scancel", "--batch", "--signal=USR1", first)
-    ended = slurm.wait(first, log_of(run, first))
-    text = log_of(run, first).read_text()
-    assert ended["ExitCode"] == "75:0" and "no further job of this run is queued" in text, text
-
-
 def test_a_run_goes_on_without_a_bad_node(slurm, blackmamba):
     if not slurm.namespaces or os.geteuid() != 0:
         pytest.skip("only root can make one node differ from the others")
@@ -127,19 +117,31 @@ def test_a_run_goes_on_without_a_bad_node(slurm, blackmamba):
 
 
 def test_three_kills_do_not_leave_the_allocation(slurm, blackmamba, alone):
-    """A rank before the first checkpoint, the launcher, and a writer or a rank; tests/slurm/storm.py kills more."""
-    run, (job,) = launch(blackmamba, "tiny", *INTERRUPTED, "training.stop_after_steps=40", "checkpoint.every=10")
+    """A rank before the first checkpoint, the launcher, and a writer or a rank; tests/slurm/storm.py kills more.
+
+    The job is the last of a chain, whose next job is cancelled: stopped at last, it announces none.
+    """
+    run, (job, following) = launch(blackmamba, "tiny", *INTERRUPTED, "checkpoint.every=10", "--chain", "2")
+    slurm.run("scancel", following)
     log = log_of(run, job)
-    slurm.wait(job, log, until=lambda _: bool(losses(run)))
-    assert newest(run) == 0 and kill(ranks(slurm, job, 1))
-    slurm.wait(job, log, until=lambda _: tries(run, job) == 2 and newest(run) >= 10)
+
+    def wait(until):
+        slurm.wait(job, log, until=lambda _: until())
+
+    wait(lambda: bool(losses(run)))
+    wait(lambda: kill(ranks(slurm, job, 1)))
+    wait(lambda: tries(run, job) == 2 and newest(run) >= 10)
     assert "rank 1 was the first (Killed)" in log.read_text()
-    assert kill(launchers(slurm, job))
-    slurm.wait(job, log, until=lambda _: tries(run, job) == 3 and newest(run) >= 20)
-    assert kill(writers(slurm, job) or ranks(slurm, job, 0))
-    ended = slurm.wait(job, log)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), log.read_text()
-    assert losses(run) == alone
+    wait(lambda: kill(launchers(slurm, job)))
+    saved = newest(run)
+    wait(lambda: tries(run, job) == 3 and newest(run) > saved)
+    wait(lambda: kill(writers(slurm, job) or ranks(slurm, job, 0)))
+    wait(lambda: newest(run) >= len(alone))
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    ended, text = slurm.wait(job, log), log.read_text()
+    assert (ended["ExitCode"], ended["Restarts"]) == ("75:0", "0"), text
+    assert "no further job of this run is queued" in text, text
+    assert {step: losses(run)[step] for step in alone} == alone
 
 
 def test_failures_before_the_first_save_requeue_the_job(slurm, blackmamba):
