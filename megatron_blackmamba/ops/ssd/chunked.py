@@ -83,8 +83,8 @@ def _gradients(
     inputs: Inputs, start: Tensor, grad_y_BLHP: Tensor, grad_state_BHPN: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the gradients of a segment's inputs, and of the state before it; nothing else of the segment stays."""
-    leaves = {name: _leaf(x) for name, x in inputs._asdict().items()}
-    start = _leaf(start)
+    leaves: dict[str, Any] = {name: _leaf(x) for name, x in inputs._asdict().items()}
+    start = start.detach().requires_grad_()
     with torch.enable_grad():
         outputs = _segment(Inputs(**leaves), start)
     wanted = {name: x for name, x in leaves.items() if _has_gradient(x)}
