@@ -83,7 +83,8 @@ def answers(op, **changed):
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 def test_every_tensor_argument_is_tried(op):
-    tensors = {name for name, p in inspect.signature(op).parameters.items() if "Tensor" in str(p.annotation)}
+    annotations = {name: str(p.annotation) for name, p in inspect.signature(op).parameters.items()}
+    tensors = {name for name, what in annotations.items() if "Tensor" in what and "Callable" not in what}
     assert tensors - INTEGERS == set(OPS[op][1])
 
 
