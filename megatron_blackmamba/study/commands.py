@@ -18,6 +18,9 @@ from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.results import collect, grouped, to_json
 from megatron_blackmamba.study.runs import Cell, Study
 
+SHOWN = ("model", "size", "validation loss", "experts balanced", "training loss", "tokens/s")
+"""Columns of the table on the terminal."""
+
 
 @dataclass(frozen=True)
 class HowToRun:
@@ -97,10 +100,10 @@ def write_page(study: Study, png: Path | None = None) -> Path:
 
 
 def show(runs: Sequence, ablations: Sequence, page: Path) -> None:
-    """Print the table of results."""
-    table = Table(*COLUMNS)
+    """Print the results; the table fits a terminal of 80 columns, and the page has the other columns."""
+    table = Table(*SHOWN, box=None, pad_edge=False, header_style="dim")
     for cells in [*rows(runs), *rows(ablations)]:
-        table.add_row(*cells)
+        table.add_row(*(cells[COLUMNS.index(column)] for column in SHOWN))
     console = Console()
     if runs:
         console.print(table)

@@ -13,6 +13,7 @@ import yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.plan import flops, parameters
 from megatron_blackmamba.study import StudyError, corpus
+from megatron_blackmamba.study.commands import show
 from megatron_blackmamba.study.config import read_study, shipped
 from megatron_blackmamba.study.page import render
 from megatron_blackmamba.study.pictures import write_pictures
@@ -118,6 +119,14 @@ def test_corpus_is_deduplicated_and_split_by_document(tmp_path):
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_studies_are_read(name):
     assert read_study(name).about
+
+
+def test_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [result("transformer_moe", seed, 4.2 + seed / 10) for seed in (1, 2)]
+    show(grouped(runs, "run"), [], "study.html")
+    table = capsys.readouterr().out
+    assert "transformer_moe" in table and "4.350 ± 0.635" in table and "…" not in table
 
 
 def test_wrong_studies_are_one_line(tmp_path):
