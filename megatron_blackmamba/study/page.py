@@ -1,6 +1,7 @@
 """The page of a study, and its table for terminals."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from datetime import datetime
 from html import escape
@@ -9,7 +10,7 @@ import numpy as np
 
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, short
-from megatron_blackmamba.study.results import Group, Result, grouped
+from megatron_blackmamba.study.results import Group, Result, grouped, half_interval
 from megatron_blackmamba.study.runs import Study
 
 COLUMNS = (
@@ -25,6 +26,7 @@ def render(study: Study, results: Sequence[Result], total: int) -> str:
     sections = [
         _against(runs),
         _table("Results", runs, "Means over the seeds, ± the 95% confidence interval of the mean."),
+        _differences(runs),
         html.section("Validation loss over training", _curves(runs), "Each line is one seed."),
         _ablations(study, results),
         html.section("Expert balance by layer", _balance(runs), "Busiest expert over the mean; 1 is perfect balance."),
@@ -57,8 +59,12 @@ def rows(groups: Sequence[Group]) -> list[list[str]]:
 
 
 def _with_interval(group: Group, field: str) -> str:
-    interval = group.interval(field)
-    return f"{group.mean(field):.3f}" + ("" if interval is None else f" ± {interval:.3f}")
+    return _mean_of([getattr(result, field) for result in group.results])
+
+
+def _mean_of(values: Sequence[float], sign: str = "") -> str:
+    interval = half_interval(values)
+    return f"{statistics.fmean(values):{sign}.3f}" + ("" if interval is None else f" ± {interval:.3f}")
 
 
 def _progress(done: int, total: int) -> str:
@@ -82,6 +88,22 @@ def _against(runs: Sequence[Group]) -> str:
 
 def _table(title: str, groups: Sequence[Group], words: str) -> str:
     return f"<section><h2>{title}</h2><p>{escape(words)}</p>{html.table(COLUMNS, rows(groups))}</section>"
+
+
+def _differences(runs: Sequence[Group]) -> str:
+    """Compare the first variant with the others seed by seed, which leaves out what a seed does to all of them."""
+    cells = []
+    for other in runs:
+        first = next(group for group in runs if group.size == other.size)
+        values = first.differences(other, "validation")
+        if other is not first and values:
+            by_seed = ", ".join(f"{value:+.3f}" for value in values)
+            cells.append([f"{first.group} − {other.group}", other.size, _mean_of(values, "+"), by_seed])
+    if not cells:
+        return ""
+    table = html.table(("models", "size", "difference", "of each seed"), cells)
+    words = "Validation loss of the first model less that of the other, ± the 95% confidence interval of the mean."
+    return f"<section><h2>Differences by seed</h2><p>{words}</p>{table}</section>"
 
 
 def _curves(runs: Sequence[Group]) -> list[str]:

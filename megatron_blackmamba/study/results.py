@@ -83,6 +83,13 @@ def _busiest(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {}
 
 
+def half_interval(values: Sequence[float]) -> float | None:
+    """Return half of the 95% confidence interval of the mean by Student's t; None from one value."""
+    if len(values) < 2:
+        return None
+    return T_95.get(len(values), 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+
+
 @dataclass(frozen=True)
 class Group:
     """The runs of a variant or ablation at one size."""
@@ -98,10 +105,12 @@ class Group:
 
     def interval(self, field: str) -> float | None:
         """Return half of the 95% confidence interval of that mean; None from one seed."""
-        values = [getattr(result, field) for result in self.results]
-        if len(values) < 2:
-            return None
-        return T_95.get(len(values), 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+        return half_interval([getattr(result, field) for result in self.results])
+
+    def differences(self, other: "Group", field: str) -> list[float]:
+        """Return this group's values less those of another, for each seed that both have."""
+        others = {result.seed: getattr(result, field) for result in other.results}
+        return [getattr(result, field) - others[result.seed] for result in self.results if result.seed in others]
 
     @property
     def has_balanced(self) -> bool:

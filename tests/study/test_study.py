@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,6 +91,15 @@ def test_confidence_over_seeds_is_student_s(tmp_path):
     text = render(paper(tmp_path), [*results, result("mamba", 1, 2.5, busiest={}), result("x", 1, 2.0, "ablation")], 9)
     assert "2.000 ± 2.484" in text
     assert "5 of 9 runs are finished" in text
+
+
+def test_models_are_compared_by_seed(tmp_path):
+    """Two seeds move both models by 0.5; only the third seed is missing from one."""
+    ours = [result("blackmamba", seed, loss) for seed, loss in ((1, 1.0), (2, 1.5), (3, 9.0))]
+    others = [result("mamba", seed, loss) for seed, loss in ((2, 1.6), (1, 1.2))]
+    text = render(paper(tmp_path), [*ours, *others], 9)
+    cells = re.sub("<[^>]+>", "|", text)
+    assert "|blackmamba − mamba||small||-0.150 ± 0.635||-0.200, -0.100|" in cells
 
 
 def test_charts_of_unfinished_studies_are_drawn(tmp_path):
