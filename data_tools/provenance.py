@@ -1,12 +1,15 @@
 """Find the origin of a document in a shard: its raw file and record, from the manifest alone."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shuffle import document_order
+from megatron_blackmamba.data_tools.streams import file_sha256
 from megatron_blackmamba.formats.shards import ShardManifest, SourceFile
 
 
@@ -40,21 +43,39 @@ def origin(manifest: ShardManifest, place: int) -> Origin:
     return Origin(source.name, record)
 
 
-def places_of(manifest: ShardManifest, file: str, record: int) -> list[int] | None:
-    """Return the places in the shard of a raw record: none if it was skipped. None if the shard has no such file.
+def source_called(file: str, sources: Iterable[SourceFile]) -> SourceFile | None:
+    """Return the raw file of this name among those of a run's shards. Files of equal content are one.
 
-    file: its name in the manifest, or a path that ends with it.
+    file: a name in a manifest, or a path that ends with it. A path to an existing file must lead to that very file.
     """
+    found = {source.sha256: source for source in sources if file == source.name or file.endswith(f"/{source.name}")}
+    if not found:
+        return None
+    path = Path(file)
+    if path.is_file():
+        size = path.stat().st_size
+        same_size = [source for source in found.values() if source.bytes == size]
+        if len(same_size) > 1:
+            same_size = [source for source in same_size if source.sha256 == file_sha256(path)]
+        if not same_size:
+            raise InputError(f"{file}: no shard was made from this file, only from another of its name")
+        return same_size[0]
+    if len(found) > 1:
+        raise InputError(
+            f"{file}: the shards were made from {len(found)} files of this name. Give the path of an existing file"
+        )
+    return next(iter(found.values()))
+
+
+def places_of(manifest: ShardManifest, file: SourceFile, record: int) -> list[int]:
+    """Return the places in the shard of a raw record: none if it was skipped, or the file is in another shard."""
     places: list[int] = []
-    before, known = 0, False
+    before = 0
     for source in manifest.sources:
-        if file == source.name or file.endswith(f"/{source.name}"):
-            known = True
+        if source.sha256 == file.sha256:
             number = _number_of(manifest, source, record)
             places += [] if number is None else [before + number]
         before += source.documents
-    if not known:
-        return None
     if not manifest.shuffled:
         return places
     order = _order(manifest.seed, manifest.shard, manifest.documents)

@@ -11,7 +11,7 @@ from megatron_blackmamba.config import read_saved
 from megatron_blackmamba.data import DataPlan, build, refuse_changed_data
 from megatron_blackmamba.data.datasets import EpochDataset
 from megatron_blackmamba.data_tools.inspection import text_of_ids, tokenizer_of
-from megatron_blackmamba.data_tools.provenance import Origin, origin, places_of
+from megatron_blackmamba.data_tools.provenance import Origin, origin, places_of, source_called
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.shards import Shard
 from megatron_blackmamba.tokenizer import Tokenizer
@@ -109,19 +109,21 @@ class Tracer:
         return sorted(found, key=lambda reading: reading.sample)
 
     def _documents(self, file: str, record: int) -> Iterator[tuple[int, Shard, int]]:
-        known, hits = False, 0
-        for source in range(len(self.plan.train.datasets)):
-            for shard in self._dataset(source).stream.shards:
-                places = places_of(shard.manifest, file, record)
-                known = known or places is not None
-                for place in places or ():
-                    hits += 1
-                    yield source, shard, place
-        if not hits:
-            raise TraceError(
-                f"{file}:{record}: no training document: "
-                + ("the file has no such record, or it was skipped" if known else f"{self.run} has no such raw file")
-            )
+        shards = [
+            (source, shard)
+            for source in range(len(self.plan.train.datasets))
+            for shard in self._dataset(source).stream.shards
+        ]
+        raw = source_called(file, (each for _, shard in shards for each in shard.manifest.sources))
+        places = [
+            (source, shard, place)
+            for source, shard in shards
+            for place in (places_of(shard.manifest, raw, record) if raw else ())
+        ]
+        if not places:
+            why = "the file has no such record, or it was skipped" if raw else f"{self.run} has no such raw file"
+            raise TraceError(f"{file}:{record}: no training document: {why}")
+        yield from places
 
     def _readings_of(self, source: int, shard: Shard, document: int) -> Iterator[Reading]:
         dataset, schedule, end = self._dataset(source), self.plan.train.schedule, self.steps.end
