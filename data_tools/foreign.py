@@ -32,9 +32,9 @@ def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Path:
         raise InputError(f"--dtype {dtype}: choose uint16 or uint32")
     item = stored or (2 if dtype == "uint16" else 4 if dtype else 0)
     ends = _listed_ends(path)
-    if ends is not None and len(ends) and not item:
+    if ends is not None and ends[-1:].any() and not item:
         item = size // int(ends[-1])
-    item = item or token_dtype(tokenizer.vocab_size).itemsize
+    item = item or _guessed_item(path, tokenizer)
     if item not in _STORED or size % item or (ends is not None and (ends[-1:] != size // item).any()):
         listed = f", and its index ends at token {ends[-1]}" if ends is not None and len(ends) else ""
         raise InputError(
@@ -49,6 +49,16 @@ def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Path:
     with atomic_file(beside(prefix, ".idx")) as file:
         write_idx(file, _STORED[item], lengths[lengths > 0])
     return prefix
+
+
+def _guessed_item(path: Path, tokenizer: Tokenizer) -> int:
+    """Return the smallest type that holds the vocabulary, unless the tokens are visibly wider."""
+    item = token_dtype(tokenizer.vocab_size).itemsize
+    if item == 2 and path.stat().st_size % 4 == 0:
+        halves = np.fromfile(path, "<u2", count=1 << 20)
+        if len(halves) >= 16 and halves.any() and not halves[1::2].any():
+            raise InputError(f"{path}: every second 2-byte token is 0, as in 4-byte tokens. Name the type: --dtype")
+    return item
 
 
 def _header(path: Path) -> tuple[int, int]:

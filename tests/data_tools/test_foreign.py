@@ -73,11 +73,23 @@ def test_npy_files_with_a_header_are_copied(tmp_path, documents, tokenizer_file)
     assert same(shard, documents) and not shard.bin_path.samefile(tmp_path / "a.npy")
 
 
+def test_wide_tokens_are_not_read_as_narrow_ones(tmp_path, documents, tokenizer_file):
+    path = tmp_path / "a.npy"
+    np.concatenate(documents).astype("uint32").tofile(path)
+    with pytest.raises(InputError, match="every second 2-byte token is 0"):
+        adopt(path, tokenizer_file)
+    assert same(adopt(path, tokenizer_file, "--dtype", "uint32"), documents)
+
+
 def test_token_files_that_do_not_fit_are_refused(tmp_path, tokenizer):
     (tmp_path / "a.npy").write_bytes(b"\1\0\2")
     with pytest.raises(InputError, match="3 bytes are not a whole number of 2-byte tokens"):
         expose(tmp_path / "a.npy", tokenizer)
     (tmp_path / "b.ds").write_bytes(b"\1\0\2\0")
+    np.array([0], "<u8").tofile(tmp_path / "b.ds.index")
+    with pytest.raises(InputError, match="its index ends at token 0"):
+        expose(tmp_path / "b.ds", tokenizer)
+    (tmp_path / "b.ds.index").unlink()
     with pytest.raises(InputError, match=r"b.ds.index: missing"):
         expose(tmp_path / "b.ds", tokenizer)
     np.array([7], "<u8").tofile(tmp_path / "b.ds.index")
