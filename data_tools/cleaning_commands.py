@@ -178,6 +178,8 @@ def _cleaning(
     if len(paths) < 2:
         raise InputError(f"{paths[0]}: name at least one input and, last, the output folder")
     *inputs, out_dir = paths
+    if "://" in out_dir:
+        raise InputError(f"{out_dir}: this writes to a local folder only. Copy it to object storage afterwards")
     if "-" in inputs:
         raise InputError("standard input (-) can be read only once, but this reads it twice. Give files")
     found = find_sources(inputs, format, match, apart=out_dir, exclude=exclude or ())

@@ -38,7 +38,8 @@ def batches(config: RunConfig, start_sample: int = 0) -> "Iterator[Batch]":
     """
     from megatron_blackmamba import data
 
-    plan = data.build(config.data, vocab_size=config.model.vocab_size, total_samples=config.samples)
+    model = config.model
+    plan = data.build(config.data, vocab_size=model.vocab_size, total_samples=config.samples, eod_reset=model.eod_reset)
     batch = config.training.global_batch
     with data.BatchStream(
         plan.train, start_sample=start_sample, global_batch=batch, micro_batch=batch, workers=config.data.workers

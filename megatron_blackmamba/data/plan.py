@@ -55,15 +55,18 @@ class DataPlan:
         return {"fingerprint": self.fingerprint, **self.record, "planned": {"samples": planned, "sources": takes}}
 
 
-def build(config: DataConfig, *, vocab_size: int, total_samples: int) -> DataPlan:
-    """Open everything a run reads. Takes as long as opening the shards does, whatever they hold."""
+def build(config: DataConfig, *, vocab_size: int, total_samples: int, eod_reset: int | None = None) -> DataPlan:
+    """Open everything a run reads. Takes as long as opening the shards does, whatever they hold.
+
+    eod_reset: The token after which the model resets its state, which must be the one that ends the documents.
+    """
     if total_samples < 1:
         raise DataError(f"a run of {total_samples} samples reads nothing: training.tokens is too small")
     if config.kind == "synthetic":
         if config.mask_first_token:
             raise DataError("data.mask_first_token=true: synthetic data has no documents. Set it to false")
         return _build_synthetic(config, vocab_size, total_samples)
-    return _build_mixture(config, vocab_size, total_samples)
+    return _build_mixture(config, vocab_size, total_samples, eod_reset)
 
 
 def _build_synthetic(config: DataConfig, vocab_size: int, total_samples: int) -> DataPlan:
@@ -87,10 +90,16 @@ def _build_synthetic(config: DataConfig, vocab_size: int, total_samples: int) ->
     )
 
 
-def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int) -> DataPlan:
+def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int, eod_reset: int | None) -> DataPlan:
     mixture = Mixture.read(config.mixture or "")
     opened = [mixture.open_shards(source) for source in mixture.sources]
     check_together(dict(zip(mixture.names, opened, strict=True)), vocab_size)
+    first = opened[0][0][0]  # all shards have one tokenizer
+    if eod_reset not in (None, first.manifest.eod_id):
+        raise DataError(
+            f"model.eod_reset={eod_reset}: documents of {first.prefix} end with token {first.manifest.eod_id}. "
+            f"Set model.eod_reset={first.manifest.eod_id}"
+        )
     streams = [TokenStream.of_shards(shards) for shards, _ in opened]
     prints = [content_fingerprint(shards) for shards, _ in opened]
     schedule = mixture.schedule([stream.tokens for stream in streams], config.sequence_length, tie_break=prints)

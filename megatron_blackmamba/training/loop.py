@@ -215,7 +215,10 @@ class Trainer:
         return self.progress.end_after(self.steps_left * self.config.training.global_batch)
 
     def open_data(self) -> serving.DataPlan:
-        return serving.build(self.config.data, vocab_size=self.config.model.vocab_size, total_samples=self.end_of_data)
+        model = self.config.model
+        return serving.build(
+            self.config.data, vocab_size=model.vocab_size, total_samples=self.end_of_data, eod_reset=model.eod_reset
+        )
 
     def open_batches(self) -> serving.BatchStream:
         return self._stream(self.progress.next_sample)

@@ -7,6 +7,7 @@ import torch
 from megatron_blackmamba.config.run import DataConfig
 from megatron_blackmamba.data import BatchStream, DataError, build, refuse_changed_data
 from megatron_blackmamba.formats.mixture import MixtureError
+from megatron_blackmamba.formats.shards import find_shards
 from tests.data.corpus import VOCAB, data_config, three_sources, write_mixture, write_shard
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -164,6 +165,14 @@ def test_a_plan_beyond_max_epochs_is_refused(mixture):
     plan(mixture, total_samples=70)
     with pytest.raises(DataError, match=r"'c'.*max_epochs is 2"):
         plan(mixture, total_samples=200)
+
+
+def test_reset_at_a_token_that_ends_no_document_is_refused(mixture):
+    eod = find_shards(next(mixture.parent.rglob("*.idx")).parent)[0].manifest.eod_id
+    for right in (None, eod):
+        build(data_config(mixture), vocab_size=VOCAB, total_samples=10, eod_reset=right)
+    with pytest.raises(DataError, match=rf"end with token {eod}. Set model.eod_reset={eod}"):
+        build(data_config(mixture), vocab_size=VOCAB, total_samples=10, eod_reset=eod + 1)
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused(mixture):

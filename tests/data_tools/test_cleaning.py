@@ -120,6 +120,12 @@ def test_every_input_format_is_read(tmp_path):
     assert clean("dedup", tmp_path / "in", tmp_path / "out")["kept"] == 2
 
 
+def test_output_in_object_storage_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(InputError, match="this writes to a local folder only"):
+        clean("dedup", tmp_path / "a.jsonl", "s3://corpus/clean")
+
+
 def test_a_bad_record_stops_the_work(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"body": "bad"}\n')
     with pytest.raises(InputError, match=r"a.jsonl, record 2: missing field"):
