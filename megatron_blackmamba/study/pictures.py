@@ -48,7 +48,10 @@ def _loss(runs: Sequence[Group], axes: Any) -> bool:
     during.xaxis.set_minor_formatter("")
     during.legend(frameon=False)
     after.set_xticks(places, sizes)
-    after.set(xlabel="size", xlim=(-0.5, len(sizes) - 0.5), ylim=during.get_ylim())
+    after.set(xlabel="size", xlim=(-0.5, len(sizes) - 0.5))
+    lows, highs = zip(during.get_ylim(), after.get_ylim(), strict=True)
+    for place in axes:  # one scale for both, which holds the whole of each interval
+        place.set_ylim(min(lows), max(highs))
     several = any(len(group.results) > 1 for group in runs)
     after.set_title("at the end" + (", mean and 95% confidence over seeds" if several else ""), fontsize="medium")
     return True
