@@ -26,6 +26,7 @@ from megatron_blackmamba.kinds.base import (
     Stack,
     Work,
 )
+from megatron_blackmamba.kinds.mlp import GLU_KEEPS
 
 if TYPE_CHECKING:
     import torch
@@ -112,14 +113,13 @@ class Experts(LayerKind):
         return {"router": routers.kind_of(model.router.kind).flops(model), "experts": model.top_k * 6 * D * F, **shared}
 
     def kept(self, at: Sizes) -> int:
-        """Add up the router; the experts' input, gate and up, and product; the shared expert's gate and up, activation
-        and product."""
+        """Add up the router; the experts' input, gate and up, and product; and the shared expert, which is an MLP."""
         D, _, hidden = _sizes(at.model)
         F = hidden // at.expert_tensor
         expert = at.width * (D + 3 * F) + FP32 + INT64
         shared = 0
         if at.model.shared_expert_hidden_size:
-            shared = at.width * 4 * at.model.shared_expert_hidden_size // at.tensor
+            shared = at.width * GLU_KEEPS * at.model.shared_expert_hidden_size // at.tensor
         router = routers.kind_of(at.model.router.kind).kept(at)
         return at.here * router + at.routed * expert + at.whole * shared
 

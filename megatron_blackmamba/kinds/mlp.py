@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from megatron_blackmamba.config import ModelConfig
 
 
+GLU_KEEPS = 5
+"""Numbers that megatron-core's MLP keeps for each hidden unit, on every device.
+
+Gate and up, the activated gate, the product, and a copy of up: megatron-core adds `glu_linear_offset` to it, even a 0.
+"""
+
+
 class MLP(LayerKind):
     letter, name = "-", "dense MLP"
     cut = None
@@ -49,9 +56,9 @@ class MLP(LayerKind):
         return {"mlp": 6 * model.hidden_size * (model.mlp_hidden_size or 0)}
 
     def kept(self, at: Sizes) -> int:
-        """Return the bytes of the input, of gate and up, of the activation, and of the product."""
+        """Return the bytes of the input, and `GLU_KEEPS` numbers for each hidden unit."""
         F = (at.model.mlp_hidden_size or 0) // at.tensor
-        return at.width * (at.here * at.model.hidden_size + at.whole * 4 * F)
+        return at.width * (at.here * at.model.hidden_size + at.whole * GLU_KEEPS * F)
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient."""

@@ -12,6 +12,7 @@ from tests.runtime.ranks import fork_ranks, import_once
 
 MAMBA2 = ["model.pattern=SES", "model.mamba2.head_dim=16", "model.mamba2.state_size=32", "model.mamba2.groups=2"]
 PARALLEL = ["model.pattern=MEMEME", "model.arrangement=parallel"]
+BIG_MLP = ["model.pattern=--", "model.hidden_size=256", "model.mlp_hidden_size=1024"]
 SHAPES = {
     "tiny": ["data.sequence_length=64"],
     "wide": ["model.pattern=MEMEE", "model.hidden_size=160", "model.expert_hidden_size=272", "model.vocab_size=768"],
@@ -35,6 +36,8 @@ MORE = {
     "mamba2": (1, "tiny", MAMBA2),
     "mamba2_tp2": (2, "tiny", [*MAMBA2, "parallel.tensor=2", "training.precision=bf16"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
+    "mlp": (1, "tiny", BIG_MLP),
+    "mlp_tp2": (2, "tiny", [*BIG_MLP, "parallel.tensor=2"]),
 }
 TOP2 = ["model.top_k=2"]
 SHARED = ["model.shared_expert_hidden_size=96"]
@@ -44,6 +47,7 @@ ROUTERS = {
     "top2_ep2": (2, "wide", [*TOP2, "parallel.expert=2"]),
     "experts_float64": (1, "wide", [*TOP2, *SHARED, "model.pattern=EE", "training.precision=fp64"]),
     "shared_tp2": (2, "wide", [*SHARED, "parallel.tensor=2", "parallel.expert_tensor=2"]),
+    "big_shared": (1, "wide", ["model.pattern=EE", "model.shared_expert_hidden_size=1024"]),
     "softmax": (1, "wide", [*TOP2, "model.router.kind=softmax"]),
     "expert_bias": (1, "wide", BIASED),
     "expert_bias_ep2": (2, "deep", [*BIASED, "parallel.expert=2"]),

@@ -29,13 +29,21 @@ def test_model_and_optimizer_bytes_are_predicted_exactly(measured, name):
 
 
 @pytest.mark.parametrize("name", [name for name in cases() if "float64" not in name])  # whose plan is refused
-def test_saved_activations_are_predicted_within_15_percent(measured, name):
+def test_saved_activations_are_predicted_within_6_percent(measured, name):
+    """The plan leaves out small tensors and uneven loads of experts: up to 5 % at these sizes."""
     _, overrides = cases()[name]
     config = load("tiny", overrides)
     predicted = memory.kept(config, 0, config.training.recompute, "cpu") + Activations(config, "cpu").logits()
     for held in measured[name]:
-        close = 0.05 if name in ROUTERS and not library.unavailable() else 0.15
+        close = 0.05 if name in ROUTERS else 0.06
         assert predicted == pytest.approx(held["kept"], rel=close)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp_tp2", "big_shared"])
+def test_what_mlps_keep_is_predicted_within_5_percent(measured, name):
+    config = load("tiny", cases()[name][1])
+    predicted = memory.kept(config, 0, "none", "cpu") + Activations(config, "cpu").logits()
+    assert predicted == pytest.approx(measured[name][0]["kept"], rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "mamba2_tp2"])
