@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_blackmamba.kinds import all_kinds
+from tests.test_architecture import packages_imported
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 CODE = [path for folder in ("megatron_blackmamba", "data_tools") for path in (ROOT / folder).rglob("*.py")]
@@ -38,12 +41,39 @@ def test_worked_example_is_one_file(what):
 
 
 @pytest.mark.parametrize("what", ["layer kind", "router", "optimizer"])
-def test_example_may_move_into_the_package(what):
+def test_example_is_light_and_stands_alone(what):
     file, _ = EXAMPLES[what]
     top = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    imported = " ".join(ast.unparse(node) for node in top)  # the config imports these files, so they must be light
+    imported = " ".join(ast.unparse(node) for node in top)  # they are imported before the config, so they must be light
     assert not re.search(r"torch|megatron\.core|tests\.", imported), imported
     assert "tests." not in (ROOT / file).read_text()
+
+
+@pytest.mark.parametrize("what", ["router", "optimizer"])
+def test_example_may_move_into_the_package(what):
+    file, _ = EXAMPLES[what]
+    assert "megatron.core" not in (ROOT / file).read_text()
+    assert packages_imported(ROOT / file) <= {f"{what}s"}
+
+
+def test_page_says_where_shipped_blocks_are():
+    """The kinds may not import model or megatron-core, so the example's block cannot stand in a file of kinds."""
+    assert "model" in packages_imported(ROOT / EXAMPLES["layer kind"][0])
+    where = {kind.block.partition(":")[0] for kind in all_kinds() if "tests." not in kind.block}
+    assert where == {"megatron_blackmamba.model.specs"}
+    assert re.search(r'`"megatron_blackmamba.model.specs:\w+"`', PAGE)
+
+
+def test_page_names_every_modeling_file_to_edit():
+    places = dict(re.findall(r"^   - `(hf/\w+\.py)`: (.*)$", PAGE, re.MULTILINE))
+    branching = [
+        path for path in sorted((ROOT / "megatron_blackmamba/hf").glob("*.py")) if '"mamba2"' in path.read_text()
+    ]
+    assert sorted(places) == [f"hf/{path.name}" for path in branching]
+    for file, what in places.items():
+        code = (ROOT / "megatron_blackmamba" / file).read_text()
+        for name in re.findall(r"`([\w.]+)`", what):
+            assert re.search(rf"\b{name.rpartition('.')[2]}\b", code), f"{file} has no {name}"
 
 
 def decides_by_name(path):
