@@ -82,7 +82,7 @@ class Cleaning:
         if path.exists():
             found = json.loads(path.read_bytes())
             if found != wanted:
-                different = ", ".join(key for key in wanted if found.get(key) != wanted[key])
+                different = ", ".join(key for key in {**wanted, **found} if found.get(key) != wanted.get(key))
                 raise InputError(
                     f"{self.out_dir}: was made with other {different}: choose another folder, or remove it"
                 )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,6 +91,7 @@ def dedup(
         workers,
         _slurm(slurm, time, memory),
     )
+    task.refuse_other_settings()
     _run(task, stages(task, Similarity(n_grams, buckets, hashes), language), as_json)
 
 
@@ -126,7 +128,7 @@ def decontaminate(
 
     cleaning.require_datatrove()
     from megatron_blackmamba.data_tools.decontamination import ItemIndex, stages
-    from megatron_blackmamba.data_tools.evaluation_items import PAPER_TASKS, read_items
+    from megatron_blackmamba.data_tools.evaluation_items import PAPER_TASKS, contents_of, read_items
 
     names = tuple(against or PAPER_TASKS)
     settings = {"against": list(names), "n_grams": n_grams, "language": language}
@@ -143,7 +145,10 @@ def decontaminate(
         workers,
         _slurm(slurm, time, memory),
     )
-    index = ItemIndex(read_items(names, task_folder), n_grams, language)
+    items = read_items(names, task_folder)
+    task = replace(task, settings={**task.settings, **contents_of(items)})
+    task.refuse_other_settings()
+    index = ItemIndex(items, n_grams, language)
     if not as_json:
         short = f", of which {index.too_short} are too short to look for" if index.too_short else ""
         print(f"looking for {index.items} evaluation items{short}")
@@ -183,7 +188,7 @@ def _cleaning(
     if "-" in inputs:
         raise InputError("standard input (-) can be read only once, but this reads it twice. Give files")
     found = find_sources(inputs, format, match, apart=out_dir, exclude=exclude or ())
-    task = Cleaning(
+    return Cleaning(
         name,
         plan_shards(found.sources, parse_size(part_size)),
         Path(out_dir).absolute(),
@@ -193,8 +198,6 @@ def _cleaning(
         {**settings, "field": list(field or ("text",)), "max_bad": max_bad},
         slurm,
     )
-    task.refuse_other_settings()
-    return task
 
 
 def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:

@@ -1,5 +1,6 @@
 """The texts of evaluation items: from lm-eval's task definitions, or from local files."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,16 @@ def read_items(against: Sequence[str], task_folder: str | None = None) -> list[I
     if not items:
         raise InputError(f"--against {', '.join(against)}: no item found")
     return items
+
+
+def contents_of(items: Sequence[Item]) -> dict[str, str]:
+    """Return the sha256 of the texts of every file or task, by which a change of them is noticed."""
+    hashes: dict[str, Any] = {}
+    for item in items:
+        source, _, number = item.name.rpartition(":")
+        line = json.dumps([number, item.texts]).encode()
+        hashes.setdefault(f"contents of {source}", hashlib.sha256()).update(line)
+    return {source: found.hexdigest() for source, found in hashes.items()}
 
 
 def _from_file(path: str) -> Iterator[Item]:

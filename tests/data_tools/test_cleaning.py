@@ -104,6 +104,17 @@ def test_planted_evaluation_items_are_removed(documents, tmp_path):
         assert words.replace(" ", "") in names[item].lower().replace(" ", "")
 
 
+def test_changed_evaluation_items_are_refused(tmp_path):
+    corpus, items, out = tmp_path / "corpus.jsonl", tmp_path / "items.jsonl", tmp_path / "out"
+    corpus.write_text('{"text": "one two three four five"}\n{"text": "six seven eight nine ten"}\n')
+    items.write_text('{"text": "one two three four"}\n')
+    command = ["decontaminate", corpus, out, "--against", items]
+    assert clean(*command)["removed"] == clean(*command)["removed"] == 1
+    items.write_text('{"text": "six seven eight nine"}\n')
+    with pytest.raises(InputError, match=r"was made with other contents of items.jsonl: choose another folder"):
+        clean(*command)
+
+
 def test_every_input_format_is_read(tmp_path):
     import gzip
 
