@@ -33,7 +33,7 @@ except ImportError:  # said by `require_datatrove`
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = WordTokenizer = object
 
 from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
-from megatron_blackmamba.data_tools.rejects import InputError, RejectLog, Tolerance
+from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.sources import Source
 from megatron_blackmamba.formats import atomic
 
@@ -158,20 +158,47 @@ class RawDocuments(PipelineStep):
     type = "📖 - READER"
     name = "raw documents"
 
-    def __init__(self, parts: Sequence[Sequence[Source]], read: ReadOptions, tolerance: Tolerance) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Source]],
+        read: ReadOptions,
+        tolerance: Tolerance,
+        notes_dir: Path | None = None,
+    ) -> None:
+        """Set up the step; records that do not become documents are noted in `notes_dir`, if it is given."""
         super().__init__()
-        self.parts, self.read, self.tolerance = parts, read, tolerance
+        self.parts, self.read, self.tolerance, self.notes_dir = parts, read, tolerance, notes_dir
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Yield the documents of one part; `metadata` holds the raw file and the record."""
+        with self._notes(rank) as notes:
+            yield from self._documents(rank, notes)
+
+    def _notes(self, rank: int) -> contextlib.AbstractContextManager[Any]:
+        if self.notes_dir is None:
+            return contextlib.nullcontext(io.BytesIO())
+        self.notes_dir.mkdir(parents=True, exist_ok=True)
+        return atomic.atomic_file(self.notes_dir / f"{rank:05d}.skipped")
+
+    def _documents(self, rank: int, notes: Any) -> Iterator[Any]:
         log, parent, records = RejectLog(self.tolerance), os.getppid(), 0
+
+        def note(source: Source, record: int, reason: str, detail: str) -> None:
+            notes.write(_line({"file": source.name, "record": record, "reason": reason, "detail": detail}))
+
+        def reject(source: Source, *bad: Any) -> None:
+            log.add(source.name, source.path, *bad)
+            note(source, *bad)
+
         for source in self.parts[rank]:
-            reader = Reader(source.path, source.format, self.read, lambda *bad, s=source: log.add(s.name, s.path, *bad))
-            for batch in reader.batches():
+            for batch in Reader(source.path, source.format, self.read, partial(reject, source)).batches():
                 if os.getppid() != parent:
                     raise InputError("the program that started this task has ended")
                 records += len(batch.texts)
                 for number, text in zip(batch.numbers, batch.texts, strict=True):
+                    if not text:
+                        note(source, number, EMPTY, "the text has no character")
+                        continue
                     self.stat_update("documents")
                     yield Document(text=text, id=f"{rank}/{number}", metadata={"file": source.name, "record": number})
         log.check(records + log.total)
@@ -240,22 +267,27 @@ def read_notes(folder: Path, suffix: str) -> Iterator[dict[str, Any]]:
             yield from map(json.loads, file)
 
 
-def write_removed(path: Path, rows: Iterator[Sequence[Any]]) -> int:
-    """Write the list of removals, tab-separated with a header; return their number."""
-    count = 0
-    with atomic.atomic_file(path) as file:
+def finish(out_dir: Path, notes_dir: Path, done: Path, removed: Iterator[Sequence[Any]]) -> None:
+    """List the removed documents, then the records that were skipped; leave the counts in `done`."""
+    skipped = (
+        (note["file"], note["record"], note["reason"], "", note["detail"]) for note in read_notes(notes_dir, "skipped")
+    )
+    with atomic.atomic_file(out_dir / REMOVED) as file:
         text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
         table = csv.writer(text, delimiter="\t", lineterminator="\n")
         table.writerow(COLUMNS)
-        for row in rows:
-            table.writerow(row)
-            count += 1
+        counts = {kind: _write_rows(table, rows) for kind, rows in (("removed", removed), ("skipped", skipped))}
         text.detach()
+    kept = sum(json.loads(path.read_bytes()) for path in notes_dir.glob("*.count"))
+    atomic.write_json(done, {"kept": kept, **counts})
+
+
+def _write_rows(table: Any, rows: Iterator[Sequence[Any]]) -> int:
+    count = 0
+    for row in rows:
+        table.writerow(row)
+        count += 1
     return count
-
-
-def kept_documents(notes_dir: Path) -> int:
-    return sum(json.loads(path.read_bytes()) for path in notes_dir.glob("*.count"))
 
 
 def require_datatrove() -> None:

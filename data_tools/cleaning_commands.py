@@ -211,6 +211,8 @@ def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps({**counts, "out_dir": str(task.out_dir), "removed_list": str(task.out_dir / REMOVED)}))
     else:
+        skipped = f", skipped {counts['skipped']:,} records without a text" if counts.get("skipped") else ""
         print(
-            f"{task.out_dir}: kept {counts['kept']:,} documents, removed {counts['removed']:,} ({REMOVED} lists them)"
+            f"{task.out_dir}: kept {counts['kept']:,} documents, removed {counts['removed']:,}{skipped} "
+            f"({REMOVED} lists them)"
         )

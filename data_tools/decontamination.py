@@ -5,19 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.data_tools.cleaning import (
-    REMOVED,
     Cleaning,
     PartWriter,
     RawDocuments,
     RemovalLog,
     SpacedWords,
-    kept_documents,
+    finish,
     read_notes,
-    write_removed,
 )
 from megatron_blackmamba.data_tools.evaluation_items import Item
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.formats import atomic
 
 try:
     from datatrove.pipeline.base import PipelineStep
@@ -101,14 +98,13 @@ class _Listing(PipelineStep):
             for note in read_notes(self.notes_dir, "removed"):
                 yield note["file"], note["record"], "evaluation item", note["item"], note["words"]
 
-        removed = write_removed(self.out_dir / REMOVED, rows())
-        atomic.write_json(self.done, {"kept": kept_documents(self.notes_dir), "removed": removed})
+        finish(self.out_dir, self.notes_dir, self.done, rows())
 
 
 def stages(cleaning: Cleaning, index: ItemIndex) -> list[Any]:
     """Return the executors of both stages in order."""
     notes = cleaning.work / "notes"
-    read = RawDocuments(cleaning.parts, cleaning.read, cleaning.tolerance)
+    read = RawDocuments(cleaning.parts, cleaning.read, cleaning.tolerance, notes)
     drop = _Filter(index, RemovalLog(notes, _found))
     keep = PartWriter(cleaning.out_dir, notes, _nothing)
     first = cleaning.executor("1_documents", [read, drop, keep], len(cleaning.parts))

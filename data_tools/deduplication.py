@@ -9,18 +9,15 @@ from typing import Any
 import numpy as np
 
 from megatron_blackmamba.data_tools.cleaning import (
-    REMOVED,
     Cleaning,
     PartWriter,
     RawDocuments,
     RemovalLog,
     SpacedWords,
-    kept_documents,
+    finish,
     read_notes,
-    write_removed,
 )
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.formats import atomic
 
 try:
     from datatrove.pipeline.base import PipelineStep
@@ -107,8 +104,7 @@ class _Listing(PipelineStep):
                 resembles = kept[note["cluster"]]
                 yield note["file"], note["record"], "near-duplicate", resembles, f"cluster {note['cluster']}"
 
-        removed = write_removed(self.out_dir / REMOVED, rows())
-        atomic.write_json(self.done, {"kept": kept_documents(self.notes_dir), "removed": removed})
+        finish(self.out_dir, self.notes_dir, self.done, rows())
         for folder in ("signatures", "pairs"):  # as large as the text; nothing reads them again
             shutil.rmtree(self.done.parent / folder, ignore_errors=True)
 
@@ -135,7 +131,8 @@ def stages(cleaning: Cleaning, similarity: Similarity, language: str | None = No
     third = cleaning.executor("3_clusters", [join], 1, second)
     drop = _Filter(clusters, RemovalLog(Path(notes), _cluster), load_cluster_ids=True)
     keep = PartWriter(cleaning.out_dir, Path(notes), _cluster_of_kept)
-    fourth = cleaning.executor("4_documents", [read, drop, keep], parts, third)
+    again = RawDocuments(cleaning.parts, cleaning.read, cleaning.tolerance, Path(notes))
+    fourth = cleaning.executor("4_documents", [again, drop, keep], parts, third)
     listing = _Listing(cleaning.out_dir, Path(notes), cleaning.done)
     return [first, second, third, fourth, cleaning.executor("5_removals", [listing], 1, fourth)]
 

@@ -143,6 +143,25 @@ def test_a_bad_record_stops_the_work(tmp_path):
         clean("dedup", tmp_path / "a.jsonl", tmp_path / "out")
 
 
+@pytest.mark.parametrize("verb", ["dedup", "decontaminate"])
+def test_skipped_records_are_listed(verb, tmp_path, run):
+    lines = [*(json.dumps({"s": [{"text": text}]}) for text in ("one", "", "two", 3)), "", "{"]
+    (tmp_path / "a.jsonl").write_text("".join(line + "\n" for line in lines))
+    (tmp_path / "items.jsonl").write_text('{"text": "three or four words"}\n')
+    options = ["--field", "s[].text", "--max-bad", "2", "--part-size", "1KB"]
+    options += ["--against", tmp_path / "items.jsonl"] if verb == "decontaminate" else []
+    out = tmp_path / "clean"
+    counts = clean(verb, tmp_path / "a.jsonl", out, *options)
+    assert (counts["kept"], counts["removed"], counts["skipped"]) == (2, 0, 4)
+    assert [row[:3] for row in rows(out)] == [
+        ["a.jsonl", number, reason]
+        for number, reason in (("4", "not a string"), ("5", "blank"), ("6", "invalid JSON"), ("2", "empty"))
+    ]
+    assert run(out).documents == 2
+    said = CliRunner().invoke(app, ["data", verb, *map(str, (tmp_path / "a.jsonl", out, *options))]).stdout
+    assert "kept 2 documents, removed 0, skipped 4 records without a text (removed.tsv lists them)" in said
+
+
 def lives(group):
     try:
         os.killpg(group, 0)
