@@ -54,18 +54,29 @@ def _from_file(path: str) -> Iterator[Item]:
     for source in find_sources([path]).sources:
         if source.format != "jsonl":
             raise InputError(f"{source.path}: evaluation items must be JSON Lines. Convert the file")
-        for number, record in enumerate(_records(source.path), start=1):
-            yield Item(f"{source.name}:{number}", texts_of(record))
+        for number, line in enumerate(_lines(source.path), start=1):
+            if line.strip():
+                yield Item(f"{source.name}:{number}", _texts_of_line(line, f"{source.path}, line {number}"))
 
 
-def _records(path: str) -> Iterator[Any]:
+def _lines(path: str) -> Iterator[bytes]:
     with InputStream(path) as stream:
         pending = b""
         for block in stream.blocks():
             *lines, pending = (pending + block).split(b"\n")
-            yield from (json.loads(line) for line in lines if line.strip())
-        if pending.strip():
-            yield json.loads(pending)
+            yield from lines
+        yield pending
+
+
+def _texts_of_line(line: bytes, where: str) -> tuple[str, ...]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where}: not JSON ({error}). Write one JSON object a line") from None
+    try:
+        return texts_of(record)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def texts_of(record: Any) -> tuple[str, ...]:
@@ -80,21 +91,63 @@ def _known(record: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return question and right answer as a page would show them. BoolQ's answer is yes or no: nothing to find."""
     keys = record.keys()
     if "text" in keys:  # LAMBADA, and plain text
-        return (record["text"],)
+        return (_string(record, "text"),)
     if {"passage", "question"} <= keys:  # BoolQ
-        return record["passage"], record["question"]
-    if {"goal", "sol1", "sol2", "label"} <= keys:  # PIQA
-        return (f"{record['goal']} {record[('sol1', 'sol2')[int(record['label'])]]}",)
-    if {"sentence", "option1", "option2", "answer"} <= keys:  # WinoGrande
-        answer = record[f"option{record['answer']}"]
-        return (record["sentence"].replace("_", answer),)
-    if {"choices", "label"} <= keys and isinstance(record["choices"], list):  # HellaSwag
-        return (f"{record.get('query', record.get('ctx', ''))} {record['choices'][int(record['label'])]}",)
+        return _string(record, "passage"), _string(record, "question")
+    if {"goal", "sol1", "sol2"} <= keys:  # PIQA
+        return (f"{_string(record, 'goal')} {_right(record, 'label', ('sol1', 'sol2'), first=0)}",)
+    if {"sentence", "option1", "option2"} <= keys:  # WinoGrande
+        return (_string(record, "sentence").replace("_", _right(record, "answer", ("option1", "option2"), first=1)),)
+    if {"choices", "label"} <= keys and keys & {"query", "ctx"}:  # HellaSwag
+        question = _string(record, "query" if "query" in keys else "ctx")
+        return (f"{question} {_listed(record, 'label', 'choices')}",)
     if {"choices", "answerKey"} <= keys:  # ARC, OpenBookQA
-        choices = record["choices"]
-        answer = choices["text"][choices["label"].index(record["answerKey"])]
-        return (f"{record.get('question', record.get('question_stem', ''))} {answer}",)
+        question = _string(record, "question" if "question" in keys else "question_stem")
+        return (f"{question} {_keyed(record)}",)
     return None
+
+
+def _string(record: Mapping[str, Any], key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise InputError(f"`{key}` is {json.dumps(value)[:60]}, not a string. Correct or remove the line")
+    return value
+
+
+def _right(record: Mapping[str, Any], key: str, options: Sequence[str], first: int) -> str:
+    """Return the field among `options` whose number, counted from `first`, stands in the field `key`."""
+    numbers = {str(number): option for number, option in enumerate(options, start=first)}
+    return _string(record, _chosen(record, key, numbers))
+
+
+def _listed(record: Mapping[str, Any], key: str, answers: str) -> str:
+    """Return the item of the list `answers` whose place, counted from 0, stands in the field `key`."""
+    texts = record[answers]
+    if not isinstance(texts, list):
+        raise InputError(f"`{answers}` is {json.dumps(texts)[:60]}, not a list. Correct or remove the line")
+    return _chosen(record, key, {str(number): text for number, text in enumerate(texts)})
+
+
+def _keyed(record: Mapping[str, Any]) -> str:
+    choices = record["choices"]
+    try:
+        named = dict(zip(choices["label"], choices["text"], strict=True))
+    except (KeyError, TypeError, ValueError):
+        raise InputError(
+            "`choices` has no lists `text` and `label` of one length. Correct or remove the line"
+        ) from None
+    return _chosen(record, "answerKey", named)
+
+
+def _chosen(record: Mapping[str, Any], key: str, answers: Mapping[str, Any]) -> str:
+    """Return the right one of `answers`, which the field `key` names."""
+    named = record.get(key)
+    answer = answers.get(str(named))
+    if not isinstance(answer, str):
+        raise InputError(
+            f"`{key}` is {json.dumps(named)[:60]}, which names no answer. Take a split with answers, or remove the line"
+        )
+    return answer
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -233,6 +233,30 @@ def test_question_and_right_answer_are_looked_for(record, texts):
     assert texts_of(record) == texts
 
 
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ('{"text": null}', "`text` is null, not a string"),
+        ('{"passage": 3, "question": "Is it?"}', "`passage` is 3, not a string"),
+        ('{"sentence": "As _ sat", "option1": "he", "option2": "she", "answer": ""}', '`answer` is "", which names no'),
+        ('{"goal": "Cut", "sol1": "a", "sol2": "b", "label": -1}', "`label` is -1, which names no answer"),
+        ('{"goal": "Cut", "sol1": "a", "sol2": "b"}', "`label` is null, which names no answer"),
+        (
+            '{"question": "Why", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": ""}',
+            '`answerKey` is "", which',
+        ),
+        ('{"question": "Why", "choices": ["a"], "answerKey": "A"}', "`choices` has no lists `text` and `label`"),
+        ("[1]", "an evaluation item is a JSON object, not list"),
+        ("text", "not JSON (Expecting value"),
+    ],
+)
+def test_a_bad_item_is_named_with_its_line(line, reason, tmp_path):
+    (tmp_path / "items.jsonl").write_text(f'{{"text": "good"}}\n\n{line}\n')
+    with pytest.raises(InputError) as refused:
+        read_items([str(tmp_path / "items.jsonl")])
+    assert str(refused.value).startswith(f"{tmp_path}/items.jsonl, line 3: {reason}") and "\n" not in str(refused.value)
+
+
 def test_the_paper_s_tasks_are_the_default():
     assert len(PAPER_TASKS) == 8
     evaluation = Path(__file__).resolve().parents[2] / ".." / "shared" / "evaldata"
