@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,9 @@ def _known(record: Mapping[str, Any]) -> tuple[str, ...] | None:
         return (f"{_string(record, 'goal')} {_right(record, 'label', ('sol1', 'sol2'), first=0)}",)
     if {"sentence", "option1", "option2"} <= keys:  # WinoGrande
         return (_string(record, "sentence").replace("_", _right(record, "answer", ("option1", "option2"), first=1)),)
-    if {"choices", "label"} <= keys and keys & {"query", "ctx"}:  # HellaSwag
+    if {"ctx", "endings"} <= keys:  # HellaSwag
+        return (_without_marks(f"{_string(record, 'ctx')} {_listed(record, 'label', 'endings')}"),)
+    if {"choices", "label"} <= keys and keys & {"query", "ctx"}:  # HellaSwag as lm-eval prepares it
         question = _string(record, "query" if "query" in keys else "ctx")
         return (f"{question} {_listed(record, 'label', 'choices')}",)
     if {"choices", "answerKey"} <= keys:  # ARC, OpenBookQA
@@ -148,6 +151,11 @@ def _chosen(record: Mapping[str, Any], key: str, answers: Mapping[str, Any]) -> 
             f"`{key}` is {json.dumps(named)[:60]}, which names no answer. Take a split with answers, or remove the line"
         )
     return answer
+
+
+def _without_marks(text: str) -> str:
+    """Return a HellaSwag text without its marks such as `[header]`, which no page shows."""
+    return " ".join(re.sub(r"\[(header|title|step|substeps)\]", " ", text).split())
 
 
 def _strings(value: Any) -> Iterator[str]:

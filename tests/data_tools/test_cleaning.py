@@ -220,6 +220,7 @@ doc_to_decontamination_query: q
     "record, texts",
     [
         ({"query": "He", "choices": ["runs", "flies"], "label": 1}, ("He flies",)),
+        ({"ctx": "[header] How [title] He", "endings": ["[step] runs", "flies"], "label": "0"}, ("How He runs",)),
         ({"goal": "Cut", "sol1": "with a knife", "sol2": "with water", "label": "0"}, ("Cut with a knife",)),
         ({"sentence": "As _ sat", "option1": "he", "option2": "she", "answer": "2"}, ("As she sat",)),
         ({"question": "Is it?", "passage": "It is.", "label": 1}, ("It is.", "Is it?")),
@@ -241,6 +242,7 @@ def test_question_and_right_answer_are_looked_for(record, texts):
         ('{"sentence": "As _ sat", "option1": "he", "option2": "she", "answer": ""}', '`answer` is "", which names no'),
         ('{"goal": "Cut", "sol1": "a", "sol2": "b", "label": -1}', "`label` is -1, which names no answer"),
         ('{"goal": "Cut", "sol1": "a", "sol2": "b"}', "`label` is null, which names no answer"),
+        ('{"ctx": "He", "endings": ["runs"], "label": ""}', '`label` is "", which names no answer'),
         (
             '{"question": "Why", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": ""}',
             '`answerKey` is "", which',
