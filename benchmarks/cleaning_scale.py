@@ -2,14 +2,14 @@
 
     python -m benchmarks.cleaning_scale FOLDER... [--bytes 1e9] [--workers 2] [--keep FOLDER] [--json]
 
-The text is that of the folders: sources, pages, plain text. Files are read in order of their names and cut at a line's
-end into documents of at most 20,000 characters; a file or a document seen before is left in, as in a crawl. If the
+The text comes from sources, pages and plain text in the folders. Files are read in order of their names. Each is cut at
+the ends of lines into documents of at most 20,000 characters. Repeated files and documents stay, as in a crawl. If the
 folders hold too little, the documents are repeated with 30% of their words drawn from a seeded vocabulary.
 
-seconds       wall time of the command
-cpu_seconds   of all its processes, read twice a second
-peak_gb       largest sum of their memory (PSS: shared pages are counted once), read twice a second
-disk_gb       largest size of its output folder, read every five seconds
+- seconds: wall time of the command.
+- cpu_seconds: CPU time of all its processes, sampled twice a second.
+- peak_gb: largest total memory of these processes, sampled twice a second. Shared pages count once (PSS).
+- disk_gb: largest size of its output folder, sampled every five seconds.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def varied(texts: Sequence[str], seed: int) -> Iterator[str]:
 
 
 def write_corpus(folders: Sequence[Path], out: Path, most_bytes: float) -> dict[str, float]:
-    """Write documents into JSON-lines files until they hold so many bytes of text; return what was written."""
+    """Write documents into JSON-lines files until they hold `most_bytes` of text; return the amounts."""
     out.mkdir(parents=True)
     files = [open(out / f"{i:02d}.jsonl", "w") for i in range(FILES)]  # noqa: SIM115
     written = documents = found = 0
@@ -94,7 +94,7 @@ def write_corpus(folders: Sequence[Path], out: Path, most_bytes: float) -> dict[
 
 
 def measured(command: Sequence[str], work: Path) -> dict[str, float]:
-    """Run a command; return its wall time, CPU time, memory and disk, those of its children included."""
+    """Run a command; return its wall time, CPU time, memory and disk use, with its children."""
     begun = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     cpu: dict[int, float] = {}

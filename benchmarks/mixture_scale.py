@@ -5,7 +5,7 @@
 1. The paper's plan: the shipped mixture with 146,484,375 samples. Six sparse files have the sizes of the six sources
    (1.24 trillion tokens, one document per 1,035 tokens). Measures the time until the first batch, and memory.
 2. Start-up time by number of documents: ten shards with realistic, log-normal document lengths, one epoch. The builders
-   take turns, each in a fresh process; time and memory count from after the imports. megatron-core's builder runs once
+   take turns, each in a fresh process. Time and memory count from after the imports. megatron-core's builder runs once
    without its cache, as for every new seed, length or blend, and once with it.
 3. The deviation of the order from its weights at each of the 146,484,375 prefixes.
 4. One random sample: warm in parts 1 and 2; cold from a file of 1 GB that is not in memory, with the bytes read from

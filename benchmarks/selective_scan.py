@@ -12,8 +12,8 @@ The defaults are one sequence of the 1.5B model, with softplus, skip and gate. P
 On a CPU the peers spend much of their time on new pages that the kernel clears, since PyTorch returns freed memory.
 With --keep-memory they keep it, as our training runs do; the slow peers gain most.
 
-The limit is the time for the exponentials of the scan (N + 2 per channel and token forward, 2 N + 6 forward + backward)
-at the rate of this machine in a loop that does nothing else.
+The limit is the time for the exponentials of the scan, at the rate of this machine in a loop that does nothing else.
+A channel and token needs N + 2 exponentials forward, and 2 N + 6 forward + backward.
 """
 
 from collections.abc import Callable

@@ -44,7 +44,7 @@ def origin(manifest: ShardManifest, place: int) -> Origin:
 
 
 def source_called(file: str, sources: Iterable[SourceFile]) -> SourceFile | None:
-    """Return the raw file of this name among those of a run's shards. Files of equal content are one.
+    """Return the raw file of this name among the sources of a run's shards. Files of equal content are one.
 
     file: a name in a manifest, or a path that ends with it. A path to an existing file must lead to that very file.
     """

@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Past:
-    """What is known of the run behind a model, for the model card."""
+    """Facts about the run that trained a model, for the model card."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Evaluation | None = None

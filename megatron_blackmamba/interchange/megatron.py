@@ -188,7 +188,7 @@ def _run_folder(reader: CheckpointReader) -> RunFolder | None:
 
 
 def _losses(reader: CheckpointReader) -> dict[str, str]:
-    """Return the training loss of the checkpoint's step, and the last validation losses up to it."""
+    """Return the training loss of the checkpoint's step, and the last validation losses before or at it."""
     run = _run_folder(reader)
     if run is None or not run.metrics.exists():
         return {}

@@ -140,22 +140,21 @@ class Mamba(LayerKind):
         """Return the operations of convolution and scan; they run in segments where sequences do not fill the GPU."""
         N = at.model.state_size
         one, states, sums = at.width * cells, FP32 * N * cells, 2 * FP32 * N * cells / BACKWARD_BLOCK
-        slots = KEPT_SLOTS if at.keeps_states else BACKWARD_SLOTS
-        first, second = (share * N * cells for share in slots)
         channels = at.whole * at.context // at.sequence * at.model.inner_size // at.tensor
-        kept = at.width * N * cells / BACKWARD_STEPS
-        forward = [Work(2 * one), Work(5 * one + kept, slots=FORWARD_SLOTS * N * cells)]
-        backward = [Work(8 * one + kept + sums, slots=second), Work(sums), Work(4 * one)]
-        if at.keeps_states and channels < ONE_PASS:
-            backward.append(Work(4 * one, slots=first))
-        if not at.keeps_states:
+        forward_slots = FORWARD_SLOTS * N * cells
+        first, second = (share * N * cells for share in (KEPT_SLOTS if at.keeps_states else BACKWARD_SLOTS))
+        if at.keeps_states:
+            kept = at.width * N * cells / BACKWARD_STEPS
+            forward = Work(5 * one + kept, slots=forward_slots)
+            backward = Work(8 * one + kept + sums, slots=second)
+            of_segments = [Work(4 * one, slots=first)] if channels < ONE_PASS else []
+        else:
             scratch, checkpoints = states / BACKWARD_STEPS, states / SCAN_CHUNK["cuda"]
-            forward[1] = Work(4 * one + checkpoints, slots=FORWARD_SLOTS * N * cells)
-            backward[0] = Work(6 * one + scratch + sums, slots=second)
-            backward.append(Work(5 * one + scratch + 3 * checkpoints, slots=first))
-        if channels < FULL:
-            forward.append(Work(2 * one, slots=FORWARD_SLOTS * N * cells))
-        return forward, backward
+            forward = Work(4 * one + checkpoints, slots=forward_slots)
+            backward = Work(6 * one + scratch + sums, slots=second)
+            of_segments = [Work(5 * one + scratch + 3 * checkpoints, slots=first)]
+        first_pass = [Work(2 * one, slots=forward_slots)] if channels < FULL else []
+        return [Work(2 * one), forward, *first_pass], [backward, Work(sums), Work(4 * one), *of_segments]
 
     def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
         D, I, N, K, R = _sizes(model)

@@ -108,7 +108,7 @@ class Group:
         return half_interval([getattr(result, field) for result in self.results])
 
     def differences(self, other: "Group", field: str) -> list[float]:
-        """Return this group's values less those of another, for each seed that both have."""
+        """Return this group's value minus the other group's, for each seed that both have."""
         others = {result.seed: getattr(result, field) for result in other.results}
         return [getattr(result, field) - others[result.seed] for result in self.results if result.seed in others]
 
