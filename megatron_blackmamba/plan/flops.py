@@ -13,8 +13,11 @@ from megatron_blackmamba.kinds import layers_of
 
 BACKWARD = 2
 HEAD = "head"
-PAPER = {"BlackMamba 340M/1.5B": 6.4e20, "BlackMamba 630M/2.8B": 1.2e21, "Mamba 343M": 8.0e20}
-"""Training FLOPs in the paper's table of results."""
+PAPER = {(1152, 15, 15, 3072): 6.4e20, (1472, 18, 18, 3872): 1.2e21, (1152, 34, 0, None): 8.0e20}
+"""Training FLOPs in the paper's table of results: BlackMamba 340M/1.5B, BlackMamba 630M/2.8B and Mamba 343M.
+
+A key is the hidden size, the number of Mamba layers, the number of expert layers and the experts' hidden size.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,7 @@ def paper_formula(model: ModelConfig, tokens_per_step: int) -> PaperFormula | No
 
 def published(config: RunConfig) -> float | None:
     """Return the paper's training FLOPs of this model for 300B tokens, or None for other models."""
-    shapes = {
-        (1152, "ME" * 15, 3072): "BlackMamba 340M/1.5B",
-        (1472, "ME" * 18, 3872): "BlackMamba 630M/2.8B",
-        (1152, "M" * 34, None): "Mamba 343M",
-    }
-    model = config.model
-    name = shapes.get((model.hidden_size, model.pattern, model.expert_hidden_size))
-    return PAPER[name] if name and config.training.tokens == 300_000_000_000 else None
+    model, formula = config.model, paper_formula(config.model, config.tokens_per_step)
+    routed = sum(kind.routed for kind in layers_of(model.pattern))
+    shape = (model.hidden_size, model.layers - routed, routed, model.expert_hidden_size)
+    return PAPER.get(shape) if formula and config.training.tokens == 300_000_000_000 else None

@@ -1,8 +1,5 @@
 """A kind of layer in one file of its own goes the whole way; one that leaves a question open is refused."""
 
-import ast
-from pathlib import Path
-
 import pytest
 
 from megatron_blackmamba import kinds
@@ -10,9 +7,6 @@ from tests.kinds.running_mean import RunningMean
 from tests.runtime.ranks import run_script
 
 pytestmark = pytest.mark.xdist_group("new_kind")  # its processes start once, not once a worker
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "megatron_blackmamba"
 
 
 @pytest.fixture(scope="module")
@@ -77,24 +71,3 @@ def test_registry_refuses_letters_of_two_characters():
 def test_unknown_letters_name_the_known():
     with pytest.raises(ValueError, match=r"model.pattern=Z: no such kind. Choose one of .*E, .*M"):
         kinds.kind_of("Z")
-
-
-def compares_letters(path):
-    """Yield the lines of a file that decide by a letter of the pattern."""
-    letters = {kind.letter for kind in kinds.all_kinds()}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "count":
-            sides = [node.func.value, *node.args]
-        else:
-            continue
-        text = " ".join(ast.unparse(side) for side in sides)
-        constants = {side.value for side in sides if isinstance(side, ast.Constant)}
-        if constants & letters and ("letter" in text or "pattern" in text):
-            yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
-
-
-def test_no_file_compares_letters():
-    files = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "kinds"]
-    assert [line for path in files for line in compares_letters(path)] == []

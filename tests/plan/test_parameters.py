@@ -84,6 +84,8 @@ def test_flops_beside_the_papers(run, gflop, ours, repaired, printed, table):
     assert 3 * 3e11 * paper.repaired == pytest.approx(repaired, rel=5e-3)
     assert 3 * 3e11 * paper.printed == pytest.approx(printed, rel=5e-3)
     assert flops.published(config) == table
+    fewer = load(run, ["model.pattern=MEM"])
+    assert flops.published(fewer) is None
     assert table == pytest.approx(3 * 3e11 * paper.repaired, rel=0.06)  # the repaired formulas explain the table
 
 
@@ -91,6 +93,9 @@ def test_paper_formula_covers_only_the_paper_models():
     config = load("tiny", ['model.pattern="*E"'])
     assert flops.paper_formula(config.model, 2048) is None
     assert flops.published(config) is None
+    as_wide = load("blackmamba_1.5b", ["model.pattern=" + "SE" * 15])  # the paper's sizes, of layers it does not have
+    assert flops.published(as_wide) is None
+    assert flops.published(load("mamba_343m")) == 8.0e20
 
 
 def test_recomputing_layers_repeats_all_but_the_head():

@@ -1,0 +1,130 @@
+"""Only the files of `kinds/` know what a letter of the pattern means, or what a kind is called.
+
+Any constant that is a letter, a run of letters or the name of a kind counts, wherever it is written: in a comparison, a
+set, a `match`, a key. `*` and `-` are common characters; they count where code decides by them.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_blackmamba import kinds
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_blackmamba"
+LETTERS = {kind.letter for kind in kinds.all_kinds()}
+NAMES = {kind.name for kind in kinds.all_kinds()}
+QUESTIONS = {"count", "endswith", "find", "get", "index", "pop", "startswith"}
+"""Methods of strings and dicts that answer for the constant in them."""
+ALLOWED = {
+    ("config/spellings.py", "M"): "a million",
+    ("data_tools/progress.py", "M"): "a million",
+    ("report/charts.py", "M"): "a million",
+    ("evaluation/paper.py", "Mamba"): "a row of the paper's table",
+    ("ops/decoding.py", "E"): "an axis of a C++ argument",
+    ("ops/sinkhorn/cpu.py", "E"): "an axis of a C++ argument",
+    ("ops/sinkhorn/triton.py", "E"): "an axis of a kernel's argument",
+    ("ops/selective_scan/triton_forward.py", "S"): "an axis of a kernel's argument",
+    ("data_tools/cleaning_commands.py", "-"): "standard input",
+    ("inference/commands.py", "-"): "standard input",
+    ("interchange/commands.py", "-"): "the start of an option",
+    ("launch/job.py", "-"): "the start of an option",
+    ("training/metrics/base.py", "*"): "a wildcard in a metric's name",
+}
+"""Constants that mean something else, with what they mean."""
+
+
+def decides(tree: ast.AST) -> set[int]:
+    """Return the ids of the constants that code compares, matches or looks up with."""
+    roots: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            roots += [node.left, *node.comparators]
+        elif isinstance(node, ast.match_case):
+            roots.append(node.pattern)
+        elif isinstance(node, ast.Dict):
+            roots += [key for key in node.keys if key is not None]
+        elif isinstance(node, ast.Set):
+            roots.append(node)
+        elif isinstance(node, ast.Subscript):
+            roots.append(node.slice)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in QUESTIONS:
+            roots += [node.func.value, *node.args]
+    return {id(node) for root in roots for node in below(root)}
+
+
+def below(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and its parts, but not the parts of a call, which decide nothing by themselves."""
+    yield node
+    if not isinstance(node, ast.Call):
+        for part in ast.iter_child_nodes(node):
+            yield from below(part)
+
+
+def letters_in(source: str) -> list[tuple[int, str]]:
+    """Return the lines and constants that name a kind of layer."""
+    tree = ast.parse(source)
+    deciding = decides(tree)
+    found = []
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value):
+            continue
+        text = node.value
+        plain = not any(character.isalpha() for character in text)
+        if (text in NAMES or set(text) <= LETTERS) and (not plain or id(node) in deciding):
+            found.append((node.lineno, text))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    """(file, constant) -> lines, for the package without `kinds/` and the modeling files that every export contains."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for folder in (PACKAGE, PACKAGE / "data_tools"):
+        for path in folder.rglob("*.py"):
+            name = path.relative_to(PACKAGE).as_posix()
+            if not name.startswith(("kinds/", "hf/")):
+                for line, text in letters_in(path.read_text()):
+                    places.setdefault((name, text), []).append(line)
+    return places
+
+
+def test_no_file_decides_by_a_letter(found):
+    assert {place: lines for place, lines in found.items() if place not in ALLOWED} == {}
+
+
+def test_every_allowed_constant_is_still_there(found):
+    assert [place for place in ALLOWED if place not in found] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'letter == "M"',
+        'letter != "M"',
+        'letter in ("M", "*")',
+        'letter in ["-"]',
+        'letter in {"*"}',
+        'letter in "ME"',
+        '"*" in pattern',
+        'pattern.count("E")',
+        'pattern.count("*")',
+        'pattern.startswith("-")',
+        'COST = {"*": 3}[letter]',
+        'COST.get("*")',
+        'COST["-"]',
+        'kind.name == "dense MLP"',
+        'kind.name in ("Mamba", "Mamba-2")',
+        'MOE = "E"\nletter == MOE',
+        'SHAPES = {(1152, "ME" * 15): 1}',
+        'match letter:\n    case "*" | "-":\n        pass',
+        'match layer:\n    case {"kind": "*"}:\n        pass',
+    ],
+)
+def test_every_way_to_decide_is_found(source):
+    assert letters_in(source)
+
+
+def test_text_that_happens_to_hold_a_letter_is_ignored():
+    assert not letters_in('"""M: Mamba."""\nprint("-", *folder.glob("*"), "An E here")')
