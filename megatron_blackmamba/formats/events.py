@@ -87,6 +87,17 @@ class Kernels(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutingDependsOnLayout(Event):
+    """Another layout of this run would choose other experts in training."""
+
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return f"note: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
     """The run continues from a checkpoint."""
 

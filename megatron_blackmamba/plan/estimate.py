@@ -219,6 +219,7 @@ def _placed_as_json(placed: Placed, config: RunConfig) -> dict[str, Any]:
             "fits": placed.fits,
             "refused": list(placed.refused),
             "advice": placed.advice,
+            "routing": layout.routing(config, placed.gpus),
             "fitting_nodes": list(placed.fitting_nodes),
             "suggestions": [candidate.as_json(config) for candidate in placed.suggestions],
         }

@@ -109,6 +109,8 @@ def _show_placed(plan: Plan, placed: Placed, console: Console) -> None:
     )
     nodes = ", ".join(map(str, placed.fitting_nodes)) or "none near"
     console.print(f"Nodes on which this layout works: {nodes}", highlight=False)
+    if reason := layout.routing(config, placed.gpus):
+        console.print(f"Note: {reason}", highlight=False, markup=False)
     if placed.memory:
         console.print(_memory(placed), _traffic(placed), _parts(placed), _time(plan, placed))
     if placed.strong_scaling:

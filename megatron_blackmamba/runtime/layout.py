@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import kinds, routers
 from megatron_blackmamba.config import ParallelConfig, RunConfig
 
 SHORTEST_PART = 8192
@@ -55,6 +55,17 @@ def check(config: RunConfig, world_size: int) -> None:
     wrong = problems(config, world_size)
     if wrong:
         raise LayoutError("\n".join([*wrong, advice(config, world_size)]))
+
+
+def routing(config: RunConfig, world_size: int) -> str:
+    """Return why the choice of experts in training differs from that on one rank; empty if it does not."""
+    model, parallel = config.model, config.parallel
+    if not kinds.routes(model.pattern):
+        return ""
+    answer = routers.kind_of(model.router.kind).layouts(model)
+    data, replica = data_parallel_size(parallel, world_size), parallel.tensor * parallel.context
+    ranks = {"rank": replica, "data": data}.get(model.router.scope, data * replica)
+    return answer.reason if isinstance(answer, routers.Cannot) and ranks > 1 else ""
 
 
 def check_world(parallel: ParallelConfig, world_size: int) -> None:

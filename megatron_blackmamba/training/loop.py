@@ -162,6 +162,8 @@ class Trainer:
                 self.checkpoints.load_weights(weights)
             steps, tokens = self.config.steps, self.config.tokens_per_step
             self.event(events.Started(steps=steps, tokens_per_step=tokens, weights_from=weights))
+        if reason := layout.routing(self.config, self.world.size):
+            self.event(events.RoutingDependsOnLayout(reason=reason))
         if device.has_cuda():
             problem = backends.why_not("megatron_blackmamba.ops", "triton_support") or ""
             self.event(events.Kernels(in_use=backends.in_use(), problem=problem))

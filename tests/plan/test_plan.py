@@ -239,6 +239,15 @@ def test_the_table_tells_what_the_json_tells(monkeypatch):
         assert expected in done.output
 
 
+def test_routing_that_depends_on_the_layout_is_noted(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    arguments = ["tiny", "--nodes", "1", "--gpus-per-node", "2", "parallel.tensor=2"]
+    done = CliRunner().invoke(app, ["plan", *arguments, "model.router.scope=rank"])
+    assert "Note: model.router.scope=rank balances the tokens of each rank apart" in done.output
+    assert "rank balances" in plan(*arguments, "model.router.scope=rank")[0]["layout"]["routing"]
+    assert "Note:" not in CliRunner().invoke(app, ["plan", *arguments]).output
+
+
 def test_data_that_training_would_refuse_are_refused_here(tmp_path):
     path = three_sources(tmp_path)
     overrides = ["data.kind=mixture", f"data.mixture={path}", "data.sequence_length=16"]

@@ -106,3 +106,24 @@ def test_every_layout_it_proposes_passes_its_own_check(processes, batch, micro, 
         assert layout.micro_batches(changed, processes) >= 1
     if not layout.problems(config, processes):
         assert layout.nearest(config, processes)[0].overrides(config) == ""
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "named"),
+    [
+        (2, ["model.router.scope=rank", "parallel.tensor=2"], "parallel.tensor"),
+        (
+            2,
+            ["model.router.scope=rank", "model.pattern=SESE", "model.mamba2.head_dim=16", "parallel.context=2"],
+            "rank",
+        ),
+        (2, ["model.router.scope=rank"], ""),
+        (2, ["model.router.scope=data"], "data-parallel ranks"),
+        (1, ["model.router.scope=data"], ""),
+        (2, ["parallel.tensor=2"], ""),
+        (2, ["model.router.scope=rank", "model.pattern=MMMM", "parallel.tensor=2"], ""),
+    ],
+)
+def test_routing_that_depends_on_the_layout_is_named(processes, overrides, named):
+    reason = layout.routing(load("tiny", overrides), processes)
+    assert named in reason and bool(reason) == bool(named)

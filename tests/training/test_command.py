@@ -67,7 +67,7 @@ def train(tmp_path):
 
 def test_tiny_run_stops_and_resumes_on_two_processes(train, tmp_path):
     run = RunFolder(tmp_path / "run")
-    terminal = train()
+    terminal = train("model.router.scope=data")
     wait_until(lambda: len(losses(tmp_path)) >= 30, Command(terminal.process, lambda: terminal.shown))
     terminal.process.send_signal(signal.SIGUSR1)
     assert terminal.wait() == 75, terminal.shown
@@ -81,11 +81,12 @@ def test_tiny_run_stops_and_resumes_on_two_processes(train, tmp_path):
         "Samples by source",
         "ETA",
         "stops on request",
+        "note: model.router.scope=data balances",
     ):
         assert wanted in terminal.shown, terminal.shown
     assert "Warning" not in terminal.shown and "Traceback" not in terminal.shown
 
-    terminal = train(f"training.stop_after_steps={stopped + 3}")
+    terminal = train("model.router.scope=data", f"training.stop_after_steps={stopped + 3}")
     assert terminal.wait() == 0, terminal.shown
     assert f"resumes after step {stopped}" in terminal.shown and not run.done.exists()  # tokens are left
     curve = losses(tmp_path)
