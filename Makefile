@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# One worker more than cores, since Slurm's tests mostly wait; more than four are no faster.
+CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+TEST_PROCESSES ?= $(shell test $(CORES) -lt 3 && expr $(CORES) + 1 || echo 4)
 
 .PHONY: install test check bench docs quickstart clean help otherpython
 
@@ -32,7 +35,7 @@ quickstart: install
 	$(BIN)/blackmamba quickstart $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest -n $${TEST_PROCESSES:-2} --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: install
 	$(BIN)/ruff format --check .

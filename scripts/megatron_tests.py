@@ -49,6 +49,7 @@ LEFT_OUT = {
     "data/test_preprocess_data.py": "downloads a tokenizer",
 }
 HERE = Path(__file__).resolve().parent
+START = 300  # seconds until the first test begins, on a busy machine
 PASSED, SKIPPED, FAILED, HUNG = "passed", "skipped", "failed", "hung"
 
 
@@ -161,12 +162,14 @@ def run_ranks(work, name, skip, only, options, deadline) -> dict[str, list[str]]
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(work), str(HERE)]),
-        "MEGATRON_TESTS": json.dumps({"news": str(news), "skip": skip, "only": only, "left_out": list(LEFT_OUT)}),
     }
-    base = work / "temporary"
-    shutil.rmtree(base, ignore_errors=True)
+    temporary = work / "temporary"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    orders = {"news": str(news), "temporary": str(temporary), "skip": skip, "only": only, "left_out": list(LEFT_OUT)}
+    common["MEGATRON_TESTS"] = json.dumps(orders)
     command = [sys.executable, str(HERE / "megatron_tests_plugin.py"), "-q", "-p", "no:cacheprovider"]
-    command += ["-p", "megatron_tests_plugin", f"--basetemp={base}", "-o", "addopts=", f"tests/unit_tests/{name}"]
+    command += ["-p", "megatron_tests_plugin", "-o", "addopts=", f"tests/unit_tests/{name}"]
     with open(news / "ranks.log", "wb") as log:
         ranks = subprocess.Popen(
             command, cwd=work, env=os.environ | common, stdout=log, stderr=log, start_new_session=True
@@ -192,7 +195,7 @@ def wait(ranks: subprocess.Popen, news: Path, deadline: float, patience: float) 
         written = sum(file.stat().st_size for file in news.glob("*.jsonl"))
         if written != size:
             last, size = now, written
-        if now > deadline or now > last + patience:
+        if now > deadline or now > last + (patience if size else START):
             return True
     return False
 
@@ -222,8 +225,7 @@ def merge(news: Path, ranks: int, hung: bool) -> dict[str, list[str]]:
             kinds = {outcome for outcome, _ in of_test.values()}
             outcomes[test] = [PASSED if PASSED in kinds else SKIPPED, next(why for _, why in of_test.values())]
     if not begun:
-        logs = [file for file in (news / "ranks.log", news / "0.log") if file.exists()]
-        log = [line for file in logs for line in file.read_text(errors="replace").splitlines()]
+        log = (news / "ranks.log").read_text(errors="replace").splitlines()
         outcomes["collection"] = [FAILED, next((line for line in reversed(log) if "Error" in line), "no test ran")]
     return outcomes
 

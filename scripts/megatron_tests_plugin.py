@@ -2,7 +2,7 @@
 
 megatron-core sees only the patches that the project installs. What the tests themselves ask of CUDA (is there one, how
 many, tensors with device="cuda", the nccl backend) is answered here, and only where the caller is a test.
-Run as a program it imports megatron once and forks the ranks.
+Run as a program it imports megatron and collects the tests once, then forks the ranks.
 """
 
 import faulthandler
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import types
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ utils = importlib.import_module("megatron.core.utils")
 utils.is_te_min_version = lambda *_args, **_kwargs: False  # it raises TypeError without Transformer Engine
 
 ORDERS = json.loads(os.environ["MEGATRON_TESTS"])
+PATIENCE = timedelta(minutes=10)
 
 
 def called_by_a_test() -> bool:
@@ -62,6 +64,7 @@ def answer_tests(name: str, answer):
 answer_tests("is_available", True)
 answer_tests("device_count", 8)
 answer_tests("get_device_capability", (8, 0))
+answer_tests("set_device", None)
 answer_tests("empty_cache", None)
 answer_tests("reset_peak_memory_stats", None)
 
@@ -73,7 +76,13 @@ init_process_group = torch.distributed.init_process_group
 
 
 def with_gloo(backend=None, *args, **kwargs):
+    kwargs["timeout"] = PATIENCE
     return init_process_group("gloo" if backend in (None, "nccl") else backend, *args, **kwargs)
+
+
+# The tests give their ranks one minute to meet, which is short for eight processes on a busy machine.
+set_timeout = torch.distributed.Store.set_timeout
+torch.distributed.Store.set_timeout = lambda store, _timeout: set_timeout(store, PATIENCE)
 
 
 torch.distributed.init_process_group = with_gloo
@@ -122,25 +131,28 @@ def pytest_runtest_logreport(report):
         tell(report.nodeid, outcome=report.outcome, why=why)
 
 
-def fork_ranks(count: int, arguments: list[str]) -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # to the whole process group: where does each rank wait?
-    for rank in range(count):
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Fork the ranks once the tests have been collected; each runs all of them."""
+    for rank in range(int(os.environ["WORLD_SIZE"])):
         if os.fork() == 0:
-            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-            log = os.open(Path(ORDERS["news"]) / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            stacks = os.open(Path(ORDERS["news"]) / f"{rank}.stacks", os.O_WRONLY | os.O_CREAT)
-            faulthandler.register(signal.SIGUSR1, stacks)
-            code = pytest.main(arguments)
-            sys.stdout.flush()
-            os._exit(code)
-    for _ in range(count):
-        os.wait()
+            become(rank, session.config)
+            return
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(os.environ["WORLD_SIZE"]))]
+    os._exit(max(codes))
+
+
+def become(rank: int, config: pytest.Config) -> None:
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    if "tests.unit_tests.test_utilities" in sys.modules:
+        sys.modules["tests.unit_tests.test_utilities"].Utils.rank = rank
+    own = Path(ORDERS["temporary"]) / str(rank)  # the tests share folders above it
+    config._tmp_path_factory._given_basetemp = own
+    stacks = os.open(Path(ORDERS["news"]) / f"{rank}.stacks", os.O_WRONLY | os.O_CREAT)
+    faulthandler.register(signal.SIGUSR1, stacks)
 
 
 if __name__ == "__main__":
-    import megatron_tests_plugin as plugin  # under the name by which pytest finds it
-
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to the whole process group to ask where each rank waits
     importlib.import_module("megatron.training.training")
-    plugin.fork_ranks(int(os.environ["WORLD_SIZE"]), sys.argv[1:])
+    sys.exit(pytest.main(sys.argv[1:]))

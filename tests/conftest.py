@@ -1,10 +1,29 @@
-"""For all tests: one thread a process, since pytest runs one process a core; no time limits on generated examples."""
+"""For all tests: one thread a process, and no time limits on generated examples.
+
+The longest groups begin first, so that no worker is left alone with one at the end.
+"""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("project", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
+
+# By worker seconds, see `pytest --durations=0`. Slurm's tests mostly wait, and are the longest by far.
+LONGEST_FIRST = ("slurm", "forks", "layouts", "pages", "quickstart", "triton", "resharding", "study", "mutate")
+LONGEST_FIRST += ("rehearsal", "command", "routers", "s3", "short_runs", "failing_saves", "world", "all_ranks")
+LONGEST_FIRST += ("plan_memory", "optimizer_kinds", "fixtures", "patches", "new_kind")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests by their group; those of a group, and all others, keep their order."""
+
+    def place(item: pytest.Item) -> int:
+        mark = item.get_closest_marker("xdist_group")
+        return LONGEST_FIRST.index(mark.args[0]) if mark and mark.args[0] in LONGEST_FIRST else len(LONGEST_FIRST)
+
+    items.sort(key=place)

@@ -149,6 +149,7 @@ def test_wrong_studies_are_one_line(tmp_path):
         read_study(str(file))
 
 
+@pytest.mark.xdist_group("study")
 def test_interrupted_study_resumes_to_its_page(tmp_path):
     content = read_study("smoke").model_dump() | {"ablations": {}, "seeds": [1]}
     content["variants"].pop("mamba")

@@ -65,6 +65,7 @@ def train(tmp_path):
             os.killpg(terminal.process.pid, signal.SIGKILL)
 
 
+@pytest.mark.xdist_group("command")
 def test_tiny_run_stops_and_resumes_on_two_processes(train, tmp_path):
     run = RunFolder(tmp_path / "run")
     terminal = train("model.router.scope=data")
