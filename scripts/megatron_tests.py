@@ -165,7 +165,7 @@ def run_ranks(work, name, skip, only, options, deadline) -> dict[str, list[str]]
     }
     temporary = work / "temporary"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    (temporary / "tmp_dist_ckpt").mkdir(parents=True)  # rank 0 makes it while the others already write there
     orders = {"news": str(news), "temporary": str(temporary), "skip": skip, "only": only, "left_out": list(LEFT_OUT)}
     common["MEGATRON_TESTS"] = json.dumps(orders)
     command = [sys.executable, str(HERE / "megatron_tests_plugin.py"), "-q", "-p", "no:cacheprovider"]

@@ -1,4 +1,4 @@
-"""Fork each pytest run from a process that has imported slow third-party modules, those that its arguments name.
+"""Fork each pytest run from a process that has imported slow third-party modules: pytest's plugins and its arguments.
 
 Runs in the private copy's environment: one JSON request per line on stdin, one exit code per line on stdout.
 """
@@ -9,13 +9,15 @@ import json
 import os
 import signal
 import sys
+from importlib.metadata import entry_points
 
 import mutation_measure
 import pytest
 
 
 def serve() -> None:
-    for name in sys.argv[1:]:
+    plugins = [entry.module for entry in entry_points(group="pytest11")]
+    for name in [*sys.argv[1:], *plugins]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     with os.fdopen(os.dup(1), "w") as answers:

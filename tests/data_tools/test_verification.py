@@ -178,6 +178,12 @@ def test_shards_behind_a_link_are_verified(folder, tmp_path):
     assert len(verify([tmp_path / "all"], quiet=True)) == 2
 
 
+def test_progress_reaches_the_size_of_the_tokens(folder):
+    read = []
+    verification.verify_shard(folder / "shard_00001", advance=read.append)
+    assert read[-1] == (folder / "shard_00001.bin").stat().st_size
+
+
 def test_unreadable_file_is_reported(folder):
     (folder / "shard_00001.idx").unlink()
     (folder / "shard_00001.idx").mkdir()

@@ -28,6 +28,13 @@ def test_stepping_agrees_with_the_reference(model, decoder):
     assert_close(torch.cat([decoder.step(state, torch.tensor([token])) for token in TOKENS]), reference(model))
 
 
+def test_steps_without_compiled_blocks_agree_with_reference(model, decoder, monkeypatch):
+    """A GPU, or a machine without a compiler, runs each layer's own step."""
+    monkeypatch.setattr("megatron_blackmamba.ops.decoding.why_not", lambda _: "not compiled")
+    state = decoder.start(1)
+    assert_close(torch.cat([decoder.step(state, torch.tensor([token])) for token in TOKENS]), reference(model))
+
+
 def test_reading_in_parallel_agrees_with_the_reference(model, decoder):
     assert_close(decoder.read_all(decoder.start(1), torch.tensor([TOKENS]))[0], reference(model), 1e-5)
 

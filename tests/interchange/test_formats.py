@@ -137,6 +137,11 @@ def test_wrong_or_mismatched_config_names_file_and_field(released, tmp_path, cha
     assert not (tmp_path / "out").exists()
 
 
+def test_config_may_lack_the_number_of_layers(released, silu):
+    change_config(released, num_layers=...)
+    assert zyphra.read(released).config.pattern == canonical(silu).config.pattern
+
+
 class RunsCode:
     def __init__(self, path):
         self.path = path

@@ -9,7 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from megatron_blackmamba.cli import app
 from megatron_blackmamba.config import load, to_yaml
 from megatron_blackmamba.launch import checkpoint_space, hardware, limits, software
 from megatron_blackmamba.launch.allreduce import AllReduceError, time_all_reduce
@@ -166,6 +168,18 @@ def test_a_checkpoint_is_as_large_as_expected(tmp_path):
     (checkpoint,) = (tmp_path / "tiny/checkpoints").glob("step_*")
     written = sum(file.stat().st_size for file in checkpoint.iterdir())
     assert written == pytest.approx(checkpoint_space.checkpoint_bytes(config), rel=0.1)
+
+
+def test_a_named_run_is_judged_by_its_space(tmp_path):
+    done = CliRunner().invoke(app, ["doctor", "tiny", "--quick", "--json", "--folder", str(tmp_path)])
+    (space,) = (finding for finding in json.loads(done.stdout)["findings"] if finding["name"] == "space")
+    assert "a checkpoint of tiny takes" in space["found"]
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (2, "NCCL")])
+def test_all_reduce_names_its_backend(monkeypatch, gpus, backend):
+    monkeypatch.setattr(hardware, "time_all_reduce", lambda *_, **__: 0.001)
+    assert f"over {backend}" in next(hardware.all_reduce(gpus)).found
 
 
 def test_every_op_has_one_backend_in_use():

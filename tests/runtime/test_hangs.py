@@ -80,6 +80,24 @@ def test_no_report_returns_before_live_ranks_reported(tmp_path):
     assert "rank 2 has left no heartbeat" in beats.report(0).read_text()
 
 
+def test_hang_is_announced_despite_older_reports(tmp_path, monkeypatch):
+    monkeypatch.setattr(hangs, "dump_flight_recorder", lambda *_: None)
+    beats, other = Heartbeats(tmp_path, 0, 2, 600), Heartbeats(tmp_path, 1, 2, 600)
+    other.write("step 4", 0.0)
+    beats.reports.mkdir()
+    other.report(1).write_text("rank 1")
+    os.utime(beats.reports, (time.time() - 100,) * 2)
+    report = threading.Thread(target=hangs.write_report, args=(beats, "rank 0 hangs", "step 4", 60.0), daemon=True)
+    report.start()
+    while not (0 in other.read() and other.read()[0].beat.hung):
+        assert report.is_alive()
+        time.sleep(0.01)
+    assert other.another_hangs()
+    other.write("step 4", 60.0, hung=True)
+    report.join(600)
+    assert not report.is_alive()
+
+
 def test_damaged_heartbeat_does_not_hide_the_others(tmp_path):
     beats = Heartbeats(tmp_path, 0, 3, 60)
     beats.write("step 1", 0.0)

@@ -69,6 +69,10 @@ def test_without_experts_no_expert_layout_is_needed():
     assert "has no layer with experts" in refusal("tiny", 2, "model.pattern=MM", "parallel.expert_tensor=2")
 
 
+def test_names_process_counts_that_fit_the_layout():
+    assert re.search(r"As it is, on .*\b4\b.* processes \(--nproc\)", refusal("tiny", 3, "parallel.expert=2"))
+
+
 def test_says_what_to_change_without_a_near_layout():
     assert "another training.global_batch" in refusal(
         "tiny", 7, "parallel.tensor=8", "parallel.expert=8", "parallel.pipeline=2"

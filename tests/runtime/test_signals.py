@@ -71,6 +71,16 @@ def test_hang_that_keeps_the_gil_is_ended():
     assert "stuck_with_the_lock" in done.stderr
 
 
+def test_ended_watchdog_cancels_its_timer(monkeypatch):
+    """Or else faulthandler ends a process that has long done its work."""
+    calls = []
+    monkeypatch.setattr(signals.faulthandler, "dump_traceback_later", lambda *_, **__: calls.append("set"))
+    monkeypatch.setattr(signals.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("cancelled"))
+    with signals.Watchdog(600):
+        pass
+    assert calls[-1] == "cancelled"
+
+
 def test_a_second_interrupt_ends_the_process_at_once():
     done = run(ASKED_TWICE, "SIGINT")
     assert done.returncode == -signal.SIGINT
