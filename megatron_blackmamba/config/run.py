@@ -220,10 +220,11 @@ class StartConfig(Section):
 
 
 class ResumeConfig(Section):
-    """The changes allowed to a resumed run."""
+    """The changes allowed to a resumed run, and to the weights of start.from."""
 
     allow: list[str] = Field([])
-    """Keys that may differ from what a resumed run's checkpoint was made with, such as optimizer.learning_rate."""
+    """Keys that may differ from what a resumed run's checkpoint, or start.from, was made with, such as
+    optimizer.learning_rate."""
 
 
 class RunConfig(Section):
@@ -252,7 +253,7 @@ class RunConfig(Section):
     start: StartConfig = StartConfig()
     """Initial weights."""
     resume: ResumeConfig = ResumeConfig()
-    """Changes allowed when the run resumes."""
+    """Changes allowed when the run resumes or starts from other weights."""
 
     @field_validator("name")
     @classmethod

@@ -105,7 +105,7 @@ class Resumed(Event):
     steps_left: int
     tokens_per_step: int
     changes: Sequence[str] = field(default_factory=list)
-    """Changes of the config that resume.allow permits by name."""
+    """Changes of the config that resume.allow permits by name, or that change the routing."""
 
     @property
     def text(self) -> str:

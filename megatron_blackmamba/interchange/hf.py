@@ -103,6 +103,14 @@ def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> di
     }
 
 
+def function_of(config: ModelConfig) -> dict[str, Any]:
+    """Return what decides the outputs of given weights: the fields of config.json but for those that only train."""
+    fields = to_json(config, 0, torch.float32)
+    for name in ("initializer_range", "router_kind", "router_options"):
+        fields.pop(name, None)
+    return fields | {"tie_word_embeddings": config.tie_embeddings}
+
+
 def exported_fields() -> list[str]:
     """Return the fields of ModelConfig that an export carries."""
     return [*_SAME.values(), "dt_rank", "pattern"]

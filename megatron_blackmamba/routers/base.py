@@ -101,6 +101,8 @@ class RouterKind(Kind, ABC):
     """What the choice in training depends on, for people: later tokens, earlier steps, or the token alone."""
     module: ClassVar[str] = OWN_MODULE
     """The torch module, as "package.module:class": one that calls `choose`, or one that is megatron-core's."""
+    balances_micro_batches: ClassVar[bool] = True
+    """Whether training depends on which tokens share a micro-batch, and so on training.micro_batch."""
     every_token_gets_k: ClassVar[bool] = True
     """Whether each token gets exactly model.top_k experts in training."""
     state: ClassVar[tuple[str, ...]] = ()

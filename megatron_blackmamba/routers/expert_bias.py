@@ -19,6 +19,7 @@ class ExpertBias(RouterKind):
     name = "expert_bias"
     keys = ("bias_update_rate",)
     depends_on = "the token, and the expert loads of earlier steps"
+    balances_micro_batches = False
     module = MEGATRON_MODULE
     state = ("expert_bias",)
     metrics = MappingProxyType({"bias_range": "Largest expert bias less the smallest"})

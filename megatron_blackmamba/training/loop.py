@@ -38,7 +38,12 @@ from megatron_blackmamba.training.progress import Progress
 from megatron_blackmamba.training.ranks import Ranks
 from megatron_blackmamba.training.replicas import Replicas
 from megatron_blackmamba.training.rerun import Attempt, run_again
-from megatron_blackmamba.training.resume import refuse_changes, refuse_start, refuse_tokenizer
+from megatron_blackmamba.training.resume import (
+    refuse_changes,
+    refuse_start,
+    refuse_start_tokenizer,
+    refuse_tokenizer,
+)
 from megatron_blackmamba.training.saving import Saver
 from megatron_blackmamba.training.schedule import Schedule
 from megatron_blackmamba.training.speed import Utilisation
@@ -159,6 +164,7 @@ class Trainer:
         else:
             weights = self.config.start.from_
             if weights:
+                refuse_start_tokenizer(self.config, self.data.record)
                 self.checkpoints.load_weights(weights)
             steps, tokens = self.config.steps, self.config.tokens_per_step
             self.event(events.Started(steps=steps, tokens_per_step=tokens, weights_from=weights))

@@ -7,10 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from megatron_blackmamba import kinds, routers
 from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
-from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.config import ModelConfig, RunConfig
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange.canonical import shapes
+from megatron_blackmamba.interchange.hf import function_of
 
 FIXED = (
     *("model.", "data.kind", "data.sequence_length", "data.seed", "data.synthetic."),
@@ -47,7 +51,8 @@ FREE = (
 )
 """May change at any time: they decide how numbers are computed, watched and saved, not which numbers.
 
-data.mixture is a path: its content is compared on its own. start.from is read only when a run starts.
+data.mixture is a path: its content is compared on its own. start.from is read only when a run starts. A router may
+balance other tokens together in another micro-batch or layout, which the log then says.
 """
 
 
@@ -58,7 +63,7 @@ class ResumeError(ValueError):
 def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> list[str]:
     """Raise ResumeError unless `config` may continue the run that was saved with config `saved`.
 
-    Returns one line for each change that was allowed by name.
+    Returns one line for each change that was allowed by name, or that changes the routing.
     """
     changes = list(_differences(saved, config.model_dump(mode="json", by_alias=True)))
     fixed = [change for change in changes if _under(change[0], FIXED) and not _under(change[0], FREE)]
@@ -75,25 +80,72 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
             f"the checkpoint of step {step} was made with\n{_listed(refused)}\n"
             f"To continue with the new value, allow it: 'resume.allow=[{keys}]'."
         )
-    return [f"{key}: {_shown(new)} from step {step + 1} on, {_shown(old)} before" for key, old, new in named]
+    told = [(change, "") for change in named]
+    told += [(change, why) for change in changes if (why := _changes_routing(change[0], config.model))]
+    return [f"{key}: {_shown(new)} from step {step + 1} on, {_shown(old)} before{why}" for (key, old, new), why in told]
+
+
+def _changes_routing(key: str, model: ModelConfig) -> str:
+    """Return why a key that may change freely sends tokens to other experts; nothing if it does not."""
+    if not kinds.routes(model.pattern):
+        return ""
+    router = routers.kind_of(model.router.kind)
+    if key == "training.micro_batch" and router.balances_micro_batches:
+        return "; the router balances each micro-batch, so the routing changes slightly"
+    layouts = router.layouts(model)
+    if key.startswith("parallel.") and isinstance(layouts, routers.Cannot):
+        return f"; {layouts.reason}"
+    return ""
 
 
 def refuse_start(config: RunConfig) -> None:
-    """Raise ResumeError if the weights of start.from do not fit the model of a new run."""
+    """Raise ResumeError if the weights of start.from do not fit the model of a new run, or compute something else."""
     source = config.start.from_
     if source is None or RunFolder(Path(config.folder) / config.name).latest.is_file():
         return  # a run that resumes does not read it
     folder = find_checkpoint(source)
     saved = saved_config(folder, read_state(folder)).model
-    if shapes(saved) == shapes(config.model):
-        return
     changes = list(_differences(saved.model_dump(mode="json"), config.model.model_dump(mode="json"), "model."))
+    fits = shapes(saved) == shapes(config.model)
+    if fits:
+        changes = [change for change in changes if _changes_function(config.model, *change[:2])]
+        changes = [change for change in changes if not _under(change[0], _prefixes(config.resume.allow))]
+    if not changes:
+        return
     theirs = " ".join(f"{key}={old}" for key, old, _ in changes)
     ours = " ".join(f"{key}={new}" for key, _, new in changes)
+    keys = ", ".join(key for key, _, _ in changes)
+    other = f"allow other outputs of these weights: 'resume.allow=[{keys}]'" if fits else "leave start.from out"
     raise ResumeError(
-        f"start.from={source}: its weights have {theirs}, and this run has {ours}."
-        f" Use {theirs}, or leave start.from out."
+        f"start.from={source}: its weights have {theirs}, and this run has {ours}. Use {theirs}, or {other}."
     )
+
+
+def refuse_start_tokenizer(config: RunConfig, current: Mapping[str, Any]) -> None:
+    """Raise ResumeError if the weights of start.from know other token ids than the data (as DataPlan.record)."""
+    source, now = config.start.from_, current.get("tokenizer")
+    if source is None or now is None or "data.mixture" in config.resume.allow:
+        return
+    before = (read_state(find_checkpoint(source)).get("data") or {}).get("tokenizer")
+    if before and before["sha256"] != now["sha256"]:
+        raise ResumeError(
+            f"start.from={source}: its weights are of the tokenizer {_named(before)}, and this data is of"
+            f" {_named(now)}. Name data of the first one in data.mixture, or allow it: 'resume.allow=[data.mixture]'."
+        )
+
+
+def _changes_function(model: ModelConfig, key: str, old: Any) -> bool:
+    """Return whether the same weights compute something else with the old value of a key."""
+    content = model.model_dump()
+    *sections, last = key.removeprefix("model.").split(".")
+    section = content
+    for name in sections:
+        section = section[name]
+    section[last] = old
+    try:
+        return function_of(ModelConfig.model_validate(content)) != function_of(model)
+    except ValidationError:  # the old value needs others that changed too
+        return True
 
 
 def refuse_tokenizer(saved: Mapping[str, Any], current: Mapping[str, Any], step: int) -> None:

@@ -1,7 +1,18 @@
+import json
+import re
+
 import pytest
 
-from megatron_blackmamba.config import from_saved, keys, load
-from megatron_blackmamba.training.resume import ResumeError, refuse_changes, refuse_tokenizer
+from megatron_blackmamba.checkpoint import manifest
+from megatron_blackmamba.checkpoint.reading import STATE
+from megatron_blackmamba.config import from_saved, keys, load, to_saved
+from megatron_blackmamba.training.resume import (
+    ResumeError,
+    refuse_changes,
+    refuse_start,
+    refuse_start_tokenizer,
+    refuse_tokenizer,
+)
 
 
 def saved():
@@ -73,9 +84,10 @@ RULES = {
     ),
     "free, the losses agree within rounding": (
         *("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor", "parallel.context"),
-        *("training.micro_batch", "kernels.linear", "kernels.dispatcher", "training.deterministic"),
+        *("kernels.linear", "kernels.dispatcher", "training.deterministic"),
         *("kernels.scan", "kernels.scan_states", "kernels.ssd"),
     ),
+    "free, but the log tells of it": ("training.micro_batch",),
     "free, with the effect that the docs describe": (
         *("data.mixture", "training.stop_after_steps", "training.guard.spike", "training.guard.spike_deviations"),
         *("training.guard.spike_window", "training.guard.max_spikes", "training.guard.rewind_batches"),
@@ -98,7 +110,7 @@ def test_a_changed_key_follows_its_rule(rule, key):
         section = section[name]
     section[last] = "another value"
     if rule.startswith("free"):
-        assert refuse_changes(before, load("tiny"), step=50) == []
+        assert len(refuse_changes(before, load("tiny"), step=50)) == (rule == "free, but the log tells of it")
         return
     with pytest.raises(ResumeError, match=rf"{key}=another value, and now it is"):
         refuse_changes(before, load("tiny"), step=50)
@@ -126,7 +138,6 @@ def test_what_is_fixed_cannot_be_allowed():
     "override",
     [
         "parallel.expert=2",
-        "training.micro_batch=2",
         "training.recompute=layers",
         "training.evaluate_every=7",
         "training.guard.spike=rewind",
@@ -139,6 +150,22 @@ def test_what_is_fixed_cannot_be_allowed():
 )
 def test_layout_logging_and_saving_may_change_freely(override):
     assert resumed(override) == []
+
+
+@pytest.mark.parametrize(
+    "model, change, told",
+    [
+        ([], "training.micro_batch=2", "training.micro_batch: 2 from step 51 .*balances each micro-batch"),
+        (["model.router.kind=expert_bias"], "training.micro_batch=2", None),
+        (["model.pattern=MM"], "training.micro_batch=2", None),
+        (["model.router.scope=rank"], "parallel.tensor=2", "parallel.tensor: 2 from .*the choice depends on parallel"),
+        ([], "parallel.tensor=2", None),
+    ],
+)
+def test_changes_that_route_tokens_otherwise_are_told(model, change, told):
+    before = load("tiny", model).model_dump(mode="json", by_alias=True)
+    lines = refuse_changes(before, load("tiny", [*model, change]), step=50)
+    assert len(lines) == bool(told) and (not told or re.match(told, lines[0]))
 
 
 @pytest.mark.parametrize("key, value", [("optimizer.beta2", "0.9"), ("model.router.iterations", "3")])
@@ -163,3 +190,62 @@ def test_tokenizer_may_be_moved_but_not_replaced():
     for now in (other, {"tokenizer": None}):
         with pytest.raises(ResumeError, match=r"mine .*abc"):
             refuse_tokenizer(record, now, 5)
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Make a run that starts from the weights of another one."""
+
+    def make(then=(), now=(), tokenizer=None):
+        folder = tmp_path / "weights"
+        folder.mkdir()
+        (folder / manifest.NAME).write_text("{}")
+        state = {"config": to_saved(load("tiny", list(then))), "data": {"tokenizer": tokenizer}}
+        (folder / STATE).write_text(json.dumps(state))
+        return load("tiny", [f"start.from={folder}", f"folder={tmp_path}", *now])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (["model.activation=gelu"], ["model.activation=silu"]),  # what an import of released weights says
+        (["model.top_k=1"], ["model.top_k=2"]),
+        (["model.norm_eps=1e-5"], ["model.norm_eps=1e-6"]),
+        (["model.eod_reset=null"], ["model.eod_reset=3"]),
+        (["model.tie_embeddings=false"], ["model.tie_embeddings=true"]),
+        (["model.router.kind=softmax", "model.router.aux_loss=0.1"], ["model.router.kind=sinkhorn"]),
+    ],
+)
+def test_start_refuses_weights_that_compute_otherwise(started, old, new):
+    key = new[0].partition("=")[0]
+    with pytest.raises(ResumeError, match=rf"weights have .*{key}=.* this run has .*{key}=.*allow=\[.*{key}\]"):
+        refuse_start(started(old, new))
+
+
+def test_start_refuses_other_heads_of_equal_shapes(started):
+    attention = ["model.pattern=M*"]
+    with pytest.raises(ResumeError, match=r"model\.attention\.heads=4, and this run has model\.attention\.heads=8"):
+        refuse_start(started([*attention, "model.attention.heads=4"], [*attention, "model.attention.heads=8"]))
+
+
+def test_start_allows_changed_outputs_by_name(started):
+    refuse_start(started(["model.activation=gelu"], ["resume.allow=[model.activation]"]))
+
+
+def test_start_allows_other_settings_of_training(started):
+    changed = ["model.router.iterations=3", "model.router.scope=rank", "model.init.std=0.1"]
+    unused = ["model.attention.heads=8", "model.mamba2.groups=4", "model.dt_rank=4"]  # 4 is the default's value
+    refuse_start(started([], [*changed, *unused]))
+
+
+def test_start_refuses_data_of_another_tokenizer(started):
+    first, second = ({"name": name, "sha256": name * 64, "file": None} for name in "ab")
+    run = started(tokenizer=first)
+    for same in (first, None):  # synthetic data has no tokenizer
+        refuse_start_tokenizer(run, {"tokenizer": same})
+    with pytest.raises(ResumeError, match=r"tokenizer a .*this data is of b .*resume\.allow=\[data\.mixture\]"):
+        refuse_start_tokenizer(run, {"tokenizer": second})
+    allowed = run.model_copy(update={"resume": run.resume.model_copy(update={"allow": ["data.mixture"]})})
+    refuse_start_tokenizer(allowed, {"tokenizer": second})
