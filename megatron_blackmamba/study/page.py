@@ -77,7 +77,8 @@ def _against(runs: Sequence[Group]) -> str:
     for field, label in (("flops", "training FLOPs"), ("active", "active parameters")):
         curves = []
         for i, variant in enumerate(dict.fromkeys(group.group for group in runs)):
-            points = sorted((g for g in runs if g.group == variant), key=lambda g: g.mean(field))
+            known = [g for g in runs if g.group == variant and math.isfinite(g.mean("validation"))]
+            points = sorted(known, key=lambda g: g.mean(field))
             mean = np.array([group.mean("validation") for group in points])
             half = np.array([group.interval("validation") or 0.0 for group in points])
             x = [group.mean(field) for group in points]

@@ -12,6 +12,7 @@ from megatron_blackmamba.study.runs import Cell
 
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """97.5% points of Student's t by number of values."""
+NORMAL_95 = 1.959964
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ def collect(cell: Cell) -> Result:
     last, config = records[-1], cell.config
     counted = parameters.count(config)
     per_token = flops.training(config.model, config.data.sequence_length)
-    validated = [record for record in records if record.get("validation/loss") is not None]
+    validated = [record for record in records if "validation/loss" in record]  # None where it was not finite
+    final = validated[-1]["validation/loss"] if validated else None
     recent = [record["loss"] for record in records[-20:] if record.get("loss") is not None]
     return Result(
         name=cell.name,
@@ -63,7 +65,7 @@ def collect(cell: Cell) -> Result:
         tokens=last["consumed_tokens"],
         flops=float(per_token * last["consumed_tokens"]),
         loss=statistics.fmean(recent) if recent else math.nan,
-        validation=validated[-1]["validation/loss"] if validated else math.nan,
+        validation=math.nan if final is None else final,
         balanced=validated[-1].get("validation/loss_balanced") if validated else None,
         tokens_per_second=statistics.median(record["speed/tokens_per_second"] for record in records),
         memory_bytes=int(max(record.get("speed/memory_bytes", 0) for record in records)),
@@ -71,6 +73,7 @@ def collect(cell: Cell) -> Result:
         curve=[
             (record["consumed_tokens"], float(per_token * record["consumed_tokens"]), record["validation/loss"])
             for record in validated
+            if record["validation/loss"] is not None
         ],
     )
 
@@ -87,7 +90,16 @@ def half_interval(values: Sequence[float]) -> float | None:
     """Return half of the 95% confidence interval of the mean by Student's t; None from one value."""
     if len(values) < 2:
         return None
-    return T_95.get(len(values), 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+    return _t_95(len(values)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _t_95(values: int) -> float:
+    """Return the 97.5% point for a number of values; above the table, by the expansion around the normal one."""
+    z, freedom = NORMAL_95, values - 1
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return T_95.get(values) or z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 @dataclass(frozen=True)

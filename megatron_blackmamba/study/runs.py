@@ -132,6 +132,6 @@ class Study:
 
 
 def final_loss(cell: Cell, metric: str = "validation/loss") -> float:
-    """Return the last validation loss of a run; infinite if it has none."""
-    losses = [record[metric] for record in read_metrics(cell.folder.metrics) if record.get(metric) is not None]
-    return losses[-1] if losses else float("inf")
+    """Return the last validation loss of a run; infinite if it has none, or if it was not finite."""
+    losses = [record[metric] for record in read_metrics(cell.folder.metrics) if metric in record]
+    return losses[-1] if losses and losses[-1] is not None else float("inf")

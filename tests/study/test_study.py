@@ -1,12 +1,15 @@
 """Studies: equal FLOPs, learning rates chosen alike, confidence over seeds, and a run that goes on after Ctrl-C."""
 
 import json
+import math
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -18,8 +21,8 @@ from megatron_blackmamba.study.commands import show
 from megatron_blackmamba.study.config import read_study, shipped
 from megatron_blackmamba.study.page import render
 from megatron_blackmamba.study.pictures import write_pictures
-from megatron_blackmamba.study.results import Result, grouped
-from megatron_blackmamba.study.runs import Study
+from megatron_blackmamba.study.results import Result, collect, grouped, half_interval
+from megatron_blackmamba.study.runs import Study, final_loss
 
 
 def finish(cell, loss):
@@ -91,6 +94,25 @@ def test_confidence_over_seeds_is_student_s(tmp_path):
     text = render(paper(tmp_path), [*results, result("mamba", 1, 2.5, busiest={}), result("x", 1, 2.0, "ablation")], 9)
     assert "2.000 ± 2.484" in text
     assert "5 of 9 runs are finished" in text
+
+
+def test_confidence_of_many_seeds_is_student_s_too():
+    for count, point in ((11, 2.228), (21, 2.086), (1001, 1.962)):
+        values = [0.0, 2.0] * (count // 2) + [1.0]
+        error = statistics.stdev(values) / count**0.5
+        assert half_interval(values) == pytest.approx(point * error, rel=5e-4)
+
+
+def test_diverged_run_has_no_validation_loss(tmp_path):
+    cell = paper(tmp_path).tuning()[0]
+    finish(cell, 3.0)
+    diverged = json.loads(cell.folder.metrics.read_text()) | {"step": 2, "validation/loss": None}
+    with open(cell.folder.metrics, "a") as file:
+        file.write(json.dumps(diverged) + "\n")
+    assert final_loss(cell) == math.inf
+    found = collect(cell)
+    assert math.isnan(found.validation) and [loss for _, _, loss in found.curve] == [3.0]
+    assert "nan" in render(paper(tmp_path), [replace(found, kind="run")], 9)
 
 
 def test_models_are_compared_by_seed(tmp_path):
