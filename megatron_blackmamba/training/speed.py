@@ -9,7 +9,7 @@ from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.plan import flops
 from megatron_blackmamba.plan.gpus import KNOWN, Gpu
 
-SLOWER_CARDS = ("PCIE", "NVL")
+SLOWER_CARDS = {"H100": {"PCIE", "NVL"}, "H200": {"NVL"}}
 """Variants of a GPU with less than the peak we know of."""
 
 
@@ -40,6 +40,7 @@ class Utilisation:
 def known_gpu(device_name: str) -> Gpu | None:
     """Return the specification of the GPU with this driver name, if known."""
     words = device_name.upper().replace("-", " ").split()
-    if "H100" in words and set(words) & set(SLOWER_CARDS):
+    if "MIG" in words:  # a part of a GPU
         return None
-    return next((gpu for name, gpu in KNOWN.items() if name.upper() in words), None)
+    found = next((name for name in KNOWN if name.upper() in words), None)
+    return None if found is None or SLOWER_CARDS.get(found.upper(), set()) & set(words) else KNOWN[found]

@@ -17,7 +17,13 @@ def test_gpu_is_recognised_by_its_driver_name(driver_says, name):
     assert known_gpu(driver_says).name.startswith(name)
 
 
-@pytest.mark.parametrize("driver_says", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090", ""])
+@pytest.mark.parametrize(
+    "driver_says",
+    [
+        *("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+        *("NVIDIA GeForce RTX 4090", ""),
+    ],
+)
 def test_a_gpu_of_unknown_peak_gets_no_utilisation(driver_says):
     assert Utilisation(load("tiny"), 8, driver_says).of(1.0) is None
 
