@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.formats.evaluations import Encoding
 from megatron_blackmamba.tokenizer import Tokenizer
 
@@ -15,7 +16,14 @@ def encode_pairs(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, encodin
     moved = [_without_trailing_spaces(*pair) if encoding is Encoding.joint else pair for pair in pairs]
     whole = [a + b if a and encoding is Encoding.joint else b for a, b in moved]
     known = _encode_distinct([*(a for a, _ in moved), *whole], tokenizer)
-    return [_pair(known[a], known[b], bool(a), encoding, tokenizer) for (a, _), b in zip(moved, whole, strict=True)]
+    found = [_pair(known[a], known[b], bool(a), encoding, tokenizer) for (a, _), b in zip(moved, whole, strict=True)]
+    for (_, rest), (context, continuation) in zip(found, moved, strict=True):
+        if continuation and not rest:  # scored as certain, it would always win
+            raise EvaluationError(
+                f"the continuation {continuation!r} has no token of its own: the tokenizer merges it with the end of"
+                f" its context, {context[-40:]!r}. Use --encoding separate"
+            )
+    return found
 
 
 def _pair(context: list[int], rest: list[int], has_context: bool, encoding: Encoding, tokenizer: Tokenizer) -> Pair:

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_blackmamba.evaluation.encoding import encode_pairs
+from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.formats.evaluations import Encoding
 from megatron_blackmamba.tokenizer import load_tokenizer
 
@@ -37,3 +38,10 @@ def test_only_joint_encoding_moves_trailing_spaces(merging):
 @pytest.mark.parametrize("encoding", list(Encoding))
 def test_end_of_document_stands_for_an_empty_context(merging, encoding):
     assert encode_pairs([("", "ab")], merging, encoding) == [([0], [3])]
+
+
+def test_continuation_that_merges_into_context_is_refused(merging):
+    with pytest.raises(EvaluationError, match=r"'b' has no token of its own.* 'ba'\. Use --encoding separate"):
+        encode_pairs([("ba", "b")], merging, Encoding.joint)
+    assert encode_pairs([("ba", "b")], merging, Encoding.separate) == [([2, 1], [2])]
+    assert encode_pairs([("a", "")], merging, Encoding.joint) == [([1], [])]
