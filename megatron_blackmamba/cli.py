@@ -195,6 +195,8 @@ def plan(
     from megatron_blackmamba.plan import estimate, gpus, measured, table
     from megatron_blackmamba.runtime.layout import LayoutError
 
+    if nodes is None and (check or suggest or scaling or mfu is not None):
+        raise typer.BadParameter("--check, --suggest, --scaling and --mfu need --nodes N")
     used = None if mfu is None else measured.mfu(mfu)
     known = gpus.find(gpu)
     asked = (

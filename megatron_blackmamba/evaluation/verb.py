@@ -51,6 +51,8 @@ def evaluate(
     from megatron_blackmamba.evaluation.watch import watch as watch_run
     from megatron_blackmamba.interchange.commands import torch_dtype
 
+    if watch and (out is not None or as_json):
+        raise typer.BadParameter("--watch writes RUN/evaluations/step_N.json for each checkpoint: no --out, no --json")
     options = Options(
         names_of(tasks),
         data=data,

@@ -37,6 +37,10 @@ def study(
     from megatron_blackmamba.study.commands import HowToRun, open_study
     from megatron_blackmamba.study.commands import run as run_study
 
+    if slurm and (jobs is not None or minutes is not None):
+        raise typer.BadParameter("--jobs and --minutes are for runs on this machine: leave out them or --slurm")
+    if not slurm and (gpus, time, sbatch or []) != (1, "4:00:00", []):
+        raise typer.BadParameter("--gpus, --time and --sbatch are for Slurm jobs: add --slurm")
     how = HowToRun(jobs, minutes, slurm, gpus, time, tuple(sbatch or ()), page, png)
     if not run_study(open_study(name, folder), how):
         raise typer.Exit(STOPPED_ON_REQUEST)
