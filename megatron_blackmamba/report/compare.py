@@ -12,7 +12,7 @@ from rich.table import Table
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, short
-from megatron_blackmamba.report.comparison import Compared, common_end, differences, paired, read_all
+from megatron_blackmamba.report.comparison import Compared, common_end, differences, one_mixture, paired, read_all
 from megatron_blackmamba.report.history import thin
 
 AXES = {"step": "step", "tokens": "tokens", "flops": "training FLOPs", "hours": "hours"}
@@ -38,11 +38,18 @@ def render(runs: Sequence[Compared]) -> str:
         *(f"<section><h2>{escape(title)}</h2>{html.table(columns, rows)}</section>"
           for title, columns, rows in tables(runs)),
         html.section("Training loss", [_loss(runs, axis) for axis in AXES]),
-        html.section("Validation loss", [_validation(runs, axis) for axis in AXES], "Weighted by the mixture."),
+        html.section("Validation loss", [_validation(runs, axis) for axis in AXES], _weights(runs)),
         html.section("Validation loss by source", _by_source(runs)),
     ]  # fmt: skip
     footer = f"Written {datetime.now():%Y-%m-%d %H:%M} by blackmamba compare."
     return html.page(f"{names} · BlackMamba runs", f"<h1>{escape(names)}</h1>", sections, footer)
+
+
+def _weights(runs: Sequence[Compared]) -> str:
+    """Say how the losses of the sources are weighed."""
+    if one_mixture([run.history for run in runs]):
+        return "Weighted by the mixture."
+    return f"All runs weighted by the mixture of {runs[0].name}, over the sources that all were validated on."
 
 
 def tables(runs: Sequence[Compared]) -> list[tuple[str, list[str], Rows]]:
@@ -120,7 +127,7 @@ def _loss(runs: Sequence[Compared], axis: str) -> str:
 def _validation(runs: Sequence[Compared], axis: str) -> str:
     curves = []
     for i, run in enumerate(runs):
-        series = run.history.validation_loss
+        series = run.validation
         if series is not None:
             known = np.isfinite(series.value)
             curves.append(Line(run.name, run.along(axis, series.step[known]), series.value[known], colour=i))

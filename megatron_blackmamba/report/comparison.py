@@ -10,7 +10,7 @@ import numpy as np
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.evaluations import Evaluation, read_run
 from megatron_blackmamba.plan import flops
-from megatron_blackmamba.report.history import History, ReportError, Series, read_history
+from megatron_blackmamba.report.history import History, ReportError, Series, read_history, weighted_mean
 
 RESAMPLES = 10_000
 WINDOW = 0.02
@@ -26,6 +26,8 @@ class Compared:
     flops_per_token: float
     scores: Evaluation | None
     """Of its last evaluated checkpoint."""
+    validation: Series | None
+    """Validation loss; the mean over the sources is weighted alike in all runs."""
 
     @property
     def name(self) -> str:
@@ -56,7 +58,7 @@ class Compared:
 
     def validation_at(self, axis: str, place: float) -> float:
         """Return the validation loss at a place on an axis, interpolated; NaN beyond what was measured."""
-        series = self.history.validation_loss
+        series = self.validation
         if series is None:
             return float("nan")
         return float(np.interp(place, self.along(axis, series.step), series.value, left=np.nan, right=np.nan))
@@ -86,13 +88,37 @@ def read_all(paths: Sequence[Path]) -> list[Compared]:
     if len(paths) < 2:
         raise ReportError("name at least two runs to compare")
     found = []
-    for path in paths:
-        history = read_history(path)
+    histories = [read_history(path) for path in paths]
+    for path, history, validation in zip(paths, histories, _weighted_alike(histories), strict=True):
         config = RunConfig.model_validate(history.config)
         scores = read_run(path)
         per_token = float(flops.training(config.model, config.data.sequence_length))
-        found.append(Compared(history, per_token, scores[-1] if scores else None))
+        found.append(Compared(history, per_token, scores[-1] if scores else None, validation))
     return found
+
+
+def one_mixture(histories: Sequence[History]) -> bool:
+    """Return whether all runs weigh the validation losses of the same sources in the same way."""
+    first, *others = map(_weighing, histories)
+    return all(other == first for other in others)
+
+
+def _weighing(history: History) -> tuple[Any, ...]:
+    """Return what decides the weights of the sources; with several phases, the length of the run does too."""
+    phases = history.plan.get("phases") or []
+    tokens = history.config["training"]["tokens"] if len(phases) > 1 else None
+    return phases, tokens, set(history.of("validation/loss/*"))
+
+
+def _weighted_alike(histories: Sequence[History]) -> list[Series | None]:
+    """Return each run's validation loss: as recorded, or by the first run's mixture of the sources that all have."""
+    recorded = [history.validation_loss for history in histories]
+    of_sources = [history.of("validation/loss/*") for history in histories]
+    shared = [name for name in of_sources[0] if all(name in by_source for by_source in of_sources)]
+    if one_mixture(histories) or not shared:
+        return recorded
+    shares = histories[0].planned
+    return [weighted_mean({name: by_source[name] for name in shared}, shares) for by_source in of_sources]
 
 
 def differences(runs: Sequence[Compared]) -> list[tuple[str, list[Any]]]:
@@ -100,7 +126,13 @@ def differences(runs: Sequence[Compared]) -> list[tuple[str, list[Any]]]:
     flat = [dict(_flat(run.history.config)) for run in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
     rows = [(key, [config.get(key) for config in flat]) for key in keys if key not in NOT_COMPARED]
+    rows.append(("tokenizer (losses of different ones do not compare)", [_tokenizer(run.history) for run in runs]))
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def _tokenizer(history: History) -> str | None:
+    tokenizer = history.plan.get("tokenizer")
+    return f"{tokenizer['name']} {tokenizer['sha256'][:12]}" if tokenizer else None
 
 
 def common_end(runs: Sequence[Compared], axis: str) -> float:

@@ -3,6 +3,7 @@
 import json
 import math
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,16 +73,7 @@ class History:
         by_source = self.of("validation/loss/*")
         if "validation/loss" in self.scalars or not by_source:
             return self.scalars.get("validation/loss")
-        planned = self.planned
-        weights = {name: planned.get(name, 0.0) for name in by_source}
-        if not any(weights.values()):
-            weights = dict.fromkeys(by_source, 1.0)
-        total: dict[int, list[tuple[float, float]]] = {}
-        for name, series in by_source.items():
-            for step, value in zip(series.step.tolist(), series.value.tolist(), strict=True):
-                total.setdefault(step, []).append((weights[name], value))
-        means = {step: _weighted(pairs) for step, pairs in sorted(total.items())}
-        return Series(np.array(list(means)), np.array(list(means.values())))
+        return weighted_mean(by_source, self.planned)
 
     @property
     def finished(self) -> bool:
@@ -105,6 +97,19 @@ class History:
         counts = metric_of("source/samples/*").of(self.last)
         total = sum(counts.values())
         return {name: count / total for name, count in counts.items()} if total else {}
+
+
+def weighted_mean(by_source: Mapping[str, Series], shares: Mapping[str, float]) -> Series:
+    """Return the mean over the sources at each step, weighted by their shares, or equally if they have none."""
+    weights = {name: shares.get(name, 0.0) for name in by_source}
+    if not any(weights.values()):
+        weights = dict.fromkeys(by_source, 1.0)
+    total: dict[int, list[tuple[float, float]]] = {}
+    for name, series in by_source.items():
+        for step, value in zip(series.step.tolist(), series.value.tolist(), strict=True):
+            total.setdefault(step, []).append((weights[name], value))
+    means = {step: _weighted(pairs) for step, pairs in sorted(total.items())}
+    return Series(np.array(list(means)), np.array(list(means.values())))
 
 
 def read_history(run: Path) -> History:

@@ -13,23 +13,23 @@ from megatron_blackmamba.config import load, to_yaml
 from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import ReportError
-from megatron_blackmamba.report.compare import compare, tables
+from megatron_blackmamba.report.compare import compare, render, tables
 from megatron_blackmamba.report.comparison import bootstrap, common_end, paired, read_all
 from megatron_blackmamba.report.overview import Overview, overviews, show
 
 SHARES = {"code": "3/4", "prose": "1/4"}
 
 
-def write_run(root, steps, pattern="MEME", loss=lambda step: 5.0 - step / 100):
+def write_run(root, steps, pattern="MEME", loss=lambda step: 5.0 - step / 100, shares=SHARES, **plan):
     root.mkdir()
     (root / "config.yaml").write_text(to_yaml(load("tiny", [f"model.pattern={pattern}", "training.tokens=204800"])))
-    (root / "data_plan.json").write_text(json.dumps({"phases": [{"from_sample": 0, "shares": SHARES}]}))
+    (root / "data_plan.json").write_text(json.dumps({"phases": [{"from_sample": 0, "shares": shares}], **plan}))
     with open(root / "metrics.jsonl", "w") as file:
         for step in range(1, steps + 1):
             record = {"step": step, "loss": loss(step), "consumed_samples": 16 * step, "consumed_tokens": 2048 * step}
             record |= {"speed/step_seconds": 36.0, "speed/tokens_per_second": 57.0, "speed/memory_bytes": 2**30}
             if step % 10 == 0:
-                record |= {"validation/loss/code": loss(step), "validation/loss/prose": loss(step) + 1}
+                record |= {f"validation/loss/{name}": loss(step) + i for i, name in enumerate(shares)}
             file.write(json.dumps(record) + "\n")
     return root
 
@@ -62,6 +62,19 @@ def test_losses_are_compared_at_equal_tokens_and_flops(two):
     step = shared / a.flops_per_token / 2048
     assert a.loss_at("flops", shared) == pytest.approx(5 - step / 100, abs=0.02)
     assert a.along("hours", np.array([50]))[0] == pytest.approx(0.5)
+
+
+def test_validation_losses_have_one_weighting(tmp_path):
+    first = write_run(tmp_path / "first", 40, tokenizer={"name": "a", "sha256": "a" * 64})
+    shares = {"code": "1/4", "prose": "1/4", "maths": "1/2"}
+    second = write_run(tmp_path / "second", 40, shares=shares, tokenizer={"name": "b", "sha256": "b" * 64})
+    runs = read_all([first, second])
+    assert [run.validation_at("tokens", 40 * 2048) for run in runs] == pytest.approx([4.6 + 0.25] * 2)
+    assert "weighted by the mixture of first" in render(runs)
+    rows = {title: rows for title, _, rows in tables(runs)}["Configuration that differs"]
+    assert [cells[1:] for cells in rows if cells[0].startswith("tokenizer")] == [["a aaaaaaaaaaaa", "b bbbbbbbbbbbb"]]
+    alone = read_all([second, second])[0]
+    assert alone.validation_at("tokens", 40 * 2048) == pytest.approx(4.6 + 0.25 + 1)
 
 
 def test_the_page_and_the_tables_show_what_differs(two, tmp_path):
