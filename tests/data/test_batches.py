@@ -102,6 +102,7 @@ def test_finite_set_is_read_once_and_padded(dp_size):
     counted = [k for b in batches for k, m in zip(b["sample_ids"].tolist(), b["loss_mask"].sum(1), strict=True) if m]
     assert sorted(counted) == list(range(31))
     assert len(batches) == 12
+    assert {k for b in batches for k in b["sample_ids"].tolist()} == {-1, *range(31)}
     assert sum(int(b["loss_mask"].sum()) for b in batches) == 31 * 4
 
 

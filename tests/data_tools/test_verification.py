@@ -3,7 +3,9 @@ import shutil
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools import verification
 from megatron_blackmamba.data_tools.inspection import read_documents
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
@@ -135,6 +137,14 @@ def test_documents_without_an_end_are_counted(tmp_path, tokenizer):
         write_idx(file, np.dtype("uint16"), np.array([3, 2]))
     adopt(tmp_path / "old", tokenizer)
     assert documents_without_eod(tmp_path / "old") == 1
+
+
+def test_adopt_command_counts_documents_without_an_end(tmp_path, tokenizer, tokenizer_file):
+    np.array([5, 6, tokenizer.eod_id, 7, 8], np.uint16).tofile(tmp_path / "old.bin")
+    with open(tmp_path / "old.idx", "wb") as file:
+        write_idx(file, np.dtype("uint16"), np.array([3, 2]))
+    done = CliRunner().invoke(app, ["data", "adopt", str(tmp_path / "old"), "--tokenizer", str(tokenizer_file)])
+    assert "2 documents, 5 tokens" in done.output and "1 of them do not end with" in done.output
     assert (tmp_path / "tokenizer.json").read_bytes() == tokenizer.content
 
 
