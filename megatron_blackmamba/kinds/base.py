@@ -62,6 +62,11 @@ class Sizes:
     """kernels.scan_states."""
 
     @property
+    def sequences(self) -> int:
+        """Return the number of sequences in the micro-batch."""
+        return self.whole * self.context // self.sequence
+
+    @property
     def stream(self) -> int:
         """Return the bytes of the whole micro-batch's hidden states."""
         return self.whole * self.model.hidden_size * self.width
@@ -178,6 +183,8 @@ class LayerKind(Kind, ABC):
     """Ends of the names of weights whose output joins the residual stream."""
     kept_in_fp32: ClassVar[tuple[str, ...]] = ()
     """Parameters of the mixer that stay fp32 in a bf16 model."""
+    elementwise: ClassVar[frozenset[str]] = frozenset()
+    """The parts of `flops` that are no matrix products, such as a scan."""
 
     @classmethod
     def unanswered(cls) -> list[str]:
@@ -239,7 +246,8 @@ class LayerKind(Kind, ABC):
 
         This default counts the products, and elementwise kernels that move a multiple of what the layer keeps.
         """
-        products = sum(self.flops(at.model, at.sequence).values()) * at.here
+        flops = self.flops(at.model, at.sequence)
+        products = sum(count for part, count in flops.items() if part not in self.elementwise) * at.here
         kept, (forward, backward) = self.kept(at), SMALL_KERNELS
         return (
             [Work(flops=products), Work(moved=WRITTEN_AND_READ * kept), Work(launches=forward)],

@@ -38,6 +38,7 @@ class Mamba(LayerKind):
     block = "megatron_blackmamba.model.specs:mamba_block"
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_proj.bias")
+    elementwise = frozenset({"convolution", "scan"})
     released = True
     entry = '"r"'
 
@@ -91,15 +92,25 @@ class Mamba(LayerKind):
 
         They are in_proj's input, x before and after the convolution, delta, z, y, dt, B and C, and the scan's states
         between chunks. B and C are also saved in fp32. On GPUs, states of every few tokens and y before the gate may be
-        kept instead of the states between chunks.
+        kept instead of the states between chunks. A is saved twice, and so is a copy of the convolution's weights.
         """
-        D, inner, N, _, R = _sizes(at.model)
+        D, inner, N, K, R = _sizes(at.model)
         I = inner // at.tensor
         channels = at.width * 5 * I + FP32 * N * I / SCAN_CHUNK[at.device]
         if at.device == "cuda" and at.keeps_states:
             channels = at.width * (6 * I + N * I / BACKWARD_STEPS)
         shared = at.width * (R + 2 * N) + FP32 * 2 * N
-        return int(at.here * at.width * D + at.whole * (channels + shared))
+        weights = FP32 * I * (2 * N + K + 1)
+        return int(at.here * at.width * D + at.whole * (channels + shared)) + weights + self._kept_of_parts(at)
+
+    def _kept_of_parts(self, at: Sizes) -> int:
+        """Return the bytes that context parallelism adds for each sequence.
+
+        They are the last inputs of the part before, the state at the start, and the decays of all parts.
+        """
+        _, inner, N, K, _ = _sizes(at.model)
+        cells = at.sequences * inner // at.tensor
+        return cells * (at.width * (K - 1) + FP32 * N * (1 + at.context)) if at.context > 1 else 0
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient.
@@ -116,7 +127,7 @@ class Mamba(LayerKind):
         pass, its decay.
         """
         _, inner, N, K, _ = _sizes(at.model)
-        I, sequences = inner // at.tensor, at.whole * at.context // at.sequence
+        I, sequences = inner // at.tensor, at.sequences
         width = max(at.width, FP32)
         return at.context * sequences * I * (passes * (at.width * (K - 1) + width * N) + (passes - 1) * width * N)
 
@@ -140,7 +151,7 @@ class Mamba(LayerKind):
         """Return the operations of convolution and scan; they run in segments where sequences do not fill the GPU."""
         N = at.model.state_size
         one, states, sums = at.width * cells, FP32 * N * cells, 2 * FP32 * N * cells / BACKWARD_BLOCK
-        channels = at.whole * at.context // at.sequence * at.model.inner_size // at.tensor
+        channels = at.sequences * at.model.inner_size // at.tensor
         forward_slots = FORWARD_SLOTS * N * cells
         first, second = (share * N * cells for share in (KEPT_SLOTS if at.keeps_states else BACKWARD_SLOTS))
         if at.keeps_states:

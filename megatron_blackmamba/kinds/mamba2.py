@@ -34,6 +34,7 @@ class Mamba2(LayerKind):
     block = "megatron_blackmamba.model.specs:mamba2_block"
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_bias")
+    elementwise = frozenset({"convolution"})
     entry = '"mamba2"'
     cut = None
 
@@ -88,7 +89,11 @@ class Mamba2(LayerKind):
         return None
 
     def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
-        """Count the scan's matrix products with the chunk length of `ops/ssd`, including the masked halves."""
+        """Count the scan's matrix products with the chunk length of `ops/ssd`, including the masked halves.
+
+        The product between the states of several chunks is left out: it depends on batch and device, and is
+        about 1 % of the layer on a GPU.
+        """
         from megatron_blackmamba.ops.ssd.chunked import CHUNK
 
         D, N, G = model.hidden_size, model.mamba2.state_size, model.mamba2.groups
@@ -105,11 +110,16 @@ class Mamba2(LayerKind):
         """Return the bytes saved for the backward pass.
 
         They are in_proj's input and output, x, B and C after the convolution, the scan's output before and after the
-        norm, one number per group of the norm, and A.
+        norm, one number per group of the norm, A, and a copy of the convolution's weights. With context parallelism,
+        they are also the last inputs of the part before, the state at the start, and the decays of all parts.
         """
         I, H, GN = _sizes(at.model)
         split = 2 * I + 2 * GN + H + (I + 2 * GN) + 2 * I
         each = at.whole * (at.width * split + FP32 * at.model.mamba2.groups) + 2 * FP32 * H
+        each += FP32 * (at.model.conv_kernel + 1) * (I + 2 * GN)
+        if at.context > 1:
+            states = FP32 * (I * at.model.mamba2.state_size + at.context * H)
+            each += at.sequences * (at.width * (at.model.conv_kernel - 1) * (I + 2 * GN) + states)
         return at.here * at.width * at.model.hidden_size + each // at.tensor
 
     def working(self, at: Sizes) -> int:
@@ -137,7 +147,7 @@ class Mamba2(LayerKind):
         and, except in the backward pass, a decay for each head.
         """
         I, H, GN = _sizes(at.model)
-        sequences, width = at.whole * at.context // at.sequence, max(at.width, FP32)
+        sequences, width = at.sequences, max(at.width, FP32)
         window = at.width * (at.model.conv_kernel - 1) * (I + 2 * GN)
         passed_on = passes * (window + width * I * at.model.mamba2.state_size) + (passes - 1) * width * H
         context = at.context * sequences * passed_on / at.tensor

@@ -1,12 +1,19 @@
-"""Measure the memory of training: real ranks of small models, for each shape, layout and precision."""
+"""Measure the memory of training: real ranks of small models, for each shape, layout and precision.
+
+The FLOPs of each kind of layer are counted beside it, by torch's counter.
+"""
 
 import json
 from functools import partial
+from unittest import mock
 
 import torch
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_blackmamba import kinds
 from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.ops.context import Chain
 from megatron_blackmamba.runtime import world
 from tests.runtime.ranks import fork_ranks, import_once
 
@@ -34,6 +41,7 @@ MORE = {
     "parallel": (1, "wide", PARALLEL),
     "parallel_layers": (1, "wide", [*PARALLEL, "training.recompute=layers"]),
     "mamba2": (1, "tiny", MAMBA2),
+    "mamba2_cp2": (2, "tiny", [*MAMBA2, "model.pattern=SS", "parallel.context=2"]),
     "mamba2_tp2": (2, "tiny", [*MAMBA2, "parallel.tensor=2", "training.precision=bf16"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
     "mlp": (1, "tiny", BIG_MLP),
@@ -45,7 +53,6 @@ BIASED = [*TOP2, "model.router.kind=expert_bias"]
 ROUTERS = {
     "top2": (1, "wide", TOP2),
     "top2_ep2": (2, "wide", [*TOP2, "parallel.expert=2"]),
-    "experts_float64": (1, "wide", [*TOP2, *SHARED, "model.pattern=EE", "training.precision=fp64"]),
     "shared_tp2": (2, "wide", [*SHARED, "parallel.tensor=2", "parallel.expert_tensor=2"]),
     "big_shared": (1, "wide", ["model.pattern=EE", "model.shared_expert_hidden_size=1024"]),
     "softmax": (1, "wide", [*TOP2, "model.router.kind=softmax"]),
@@ -54,6 +61,16 @@ ROUTERS = {
     "expert_choice_tp2": (2, "wide", [*TOP2, "model.router.kind=expert_choice", "parallel.tensor=2"]),
 }
 MORE |= ROUTERS
+ONE_OF_EACH = {  # by letter, one layer in float64, where experts are plain products
+    kind.letter: [
+        *(f'model.pattern="{kind.letter}"', "training.precision=fp64", "data.sequence_length=64"),
+        *("model.hidden_size=48", "model.mlp_hidden_size=56", "model.expert_hidden_size=40", "model.vocab_size=272"),
+        *("model.attention.heads=4", "model.attention.kv_heads=2", "model.mamba2.head_dim=8", "model.mamba2.groups=2"),
+        "kernels.scan=reference",  # without matrix products
+        *("model.router.kind=softmax", "model.top_k=2", "model.shared_expert_hidden_size=24"),
+    ]
+    for kind in kinds.all_kinds()
+}
 COMMON = ["data.sequence_length=96", "training.micro_batch=2", "training.global_batch=8"]
 
 
@@ -82,9 +99,7 @@ def measure(overrides: list[str]) -> dict:
     tokens = torch.randint(config.model.vocab_size, (2, config.data.sequence_length // config.parallel.context))
     trainable.reduced.zero_grad_buffer()
     kept = _kept_for_backward(model, tokens)
-    with FlopCounterMode(display=False) as counter:
-        loss = trainable.reduced(tokens, tokens).mean()
-    loss.backward()
+    trainable.reduced(tokens, tokens).mean().backward()
     for group in trainable.reduced.bucket_groups + trainable.reduced.expert_parallel_bucket_groups:
         group.start_grad_sync()
         group.finish_grad_sync()
@@ -95,10 +110,38 @@ def measure(overrides: list[str]) -> dict:
         "gradients": _bytes(buffer.grad_data for buffer in _buffers(trainable)),
         "optimizer": _optimizer_bytes(trainable, config),
         "kept": kept,
-        "matmul_flops": counter.get_total_flops(),
     }
     world.shutdown()
     return answer
+
+
+def count_flops() -> dict[str, int]:
+    """Return the FLOPs of the products that torch counts in one micro-batch, by the letter of the only layer."""
+    from megatron_blackmamba.model import build
+
+    counted = {}
+    for letter, overrides in ONE_OF_EACH.items():
+        config = load("tiny", overrides)
+        model = build(config, world.start(config.parallel))
+        tokens = torch.randint(config.model.vocab_size, (1, config.data.sequence_length))
+        attention = mock.patch.object(F, "scaled_dot_product_attention", causal_attention)
+        with torch.no_grad(), attention, FlopCounterMode(display=False) as counter:
+            model(tokens, tokens)
+        counted[letter] = counter.get_total_flops()
+        world.shutdown()
+    return counted
+
+
+def causal_attention(q_BHSC, k_BGSC, v_BGSC, *, is_causal: bool, enable_gqa: bool) -> torch.Tensor:
+    """Attend token by token, to none that follows: torch counts the fused kernel as if every token saw all others."""
+    heads_per_group = q_BHSC.shape[1] // k_BGSC.shape[1]
+    k_BHSC, v_BHSC = (x.repeat_interleave(heads_per_group, 1) for x in (k_BGSC, v_BGSC))
+    rows = []
+    for t, q_BH1C in enumerate(q_BHSC.split(1, 2)):
+        scores = q_BH1C @ k_BHSC[:, :, : t + 1].transpose(2, 3) * q_BHSC.shape[3] ** -0.5
+        rows.append(scores.softmax(-1) @ v_BHSC[:, :, : t + 1])
+    assert is_causal and enable_gqa == (heads_per_group > 1)
+    return torch.cat(rows, 2)
 
 
 def _kept_for_backward(model: torch.nn.Module, tokens: torch.Tensor) -> int:
@@ -110,7 +153,15 @@ def _kept_for_backward(model: torch.nn.Module, tokens: torch.Tensor) -> int:
             seen.setdefault(x.untyped_storage().data_ptr(), x)
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    def start(chain: Chain, *summary: torch.Tensor) -> torch.Tensor:
+        """Begin as a chain does, which keeps the decays of all parts itself."""
+        found = begin(chain, *summary)
+        pack(chain.decays_G)
+        return found
+
+    begin = Chain.start
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with hooks, mock.patch.object(Chain, "start", start):
         loss = model(tokens, tokens)
     del loss
     return _bytes(seen.values())
@@ -141,6 +192,7 @@ def main() -> None:
     found = {}
     for name, (ranks, overrides) in cases().items():
         found[name] = fork_ranks(ranks, partial(measure, overrides))
+    found["flops"] = fork_ranks(1, count_flops)
     print(json.dumps(found))
 
 
