@@ -57,7 +57,7 @@ def _overview(run: RunFolder) -> Overview:
     if not records:
         return Overview(run.root.resolve().name, "not started", evaluations=evaluations)
     last = records[-1]
-    validated = [r["validation/loss"] for r in records if r.get("validation/loss") is not None]
+    validated = [r["validation/loss"] for r in records if "validation/loss" in r]  # None where it was not finite
     left = _steps_left(run, last)
     seconds = float(last.get("speed/step_seconds") or 0.0)
     state = _state(run, seconds)

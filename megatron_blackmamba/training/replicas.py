@@ -22,7 +22,8 @@ from megatron_blackmamba.training.ranks import Ranks
 
 Piece = tuple[str, tuple[int, ...]]
 """A weight's key, and the offset of a shard in it."""
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""By bytes of a number. The top bits of 64 would be lost among the 62 of a fingerprint, so those are two numbers."""
 ROW = 1024
 LARGEST = (1 << 62) - 1
 SHOWN = 3

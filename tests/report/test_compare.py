@@ -118,6 +118,12 @@ def test_runs_lists_states_and_losses(two, tmp_path):
     assert found["second"].state == "finished"
     assert found["second"].evaluations == 1
     assert found["new"].state == "not started"
+    assert found["second"].validation is None  # not measured
+    with open(two[1] / "metrics.jsonl", "a") as file:
+        for step, loss in ((41, 3.5), (42, None)):
+            file.write(json.dumps({"step": step, "validation/loss": loss}) + "\n")
+            file.flush()
+            assert overviews(two[1])[0].validation == loss  # None: not finite
     long_ago = time.time() - 10_000
     os.utime(two[0] / "metrics.jsonl", (long_ago, long_ago))
     assert overviews(two[0])[0].state == "stopped"

@@ -26,8 +26,14 @@ def test_any_flipped_bit_changes_the_fingerprint(dtype, size, place, bit):
     y = x.clone()
     width = x.element_size() * 8
     bits = y.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
-    bits[place % size] ^= torch.tensor(1 << bit % (width - 1), dtype=bits.dtype)
+    bits[place % size] ^= torch.tensor(1, dtype=bits.dtype) << bit % width
     assert fingerprint(x) == fingerprint(x.clone()) != fingerprint(y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_changed_sign_changes_the_fingerprint(dtype):
+    x = torch.ones(3, dtype=dtype)
+    assert fingerprint(x) != fingerprint(torch.tensor([1.0, -1.0, 1.0], dtype=dtype))
 
 
 def test_exchanged_rows_change_the_fingerprint():
