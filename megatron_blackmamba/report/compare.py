@@ -12,7 +12,15 @@ from rich.table import Table
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, short
-from megatron_blackmamba.report.comparison import Compared, common_end, differences, one_mixture, paired, read_all
+from megatron_blackmamba.report.comparison import (
+    Compared,
+    common_end,
+    differences,
+    one_mixture,
+    paired,
+    read_all,
+    shared_sources,
+)
 from megatron_blackmamba.report.history import thin
 
 AXES = {"step": "step", "tokens": "tokens", "flops": "training FLOPs", "hours": "hours"}
@@ -47,8 +55,11 @@ def render(runs: Sequence[Compared]) -> str:
 
 def _weights(runs: Sequence[Compared]) -> str:
     """Say how the losses of the sources are weighed."""
-    if one_mixture([run.history for run in runs]):
+    histories = [run.history for run in runs]
+    if one_mixture(histories):
         return "Weighted by the mixture."
+    if not shared_sources(histories):
+        return "Each run weighted by its own mixture: no source was validated in all of them."
     return f"All runs weighted by the mixture of {runs[0].name}, over the sources that all were validated on."
 
 

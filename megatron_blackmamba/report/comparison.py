@@ -99,8 +99,14 @@ def read_all(paths: Sequence[Path]) -> list[Compared]:
 
 def one_mixture(histories: Sequence[History]) -> bool:
     """Return whether all runs weigh the validation losses of the same sources in the same way."""
-    first, *others = map(_weighing, histories)
-    return all(other == first for other in others)
+    found = [_weighing(history) for history in histories if history.of("validation/loss/*")]
+    return all(one == found[0] for one in found)
+
+
+def shared_sources(histories: Sequence[History]) -> list[str]:
+    """Return the sources that all runs with validation losses were validated on."""
+    found = [of_run for history in histories if (of_run := history.of("validation/loss/*"))]
+    return [name for name in found[0] if all(name in other for other in found)] if found else []
 
 
 def _weighing(history: History) -> tuple[Any, ...]:
@@ -112,13 +118,11 @@ def _weighing(history: History) -> tuple[Any, ...]:
 
 def _weighted_alike(histories: Sequence[History]) -> list[Series | None]:
     """Return each run's validation loss: as recorded, or by the first run's mixture of the sources that all have."""
-    recorded = [history.validation_loss for history in histories]
-    of_sources = [history.of("validation/loss/*") for history in histories]
-    shared = [name for name in of_sources[0] if all(name in by_source for by_source in of_sources)]
+    shared, shares = shared_sources(histories), histories[0].planned
     if one_mixture(histories) or not shared:
-        return recorded
-    shares = histories[0].planned
-    return [weighted_mean({name: by_source[name] for name in shared}, shares) for by_source in of_sources]
+        return [history.validation_loss for history in histories]
+    of_sources = [history.of("validation/loss/*") for history in histories]
+    return [weighted_mean({name: one[name] for name in shared}, shares) if one else None for one in of_sources]
 
 
 def differences(runs: Sequence[Compared]) -> list[tuple[str, list[Any]]]:

@@ -73,6 +73,11 @@ def test_validation_losses_have_one_weighting(tmp_path):
     assert "weighted by the mixture of first" in render(runs)
     rows = {title: rows for title, _, rows in tables(runs)}["Configuration that differs"]
     assert [cells[1:] for cells in rows if cells[0].startswith("tokenizer")] == [["a aaaaaaaaaaaa", "b bbbbbbbbbbbb"]]
+    other = write_run(tmp_path / "other", 40, shares={"poems": "1"})
+    assert "Each run weighted by its own mixture" in render(read_all([first, other]))
+    unvalidated = write_run(tmp_path / "unvalidated", 40, shares={})
+    assert [run.validation is None for run in read_all([unvalidated, first])] == [True, False]
+    assert "Weighted by the mixture." in render(read_all([unvalidated, first]))
     alone = read_all([second, second])[0]
     assert alone.validation_at("tokens", 40 * 2048) == pytest.approx(4.6 + 0.25 + 1)
 
