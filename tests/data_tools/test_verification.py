@@ -124,6 +124,19 @@ def test_a_negative_token_is_no_token(tmp_path, tokenizer):
         adopt(tmp_path / "old", tokenizer)
 
 
+def test_negative_token_is_found_after_adoption(tmp_path, tokenizer):
+    sound, wrong = np.array([5, 7, 0], np.int32), np.array([5, -7, 0], np.int32)
+    sound.tofile(tmp_path / "old.bin")
+    with open(tmp_path / "old.idx", "wb") as file:
+        write_idx(file, np.dtype("int32"), np.array([3]))
+    adopt(tmp_path / "old", tokenizer)
+    wrong.tofile(tmp_path / "old.bin")
+    manifest = tmp_path / "old.manifest.json"
+    before, after = (hashlib.sha256(tokens.tobytes()).hexdigest() for tokens in (sound, wrong))
+    manifest.write_text(manifest.read_text().replace(before, after))
+    assert problems(tmp_path) == [".bin: holds token -7: ids begin at 0"]
+
+
 def test_adoption_keeps_the_existing_manifest(folder, tokenizer):
     before = (folder / "shard_00001.manifest.json").read_bytes()
     with pytest.raises(ShardError, match="was written here and records its raw files"):
