@@ -32,15 +32,7 @@ def read_arrow(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iter
     if not size_of(path):
         raise InputError(f"{path}: is empty. Download it again")
     with pa.PythonFile(open_any(path), "r") if is_remote(path) else pa.memory_map(str(path)) as file:
-        try:
-            reader: Any = pa.ipc.open_stream(file)  # what save_to_disk writes
-        except pa.ArrowInvalid:
-            try:
-                reader = pa.ipc.open_file(file)
-            except pa.ArrowInvalid as error:
-                raise InputError(
-                    f"{path}: not a complete Arrow file ({_first_line(error)}): download it again"
-                ) from None
+        reader = _arrow_reader(path, file)
         columns = _columns(path, options, reader.schema.names)
         wanted = [reader.schema.get_field_index(column) for column in columns]
         size = max(1, file.size())
@@ -55,6 +47,18 @@ def read_arrow(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iter
 
         for batch, _ in _documents(path, tables(), 1, options, reject):
             yield batch, min(1.0, file.tell() / size)
+
+
+def _arrow_reader(path: str | Path, file: pa.NativeFile) -> Any:
+    """Open an Arrow stream, as save_to_disk writes it, or an Arrow file."""
+    try:
+        return pa.ipc.open_stream(file)
+    except (pa.ArrowException, OSError):
+        file.seek(0)
+    try:
+        return pa.ipc.open_file(file)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path}: not a complete Arrow file ({_first_line(error)}): download it again") from None
 
 
 def _columns(path: str | Path, options: ReadOptions, names: Sequence[str]) -> list[str]:

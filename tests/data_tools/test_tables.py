@@ -86,6 +86,15 @@ def test_arrow_files_and_streams_give_their_rows(tmp_path, new):
         read(path, "arrow")
 
 
+@pytest.mark.parametrize(
+    "content", [b"no Arrow", b"\xff\xff\xff\xff\x10\0\0\0" + b"junk" * 9, b"ARROW1\0\0" + b"7" * 99]
+)
+def test_junk_named_arrow_is_refused_by_name(tmp_path, content):
+    (tmp_path / "a.arrow").write_bytes(content)
+    with pytest.raises(InputError, match=rf"{tmp_path}/a\.arrow: not a complete Arrow file"):
+        read(tmp_path / "a.arrow", "arrow")
+
+
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_optional_fields_may_be_missing_or_null(tmp_path, format):
     rows = [{"title": "T", "text": "a"}, {"title": None, "text": "b"}, {"title": "U", "text": None}]
