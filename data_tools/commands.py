@@ -383,7 +383,7 @@ def _sentence(summary: "Summary") -> str:
         rate = short(sum(manifest.tokens for manifest in summary.written) / max(summary.seconds, 1e-9))
         lines.append(f"written: {written}, in {summary.seconds:.1f} s ({rate} tokens/s)")
     if shards > written:
-        lines.append(f"already complete, and verified: {shards - written}")
+        lines.append(f"already complete, {_how_checked(summary)}: {shards - written}")
     bad = ", ".join(f"{count:,} {reason}" for reason, count in summary.rejected.items())
     if bad:
         lines.append(f"skipped records, listed in the manifests: {bad}")
@@ -393,6 +393,13 @@ def _sentence(summary: "Summary") -> str:
             f"duplicate files, whose documents occur twice: {len(summary.copies)} (first: {copy} is {original})"
         )
     return "\n".join(lines)
+
+
+def _how_checked(summary: "Summary") -> str:
+    """Return how finished shards were compared with their manifests."""
+    from megatron_blackmamba.formats.remote import is_remote
+
+    return "of the right sizes (`blackmamba data verify` reads them)" if is_remote(summary.out_dir) else "and verified"
 
 
 def _unescape(text: str) -> str:

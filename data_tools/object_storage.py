@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_blackmamba.data_tools.selection import Selection
 from megatron_blackmamba.formats.remote import cached, download, file_system, files_below, is_folder, size_of, upload
-from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside
+from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, SUFFIXES, ShardManifest, beside, idx_bytes
 
 if TYPE_CHECKING:
     from megatron_blackmamba.data_tools.shard_writer import ShardJob
@@ -47,15 +47,17 @@ class RemoteFolder:
         return remote
 
     def has(self, job: "ShardJob") -> bool:
-        """Return whether a shard is there; object storage keeps what it was given, so sizes suffice."""
+        """Return whether a shard is there, by its manifest and the sizes of its files."""
         if not job.manifest_path.exists():
             return False
         manifest = ShardManifest.read(job.manifest_path)
-        found = files_below(f"{self.url}/{job.prefix.name}.*")
-        sizes = [
-            int(found.get(f"{self.url}/{job.prefix.name}{suffix}", {}).get("size", -1)) for suffix in (".bin", ".idx")
-        ]
-        return sizes[0] == manifest.bin_bytes and sizes[1] > 0
+        wanted = {".bin": manifest.bin_bytes, ".idx": idx_bytes(manifest.documents, manifest.documents)}
+        return all(self._size(job.prefix, suffix) == size for suffix, size in wanted.items())
+
+    def _size(self, prefix: Path, suffix: str) -> int | None:
+        url = f"{self.url}/{prefix.name}{suffix}"
+        found = files_below(url).get(url)
+        return None if found is None else int(found["size"])
 
     def publish(self, job: "ShardJob") -> None:
         """Upload a finished shard, its manifest last, and remove the local tokens."""
@@ -72,8 +74,9 @@ class RemoteFolder:
     def remove(self, prefix: Path) -> None:
         """Remove a shard that no input makes any more."""
         fs, _ = file_system(self.url)
-        for url in files_below(f"{self.url}/{prefix.name}.*"):
-            fs.rm_file(url.partition("://")[2])
+        for suffix in SUFFIXES:
+            if self._size(prefix, suffix) is not None:
+                fs.rm_file(f"{self.url}/{prefix.name}{suffix}".partition("://")[2])
 
 
 def remote_files(url: str, selection: Selection) -> tuple[list[RemoteInput], list[str]]:

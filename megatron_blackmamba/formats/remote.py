@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -62,12 +63,25 @@ def trying(url: str, action: Callable[[], T]) -> T:
 
 
 def files_below(url: str) -> dict[str, dict[str, Any]]:
-    """Return the objects below a URL, or those that a pattern matches, with their `size`, by URL."""
+    """Return the objects below a URL, or the one object with this name, with their `size`, by URL."""
     fs, path = file_system(url)
-    scheme = url.partition("://")[0]
-    find = fs.glob if any(mark in path for mark in "*?[") else fs.find
     fs.invalidate_cache()
-    found = trying(url, lambda: find(path, detail=True))
+    return _by_url(url, trying(url, lambda: fs.find(path, detail=True)))
+
+
+def files_matching(pattern: str) -> dict[str, dict[str, Any]]:
+    """Return the objects that a pattern matches, as `files_below`; brackets belong to a name if there is one."""
+    fs, path = file_system(pattern)
+    fs.invalidate_cache()
+    for wild in (path.replace("[", "[[]"), path):
+        found = _by_url(pattern, trying(pattern, partial(fs.glob, wild, detail=True)))
+        if found:
+            return found
+    return {}
+
+
+def _by_url(url: str, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    scheme = url.partition("://")[0]
     return {f"{scheme}://{name}": info for name, info in found.items() if info.get("type") != "directory"}
 
 

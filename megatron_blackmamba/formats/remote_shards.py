@@ -1,9 +1,17 @@
 """Local copies of token shards in object storage, for readers that need files."""
 
 import hashlib
+import re
 from pathlib import Path
 
-from megatron_blackmamba.formats.remote import RemoteError, cached, download, files_below, one_at_a_time
+from megatron_blackmamba.formats.remote import (
+    RemoteError,
+    cached,
+    download,
+    files_below,
+    files_matching,
+    one_at_a_time,
+)
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, SUFFIXES, ShardManifest, beside
 
 TOKENIZER = "tokenizer.json"
@@ -18,7 +26,10 @@ def fetch_shards(url: str) -> list[Path]:
     for suffix in SUFFIXES:
         url = url.removesuffix(suffix)
     found = files_below(url) or files_below(f"{url}{MANIFEST_SUFFIX}")
-    inside = url.partition("*")[0]
+    inside = url
+    if not found and any(mark in url for mark in "*?["):
+        found = files_matching(url) or files_matching(f"{url}{MANIFEST_SUFFIX}")
+        inside = re.split(r"[*?[]", url)[0]
     manifests = sorted(n for n in found if n.endswith(MANIFEST_SUFFIX) and "/." not in n.removeprefix(inside))
     for folder in sorted({name.rpartition("/")[0] for name in manifests}):
         _fetch_tokenizer(folder)

@@ -13,7 +13,9 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.data_tools.verification import verify
 from megatron_blackmamba.formats import remote
@@ -234,6 +236,32 @@ def test_missing_objects_are_named(s3, shards, tmp_path):
         tokenize(["s3://bucket/none.jsonl"], tmp_path / "out", TokenizeOptions(tokenizer="x"))
     with pytest.raises(ShardError, match="s3://bucket/nothing: no shard in this folder"):
         find_shards("s3://bucket/nothing")
+
+
+def test_names_in_s3_are_not_patterns(s3, raw, tmp_path, tokenizer_file):
+    for name in ("a[1].jsonl", "a?.jsonl", "a1.jsonl"):
+        s3.pipe_file(
+            f"bucket/odd[1]/in/{name}", (raw / "a.jsonl").read_bytes() + name.encode().join([b'{"text": "', b'"}'])
+        )
+    s3.pipe_file("bucket/odd1/in/other.jsonl", b'{"text": "another folder"}')
+    made = tokenize(["s3://bucket/odd[1]/in"], "s3://bucket/odd[1]/out", options(tokenizer_file))
+    assert [source.name for shard in made.shards for source in shard.manifest.sources] == [
+        "a1.jsonl", "a?.jsonl", "a[1].jsonl"
+    ]  # fmt: skip
+    assert not tokenize(["s3://bucket/odd[1]/in"], "s3://bucket/odd[1]/out", options(tokenizer_file)).written
+    one = tokenize(["s3://bucket/odd[1]/in/a?.jsonl"], tmp_path / "one", options(tokenizer_file))
+    assert [source.name for source in one.shards[0].manifest.sources] == ["a?.jsonl"]
+    assert len(find_shards("s3://bucket/odd[1]/out")) == len(find_shards("s3://bucket/odd[1]/out/shard_*")) == 3
+    assert len(find_shards("s3://bucket/odd[1]/out/shard_0000[12]")) == 2
+    fewer = options(tokenizer_file, overwrite=True, match="a1*")
+    tokenize(["s3://bucket/odd[1]/in"], "s3://bucket/odd[1]/out", fewer)
+    assert len(find_shards("s3://bucket/odd[1]/out")) == 1
+
+
+def test_finished_shards_in_s3_are_not_called_verified(shards, tokenizer_file):
+    command = ["data", "tokenize", "s3://bucket/raw/web", "s3://bucket/tokens/web", "-t", str(tokenizer_file)]
+    said = CliRunner().invoke(app, [*command, "--shard-size", "1KB", "--workers", "1"]).stdout
+    assert "already complete, of the right sizes (`blackmamba data verify` reads them): 3" in said
 
 
 def test_scheme_without_library_says_what_to_install():
