@@ -45,6 +45,7 @@ def trace(
         _show_readings(tracer, document, as_json)
         return
     numbers = _range(samples) if samples is not None else tracer.steps.samples_of(step or 0)
+    tracer.steps.refuse_unread(numbers)
     if sample is not None:
         if sample >= len(numbers):
             raise TraceError(f"--sample {sample}: the batch has {len(numbers)} samples, counted from 0")

@@ -31,6 +31,7 @@ class Steps:
             self._steps.append(record["step"])
             self._ends.append(record["next_sample"])
             self._consumed.append(record["consumed_samples"])
+        self._judged = [int(last) for event in events for _, last in getattr(event, "samples", ())]
         self._skipped = [(int(a), int(b)) for event in of_kind(events, Rewound) for a, b in event.skipped]
 
     @classmethod
@@ -42,6 +43,13 @@ class Steps:
     def end(self) -> int:
         """Return the first sample that no step has read."""
         return self._ends[-1] if self._ends else 0
+
+    def refuse_unread(self, samples: Sequence[int]) -> None:
+        """Refuse samples beyond those of all steps and of the events, whose steps a rewind may have discarded."""
+        end = max([self.end, *(last + 1 for last in self._judged)])
+        if samples[-1] >= end:
+            known = f"samples 0 to {end - 1}" if end else "no sample"
+            raise TraceError(f"{self.name}: sample {samples[-1]} has not been read: the run has read {known} so far")
 
     def samples_of(self, step: int) -> list[int]:
         """Return the samples of a step's batch in the order of the batch."""

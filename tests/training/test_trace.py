@@ -140,6 +140,7 @@ def test_the_report_names_the_trace_of_a_spike(run):
         ([], "name one of --step N"),
         (["--step", "1", "--sample", "16"], "the batch has 16 samples"),
         (["--samples", "9-3"], "give a first and a last sample"),
+        (["--samples", "8-99999"], "sample 99999 has not been read: the run has read samples 0 to "),
         (["--document", "web.jsonl:8"], "the file has no such record, or it was skipped"),
         (["--document", "other.jsonl:1"], "has no such raw file"),
         (["--document", "web.jsonl"], "give a raw file and a record"),
@@ -160,6 +161,16 @@ def test_changed_data_is_not_traced(run, raw, tmp_path):
     RunFolder(copy).data_plan.write_text(json.dumps(plan))
     with pytest.raises(ValueError, match="the data differs from what this run read"):
         Tracer(copy)
+
+
+def test_samples_of_a_discarded_spike_can_be_traced():
+    records = [{"step": 1, "next_sample": 16, "consumed_samples": 16}]
+    spike = Spike(step=3, reason="a spike", action="rewind", samples=[(32, 47)])
+    Steps(records, [spike]).refuse_unread(range(32, 48))
+    with pytest.raises(TraceError, match="sample 48 has not been read: the run has read samples 0 to 47 so far"):
+        Steps(records, [spike]).refuse_unread([48])
+    with pytest.raises(TraceError, match="sample 0 has not been read: the run has read no sample so far"):
+        Steps([], []).refuse_unread([0])
 
 
 def test_records_without_skipped_ranges_are_refused():
