@@ -104,6 +104,9 @@ def _known(record: Mapping[str, Any]) -> tuple[str, ...] | None:
     if {"choices", "label"} <= keys and keys & {"query", "ctx"}:  # HellaSwag as lm-eval prepares it
         question = _string(record, "query" if "query" in keys else "ctx")
         return (f"{question} {_listed(record, 'label', 'choices')}",)
+    if "answerKey" in keys and isinstance(record.get("question"), Mapping):  # ARC, OpenBookQA as first published
+        record = _unnested(record)
+        keys = record.keys()
     if {"choices", "answerKey"} <= keys:  # ARC, OpenBookQA
         question = _string(record, "question" if "question" in keys else "question_stem")
         return (f"{question} {_keyed(record)}",)
@@ -129,6 +132,16 @@ def _listed(record: Mapping[str, Any], key: str, answers: str) -> str:
     if not isinstance(texts, list):
         raise InputError(f"`{answers}` is {json.dumps(texts)[:60]}, not a list. Correct or remove the line")
     return _chosen(record, key, {str(number): text for number, text in enumerate(texts)})
+
+
+def _unnested(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an ARC or OpenBookQA record of the authors' files in the form of the Hugging Face Hub."""
+    question = record["question"]
+    try:
+        choices = {key: [choice[key] for choice in question["choices"]] for key in ("text", "label")}
+    except (KeyError, TypeError):
+        raise InputError("`question` has no list `choices` of `text` and `label`. Correct or remove the line") from None
+    return {"question_stem": question.get("stem"), "choices": choices, "answerKey": record["answerKey"]}
 
 
 def _keyed(record: Mapping[str, Any]) -> str:
