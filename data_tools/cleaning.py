@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,15 +33,22 @@ except ImportError:  # said by `require_datatrove`
     Document = Any
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = WordTokenizer = object
 
+from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK, CleaningManifest, Cleanings, Part, part_of
 from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.sources import Source
+from megatron_blackmamba.data_tools.streams import file_sha256
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.shards import RawFile
 
-WORK = ".work"
 REMOVED = "removed.tsv"
 COLUMNS = ("file", "record", "reason", "resembles", "detail")
 _LEVEL = 3
+
+
+def part_name(rank: int) -> str:
+    """Return the name of the part that a task writes."""
+    return f"part_{rank + 1:05d}.jsonl.zst"
 
 
 @dataclass(frozen=True)
@@ -72,13 +80,13 @@ class Cleaning:
 
     @property
     def done(self) -> Path:
-        return self.work / "done.json"
+        return self.work / DONE
 
     def refuse_other_settings(self) -> None:
         """Refuse to continue the work of a call with other inputs or options."""
         inputs = [[source.name, source.bytes, source.modified_ns] for part in self.parts for source in part]
         wanted = json.loads(json.dumps({**self.settings, "parts": len(self.parts), "inputs": inputs}))
-        path = self.work / "settings.json"
+        path = self.work / SETTINGS
         if path.exists():
             found = json.loads(path.read_bytes())
             if found != wanted:
@@ -181,7 +189,7 @@ class RawDocuments(PipelineStep):
         return atomic.atomic_file(self.notes_dir / f"{rank:05d}.skipped")
 
     def _documents(self, rank: int, notes: Any) -> Iterator[Any]:
-        log, parent, records = RejectLog(self.tolerance), os.getppid(), 0
+        log, parent, records = RejectLog(self.tolerance, unit="part", listed_in=REMOVED), os.getppid(), 0
 
         def note(source: Source, record: int, reason: str, detail: str) -> None:
             notes.write(_line({"file": source.name, "record": record, "reason": reason, "detail": detail}))
@@ -190,8 +198,11 @@ class RawDocuments(PipelineStep):
             log.add(source.name, source.path, *bad)
             note(source, *bad)
 
+        raw: list[dict[str, Any]] = []
+        cleanings = Cleanings()
         for source in self.parts[rank]:
-            for batch in Reader(source.path, source.format, self.read, partial(reject, source)).batches():
+            reader = Reader(source.path, source.format, self.read, partial(reject, source))
+            for batch in reader.batches():
                 if os.getppid() != parent:
                     raise InputError("the program that started this task has ended")
                 records += len(batch.texts)
@@ -201,7 +212,11 @@ class RawDocuments(PipelineStep):
                         continue
                     self.stat_update("documents")
                     yield Document(text=text, id=f"{rank}/{number}", metadata={"file": source.name, "record": number})
+            origins = [each.model_dump() for each in cleanings.origins_of(source.path, reader.sha256)]
+            raw.append({"name": source.name, "sha256": reader.sha256, "origins": origins})
         log.check(records + log.total)
+        if self.notes_dir is not None:
+            atomic.write_json(self.notes_dir / f"{rank:05d}.raw", raw)
 
 
 class PartWriter(PipelineStep):
@@ -216,11 +231,12 @@ class PartWriter(PipelineStep):
         self.out_dir, self.notes_dir, self.note = out_dir, notes_dir, note
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        kept = 0
+        kept: Counter[str] = Counter()
+        path = self.out_dir / part_name(rank)
         self.notes_dir.mkdir(parents=True, exist_ok=True)
         with (
             atomic.atomic_file(self.notes_dir / f"{rank:05d}.kept") as notes,
-            atomic.atomic_file(self.out_dir / f"part_{rank + 1:05d}.jsonl.zst") as file,
+            atomic.atomic_file(path) as file,
             zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False) as out,
         ):
             for document in data:
@@ -229,8 +245,9 @@ class PartWriter(PipelineStep):
                 found = self.note(document)
                 if found is not None:
                     notes.write(_line({**where, **found}))
-                kept += 1
-        atomic.write_json(self.notes_dir / f"{rank:05d}.count", kept)
+                kept[where["file"]] += 1
+        written = {"name": path.name, "sha256": file_sha256(path), "bytes": path.stat().st_size, "kept": kept}
+        atomic.write_json(self.notes_dir / f"{rank:05d}.part", written)
 
 
 class RemovalLog:
@@ -278,8 +295,23 @@ def finish(out_dir: Path, notes_dir: Path, done: Path, removed: Iterator[Sequenc
         table.writerow(COLUMNS)
         counts = {kind: _write_rows(table, rows) for kind, rows in (("removed", removed), ("skipped", skipped))}
         text.detach()
-    kept = sum(json.loads(path.read_bytes()) for path in notes_dir.glob("*.count"))
-    atomic.write_json(done, {"kept": kept, **counts})
+    parts = [_described(path) for path in sorted(notes_dir.glob("*.part"))]
+    if len(parts) < len([*notes_dir.glob("*.skipped")]):
+        raise InputError(f"{out_dir}: an older version began this. Remove the folder, and run the command again")
+    CleaningManifest(parts=parts).write(out_dir)
+    atomic.write_json(done, {"kept": sum(part.documents for part in parts), **counts})
+
+
+def _described(notes: Path) -> Part:
+    """Return a part's entry in the manifest: its raw files are those that gave it documents."""
+    written, read = json.loads(notes.read_bytes()), json.loads(notes.with_suffix(".raw").read_bytes())
+    files = [
+        (RawFile(name=raw["name"], sha256=raw["sha256"]), [RawFile(**each) for each in raw["origins"]])
+        for raw in read
+        if raw["name"] in written["kept"]
+    ]
+    kept = sum(written["kept"].values())
+    return part_of(written["name"], written["sha256"], written["bytes"], kept, files)
 
 
 def _write_rows(table: Any, rows: Iterator[Sequence[Any]]) -> int:

@@ -201,12 +201,18 @@ def _cleaning(
 
 
 def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
-    from megatron_blackmamba.data_tools.cleaning import REMOVED
+    from megatron_blackmamba.data_tools.cleaning import REMOVED, part_name
+    from megatron_blackmamba.data_tools.origins import refuse_incomplete
+    from megatron_blackmamba.data_tools.rejects import InputError
 
     stages[-1].run()
     if task.slurm is not None and not task.done.exists():
         print(f"{task.out_dir}: submitted {len(stages)} Slurm jobs; the last one is {stages[-1].job_id}")
         return
+    for path in (task.out_dir / REMOVED, *(task.out_dir / part_name(rank) for rank in range(len(task.parts)))):
+        if not path.exists():
+            raise InputError(f"{path}: is missing, though this finished. Restore it, or choose another folder")
+    refuse_incomplete(task.out_dir)
     counts = json.loads(task.done.read_bytes())
     if as_json:
         print(json.dumps({**counts, "out_dir": str(task.out_dir), "removed_list": str(task.out_dir / REMOVED)}))

@@ -51,6 +51,10 @@ class RejectLog:
     """A log of skipped records of one shard; it stops the work when there are too many."""
 
     tolerance: Tolerance
+    unit: str = "shard"
+    """A word for what the tolerance counts in."""
+    listed_in: str = "the manifest"
+    """The place that lists skipped records."""
     counts: dict[str, int] = field(default_factory=dict)
     first: list[Reject] = field(default_factory=list)
 
@@ -84,5 +88,5 @@ class RejectLog:
     def _too_many(self, path: str, record: int, reason: str, detail: str) -> str:
         message = f"{path}, record {record}: {reason}" + (f" ({detail})" if detail else "")
         if self.tolerance.count:
-            return f"{message}; that makes {self.bad} in this shard, and --max-bad allows {self.tolerance.count}"
-        return f"{message}. To skip such records and list them in the manifest: --max-bad 100, or --max-bad 0.1%"
+            return f"{message}; that makes {self.bad} in this {self.unit}, and --max-bad allows {self.tolerance.count}"
+        return f"{message}. To skip such records and list them in {self.listed_in}: --max-bad 100, or --max-bad 0.1%"

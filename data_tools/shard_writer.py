@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_blackmamba import __version__
+from megatron_blackmamba.data_tools.origins import Cleanings
 from megatron_blackmamba.data_tools.readers import Batch, Reader, ReadOptions, out_of_memory
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.shuffle import DocumentShuffler, order_keys
@@ -100,6 +101,7 @@ class _Writing:
         self.settings = job.settings
         self.dtype = token_dtype(tokenizer.vocab_size)
         self.rejects = RejectLog(job.tolerance)
+        self.cleanings = Cleanings()
         self.digest = hashlib.sha256()
         self.lengths: list[np.ndarray] = []
         self.sources: list[SourceFile] = []
@@ -156,6 +158,7 @@ class _Writing:
                 modified_ns=source.modified_ns,
                 records=taken + self.rejects.total - bad,
                 documents=taken,
+                origins=self.cleanings.origins_of(source.path, reader.sha256),
             )
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_blackmamba.data_tools.compression import SUFFIXES as COMPRESSION_SUFFIXES
 from megatron_blackmamba.data_tools.object_storage import remote_files
+from megatron_blackmamba.data_tools.origins import refuse_incomplete
 from megatron_blackmamba.data_tools.readers import TABLES, Format
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.selection import Selection, split_of
@@ -133,6 +134,8 @@ def find_sources(
                     f"{path}: no input in this folder among its {len(inside)} files"
                     + _advice(path, inside, format, selection)
                 )
+            for folder in {path.parent: None for path in wanted}:
+                refuse_incomplete(folder)
             paths += wanted
             ignored += sorted(set(inside) - set(wanted), key=_natural)
         elif path.exists():
@@ -161,6 +164,9 @@ def _remote(urls: Sequence[str], selection: Selection, format: Format | None) ->
             raise InputError(
                 f"{url}: no input among its {len(found) + len(other)} objects: choose with --match '*.xyz'"
             )
+        if [each.url for each in found] != [url.rstrip("/")]:
+            for folder in {each.url.rpartition("/")[0]: None for each in wanted}:
+                refuse_incomplete(folder)
         ignored += sorted({*other, *(each.url for each in found)} - {each.url for each in wanted})
     return taken, ignored
 

@@ -93,13 +93,7 @@ def _build_synthetic(config: DataConfig, vocab_size: int, total_samples: int) ->
 def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int, eod_reset: int | None) -> DataPlan:
     mixture = Mixture.read(config.mixture or "")
     opened = [mixture.open_shards(source) for source in mixture.sources]
-    check_together(dict(zip(mixture.names, opened, strict=True)), vocab_size)
-    first = opened[0][0][0]  # all shards have one tokenizer
-    if eod_reset not in (None, first.manifest.eod_id):
-        raise DataError(
-            f"model.eod_reset={eod_reset}: documents of {first.prefix} end with token {first.manifest.eod_id}. "
-            f"Set model.eod_reset={first.manifest.eod_id}"
-        )
+    check_together(dict(zip(mixture.names, opened, strict=True)), vocab_size, eod_reset)
     streams = [TokenStream.of_shards(shards) for shards, _ in opened]
     prints = [content_fingerprint(shards) for shards, _ in opened]
     schedule = mixture.schedule([stream.tokens for stream in streams], config.sequence_length, tie_break=prints)

@@ -23,7 +23,9 @@ from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
     SUFFIXES,
+    RawFile,
     Shard,
+    SourceFile,
     missing_parts,
     shard_names,
     shard_prefix,
@@ -228,8 +230,14 @@ def content_fingerprint(shards: Sequence[Shard]) -> str:
     return digest.hexdigest()
 
 
-def check_together(opened: Mapping[str, tuple[list[Shard], list[Shard]]], vocab_size: int | None = None) -> None:
-    """Refuse two tokenizers, a vocabulary that the model lacks, tokens that are there twice, and validation leaks."""
+def check_together(
+    opened: Mapping[str, tuple[list[Shard], list[Shard]]], vocab_size: int | None = None, eod_reset: int | None = None
+) -> None:
+    """Refuse shards that do not fit together, or do not fit the model.
+
+    These are two tokenizers, duplicate tokens, validation leaks, tokens beyond the model's vocabulary, and another EOD
+    than the token after which the model resets its state.
+    """
     seen: dict[str, tuple[Path, str]] = {}
     first: Shard | None = None
     for name, (training, held_out) in opened.items():
@@ -239,6 +247,11 @@ def check_together(opened: Mapping[str, tuple[list[Shard], list[Shard]]], vocab_
                 raise MixtureError(
                     f"source {name!r}: {shard.prefix} was tokenized with a vocabulary of {manifest.vocab_size}, "
                     f"the model has {vocab_size}: set model.vocab_size to at least that"
+                )
+            if eod_reset not in (None, manifest.eod_id):
+                raise MixtureError(
+                    f"model.eod_reset={eod_reset}: documents of {shard.prefix} end with token {manifest.eod_id}. "
+                    f"Set model.eod_reset={manifest.eod_id}"
                 )
             if manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
                 raise MixtureError(
@@ -262,20 +275,25 @@ def _refuse_leaks(opened: Mapping[str, tuple[list[Shard], list[Shard]]]) -> None
         raw.sha256: (raw.name, shard.prefix, name)
         for name, (_, validation) in opened.items()
         for shard in validation
-        for raw in shard.manifest.sources
-        if raw.documents
+        for source in shard.manifest.sources
+        for raw in source.all_raw
     }
     for name, (training, _) in opened.items():
         for shard in training:
-            for raw in shard.manifest.sources:
-                if raw.documents and raw.sha256 in held_out:
-                    other_name, other, source = held_out[raw.sha256]
-                    alias = "" if other_name == raw.name else f" (there called {other_name})"
-                    raise MixtureError(
-                        f"source {name!r}: {shard.prefix} trains on {raw.name}, which {other}{alias} of source "
-                        f"{source!r} holds out for validation: tokenize the training files again without it "
-                        "(--exclude PATTERN or --split train)"
-                    )
+            for source in shard.manifest.sources:
+                leaked = next((raw for raw in source.all_raw if raw.sha256 in held_out), None)
+                if leaked:
+                    raise MixtureError(f"source {name!r}: " + _leak(shard, source, leaked, *held_out[leaked.sha256]))
+
+
+def _leak(shard: Shard, file: SourceFile, raw: RawFile | SourceFile, there: str, other: Path, source: str) -> str:
+    inside = "" if raw is file else f" (in {file.name}, which is cleaned)"
+    alias = "" if there == raw.name else f" (there called {there})"
+    return (
+        f"{shard.prefix} trains on {raw.name}{inside}, which {other}{alias} of source {source!r} holds out for "
+        f"validation: {'tokenize' if raw is file else 'clean and tokenize'} the training files again without it "
+        "(--exclude PATTERN or --split train)"
+    )
 
 
 def _glob(pattern: str) -> list[Path]:

@@ -42,6 +42,15 @@ class UnreadableShardError(ShardError):
     worth_another_try = True  # a network disk may recover
 
 
+class RawFile(BaseModel):
+    """A raw file that a cleaning read."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    sha256: str
+
+
 class SourceFile(BaseModel):
     """One raw file that went into a shard, and how many of its records did."""
 
@@ -55,6 +64,14 @@ class SourceFile(BaseModel):
     )
     records: int = Field(description="documents taken and rejected together")
     documents: int
+    origins: list[RawFile] = Field(
+        default_factory=list, description="of a cleaned part: the raw files whose documents it holds"
+    )
+
+    @property
+    def all_raw(self) -> list["RawFile | SourceFile"]:
+        """Return this file, if it gave documents, and the raw files behind it."""
+        return [self, *self.origins] if self.documents else []
 
 
 class Reject(BaseModel):

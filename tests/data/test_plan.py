@@ -171,7 +171,7 @@ def test_reset_at_a_token_that_ends_no_document_is_refused(mixture):
     eod = find_shards(next(mixture.parent.rglob("*.idx")).parent)[0].manifest.eod_id
     for right in (None, eod):
         build(data_config(mixture), vocab_size=VOCAB, total_samples=10, eod_reset=right)
-    with pytest.raises(DataError, match=rf"end with token {eod}. Set model.eod_reset={eod}"):
+    with pytest.raises(MixtureError, match=rf"end with token {eod}. Set model.eod_reset={eod}"):
         build(data_config(mixture), vocab_size=VOCAB, total_samples=10, eod_reset=eod + 1)
 
 

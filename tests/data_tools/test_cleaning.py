@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -10,12 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools import cleaning
 from megatron_blackmamba.data_tools.evaluation_items import PAPER_TASKS, Item, read_items, texts_of
+from megatron_blackmamba.data_tools.mixture import verify_mixture
+from megatron_blackmamba.data_tools.origins import CleaningManifest
 from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.formats.mixture import Mixture, MixtureError
+from megatron_blackmamba.formats.shards import ShardManifest
 from tests.waiting import wait_until
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
@@ -139,7 +145,9 @@ def test_output_in_object_storage_is_refused(tmp_path):
 
 def test_a_bad_record_stops_the_work(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"body": "bad"}\n')
-    with pytest.raises(InputError, match=r"a.jsonl, record 2: missing field"):
+    with pytest.raises(
+        InputError, match=r"a.jsonl, record 2: missing field .* and list them in removed.tsv: --max-bad"
+    ):
         clean("dedup", tmp_path / "a.jsonl", tmp_path / "out")
 
 
@@ -193,7 +201,93 @@ def test_a_killed_run_continues(documents, tmp_path):
     def content(out):
         return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
-    assert len(content(whole)) == 9 and content(killed) == content(whole)
+    assert len(content(whole)) == 10 and content(killed) == content(whole)
+
+
+@pytest.fixture(scope="module")
+def cleaned(tmp_path_factory):
+    """A folder with raw files, their deduplicated parts in `clean`, and of these the decontaminated ones in `final`."""
+    folder = tmp_path_factory.mktemp("cleaned")
+    (folder / "raw").mkdir()
+    for name in ("train", "val"):
+        lines = (json.dumps({"text": f"{name} document {LETTERS[i:]} {i}"}) + "\n" for i in range(20))
+        (folder / f"raw/{name}.jsonl").write_text("".join(lines))
+    (folder / "items.jsonl").write_text('{"text": "words that are in no document"}\n')
+    clean("dedup", folder / "raw", folder / "clean", "--part-size", "1KB")
+    clean("decontaminate", folder / "clean", folder / "final", "--against", folder / "items.jsonl", "--part-size", "1B")
+    return folder
+
+
+@pytest.fixture
+def mixture(run, cleaned, tmp_path):
+    """Return the mixture of training and validation shards made from these inputs."""
+
+    def make(training, validation):
+        for name, path in (("train", training), ("held_out", validation)):
+            run(cleaned / path, out=name, seed=len(name))
+        path = tmp_path / "mixture.yaml"
+        path.write_text("sources: [{name: a, shards: train, validation: held_out}]")
+        return Mixture.read(path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "training, validation, leak",
+    [
+        ("clean", "raw/val.jsonl", r"trains on val\.jsonl \(in part_00002\.jsonl\.zst, which is cleaned\), which "),
+        ("final", "raw/val.jsonl", r"trains on val\.jsonl \(in part_00002\.jsonl\.zst, which is cleaned\), which "),
+        ("raw", "final/part_00002.jsonl.zst", r"trains on val\.jsonl, which .*: tokenize the training files again"),
+        ("final", "clean/part_00002.jsonl.zst", r"clean and tokenize the training files again without it"),
+    ],
+)
+def test_cleaning_does_not_hide_a_leak(mixture, training, validation, leak):
+    with pytest.raises(MixtureError, match=leak):
+        verify_mixture(mixture(training, validation))
+
+
+def test_parts_of_other_raw_files_are_no_leak(mixture, tmp_path):
+    assert verify_mixture(mixture("final/part_00001.jsonl.zst", "raw/val.jsonl"), 16)
+    manifest = ShardManifest.read(tmp_path / "train/shard_00001.manifest.json")
+    assert [raw.name for raw in manifest.sources[0].all_raw] == ["part_00001.jsonl.zst"] * 2 + ["train.jsonl"]
+
+
+def test_raw_file_without_kept_documents_is_no_origin(cleaned, tmp_path):
+    (tmp_path / "raw").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        shutil.copy(cleaned / "raw/val.jsonl", tmp_path / "raw" / name)
+        with open(tmp_path / "raw" / name, "a") as file:
+            file.write("\n")
+    clean("dedup", tmp_path / "raw", tmp_path / "out")
+    (part,) = CleaningManifest.beside(str(tmp_path / "out/any")).parts
+    assert (part.documents, len(part.origins)) == (20, 1)
+
+
+def test_missing_and_changed_parts_are_named(cleaned, run, tmp_path):
+    for name in ("raw", "clean"):
+        shutil.copytree(cleaned / name, tmp_path / name)
+    part, command = tmp_path / "clean/part_00002.jsonl.zst", ["dedup", tmp_path / "raw", tmp_path / "clean"]
+    whole = part.read_bytes()
+    changed = tmp_path / "clean/part_00001.jsonl.zst"
+    assert len(run(tmp_path / "clean").shards) == 1
+    part.unlink()
+    for act in (lambda: clean(*command, "--part-size", "1KB"), lambda: run(tmp_path / "clean", out="other")):
+        with pytest.raises(InputError, match=rf"{part}: is missing, though"):
+            act()
+    part.write_bytes(whole[:-1])
+    with pytest.raises(InputError, match=rf"{part}: has {len(whole) - 1} bytes, not {len(whole)}, though"):
+        run(tmp_path / "clean", out="other")
+    part.write_bytes(whole)
+    changed.write_bytes(zstandard.compress(b'{"text": "another one"}\n'))
+    with pytest.raises(InputError, match=rf"{changed}: is not what cleaning.manifest beside it describes"):
+        run(changed, out="other")
+
+
+def test_unfinished_cleaning_is_not_tokenized(cleaned, run, tmp_path):
+    shutil.copytree(cleaned / "clean", tmp_path / "clean")
+    (tmp_path / "clean/.work/dedup/done.json").unlink()
+    with pytest.raises(InputError, match=r"clean: `blackmamba data dedup` has not finished here"):
+        run(tmp_path / "clean")
 
 
 def test_tasks_of_lm_eval_are_items(tmp_path):
@@ -226,6 +320,13 @@ doc_to_decontamination_query: q
         ({"question": "Is it?", "passage": "It is.", "label": 1}, ("It is.", "Is it?")),
         ({"question": "Why", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "B"}, ("Why b",)),
         ({"question_stem": "Why", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"}, ("Why a",)),
+        (
+            {
+                "question": {"stem": "Why", "choices": [{"text": "a", "label": "A"}, {"text": "b", "label": "B"}]},
+                "answerKey": "B",
+            },
+            ("Why b",),
+        ),
         ({"text": "All of it"}, ("All of it",)),
         ({"x": ["one", {"y": "two"}], "n": 3}, ("one", "two")),
     ],
@@ -248,6 +349,8 @@ def test_question_and_right_answer_are_looked_for(record, texts):
             '`answerKey` is "", which',
         ),
         ('{"question": "Why", "choices": ["a"], "answerKey": "A"}', "`choices` has no lists `text` and `label`"),
+        ('{"question": {"stem": "Why", "choices": ["a"]}, "answerKey": "A"}', "`question` has no list `choices` of"),
+        ('{"question": {"choices": []}, "answerKey": "A"}', "`question_stem` is null, not a string"),
         ("[1]", "an evaluation item is a JSON object, not list"),
         ("text", "not JSON (Expecting value"),
     ],
