@@ -1,9 +1,11 @@
 """Memory and time of every conversion, each in a process of its own, on random weights of a real shape.
 
-    python -m benchmarks.conversion [--model blackmamba_2.8b] [--dtype bf16] [--folder DIR] [--no-verify] [--json]
+    python -m benchmarks.conversion [--model blackmamba_2.8b] [--dtype bf16] [--nproc N] [--folder DIR] [--no-verify]
+        [--json]
 
 Goes round: released files → checkpoint → Hugging Face → checkpoint → released files, each with its final comparison.
-Peak memory is the process's own (ru_maxrss), mapped files included. Needs disk for three copies.
+Peak memory is the process's own (ru_maxrss), mapped files included. With `--nproc`, which is for `export hf`, it is the
+memory of the largest process. Needs disk for three copies.
 """
 
 import argparse
@@ -36,12 +38,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="blackmamba_2.8b")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where the files are made, for a while (default: the system's)")
     parser.add_argument("--no-verify", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="conversion_") as folder:
-        result = run(Path(folder), load(arguments.model).model, arguments.dtype, not arguments.no_verify)
+        config, verify = load(arguments.model).model, not arguments.no_verify
+        result = run(Path(folder), config, arguments.dtype, verify, arguments.nproc)
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
@@ -50,7 +54,7 @@ def main() -> None:
         print(f"{row['verb']:15}{row['seconds']:8.0f} s{row['peak_gigabytes']:8.2f} GB   {row['parity']}")
 
 
-def run(folder: Path, config: ModelConfig, precision: str, verify: bool) -> dict[str, Any]:
+def run(folder: Path, config: ModelConfig, precision: str, verify: bool, nproc: int = 1) -> dict[str, Any]:
     model = random_model(config, {"bf16": torch.bfloat16, "fp32": torch.float32}[precision])
     zyphra.write(model, folder / "released")
     rows = []
@@ -58,6 +62,8 @@ def run(folder: Path, config: ModelConfig, precision: str, verify: bool) -> dict
         command = [sys.executable, "-m", "megatron_blackmamba", *verb.split(), source, target]
         if verb == "import zyphra":
             command += ["--activation", config.activation]
+        if verb == "export hf":
+            command += ["--nproc", str(nproc)]
         rows.append(measure([*command, *([] if verify else ["--no-verify"])], folder) | {"verb": verb})
         if source not in ("released",):
             shutil.rmtree(folder / source)

@@ -16,6 +16,8 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 FORMAT = 1
 CLAIM_SECONDS = 3600
 """A claim that is not renewed for this long is that of a process which was killed."""
+PURPOSES = {"evaluation": ".in_use", "export": ".in_export"}
+"""The suffix of the marker of a claim, so that one purpose does not end the claim of another."""
 
 
 class EvaluationFileError(ValueError):
@@ -125,9 +127,9 @@ def read_run(run: Path) -> list[Evaluation]:
 
 
 @contextlib.contextmanager
-def claim(run: Path, step: int) -> Iterator[Callable[[], None]]:
+def claim(run: Path, step: int, purpose: str = "evaluation") -> Iterator[Callable[[], None]]:
     """Protect a checkpoint from deletion while it is read; call the yielded function regularly to renew the claim."""
-    marker = RunFolder(run).evaluation(step).with_suffix(".in_use")
+    marker = _marker(run, step, purpose)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
     try:
@@ -138,11 +140,18 @@ def claim(run: Path, step: int) -> Iterator[Callable[[], None]]:
 
 def is_claimed(run: Path, step: int) -> bool:
     """Return whether a process has claimed this checkpoint within the last CLAIM_SECONDS."""
+    return any(_age(marker) < CLAIM_SECONDS for marker in (_marker(run, step, purpose) for purpose in PURPOSES))
+
+
+def _marker(run: Path, step: int, purpose: str) -> Path:
+    return RunFolder(run).evaluation(step).with_suffix(PURPOSES[purpose])
+
+
+def _age(path: Path) -> float:
     try:
-        age = time.time() - RunFolder(run).evaluation(step).with_suffix(".in_use").stat().st_mtime
+        return time.time() - path.stat().st_mtime
     except OSError:
-        return False
-    return age < CLAIM_SECONDS
+        return math.inf
 
 
 def headline(result: TaskResult) -> Iterator[tuple[str, float, float]]:

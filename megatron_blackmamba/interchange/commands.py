@@ -66,6 +66,10 @@ def export_hf(
     out: Out,
     dtype: Dtype = None,
     shard_gb: Annotated[float, typer.Option(min=0.001, help="Maximum size of a safetensors file in GB.")] = 4.0,
+    nproc: Annotated[int, typer.Option(min=1, help="Number of processes that write weights.")] = 1,
+    every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Beside training, export every N steps to OUT/step_N.")
+    ] = None,
     tokenizer: TokenizerFile = None,
     license: Annotated[str, typer.Option(help="License of the weights, as the hub names it.")] = "unknown",
     push_to: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face hub.")] = None,
@@ -81,19 +85,31 @@ def export_hf(
     [dim]blackmamba export hf runs/tiny/checkpoints/step_00000100 exports/tiny_100[/dim]
 
     [dim]blackmamba export hf runs/tiny exports/tiny --license apache-2.0 --push-to me/tiny --dry-run[/dim]
+
+    [dim]blackmamba export hf runs/blackmamba_1.5b exports/beside --every 10000[/dim]
     """
     from dataclasses import replace
 
-    from megatron_blackmamba.interchange import convert, push
+    from megatron_blackmamba.interchange import convert, following, push
 
+    sizes = {"shard_bytes": int(shard_gb * 1e9), "processes": nproc}
+    if every is not None:
+        if push_to is not None:
+            raise typer.BadParameter("--push-to uploads one export. Leave out --every")
+
+        def export(step: Path, target: Path, renew: Callable[[], None]) -> None:
+            model = replace(_opened(step, tokenizer), license=license)
+            _run(convert.to_hf, model, target, dtype, verify, as_json, renew=renew, **sizes)
+
+        following.export_every(checkpoint, out, every, export)
+        return
     if dry_run and push_to is None:
         raise typer.BadParameter("--dry-run needs --push-to OWNER/NAME")
     if push_to is not None:
         push.check_name(push_to)
     model = replace(_opened(checkpoint, tokenizer), license=license)
-    shard_bytes = int(shard_gb * 1e9)
     uploads: dict[str, Any] = {} if push_to is None else {"push_to": push_to, "dry_run": dry_run}
-    _run(convert.to_hf, model, out, dtype, verify, as_json, shard_bytes=shard_bytes, **uploads)
+    _run(convert.to_hf, model, out, dtype, verify, as_json, **sizes, **uploads)
     if push_to is None:
         return
     for upload in push.uploads(out, push_to):
@@ -227,10 +243,16 @@ def _run(
     as_json: bool,
     **more: Any,
 ) -> None:
-    options = {"shard_bytes": more.pop("shard_bytes")} if "shard_bytes" in more else {}
+    options = {name: more.pop(name) for name in ("shard_bytes", "processes") if name in more}
+    renew = more.pop("renew", lambda: None)
     if model.tokenizer is None and conversion.__name__ != "to_zyphra":  # which has no place for one
         _say(f"{model.source} comes without a tokenizer, and so will {out}: name one with --tokenizer")
-    with _progress(model) as watch:
+    with _progress(model) as advance:
+
+        def watch(size: int) -> None:
+            advance(size)
+            renew()
+
         comparison = conversion(model, out, dtype=torch_dtype(dtype), verify=verify, watch=watch, **options)
     if as_json:
         parity = None if comparison is None else asdict(comparison)

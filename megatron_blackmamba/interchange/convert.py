@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_blackmamba.interchange import hf, megatron, parity, zyphra
+from megatron_blackmamba.interchange import hf, megatron, parallel, parity, zyphra
 from megatron_blackmamba.interchange.canonical import Canonical, cast, finite, watched
 from megatron_blackmamba.interchange.folder import new_folder
 from megatron_blackmamba.interchange.observation import Comparison
@@ -25,12 +27,22 @@ def to_hf(
     dtype: torch.dtype | None = None,
     verify: bool = True,
     shard_bytes: int = hf.SHARD_BYTES,
+    processes: int = 1,
     watch: Watch = ignore,
 ) -> Comparison | None:
-    """Write a Hugging Face folder to `out`; weights are rounded to `dtype`, if given, and otherwise copied exactly."""
-    model = cast(model, dtype or model.dtype)
+    """Write a Hugging Face folder to `out`; weights are rounded to `dtype`, if given, and otherwise copied exactly.
+
+    processes: Number of processes that write weights, each to its own files.
+    """
+    dtype = dtype or model.dtype
+    model = cast(model, dtype)
+    more: dict[str, Any] = {}
+    if processes > 1:
+        shard_bytes = min(shard_bytes, -(-model.bytes // processes))
+        job = {"source": model.source, "dtype": dtype, "prefix": hf.PREFIX, "processes": processes, "watch": watch}
+        more = {"write_files": partial(parallel.write_files, **job)}
     with new_folder(out) as folder:
-        hf.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes)
+        hf.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes, **more)
         return parity.check(model, named(hf.read(folder), out), folder) if verify else None
 
 

@@ -1,6 +1,7 @@
 """Hugging Face folders, in and out: config.json, sharded safetensors, tokenizer, modeling files and model card."""
 
 import shutil
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json, write_text
-from megatron_blackmamba.interchange import files, safetensors_io
+from megatron_blackmamba.interchange import files, parallel, safetensors_io
 from megatron_blackmamba.interchange.canonical import (
     Canonical,
     Entry,
@@ -54,11 +55,17 @@ _SAME = {
 }
 
 
-def write(model: Canonical, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Fill `folder` with all that `from_pretrained(folder, trust_remote_code=True)` needs."""
+def write(
+    model: Canonical,
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    write_files: Callable[[parallel.Files], None] = parallel.write_one_by_one,
+) -> None:
+    """Fill `folder` with all that `from_pretrained(folder, trust_remote_code=True)` needs; the index comes last."""
     require_convertible(model.config, model.source)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_weights(model, folder, shard_bytes)
+    _write_weights(model, folder, shard_bytes, write_files)
     tokens = _write_tokenizer(model, folder)
     config = to_json(model.config, model.sequence_length, model.dtype) | tokens
     write_json(folder / "config.json", config | ({"tokenizer_class": TOKENIZER_CLASS} if model.tokenizer else {}))
@@ -127,14 +134,15 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     return model_config(fields | {"dt_rank": content.get("dt_rank")}, content, path, _SAME), content
 
 
-def _write_weights(model: Canonical, folder: Path, shard_bytes: int) -> None:
+def _write_weights(
+    model: Canonical, folder: Path, shard_bytes: int, write_files: Callable[[parallel.Files], None]
+) -> None:
     parts = safetensors_io.shards({PREFIX + name: entry for name, entry in model.entries.items()}, shard_bytes)
     if len(parts) == 1:
-        safetensors_io.write(folder / "model.safetensors", parts[0])
+        write_files({folder / files.SAFETENSORS: parts[0]})
         return
     names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
-    for name, part in zip(names, parts, strict=True):
-        safetensors_io.write(folder / name, part)
+    write_files({folder / name: part for name, part in zip(names, parts, strict=True)})
     weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
     write_json(folder / INDEX, {"metadata": {"total_size": model.bytes}, "weight_map": weight_map})
 

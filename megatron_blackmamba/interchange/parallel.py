@@ -1,0 +1,83 @@
+"""Weight files written by several processes: each opens the source itself and reads only the tensors of its files."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+
+from megatron_blackmamba.interchange import safetensors_io
+from megatron_blackmamba.interchange.canonical import Entry, InterchangeError, cast, finite, watched
+
+Files = Mapping[Path, Mapping[str, Entry]]
+Task = Sequence[tuple[Path, list[str]]]
+
+
+def write_one_by_one(files: Files) -> None:
+    for path, entries in files.items():
+        safetensors_io.write(path, entries)
+
+
+def write_files(
+    files: Files, source: str, dtype: torch.dtype, prefix: str, processes: int, watch: Callable[[int], None]
+) -> None:
+    """Write safetensors files of a source's weights in `dtype`, spread over processes.
+
+    prefix: What the names have in front of the canonical ones.
+    """
+    names = [(path, [name.removeprefix(prefix) for name in entries]) for path, entries in files.items()]
+    context = multiprocessing.get_context("spawn")
+    running: dict[Connection, multiprocessing.process.BaseProcess] = {}
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    try:
+        for number in range(min(processes, len(names))):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (theirs, source, dtype, prefix, names[number::processes], threads)
+            process = context.Process(target=_write, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = process
+        while running:
+            for pipe in wait(list(running)):
+                _receive(pipe, running, watch)  # type: ignore[arg-type]
+    finally:
+        for pipe, process in running.items():
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _receive(
+    pipe: Connection, running: dict[Connection, "multiprocessing.process.BaseProcess"], watch: Callable
+) -> None:
+    """Handle one message: the bytes of a tensor that was read, an error, or None at the end."""
+    try:
+        message = pipe.recv()
+    except EOFError:
+        running[pipe].join()
+        raise InterchangeError(
+            f"a process that writes weights ended with exit code {running[pipe].exitcode}. If memory is short, use a "
+            "smaller --nproc"
+        ) from None
+    if isinstance(message, Exception):
+        raise message
+    if message is None:
+        running.pop(pipe).join()
+        pipe.close()
+    else:
+        watch(message)
+
+
+def _write(pipe: Connection, source: str, dtype: torch.dtype, prefix: str, task: Task, threads: int) -> None:
+    from megatron_blackmamba.interchange.open import open_model  # which imports the module that uses this one
+
+    torch.set_num_threads(threads)
+    try:
+        model = watched(finite(cast(open_model(Path(source)), dtype)), pipe.send)
+        for path, names in task:
+            safetensors_io.write(path, {prefix + name: model.entries[name] for name in names})
+        pipe.send(None)
+    except (OSError, ValueError) as error:
+        pipe.send(error)

@@ -1,0 +1,56 @@
+"""Several processes write the weights of one export."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megatron_blackmamba import cli
+from megatron_blackmamba.interchange import convert, hf, megatron, parallel
+from megatron_blackmamba.interchange.canonical import InterchangeError
+from tests.reference.canonical import canonical
+
+
+@pytest.fixture(scope="module")
+def ours(silu, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel")
+    megatron.write(canonical(silu), folder / "ours")
+    name = "decoder.layers.2.mixer.D"
+    megatron.write(canonical(silu.with_weights(**{name: silu.weights[name] * float("nan")})), folder / "nan")
+    return folder / "ours"
+
+
+def test_exports_of_one_and_several_processes_are_equal(ours, tmp_path):
+    for nproc in ("1", "2"):
+        words = ["export", "hf", str(ours), str(tmp_path / nproc), "--nproc", nproc, "--no-verify", "--dtype", "bf16"]
+        CliRunner().invoke(cli.app, words, catch_exceptions=False)
+    one, several = (hf.read(tmp_path / nproc) for nproc in ("1", "2"))
+    for (name, tensor), (other, copy) in zip(one.tensors(), several.tensors(), strict=True):
+        assert name == other and tensor.dtype == copy.dtype and torch.equal(tensor, copy), name
+    index = json.loads((tmp_path / "2" / hf.INDEX).read_bytes())
+    assert len(set(index["weight_map"].values())) >= 2 and index["metadata"]["total_size"] == one.bytes
+    weights = {"model.safetensors", hf.INDEX, *index["weight_map"].values()}
+    common = {path.name for path in (tmp_path / "1").iterdir()} - weights
+    assert common == {path.name for path in (tmp_path / "2").iterdir()} - weights
+    assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes() for name in common)
+
+
+def test_an_error_in_one_process_leaves_nothing(ours, tmp_path):
+    model = megatron.read(ours.parent / "nan")
+    with pytest.raises(InterchangeError, match=r"nan: decoder.layers.2.mixer.D holds NaN"):
+        convert.to_hf(model, tmp_path / "out", verify=False, processes=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_an_error(ours, tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel, "_write", die)
+    with pytest.raises(InterchangeError, match=r"ended with exit code -9. If memory is short, use a smaller --nproc"):
+        convert.to_hf(megatron.read(ours), tmp_path / "out", verify=False, processes=2)
+    assert list(tmp_path.iterdir()) == []
