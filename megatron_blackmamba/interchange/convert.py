@@ -39,8 +39,14 @@ def to_hf(
     more: dict[str, Any] = {}
     if processes > 1:
         shard_bytes = min(shard_bytes, -(-model.bytes // processes))
-        job = {"source": model.source, "dtype": dtype, "prefix": hf.PREFIX, "processes": processes, "watch": watch}
-        more = {"write_files": partial(parallel.write_files, **job)}
+        more["write_files"] = partial(
+            parallel.write_files,
+            source=model.source,
+            dtype=dtype,
+            prefix=hf.PREFIX,
+            processes=processes,
+            watch=watch,
+        )
     with new_folder(out) as folder:
         hf.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes, **more)
         return parity.check(model, named(hf.read(folder), out), folder) if verify else None

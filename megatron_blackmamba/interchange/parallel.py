@@ -43,9 +43,9 @@ def write_files(
             for pipe in wait(list(running)):
                 _receive(pipe, running, watch)  # type: ignore[arg-type]
     finally:
-        for pipe, process in running.items():
-            process.kill()
-            process.join()
+        for pipe, other in running.items():
+            other.kill()
+            other.join()
             pipe.close()
 
 
