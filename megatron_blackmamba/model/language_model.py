@@ -10,6 +10,7 @@ from megatron_blackmamba.kinds import kinds_in
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import ColumnLinear
 from megatron_blackmamba.model.stack import LayerInputs
+from megatron_blackmamba.ops import head_loss
 from megatron_blackmamba.ops.cross_entropy import cross_entropy, why_not
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -78,10 +79,18 @@ class LanguageModel(LanguageModule):
         if not self.post_process:
             return x_SBD
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if labels_BS is not None and self._head_computes_losses(x_SBD, weight):
+            losses_T, _ = self.output_layer(x_SBD, weight=weight, labels_T=labels_BS.t().flatten())
+            return losses_T.view(x_SBD.shape[:2]).t()
         logits_SBV, _ = self.output_layer(x_SBD, weight=weight)
         if labels_BS is None:
             return logits_SBV.transpose(0, 1)
         return self._losses(logits_SBV, labels_BS)
+
+    def _head_computes_losses(self, x_SBD: Tensor, weight_VD: Tensor | None) -> bool:
+        """Return whether the head computes the losses itself, with the kernel for GPUs."""
+        weight_VD = self.output_layer.weight if weight_VD is None else weight_VD
+        return self.pg_collection.tp.size() == 1 and head_loss.applies(x_SBD, weight_VD)
 
     def _losses(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
         if self.pg_collection.tp.size() > 1 or why_not(logits_SBV):
@@ -93,12 +102,16 @@ class LanguageModel(LanguageModule):
         """Return this rank's tokens per expert and layer of the whole model since the last call, `[L, E]`."""
         model = self.config.described
         device = next(self.parameters()).device
-        tokens_LE = torch.zeros(model.layers, model.experts, dtype=torch.int64, device=device)
+        rows = [torch.zeros(model.experts, dtype=torch.int64, device=device)] * model.layers
+        counters = []
         for name, block in self.decoder.layers.named_children():
             router = getattr(block.mixer, "router", None)
             if router is not None:
-                tokens_LE[int(name)] = router.tokens_E
-                router.tokens_E.zero_()
+                rows[int(name)] = router.tokens_E
+                counters.append(router.tokens_E)
+        tokens_LE = torch.stack(rows)
+        if counters:
+            torch._foreach_zero_(counters)
         return tokens_LE
 
     def _layer_inputs(self, tokens_BS: Tensor, before_B: Tensor | None = None) -> LayerInputs:

@@ -3,11 +3,18 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.head_loss import head_loss
+
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class ColumnLinear(ColumnParallelLinear):
-    def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, labels_T: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Return the product; with labels, the loss of each token over the whole vocabulary."""
+        if labels_T is not None:
+            return head_loss(input_.flatten(0, -2), self.weight if weight is None else weight, labels_T), None
         if self.tp_group.size() > 1:
             return super().forward(input_, weight)
         return F.linear(input_, self.weight if weight is None else weight), None

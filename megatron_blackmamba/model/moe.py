@@ -30,7 +30,8 @@ class MoEMixer(MoELayer):
     def route(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights and experts as the dispatcher takes them; megatron-core's forward calls this."""
         if self.dispatches_sorted:
-            weights_TK, choice_TK = self.router(hidden_SBD, padding_mask, as_map=False)
+            weights_TK, choice_TK, read_SBD = self.router(hidden_SBD, padding_mask, as_map=False)
+            self.token_dispatcher.read_SBD = read_SBD
             return weights_TK, choice_TK
         weights_TE, chosen_TE = self.router(hidden_SBD, padding_mask)
         return weights_TE, chosen_TE
@@ -38,9 +39,9 @@ class MoEMixer(MoELayer):
     def forward(self, hidden_SBD: Tensor) -> tuple[Tensor, None]:
         if not self.sorts:
             return super().forward(hidden_SBD)
-        weights_TK, choice_TK = self.router(hidden_SBD, as_map=False)
+        weights_TK, choice_TK, read_SBD = self.router(hidden_SBD, as_map=False)
         order = Order.of(choice_TK)
-        x_PD, weights_P = order.sort(hidden_SBD.flatten(0, 1)), order.sort_pairs(weights_TK.flatten())
+        x_PD, weights_P = order.sort(read_SBD.flatten(0, 1)), order.sort_pairs(weights_TK.flatten())
         y_PD, _ = self.experts(x_PD, tokens_of(choice_TK, self.config.num_moe_experts), weights_P)
         y_SBD = order.sum(y_PD).view(hidden_SBD.shape)
         shared_SBD = self.shared_experts_compute(hidden_SBD)

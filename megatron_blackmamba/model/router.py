@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_blackmamba import routers
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
-from megatron_blackmamba.ops.fp32_linear import fp32_linear
+from megatron_blackmamba.ops.fp32_linear import applies, fp32_linear, fp32_linear_and_input
 from megatron_blackmamba.routers import Tokens
 from megatron_blackmamba.runtime import device
 
@@ -66,13 +66,20 @@ class KindRouter(_Counted):
 
     def forward(
         self, hidden_SBD: Tensor, padding_mask: Tensor | None = None, *, as_map: bool = True
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Return (weights_TE, chosen_TE), zero and False but for the chosen experts of each token, as megatron-core's
-        dispatchers take them; without `as_map` (weights_TK, choice_TK)."""
-        logits_TE = self.gating(hidden_SBD).flatten(0, 1)
+        dispatchers take them; without `as_map` (weights_TK, choice_TK, hidden_SBD).
+
+        hidden_SBD: For the experts to read. On GPUs the product that makes the router's gradient then adds theirs.
+        """
+        if not as_map and applies(hidden_SBD, self.weight):
+            logits_SBE, hidden_SBD = fp32_linear_and_input(hidden_SBD, self.weight, self.bias)
+        else:
+            logits_SBE = self.gating(hidden_SBD)
+        logits_TE = logits_SBE.flatten(0, 1)
         chosen = self.routing(logits_TE.detach())
         if not as_map:
-            return self.use.weights(logits_TE, chosen), chosen
+            return self.use.weights(logits_TE, chosen), chosen, hidden_SBD
         if chosen.dtype != torch.bool:
             chosen = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, chosen, True)
         return self.use.weight_map(logits_TE, chosen), chosen

@@ -1,5 +1,5 @@
-"""The cross entropy of each token over a whole vocabulary, in C++ or Triton: it keeps the logits, and their gradient
-takes their place.
+"""The cross entropy of each token over a whole vocabulary, in C++: it keeps the logits, and their gradient takes their
+place. On GPUs the head computes the losses (`head_loss.py`) with the Triton kernel.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -19,8 +19,8 @@ def available_backends() -> dict[str, str | None]:
 
 
 def why_not(logits: Tensor) -> str | None:
-    """Return why neither kernel takes the logits; None: one does."""
-    return None if backends.triton_of("cross_entropy", logits) else library.unsupported(logits)
+    """Return why the kernel does not take the logits; None: it does."""
+    return library.unsupported(logits)
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -28,9 +28,6 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     require_floats("cross_entropy", logits=logits_TV)
     if labels_T.dtype != torch.int64:
         raise ValueError(f"cross_entropy: labels are {labels_T.dtype}. Pass int64.")
-    if triton := backends.triton_of("cross_entropy", logits_TV):
-        losses_T: Tensor = triton.cross_entropy(logits_TV, labels_T)
-        return losses_T
     if reason := why_not(logits_TV):
         raise ValueError(f"cross_entropy cannot run here: {reason}")
     return _CrossEntropy.apply(logits_TV, labels_T)

@@ -34,17 +34,29 @@ def grouped_experts(
     if activation not in ACTIVATIONS:
         raise ValueError(f"grouped_experts: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
     require_floats("grouped_experts", x=x_TD, fc1=fc1_EGD, fc2=fc2_EDF, weights=weights_T)
+    ends_E = None
     if x_TD.is_cuda:  # once, out of the pinned memory that a dispatcher has copied to: the host does not wait
         tokens_per_expert_E = tokens_per_expert_E.to(x_TD.device, non_blocking=True)
-    gate_up_TG = grouped_linear(x_TD, tokens_per_expert_E, fc1_EGD, backend=backend)
+        ends_E = tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+    gate_up_TG = grouped_linear(x_TD, tokens_per_expert_E, fc1_EGD, backend=backend, ends_E=ends_E)
     early = is_fused(gate_up_TG)  # the weights cost nothing there; elsewhere they meet the smaller tensor
     hidden_TF = gated(gate_up_TG, activation, weights_T if early else None)
-    y_TD = grouped_linear(hidden_TF, tokens_per_expert_E, fc2_EDF, backend=backend)
+    y_TD = grouped_linear(hidden_TF, tokens_per_expert_E, fc2_EDF, backend=backend, ends_E=ends_E)
     return y_TD if early or weights_T is None else (y_TD * weights_T[:, None]).to(x_TD.dtype)
 
 
-def grouped_linear(x_TD: Tensor, tokens_per_expert_E: Tensor, weight_EOD: Tensor, *, backend: str = "auto") -> Tensor:
-    """Return `[T, O]`: the first tokens times the first weight, transposed, and so on."""
+def grouped_linear(
+    x_TD: Tensor,
+    tokens_per_expert_E: Tensor,
+    weight_EOD: Tensor,
+    *,
+    backend: str = "auto",
+    ends_E: Tensor | None = None,
+) -> Tensor:
+    """Return `[T, O]`: the first tokens times the first weight, transposed, and so on.
+
+    ends_E: The sums of the first tokens per expert, in int32, where known.
+    """
     require_floats("grouped_linear", x=x_TD, weight=weight_EOD)
     if x_TD.dtype != weight_EOD.dtype:
         raise ValueError(f"grouped_linear: x is {x_TD.dtype}, weight is {weight_EOD.dtype}. Pass one dtype.")
@@ -66,7 +78,8 @@ def grouped_linear(x_TD: Tensor, tokens_per_expert_E: Tensor, weight_EOD: Tensor
         raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; not {backend!r}")
     if why_not:
         raise ValueError(f"grouped_mm cannot run here: {why_not}")
-    ends_E = tokens_per_expert_E.to(x_TD.device).cumsum(0, dtype=torch.int32)
+    if ends_E is None:
+        ends_E = tokens_per_expert_E.to(x_TD.device).cumsum(0, dtype=torch.int32)
     y_TO = _grouped_mm()(x_TD.contiguous(), weight_EOD.contiguous().mT, offs=ends_E)
     if y_TO.requires_grad:
         y_TO.register_hook(torch.Tensor.contiguous)  # its backward refuses an expanded gradient

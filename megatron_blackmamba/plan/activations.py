@@ -73,7 +73,9 @@ class Activations:
     def logits_peak(self) -> int:
         """Return the bytes of the logits, and later of their gradient, in addition to the softmax."""
         model, V = self.model, self.model.vocab_size // self.tensor
-        if self.device == "cuda" and (self.tensor == 1 or self.width == FP32):
+        if self.device == "cuda" and self.tensor == 1:  # the weight's gradient in fp32, then in its own precision too
+            return model.hidden_size * (V * (FP32 + self.width) + self.width * self.sizes.whole)
+        if self.device == "cuda" and self.width == FP32:
             return self.width * model.hidden_size * (V + self.sizes.whole)  # gradients of the head's weight and input
         return self.sizes.whole * self.width * V
 

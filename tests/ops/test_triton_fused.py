@@ -100,29 +100,38 @@ def test_stream_alone_passes_its_gradient_on(interpreted):
     assert torch.equal(found["x"], grad) and torch.equal(found["branch"], grad.bfloat16())
 
 
-def run_cross_entropy(logits, labels, grad):
-    from megatron_blackmamba.ops import triton_cross_entropy
-    from megatron_blackmamba.ops.cross_entropy import cross_entropy
+def run_head_loss(x, weight, labels, grad, chunk):
+    from megatron_blackmamba.ops import head_loss, triton_cross_entropy
 
     triton_cross_entropy.BLOCK_V = 16
-    leaf = logits.clone().requires_grad_()
-    copy = leaf * 1  # the gradient takes its place
-    losses = cross_entropy(copy, labels)
+    head_loss.MOST_LOGITS, head_loss.TOKENS_UNKEPT = chunk * len(weight), chunk
+    leaves = leaves_of([x, weight])
+    assert head_loss.applies(*leaves)
+    losses = head_loss.head_loss(*leaves, labels)
     losses.backward(grad)
-    try:
-        losses.backward(grad)
-    except RuntimeError as error:
-        return named([losses], [leaf]), str(error)
+    with torch.no_grad():
+        unkept = head_loss.head_loss(*leaves, labels)
+    return named([losses], leaves), unkept
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_cross_entropy_agrees_with_float64(interpreted, dtype, scale):
-    logits, grad = random(6, 75, seed=0, dtype=dtype, scale=scale), random(6, seed=1).abs()
+@pytest.mark.parametrize(("chunk", "equal"), [(6, False), (4, False), (1, True)])
+def test_head_loss_agrees_with_float64(interpreted, dtype, chunk, equal):
+    x, weight = random(6, 24, seed=0, dtype=dtype), random(75, 24, seed=1, dtype=dtype, scale=0.7)
+    grad = torch.full((6,), 0.3) if equal else random(6, seed=2)
     labels = torch.tensor([0, 74, 3, 16, 15, 40])
-    actual, second = interpreted(run_cross_entropy, logits, labels, grad)
-    assert "backward" in second
-    exact = logits.double().requires_grad_()
-    losses = F.cross_entropy(exact, labels, reduction="none")
+    actual, unkept = interpreted(run_head_loss, x, weight, labels, grad, chunk)
+    assert torch.equal(unkept, actual["output 0"])
+    exact = leaves_of([x, weight], torch.float64)
+    losses = F.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="none")
     losses.backward(grad.double())
-    assert_close(actual, named([losses], [exact]), TOLERANCE[dtype])
+    assert_close(actual, named([losses], exact), TOLERANCE[dtype])
+
+
+def test_head_loss_keeps_what_is_not_finite(interpreted):
+    """A guard looks at the loss and at the norm of the gradients: neither may look healthy."""
+    x = random(3, 8, seed=0)
+    x[1, 2] = float("nan")
+    actual, _ = interpreted(run_head_loss, x, random(20, 8, seed=1), torch.tensor([1, 2, 3]), torch.ones(3), 3)
+    assert actual["output 0"].isfinite().tolist() == [True, False, True]
+    assert not actual["gradient 0"][1].isfinite().all() and not actual["gradient 1"].isfinite().all()

@@ -1,0 +1,69 @@
+"""The loss of each token from the hidden states: the product with the vocabulary and its cross entropy, on GPUs.
+
+One kernel computes the losses and overwrites the logits by softmax minus one-hot. The backward pass multiplies the
+hidden states and their gradients by the gradient of each loss, so nothing reads or writes the logits once more. The
+tokens are cut into chunks, so that no tensor of logits has more elements than 32-bit indices reach.
+
+Shapes: T tokens, D model, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.fp32_linear import fp32_product
+
+MOST_LOGITS = 2**31 - 1
+"""Elements of a chunk's logits while they are kept for the backward pass."""
+TOKENS_UNKEPT = 8192
+"""Tokens of a chunk where no gradient is needed, and the logits are freed at once."""
+
+
+def applies(x: Tensor, weight_VD: Tensor) -> bool:
+    """Return whether the kernel takes these tensors."""
+    return x.dtype == weight_VD.dtype and backends.triton_of("cross_entropy", x) is not None
+
+
+def head_loss(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the fp32 loss of each token."""
+    losses_T: Tensor = _HeadLoss.apply(x_TD.contiguous(), weight_VD, labels_T.contiguous(), torch.is_grad_enabled())
+    return losses_T
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weight_VD, labels_T, differentiate):
+        kernel: Any = backends.triton_of("cross_entropy", x_TD)
+        size = max(1, MOST_LOGITS // len(weight_VD)) if differentiate else TOKENS_UNKEPT
+        losses, gradients = [], []
+        for x, labels in zip(x_TD.split(size), labels_T.split(size), strict=True):
+            logits_TV = x @ weight_VD.t()
+            losses.append(kernel.losses_of(logits_TV, labels, differentiate))
+            if differentiate:
+                gradients.append(logits_TV)
+            del logits_TV
+        ctx.save_for_backward(x_TD, weight_VD, *gradients)
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_T):
+        x_TD, weight_VD, *gradients = ctx.saved_tensors
+        # Divided by the largest, equal gradients are 1, and their product with bf16 numbers is exact.
+        largest = grad_T.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+        relative_T1 = (grad_T / largest)[:, None]
+        sizes = [len(gradient) for gradient in gradients]
+        grad_x, grad_weight = [], None
+        for x, relative, gradient_TV in zip(x_TD.split(sizes), relative_T1.split(sizes), gradients, strict=True):
+            grad_x.append(_scaled(gradient_TV @ weight_VD, relative * largest))
+            part = fp32_product(gradient_TV.t(), _scaled(x, relative))
+            grad_weight = part if grad_weight is None else grad_weight.add_(part)
+        grad_x_TD = grad_x[0] if len(grad_x) == 1 else torch.cat(grad_x)
+        return grad_x_TD, torch.mul(grad_weight, largest, out=torch.empty_like(weight_VD)), None, None
+
+
+def _scaled(x_TD: Tensor, factor_T1: Tensor) -> Tensor:
+    """Return the product in x's dtype, computed in fp32 by one kernel."""
+    return torch.mul(x_TD, factor_T1, out=torch.empty_like(x_TD))
