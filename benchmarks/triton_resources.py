@@ -213,10 +213,22 @@ def norm_launches(arch: int, reset: bool = False) -> None:
 
 
 def cross_entropy_launches(arch: int, reset: bool = False) -> None:
-    from megatron_blackmamba.ops.triton_cross_entropy import cross_entropy
+    from megatron_blackmamba.ops.triton_cross_entropy import losses_of
 
     labels = torch.empty(BATCH * LENGTH, device="meta", dtype=torch.int64)
-    cross_entropy(bf16(BATCH * LENGTH, VOCABULARY) * 1, labels).sum().backward()
+    for differentiate in (False, True):
+        losses_of(bf16(BATCH * LENGTH, VOCABULARY), labels, differentiate)
+
+
+def adam_launches(arch: int, reset: bool = False) -> None:
+    from megatron_blackmamba.ops import triton_adam
+
+    numbers = MODEL * HIDDEN
+    for shift in (0, 1):  # addresses that are multiples of 16 bytes, or not
+        weights = [torch.empty(numbers + shift)[shift:] for _ in range(4)]
+        copy = torch.empty(numbers + shift, dtype=torch.bfloat16)[shift:]
+        table = triton_adam.Table(*([weight] for weight in weights), [copy])
+        table.update(triton_adam.Settings(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1), 1.0)
 
 
 OPERATIONS = {
@@ -228,6 +240,7 @@ OPERATIONS = {
     "gated": gated_launches,
     "norm": norm_launches,
     "cross_entropy": cross_entropy_launches,
+    "adam": adam_launches,
 }
 
 

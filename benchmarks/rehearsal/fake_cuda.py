@@ -136,7 +136,7 @@ def _answer_for_cuda() -> None:
 
 
 def _tell_devices_truly() -> None:
-    """Correct three properties in which fake tensors differ from tensors on a GPU."""
+    """Correct four properties in which fake tensors differ from tensors on a GPU."""
     type_of, data, tensor_of = torch.Tensor.type, torch._C.TensorBase.data, torch.tensor
 
     def type_on_gpu(self, *args, **kwargs):
@@ -158,7 +158,11 @@ def _tell_devices_truly() -> None:
             values = torch.utils._pytree.tree_map(lambda x: 1.0 if isinstance(x, torch.Tensor) else x, values)
         return tensor_of(values, *args, **kwargs)
 
+    def data_ptr(self):  # fake tensors have none
+        return 1024 * self.untyped_storage()._cdata + self.storage_offset() * self.element_size()
+
     torch.Tensor.type, FakeTensor.data, torch.tensor = type_on_gpu, property(data.__get__, set_data), tensor
+    FakeTensor.data_ptr = data_ptr
 
 
 def _remember_pinned_memory() -> None:

@@ -25,7 +25,9 @@ SMALL = 4096
 ISSUED = {"forward": 10, "segment_ends": 10, "chunk_parts": 12.3, "backward": 26}
 ISSUED_IF_KEPT = ISSUED | {"chunk_parts": 10, "backward": 27.4}
 """Issue slots a state and token of the scan's kernels (docs/performance.md), the second if states are kept."""
-OVERWRITE = ("loss_backward",)
+BYTES_A_PROGRAM = {"adam_update": 30 * 16384}
+"""Bytes moved by a program whose tensors are given by address: it reads four fp32 numbers, writes three and a bf16."""
+OVERWRITE = ("loss_and_gradient",)
 """Triton kernels that read their first tensor and write it."""
 OURS = ("/megatron_blackmamba/", "/megatron/core/")
 ALLOCATION = 512
@@ -137,6 +139,7 @@ class Log:
             return
         states = constants.get("N", 0) * tensors[0].numel() if tensors else 0
         moved = total(tensors) + (size_of(tensors[0]) if kernel in OVERWRITE else 0)
+        moved += BYTES_A_PROGRAM.get(kernel, 0) * grid[0]
         issued = ISSUED_IF_KEPT if constants.get("KEPT") else ISSUED
         self.add(f"triton {kernel}", tensors, moved, slots=issued.get(kernel, 0) * states)
         signature = (*(str(t.dtype)[6:] for t in tensors), *(f"{k}={v}" for k, v in sorted(constants.items())))
@@ -325,7 +328,8 @@ class Recorder(TorchDispatchMode):
             flops = 2.0 * a.numel() * b.shape[-1]
         elif name.startswith(FOREACH):
             launches = -(-len(args[0]) // FOREACH_TENSORS)
-        LOG.add(name, outs or ins, _moved(func, name, args, kwargs, out), flops=flops, launches=launches)
+        shown = ins if name in PRODUCTS else outs or ins  # a product runs at the speed of what it reads
+        LOG.add(name, shown, _moved(func, name, args, kwargs, out), flops=flops, launches=launches)
 
 
 def _moved(func: Any, name: str, args: tuple, kwargs: dict, out: object) -> float:

@@ -13,6 +13,7 @@ class AdamW(OptimizerKind):
     keys = ("beta1", "beta2", "eps")
     state = ("exp_avg", "exp_avg_sq")
     sharding = True
+    fused = True
 
     def megatron(self, settings):
         return {

@@ -31,6 +31,9 @@ class OptimizerKind(Kind, ABC):
     sharding: ClassVar[bool | Cannot]
     """True where megatron-core's distributed optimizer can hold this state (optimizer.distributed=true)."""
 
+    fused: ClassVar[bool] = False
+    """Whether on GPUs its update also clips the gradients and writes the weights in bf16."""
+
     @abstractmethod
     def megatron(self, settings: OptimizerConfig) -> dict[str, Any]:
         """Return the fields of megatron-core's OptimizerConfig that choose and set it; "sgd" for one built here."""

@@ -48,7 +48,7 @@ class StepTime:
     idle: float
     """At both ends of the pipeline."""
     update: float
-    """Gradients set to zero, norm, clipping, optimizer."""
+    """Gradient norm, clipping, optimizer."""
     waiting: dict[str, float]
     """Exchanges that nothing hides, by axis."""
 
@@ -94,21 +94,25 @@ def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow]
 def of_micro_batches(config: RunConfig, world_size: int, batch: MicroBatch, gpu: Gpu, state: State | None) -> float:
     """Return the seconds of a step's micro-batches, of adding up their weight gradients too if the state is known.
 
-    A micro-batch's gradients are added to the fp32 buffer, which is read and written.
+    The first micro-batch's gradients are copied to the fp32 buffer, the others added, so it is read and written.
     """
-    moved = 0.0 if state is None else (2 + WIDTH[config.training.precision] / FP32) * state.gradients
-    return layout.micro_batches(config, world_size) * (batch.total + roofline.seconds(Work(moved), gpu))
+    batches = layout.micro_batches(config, world_size)
+    read = WIDTH[config.training.precision] / FP32
+    moved = 0.0 if state is None else (batches * (2 + read) - 1) * state.gradients
+    return batches * batch.total + roofline.seconds(Work(moved), gpu)
 
 
 def of_update(config: RunConfig, gpu: Gpu, state: State | None) -> float:
-    """Return the seconds of zeroing and averaging gradients, then of norm, clipping and optimizer on this rank's part.
+    """Return the seconds of norm, clipping and optimizer on this rank's part.
 
-    The optimizer state is read and written, the part's gradient read four times and written once.
+    The optimizer state is read and written. A fused update reads the part's gradient for the norm and for the update,
+    and writes the weights in bf16. Other optimizers read it four times and write it once.
     """
     if state is None:
         return 0.0
-    tensors = len(optimizers.kind_of(config.optimizer.kind).state) + (config.training.precision == "bf16")
-    moved = 3 * state.gradients + 2 * state.optimizer + 5 * state.optimizer / max(1, tensors)
+    kind = optimizers.kind_of(config.optimizer.kind)
+    tensors = len(kind.state) + (config.training.precision == "bf16")
+    moved = 2 * state.optimizer + (2.5 if kind.fused else 5) * state.optimizer / max(1, tensors)
     return roofline.seconds(Work(moved), gpu)
 
 
@@ -146,7 +150,7 @@ def _head(config: RunConfig) -> tuple[list[Work], list[Work]]:
     V, stream = model.vocab_size // config.parallel.tensor, sizes.here * model.hidden_size
     product = Work(flops=2 * sizes.whole * model.hidden_size * V)
     norm, gradients = Work((3 * FP32 + sizes.width) * stream), Work((4 * FP32 + sizes.width) * stream)
-    read, overwritten = LOSS_BYTES_OF_PARTS if config.parallel.tensor > 1 else (sizes.width, 2 * sizes.width)
+    read, overwritten = LOSS_BYTES_OF_PARTS if config.parallel.tensor > 1 else (2 * sizes.width, 0)
     loss = sizes.whole * V
     return [norm, product, Work(read * loss)], [gradients, product, product, Work(overwritten * loss)]
 

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from megatron_blackmamba.ops import backends
 
 
 class Adam(torch.optim.Optimizer):
@@ -29,6 +32,17 @@ class Adam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
         super().__init__(params, defaults)
+        self.factor = 1.0
+        """What gradients are multiplied by while a fused update reads them."""
+        self.copies: dict[Tensor, Tensor] = {}
+        """Weights in bf16 that a fused update also writes."""
+        self._tables: dict[Any, Any] = {}
+
+    @property
+    def fused(self) -> bool:
+        """Return whether Triton's kernel updates all weights, and so can clip and write copies."""
+        weights = [p for group in self.param_groups for p in group["params"]]
+        return all(backends.triton_of("adam", p) is not None and p.is_contiguous() for p in weights)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -54,6 +68,10 @@ class Adam(torch.optim.Optimizer):
         by_kind: dict[Any, list[torch.Tensor]] = {}
         for p in params:
             by_kind.setdefault((p.device, p.dtype), []).append(p)
+        if self.fused:
+            for device, dtype in by_kind:
+                self._update_fused(group, by_kind[device, dtype])
+            return
         beta1, beta2 = group["betas"]
         update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for (device, _), same in by_kind.items():
@@ -73,3 +91,17 @@ class Adam(torch.optim.Optimizer):
                 amsgrad=False,
                 maximize=False,
             )
+
+    def _update_fused(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        kernel: Any = backends.triton_of("adam", weights[0])
+        moments = [[self.state[p][name] for p in weights] for name in ("exp_avg", "exp_avg_sq")]
+        columns = ([p.grad for p in weights], weights, *moments, [self.copies.get(p) for p in weights])
+        place = (id(group), weights[0].device)
+        table = self._tables.get(place)
+        if table is None or table.key != kernel.key_of(*columns):
+            table = self._tables[place] = kernel.Table(*columns)
+        beta1, beta2 = group["betas"]
+        settings = kernel.Settings(
+            group["lr"], beta1, beta2, group["eps"], group["weight_decay"], self.adam_w_mode, group["step"]
+        )
+        table.update(settings, self.factor)

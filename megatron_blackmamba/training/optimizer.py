@@ -16,13 +16,12 @@ from megatron_blackmamba.optimizers import OptimizerKind
 from megatron_blackmamba.runtime.reduction import reduction
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training import fixes
+from megatron_blackmamba.training.accumulation import Accumulation
+from megatron_blackmamba.training.fused_update import fuse_update
 from megatron_blackmamba.training.gathering import FirstForward
 
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -38,7 +37,7 @@ class Trainable:
     """The model, its gradient-reducing wrapper, and the optimizer."""
 
     model: LanguageModel
-    reduced: DistributedDataParallel
+    reduced: Accumulation
     optimizer: MegatronOptimizer
 
     def settle(self) -> None:
@@ -55,7 +54,7 @@ def make_trainable(
     skip: names of fixes to leave out, for tests.
     """
     how = reduction(config, world.data_context_size)
-    reduced = DistributedDataParallel(model.config, how, model)
+    reduced = Accumulation(model.config, how, model)
     fixes.fix_buffers(reduced, skip)
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of the class, in the shape of another optimizer's scale
     settings = config.optimizer
@@ -78,6 +77,7 @@ def make_trainable(
             use_gloo_process_groups=False,
         )
     fixes.fix_optimizer(optimizer, kind, skip)
+    fuse_update(optimizer)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
     if how.overlap_grad_reduce:

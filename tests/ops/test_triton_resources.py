@@ -15,7 +15,8 @@ KERNELS = {
     "sinkhorn, large": {"_sum_columns", "_choose"},
     "gated": {"gate_forward", "gate_backward"},
     "norm": {"norm_forward", "norm_backward"},
-    "cross_entropy": {"loss_forward", "loss_backward"},
+    "cross_entropy": {"loss_and_gradient"},
+    "adam": {"adam_update"},
 }
 
 

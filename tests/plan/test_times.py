@@ -100,8 +100,15 @@ def test_data_exchange_hides_behind_one_micro_batch():
 
 def test_update_moves_gradients_and_state():
     numbers = STATE.optimizer / 12
-    moved = 3 * STATE.gradients + 24 * numbers + 5 * 4 * numbers
-    assert of_step().update == pytest.approx(moved / 1e12)
+    assert of_step().update == pytest.approx((24 + 2.5 * 4) * numbers / 1e12)  # AdamW clips and casts
+    whole = ["optimizer.kind=sgd", "optimizer.distributed=false", "training.precision=fp32"]
+    assert of_step(*whole).update == pytest.approx((24 + 5 * 12) * numbers / 1e12)
+
+
+def test_first_micro_batch_is_copied_and_others_added():
+    config, batch = load("blackmamba_1.5b", ["training.global_batch=18"]), times.MicroBatch(1.0, 2.0)
+    seconds = times.of_micro_batches(config, 1, batch, GPU, STATE)
+    assert seconds == pytest.approx(3 * 3.0 + (1.5 + 2.5 + 2.5) * STATE.gradients / 1e12)
 
 
 def test_mfu_counts_useful_flops_of_all_gpus():

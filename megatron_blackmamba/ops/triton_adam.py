@@ -1,0 +1,140 @@
+"""Adam over many fp32 tensors in one launch, in Triton: it clips, updates, and writes the weights in bf16 too.
+
+A table in GPU memory holds the addresses of each chunk of a tensor, and a program takes one chunk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_blackmamba.ops.triton_support import interpreted, unavailable
+
+__all__ = ["Settings", "Table", "unavailable", "unsupported"]
+
+CHUNK = 16384
+BLOCK = 1024
+ALIGNMENT = 16
+"""Bytes of the widest loads and stores."""
+
+
+def unsupported(weight: Tensor) -> str | None:
+    if not weight.is_cuda and not interpreted():
+        return "the tensors are not on a CUDA device"
+    return None if weight.dtype == torch.float32 else f"updates float32 weights, not {weight.dtype}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of one update."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    step: int
+
+
+class Table:
+    """The addresses of tensors that are updated together."""
+
+    def __init__(self, *columns: Sequence[Tensor | None]):
+        """Columns: gradients, weights, first and second moments (all fp32), and copies in bf16 or None."""
+        self.key = key_of(*columns)
+        rows = []
+        for tensors in zip(*columns, strict=True):
+            _check(*tensors)
+            numel = tensors[0].numel()
+            for first in range(0, numel, CHUNK):
+                starts = [0 if x is None else x.data_ptr() + first * x.element_size() for x in tensors]
+                rows.append([*starts, min(CHUNK, numel - first)])
+        self.aligned = all(start % ALIGNMENT == 0 for row in rows for start in row[:-1])
+        self.rows = torch.tensor(rows, dtype=torch.int64).to(columns[1][0].device)
+
+    def update(self, by: Settings, factor: float) -> None:
+        """Multiply the gradients by `factor` while reading them, and update the weights and their copies."""
+        if not len(self.rows):
+            return
+        corrected1, corrected2 = 1 - by.beta1**by.step, 1 - by.beta2**by.step
+        with torch.cuda.device_of(self.rows):
+            adam_update[(len(self.rows),)](
+                self.rows, factor, 1 - by.beta1, by.beta2, 1 - by.beta2, by.eps,
+                by.lr / corrected1, corrected2**-0.5,
+                1 - by.lr * by.weight_decay if by.decoupled else by.weight_decay,
+                DECOUPLED=by.decoupled, ALIGNED=self.aligned, BLOCK=BLOCK, num_warps=4,
+            )  # fmt: skip
+
+
+def _check(*tensors: Tensor | None) -> None:
+    dtypes = [None if x is None else x.dtype for x in tensors]
+    if dtypes[:4] != 4 * [torch.float32] or dtypes[4] not in (None, torch.bfloat16):
+        raise ValueError(f"Adam's kernel takes float32 tensors and bfloat16 copies, not {dtypes}")
+    if not all(x is None or (x.is_contiguous() and x.numel() == tensors[0].numel()) for x in tensors):
+        raise ValueError("Adam's kernel takes contiguous tensors of one size. Pass such tensors.")
+
+
+def key_of(*columns: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Return what two calls share if they update the same memory."""
+    return tuple(0 if x is None else x.data_ptr() for column in columns for x in column)
+
+
+@triton.jit(
+    do_not_specialize=["factor", "rest1", "beta2", "rest2", "eps", "rate", "correction", "decay"]
+)  # else a value of 1 would compile anew
+def adam_update(
+    rows, factor, rest1, beta2, rest2, eps, rate, correction, decay,
+    DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = rows + tl.program_id(0).to(tl.int64) * 6
+    gradient = tl.load(row).to(tl.pointer_type(tl.float32))
+    weight = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    first_moment = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    second_moment = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    address = tl.load(row + 4)
+    copy = address.to(tl.pointer_type(tl.bfloat16))
+    if ALIGNED:
+        gradient, weight = tl.multiple_of(gradient, 16), tl.multiple_of(weight, 16)
+        first_moment, second_moment = tl.multiple_of(first_moment, 16), tl.multiple_of(second_moment, 16)
+        copy = tl.multiple_of(copy, 16)
+    count = tl.load(row + 5).to(tl.int32)
+    whole = count // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):  # without a mask, so that loads are wide
+        _update_block(
+            gradient, weight, first_moment, second_moment, copy, address != 0, start, count,
+            factor, rest1, beta2, rest2, eps, rate, correction, decay, DECOUPLED, False, BLOCK,
+        )  # fmt: skip
+    if whole < count:
+        _update_block(
+            gradient, weight, first_moment, second_moment, copy, address != 0, whole, count,
+            factor, rest1, beta2, rest2, eps, rate, correction, decay, DECOUPLED, True, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _update_block(
+    gradient, weight, first_moment, second_moment, copy, copied, start, count,
+    factor, rest1, beta2, rest2, eps, rate, correction, decay,
+    DECOUPLED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = start + tl.arange(0, BLOCK)
+    mask = i < count if MASKED else None
+    g = tl.load(gradient + i, mask=mask) * factor
+    w = tl.load(weight + i, mask=mask)
+    if DECOUPLED:
+        w *= decay
+    else:
+        g += decay * w
+    m, v = tl.load(first_moment + i, mask=mask), tl.load(second_moment + i, mask=mask)
+    m += (g - m) * rest1
+    v = v * beta2 + g * g * rest2
+    w -= rate * m / (tl.sqrt_rn(v) * correction + eps)
+    tl.store(first_moment + i, m, mask=mask)
+    tl.store(second_moment + i, v, mask=mask)
+    tl.store(weight + i, w, mask=mask)
+    if copied:
+        tl.store(copy + i, w.to(tl.bfloat16), mask=mask)

@@ -1,0 +1,78 @@
+"""Weight gradients of a step, added up with fewer passes over memory than megatron-core makes.
+
+megatron-core sets its gradient buffers to zero, adds each micro-batch, then multiplies by one over the number of
+replicas. Here the first micro-batch overwrites the buffers, and the factor is applied while copying and adding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_blackmamba.runtime import patches
+
+from megatron.core.distributed import DistributedDataParallel
+
+patches.require(DistributedDataParallel, "_make_backward_post_hook", "zero_grad_buffer", "finish_grad_sync")
+
+
+class Accumulation(DistributedDataParallel):
+    """megatron-core's wrapper; `zero_grad_buffer` only notes that the gradients of the last step are outdated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.factors: dict[Parameter, float] = {}
+        """What each gradient is multiplied by, so that the sum over the replicas is a mean."""
+        self.outdated: set[Parameter] = set()
+        """Parameters whose gradient buffer still holds the last step's gradient."""
+        self._as_tensor: dict[float, Tensor] = {}
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                for parameter in bucket.params_list:
+                    self.factors[parameter] = factor = bucket.gradient_scaling_factor
+                    parameter.zero_out_wgrad = False  # asks for an addition after gradients that a product has added
+                    self._as_tensor.setdefault(factor, parameter.main_grad.new_full((1,), factor))
+                bucket.gradient_scaling_factor = 1.0
+
+    def zero_grad_buffer(self) -> None:
+        for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
+            group.reset()
+        self.outdated = set(self.factors)
+
+    def start_grad_sync(self, *args: Any) -> None:
+        self._zero_outdated()
+        super().start_grad_sync(*args)
+
+    def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        self._zero_outdated()
+        super().finish_grad_sync(*args, **kwargs)
+
+    def _zero_outdated(self) -> None:
+        """Set to zero the gradients of parameters that no micro-batch has used."""
+        for parameter in self.outdated:
+            parameter.main_grad.zero_()
+        self.outdated.clear()
+
+    def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
+        finish = super()._make_backward_post_hook(param)
+
+        def hook(*unused: Any) -> None:
+            if param.grad is not None:
+                self._add(param, param.grad)
+            param.grad_added_to_main_grad = True  # so that `finish` does not add it too
+            finish(*unused)
+
+        return hook
+
+    @torch.no_grad()
+    def _add(self, parameter: Parameter, gradient: Tensor) -> None:
+        total, factor = parameter.main_grad, self.factors[parameter]
+        if parameter not in self.outdated:
+            total.add_(gradient, alpha=factor)
+        elif factor == 1.0:
+            total.copy_(gradient)
+        else:  # the factor is a tensor: a number would have the product rounded to the gradient's dtype
+            torch.mul(gradient, self._as_tensor[factor], out=total)
+        self.outdated.discard(parameter)

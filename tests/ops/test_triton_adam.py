@@ -1,0 +1,80 @@
+"""Adam's Triton kernel, interpreted, against torch's Adam in float64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.ops.interpreted import interpreter
+
+pytestmark = pytest.mark.xdist_group("triton")
+SIZES = [1, 40, 16, 33, 70]
+FACTOR = 0.3
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with interpreter() as run:
+        yield run
+
+
+def start():
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=g) for size in SIZES]
+
+
+def gradients(step):
+    g = torch.Generator().manual_seed(step)
+    return [torch.randn(size, generator=g) for size in SIZES]
+
+
+def run_adam(decoupled, shift):
+    from megatron_blackmamba.ops import triton_adam
+    from megatron_blackmamba.runtime.adam import Adam
+
+    triton_adam.CHUNK, triton_adam.BLOCK = 32, 16  # whole blocks, a masked end, several chunks
+    weights = []
+    for weight in start():  # views whose addresses are, or are not, multiples of 16 bytes
+        buffer = torch.empty(len(weight) + shift)
+        weights.append(torch.nn.Parameter(buffer[shift:].copy_(weight)))
+    adam = Adam(weights, lr=0.1, betas=(0.8, 0.95), weight_decay=0.2, adam_w_mode=decoupled)
+    assert adam.fused
+    adam.factor = FACTOR
+    adam.copies = {weights[1]: torch.zeros(SIZES[1], dtype=torch.bfloat16)}
+    for step in range(3):
+        for weight, gradient in zip(weights, gradients(step), strict=True):
+            weight.grad = gradient
+        adam.step()
+    assert next(iter(adam._tables.values())).aligned == (shift == 0)
+    return [w.detach().clone() for w in weights], adam.copies[weights[1]]
+
+
+@pytest.mark.parametrize(("decoupled", "shift"), [(True, 0), (True, 1), (False, 0)])
+def test_update_agrees_with_float64(interpreted, decoupled, shift):
+    actual, copy = interpreted(run_adam, decoupled, shift)
+    exact = [torch.nn.Parameter(weight.double()) for weight in start()]
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    reference = kind(exact, lr=0.1, betas=(0.8, 0.95), weight_decay=0.2)
+    for step in range(3):
+        for weight, gradient in zip(exact, gradients(step), strict=True):
+            weight.grad = gradient.double() * FACTOR
+        reference.step()
+    for ours, theirs in zip(actual, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(copy.float(), actual[1], rtol=2**-7, atol=0)  # the interpreter cuts digits off
+
+
+def run_wrong_gradient():
+    from megatron_blackmamba.runtime.adam import Adam
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad_dtype = None
+    weight.grad = torch.ones(3, dtype=torch.bfloat16)
+    try:
+        Adam([weight]).step()
+    except ValueError as error:
+        return str(error)
+
+
+def test_gradients_of_another_dtype_are_refused(interpreted):
+    assert "float32" in interpreted(run_wrong_gradient)
