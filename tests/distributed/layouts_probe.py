@@ -55,10 +55,10 @@ ROUTER_LAYOUTS = {
     "cp2_ep2": (2, ["parallel.context=2", "parallel.expert=2"]),
     "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),
 }
-LONG = {"solo": 50, "ep2": 50, "dp2": 20, "pp2": 20, "tp2": 20}
-FEWER_STEPS = 4
+FEW, TWENTY = 3, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
-ROUTER_STEPS = 3
+LONG = ("dp2", "ep2", "pp2", "tp2")
+LONG_FAMILIES = ("mamba2", "transformer")
 
 RUNS: dict[str, tuple[int, list[str]]] = {
     "solo": (1, []),
@@ -148,10 +148,10 @@ class Choices:
 
 
 def steps_of(name: str) -> int:
-    """Return how long a run is: few layouts of the plain model are compared for long, all others for a few steps."""
-    if name.startswith(tuple(ROUTERS)):
-        return ROUTER_STEPS
-    return LONG.get(name, FEWER_STEPS)
+    """Return how long a run is: every kind is compared for 20 steps, routers and more layouts for few."""
+    if name == "solo":
+        return 50
+    return TWENTY if name in LONG or name.startswith(LONG_FAMILIES) else FEW
 
 
 def describe(run: RunConfig, steps: int) -> dict:
