@@ -123,13 +123,18 @@ class Step:
     def evaluate(self, batches: Iterator[Batch], routed_as_trained: bool = False) -> Losses:
         """Return the losses of a global batch, the router choosing as in inference, or as in training."""
         self.trainable.reduced.eval()
-        for module in self.trainable.reduced.modules():
-            if routed_as_trained and isinstance(module, Router):
-                module.train()
+        routers = [module for module in self.trainable.reduced.modules() if isinstance(module, Router)]
+        if routed_as_trained:
+            for router in routers:
+                router.train()
+        counts = [router.unrouted for router in routers if hasattr(router, "unrouted")]
+        of_training = [count.clone() for count in counts]
         try:
             return self._run(batches, forward_only=True)
         finally:
             self.trainable.reduced.train()
+            for count, before in zip(counts, of_training, strict=True):
+                count.copy_(before)
 
     def _run(
         self,

@@ -42,6 +42,13 @@ def test_routers_measure_themselves_on_every_pipeline_stage(went):
         assert 0 < went["last"]["choice"][f"experts/{layer}/router/unrouted"] < 0.5
 
 
+def test_balanced_validation_is_not_counted_as_training(went):
+    plain, validated = (went["last"][name] for name in ("choice", "choice_validated"))
+    assert any("balanced" in name for name in validated.keys() - plain.keys())
+    unrouted = [name for name in plain if name.endswith("unrouted")]
+    assert unrouted and all(validated[name] == plain[name] for name in unrouted)
+
+
 def test_registry_refuses_missing_answers_by_name():
     class Silent(routers.RouterKind):
         name = "silent"
