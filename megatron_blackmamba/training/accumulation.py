@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from megatron_blackmamba.runtime import patches
 
 from megatron.core.distributed import DistributedDataParallel
 
+Weight = Any
+"""A Parameter to which megatron-core has added `main_grad`."""
 patches.require(DistributedDataParallel, "_make_backward_post_hook", "zero_grad_buffer", "finish_grad_sync")
 
 
@@ -23,9 +24,9 @@ class Accumulation(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.factors: dict[Parameter, float] = {}
+        self.factors: dict[Weight, float] = {}
         """What each gradient is multiplied by, so that the sum over the replicas is a mean."""
-        self.outdated: set[Parameter] = set()
+        self.outdated: set[Weight] = set()
         """Parameters whose gradient buffer still holds the last step's gradient."""
         self._as_tensor: dict[float, Tensor] = {}
         for buffer in (*self.buffers, *self.expert_parallel_buffers):
@@ -55,7 +56,7 @@ class Accumulation(DistributedDataParallel):
             parameter.main_grad.zero_()
         self.outdated.clear()
 
-    def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
+    def _make_backward_post_hook(self, param: Weight) -> Callable[..., None]:
         finish = super()._make_backward_post_hook(param)
 
         def hook(*unused: Any) -> None:
@@ -67,7 +68,7 @@ class Accumulation(DistributedDataParallel):
         return hook
 
     @torch.no_grad()
-    def _add(self, parameter: Parameter, gradient: Tensor) -> None:
+    def _add(self, parameter: Weight, gradient: Tensor) -> None:
         total, factor = parameter.main_grad, self.factors[parameter]
         if parameter not in self.outdated:
             total.add_(gradient, alpha=factor)
