@@ -159,7 +159,10 @@ class Router(nn.Linear):
         """Return the weights and numbers of each token's experts, `[T, k]`."""
         balance = self.balanced and self.training
         selecting_TE = sinkhorn(logits_TE, **self.plan_options) if balance else self.selecting(logits_TE)
-        choice_Tk = selecting_TE.topk(self.top_k, dim=-1).indices
+        if self.top_k == 1:  # of equal experts the first, as in training; topk may take another
+            choice_Tk = selecting_TE.max(dim=-1, keepdim=True).indices
+        else:
+            choice_Tk = selecting_TE.topk(self.top_k, dim=-1).indices
         weights_Tk = self.scored(logits_TE).gather(-1, choice_Tk)
         return weights_Tk / weights_Tk.sum(dim=-1, keepdim=True) if self.normalized else weights_Tk, choice_Tk
 

@@ -71,6 +71,13 @@ def test_state_resets_after_end_of_document(export, resetting, pieces, kernels):
     torch.testing.assert_close(torch.cat(logits).double(), reference(resetting, tokens), atol=5e-5, rtol=5e-5)
 
 
+def test_equal_experts_yield_the_first(model):
+    router = next(module for module in model.modules() if hasattr(module, "selecting"))
+    for experts in ([0, 3], [1, 2]):
+        logits_TE = torch.zeros(64, router.out_features).index_fill_(1, torch.tensor(experts), 1.0)
+        assert router.choose(logits_TE)[1].unique().tolist() == experts[:1]
+
+
 @pytest.mark.parametrize(
     "name",
     ["decoder.layers.2.mixer.in_proj.weight", "decoder.layers.3.mixer.local_experts.1.linear_fc1.weight"],
