@@ -91,7 +91,8 @@ def _gradient_norm(self: Any) -> float:
     squares = 0.0
     for part in getattr(self, "chained_optimizers", [self]):
         here = torch.zeros((), dtype=torch.float64)
-        for gradient in part.get_main_grads_for_grad_norm():
+        named_anew = getattr(part, "get_grads_for_grad_norm", None)  # in megatron-core 0.19
+        for gradient in (named_anew or part.get_main_grads_for_grad_norm)():
             here += gradient.square().sum()
         dist.all_reduce(here, group=part.get_grad_stats_parallel_group())
         squares += float(here)

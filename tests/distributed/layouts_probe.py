@@ -58,7 +58,8 @@ ROUTER_LAYOUTS = {
 FEW, TWENTY = 3, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
 LONG = ("dp2", "ep2", "pp2", "tp2")
-LONG_FAMILIES = ("mamba2", "transformer")
+LONG_FAMILIES = ("mamba2", "parallel", "transformer")
+LONG_ROUTERS = ("solo", "cp2_ep2")
 
 RUNS: dict[str, tuple[int, list[str]]] = {
     "solo": (1, []),
@@ -148,9 +149,11 @@ class Choices:
 
 
 def steps_of(name: str) -> int:
-    """Return how long a run is: every kind is compared for 20 steps, routers and more layouts for few."""
+    """Return how long a run is: every kind, arrangement and router is compared for 20 steps, more layouts for few."""
     if name == "solo":
         return 50
+    if name.startswith(tuple(ROUTERS)):
+        return TWENTY if name.endswith(LONG_ROUTERS) else FEW
     return TWENTY if name in LONG or name.startswith(LONG_FAMILIES) else FEW
 
 
