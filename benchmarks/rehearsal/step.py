@@ -68,6 +68,7 @@ def rehearse(config: RunConfig, ranks: int = 1) -> Rehearsed:
         watchdog = stack.enter_context(Watchdog(HOUR, 0, 1, None))
         trainer = _trainer(_with_synthetic_data(config, folder), here, watchdog)
         stack.callback(trainer.batches.close)
+        stack.callback(trainer.loggers.close)  # before the folder is removed
         trainer.take_step()  # makes the optimizer's state
         LOG.on, LOG.peak, before = True, LOG.bytes, LOG.bytes
         trainer.take_step()
@@ -87,7 +88,8 @@ def warm_up() -> None:
 def _with_synthetic_data(config: RunConfig, folder: str) -> RunConfig:
     """Replace what a step does not depend on: files."""
     data = config.data.model_copy(update={"kind": "synthetic", "mixture": None})
-    return config.model_copy(update={"data": data, "folder": Path(folder)})
+    logging = config.logging.model_copy(update={"tensorboard": False})  # its thread creates files at any time
+    return config.model_copy(update={"data": data, "logging": logging, "folder": Path(folder)})
 
 
 def _trainer(config: RunConfig, here: Any, watchdog: Any) -> Any:

@@ -64,7 +64,7 @@ OTHERS = {
     rms_norm: {"eps": 1e-5},
     cross_entropy: {"labels_T": torch.zeros(T, dtype=torch.int64)},
 }
-INTEGERS = {"reset_BL", "tokens_E", "tokens_per_expert_E", "labels_T"}
+INTEGERS = {"reset_BL", "tokens_E", "tokens_per_expert_E", "ends_E", "labels_T"}
 EACH = [pytest.param(op, name, id=f"{op.__name__}-{name}") for op, (_, shapes) in OPS.items() for name in shapes]
 
 

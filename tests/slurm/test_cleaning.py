@@ -39,5 +39,5 @@ def test_arrays_of_jobs_remove_what_one_machine_removes(slurm, tmp_path):
     def content(folder):
         return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
-    assert len(content(alone)) == 3 and content(together) == content(alone)
+    assert len(content(alone)) == 4 and content(together) == content(alone)
     assert len((alone / "removed.tsv").read_text().splitlines()) == 1 + 4
