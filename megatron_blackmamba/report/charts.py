@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from megatron_blackmamba.report import interactive
 WIDTH, HEIGHT = 480, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34
 COLOURS = 8
+FEW = 50
+"""Points of a curve that is drawn whole; a longer one may lose outliers."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def lines(
     curves = [curve for curve in curves if len(curve.x)]
     if not curves:
         return empty(title)
-    y = np.concatenate([np.asarray(curve.y, dtype=float) for curve in curves])
+    y = np.concatenate([np.asarray(part, dtype=float) for curve in curves for part in _in_range(curve)])
     low, high = _most_of(y)
     axes = _Axes(
         min(float(curve.x[0]) for curve in curves),
@@ -213,10 +216,16 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def _in_range(curve: Line) -> list[Any]:
+    """Return what the axis must reach: the curve, and the band if it is not one of many noisy points."""
+    band = [curve.low, curve.high] if len(curve.x) <= FEW else []
+    return [curve.y, *(edge for edge in band if edge is not None)]
+
+
 def _most_of(y: np.ndarray) -> tuple[float, float]:
     """Return a range that excludes only a few extreme points."""
     low, high = float(y.min()), float(y.max())
-    if len(y) > 50:
+    if len(y) > FEW:
         usual = float(np.quantile(y, 0.995))
         if high - low > 3 * (usual - low) > 0:
             high = usual

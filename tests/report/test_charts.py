@@ -49,6 +49,12 @@ def test_curve_without_zero_has_air_below():
     assert points(curve) == [(X0, round(Y0 - 0.1 * unit, 1)), (X1, round(Y0 - 2.1 * unit, 1))]
 
 
+def test_band_of_a_short_curve_is_drawn_whole():
+    band = Line("a", [0, 10], [2, 4], low=np.array([1.0, 3.0]), high=np.array([3.0, 9.0]))
+    (shape,) = shapes(charts.lines("loss", [band]), "polygon", "band")
+    assert all(Y1 <= y <= Y0 for _, y in points(shape))
+
+
 def test_axes_cover_all_curves():
     curves = [Line("a", [0, 4], [1, 1]), Line("b", [2, 8], [2, 3], dashed=True, colour=9), Line("none", [], [])]
     figure = charts.lines("loss", curves, [Mark(6, "skipped", "step 6: <bad>")], x_label="samples")
@@ -78,7 +84,7 @@ def test_ticks_stand_at_their_values():
 def test_band_lies_between_low_and_high():
     line = Line("a", np.array([0, 1]), np.array([1, 1]), np.array([0, 0]), np.array([2, 1]))
     (band,) = shapes(charts.lines("loss", [line], zero=True), "polygon", "band")
-    unit = (Y0 - Y1) / (1 + 0.05)  # the curve itself sets the axis
+    unit = (Y0 - Y1) / (2 * 1.05)  # the band of so short a curve sets the axis
     assert points(band) == [
         (X0, round(Y0 - 2 * unit, 1)),
         (X1, round(Y0 - unit, 1)),
