@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# One worker more than cores, since Slurm's tests mostly wait; more than four are no faster.
+# One worker more than cores, since some tests wait for Slurm or for timers; more than four are no faster.
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 TEST_PROCESSES ?= $(shell test $(CORES) -lt 3 && expr $(CORES) + 1 || echo 4)
 

@@ -42,9 +42,9 @@ class CleaningManifest(BaseModel):
     parts: list[Part]
 
     @classmethod
-    def beside(cls, path: str) -> "CleaningManifest | None":
-        """Read the manifest in the folder of a file; None if there is none."""
-        place = _join(_split(path)[0], CLEANING)
+    def read(cls, folder: str | Path) -> "CleaningManifest | None":
+        """Read the manifest of a folder, or return None if no cleaning wrote the folder."""
+        place = _join(folder, CLEANING)
         if not (files_below(place) if is_remote(place) else os.path.exists(place)):
             return None
         try:
@@ -70,7 +70,7 @@ class Cleanings:
             return []
         folder, name = _split(path)
         if folder not in self._known:
-            self._known[folder] = CleaningManifest.beside(path)
+            self._known[folder] = CleaningManifest.read(folder)
         manifest = self._known[folder]
         for part in manifest.parts if manifest else ():
             if part.sha256 == sha256:
@@ -87,7 +87,7 @@ def refuse_incomplete(folder: str | Path) -> None:
             raise InputError(
                 f"{folder}: `blackmamba data {work.name}` has not finished here. Run the same command again"
             )
-    manifest = CleaningManifest.beside(_join(folder, CLEANING))
+    manifest = CleaningManifest.read(folder)
     sizes = _sizes(folder) if manifest else {}
     for part in manifest.parts if manifest else ():
         size = sizes.get(part.name)

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("project", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
 
-# By worker seconds, see `pytest --durations=0`. Slurm's tests mostly wait, and are the longest by far.
+# By worker seconds, see `pytest --durations=0`. Slurm's tests are the longest by far.
 LONGEST_FIRST = ("slurm", "forks", "layouts", "pages", "quickstart", "triton", "resharding", "study", "mutate")
 LONGEST_FIRST += ("rehearsal", "command", "routers", "s3", "short_runs", "failing_saves", "world", "all_ranks")
 LONGEST_FIRST += ("plan_memory", "optimizer_kinds", "fixtures", "patches", "new_kind")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests by their group; those of a group, and all others, keep their order."""
+    """Put the longest groups first. Within a group the order stays as it is."""
 
     def place(item: pytest.Item) -> int:
         mark = item.get_closest_marker("xdist_group")

@@ -6,7 +6,7 @@ step is left out, what is not finite is null. Nested records of older versions a
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,12 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
             record = parse_line(line)
             if record is not None:
                 yield record
+
+
+def last_value(records: Iterable[dict[str, Any]], name: str) -> float | None:
+    """Return the last value of a scalar; None if it was never measured, or was not finite the last time."""
+    values = [record[name] for record in records if name in record]
+    return values[-1] if values else None
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

@@ -68,7 +68,7 @@ def export_hf(
     shard_gb: Annotated[float, typer.Option(min=0.001, help="Maximum size of a safetensors file in GB.")] = 4.0,
     nproc: Annotated[int, typer.Option(min=1, help="Number of processes that write weights.")] = 1,
     every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Beside training, export every N steps to OUT/step_N.")
+        int | None, typer.Option(min=1, metavar="N", help="Follow a run: export every N steps to OUT/step_N.")
     ] = None,
     tokenizer: TokenizerFile = None,
     license: Annotated[str, typer.Option(help="License of the weights, as the hub names it.")] = "unknown",

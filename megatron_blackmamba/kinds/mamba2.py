@@ -109,9 +109,9 @@ class Mamba2(LayerKind):
     def kept(self, at: Sizes) -> int:
         """Return the bytes saved for the backward pass.
 
-        They are in_proj's input and output, x, B and C after the convolution, the scan's output before and after the
-        norm, one number per group of the norm, A, and a copy of the convolution's weights. With context parallelism,
-        they are also the last inputs of the part before, the state at the start, and the decays of all parts.
+        Saved are in_proj's input and output, x, B and C after the convolution, and the scan's output before and after
+        the norm. One number per group of the norm, A, and a copy of the convolution's weights are saved too. Context
+        parallelism adds the last inputs of the part before, the state at the start, and the decays of all parts.
         """
         I, H, GN = _sizes(at.model)
         split = 2 * I + 2 * GN + H + (I + 2 * GN) + 2 * I
@@ -125,8 +125,8 @@ class Mamba2(LayerKind):
     def working(self, at: Sizes) -> int:
         """Return the gradients of what it keeps, or what the gated norm or PyTorch's scan needs in its backward pass.
 
-        Counted in fp32: in the norm, 8 numbers for a channel; for each token of a segment of the scan, copies of x,
-        decays and scores, the states of chunks, B and C.
+        All is counted in fp32. The norm needs 8 numbers a channel. The scan needs copies of x, decays, scores, B and C
+        for each token of a segment, and the states of its chunks.
         """
         from megatron_blackmamba.ops.ssd.chunked import CHUNK, DECAYS
 

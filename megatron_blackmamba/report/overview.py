@@ -15,7 +15,7 @@ from rich.table import Table
 from megatron_blackmamba.config import ConfigError, read_saved
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.formats.step_records import parse_line
+from megatron_blackmamba.formats.step_records import last_value, parse_line
 from megatron_blackmamba.report.charts import short
 from megatron_blackmamba.report.history import ReportError
 
@@ -57,7 +57,6 @@ def _overview(run: RunFolder) -> Overview:
     if not records:
         return Overview(run.root.resolve().name, "not started", evaluations=evaluations)
     last = records[-1]
-    validated = [r["validation/loss"] for r in records if "validation/loss" in r]  # None where it was not finite
     left = _steps_left(run, last)
     seconds = float(last.get("speed/step_seconds") or 0.0)
     state = _state(run, seconds)
@@ -68,7 +67,7 @@ def _overview(run: RunFolder) -> Overview:
         steps=last["step"] + left if left is not None else None,
         tokens=last.get("consumed_tokens"),
         loss=last.get("loss"),
-        validation=validated[-1] if validated else None,
+        validation=last_value(records, "validation/loss"),
         tokens_per_second=last.get("speed/tokens_per_second"),
         seconds_left=left * seconds if left and state == "training" else None,
         evaluations=evaluations,

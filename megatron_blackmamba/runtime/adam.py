@@ -5,6 +5,7 @@ made on CPUs continues on GPUs and back.
 """
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ class Adam(torch.optim.Optimizer):
         """Weights in bf16 that a fused update also writes."""
         self._tables: dict[Any, Any] = {}
 
-    @property
+    @cached_property
     def fused(self) -> bool:
-        """Return whether Triton's kernel updates all weights, and so can clip and write copies."""
+        """Return whether Triton's kernel updates all weights, and so can clip and write copies. Asked once."""
         weights = [p for group in self.param_groups for p in group["params"]]
         return all(backends.triton_of("adam", p) is not None and p.is_contiguous() for p in weights)
 
@@ -69,8 +70,8 @@ class Adam(torch.optim.Optimizer):
         for p in params:
             by_kind.setdefault((p.device, p.dtype), []).append(p)
         if self.fused:
-            for device, dtype in by_kind:
-                self._update_fused(group, by_kind[device, dtype])
+            for same in by_kind.values():
+                self._update_fused(group, same)
             return
         beta1, beta2 = group["betas"]
         update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_

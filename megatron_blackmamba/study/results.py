@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.formats.step_records import last_value, read_metrics
 from megatron_blackmamba.plan import flops, parameters
 from megatron_blackmamba.study.runs import Cell
 
@@ -51,7 +51,7 @@ def collect(cell: Cell) -> Result:
     counted = parameters.count(config)
     per_token = flops.training(config.model, config.data.sequence_length)
     validated = [record for record in records if "validation/loss" in record]  # None where it was not finite
-    final = validated[-1]["validation/loss"] if validated else None
+    final = last_value(records, "validation/loss")
     recent = [record["loss"] for record in records[-20:] if record.get("loss") is not None]
     return Result(
         name=cell.name,

@@ -45,7 +45,7 @@ class Steps:
         return self._ends[-1] if self._ends else 0
 
     def refuse_unread(self, samples: Sequence[int]) -> None:
-        """Refuse samples beyond those of all steps and of the events, whose steps a rewind may have discarded."""
+        """Refuse samples that no step has read, nor any step that a rewind discarded."""
         end = max([self.end, *(last + 1 for last in self._judged)])
         if samples[-1] >= end:
             known = f"samples 0 to {end - 1}" if end else "no sample"

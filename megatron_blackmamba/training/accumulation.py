@@ -16,7 +16,9 @@ from megatron.core.distributed import DistributedDataParallel
 
 Weight = Any
 """A Parameter to which megatron-core has added `main_grad`."""
-patches.require(DistributedDataParallel, "_make_backward_post_hook", "zero_grad_buffer", "finish_grad_sync")
+patches.require(
+    DistributedDataParallel, "_make_backward_post_hook", "zero_grad_buffer", "start_grad_sync", "finish_grad_sync"
+)
 
 
 class Accumulation(DistributedDataParallel):

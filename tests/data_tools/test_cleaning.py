@@ -259,7 +259,7 @@ def test_raw_file_without_kept_documents_is_no_origin(cleaned, tmp_path):
         with open(tmp_path / "raw" / name, "a") as file:
             file.write("\n")
     clean("dedup", tmp_path / "raw", tmp_path / "out")
-    (part,) = CleaningManifest.beside(str(tmp_path / "out/any")).parts
+    (part,) = CleaningManifest.read(tmp_path / "out").parts
     assert (part.documents, len(part.origins)) == (20, 1)
 
 
