@@ -132,6 +132,17 @@ def read_a_weight_first(mixer) -> None:
     mixer.register_forward_pre_hook(lambda *_: mixer.conv1d.weight.sum() and None)
 
 
+def read_the_data_first(mixer) -> None:
+    mixer.register_forward_pre_hook(lambda *_: mixer.conv1d.weight.data.sum() and None)
+
+
+def look_at_the_data(mixer) -> None:
+    mixer.register_forward_pre_hook(lambda *_: isinstance(mixer.conv1d.weight.data, torch.nn.Parameter) or None)
+
+
+SPOILED = (add_a_module_that_nobody_calls, read_a_weight_first, read_the_data_first, look_at_the_data)
+
+
 def body(folder: Path) -> None:
     place = world.start(load("tiny").parallel)
     deliver_late()
@@ -145,7 +156,7 @@ def body(folder: Path) -> None:
     seen["each"] = {
         name: train(place, "training.overlap=true", "training.bucket_size=1", *more) for name, more in OTHERS.items()
     }
-    seen["refused"] = [refused(place, add_a_module_that_nobody_calls), refused(place, read_a_weight_first)]
+    seen["refused"] = {spoil.__name__: refused(place, spoil) for spoil in SPOILED}
     (folder / f"{place.rank}.json").write_text(json.dumps(seen))
     world.shutdown()
 

@@ -40,6 +40,12 @@ def test_buckets_of_one_give_the_same_bits(ranks, name):
 
 def test_unwaited_weights_are_refused_by_name(ranks):
     for rank in ranks:
-        uncalled, early = rank["refused"]
+        uncalled = rank["refused"]["add_a_module_that_nobody_calls"]
         assert "decoder.layers.0.mixer.dt_proj.weight" in uncalled and "training.overlap=false" in uncalled
-        assert "decoder.layers.0.mixer.conv1d.weight" in early and "dt_proj" not in early
+        for how in ("read_a_weight_first", "read_the_data_first"):
+            early = rank["refused"][how]
+            assert "decoder.layers.0.mixer.conv1d.weight" in early and "dt_proj" not in early
+
+
+def test_type_check_of_unwaited_weight_passes(ranks):
+    assert [rank["refused"]["look_at_the_data"] for rank in ranks] == ["", ""]
