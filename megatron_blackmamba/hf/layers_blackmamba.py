@@ -134,7 +134,8 @@ class Router(nn.Linear):
         self.balanced = config.balance_in_training
         options = config.router_options or {}
         self.plan_options = {name: options.get(name, value) for name, value in SINKHORN.items()}
-        self.register_buffer("expert_bias", torch.zeros(experts) if config.router_biased else None)
+        bias = torch.zeros(experts, dtype=torch.float32) if config.router_biased else None
+        self.register_buffer("expert_bias", bias)  # transformers loads it in this dtype
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply `fn`, but keep the expert bias in fp32 when the model is cast to half precision."""

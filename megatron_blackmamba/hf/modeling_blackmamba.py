@@ -83,8 +83,7 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         # list that bf16 models obey too.
         strict = hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict")
         of_kinds = {"r": ["A_log", "D", "dt_proj"], "mamba2": ["A_log", "D", "dt_bias"]}
-        biases = ["expert_bias"] if config.router_biased else []
-        names = sorted({*biases, *(name for kind in config.mamba_moe_layers for name in of_kinds.get(kind, []))})
+        names = sorted({name for kind in config.mamba_moe_layers for name in of_kinds.get(kind, [])})
         setattr(self, "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules", names)
 
     @torch.no_grad()
