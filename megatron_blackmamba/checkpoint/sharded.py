@@ -62,7 +62,7 @@ def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> No
 def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:
     """Load the weights only; the optimizer starts fresh."""
     state = dist_checkpointing.load(
-        {"model": _weights(model)}, str(folder), _reader(folder), strict=StrictHandling.RAISE_UNEXPECTED
+        {"model": weights(model)}, str(folder), _reader(folder), strict=StrictHandling.RAISE_UNEXPECTED
     )
     model.load_state_dict(state["model"])
     optimizer.reload_model_params()
@@ -75,14 +75,14 @@ def _reader(folder: Path) -> FullyParallelLoadStrategyWrapper:
 
 
 def _state(model: LanguageModel, optimizer: MegatronOptimizer, is_loading: bool) -> dict:
-    weights = _weights(model)
+    sharded_weights = weights(model)
     return {
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_metadata()),
+        "model": sharded_weights,
+        "optimizer": optimizer.sharded_state_dict(sharded_weights, is_loading=is_loading, metadata=_metadata()),
     }
 
 
-def _weights(model: LanguageModel) -> dict:
+def weights(model: LanguageModel) -> dict:
     """Return the weights of the unwrapped model, without the empty objects that megatron-core adds for TE.
 
     Wrappers would prefix the names.

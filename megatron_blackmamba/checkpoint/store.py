@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from megatron_blackmamba import __version__
 from megatron_blackmamba.checkpoint import common, manifest, safety, sharded
+from megatron_blackmamba.checkpoint.agreement import SaveError, gathered, together
 from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_state
-from megatron_blackmamba.checkpoint.writing import Part, Write, reason
+from megatron_blackmamba.checkpoint.writing import Part, Write
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.evaluations import is_claimed
@@ -35,10 +36,6 @@ from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
 
 from megatron.core.optimizer import MegatronOptimizer
-
-
-class SaveError(OSError):
-    """A checkpoint that could not be written. The ones before it are as they were."""
 
 
 class NotFiniteError(SaveError):
@@ -125,9 +122,9 @@ class Checkpoints:
         self.alive(f"beginning to save step {step}")
         partial = self._partial(step)
         with self._removing_leftovers(step):
-            self._together(lambda: self._prepare(partial), f"step {step}: prepare")
+            together(self.world, lambda: self._prepare(partial), f"step {step}: prepare")
             tensors, values = sharded.state_to_save(self.model, self.optimizer)
-            self._together(lambda: common.write(partial, values), f"step {step}: begin")
+            together(self.world, lambda: common.write(partial, values), f"step {step}: begin")
         self.write = sharded.begin_save(partial, self.world, tensors)
         self.write.start()
         self.step_being_written, self.state_being_written = step, state
@@ -145,7 +142,7 @@ class Checkpoints:
         self.step_being_written = None
         with self._removing_leftovers(step):
             parts = self._parts(step, self.write)
-            self._together(lambda: self._publish(step, parts), f"step {step}: publish")
+            together(self.world, lambda: self._publish(step, parts), f"step {step}: publish")
         if self.world.is_main:
             self._thin_out(step)
         return [step]
@@ -179,7 +176,7 @@ class Checkpoints:
     def _parts(self, step: int, write: Write) -> list[Part]:
         """Wait for every rank's part, and return them on rank 0. If one failed, every rank raises SaveError."""
         mine = write.wait()
-        ends = list(enumerate(self._gathered((mine.not_finite, mine.problem))))
+        ends = list(enumerate(gathered(self.world, (mine.not_finite, mine.problem))))
         for rank, (not_finite, _) in ends:
             if not_finite is not None:
                 raise NotFiniteError(f"step {step}: {not_finite} is not finite on rank {rank}")
@@ -250,7 +247,7 @@ class Checkpoints:
         for number, problem in damaged:
             aside = f"{self.folder.checkpoint(number).name}.damaged"
             self.report(Damaged(step=number, folder=aside, problem=problem))
-        self._together(rename, "set damaged checkpoints aside")
+        together(self.world, rename, "set damaged checkpoints aside")
 
     def _folders(self) -> list[tuple[int, Path]]:
         """Step and folder of every checkpoint; a folder that cannot be listed is an error, not an empty one."""
@@ -280,7 +277,7 @@ class Checkpoints:
                 safety.refuse_code(folder, content["files"])
         except manifest.CheckpointError as error:
             problem = error
-        problems = [found for found in self._gathered(problem) if found is not None]
+        problems = [found for found in gathered(self.world, problem) if found is not None]
         for found in sorted(problems, key=lambda found: not isinstance(found, manifest.DamagedCheckpoint)):
             raise found
 
@@ -289,24 +286,6 @@ class Checkpoints:
         flag = torch.tensor([int(value)], dtype=torch.int32, device=device.device())
         dist.all_reduce(flag)
         return bool(flag.item())
-
-    def _gathered(self, value: Any) -> list[Any]:
-        """Return every rank's value."""
-        values = [None] * self.world.size
-        dist.all_gather_object(values, value)
-        return values
-
-    def _together(self, on_main: Callable[[], None], what: str) -> None:
-        """Have rank 0 do it; if that fails, every rank raises SaveError."""
-        failed: list[str | None] = [None]
-        if self.world.is_main:
-            try:
-                on_main()
-            except Exception as error:
-                failed[0] = f"{what}: {reason(error)}"
-        dist.broadcast_object_list(failed, src=0, device=device.device())
-        if failed[0] is not None:
-            raise SaveError(failed[0])
 
 
 def _out_of_the_way(checkpoint: Path) -> Path:

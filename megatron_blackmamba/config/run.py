@@ -186,6 +186,8 @@ class CheckpointConfig(Section):
     """Steps until a save that failed, on a full disk for example, is tried again."""
     if_damaged: Literal["older", "stop"] = "older"
     """When the newest checkpoint cannot be trusted: take the one before, or stop and say so."""
+    export_every: int = Field(0, ge=0)
+    """Steps between Hugging Face exports, written by the ranks to FOLDER/NAME/exports, and one at the end; 0: none."""
 
 
 class LoggingConfig(Section):
@@ -286,6 +288,7 @@ class RunConfig(Section):
                 " bf16 weights beside the fp32 ones of a Mamba layer. The distributed one works on one process too."
             )
         self._supports_float64()
+        self._can_export()
         if self.data.sequence_length % parallel.tensor:
             raise ValueError(
                 f"data.sequence_length={self.data.sequence_length} is not divisible by"
@@ -309,6 +312,22 @@ class RunConfig(Section):
             raise ValueError(
                 f"kernels.scan=mamba_ssm takes no initial state: parallel.context={context} needs kernels.scan=auto"
             )
+
+    def _can_export(self) -> None:
+        """Refuse exports of models that a Hugging Face folder cannot hold, before the first one is due."""
+        if not self.checkpoint.export_every:
+            return
+        reasons = [
+            answer.reason
+            for kind in kinds.kinds_in(self.model.pattern)
+            if isinstance(answer := kind.exported(self.model), kinds.Cannot)
+        ]
+        if self.training.precision == "fp64":
+            reasons.append("training.precision=fp64 has no place in a Hugging Face model")
+        if not self.model.tie_embeddings:
+            reasons.append("model.tie_embeddings=false does not convert")
+        if reasons:
+            raise ValueError(f"checkpoint.export_every cannot export this model: {'; '.join(reasons)}. Set it to 0.")
 
     def _supports_float64(self) -> None:
         """Refuse fp64 with implementations that would compute in a lower precision."""

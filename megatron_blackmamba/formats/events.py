@@ -333,6 +333,31 @@ class NotSaved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exported(Event):
+    """The Hugging Face export of `step` is on disk."""
+
+    seconds: float
+    """How long training waited for it."""
+
+    @property
+    def text(self) -> str:
+        return f"exported step {self.step} in {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotExported(Event):
+    """The Hugging Face export of `step` could not be written."""
+
+    remark: ClassVar[bool] = True
+
+    problem: str
+
+    @property
+    def text(self) -> str:
+        return f"step {self.step} could not be exported ({self.problem}); training goes on"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Damaged(Event):
     """The checkpoint of `step` is damaged and set aside."""
 

@@ -22,7 +22,7 @@ class RunFolder:
         for path in (self.config, self.data_plan, self.tokenizer, self.latest, self.lock, self.done, self.requeue):
             if path.is_dir():
                 raise RunFolderError(f"{path}: is a folder, where a run writes a file. Move it away, then start again.")
-        for path in (self.root, self.checkpoints, self.logs, self.verified):
+        for path in (self.root, self.checkpoints, self.exports, self.logs, self.verified):
             if path.exists() and not path.is_dir():
                 raise RunFolderError(f"{path}: is not a folder, but a run needs one. Move it away, then start again.")
 
@@ -57,6 +57,14 @@ class RunFolder:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
+
+    @property
+    def exports(self) -> Path:
+        """Return the folder of the Hugging Face exports that the run itself writes."""
+        return self.root / "exports"
+
+    def export(self, step: int) -> Path:
+        return self.exports / f"step_{step:08d}"
 
     @property
     def metrics(self) -> Path:

@@ -1,7 +1,7 @@
 """Hugging Face folders, in and out: config.json, sharded safetensors, tokenizer, modeling files and model card."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,33 @@ def write(
     """Fill `folder` with all that `from_pretrained(folder, trust_remote_code=True)` needs; the index comes last."""
     require_convertible(model.config, model.source)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_weights(model, folder, shard_bytes, write_files)
+    weights = weight_files(weight_parts(model.entries, shard_bytes))
+    write_files({folder / name: entries for name, entries in weights.items()})
+    write_index(folder, weights, model.bytes)
+    write_rest(model, folder)
+
+
+def weight_parts(entries: Mapping[str, Entry], shard_bytes: int = SHARD_BYTES) -> list[dict[str, Entry]]:
+    """Return the contents of the weight files under their names in a file; each holds at most `shard_bytes`."""
+    return safetensors_io.shards({PREFIX + name: entry for name, entry in entries.items()}, shard_bytes)
+
+
+def weight_files(parts: Sequence[dict[str, Entry]]) -> dict[str, dict[str, Entry]]:
+    """Return the contents of the weight files by file name."""
+    if len(parts) == 1:
+        return {files.SAFETENSORS: parts[0]}
+    return {f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts)}
+
+
+def write_index(folder: Path, weights: Mapping[str, Mapping[str, Entry]], total_bytes: int) -> None:
+    """Write the index of several weight files; one file needs none."""
+    if len(weights) > 1:
+        weight_map = {tensor: name for name, part in weights.items() for tensor in part}
+        write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def write_rest(model: Canonical, folder: Path) -> None:
+    """Write all files but the weights and their index."""
     tokens = _write_tokenizer(model, folder)
     config = to_json(model.config, model.sequence_length, model.dtype) | tokens
     write_json(folder / "config.json", config | ({"tokenizer_class": TOKENIZER_CLASS} if model.tokenizer else {}))
@@ -132,19 +158,6 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     if not content.get("tie_word_embeddings", True):
         raise InterchangeError(f"{path}: tie_word_embeddings is false; only tied embeddings convert")
     return model_config(fields | {"dt_rank": content.get("dt_rank")}, content, path, _SAME), content
-
-
-def _write_weights(
-    model: Canonical, folder: Path, shard_bytes: int, write_files: Callable[[parallel.Files], None]
-) -> None:
-    parts = safetensors_io.shards({PREFIX + name: entry for name, entry in model.entries.items()}, shard_bytes)
-    if len(parts) == 1:
-        write_files({folder / files.SAFETENSORS: parts[0]})
-        return
-    names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
-    write_files({folder / name: part for name, part in zip(names, parts, strict=True)})
-    weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
-    write_json(folder / INDEX, {"metadata": {"total_size": model.bytes}, "weight_map": weight_map})
 
 
 def _canonical_names(entries: dict[str, Entry], folder: Path) -> dict[str, Entry]:

@@ -40,7 +40,7 @@ def read(path: Path, *, verify: bool = False) -> Canonical:
         str(reader.folder),
         reader.tokenizer,
         run.data.sequence_length,
-        lambda: Past(_facts(reader, run), _evaluation(reader)),
+        lambda: past(run, reader.state, reader.step, _run_folder(reader), reader.manifest.get("version", "")),
     )
 
 
@@ -161,24 +161,30 @@ def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _facts(reader: CheckpointReader, run: RunConfig) -> dict[str, Any]:
-    """Return the facts about the run for the model card."""
-    data = reader.state.get("data", {})
-    sources = ", ".join(source["name"] for source in data.get("sources", []))
-    samples = reader.state.get("progress", {}).get("consumed_samples", 0)
+def past(run: RunConfig, state: Mapping[str, Any], step: int, folder: RunFolder | None, version: str) -> Past:
+    """Return what the model card says about a run that has reached `step`.
+
+    Args:
+        state: What a checkpoint of that step holds beside tensors.
+        folder: The run's; None for a checkpoint that was copied or imported.
+    """
+    sources = ", ".join(source["name"] for source in state.get("data", {}).get("sources", []))
+    samples = state.get("progress", {}).get("consumed_samples", 0)
     batch, tokens = run.training.global_batch, samples * run.data.sequence_length
     facts: dict[str, Any] = {"Run": run.name}
     if tokens:
-        of = " of" if samples == reader.step * batch else ", the last one of"
-        facts["Trained on"] = f"{tokens:,} tokens in {reader.step:,} steps{of} {batch} sequences"
+        of = " of" if samples == step * batch else ", the last one of"
+        facts["Trained on"] = f"{tokens:,} tokens in {step:,} steps{of} {batch} sequences"
         facts["Sequence length"] = f"{run.data.sequence_length:,}"
         facts["Learning rate"] = (
             f"{run.optimizer.learning_rate:g} to {run.optimizer.min_learning_rate:g}, {run.optimizer.decay}"
         )
     if sources:
         facts["Sources"] = sources
-    facts |= _losses(reader)
-    return facts | {"Made with": f"megatron-blackmamba {reader.manifest.get('version', '')}".strip()}
+    if folder is not None:
+        facts |= _losses(folder, step)
+    facts["Made with"] = f"megatron-blackmamba {version}".strip()
+    return Past(facts, _evaluation(folder, step))
 
 
 def _run_folder(reader: CheckpointReader) -> RunFolder | None:
@@ -187,26 +193,24 @@ def _run_folder(reader: CheckpointReader) -> RunFolder | None:
     return RunFolder(run) if RunFolder(run).checkpoints == reader.folder.parent else None
 
 
-def _losses(reader: CheckpointReader) -> dict[str, str]:
-    """Return the training loss of the checkpoint's step, and the last validation losses before or at it."""
-    run = _run_folder(reader)
-    if run is None or not run.metrics.exists():
+def _losses(run: RunFolder, step: int) -> dict[str, str]:
+    """Return the training loss of a step, and the last validation losses before or at it."""
+    if not run.metrics.exists():
         return {}
     losses: dict[str, str] = {}
     start = "validation/loss"
     for record in read_metrics(run.metrics):
-        step = record.get("step", reader.step + 1)
-        if step == reader.step and isinstance(record.get("loss"), float):
-            losses["Training loss"] = f"{record['loss']:.4f} at step {step:,}"
-        if step <= reader.step and isinstance(record.get(start), float):
+        at = record.get("step", step + 1)
+        if at == step and isinstance(record.get("loss"), float):
+            losses["Training loss"] = f"{record['loss']:.4f} at step {at:,}"
+        if at <= step and isinstance(record.get(start), float):
             parts = {name.removeprefix(f"{start}/"): value for name, value in record.items() if f"{start}/" in name}
             told = ", ".join(f"{name} {value:.4f}" for name, value in parts.items() if isinstance(value, float))
-            losses["Validation loss"] = f"{record[start]:.4f} at step {step:,}" + (f" ({told})" if told else "")
+            losses["Validation loss"] = f"{record[start]:.4f} at step {at:,}" + (f" ({told})" if told else "")
     return losses
 
 
-def _evaluation(reader: CheckpointReader) -> Evaluation | None:
-    """Return the scores of the checkpoint's step."""
-    run = _run_folder(reader)
-    path = None if run is None else run.evaluation(reader.step)
+def _evaluation(run: RunFolder | None, step: int) -> Evaluation | None:
+    """Return the scores of a step."""
+    path = None if run is None else run.evaluation(step)
     return read_evaluation(path) if path is not None and path.exists() else None

@@ -17,6 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba import __version__
 from megatron_blackmamba import data as serving
 from megatron_blackmamba import model as modelling
 from megatron_blackmamba.checkpoint import Checkpoints, SaveError
@@ -29,6 +30,7 @@ from megatron_blackmamba.runtime import device, exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.exporting import Exporter
 from megatron_blackmamba.training.guard import Action, Cause, Guard, Verdict
 from megatron_blackmamba.training.lock import Lock
 from megatron_blackmamba.training.loggers import Loggers
@@ -119,6 +121,7 @@ class Trainer:
         model, optimizer = self.trainable.model, self.trainable.optimizer
         self.checkpoints = Checkpoints(self.folder, config, world, model, optimizer, self.event, watchdog.alive)
         self.saver = Saver(config.checkpoint, self.checkpoints, self.state, self.event)
+        self.exporter = Exporter(config.checkpoint.export_every, self.export, self.is_exported, self.event)
         self.utilisation = Utilisation(config, world.size)
         self.tracing = Tracing(config.training.profile, self.folder.profile, world.rank)
         self.first_sample = 0
@@ -141,8 +144,10 @@ class Trainer:
                     return self.end(Outcome.GAVE_UP)
                 if self.guard.bad_in_a_row:
                     self.saver.postpone(self.progress.step)
+                    self.exporter.postpone(self.progress.step)
                 else:
                     self.saver.after_step(self.progress.step)
+                    self.exporter.after_step(self.progress.step)
                 if self.asked_to_stop:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
             return self.end(Outcome.DONE)
@@ -212,6 +217,25 @@ class Trainer:
             "guard": self.guard.state(),
             "data": self.data.record,
         }
+
+    def export(self, step: int) -> None:
+        """Write the weights as they are as a Hugging Face model, every rank its part."""
+        from megatron_blackmamba.interchange import live, megatron
+
+        self.watchdog.alive(f"exporting step {step}")
+        state, folder = self.state(), self.folder
+        live.export(
+            self.trainable.model,
+            self.world,
+            folder.export(step),
+            source=f"step {step} of {folder.root}",
+            tokenizer=folder.tokenizer if folder.tokenizer.is_file() else None,
+            sequence_length=self.config.data.sequence_length,
+            past=lambda: megatron.past(self.config, state, step, folder, __version__),
+        )
+
+    def is_exported(self, step: int) -> bool:
+        return self.world.any_rank(self.world.is_main and self.folder.export(step).exists())
 
     @property
     def steps_left(self) -> int:
@@ -357,6 +381,8 @@ class Trainer:
         saved = outcome is not Outcome.GAVE_UP and (
             self.progress.step == 0 or (self.weights_work() and self.saver.last(self.progress.step))
         )
+        if saved and outcome is Outcome.DONE and not self.steps_left:
+            self.exporter.last(self.progress.step)
         self.batches.close()
         self.shard_check.end(self.event)
         if not saved and outcome is Outcome.DONE:

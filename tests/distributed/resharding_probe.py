@@ -53,6 +53,8 @@ def run(folder: Path, name: str, precision: str, ranks: int, until: int, overrid
         "checkpoint.every=0",
         "logging.tensorboard=false",
         "optimizer.weight_decay=0.1",
+        f"checkpoint.keep_last={len(legs(precision))}",
+        f"checkpoint.export_every={0 if precision == 'fp64' else STEPS_EACH}",
     ]
     config = load("tiny", [*settings, "training.overlap=true", *overrides])
     answers = fork_ranks(ranks, lambda: int(train(config)), alone=ranks == 1)

@@ -5,15 +5,17 @@
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_blackmamba.checkpoint import CheckpointReader, common, sharded
+from megatron_blackmamba.checkpoint import CheckpointReader, SaveError, common, sharded
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.model import build
+from megatron_blackmamba.interchange import live
+from megatron_blackmamba.model import LanguageModel, build
 from megatron_blackmamba.runtime import world
 from tests.runtime.ranks import fork_ranks, import_once
 
@@ -37,7 +39,7 @@ def run(folder: Path, activation: str, layout: str) -> bool:
     place = world.start(config.parallel)
     model = build(config, place).eval()
     state = dist_checkpointing.load(
-        {"model": sharded._weights(model)}, str(folder / activation), strict=StrictHandling.RAISE_UNEXPECTED
+        {"model": sharded.weights(model)}, str(folder / activation), strict=StrictHandling.RAISE_UNEXPECTED
     )
     model.load_state_dict(state["model"])
     if place.parallel.pipeline == 1:
@@ -51,16 +53,50 @@ def run(folder: Path, activation: str, layout: str) -> bool:
             saved.mkdir()
             common.write(saved, {})
         dist.barrier()
-        weights, _ = save_preprocess({"model": sharded._weights(model)})
+        weights, _ = save_preprocess({"model": sharded.weights(model)})
         write = sharded.begin_save(saved, place, weights)
         write.start()
         parts = [None] * place.size
         dist.all_gather_object(parts, write.wait())
         if place.is_main:
             write.write_table(parts)
-        dist.barrier()
+        live.export(model, place, folder / f"{layout}_exported", source="the model in training")
+        if layout == "ep2":
+            (folder / f"failures_{place.rank}.json").write_text(json.dumps(failing_exports(model, place, folder)))
     world.shutdown()
     return True
+
+
+def failing_exports(model: LanguageModel, place: world.World, folder: Path) -> list:
+    """Export again and again while one rank fails; return each error and what is on disk afterwards."""
+    out, seen = folder / "live" / "step_1", []
+
+    def export() -> None:
+        problem = None
+        try:
+            live.export(model, place, out, source="the model in training")
+        except SaveError as error:
+            problem = str(error)
+        dist.barrier()
+        seen.append([problem, sorted(path.name for path in out.parent.iterdir())])
+        dist.barrier()
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    own = model.decoder.layers[1].mixer.experts.fc1.data
+    export()
+    (folder / "live" / f".step_{place.rank}.tmp").mkdir()  # as a killed job leaves it
+    dist.barrier()
+    if place.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    export()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    kept = own.clone()
+    if place.rank == 1:
+        own[0, 0, 0, 0] = torch.nan
+    export()
+    own.copy_(kept)
+    export()
+    return seen
 
 
 def main(folder: Path) -> None:

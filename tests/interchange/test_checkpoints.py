@@ -59,6 +59,23 @@ def test_weights_are_equal_whatever_layout_saved_them(started, layout):
     assert_same(megatron.read(saved, verify=True), canonical(tiny("silu")))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_export_what_they_hold(started, layout):
+    exported = started / f"{layout}_exported"
+    assert_same(hf.read(exported), canonical(tiny("silu")))
+    assert len(list(exported.glob("*.safetensors"))) == (1 if layout == "solo" else 2)
+
+
+def test_ranks_agree_on_a_failed_export(started):
+    first, second = (json.loads((started / f"failures_{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    (made, *disk), (full, *left), (bad, *then), (again, *last) = first
+    assert made is again is None and disk == left == then == last == [["step_1"]]
+    assert full.startswith("write: rank 1: File too large: ") and full.endswith(".safetensors")
+    assert "write: rank 1: the model in training: decoder.layers.1.mixer.local_experts" in bad and "holds NaN" in bad
+    assert_same(hf.read(started / "live" / "step_1"), canonical(tiny("silu")))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_whole_round_gives_back_the_same_bits(silu, tokenizer_file, tmp_path, dtype):
     model = cast(canonical(silu, tokenizer=tokenizer_file), dtype)

@@ -1,0 +1,67 @@
+"""The schedule of the exports that a run writes itself."""
+
+import pytest
+
+from megatron_blackmamba.checkpoint import SaveError
+from megatron_blackmamba.config import ConfigError, load
+from megatron_blackmamba.formats.events import Exported
+from megatron_blackmamba.training.exporting import Exporter
+
+
+class Exports:
+    """Counts the exports of an Exporter, which fail at the steps in `failing`."""
+
+    def __init__(self, every, there=(), failing=()):
+        self.done, self.events, self.failing = [], [], failing
+        self.exporter = Exporter(every, self.export, there.__contains__, self.events.append)
+
+    def export(self, step):
+        if step in self.failing:
+            raise SaveError("write: rank 1: No space left on device")
+        self.done.append(step)
+
+    def train(self, steps, bad=()):
+        for step in steps:
+            (self.exporter.postpone if step in bad else self.exporter.after_step)(step)
+        return self
+
+
+def test_exports_are_due_at_multiples_and_at_the_end():
+    exports = Exports(3).train(range(1, 8))
+    exports.exporter.last(7)
+    assert exports.done == [3, 6, 7]
+    assert [event.step for event in exports.events if isinstance(event, Exported)] == [3, 6, 7]
+    exports.train([8, 9]).exporter.last(9)
+    assert exports.done == [3, 6, 7, 9]
+
+
+def test_zero_exports_nothing():
+    exports = Exports(0).train(range(1, 8))
+    exports.exporter.last(7)
+    assert exports.done == exports.events == []
+
+
+def test_bad_steps_postpone_an_export():
+    assert Exports(3).train(range(1, 7), bad=[3, 4]).done == [5, 6]
+
+
+def test_finished_run_is_exported_once():
+    started_again = Exports(3, there=[7])
+    started_again.exporter.last(7)
+    assert started_again.done == []
+    repeated = Exports(3, there=[7]).train([7])
+    repeated.exporter.last(7)
+    assert repeated.done == [7]
+
+
+def test_failed_export_is_reported_and_training_continues():
+    exports = Exports(3, failing=[3]).train(range(1, 7))
+    assert exports.done == [6]
+    assert "step 3 could not be exported (write: rank 1: No space left" in exports.events[0].sentence
+
+
+@pytest.mark.parametrize("setting", ["training.precision=fp64", "model.tie_embeddings=false"])
+def test_models_that_do_not_convert_are_refused(setting):
+    load("tiny", [setting])
+    with pytest.raises(ConfigError, match=f"checkpoint.export_every cannot export this model: {setting} "):
+        load("tiny", [setting, "checkpoint.export_every=5"])
