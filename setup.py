@@ -47,6 +47,7 @@ REQUIREMENTS = [
 DEDUP = ["datatrove>=0.10", "xxhash>=3,<4", "regex"]  # xxhash 4 no longer hashes str, which datatrove gives it
 S3 = ["s3fs>=2024.2"]
 EVAL = ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"]
+MUON = ["emerging-optimizers>=0.3,<0.4; python_version >= '3.12'"]
 CHAT = ["starlette>=0.40", "uvicorn>=0.30"]
 
 EXTRAS = {
@@ -56,6 +57,7 @@ EXTRAS = {
     "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4", "transformer-engine[pytorch]>=1.13"],
     "eval": EVAL,
     "chat": CHAT,
+    "muon": MUON,
     "wandb": ["wandb"],
     "dev": [
         "pytest>=8,<9.2",  # 9.2 hides the groups of --dist loadgroup from pytest-xdist 3.8
@@ -67,6 +69,7 @@ EXTRAS = {
         *S3,
         *EVAL,
         *CHAT,
+        *MUON,
         "openai>=1.50",  # a client of `blackmamba chat`
         "moto[server,s3]>=5",  # an S3 server for the tests
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions

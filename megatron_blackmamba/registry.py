@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 
@@ -40,17 +39,15 @@ K = TypeVar("K", bound=Kind)
 class Registry(Generic[K]):
     """The kinds of one sort by name, in the order of their files."""
 
-    def __init__(self, base: type[K], chosen_by: str, *, name: str = "name", reasons: Mapping[str, str] | None = None):
+    def __init__(self, base: type[K], chosen_by: str, *, name: str = "name"):
         """Create an empty registry.
 
         Args:
             base: Base class of the kinds.
             chosen_by: Config key that names a kind.
             name: Field of a kind that holds its name.
-            reasons: For names that users look for, why no kind has them.
         """
         self.base, self.chosen_by, self.name = base, chosen_by, name
-        self.reasons = MappingProxyType(dict(reasons or {}))
         self._kinds: dict[str, K] = {}
 
     def discover(self, package: str, folders: Iterable[str]) -> None:
@@ -90,8 +87,7 @@ class Registry(Generic[K]):
     def kind_of(self, name: str) -> K:
         """Return the kind of a name."""
         if name not in self._kinds:
-            why = f"not supported: {self.reasons[name]}" if name in self.reasons else "no such kind"
-            raise UnknownKind(f"{self.chosen_by}={name}: {why}. Choose one of {', '.join(self._kinds)}.")
+            raise UnknownKind(f"{self.chosen_by}={name}: no such kind. Choose one of {', '.join(self._kinds)}.")
         return self._kinds[name]
 
     def kinds_by_key(self) -> dict[str, list[str]]:

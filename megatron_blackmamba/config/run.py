@@ -65,7 +65,8 @@ class OptimizerConfig(Section):
     """The update of the weights."""
 
     kind: str = "adamw"
-    """adamw: Adam with decoupled weight decay (the paper's). sgd: gradient descent with momentum."""
+    """adamw: Adam with decoupled weight decay (the paper's). sgd: gradient descent with momentum.
+    muon: matrices by orthogonalized momentum, the rest by Adam."""
     learning_rate: float = Field(2e-4, gt=0)
     """Largest learning rate, reached at the end of the warm-up."""
     min_learning_rate: float = Field(2e-5, ge=0)
@@ -81,7 +82,7 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator of Adam's update."""
     momentum: float = Field(0.9, gt=0, lt=1)
-    """Part of the last update that the next one keeps, for sgd."""
+    """Part of the last update that the next one keeps, for sgd and muon."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of matrices; vectors, norms and A_log have none."""
     clip: float = Field(1.0, ge=0)

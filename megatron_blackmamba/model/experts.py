@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_blackmamba.model.config import MegatronConfig
-from megatron_blackmamba.model.sharding import empty
+from megatron_blackmamba.model.sharding import empty, sharded, stacked
 from megatron_blackmamba.ops.experts import grouped_experts
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -38,11 +38,10 @@ class GroupedExperts(MegatronModule):
         self.fc2 = self._parameter(num_local_experts, config.hidden_size, hidden)
 
     def _parameter(self, *shape: int) -> nn.Parameter:
-        parameter: Any = empty(*shape, dtype=self.config.params_dtype)
+        parameter: Any = stacked(sharded(empty(*shape, dtype=self.config.params_dtype), 2))  # once in the gradient norm
         # Experts are reduced over the ranks that hold the same experts, at every layout: with `allreduce` set when
         # expert parallelism is off, megatron-core lets replicas on tensor-parallel ranks drift apart.
         parameter.allreduce = False
-        parameter.tensor_model_parallel = True  # each shard counts once in the gradient norm
         return parameter
 
     def forward(self, x_TD: Tensor, tokens_per_expert_E: Tensor, weights_T: Tensor) -> tuple[Tensor, None]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_blackmamba.optimizers.base import NO_DECAY, STACKED
 from megatron_blackmamba.runtime import device
 
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
@@ -19,8 +20,6 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-
-NO_DECAY = "no_weight_decay"
 
 
 def sharded(parameter: nn.Parameter, axis: int) -> nn.Parameter:
@@ -38,6 +37,12 @@ def replicated(parameter: Any, sequence_parallel: bool) -> nn.Parameter:
 def without_decay(parameter: nn.Parameter) -> nn.Parameter:
     """Exempt a parameter from weight decay."""
     setattr(parameter, NO_DECAY, True)
+    return parameter
+
+
+def stacked(parameter: nn.Parameter) -> nn.Parameter:
+    """Mark a parameter as a stack of matrices along its first axis."""
+    setattr(parameter, STACKED, True)
     return parameter
 
 

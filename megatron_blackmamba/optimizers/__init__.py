@@ -13,16 +13,15 @@ from megatron_blackmamba.registry import Cannot, Registry
 if TYPE_CHECKING:
     from megatron_blackmamba.config.run import OptimizerConfig
 
-__all__ = ["Cannot", "OptimizerKind", "all_kinds", "kind_of", "kinds_by_key", "problems", "register", "unregister"]
-
-UNSUPPORTED = {
-    "muon": "megatron-core's Muon imports the package emerging_optimizers"
-    " (https://github.com/NVIDIA-NeMo/Emerging-Optimizers), and this program has no kind for it"
-}
-"""Names that users look for, with the reason why there is no such kind."""
+__all__ = ["Cannot", "MissingPackage", "OptimizerKind", "all_kinds", "kind_of", "kinds_by_key", "problems"]
+__all__ += ["refuse_missing", "register", "unregister"]
 
 
-_KINDS = Registry(OptimizerKind, "optimizer.kind", reasons=UNSUPPORTED)  # type: ignore[type-abstract]
+class MissingPackage(ValueError):
+    """An optimizer that cannot run in this environment."""
+
+
+_KINDS = Registry(OptimizerKind, "optimizer.kind")  # type: ignore[type-abstract]
 _KINDS.discover(__name__, __path__)
 register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _KINDS.all_kinds, _KINDS.kind_of
 kinds_by_key = _KINDS.kinds_by_key
@@ -34,3 +33,10 @@ def problems(settings: OptimizerConfig) -> list[str]:
     if settings.distributed and isinstance(kind.sharding, Cannot):
         found.append(f"optimizer.kind={kind.name} needs optimizer.distributed=false: {kind.sharding.reason}.")
     return found
+
+
+def refuse_missing(settings: OptimizerConfig) -> None:
+    """Refuse to train with an optimizer whose packages are missing. Plans and exports do not need them."""
+    kind = kind_of(settings.kind)
+    if lacks := kind.missing():
+        raise MissingPackage(f"optimizer.kind={kind.name} needs {lacks}")

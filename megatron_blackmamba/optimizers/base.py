@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from megatron_blackmamba.config.run import OptimizerConfig
 
 
+NO_DECAY = "no_weight_decay"
+"""The attribute of weights without weight decay."""
+STACKED = "is_stack_of_matrices"
+"""The attribute of weights that are one matrix per index of the first axis; the last axis holds its columns."""
+
+
 class OptimizerKind(Kind, ABC):
     """An optimizer: what it is called, reads, keeps and saves.
 
@@ -33,6 +39,12 @@ class OptimizerKind(Kind, ABC):
 
     fused: ClassVar[bool] = False
     """Whether on GPUs its update also clips the gradients and writes the weights in bf16."""
+    extends: ClassVar[str] = ""
+    """A function, as "module:name", that adds the optimizer to those of megatron-core; empty if it has it."""
+
+    def missing(self) -> str:
+        """Return what this kind needs but the environment lacks, and how to install it; empty if nothing."""
+        return ""
 
     @abstractmethod
     def megatron(self, settings: OptimizerConfig) -> dict[str, Any]:
@@ -42,8 +54,12 @@ class OptimizerKind(Kind, ABC):
         """Return the optimizer of a kind that megatron-core does not have; None: megatron-core builds it."""
         return None
 
+    def keeps(self, weight: Tensor) -> tuple[str, ...]:
+        """Return the tensors that it keeps of one weight: `state`, unless weights differ."""
+        return self.state
+
     def first_state(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the state of a weight before its first update."""
         import torch
 
-        return {name: torch.zeros_like(weight.data) for name in self.state}
+        return {name: torch.zeros_like(weight.data) for name in self.keeps(weight)}

@@ -82,7 +82,7 @@ def _state_of(described: str, world_size: int, rank: int) -> State:
             optimizer = sum(_shard_bytes(buffer, kind) for buffer in buffers)
         else:
             weights = sum(parameter.nbytes for parameter in model.parameters())
-            optimizer = sum(p.numel() * _optimizer_bytes(p.dtype, kind) for p in model.parameters())
+            optimizer = sum(p.numel() * _optimizer_bytes(p.dtype, len(kind.keeps(p))) for p in model.parameters())
     return State(weights, gradients, optimizer)
 
 
@@ -95,7 +95,7 @@ def _shard_bytes(buffer: Any, kind: OptimizerKind) -> int:
         size = bucket.grad_data.numel() // ranks
         first = bucket.offset + rank * size
         numbers += max(0, min(end, first + size) - max(start, first))
-    return numbers * _optimizer_bytes(buffer.param_dtype, kind)
+    return numbers * _optimizer_bytes(buffer.param_dtype, len(kind.state))
 
 
 def _ranges(buffer: Any) -> Iterator[tuple[int, int]]:
@@ -103,10 +103,10 @@ def _ranges(buffer: Any) -> Iterator[tuple[int, int]]:
         yield entry[0], entry[1]
 
 
-def _optimizer_bytes(dtype: torch.dtype, kind: OptimizerKind) -> int:
-    """Return the bytes of one weight's state in full precision, and of the fp32 copy of a 16-bit weight."""
+def _optimizer_bytes(dtype: torch.dtype, tensors: int) -> int:
+    """Return the bytes of one number's state in full precision, and of the fp32 copy of a 16-bit weight."""
     full = torch.promote_types(dtype, torch.float32)
-    return full.itemsize * (len(kind.state) + (dtype != full))
+    return full.itemsize * (tensors + (dtype != full))
 
 
 def fullest(config: RunConfig, world_size: int, device: str = "cuda") -> tuple[Memory, int]:

@@ -7,7 +7,8 @@ model's precision first; other models take megatron-core's own path.
 
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -64,6 +65,16 @@ def _with_float64_buffers(module: types.ModuleType, original: Callable) -> Calla
             return original(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def as_if_fp32(module: types.ModuleType, x: Tensor) -> Iterator[None]:
+    """Have functions of `module` that ask for fp32 take float64, if `x` is float64."""
+    if x.dtype is not torch.float64:
+        yield
+        return
+    with mock.patch.object(module, "torch", _torch_without_fp32()):
+        yield
 
 
 def _of_float64_logits(module: types.ModuleType, original: Callable) -> Callable:

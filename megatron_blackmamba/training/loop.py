@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba import __version__
+from megatron_blackmamba import __version__, optimizers
 from megatron_blackmamba import data as serving
 from megatron_blackmamba import model as modelling
 from megatron_blackmamba.checkpoint import Checkpoints, SaveError
@@ -87,6 +87,7 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
     if place.launcher == "srun":  # or it would train on, unseen, when slurmstepd dies
         die_with_parent(os.getppid())
     layout.check(config, place.size)
+    optimizers.refuse_missing(config.optimizer)
     refuse_start(config)
     logs = RunFolder(Path(config.folder) / config.name).logs
     with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:

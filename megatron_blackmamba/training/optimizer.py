@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from unittest import mock
 
 import torch
@@ -11,8 +12,8 @@ from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.config.run import OptimizerConfig as Settings
 from megatron_blackmamba.model import LanguageModel
-from megatron_blackmamba.model.sharding import NO_DECAY
 from megatron_blackmamba.optimizers import OptimizerKind
+from megatron_blackmamba.optimizers.base import NO_DECAY
 from megatron_blackmamba.runtime.reduction import reduction
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training import fixes
@@ -59,6 +60,8 @@ def make_trainable(
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of the class, in the shape of another optimizer's scale
     settings = config.optimizer
     kind = optimizers.kind_of(settings.kind)
+    if kind.extends:
+        resolve_name(kind.extends)()
     with _built_by(kind, settings):
         optimizer = get_megatron_optimizer(
             OptimizerConfig(

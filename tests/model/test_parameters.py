@@ -5,7 +5,7 @@ import torch
 
 from megatron_blackmamba import model
 from megatron_blackmamba.config import ParallelConfig, load
-from megatron_blackmamba.model.sharding import NO_DECAY
+from megatron_blackmamba.optimizers.base import NO_DECAY
 from megatron_blackmamba.runtime import world
 
 ALWAYS_FP32 = ("A_log", ".D", "dt_proj.bias", "dt_bias")

@@ -6,16 +6,18 @@
 import json
 import sys
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest import mock
 
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import load
+from megatron_blackmamba.optimizers import muon
 from megatron_blackmamba.plan import memory
 from tests.optimizers.lion import Lion
 from tests.plan.memory_probe import measure
 from tests.runtime.ranks import fork_ranks, import_once
 
-optimizers.register(Lion)
 STEPS = 6
 RUN = ["model.pattern=ME", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
 RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "training.precision=fp64"]
@@ -26,6 +28,18 @@ KINDS = {
 }
 HALF = "training.stop_after_steps=3"
 OTHER = "parallel.tensor=2"
+MUON = ["optimizer.kind=muon", "optimizer.distributed=false", "optimizer.learning_rate=0.01"]
+EVERY_LAYER = ['model.pattern="MES*-E"', "model.mlp_hidden_size=96", "model.attention.heads=4"]
+EVERY_LAYER += ["model.attention.kv_heads=2", "model.mamba2.head_dim=16", "model.mamba2.groups=2"]
+EVERY_LAYER += ["model.shared_expert_hidden_size=64", "optimizer.weight_decay=0.1"]
+LAYOUTS = {
+    "ep2": ["parallel.expert=2"],
+    "pp2": ["parallel.pipeline=2"],
+    "tp2": ["parallel.tensor=2"],
+    "etp2": ["parallel.tensor=2", "parallel.expert_tensor=2"],
+}
+if not muon.Muon().missing():
+    KINDS["muon"] = [*MUON, *EVERY_LAYER]
 
 
 def trained(folder: Path, name: str, *overrides: str) -> None:
@@ -49,16 +63,28 @@ def held(kind: str) -> dict[str, list[int]]:
 
 def main(folder: Path) -> dict:
     import_once()
+    optimizers.register(Lion)
     found = {}
     for kind, how in KINDS.items():
         jobs = [(1, "whole", []), (1, "again", [HALF]), (1, "again", [])]
         if kind == "sgd":
             jobs += [(2, "resharded", [OTHER, HALF]), (1, "resharded", [])]
+        if kind == "muon":
+            for layout, overrides in LAYOUTS.items():
+                jobs += [(2, layout, [*overrides, HALF]), (1, layout, [])]
+            jobs += [(1, "split", [HALF]), (2, "split", [])]
         for ranks, name, overrides in jobs:
             answers = fork_ranks(ranks, partial(trained, folder, f"{kind}_{name}", *how, *overrides))
             assert not any("error" in answer for answer in answers), answers
         found[kind] = {name: losses(folder, f"{kind}_{name}") for _, name, _ in jobs} | held(kind)
+    found["without muon"] = fork_ranks(1, partial(refusal, folder))[0]
     return found
+
+
+def refusal(folder: Path) -> None:
+    """Train with an optimizer whose package is not installed."""
+    with mock.patch.object(muon, "version", side_effect=PackageNotFoundError):
+        trained(folder, "refused", *MUON)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from megatron_blackmamba import model
 from megatron_blackmamba.checkpoint import Checkpoints
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.optimizers.muon import Muon
 from megatron_blackmamba.training.optimizer import make_trainable
 from megatron_blackmamba.training.schedule import Schedule
 from megatron_blackmamba.training.step import Step
@@ -17,6 +18,8 @@ SMALL = [
 ]
 WHOLE = ["training.precision=fp32", "optimizer.distributed=false"]
 KINDS = {"bf16": ["training.precision=bf16"], "whole": WHOLE, "sgd": [*WHOLE, "optimizer.kind=sgd"]}
+if not Muon().missing():
+    KINDS["muon"] = [*WHOLE, "optimizer.kind=muon"]
 BEFORE = 3
 
 
@@ -64,9 +67,9 @@ class Run:
         for part in getattr(self.trainable.optimizer, "chained_optimizers", [self.trainable.optimizer]):
             part.config.clip_grad = settings.clip
             for group in part.param_groups:
-                if settings.kind == "sgd":
+                if "momentum" in group:
                     group["momentum"] = settings.momentum
-                else:
+                if "betas" in group:
                     group["betas"], group["eps"] = (settings.beta1, settings.beta2), settings.eps
         self.schedule = Schedule(config, self.trainable.optimizer)
         return self

@@ -27,6 +27,7 @@ AFTER = 3
 OF_SGD = ("momentum", "learning_rate", "weight_decay")
 EACH = [*(("bf16", key) for key in CHANGES if key != "momentum")]
 EACH += [*(("whole", key) for key in ("beta1", "beta2", "eps")), *(("sgd", key) for key in OF_SGD)]
+EACH += [*(("muon", key) for key in (*OF_SGD, "beta1", "eps") if "muon" in KINDS)]
 
 
 @pytest.fixture(scope="module")
