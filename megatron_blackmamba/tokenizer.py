@@ -56,6 +56,11 @@ class Tokenizer:
         return max(self._reference.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
+    def adds_tokens(self) -> bool:
+        """Return whether transformers would add tokens to each text, as the file asks for. `encode` does not."""
+        return self._reference.num_special_tokens_to_add(is_pair=False) > 0
+
+    @cached_property
     def batch_backend(self) -> str:
         """Return the library that `encode_batch` uses: "fastokens" or "tokenizers"."""
         return "tokenizers" if self._fast is None else "fastokens"

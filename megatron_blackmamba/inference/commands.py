@@ -67,6 +67,8 @@ def generate(
     texts = [*(sys.stdin.read() if text == "-" else text for text in prompt or []), *_from_file(prompts)]
     if not texts:
         raise typer.BadParameter("give --prompt TEXT or --prompts FILE")
+    if stream and not as_json and len(texts) * samples > 1:
+        raise typer.BadParameter("--stream prints one text. With several, add --json, or leave it out")
     writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": _unescaped(stop or [])}
     if as_json and stream:
@@ -98,11 +100,11 @@ def _from_file(path: Path | None) -> Iterator[str]:
 
     if path is None:
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # splitlines knows more ends
         if not line.strip():
             continue
         if path.suffix != ".jsonl":
-            yield line
+            yield line.removesuffix("\r")
             continue
         try:
             text = json.loads(line)["prompt"]

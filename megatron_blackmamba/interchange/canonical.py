@@ -110,6 +110,11 @@ def tokenizer_of(model: Canonical) -> Tokenizer | None:
             f"{model.tokenizer}: has ids up to {tokenizer.vocab_size - 1:,}, but vocab_size of {model.source} is "
             f"{model.config.vocab_size:,}: it belongs to another model"
         )
+    if model.config.eod_reset not in (None, tokenizer.eod_id):
+        raise InterchangeError(
+            f"{model.tokenizer}: ends documents with id {tokenizer.eod_id}, but the state of {model.source} restarts "
+            f"after id {model.config.eod_reset} (model.eod_reset): it belongs to another model"
+        )
     return tokenizer
 
 

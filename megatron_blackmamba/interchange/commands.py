@@ -94,8 +94,8 @@ def export_hf(
 
     sizes = {"shard_bytes": int(shard_gb * 1e9), "processes": nproc}
     if every is not None:
-        if push_to is not None:
-            raise typer.BadParameter("--push-to uploads one export. Leave out --every")
+        if push_to is not None or dry_run:
+            raise typer.BadParameter("--push-to and --dry-run are for one export. Leave out --every")
 
         def export(step: Path, target: Path, renew: Callable[[], None]) -> None:
             model = replace(_opened(step, tokenizer), license=license)

@@ -22,10 +22,16 @@ def index_of(name: str) -> str:
 def read(folder: Path, names: Sequence[str]) -> dict[str, Entry]:
     """Read the first of the named files that is there, or its shards; float64 is read as fp32."""
     for name in names:
-        if (folder / index_of(name)).is_file():
-            return narrowed(_read_shards(folder / index_of(name)))
-        if (folder / name).is_file():
-            return narrowed(_reader(name)(folder / name))
+        whole, index = folder / name, folder / index_of(name)
+        if whole.is_file() and index.is_file():
+            raise InterchangeError(
+                f"{folder}: has {name} and {index.name}, two sets of weights. Remove the one that is out of date: "
+                "transformers reads the first"
+            )
+        if index.is_file():
+            return narrowed(_read_shards(index))
+        if whole.is_file():
+            return narrowed(_reader(name)(whole))
     raise InterchangeError(f"{folder / names[0]}: no such file{', nor ' + ', '.join(names[1:]) if names[1:] else ''}")
 
 

@@ -34,6 +34,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_blackmamba.BlackMambaModel",
     "AutoModelForCausalLM": "modeling_blackmamba.BlackMambaForCausalLM",
 }
+ADAPTER = "adapter_config.json"
 INDEX = files.index_of(files.SAFETENSORS)
 PREFIX = "model."  # of every parameter, before its canonical name
 HEAD = "lm_head.weight"
@@ -104,6 +105,11 @@ def write_rest(model: Canonical, folder: Path) -> None:
 def read(folder: Path) -> Canonical:
     """Read a folder written by `write`, or by `save_pretrained` of such a model."""
     folder = Path(folder)
+    if (folder / ADAPTER).is_file():
+        raise InterchangeError(
+            f"{folder / ADAPTER}: the folder holds an adapter, which transformers adds to the weights. Merge it with "
+            "merge_and_unload() and save the model to another folder"
+        )
     config, content = read_config(folder / "config.json")
     tokenizer = folder / "tokenizer.json"
     return Canonical(
@@ -163,6 +169,9 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
 def _canonical_names(entries: dict[str, Entry], folder: Path) -> dict[str, Entry]:
     """Drop the prefix, which older exports lack, and a copy of the tied output layer, which some tools write."""
     result = {name.removeprefix(PREFIX): entry for name, entry in entries.items()}
+    twice = next((name for name in entries if not name.startswith(PREFIX) and PREFIX + name in entries), None)
+    if twice is not None:
+        raise InterchangeError(f"{folder}: has both {twice} and {PREFIX}{twice}. Remove the one that is out of date")
     head, embedding = result.pop(HEAD, None), result.get("embedding.word_embeddings.weight")
     if head is not None and (embedding is None or not torch.equal(head.load(), embedding.load())):
         raise InterchangeError(

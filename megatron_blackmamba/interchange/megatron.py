@@ -172,6 +172,8 @@ def past(run: RunConfig, state: Mapping[str, Any], step: int, folder: RunFolder 
     samples = state.get("progress", {}).get("consumed_samples", 0)
     batch, tokens = run.training.global_batch, samples * run.data.sequence_length
     facts: dict[str, Any] = {"Run": run.name}
+    if run.start.from_:
+        facts["Started from"] = f"the weights of {Path(run.start.from_).name}"
     if tokens:
         of = " of" if samples == step * batch else ", the last one of"
         facts["Trained on"] = f"{tokens:,} tokens in {step:,} steps{of} {batch} sequences"

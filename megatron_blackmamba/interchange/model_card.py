@@ -6,8 +6,9 @@ from typing import Any
 
 import yaml
 
+from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.evaluations import Evaluation
-from megatron_blackmamba.interchange.canonical import Canonical
+from megatron_blackmamba.interchange.canonical import Canonical, tokenizer_of
 from megatron_blackmamba.kinds import layers_of, routes
 from megatron_blackmamba.routers import kind_of
 
@@ -24,21 +25,22 @@ def model_card(model: Canonical) -> str:
     rows = {
         "Parameters": f"{model.parameters:,}, of which {forward_parameters(model):,} work on a token",
         "Layers": f"{config.layers}: {counted} (`{config.pattern}`)",
-        "Width": f"{config.hidden_size}; state {config.state_size}, convolution {config.conv_kernel}",
+        "Width": _width(model),
         "Experts": _experts(model),
         "Activation": _GATES[config.activation],
         "Vocabulary": f"{config.vocab_size:,}, tied with the output",
-        "Precision": str(model.dtype).removeprefix("torch.") + "; A_log, D and the dt projection are kept in fp32",
-        "Documents": "the state runs across documents"
-        if config.eod_reset is None
-        else f"the state restarts after token {config.eod_reset}",
+        "Precision": _precision(model),
+        "Documents": _documents(model),
         **{str(name): str(value) for name, value in past.facts.items()},
     }
     if not routes(config.pattern):
         del rows["Experts"], rows["Activation"]
+    adds = (
+        "" if (tokenizer := tokenizer_of(model)) is None or not tokenizer.adds_tokens else ", add_special_tokens=False"
+    )
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
-{_metadata(model.license, past.evaluation)}
+{_metadata(model, past.evaluation)}
 ---
 # BlackMamba
 
@@ -54,22 +56,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "."  # this folder, or its name on the hub
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-inputs = tokenizer("The state of a recurrent model", return_tensors="pt")
+inputs = tokenizer("The state of a recurrent model", return_tensors="pt"{adds})
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
 
 Works with transformers 4.50 and later. Where the package `megatron-blackmamba` is installed, its kernels are used.
-Training with these files balances the experts only with `from_pretrained(..., balance_in_training=True)`.
-{_scores(past.evaluation)}"""
+{_training(config)}{_scores(past.evaluation)}"""
 
 
-def _metadata(license: str, evaluation: Evaluation | None) -> str:
+def _metadata(model: Canonical, evaluation: Evaluation | None) -> str:
     """Return the fields that the hub reads, as YAML."""
+    kinds = ["mamba"] * _has(model, "A_log") + ["mixture-of-experts"] * routes(model.config.pattern)
     fields: dict[str, Any] = {
-        "license": license,
+        "license": model.license,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["blackmamba", "mamba", "mixture-of-experts", "custom_code"],
+        "tags": ["blackmamba", *kinds, "custom_code"],
     }
     if evaluation is not None and evaluation.results:
         results = [
@@ -103,6 +105,47 @@ def _scores(evaluation: Evaluation | None) -> str:
             cells = (task, name, f"{value:.4f}", "–" if error is None else f"{error:.4f}", f"{result.questions:,}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _has(model: Canonical, parameter: str) -> bool:
+    """Return whether any layer has a parameter of this name."""
+    return any(name.endswith(f".mixer.{parameter}") for name in model.entries)
+
+
+def _width(model: Canonical) -> str:
+    """Return the width of the residual stream, and the sizes of the recurrent layers."""
+    decays = {entry.shape for name, entry in model.entries.items() if name.endswith(".mixer.A_log")}
+    sizes = {shape[1] if len(shape) == 2 else model.config.mamba2.state_size for shape in decays}
+    recurrent = f"; state {' and '.join(map(str, sorted(sizes)))}, convolution {model.config.conv_kernel}"
+    return str(model.config.hidden_size) + (recurrent if sizes else "")
+
+
+def _precision(model: Canonical) -> str:
+    """Return the precision of the matrices, and the parameters that have another one."""
+    other = {name.partition(".mixer.")[2] for name, entry in model.entries.items() if entry.dtype != model.dtype}
+    text = str(model.dtype).removeprefix("torch.")
+    return text + (f"; {', '.join(sorted(other))} in float32" if other else "")
+
+
+def _documents(model: Canonical) -> str:
+    """Return how the text before a document affects it."""
+    texts = []
+    if _has(model, "A_log"):
+        reset = model.config.eod_reset
+        texts.append("the state runs across documents" if reset is None else f"the state restarts after token {reset}")
+    if _has(model, "linear_qkv.weight"):
+        texts.append("attention reads across documents")
+    return "; ".join(texts)
+
+
+def _training(config: ModelConfig) -> str:
+    """Return what training with the files does to the balance of the experts, or nothing."""
+    if not routes(config.pattern):
+        return ""
+    if config.router.kind != "sinkhorn":
+        return "Training with these files does not balance the experts.\n"
+    option = "`from_pretrained(..., balance_in_training=True)`"
+    return f"Training with these files balances the experts only with {option}.\n"
 
 
 def _experts(model: Canonical) -> str:

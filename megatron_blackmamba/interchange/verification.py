@@ -5,14 +5,18 @@ from importlib import resources
 from pathlib import Path
 
 from megatron_blackmamba.interchange import hf, parity
-from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, cast, finite
+from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, cast, finite, tokenizer_of
+from megatron_blackmamba.interchange.hub import local_folder
+from megatron_blackmamba.interchange.json_config import read_json
 from megatron_blackmamba.interchange.observation import Comparison
 from megatron_blackmamba.interchange.open import open_model
+
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a verification; `notes` lists differences that do not change the outputs."""
+    """The result of a verification; `notes` lists differences that do not change the outputs for given tokens."""
 
     export: str
     source: str
@@ -29,7 +33,7 @@ def verify(export: Path, against: Path) -> Verification:
     _same_config(ours, theirs)
     ours = cast(ours, theirs.dtype)
     comparison = parity.check(ours, theirs)
-    return Verification(str(export), ours.source, comparison, _notes(ours, theirs, export))
+    return Verification(str(export), ours.source, comparison, _notes(ours, theirs, local_folder(export)))
 
 
 def _same_config(ours: Canonical, theirs: Canonical) -> None:
@@ -45,8 +49,25 @@ def _notes(ours: Canonical, theirs: Canonical, export: Path) -> list[str]:
     mine, its = ours.tokenizer, theirs.tokenizer
     if mine is not None and its is not None and mine.read_bytes() != its.read_bytes():
         notes.append(f"{its} differs from {mine}")
+    if mine is not None and (export / CONFIG).is_file() and "model_type" in read_json(export / CONFIG):
+        notes += _generation_notes(ours, theirs, export)
     for name in hf.MODELING_FILES:
         file = export / name
         if file.is_file() and file.read_bytes() != (resources.files("megatron_blackmamba.hf") / name).read_bytes():
             notes.append(f"{file} is not this version's; `export hf` rewrites it")
+    return notes
+
+
+def _generation_notes(ours: Canonical, theirs: Canonical, export: Path) -> list[str]:
+    """Return what makes transformers read or end texts otherwise than the source's tokenizer says."""
+    tokenizer = tokenizer_of(ours)
+    if tokenizer is None:
+        return []
+    if theirs.tokenizer is None:
+        return [f"{export} has no tokenizer.json; {ours.source} has one"]
+    notes = []
+    for path in (export / CONFIG, export / "generation_config.json"):
+        ends = read_json(path).get("eos_token_id") if path.is_file() else tokenizer.eod_id
+        if tokenizer.eod_id not in (ends if isinstance(ends, list) else [ends]):
+            notes.append(f"{path}: eos_token_id is {ends}, but a document ends with {tokenizer.eod_id}")
     return notes

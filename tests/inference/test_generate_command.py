@@ -39,6 +39,16 @@ def test_prompts_come_from_a_file(folder, tmp_path):
     assert [answer["prompt"] for answer in answers[0]] == ["a state", "a state", "so", "so"]
 
 
+def test_only_line_ends_part_prompts(folder, tmp_path):
+    for name, text in (("prompts.txt", "a\x0cb\u2028c\r\nso\n"), ("prompts.jsonl", '{"prompt": "a\u2028c"}\n')):
+        (tmp_path / name).write_text(text, newline="")
+    prompts = [
+        [answer["prompt"] for answer in json.loads(run(folder, "--prompts", tmp_path / name, "--json").output)]
+        for name in ("prompts.txt", "prompts.jsonl")
+    ]
+    assert prompts == [["a\x0cb\u2028c", "so"], ["a\u2028c"]]
+
+
 def test_json_streams_a_line_a_piece(folder):
     options = ["-p", "a state", "-n", 2, "--seed", 5, "--json"]
     pieces = [json.loads(line) for line in run(folder, *options, "--stream").output.splitlines()]
@@ -49,6 +59,7 @@ def test_json_streams_a_line_a_piece(folder):
 
 def test_bad_requests_are_refused(folder, tmp_path):
     assert "--prompts FILE" in run(folder).output
+    assert "With several, add --json" in run(folder, "-p", "a", "-n", 2, "--stream").output
     with pytest.raises(GenerationError, match="temperature must be a finite number"):
         run(folder, "-p", "a", "--temperature", "nan")
     path = tmp_path / "prompts.jsonl"

@@ -132,9 +132,11 @@ def test_model_card_states_the_run(silu, tmp_path):
     megatron.write(canonical(silu), tmp_path / "ours")
     state = json.loads((tmp_path / "ours" / STATE).read_text())
     state |= {"progress": {"consumed_samples": 1000}, "data": {"sources": [{"name": "books"}, {"name": "web"}]}}
+    state["config"]["start"] = {"from": "runs/earlier"}
     (tmp_path / "ours" / STATE).write_text(json.dumps(state))
     facts = megatron.read(tmp_path / "ours").past().facts
     assert facts["Trained on"].startswith("2,048,000 tokens") and facts["Sources"] == "books, web"
+    assert facts["Started from"] == "the weights of earlier"
 
 
 def test_opening_a_run_reads_no_history(silu, tmp_path):

@@ -50,6 +50,12 @@ def test_an_export_is_verified_against_its_source(blackmamba, silu, tokenizer_fi
     told = json.loads(blackmamba("verify", "exported", "--against", "ours", "--json").stdout)
     assert told["comparison"]["same_top1"] == 192 and "modeling_blackmamba.py" in told["notes"][0]
 
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    (tmp_path / "exported" / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
+    assert "config.json: eos_token_id is 7, but a document ends with 0" in verified_notes(blackmamba)
+    (tmp_path / "exported" / "tokenizer.json").unlink()
+    assert "exported has no tokenizer.json; ours has one" in verified_notes(blackmamba)
+
     name = "decoder.layers.2.mixer.D"
     megatron.write(canonical(silu.with_weights(**{name: 2 * silu.weights[name]})), tmp_path / "other")
     with pytest.raises(parity.ParityError, match=f"{name} is not what other"):
@@ -57,6 +63,15 @@ def test_an_export_is_verified_against_its_source(blackmamba, silu, tokenizer_fi
     megatron.write(canonical(tiny("gelu")), tmp_path / "gelu")
     with pytest.raises(InterchangeError, match=r"model\.activation is silu, not gelu"):
         blackmamba("verify", "exported", "--against", "gelu")
+
+
+def verified_notes(blackmamba):
+    return blackmamba("verify", "exported", "--against", "ours").stderr
+
+
+@pytest.mark.parametrize("option", [["--dry-run"], ["--push-to", "me/tiny"]])
+def test_following_a_run_refuses_uploads(blackmamba, option):
+    assert "Leave out --every" in blackmamba("export", "hf", "run", "out", "--every", "5", *option).stderr
 
 
 def test_unreadable_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron_blackmamba.interchange import convert, hf, zyphra
 from megatron_blackmamba.interchange.canonical import InterchangeError, Past, cast, in_memory, shapes
@@ -317,3 +317,55 @@ def test_the_model_card_tells_the_facts(silu, tmp_path):
     hf.write(canonical(silu, past=lambda: Past({"Trained on": "12 tokens"})), tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert "56,136, of which 28,488 work on a token" in card and "Trained on | 12 tokens" in card and "SwiGLU" in card
+
+
+def test_the_model_card_claims_nothing_else(tmp_path):
+    hf.write(canonical(tiny(layers="am")), tmp_path / "transformer")
+    card = (tmp_path / "transformer" / "README.md").read_text()
+    for claim in ("- mamba\n", "mixture-of-experts", "convolution", "A_log", "the state", "balance"):
+        assert claim not in card, claim
+    assert "attention reads across documents" in card
+    hf.write(
+        cast(canonical(tiny(layers="s4", router_kind="softmax", router_scores="softmax")), torch.bfloat16),
+        tmp_path / "hybrid",
+    )
+    card = (tmp_path / "hybrid" / "README.md").read_text()
+    assert "bfloat16; A_log, D, dt_bias in float32" in card and "state 6, convolution 4" in card
+    assert "does not balance the experts" in card and "balance_in_training" not in card
+
+
+def test_snippet_of_the_card_adds_no_tokens(silu, tokenizer_file, tmp_path):
+    content, eod = json.loads(tokenizer_file.read_text()), "<|endoftext|>"
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": eod, "type_id": 0}}, sequence],
+        "pair": [sequence, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {eod: {"id": eod, "ids": [0], "tokens": [eod]}},
+    }
+    (tmp_path / "adds.json").write_text(json.dumps(content))
+    for name, adds in ((tokenizer_file, False), (tmp_path / "adds.json", True)):
+        hf.write(canonical(silu, tokenizer=name), tmp_path / "out")
+        assert ("add_special_tokens=False" in (tmp_path / "out" / "README.md").read_text()) == adds
+
+
+def test_tokenizer_with_another_end_of_document_is_refused(tokenizer_file, tmp_path):
+    with pytest.raises(InterchangeError, match=r"ends documents with id 0, but the state .* restarts after id 5"):
+        convert.to_hf(canonical(tiny("silu", eod_reset=5), tokenizer=tokenizer_file), tmp_path / "out")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "adapter_config.json"])
+def test_weights_that_transformers_reads_otherwise_are_refused(silu, tmp_path, file):
+    hf.write(canonical(silu), tmp_path)
+    (tmp_path / file).write_text('{"weight_map": {}}')
+    with pytest.raises(InterchangeError, match="two sets of weights" if "index" in file else "holds an adapter"):
+        hf.read(tmp_path)
+
+
+def test_parameter_with_and_without_prefix_is_refused(silu, tmp_path):
+    hf.write(canonical(silu), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "decoder.layers.2.mixer.D"
+    save_file(tensors | {name: tensors[f"model.{name}"] + 1}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InterchangeError, match=rf"has both {name} and model\.{name}"):
+        hf.read(tmp_path)
