@@ -34,7 +34,7 @@ REQUIREMENTS = [
     "rich>=13",
     "pyyaml>=6",
     "tokenizers>=0.20",
-    "fastokens>=0.3; platform_machine == 'x86_64' or platform_machine == 'aarch64'",
+    "fastokens>=0.3.5; platform_machine == 'x86_64' or platform_machine == 'aarch64'",
     "orjson>=3.9",
     "zstandard>=0.22",
     "pyarrow>=15",

@@ -97,7 +97,12 @@ def compare(corpus: Path, tokenizer: Path, folder: Path, repeats: int, ways: lis
 
 def in_a_fresh_process(way: str, corpus: Path, tokenizer: Path, folder: Path) -> Measured:
     arguments = ["--measure", way, "--input", corpus, "--tokenizer", tokenizer]
-    alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    alone = {
+        "RAYON_NUM_THREADS": "1",
+        "FASTOKENS_BPE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     with tempfile.TemporaryDirectory(dir=folder) as out:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.tokenization", *map(str, arguments), "--folder", out],

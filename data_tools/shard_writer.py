@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +33,7 @@ from megatron_blackmamba.tokenizer import Tokenizer
 RECHECKED_ONE_IN = 1024
 _RECHECKED_AT_FIRST_BYTES = 64 << 10
 _RECHECKED_CHARACTERS = 1 << 20  # of one document: the reference takes 140 bytes of memory for each
+_COUNTED_AT_ONCE = 128  # texts joined into one: it stays in the cache, and many are ASCII
 _LONGEST_DOCUMENT = (1 << 31) - 1  # lengths are int32 in an index
 _TOKEN_BYTES_PER_INPUT_BYTE = {False: 0.6, True: 2.5}  # of plain and of compressed text; only sizes the buckets
 
@@ -182,8 +183,7 @@ class _Writing:
         sink.add(tokens, lengths + 1, keys)
         self.documents += len(lengths)
         self.tokens += len(tokens)
-        text = "".join(batch.texts)
-        self.text_bytes += len(text) if text.isascii() else len(text.encode())
+        self.text_bytes += utf8_bytes(batch.texts)
 
     def _check_ids(self, ids: np.ndarray, lengths: np.ndarray, batch: Batch, source: Source) -> None:
         """Check the range of every token id and the length of every document."""
@@ -213,12 +213,14 @@ class _Writing:
             self.first_bytes += len(text)
         ends = np.cumsum(lengths)
         special_text = self.settings.special_text
-        for i in sorted(sample):
-            text, found = batch.texts[i], ids[ends[i] - lengths[i] : ends[i]]
-            if len(text) > _RECHECKED_CHARACTERS:  # both encode its beginning
-                text = text[:_RECHECKED_CHARACTERS]
+        chosen = sorted(sample)
+        texts = [batch.texts[i][:_RECHECKED_CHARACTERS] for i in chosen]
+        expected = self.tokenizer.encode_each(texts, special_text=special_text)
+        for i, text, expected_ids in zip(chosen, texts, expected, strict=True):
+            found = ids[ends[i] - lengths[i] : ends[i]]
+            if len(text) < len(batch.texts[i]):  # both encode its beginning
                 found, _ = self.tokenizer.encode_batch([text], special_text=special_text)
-            if found.tolist() != self.tokenizer.encode(text, special_text=special_text):
+            if found.tolist() != expected_ids:
                 raise RuntimeError(
                     f"{source.path}, record {batch.numbers[i]}: {self.tokenizer.batch_backend} and the reference "
                     "tokenizer disagree on it. Run again with --backend tokenizers, and please report this text"
@@ -290,6 +292,15 @@ class _Sink:
         if self.shuffler is not None:
             for data, lengths in self.shuffler.drain(self.writing.dtype.itemsize):
                 self.writing.write(data, self.file, lengths)
+
+
+def utf8_bytes(texts: Sequence[str]) -> int:
+    """Return the number of bytes of all texts in UTF-8."""
+    total = 0
+    for first in range(0, len(texts), _COUNTED_AT_ONCE):
+        text = "".join(texts[first : first + _COUNTED_AT_ONCE])
+        total += len(text) if text.isascii() else len(text.encode())
+    return total
 
 
 def with_eod(ids: np.ndarray, lengths: np.ndarray, eod_id: int, dtype: np.dtype) -> np.ndarray:

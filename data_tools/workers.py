@@ -20,6 +20,8 @@ from megatron_blackmamba.formats.shards import ShardManifest
 from megatron_blackmamba.tokenizer import Tokenizer
 
 BYTES_WORTH_A_PROCESS = 8 << 20  # starting one costs as much time as encoding this
+THREADS = ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS")
+"""Variables that limit the threads of `tokenizers` and of `fastokens`."""
 _COUNTERS = 3  # a shard: input bytes, tokens, documents
 
 
@@ -56,7 +58,8 @@ def make_shards(
     processes = min(cores, len(jobs), 1 + total // BYTES_WORTH_A_PROCESS)
     with Progress(total, count, quiet=quiet):
         if processes <= 1:
-            os.environ.setdefault("RAYON_NUM_THREADS", str(cores))
+            for name in THREADS:
+                os.environ.setdefault(name, str(cores))
             return [task(slot, job) for slot, job in enumerate(jobs)]
         return _Crew(task, processes, max(1, cores // processes)).make(jobs)
 
@@ -145,7 +148,7 @@ class _Crew:
 
 def _serve(pipe: Connection, task: _Task, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and tells through the last counter
-    os.environ["RAYON_NUM_THREADS"] = str(threads)  # before the tokenizer libraries start their threads
+    os.environ.update(dict.fromkeys(THREADS, str(threads)))  # before the tokenizer libraries start their threads
     while True:
         try:
             slot, job = pipe.recv()

@@ -21,18 +21,15 @@ from typing import Any, Literal
 import numpy as np
 import tokenizers
 
+from megatron_blackmamba.short_texts import SHORT_TEXT, Separator, separators
+
 Backend = Literal["auto", "fastokens", "tokenizers"]
 
 # Names under which published tokenizers keep their end-of-document token, most specific first.
 KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
-
-SHORT_TEXT = 400
-"""Mean length in characters below which texts are encoded together."""
-JOINED = 1024
-"""Texts that are encoded together."""
-MOST_SEARCHED = 8
-"""Special tokens that are searched for in such texts; tokenizers with more encode each text alone."""
+OLDEST_FASTOKENS = "0.3.5"
+"""Ids of version 0.3.2 could depend on the text that was encoded before."""
 
 
 class TokenizerError(ValueError):
@@ -82,14 +79,19 @@ class Tokenizer:
         """
         return self._with_special_text(special_text).encode(text, add_special_tokens=False).ids
 
+    def encode_each(self, texts: Sequence[str], *, special_text: bool = False) -> list[list[int]]:
+        """Return the ids of every text, by the reference library, without adding tokens."""
+        encodings = self._with_special_text(special_text).encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
     def encode_batch(self, texts: Sequence[str], *, special_text: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, concatenated (uint32), and the length of each (int64)."""
         if self._fast is not None:
-            if not special_text and self._joins and sum(map(len, texts)) < SHORT_TEXT * len(texts):
-                joined = self._encode_joined(texts)
-                if joined is not None:
-                    return joined
-            return _flat(self._fast, texts, special_text)
+            if not special_text and self._separator and sum(map(len, texts)) < SHORT_TEXT * len(texts):
+                together = self._separator.encode(texts, self._flat)
+                if together is not None:
+                    return together
+            return self._flat(texts, special_text)
         encodings = self._with_special_text(special_text).encode_batch_fast(list(texts), add_special_tokens=False)
         lengths = np.fromiter((len(encoding) for encoding in encodings), np.int64, len(encodings))
         ids = np.empty(int(lengths.sum()), np.uint32)
@@ -131,45 +133,15 @@ class Tokenizer:
     def _with_special_text(self, special_text: bool) -> tokenizers.Tokenizer:
         return self._reference if special_text else self._reference_for_plain_text
 
-    def _encode_joined(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Encode texts in groups, with the EOD token behind each. Return None if a text spells a special token.
-
-        Tokenizers split at special tokens before all else, so each text has the ids that it has alone. For short texts
-        this is faster: fastokens spends about a microsecond on a call for each.
-        """
-        eod = self.eod_token
-        groups = [eod.join([*texts[i : i + JOINED], ""]) for i in range(0, len(texts), JOINED)]
-        for group, first in zip(groups, range(0, len(texts), JOINED), strict=True):
-            for token in self._special_tokens:
-                if group.count(token) != (min(JOINED, len(texts) - first) if token == eod else 0):
-                    return None
-        ids, _ = _flat(self._fast, groups, special_text=True)
-        is_eod = ids == self.eod_id
-        ends = np.flatnonzero(is_eod)
-        if len(ends) != len(texts):
-            return None
-        return ids[~is_eod], np.diff(ends, prepend=-1) - 1
+    def _flat(self, texts: Sequence[str], special_text: bool) -> tuple[np.ndarray, np.ndarray]:
+        return _flat(self._fast, texts, special_text)
 
     @cached_property
-    def _special_tokens(self) -> list[str]:
-        return [token["content"] for token in self._special]
-
-    @property
-    def _special(self) -> list[dict[str, Any]]:
-        return [token for token in json.loads(self._cleaned).get("added_tokens") or [] if token["special"]]
-
-    @cached_property
-    def _joins(self) -> bool:
-        """Check that texts can be encoded together, with the EOD token between them."""
-        unusual = ("lstrip", "rstrip", "single_word", "normalized")
-        special = self._special
-        if len(special) > MOST_SEARCHED or any(token.get(flag) for token in special for flag in unusual):
-            return False
-        texts = _probe_texts(self._reference.get_vocab(with_added_tokens=True))
-        texts = [text for text in texts if not any(token in text for token in self._special_tokens)]
-        found = self._encode_joined(texts) if self.eod_token in self._special_tokens else None
-        apart = _flat(self._fast, texts, special_text=False)
-        return found is not None and all(map(np.array_equal, found, apart))
+    def _separator(self) -> Separator | None:
+        """Return the separator with which short texts are encoded together, or None if each is encoded alone."""
+        found = list(separators(json.loads(self._cleaned), self.eod_token, self.eod_id, self.encode))
+        texts = _probe_texts(self._reference.get_vocab(with_added_tokens=True)) if found else []
+        return next((separator for separator in found if separator.is_exact(texts, self._flat)), None)
 
     @cached_property
     def _fast(self) -> Any:
@@ -178,11 +150,15 @@ class Tokenizer:
             return None
         try:
             import fastokens
+            from packaging.version import Version
 
+            found = version("fastokens")
+            if Version(found) < Version(OLDEST_FASTOKENS):
+                raise ImportError(f"version {found} is too old")
             twin = fastokens.Tokenizer.from_json_str(self._cleaned)
             reason = self._first_difference(twin)
-        except ImportError:
-            reason = "it is not installed (pip install fastokens)"
+        except ImportError as error:
+            reason = f"{error}. Install it with pip install -U fastokens"
         except Exception as error:  # a model it does not know is reported in many ways; all mean the same here
             reason = f"it cannot read this tokenizer ({error})"
         if reason and self.backend == "fastokens":

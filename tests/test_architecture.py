@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
 LAYERS = [
-    {"config", "registry", "kinds", "routers", "optimizers", "tokenizer", "formats", "ops", "hf"},
+    {"config", "registry", "kinds", "routers", "optimizers", "tokenizer", "short_texts", "formats", "ops", "hf"},
     {"runtime"},
     {"model", "data"},
     {"checkpoint"},

@@ -169,39 +169,12 @@ def test_fastokens_steps_aside_where_it_is_not_exact(file, monkeypatch):
         load_tokenizer(file, backend="fastokens").encode_batch(["some text"])
 
 
-def fast(file):
+def test_fastokens_with_known_faults_is_not_used(file, monkeypatch):
     pytest.importorskip("fastokens")
-    return load_tokenizer(file, backend="fastokens")
-
-
-def test_short_texts_encoded_together_keep_their_ids(file, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "JOINED", 3)
-    tokenizer = fast(file)
-    texts = ["a word", " spaces ", "", "\n", "<|endoftext|"[:-1], "|>", "e\u0301", "\u0301e", "  ", "def f():", ">"]
-    together = tokenizer._encode_joined(texts)
-    assert together is not None
-    ids, lengths = together
-    expected = [tokenizer.encode(text) for text in texts]
-    assert lengths.tolist() == [len(ids_of_one) for ids_of_one in expected]
-    assert ids.tolist() == [i for ids_of_one in expected for i in ids_of_one]
-
-
-def test_texts_that_spell_special_tokens_are_encoded_alone(tmp_path):
-    tokenizer = fast(saved(tmp_path, trained(special=("<|endoftext|>", "<|padding|>"))))
-    assert tokenizer._joins
-    for text in ("a<|endoftext|>b", "<|padding|>"):
-        assert tokenizer._encode_joined(["a", text]) is None
-        assert tokenizer.encode_batch(["a", text])[0].tolist() == tokenizer.encode("a") + tokenizer.encode(text)
-
-
-@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
-def test_special_tokens_that_change_neighbours_forbid_joining(tmp_path, flag):
-    def unusual(data):
-        data["added_tokens"][0][flag] = True
-
-    tokenizer = fast(saved(tmp_path, trained(), unusual))
-    assert not tokenizer._joins
-    assert tokenizer.encode_batch([" a ", " b "])[0].tolist() == tokenizer.encode(" a ") + tokenizer.encode(" b ")
+    monkeypatch.setattr(tokenizer_module, "version", lambda name: "0.3.2" if name == "fastokens" else "1")
+    assert load_tokenizer(file).batch_backend == "tokenizers"
+    with pytest.raises(TokenizerError, match=r"version 0\.3\.2 is too old.*pip install -U fastokens"):
+        load_tokenizer(file, backend="fastokens").encode_batch(["some text"])
 
 
 def test_what_is_not_a_tokenizer_is_named(tmp_path, monkeypatch):

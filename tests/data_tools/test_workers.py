@@ -1,5 +1,8 @@
 """How many processes make the shards, and what they tell about their progress."""
 
+import multiprocessing
+import os
+
 import pytest
 
 from megatron_blackmamba.data_tools import workers
@@ -34,6 +37,16 @@ def test_cores_are_shared_by_processes(worth, cores, processes, threads, jobs, t
     made = make_shards(jobs, tokenizer, cores=cores, quiet=True)
     assert crews == ([] if processes is None else [(processes, threads)])
     assert len(made) == (3 if processes is None else 0)
+
+
+def test_workers_limit_the_threads_of_both_libraries(monkeypatch):
+    for name in ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS"):
+        monkeypatch.setenv(name, "64")
+    monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    workers._serve(theirs, None, 3)  # ends at once, since nobody sends it a shard
+    assert os.environ["RAYON_NUM_THREADS"] == os.environ["FASTOKENS_BPE_THREADS"] == "3"
 
 
 def test_progress_grows_to_the_size_of_the_input(jobs, tokenizer):
