@@ -212,8 +212,9 @@ class RawDocuments(PipelineStep):
                         continue
                     self.stat_update("documents")
                     yield Document(text=text, id=f"{rank}/{number}", metadata={"file": source.name, "record": number})
-            origins = [each.model_dump() for each in cleanings.origins_of(source.path, reader.sha256)]
-            raw.append({"name": source.name, "sha256": reader.sha256, "origins": origins})
+            origins = cleanings.origins_of(source.path, reader.sha256, reader.unpacked_sha256)
+            behind = [each.model_dump() for each in origins]
+            raw.append({"name": source.name, "sha256": reader.sha256, "origins": behind})
         log.check(records + log.total)
         if self.notes_dir is not None:
             atomic.write_json(self.notes_dir / f"{rank:05d}.raw", raw)

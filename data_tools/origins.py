@@ -64,8 +64,16 @@ class Cleanings:
     def __init__(self) -> None:
         self._known: dict[str, CleaningManifest | None] = {}
 
-    def origins_of(self, path: str, sha256: str) -> list[RawFile]:
-        """Return the raw files behind a file, which has been read; none if no cleaning wrote it."""
+    def origins_of(self, path: str, sha256: str, unpacked_sha256: str) -> list[RawFile]:
+        """Return the raw files behind a file, which has been read.
+
+        These are the files that a cleaning read, or the decompressed content of a compressed file.
+        """
+        name = _split(path)[1]
+        unpacked = [RawFile(name=f"{name}, unpacked", sha256=unpacked_sha256)] if unpacked_sha256 else []
+        return self._cleaned_from(path, sha256) or unpacked
+
+    def _cleaned_from(self, path: str, sha256: str) -> list[RawFile]:
         if path == STDIN:
             return []
         folder, name = _split(path)

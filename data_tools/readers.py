@@ -57,6 +57,8 @@ class Reader:
         self.path, self.format, self.options, self.reject = path, format, options, reject
         self.bytes_read = 0
         self.sha256 = ""
+        self.unpacked_sha256 = ""
+        """Of the decompressed bytes of a compressed file."""
 
     def batches(self) -> Iterator[Batch]:
         """Yield the documents of the file; name the file where memory does not suffice."""
@@ -78,7 +80,7 @@ class Reader:
             except Damage as damage:
                 yield from parser.abandon()
                 self.reject(parser.number + 1, damage.reason, damage.detail)
-            self.sha256 = stream.sha256()
+            self.sha256, self.unpacked_sha256 = stream.sha256(), stream.unpacked_sha256
             self.bytes_read = stream.bytes_read
 
     def _table_batches(self) -> Iterator[Batch]:

@@ -159,7 +159,7 @@ class _Writing:
                 modified_ns=source.modified_ns,
                 records=taken + self.rejects.total - bad,
                 documents=taken,
-                origins=self.cleanings.origins_of(source.path, reader.sha256),
+                origins=self.cleanings.origins_of(source.path, reader.sha256, reader.unpacked_sha256),
             )
         )
 

@@ -29,6 +29,8 @@ class InputStream(AbstractContextManager["InputStream"]):
     def __init__(self, path: str | Path) -> None:
         self.path = path
         self.bytes_read = 0
+        self.unpacked_sha256 = ""
+        """Of the decompressed bytes of a compressed file, once all of them have been read."""
         self._digest = hashlib.sha256()
         self._file: BinaryIO = sys.stdin.buffer if str(path) == STDIN else open_any(path)
 
@@ -42,7 +44,11 @@ class InputStream(AbstractContextManager["InputStream"]):
         kind = next((kind for kind in KINDS if kind.matches(first)), None)
         expected = next((kind.name for kind in KINDS if str(self.path).endswith(kind.suffixes)), None)
         if kind:
-            yield from self._members(first, kind)
+            digest = hashlib.sha256()
+            for piece in self._members(first, kind):
+                digest.update(piece)
+                yield piece
+            self.unpacked_sha256 = digest.hexdigest()
         elif expected and first:
             raise Damage(DAMAGED_FILE, f"begins with {first[:16]!r}, which is not {expected}")
         elif expected:

@@ -287,12 +287,11 @@ def _refuse_leaks(opened: Mapping[str, tuple[list[Shard], list[Shard]]]) -> None
 
 
 def _leak(shard: Shard, file: SourceFile, raw: RawFile | SourceFile, there: str, other: Path, source: str) -> str:
-    inside = "" if raw is file else f" (in {file.name}, which is cleaned)"
+    inside = "" if raw is file else f" (in {file.name})"
     alias = "" if there == raw.name else f" (there called {there})"
     return (
         f"{shard.prefix} trains on {raw.name}{inside}, which {other}{alias} of source {source!r} holds out for "
-        f"validation: {'tokenize' if raw is file else 'clean and tokenize'} the training files again without it "
-        "(--exclude PATTERN or --split train)"
+        "validation: make the training shards again without it (--exclude PATTERN or --split train)"
     )
 
 

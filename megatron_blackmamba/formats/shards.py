@@ -43,7 +43,7 @@ class UnreadableShardError(ShardError):
 
 
 class RawFile(BaseModel):
-    """A raw file that a cleaning read."""
+    """A raw file that a cleaning read, or the decompressed content of a compressed one."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -65,7 +65,8 @@ class SourceFile(BaseModel):
     records: int = Field(description="documents taken and rejected together")
     documents: int
     origins: list[RawFile] = Field(
-        default_factory=list, description="of a cleaned part: the raw files whose documents it holds"
+        default_factory=list,
+        description="raw files behind a cleaned part, or what a compressed file holds",
     )
 
     @property

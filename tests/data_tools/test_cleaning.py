@@ -235,10 +235,10 @@ def mixture(run, cleaned, tmp_path):
 @pytest.mark.parametrize(
     "training, validation, leak",
     [
-        ("clean", "raw/val.jsonl", r"trains on val\.jsonl \(in part_00002\.jsonl\.zst, which is cleaned\), which "),
-        ("final", "raw/val.jsonl", r"trains on val\.jsonl \(in part_00002\.jsonl\.zst, which is cleaned\), which "),
-        ("raw", "final/part_00002.jsonl.zst", r"trains on val\.jsonl, which .*: tokenize the training files again"),
-        ("final", "clean/part_00002.jsonl.zst", r"clean and tokenize the training files again without it"),
+        ("clean", "raw/val.jsonl", r"trains on val\.jsonl \(in part_00002\.jsonl\.zst\), which "),
+        ("final", "raw/val.jsonl", r"trains on val\.jsonl \(in part_00002\.jsonl\.zst\), which "),
+        ("raw", "final/part_00002.jsonl.zst", r"trains on val\.jsonl, which .*: make the training shards again"),
+        ("final", "clean/part_00002.jsonl.zst", r"make the training shards again without it"),
     ],
 )
 def test_cleaning_does_not_hide_a_leak(mixture, training, validation, leak):

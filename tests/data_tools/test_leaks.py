@@ -1,5 +1,9 @@
 """Validation text that is in the training shards too: refused by every tool, and by training."""
 
+import gzip
+import lzma
+from pathlib import Path
+
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -49,6 +53,23 @@ def test_a_leak_is_refused_by_name_everywhere(mixture, tmp_path):
     assert problems[0] == "" and f"val.jsonl, which is in {tmp_path}/train/shard_00001 too" in problems[1]
     result = CliRunner().invoke(app, ["data", "verify", str(path)])
     assert result.exit_code == 2 and "would be seen twice" in result.output
+
+
+@pytest.mark.parametrize(
+    "trained, held_out", [("val.jsonl", "v.jsonl.gz"), ("val.jsonl.gz", "v.jsonl"), ("val.jsonl.gz", "v.jsonl.xz")]
+)
+def test_compression_does_not_hide_a_leak(run, write_jsonl, tmp_path, trained, held_out):
+    content = write_jsonl("texts", [f"a document that is held out, number {i}" for i in range(20)]).read_bytes()
+    packed = {".jsonl": content, ".gz": gzip.compress(content), ".xz": lzma.compress(content)}
+    for name, out in ((trained, "train"), (held_out, "held_out")):
+        (tmp_path / name).write_bytes(packed[Path(name).suffix])
+        run(tmp_path / name, out=out, seed=len(out))
+    path = tmp_path / "mixture.yaml"
+    path.write_text("sources: [{name: a, shards: train, validation: held_out}]")
+    with pytest.raises(MixtureError, match=r"trains on val\.jsonl.*, which .*held_out/shard"):
+        verify_mixture(Mixture.read(path), 16)
+    problems = [verdict.problems for verdict in verify([tmp_path / "train", tmp_path / "held_out"], quiet=True)]
+    assert not problems[0] and "it would be seen twice" in problems[1][0]
 
 
 @pytest.mark.parametrize("options", [{"exclude": ("val.*",)}, {"split": "train"}])
