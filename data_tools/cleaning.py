@@ -6,6 +6,7 @@ some raw files and writes `part_00001.jsonl.zst`. A task that is done leaves a m
 
 import contextlib
 import csv
+import fcntl
 import io
 import json
 import os
@@ -39,6 +40,7 @@ from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog,
 from megatron_blackmamba.data_tools.sources import Source
 from megatron_blackmamba.data_tools.streams import file_sha256
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.formats.shards import RawFile
 
 REMOVED = "removed.tsv"
@@ -81,6 +83,20 @@ class Cleaning:
     @property
     def done(self) -> Path:
         return self.work / DONE
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lock the output folder, or refuse it while another command works in it."""
+        path = self.out_dir / WORK / "lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, and is not its children's
+            except (BlockingIOError, PermissionError):
+                raise InputError(f"{self.out_dir}: another command works in this folder now. Let it finish") from None
+            except OSError:
+                pass  # a file system without locks
+            yield
 
     def refuse_other_settings(self) -> None:
         """Refuse to continue the work of a call with other inputs or options."""
@@ -212,12 +228,20 @@ class RawDocuments(PipelineStep):
                         continue
                     self.stat_update("documents")
                     yield Document(text=text, id=f"{rank}/{number}", metadata={"file": source.name, "record": number})
+            _refuse_changed(source, reader)
             origins = cleanings.origins_of(source.path, reader.sha256, reader.unpacked_sha256)
             behind = [each.model_dump() for each in origins]
             raw.append({"name": source.name, "sha256": reader.sha256, "origins": behind})
         log.check(records + log.total)
         if self.notes_dir is not None:
             atomic.write_json(self.notes_dir / f"{rank:05d}.raw", raw)
+
+
+def _refuse_changed(source: Source, reader: Reader) -> None:
+    """Refuse a file that changed after the work was planned: the stages count its documents to find them again."""
+    changed = not is_remote(source.path) and os.stat(source.path).st_mtime_ns != source.modified_ns
+    if changed or reader.bytes_read != source.bytes:
+        raise InputError(f"{source.path}: changed while this ran. Clean again into another folder once it is complete")
 
 
 class PartWriter(PipelineStep):

@@ -91,8 +91,9 @@ def dedup(
         workers,
         _slurm(slurm, time, memory),
     )
-    task.refuse_other_settings()
-    _run(task, stages(task, Similarity(n_grams, buckets, hashes), language), as_json)
+    with task.alone():
+        task.refuse_other_settings()
+        _run(task, stages(task, Similarity(n_grams, buckets, hashes), language), as_json)
 
 
 def decontaminate(
@@ -147,12 +148,13 @@ def decontaminate(
     )
     items = read_items(names, task_folder)
     task = replace(task, settings={**task.settings, **contents_of(items)})
-    task.refuse_other_settings()
-    index = ItemIndex(items, n_grams, language)
-    if not as_json:
-        short = f", of which {index.too_short} are too short to look for" if index.too_short else ""
-        print(f"looking for {index.items} evaluation items{short}")
-    _run(task, stages(task, index), as_json)
+    with task.alone():
+        task.refuse_other_settings()
+        index = ItemIndex(items, n_grams, language)
+        if not as_json:
+            short = f", of which {index.too_short} are too short to look for" if index.too_short else ""
+            print(f"looking for {index.items} evaluation items{short}")
+        _run(task, stages(task, index), as_json)
 
 
 def _slurm(partition: str | None, time: str, memory: int) -> "Slurm | None":

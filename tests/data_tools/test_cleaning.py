@@ -19,7 +19,9 @@ from megatron_blackmamba.data_tools import cleaning
 from megatron_blackmamba.data_tools.evaluation_items import PAPER_TASKS, Item, read_items, texts_of
 from megatron_blackmamba.data_tools.mixture import verify_mixture
 from megatron_blackmamba.data_tools.origins import CleaningManifest
-from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.readers import ReadOptions
+from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
+from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from megatron_blackmamba.formats.shards import ShardManifest
 from tests.waiting import wait_until
@@ -202,6 +204,34 @@ def test_a_killed_run_continues(documents, tmp_path):
         return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
     assert len(content(whole)) == 10 and content(killed) == content(whole)
+
+
+def test_two_commands_never_share_a_folder(write_jsonl, tmp_path):
+    corpus = write_jsonl("in.jsonl", [f"document {i}" for i in range(4)])
+    lock = tmp_path / "out" / cleaning.WORK / "lock"
+    lock.parent.mkdir(parents=True)
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", hold, str(lock)], **pipes) as other:
+        other.stdout.readline()
+        for verb in (("dedup",), ("decontaminate", "--against", corpus)):
+            with pytest.raises(InputError, match="another command works in this folder now"):
+                clean(verb[0], corpus, tmp_path / "out", *verb[1:])
+        other.stdin.close()
+    assert clean("dedup", corpus, tmp_path / "out")["kept"] == 4
+
+
+@pytest.mark.parametrize("change", ["size", "time"])
+def test_files_that_change_meanwhile_are_refused(write_jsonl, tmp_path, change):
+    corpus = write_jsonl("in.jsonl", ["one", "two"])
+    planned = find_sources([str(corpus)]).sources
+    if change == "size":
+        corpus.write_text(corpus.read_text() * 2)
+        os.utime(corpus, ns=(planned[0].modified_ns,) * 2)
+    else:
+        os.utime(corpus, ns=(planned[0].modified_ns + 1_000_000_000,) * 2)
+    with pytest.raises(InputError, match="changed while this ran"):
+        list(cleaning.RawDocuments([planned], ReadOptions(), Tolerance()).run(None))
 
 
 @pytest.fixture(scope="module")
