@@ -207,7 +207,11 @@ def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
     from megatron_blackmamba.data_tools.origins import refuse_incomplete
     from megatron_blackmamba.data_tools.rejects import InputError
 
-    stages[-1].run()
+    try:
+        stages[-1].run()
+    except OSError as error:  # no space, no permission
+        where, why = error.filename or task.out_dir, error.strerror or error
+        raise InputError(f"{where}: {why}. Once that is put right, run the same command again") from error
     if task.slurm is not None and not task.done.exists():
         print(f"{task.out_dir}: submitted {len(stages)} Slurm jobs; the last one is {stages[-1].job_id}")
         return

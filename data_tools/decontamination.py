@@ -50,6 +50,11 @@ class ItemIndex:
             self.too_short += all(len(words) < FEWEST_WORDS for words in texts)
             for words in texts:
                 self._add(words, item.name, finder)
+        if self.too_short == self.items:
+            raise InputError(
+                f"--against: each of its {self.items} items has fewer than {FEWEST_WORDS} words, too few to look for. "
+                "Name other tasks or files"
+            )
 
     def _add(self, words: list[str], item: str, finder: Any) -> None:
         if len(words) >= self.config.n_grams:

@@ -207,10 +207,11 @@ def test_a_killed_run_continues(documents, tmp_path):
 
 
 def test_two_commands_never_share_a_folder(write_jsonl, tmp_path):
-    corpus = write_jsonl("in.jsonl", [f"document {i}" for i in range(4)])
+    corpus = write_jsonl("in.jsonl", ["some words", "others", "many of them"])
     lock = tmp_path / "out" / cleaning.WORK / "lock"
     lock.parent.mkdir(parents=True)
-    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
+    hold += "print(flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", hold, str(lock)], **pipes) as other:
         other.stdout.readline()
@@ -218,7 +219,22 @@ def test_two_commands_never_share_a_folder(write_jsonl, tmp_path):
             with pytest.raises(InputError, match="another command works in this folder now"):
                 clean(verb[0], corpus, tmp_path / "out", *verb[1:])
         other.stdin.close()
-    assert clean("dedup", corpus, tmp_path / "out")["kept"] == 4
+    assert clean("dedup", corpus, tmp_path / "out")["kept"] == 3
+
+
+def test_a_full_disk_is_named(write_jsonl, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cleaning.PartWriter, "run", full)
+    with pytest.raises(InputError, match=r"out: No space left on device\. Once that is put right"):
+        clean("dedup", write_jsonl("in.jsonl", ["some words"]), tmp_path / "out")
+
+
+def test_items_without_enough_words_are_refused(write_jsonl, tmp_path):
+    corpus, items = write_jsonl("in.jsonl", ["some words"]), write_jsonl("items.jsonl", ["a", "b c"])
+    with pytest.raises(InputError, match="each of its 2 items has fewer than"):
+        clean("decontaminate", corpus, tmp_path / "out", "--against", items)
 
 
 @pytest.mark.parametrize("change", ["size", "time"])

@@ -444,13 +444,13 @@ def test_nothing_heavy_is_imported_to_tokenize():
 def test_a_giant_document_is_rechecked_by_its_beginning(run, tmp_path, monkeypatch):
     monkeypatch.setattr(shard_writer, "_RECHECKED_CHARACTERS", 1000)
     lengths = []
-    encode = Tokenizer.encode
+    encode_each = Tokenizer.encode_each
 
-    def spy(self, text, **options):
-        lengths.append(len(text))
-        return encode(self, text, **options)
+    def spy(self, texts, **options):
+        lengths.extend(map(len, texts))
+        return encode_each(self, texts, **options)
 
-    monkeypatch.setattr(Tokenizer, "encode", spy)
+    monkeypatch.setattr(Tokenizer, "encode_each", spy)
     (tmp_path / "book.txt").write_text("a long story " * 1000)
     run(tmp_path / "book.txt")
     assert lengths == [1000]
