@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -224,10 +225,9 @@ def adam_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops import triton_adam
 
     numbers = MODEL * HIDDEN
-    for shift in (0, 1):  # addresses that are multiples of 16 bytes, or not
-        weights = [torch.empty(numbers + shift)[shift:] for _ in range(4)]
-        copy = torch.empty(numbers + shift, dtype=torch.bfloat16)[shift:]
-        table = triton_adam.Table(*([weight] for weight in weights), [copy])
+    for shift, moments in product((0, 1), (torch.float32, torch.bfloat16)):  # shift 0: aligned to 16 bytes
+        dtypes = (torch.float32, torch.float32, moments, moments, torch.bfloat16)
+        table = triton_adam.Table(*([torch.empty(numbers + shift, dtype=dtype)[shift:]] for dtype in dtypes))
         table.update(triton_adam.Settings(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1), 1.0)
 
 

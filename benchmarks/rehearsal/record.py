@@ -25,8 +25,9 @@ SMALL = 4096
 ISSUED = {"forward": 10, "segment_ends": 10, "chunk_parts": 12.3, "backward": 26}
 ISSUED_IF_KEPT = ISSUED | {"chunk_parts": 10, "backward": 27.4}
 """Issue slots a state and token of the scan's kernels (docs/performance.md), the second if states are kept."""
-BYTES_A_PROGRAM = {"adam_update": 30 * 16384}
-"""Bytes moved by a program whose tensors are given by address: it reads four fp32 numbers, writes three and a bf16."""
+BYTES_A_WEIGHT = {False: 30, True: 22}
+"""Bytes Adam moves: gradient, weight, its bf16 copy, and fp32 or bf16 moments. Its tensors are given by address."""
+WEIGHTS_A_PROGRAM = 16384
 OVERWRITE = ("loss_and_gradient",)
 """Triton kernels that read their first tensor and write it."""
 OURS = ("/megatron_blackmamba/", "/megatron/core/")
@@ -139,7 +140,8 @@ class Log:
             return
         states = constants.get("N", 0) * tensors[0].numel() if tensors else 0
         moved = total(tensors) + (size_of(tensors[0]) if kernel in OVERWRITE else 0)
-        moved += BYTES_A_PROGRAM.get(kernel, 0) * grid[0]
+        if kernel == "adam_update":
+            moved += BYTES_A_WEIGHT[constants["NARROW"]] * WEIGHTS_A_PROGRAM * grid[0]
         issued = ISSUED_IF_KEPT if constants.get("KEPT") else ISSUED
         self.add(f"triton {kernel}", tensors, moved, slots=issued.get(kernel, 0) * states)
         signature = (*(str(t.dtype)[6:] for t in tensors), *(f"{k}={v}" for k, v in sorted(constants.items())))

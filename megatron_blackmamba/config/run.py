@@ -81,6 +81,8 @@ class OptimizerConfig(Section):
     """Decay rate of Adam's second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator of Adam's update."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Precision of Adam's moments. bf16 is rounded stochastically: 4 bytes less a weight, and a faster update."""
     momentum: float = Field(0.9, gt=0, lt=1)
     """Part of the last update that the next one keeps, for sgd and muon."""
     weight_decay: float = Field(0.0, ge=0)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops import rounding
 from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
 __all__ = ["Settings", "Table", "unavailable", "unsupported"]
@@ -19,6 +20,9 @@ CHUNK = 16384
 BLOCK = 1024
 ALIGNMENT = 16
 """Bytes of the widest loads and stores."""
+WEIGHT_FACTOR, FACTOR_1, FACTOR_2 = (
+    tl.constexpr(factor) for factor in (rounding.WEIGHT_FACTOR, rounding.FACTOR_1, rounding.FACTOR_2)
+)
 
 
 def unsupported(weight: Tensor) -> str | None:
@@ -44,7 +48,7 @@ class Table:
     """The addresses of tensors that are updated together."""
 
     def __init__(self, *columns: Sequence[Tensor | None]):
-        """Columns: gradients, weights, first and second moments (all fp32), and copies in bf16 or None."""
+        """Columns: gradients and weights (fp32), first and second moments (fp32 or bf16), copies in bf16 or None."""
         self.key = key_of(*columns)
         rows = []
         for tensors in zip(*columns, strict=True):
@@ -54,6 +58,7 @@ class Table:
                 starts = [0 if x is None else x.data_ptr() + first * x.element_size() for x in tensors]
                 rows.append([*starts, min(CHUNK, numel - first)])
         self.aligned = all(start % ALIGNMENT == 0 for row in rows for start in row[:-1])
+        self.narrow = any(moment.dtype == torch.bfloat16 for moment in columns[2])
         self.rows = torch.tensor(rows, dtype=torch.int64).to(columns[1][0].device)
 
     def update(self, by: Settings, factor: float) -> None:
@@ -65,15 +70,18 @@ class Table:
             adam_update[(len(self.rows),)](
                 self.rows, factor, 1 - by.beta1, by.beta2, 1 - by.beta2, by.eps,
                 by.lr / corrected1, corrected2**-0.5,
-                1 - by.lr * by.weight_decay if by.decoupled else by.weight_decay,
-                DECOUPLED=by.decoupled, ALIGNED=self.aligned, BLOCK=BLOCK, num_warps=4,
+                1 - by.lr * by.weight_decay if by.decoupled else by.weight_decay, rounding.seed_of(by.step),
+                DECOUPLED=by.decoupled, NARROW=self.narrow, ALIGNED=self.aligned, BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
 
 
 def _check(*tensors: Tensor | None) -> None:
     dtypes = [None if x is None else x.dtype for x in tensors]
-    if dtypes[:4] != 4 * [torch.float32] or dtypes[4] not in (None, torch.bfloat16):
-        raise ValueError(f"Adam's kernel takes float32 tensors and bfloat16 copies, not {dtypes}")
+    wide = dtypes[:2] == 2 * [torch.float32]
+    if not (wide and dtypes[2] == dtypes[3] in (torch.float32, torch.bfloat16) and dtypes[4] in (None, torch.bfloat16)):
+        raise ValueError(
+            f"Adam's kernel takes float32 tensors, moments also in bfloat16, and bfloat16 copies, not {dtypes}"
+        )
     if not all(x is None or (x.is_contiguous() and x.numel() == tensors[0].numel()) for x in tensors):
         raise ValueError("Adam's kernel takes contiguous tensors of one size. Pass such tensors.")
 
@@ -84,17 +92,18 @@ def key_of(*columns: Sequence[Tensor | None]) -> tuple[int, ...]:
 
 
 @triton.jit(
-    do_not_specialize=["factor", "rest1", "beta2", "rest2", "eps", "rate", "correction", "decay"]
+    do_not_specialize=["factor", "rest1", "beta2", "rest2", "eps", "rate", "correction", "decay", "seed"]
 )  # else a value of 1 would compile anew
 def adam_update(
-    rows, factor, rest1, beta2, rest2, eps, rate, correction, decay,
-    DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    rows, factor, rest1, beta2, rest2, eps, rate, correction, decay, seed,
+    DECOUPLED: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 6
     gradient = tl.load(row).to(tl.pointer_type(tl.float32))
     weight = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    first_moment = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-    second_moment = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    stored: tl.constexpr = tl.bfloat16 if NARROW else tl.float32
+    first_moment = tl.load(row + 2).to(tl.pointer_type(stored))
+    second_moment = tl.load(row + 3).to(tl.pointer_type(stored))
     address = tl.load(row + 4)
     copy = address.to(tl.pointer_type(tl.bfloat16))
     if ALIGNED:
@@ -106,35 +115,61 @@ def adam_update(
     for start in range(0, whole, BLOCK):  # without a mask, so that loads are wide
         _update_block(
             gradient, weight, first_moment, second_moment, copy, address != 0, start, count,
-            factor, rest1, beta2, rest2, eps, rate, correction, decay, DECOUPLED, False, BLOCK,
+            factor, rest1, beta2, rest2, eps, rate, correction, decay, seed, DECOUPLED, NARROW, False, BLOCK,
         )  # fmt: skip
     if whole < count:
         _update_block(
             gradient, weight, first_moment, second_moment, copy, address != 0, whole, count,
-            factor, rest1, beta2, rest2, eps, rate, correction, decay, DECOUPLED, True, BLOCK,
+            factor, rest1, beta2, rest2, eps, rate, correction, decay, seed, DECOUPLED, NARROW, True, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _update_block(
     gradient, weight, first_moment, second_moment, copy, copied, start, count,
-    factor, rest1, beta2, rest2, eps, rate, correction, decay,
-    DECOUPLED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    factor, rest1, beta2, rest2, eps, rate, correction, decay, seed,
+    DECOUPLED: tl.constexpr, NARROW: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = start + tl.arange(0, BLOCK)
     mask = i < count if MASKED else None
     g = tl.load(gradient + i, mask=mask) * factor
     w = tl.load(weight + i, mask=mask)
+    m, v = tl.load(first_moment + i, mask=mask), tl.load(second_moment + i, mask=mask)
+    if NARROW:
+        bits = _random_bits(m, v, w, seed)
+        m, v = m.to(tl.float32), v.to(tl.float32)
     if DECOUPLED:
         w *= decay
     else:
         g += decay * w
-    m, v = tl.load(first_moment + i, mask=mask), tl.load(second_moment + i, mask=mask)
     m += (g - m) * rest1
     v = v * beta2 + g * g * rest2
     w -= rate * m / (tl.sqrt_rn(v) * correction + eps)
-    tl.store(first_moment + i, m, mask=mask)
-    tl.store(second_moment + i, v, mask=mask)
+    if NARROW:
+        tl.store(first_moment + i, _rounded(m, bits & 0xFFFF), mask=mask)
+        tl.store(second_moment + i, _rounded(v, bits >> 16), mask=mask)
+    else:
+        tl.store(first_moment + i, m, mask=mask)
+        tl.store(second_moment + i, v, mask=mask)
     tl.store(weight + i, w, mask=mask)
     if copied:
         tl.store(copy + i, w.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _random_bits(m, v, w, seed):
+    """Compute rounding.random_bits."""
+    high, low = m.to(tl.uint16, bitcast=True).to(tl.uint32), v.to(tl.uint16, bitcast=True).to(tl.uint32)
+    upper = w.to(tl.uint32, bitcast=True) >> 16
+    x = (high << 16 | low) ^ upper * WEIGHT_FACTOR ^ seed.to(tl.uint32)
+    x = (x ^ x >> 16) * FACTOR_1
+    x = (x ^ x >> 13) * FACTOR_2
+    return x ^ x >> 16
+
+
+@triton.jit
+def _rounded(x, bits):
+    """Compute rounding.to_bf16."""
+    raw = x.to(tl.uint32, bitcast=True)
+    raw = tl.where(x == x, raw + bits, raw)
+    return (raw >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

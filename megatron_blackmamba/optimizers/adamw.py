@@ -1,6 +1,7 @@
 """Adam with decoupled weight decay: two moments a weight.
 
-megatron-core takes Transformer Engine's or Apex's FusedAdam. Without them the patch `adam` gives it `runtime/adam.py`.
+megatron-core takes Transformer Engine's or Apex's FusedAdam. Without them the patch `adam` gives it `runtime/adam.py`,
+which `training/optimizer.py` also has it take for moments in bf16: only that one rounds stochastically.
 """
 
 from megatron_blackmamba.optimizers.base import OptimizerKind
@@ -10,10 +11,13 @@ class AdamW(OptimizerKind):
     """`optimizer.kind: adamw`, the default."""
 
     name = "adamw"
-    keys = ("beta1", "beta2", "eps")
+    keys = ("beta1", "beta2", "eps", "moments")
     state = ("exp_avg", "exp_avg_sq")
     sharding = True
     fused = True
+
+    def number_bytes(self, settings, full):
+        return 2 if settings.moments == "bf16" else full
 
     def megatron(self, settings):
         return {

@@ -33,7 +33,7 @@ class OptimizerKind(Kind, ABC):
     """Keys of `optimizer:` that only some kinds read, such as ("beta1", "beta2"). A kind that does not read a key
     refuses another value than its default."""
     state: ClassVar[tuple[str, ...]]
-    """Tensors it keeps of each weight, in full precision and of the weight's shape, named as in a checkpoint."""
+    """Tensors it keeps of each weight, of the weight's shape, named as in a checkpoint."""
     sharding: ClassVar[bool | Cannot]
     """True where megatron-core's distributed optimizer can hold this state (optimizer.distributed=true)."""
 
@@ -57,6 +57,10 @@ class OptimizerKind(Kind, ABC):
     def keeps(self, weight: Tensor) -> tuple[str, ...]:
         """Return the tensors that it keeps of one weight: `state`, unless weights differ."""
         return self.state
+
+    def number_bytes(self, settings: OptimizerConfig, full: int) -> int:
+        """Return the bytes of one number of its state, where one in full precision takes `full` bytes."""
+        return full
 
     def first_state(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the state of a weight before its first update."""

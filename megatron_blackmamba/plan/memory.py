@@ -10,10 +10,10 @@ import torch
 
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.config.run import OptimizerConfig
 from megatron_blackmamba.kinds import LayerKind, kind_of
 from megatron_blackmamba.model import build
 from megatron_blackmamba.model.stack import layers_of_stage
-from megatron_blackmamba.optimizers import OptimizerKind
 from megatron_blackmamba.plan.activations import Activations
 from megatron_blackmamba.runtime import layout, world
 from megatron_blackmamba.runtime.reduction import reduction
@@ -76,17 +76,19 @@ def _state_of(described: str, world_size: int, rank: int) -> State:
         reduced = DistributedDataParallel(model.config, reduction(config, us.data_context_size), model)
         buffers = reduced.buffers + reduced.expert_parallel_buffers
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
-        kind = optimizers.kind_of(config.optimizer.kind)
         if config.optimizer.distributed:
             weights = sum(buffer.param_data.nbytes for buffer in buffers)
-            optimizer = sum(_shard_bytes(buffer, kind) for buffer in buffers)
+            optimizer = sum(_shard_bytes(buffer, config.optimizer) for buffer in buffers)
         else:
+            kind = optimizers.kind_of(config.optimizer.kind)
             weights = sum(parameter.nbytes for parameter in model.parameters())
-            optimizer = sum(p.numel() * _optimizer_bytes(p.dtype, len(kind.keeps(p))) for p in model.parameters())
+            optimizer = sum(
+                p.numel() * bytes_a_weight(p.dtype, config.optimizer, len(kind.keeps(p))) for p in model.parameters()
+            )
     return State(weights, gradients, optimizer)
 
 
-def _shard_bytes(buffer: Any, kind: OptimizerKind) -> int:
+def _shard_bytes(buffer: Any, settings: OptimizerConfig) -> int:
     """Return the bytes of optimizer state for this rank's part of a buffer, without padding."""
     ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
     numbers = 0
@@ -95,7 +97,8 @@ def _shard_bytes(buffer: Any, kind: OptimizerKind) -> int:
         size = bucket.grad_data.numel() // ranks
         first = bucket.offset + rank * size
         numbers += max(0, min(end, first + size) - max(start, first))
-    return numbers * _optimizer_bytes(buffer.param_dtype, len(kind.state))
+    tensors = len(optimizers.kind_of(settings.kind).state)
+    return numbers * bytes_a_weight(buffer.param_dtype, settings, tensors)
 
 
 def _ranges(buffer: Any) -> Iterator[tuple[int, int]]:
@@ -103,10 +106,11 @@ def _ranges(buffer: Any) -> Iterator[tuple[int, int]]:
         yield entry[0], entry[1]
 
 
-def _optimizer_bytes(dtype: torch.dtype, tensors: int) -> int:
-    """Return the bytes of one number's state in full precision, and of the fp32 copy of a 16-bit weight."""
+def bytes_a_weight(dtype: torch.dtype, settings: OptimizerConfig, tensors: int) -> int:
+    """Return the bytes of one weight's optimizer state of some tensors, and of the fp32 copy of a 16-bit weight."""
     full = torch.promote_types(dtype, torch.float32)
-    return full.itemsize * (tensors + (dtype != full))
+    state = tensors * optimizers.kind_of(settings.kind).number_bytes(settings, full.itemsize)
+    return state + full.itemsize * (dtype != full)
 
 
 def fullest(config: RunConfig, world_size: int, device: str = "cuda") -> tuple[Memory, int]:

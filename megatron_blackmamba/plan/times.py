@@ -7,6 +7,8 @@ Calculated, not measured. `tests/rehearsal` compares the computing with the same
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
+
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.kinds import Work, kind_of
@@ -15,7 +17,7 @@ from megatron_blackmamba.model.stack import layers_of_stage
 from megatron_blackmamba.plan import flops, roofline
 from megatron_blackmamba.plan.activations import WIDTH, sizes_of
 from megatron_blackmamba.plan.gpus import Gpu
-from megatron_blackmamba.plan.memory import State
+from megatron_blackmamba.plan.memory import State, bytes_a_weight
 from megatron_blackmamba.plan.traffic import Flow
 from megatron_blackmamba.runtime import layout
 
@@ -111,8 +113,9 @@ def of_update(config: RunConfig, gpu: Gpu, state: State | None) -> float:
     if state is None:
         return 0.0
     kind = optimizers.kind_of(config.optimizer.kind)
-    tensors = len(kind.state) + (config.training.precision == "bf16")
-    moved = 2 * state.optimizer + (2.5 if kind.fused else 5) * state.optimizer / max(1, tensors)
+    dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
+    weights = state.optimizer / max(1, bytes_a_weight(dtype, config.optimizer, len(kind.state)))
+    moved = 2 * state.optimizer + (2.5 if kind.fused else 5) * FP32 * weights
     return roofline.seconds(Work(moved), gpu)
 
 

@@ -1,8 +1,9 @@
 """A model made trainable: megatron-core's gradient reduction around it, and its optimizer over it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pkgutil import resolve_name
 from unittest import mock
 
@@ -14,6 +15,7 @@ from megatron_blackmamba.config.run import OptimizerConfig as Settings
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.optimizers import OptimizerKind
 from megatron_blackmamba.optimizers.base import NO_DECAY
+from megatron_blackmamba.runtime.adam import Adam
 from megatron_blackmamba.runtime.reduction import reduction
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training import fixes
@@ -28,6 +30,7 @@ from megatron.core.optimizer import (
     OptimizerConfig,
     ParamGroupOverride,
     ParamKey,
+    distrib_optimizer,
     get_megatron_optimizer,
 )
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -93,12 +96,20 @@ def make_trainable(
 
 @contextmanager
 def _built_by(kind: OptimizerKind, settings: Settings) -> Iterator[None]:
-    """Have megatron-core wrap the kind's own optimizer, if it has one, where it would build its SGD."""
+    """Have megatron-core wrap the kind's own optimizer, if it has one, where it would build its SGD.
+
+    Moments in bf16 are always those of this project's Adam: the others round them to nearest.
+    """
 
     def build(groups: list[dict], lr: float, weight_decay: float, momentum: float) -> torch.optim.Optimizer:
         own = kind.build(groups, settings)
         return built_in(groups, lr=lr, weight_decay=weight_decay, momentum=momentum) if own is None else own
 
     built_in = megatron_optimizer.SGD
-    with mock.patch.object(megatron_optimizer, "SGD", build):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(megatron_optimizer, "SGD", build))
+        if settings.moments == "bf16":
+            narrow = partial(Adam, moments=torch.bfloat16)
+            patches.enter_context(mock.patch.object(megatron_optimizer, "Adam", narrow))
+            patches.enter_context(mock.patch.object(distrib_optimizer, "Adam", Adam))  # which it checks
         yield

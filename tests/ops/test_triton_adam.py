@@ -1,5 +1,7 @@
 """Adam's Triton kernel, interpreted, against torch's Adam in float64."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ def gradients(step):
     return [torch.randn(size, generator=g) for size in SIZES]
 
 
-def run_adam(decoupled, shift):
+def run_adam(decoupled, shift, moments=None, by_kernel=True):
     from megatron_blackmamba.ops import triton_adam
     from megatron_blackmamba.runtime.adam import Adam
 
@@ -37,31 +39,68 @@ def run_adam(decoupled, shift):
     for weight in start():  # views whose addresses are, or are not, multiples of 16 bytes
         buffer = torch.empty(len(weight) + shift)
         weights.append(torch.nn.Parameter(buffer[shift:].copy_(weight)))
-    adam = Adam(weights, lr=0.1, betas=(0.8, 0.95), weight_decay=0.2, adam_w_mode=decoupled)
+    adam = Adam(weights, lr=0.1, betas=(0.8, 0.95), weight_decay=0.2, adam_w_mode=decoupled, moments=moments)
     assert adam.fused
     adam.factor = FACTOR
     adam.copies = {weights[1]: torch.zeros(SIZES[1], dtype=torch.bfloat16)}
+    if not by_kernel:
+        return run_pytorch(adam, weights)
     for step in range(3):
         for weight, gradient in zip(weights, gradients(step), strict=True):
             weight.grad = gradient
         adam.step()
     assert next(iter(adam._tables.values())).aligned == (shift == 0)
-    return [w.detach().clone() for w in weights], adam.copies[weights[1]]
+    return [w.detach().clone() for w in weights], adam.copies[weights[1]], moments_of(adam, weights)
+
+
+def run_pytorch(adam, weights):
+    """Update as without Triton; `factor` is the kernel's alone."""
+    with mock.patch.object(type(adam), "fused", False):
+        for step in range(3):
+            for weight, gradient in zip(weights, gradients(step), strict=True):
+                weight.grad = gradient * FACTOR
+            adam.step()
+    return [w.detach().clone() for w in weights], None, moments_of(adam, weights)
+
+
+def moments_of(adam, weights):
+    return {name: torch.cat([adam.state[w][name] for w in weights]) for name in ("exp_avg", "exp_avg_sq")}
 
 
 @pytest.mark.parametrize(("decoupled", "shift"), [(True, 0), (True, 1), (False, 0)])
 def test_update_agrees_with_float64(interpreted, decoupled, shift):
-    actual, copy = interpreted(run_adam, decoupled, shift)
+    actual, copy, _ = interpreted(run_adam, decoupled, shift)
     exact = [torch.nn.Parameter(weight.double()) for weight in start()]
+    updated_in_float64(exact, decoupled)
+    for ours, theirs in zip(actual, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(copy.float(), actual[1], rtol=2**-7, atol=0)  # the interpreter cuts digits off
+
+
+def updated_in_float64(exact, decoupled):
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     reference = kind(exact, lr=0.1, betas=(0.8, 0.95), weight_decay=0.2)
     for step in range(3):
         for weight, gradient in zip(exact, gradients(step), strict=True):
             weight.grad = gradient.double() * FACTOR
         reference.step()
+    return {name: torch.cat([reference.state[w][name] for w in exact]) for name in ("exp_avg", "exp_avg_sq")}
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_bf16_moments_round_as_on_cpus(interpreted, shift):
+    actual, _, moments = interpreted(run_adam, True, shift, torch.bfloat16)
+    _, _, on_cpus = interpreted(run_adam, True, shift, torch.bfloat16, False)
+    exact = [torch.nn.Parameter(weight.double()) for weight in start()]
+    references = updated_in_float64(exact, True)
+    for name, reference in references.items():
+        ours, theirs = moments[name], on_cpus[name]
+        assert ours.dtype == theirs.dtype == torch.bfloat16
+        assert (ours == theirs).double().mean() > 0.97  # sums in another order may round otherwise
+        scale = reference.abs().max()
+        torch.testing.assert_close(ours.double(), reference, rtol=3 * 2**-7, atol=0.01 * float(scale))
     for ours, theirs in zip(actual, exact, strict=True):
-        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(copy.float(), actual[1], rtol=2**-7, atol=0)  # the interpreter cuts digits off
+        assert (ours.double() - theirs).abs().max() < 3 * 0.1 * 0.05  # three updates of at most about 0.1
 
 
 def run_wrong_gradient():

@@ -36,6 +36,7 @@ MORE = {
     "layers": (1, "wide", ["training.recompute=layers"]),
     "experts": (1, "wide", ["training.recompute=experts"]),
     "whole_optimizer": (2, "wide", ["optimizer.distributed=false"]),
+    "bf16_moments": (2, "deep", ["optimizer.moments=bf16"]),
     "sgd": (2, "wide", ["optimizer.kind=sgd", "optimizer.distributed=false"]),
     "float64": (2, "wide", ["training.precision=fp64"]),
     "parallel": (1, "wide", PARALLEL),

@@ -14,7 +14,7 @@ LAYOUTS = {
     "ep8_allgather": Case(8, "blackmamba_1.5b", [*EIGHT, "kernels.dispatcher=allgather"]),
     "tp2_ep4": Case(8, "blackmamba_1.5b", [*EIGHT, "parallel.tensor=2", "parallel.expert=4"]),
     "pp2": Case(2, "blackmamba_1.5b", [*ONE, "model.pattern=MEME", "training.global_batch=12", "parallel.pipeline=2"]),
-    "recompute": Case(1, "blackmamba_1.5b", [*ONE, "training.recompute=layers"]),
+    "recompute": Case(1, "blackmamba_1.5b", [*ONE, "training.recompute=layers", "optimizer.moments=bf16"]),
     "eod_reset": Case(1, "blackmamba_1.5b", [*ONE, "model.eod_reset=0", "kernels.scan_states=recompute"]),
     "softmax": Case(8, "blackmamba_1.5b", [*EIGHT, "model.router.kind=softmax"]),
     "fp32": Case(

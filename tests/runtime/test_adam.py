@@ -75,3 +75,63 @@ def test_features_it_lacks_are_refused():
     Adam(weights, capturable=False)
     with pytest.raises(TypeError, match="no capturable"):
         Adam(weights, capturable=True)
+
+
+def moments_after(gradients, moments, **options):
+    """Return both moments in fp32 after one update per gradient."""
+    weight = torch.nn.Parameter(torch.randn(len(gradients[0]), generator=torch.Generator().manual_seed(1)))
+    optimizer = Adam([weight], moments=moments, **options)
+    for gradient in gradients:
+        weight.grad = gradient.to(weight.dtype)
+        optimizer.step()
+    state = optimizer.state[weight]
+    return [state[name].float() for name in ("exp_avg", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_bf16_moments_follow_falling_gradients(beta2):
+    """Rounding to nearest would keep the second moment of large gradients forever if beta2 is 0.999."""
+    large = torch.randn(4096, generator=torch.Generator().manual_seed(2)) + 3
+    gradients = [large] * 20 + [large * 0.1] * 400
+    exact = moments_after([gradient.double() for gradient in gradients], None, betas=(0.9, beta2))
+    narrow = moments_after(gradients, torch.bfloat16, betas=(0.9, beta2))
+    for ours, theirs, deviation in zip(narrow, exact, (0.01, 0.05), strict=True):
+        relative = ours / theirs - 1
+        assert relative.mean().abs() < 2e-3  # no drift
+        assert relative.std() < deviation
+
+
+def test_bf16_moments_are_cut_anywhere_alike():
+    """A rank that holds a part of a weight makes the same bits as one that holds all of it."""
+    g = torch.Generator().manual_seed(3)
+    start, gradients = torch.randn(64, generator=g), [torch.randn(64, generator=g) for _ in range(3)]
+    parts = {}
+    for sizes in ([64], [17, 47]):
+        weights = [torch.nn.Parameter(part.clone()) for part in start.split(sizes)]
+        optimizer = Adam(weights, lr=0.1, moments=torch.bfloat16)
+        for gradient in gradients:
+            for weight, part in zip(weights, gradient.split(sizes), strict=True):
+                weight.grad = part.clone()
+            optimizer.step()
+        state = [torch.cat([optimizer.state[w][name] for w in weights]) for name in ("exp_avg", "exp_avg_sq")]
+        parts[len(sizes)] = [torch.cat([w.detach() for w in weights]), *state]
+    for whole, cut in zip(parts[1], parts[2], strict=True):
+        assert torch.equal(whole, cut)
+        assert whole.dtype == torch.float32 or whole.dtype == torch.bfloat16
+
+
+def test_bf16_moments_continue_from_their_state_exactly():
+    through, _ = train(Adam, steps=6, lr=1e-2, moments=torch.bfloat16)
+    params, first = train(Adam, steps=3, lr=1e-2, moments=torch.bfloat16)
+    g = torch.Generator().manual_seed(0)
+    for shape in [(3, 5), (7,), (1,)] * 4:  # what the first three steps drew
+        torch.randn(shape, generator=g)
+    second = Adam([{"params": params[:2]}, {"params": params[2:]}], lr=1.0, moments=torch.bfloat16)
+    second.load_state_dict(first.state_dict())
+    assert {state.dtype for p in params for state in second.state[p].values()} == {torch.bfloat16}
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g)
+        second.step()
+    for a, b in zip(through, params, strict=True):
+        assert torch.equal(a, b)

@@ -17,7 +17,13 @@ SMALL = [
     *("training.tokens=320", "optimizer.weight_decay=0.1", "optimizer.clip=100"),  # 10 steps
 ]
 WHOLE = ["training.precision=fp32", "optimizer.distributed=false"]
-KINDS = {"bf16": ["training.precision=bf16"], "whole": WHOLE, "sgd": [*WHOLE, "optimizer.kind=sgd"]}
+KINDS = {
+    "bf16": ["training.precision=bf16"],
+    "whole": WHOLE,
+    "sgd": [*WHOLE, "optimizer.kind=sgd"],
+    "narrow": ["training.precision=bf16", "optimizer.moments=bf16"],
+    "whole_narrow": [*WHOLE, "optimizer.moments=bf16"],
+}
 if not Muon().missing():
     KINDS["muon"] = [*WHOLE, "optimizer.kind=muon"]
 BEFORE = 3
@@ -66,6 +72,7 @@ class Run:
         settings = config.optimizer
         for part in getattr(self.trainable.optimizer, "chained_optimizers", [self.trainable.optimizer]):
             part.config.clip_grad = settings.clip
+            part.optimizer.moments = torch.bfloat16 if settings.moments == "bf16" else None
             for group in part.param_groups:
                 if "momentum" in group:
                     group["momentum"] = settings.momentum

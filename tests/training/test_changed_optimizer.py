@@ -18,6 +18,7 @@ CHANGES = {
     "beta1": 0.5,
     "beta2": 0.5,
     "eps": 0.1,
+    "moments": "bf16",
     "momentum": 0.5,
     "weight_decay": 0.5,
     "clip": 0.01,
@@ -26,7 +27,7 @@ REFUSED = {"distributed": False, "kind": "sgd"}
 AFTER = 3
 OF_SGD = ("momentum", "learning_rate", "weight_decay")
 EACH = [*(("bf16", key) for key in CHANGES if key != "momentum")]
-EACH += [*(("whole", key) for key in ("beta1", "beta2", "eps")), *(("sgd", key) for key in OF_SGD)]
+EACH += [*(("whole", key) for key in ("beta1", "beta2", "eps", "moments")), *(("sgd", key) for key in OF_SGD)]
 EACH += [*(("muon", key) for key in (*OF_SGD, "beta1", "eps") if "muon" in KINDS)]
 
 
@@ -62,6 +63,33 @@ def test_a_changed_key_acts_from_the_checkpoint_on(place, saved, unchanged, kind
     expected = live.change(resumed.config).train(AFTER)
     assert torch.equal(resumed.weights(), expected.weights())
     assert not torch.equal(resumed.weights(), unchanged[kind])
+
+
+@pytest.mark.parametrize("kind", ["narrow", "whole_narrow"])
+def test_bf16_moments_continue_exactly(place, saved, unchanged, kind):
+    expected = Run(place, saved[kind], kind).train(BEFORE + AFTER)
+    assert torch.equal(unchanged[kind], expected.weights())
+    assert dtypes_of(expected) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["narrow", "whole_narrow"])
+def test_bf16_moments_continue_in_fp32(place, saved, unchanged, kind):
+    resumed = Run(place, saved[kind], kind, "optimizer.moments=fp32").resumed()
+    before = Run(place, saved[kind], kind).train(BEFORE)
+    for wide, narrow in zip(moments_of(resumed), moments_of(before), strict=True):
+        assert wide.dtype == torch.float32 and torch.equal(wide, narrow.float())
+    assert not torch.equal(resumed.train(AFTER).weights(), unchanged[kind])
+    assert dtypes_of(resumed) == {torch.float32}
+
+
+def moments_of(run):
+    parts = getattr(run.trainable.optimizer, "chained_optimizers", [run.trainable.optimizer])
+    states = [part.optimizer.state[weight] for part in parts for g in part.param_groups for weight in g["params"]]
+    return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+def dtypes_of(run):
+    return {moment.dtype for moment in moments_of(run)}
 
 
 def test_every_optimizer_key_is_tried_or_refused():
