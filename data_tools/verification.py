@@ -267,12 +267,15 @@ def _compare(verdicts: list[Verdict]) -> None:
 def _compare_raw_files(verdict: Verdict, manifest: ShardManifest, first_of_file: dict[str, Path]) -> None:
     """Find raw files that are in two shards. Inside one folder that was reported when the folder was made."""
     decisive = [manifest.options, manifest.tokenizer_sha256]
-    for raw in (raw for source in manifest.sources for raw in source.all_raw):
-        other = first_of_file.setdefault(json.dumps([raw.sha256, *decisive]), verdict.prefix)
-        if other.parent != verdict.prefix.parent:
-            verdict.problems.append(f"was made from {raw.name}, which is in {other} too: it would be seen twice")
-        elif other != verdict.prefix:
-            verdict.notes.append(f"was made from {raw.name}, which is in {other} too")
+    for source in manifest.sources:
+        for raw in source.all_raw:
+            other = first_of_file.setdefault(json.dumps([raw.sha256, *decisive]), verdict.prefix)
+            if other.parent != verdict.prefix.parent:
+                verdict.problems.append(f"was made from {raw.name}, which is in {other} too: it would be seen twice")
+            elif other != verdict.prefix:
+                verdict.notes.append(f"was made from {raw.name}, which is in {other} too")
+            if raw is source and other != verdict.prefix:
+                break  # then everything behind it is in the other shard too
 
 
 def _find_gaps(verdicts: list[Verdict], given: list[Path]) -> None:

@@ -72,6 +72,15 @@ def test_compression_does_not_hide_a_leak(run, write_jsonl, tmp_path, trained, h
     assert not problems[0] and "it would be seen twice" in problems[1][0]
 
 
+def test_a_compressed_file_is_reported_once(run, write_jsonl, tmp_path):
+    other = write_jsonl("other.jsonl", ["other words"])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "some words"}\n'))
+    run(tmp_path / "a.jsonl.gz", out="one")
+    run(tmp_path / "a.jsonl.gz", other, out="two")
+    _, verdict = verify([tmp_path / "one", tmp_path / "two"], quiet=True)
+    assert [problem.split(", which")[0] for problem in verdict.problems] == ["was made from a.jsonl.gz"]
+
+
 @pytest.mark.parametrize("options", [{"exclude": ("val.*",)}, {"split": "train"}])
 def test_without_the_held_out_file_it_trains(mixture, options):
     path = mixture(**options)
