@@ -49,7 +49,7 @@ def orthogonal(matrix):
 
 
 def direction(name, momentum):
-    """What Muon makes of a momentum: one matrix for each expert, and one each for queries, keys and values."""
+    """Return the update of a momentum: one matrix for each expert, and one each for queries, keys and values."""
     if name.endswith(("fc1", "fc2")) and ".experts." in name:
         return torch.stack([orthogonal(expert.flatten(0, -2)).view(expert.shape) for expert in momentum])
     if name.endswith("linear_qkv"):
