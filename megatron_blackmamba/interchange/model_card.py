@@ -142,7 +142,7 @@ def _training(config: ModelConfig) -> str:
     """Return what training with the files does to the balance of the experts, or nothing."""
     if not routes(config.pattern):
         return ""
-    if config.router.kind != "sinkhorn":
+    if not kind_of(config.router.kind).balanced_by_exports:
         return "Training with these files does not balance the experts.\n"
     option = "`from_pretrained(..., balance_in_training=True)`"
     return f"Training with these files balances the experts only with {option}.\n"

@@ -105,6 +105,8 @@ class RouterKind(Kind, ABC):
     """Whether training depends on which tokens share a micro-batch, and so on training.micro_batch."""
     every_token_gets_k: ClassVar[bool] = True
     """Whether each token gets exactly model.top_k experts in training."""
+    balanced_by_exports: ClassVar[bool] = False
+    """Whether the modeling files balance it in training if asked to (`balance_in_training`)."""
     state: ClassVar[tuple[str, ...]] = ()
     """Names of fp32 buffers `[E]` of the module that are saved, exported and zero at first."""
     metrics: ClassVar[Mapping[str, str]] = MappingProxyType({})

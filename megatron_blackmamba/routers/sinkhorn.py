@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 class Sinkhorn(RouterKind):
     name = "sinkhorn"
+    balanced_by_exports = True
     keys = ("iterations", "temperature", "start", "scope")
     depends_on = "all tokens of the micro-batch, later ones too"
 
