@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from importlib import metadata
 from typing import Any
 from unittest import mock
 
@@ -88,7 +89,7 @@ def require(owner: Any, *names: str) -> None:
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         where = owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
-        version = importlib.import_module("megatron.core").__version__
+        version = metadata.version("megatron-core")  # 0.19's own version ends in the commit of this repository
         raise PatchError(
             f"megatron-core {version} has no {', '.join(missing)} in {where}, which checkpoints need. "
             "Install a version from 0.16.1 to 0.19 (`pip install 'megatron-core<0.20'`)"

@@ -198,7 +198,8 @@ def ask_for_the_queue() -> dict:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     world.start(load("tiny").parallel)
-    filesystem_async._get_write_results_queue()
+    old = getattr(filesystem_async, "_get_write_results_queue", None)
+    (old or filesystem_async.get_write_results_queue)()  # its name from 0.19 on
     children = multiprocessing.active_children()
     if children:
         raise RuntimeError(f"a server process was started: {children[0].name}")
