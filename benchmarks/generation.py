@@ -141,21 +141,32 @@ def export(config: ModelConfig, lengths: list[int]) -> dict[int, Step]:
 
     described = to_json(config, 2048, torch.bfloat16) | {"kernels": "torch", "auto_map": None}
     model = randomised(BlackMambaForCausalLM, BlackMambaConfig(**described))
-    return {length: _hf_stepper(model, 8) for length in lengths}
+    return {length: hf_stepper(model, 8) for length in lengths}
 
 
 def mamba(config: ModelConfig, lengths: list[int]) -> dict[int, Step]:
+    model = mamba_model(config)
+    return {length: hf_stepper(model, 8) for length in lengths}
+
+
+def mamba_model(config: ModelConfig) -> Any:
+    """Return transformers' Mamba with as many parameters as ours uses per token."""
     from transformers import MambaConfig, MambaForCausalLM
 
     size = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "state_size": config.state_size}
     one = parameters(MambaForCausalLM, MambaConfig(num_hidden_layers=1, **size))
     layer = parameters(MambaForCausalLM, MambaConfig(num_hidden_layers=2, **size)) - one
     layers = 1 + round((active_parameters(config) - one) / layer)
-    model = randomised(MambaForCausalLM, MambaConfig(num_hidden_layers=layers, **size))
-    return {length: _hf_stepper(model, 8) for length in lengths}
+    return randomised(MambaForCausalLM, MambaConfig(num_hidden_layers=layers, **size))
 
 
 def transformer(config: ModelConfig, lengths: list[int]) -> dict[int, Step]:
+    model = transformer_model(config, 2 * max(lengths))
+    return {length: hf_stepper(model, length) for length in lengths}
+
+
+def transformer_model(config: ModelConfig, longest: int) -> Any:
+    """Return transformers' Llama with as many parameters as ours uses per token."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     size: dict[str, Any] = {
@@ -164,22 +175,21 @@ def transformer(config: ModelConfig, lengths: list[int]) -> dict[int, Step]:
         "intermediate_size": config.expert_hidden_size,
         "num_attention_heads": max(1, config.hidden_size // 72),
         "tie_word_embeddings": True,
-        "max_position_embeddings": 2 * max(lengths),
+        "max_position_embeddings": longest,
     }
     one = parameters(LlamaForCausalLM, LlamaConfig(num_hidden_layers=1, **size))
     layer = parameters(LlamaForCausalLM, LlamaConfig(num_hidden_layers=2, **size)) - one
     layers = max(1, 1 + round((active_parameters(config) - one) / layer))
-    model = randomised(LlamaForCausalLM, LlamaConfig(num_hidden_layers=layers, **size))
-    return {length: _hf_stepper(model, length) for length in lengths}
+    return randomised(LlamaForCausalLM, LlamaConfig(num_hidden_layers=layers, **size))
 
 
 PEERS = {"export": export, "mamba": mamba, "transformer": transformer}
 
 
-def _hf_stepper(model: Any, length: int) -> Step:
-    """Return a function that runs one step of `model` after `length` tokens."""
+def hf_stepper(model: Any, length: int, rows: int = 1) -> Step:
+    """Return a function that runs one step of `model` for some sequences of `length` tokens."""
     named = "cache_params" if type(model).__name__ == "MambaForCausalLM" else "past_key_values"
-    read = model(torch.ones(1, length, dtype=torch.long), use_cache=True, logits_to_keep=1)
+    read = model(torch.ones(rows, length, dtype=torch.long), use_cache=True, logits_to_keep=1)
     held = {"cache": read[named], "token": read.logits[:, -1].argmax(dim=-1)}
 
     def step() -> None:
