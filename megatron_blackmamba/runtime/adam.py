@@ -88,7 +88,8 @@ class Adam(torch.optim.Optimizer):
             return
         for device, dtype in by_kind:
             same = by_kind[device, dtype]
-            columns = same, [p.grad.to(p.dtype).contiguous() for p in same], *self._moments_of(same)
+            gradients = [p.grad.to(p.dtype).contiguous() for p in same if p.grad is not None]
+            columns = same, gradients, *self._moments_of(same)
             if self.moments is None:
                 self._update_wide(group, *columns)
             else:
