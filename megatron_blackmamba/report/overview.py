@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,17 +13,25 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_blackmamba.config import ConfigError, read_saved
+from megatron_blackmamba.formats import events, step_records
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.formats.step_records import last_value, parse_line
 from megatron_blackmamba.report.charts import short
 from megatron_blackmamba.report.history import ReportError
+from megatron_blackmamba.training.lock import is_held
 
 TAIL = 1 << 18
-"""Bytes at the end of metrics.jsonl in which the last records lie."""
+"""Bytes at the end of metrics.jsonl, or events.jsonl, in which the last records lie."""
 SILENT_STEPS = 20
-"""A run that has been silent for the time of this many steps is not training."""
+"""A run of which only the age of its last record is known is not training after the time of this many steps."""
 SILENT_SECONDS = 120.0
+STARTS = (events.Started.kind, events.Resumed.kind)
+ENDS = {
+    events.Done.kind: "finished",
+    events.Stopped.kind: "stopped",
+    events.GaveUp.kind: "gave up",
+    events.Failed.kind: "failed",
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Overview:
 
     name: str
     state: str
-    """finished, training, stopped or not started."""
+    """not started, training, finished, requeue (saved on request, start it again), stopped, gave up or failed."""
     step: int | None = None
     steps: int | None = None
     tokens: int | None = None
@@ -52,14 +60,14 @@ def overviews(folder: Path) -> list[Overview]:
 
 
 def _overview(run: RunFolder) -> Overview:
-    records = list(_last_records(run.metrics))
+    records = list(_last_records(run.metrics, step_records.parse_line))
     evaluations = len(read_run(run.root))
-    if not records:
-        return Overview(run.root.resolve().name, "not started", evaluations=evaluations)
-    last = records[-1]
-    left = _steps_left(run, last)
+    last = records[-1] if records else {}
     seconds = float(last.get("speed/step_seconds") or 0.0)
     state = _state(run, seconds)
+    if not records:
+        return Overview(run.root.resolve().name, state, evaluations=evaluations)
+    left = _steps_left(run, last)
     return Overview(
         name=run.root.resolve().name,
         state=state,
@@ -67,7 +75,7 @@ def _overview(run: RunFolder) -> Overview:
         steps=last["step"] + left if left is not None else None,
         tokens=last.get("consumed_tokens"),
         loss=last.get("loss"),
-        validation=last_value(records, "validation/loss"),
+        validation=step_records.last_value(records, "validation/loss"),
         tokens_per_second=last.get("speed/tokens_per_second"),
         seconds_left=left * seconds if left and state == "training" else None,
         evaluations=evaluations,
@@ -75,10 +83,22 @@ def _overview(run: RunFolder) -> Overview:
 
 
 def _state(run: RunFolder, step_seconds: float) -> str:
+    """Return the state by the run's lock, marker and events; a killed run leaves none of them."""
     if run.done.exists():
         return "finished"
+    held = is_held(run.lock)
+    if held:
+        return "training"
+    if run.requeue.exists():
+        return "requeue"
+    kinds = [event["kind"] for event in _last_records(run.events, events.parse_line)]
+    last = next((kind for kind in reversed(kinds) if kind in STARTS or kind in ENDS), None)
+    if last in ENDS:
+        return ENDS[last]
+    if not run.metrics.exists():
+        return "not started" if last is None else "stopped" if held is False else "training"
     silent = time.time() - run.metrics.stat().st_mtime
-    return "training" if silent < max(SILENT_SECONDS, SILENT_STEPS * step_seconds) else "stopped"
+    return "training" if held is None and silent < max(SILENT_SECONDS, SILENT_STEPS * step_seconds) else "stopped"
 
 
 def _steps_left(run: RunFolder, last: dict[str, Any]) -> int | None:
@@ -89,15 +109,15 @@ def _steps_left(run: RunFolder, last: dict[str, Any]) -> int | None:
     return config.steps_left(last.get("consumed_samples", 0))
 
 
-def _last_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the last records of a file of metrics, without reading all of a long one."""
+def _last_records(path: Path, parse: Callable[[bytes], dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
+    """Yield the last records of a file of metrics or events, without reading all of a long one."""
     if not path.is_file():
         return
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL))
         for line in file.read().splitlines(keepends=True):
-            record = parse_line(line)
+            record = parse(line)
             if record is not None:
                 yield record
 

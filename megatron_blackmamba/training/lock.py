@@ -5,7 +5,11 @@ import errno
 import fcntl
 import os
 import socket
+import struct
 from pathlib import Path
+
+FLOCK = "hhqqi4x"
+"""C's struct flock on 64-bit Linux: type, whence, start, length, process."""
 
 
 class RunInUse(ValueError):
@@ -30,7 +34,27 @@ class Lock:
             return
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(self._file, 0)
-            os.write(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            os.write(self._file, f"process {os.getpid()}{_on_this_host()}".encode())
 
     def release(self) -> None:
         os.close(self._file)
+
+
+def is_held(path: Path) -> bool | None:
+    """Return whether another process holds a run's lock; None if that cannot be known here.
+
+    The lock is only queried, never taken, so that a job that starts now is not refused. Other nodes' locks are visible
+    only on some shared file systems: a free lock proves nothing unless a process of this host took it last.
+    """
+    try:
+        with open(path, "rb") as file:
+            query = struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            if struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))[0] != fcntl.F_UNLCK:
+                return True
+            return False if file.read(200).endswith(_on_this_host().encode()) else None
+    except OSError:
+        return None
+
+
+def _on_this_host() -> str:
+    return f" on {socket.gethostname()}\n"

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -134,6 +136,45 @@ def test_runs_lists_states_and_losses(two, tmp_path):
     assert overviews(two[0])[0].state == "stopped"
     with pytest.raises(ReportError, match="no such folder"):
         overviews(tmp_path / "none")
+
+
+def record_event(run, kind, **fields):
+    with open(run / "events.jsonl", "a") as file:
+        file.write(json.dumps({"time": "2026-01-31T12:00:00.000+00:00", "step": 60, "kind": kind, **fields}) + "\n")
+
+
+@pytest.mark.parametrize("kind, state", [("stopped", "stopped"), ("failed", "failed"), ("gave_up", "gave up")])
+def test_runs_show_how_a_run_ended(two, kind, state):
+    record_event(two[0], "started")
+    assert overviews(two[0])[0].state == "training"
+    record_event(two[0], kind)
+    record_event(two[0], "shards_unverified")
+    assert overviews(two[0])[0].state == state
+    (two[0] / "requeue").touch()
+    assert overviews(two[0])[0].state == "requeue"
+    (two[0] / "requeue").unlink()
+    record_event(two[0], "resumed")
+    assert overviews(two[0])[0].state == "training"
+
+
+def test_runs_show_a_killed_run_as_stopped(two):
+    """The lock tells at once, although the last record is new and no event says that the run has ended."""
+    hold = f"from megatron_blackmamba.training.lock import *\nheld = Lock(Path({str(two[0] / 'lock')!r}))\n"
+    hold += "print(flush=True); input()"
+    record_event(two[0], "started")
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        long_ago = time.time() - 10_000
+        os.utime(two[0] / "metrics.jsonl", (long_ago, long_ago))
+        assert overviews(two[0])[0].state == "training"
+        holder.kill()
+    os.utime(two[0] / "metrics.jsonl")
+    assert overviews(two[0])[0].state == "stopped"
+
+
+def test_runs_trust_no_free_lock_of_another_host(two):
+    (two[0] / "lock").write_text("process 1 on another-host\n")
+    assert overviews(two[0])[0].state == "training"
 
 
 def test_runs_fit_a_terminal_of_80_columns():
