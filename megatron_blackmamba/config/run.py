@@ -154,7 +154,7 @@ class TrainingConfig(Section):
     deterministic: bool = False
     """Bit-identical steps on GPUs too, at some cost; on CPUs they always are."""
     evaluate_every: int = Field(0, ge=0)
-    """Steps between validations, the last step having one too; 0 for none."""
+    """Steps between validations; the last step has one too. 0 switches all of them off."""
     evaluate_batches: int = Field(8, ge=1)
     """Global batches a source in one validation."""
     validate_balanced: bool = False
