@@ -178,6 +178,13 @@ class Mixture(Section):
         """Return all shards of all sources, without opening them."""
         return [prefix for source in self.sources for part in self._split(source) for prefix in part]
 
+    def folders(self) -> list[Path]:
+        """Return the folders of all shards, without those that lie inside another one."""
+        found = sorted({prefix.parent for prefix in self.prefixes()})
+        return [
+            folder for folder in found if not any(folder.is_relative_to(other) for other in found if other != folder)
+        ]
+
     def _split(self, source: Source) -> tuple[list[Path], list[Path]]:
         held_out = self._prefixes(source, "validation", source.validation)
         return [p for p in self._prefixes(source, "shards", source.shards) if p not in set(held_out)], held_out

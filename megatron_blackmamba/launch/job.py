@@ -12,6 +12,8 @@ from megatron_blackmamba.runtime.exits import RESTARTS
 LONGEST_WARNING_S = 600
 MOST_WARNING_S = 65535
 LONGEST_NAME = 60
+IMAGE_FILES = (".sif", ".sqsh")
+"""The ends of the names of images that are files; the others are names in a registry."""
 EVALUATE_JOB = "evaluate.sbatch"
 """The job that scores a checkpoint, beside the config of a launch."""
 
@@ -38,6 +40,8 @@ class JobRequest:
     account: str | None = None
     container: str | None = None
     """An image: a .sif file runs under apptainer, anything else goes to srun --container-image."""
+    mounts: tuple[str, ...] = ()
+    """Folders and files that the container mounts beside code and run, as /data or /data:/inside."""
     gpu: str = "h100"
     """What the plan checks the memory against: a name it knows or a file, as `blackmamba plan --gpu`."""
     python: str = "python3"
@@ -58,6 +62,8 @@ class JobRequest:
             raise LaunchError(f"--evaluate {self.evaluate}: no such folder. Name one with a data file for each task")
         if self.evaluate is not None and self.container:
             raise LaunchError("--evaluate does not run in a container: leave out --container, or use evaluate --watch")
+        if self.container and self.container.endswith(IMAGE_FILES) and not Path(self.container).is_file():
+            raise LaunchError(f"--container {self.container}: no such file. Build it with scripts/container/Dockerfile")
         if self.restarts < 0:
             raise LaunchError(f"--restarts must be 0 or more, not {self.restarts}")
         if self.gpus_per_node < 0 or (self.processes_per_node or 1) < 1:
@@ -129,6 +135,8 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
         "WHEN_TIME_IS_UP": "exit" if request.chain > 1 else "requeue",
         "CONTAINER": request.container or "",
     }
+    if request.container:
+        variables["CONTAINER_MOUNTS"] = ",".join(request.mounts)
     if request.evaluate is not None:
         variables |= {"EVALUATE_JOB": config.with_name(EVALUATE_JOB), "KEEP_EVERY": keep_every}
     if wrong := next((text for text in (*wishes, *map(str, variables.values())) if re.search(r"[\n\r\\]", text)), None):
@@ -139,6 +147,7 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
             f"# Training of {run.root.name}, written by `blackmamba launch`. Jobs of one run wait for each other.",
             *(f"#SBATCH {_quoted(wish)}" for wish in wishes if wish),
             "",
+            *(["# PYTHON is the interpreter in the image, not the one that launched."] if request.container else []),
             *(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()),
             f"CONFIG=({shlex.quote(str(config))})",
             "",

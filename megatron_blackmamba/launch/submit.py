@@ -1,5 +1,6 @@
 """From a config to jobs in the queue: snapshot, script, sbatch."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from typing import Any
 
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats.atomic import write_text
+from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.launch.job import EVALUATE_JOB, JobRequest, LaunchError, render, render_evaluation
 from megatron_blackmamba.launch.snapshot import take_snapshot
@@ -57,13 +59,33 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
         raise LaunchError(plan.refused_data)
     taken = [int(entry.name) for entry in run.launches.glob("[0-9]*") if entry.name.isdigit()]
     folder = run.launches / f"{max(taken, default=0) + 1:03d}"
-    if request.container and re.search("[,:]", str(run.root)):
-        raise LaunchError(
-            f"{run.root}: a container mounts no folder with a comma or colon in its name: folder=..., name=..."
-        )
+    if request.container:
+        request = _in_container(config, request, run)
     if Path(request.gpu).is_file() and request.gpu.lower() not in gpus.KNOWN:
         request = replace(request, gpu=str(folder / GPU_FILE))
     return Launch(run, folder, _rendered(config, request, run, folder), plan.missing_data)
+
+
+def _in_container(config: RunConfig, request: JobRequest, run: RunFolder) -> JobRequest:
+    """Return the request with the mounts of the run's data, after those of CONTAINER_MOUNTS."""
+    image = str(request.container)
+    read = _read_by(config)
+    if odd := next((path for path in (run.root, *read) if re.search("[,:]", str(path))), None):
+        raise LaunchError(f"{odd}: a container mounts nothing with a comma or colon in its name. Rename it")
+    given = [mount for mount in os.environ.get("CONTAINER_MOUNTS", "").split(",") if mount]
+    mounted = [Path(mount.split(":")[0]) for mount in given]
+    more = [f"{path}:{path}" for path in read if not any(path.is_relative_to(folder) for folder in mounted)]
+    image = str(Path(image).resolve()) if Path(image).is_file() else image
+    return replace(request, container=image, mounts=(*given, *more))
+
+
+def _read_by(config: RunConfig) -> list[Path]:
+    """Return the files and folders that a run reads: mixture, shards and initial weights, as far as they are there."""
+    mixture = config.data.mixture if config.data.kind == "mixture" else None
+    paths = [Path(path).resolve() for path in (mixture, config.start.from_) if path and Path(path).exists()]
+    with contextlib.suppress(MixtureError):  # the plan has reported it
+        return [*paths, *(Mixture.read(mixture).folders() if mixture else [])]
+    return paths
 
 
 def _rendered(config: RunConfig, request: JobRequest, run: RunFolder, folder: Path) -> str:

@@ -55,6 +55,8 @@ def test_warns_in_time_however_short_the_job():
         ({"time": "soon"}, "'soon'"),
         ({"time": "10", "warn_seconds": 600}, "is before the start"),
         ({"gpus_per_node": 8, "processes_per_node": 4}, "a GPU has one process"),
+        ({"container": "images/none.sif"}, "images/none.sif: no such file"),
+        ({"container": "none.sqsh"}, "none.sqsh: no such file"),
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused(request_, complaint):

@@ -1,4 +1,5 @@
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from megatron_blackmamba.launch import snapshot
 from megatron_blackmamba.launch.job import JobRequest, LaunchError
 from megatron_blackmamba.launch.snapshot import take_snapshot
 from megatron_blackmamba.launch.submit import _with_absolute_paths, announce, export_command, prepare, submit
+from tests.data.corpus import write_mixture, write_shard
 
 
 def tiny(folder: Path, *overrides: str):
@@ -170,6 +172,26 @@ def test_a_relative_mixture_is_named_from_the_root(tmp_path, monkeypatch):
     config = load("tiny", ["folder=runs"])
     mixed = config.model_copy(update={"data": config.data.model_copy(update={"mixture": "mixture.yaml"})})
     assert _with_absolute_paths(mixed).data.mixture == str(tmp_path / "mixture.yaml")
+
+
+def test_a_container_mounts_what_the_run_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "image.sif").touch()
+    for number, name in enumerate(("tokens", "tokens/more", "held out")):
+        write_shard(tmp_path / name / "shard", 50 * number, 500, vocab=4096)
+    mixture = write_mixture(tmp_path, [{"name": "one", "shards": "tokens", "validation": "held out"}])
+    config = tiny(tmp_path / "runs", "data.kind=mixture", f"data.mixture={mixture}")
+
+    def mounts(given: str) -> str:
+        monkeypatch.setenv("CONTAINER_MOUNTS", given)
+        script = prepare(config, JobRequest(nodes=1, gpus_per_node=2, container="image.sif")).script
+        values = dict(line.split("=", 1) for line in script.splitlines() if line.startswith("CONTAINER"))
+        assert values["CONTAINER"] == f"{tmp_path}/image.sif"
+        return shlex.split(values["CONTAINER_MOUNTS"])[0]
+
+    read = [f"{path}:{path}" for path in (mixture, tmp_path / "held out", tmp_path / "tokens")]
+    assert mounts("/site:/site:ro,/scratch").split(",") == ["/site:/site:ro", "/scratch", *read]
+    assert mounts(str(tmp_path)) == str(tmp_path)
 
 
 def test_the_printed_commands_work_in_any_folder(tmp_path, recording_sbatch, monkeypatch):
