@@ -1,6 +1,7 @@
 """The shipped job scripts without Slurm: its commands are stand-ins that say what the test tells them."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -79,3 +80,16 @@ def test_odd_settings_are_refused_by_name(start, tmp_path, setting):
     done = start(**{name: value})
     assert done.returncode == 2 and f"refused: {setting} is n" in done.stdout and "srun started" not in done.stdout
     assert done.stderr == "" and not (tmp_path / "run").exists()
+
+
+def test_settings_of_the_site_win_over_the_file():
+    file = REPOSITORY / "scripts/slurm/nccl.env"
+    names = re.findall(r"^(?:\[.*\|\| )?export (\w+)=", file.read_text(), re.MULTILINE)
+    assert {"NCCL_DEBUG", "NCCL_IB_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"} <= set(names)
+    command = ["bash", "-euc", 'source "$1"; for name in "${@:2}"; do echo "${!name}"; done', "bash", file, *names]
+    for site in ({}, dict.fromkeys(names, "site")):
+        env = {"PATH": os.environ["PATH"], "LOGS": "/run/my logs", **site}
+        printed = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+        values = dict(zip(names, printed, strict=True))
+        assert set(values.values()) == {"site"} if site else values["NCCL_IB_TIMEOUT"] == "22"
+        assert site or values["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/run/my logs/nccl_trace_rank_"
