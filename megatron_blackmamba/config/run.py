@@ -182,7 +182,7 @@ class CheckpointConfig(Section):
     keep_last: int = Field(3, ge=1)
     """Number of newest checkpoints to keep."""
     keep_every: int = Field(10000, ge=0)
-    """Checkpoints at multiples of this step are kept for ever; 0: none."""
+    """Checkpoints at multiples of this step are kept forever, and saved there if `every` is not 0; 0: none."""
     asynchronous: bool = True
     """Write while training goes on."""
     retry_every: int = Field(10, ge=1)

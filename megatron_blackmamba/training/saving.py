@@ -16,7 +16,7 @@ LAST_PAUSE_SECONDS = 5.0
 
 
 class Saver:
-    """A saver that saves every `checkpoint.every` steps during training, and once at the end."""
+    """A saver that saves at multiples of `checkpoint.every` and `checkpoint.keep_every`, and once at the end."""
 
     def __init__(
         self, config: CheckpointConfig, checkpoints: Checkpoints, state: State, report: Callable[[Event], None]
@@ -34,7 +34,7 @@ class Saver:
     def after_step(self, step: int) -> None:
         """Begin a save if one is due. Publish the one being written if it is done."""
         self._finish(step, wait=False)
-        if step == self._retry_at or (self.config.every and step % self.config.every == 0):
+        if self._is_due(step):
             self._begin(step)
             self._finish(step, wait=not self.config.asynchronous)
 
@@ -63,8 +63,13 @@ class Saver:
 
     def postpone(self, step: int) -> None:
         """Save after the next step what is due at this one, which is part of a streak of bad steps."""
-        if step == self._retry_at or (self.config.every and step % self.config.every == 0):
+        if self._is_due(step):
             self._retry_at = step + 1
+
+    def _is_due(self, step: int) -> bool:
+        every = self.config.every
+        intervals = (every, self.config.keep_every or every) if every else ()
+        return step == self._retry_at or any(step % interval == 0 for interval in intervals)
 
     def _begin(self, step: int) -> None:
         self.wait()

@@ -77,6 +77,13 @@ def steps(saver, first, last):
         saver.after_step(step)
 
 
+@pytest.mark.parametrize("every, saved", [(4, [4, 6, 8, 12, 16, 18, 20]), (0, [])])
+def test_steps_to_keep_forever_are_saved(saver, checkpoints, every, saved):
+    """Also those that are no multiple of checkpoint.every."""
+    steps(saver(every=every, keep_every=6), 1, 21)
+    assert checkpoints.published == saved
+
+
 def test_every_so_many_steps_are_saved(saver, checkpoints, said):
     made = saver()
     steps(made, 1, 16)
