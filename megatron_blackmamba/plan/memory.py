@@ -30,15 +30,17 @@ class State:
     weights: int
     gradients: int
     optimizer: int
+    expert_weights: int = 0
+    """The part of `weights` that only the ranks with the same experts share; 0 if all ranks have all experts."""
+    expert_gradients: int = 0
+    """The part of `gradients` of the same experts."""
 
 
 @dataclass(frozen=True)
 class Memory:
     """Peak bytes on one GPU: in the loss, or in the backward pass of a block."""
 
-    weights: int
-    gradients: int
-    optimizer: int
+    state: State
     activations: int
     logits: int
     working: int
@@ -48,15 +50,17 @@ class Memory:
     reserved: int
 
     @property
-    def state(self) -> State:
-        return State(self.weights, self.gradients, self.optimizer)
+    def parts(self) -> dict[str, int]:
+        """The bytes of each part, by name."""
+        state = {name: getattr(self.state, name) for name in ("weights", "gradients", "optimizer")}
+        return state | {name: size for name, size in asdict(self).items() if name != "state"}
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(self.parts.values())
 
     def in_gib(self) -> dict[str, float]:
-        return {name: round(size / GIB, 3) for name, size in {**asdict(self), "total": self.total}.items()}
+        return {name: round(size / GIB, 3) for name, size in {**self.parts, "total": self.total}.items()}
 
 
 def state_of(config: RunConfig, world_size: int, rank: int) -> State:
@@ -74,8 +78,10 @@ def _state_of(described: str, world_size: int, rank: int) -> State:
         warnings.simplefilter("ignore")
         model = build(config, us)
         reduced = DistributedDataParallel(model.config, reduction(config, us.data_context_size), model)
-        buffers = reduced.buffers + reduced.expert_parallel_buffers
-        gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+        experts = reduced.expert_parallel_buffers
+        buffers = reduced.buffers + experts
+        gradients, expert_gradients = (sum(buffer.grad_data.nbytes for buffer in b) for b in (buffers, experts))
+        expert_weights = sum(weight.nbytes for buffer in experts for weight in buffer.param_index_map)
         if config.optimizer.distributed:
             weights = sum(buffer.param_data.nbytes for buffer in buffers)
             optimizer = sum(_shard_bytes(buffer, config.optimizer) for buffer in buffers)
@@ -85,7 +91,7 @@ def _state_of(described: str, world_size: int, rank: int) -> State:
             optimizer = sum(
                 p.numel() * bytes_a_weight(p.dtype, config.optimizer, len(kind.keeps(p))) for p in model.parameters()
             )
-    return State(weights, gradients, optimizer)
+    return State(weights, gradients, optimizer, expert_weights, expert_gradients)
 
 
 def _shard_bytes(buffer: Any, settings: OptimizerConfig) -> int:
@@ -145,7 +151,7 @@ def _memory(config: RunConfig, world_size: int, stage: int, state: State, device
     logits = sizes.logits() + sizes.logits_peak() if last else 0
     in_loss = logits > at_work + sent  # the logits are gone before the last block's backward pass begins
     return Memory(
-        **asdict(state),
+        state,
         activations=in_flight(config, world_size, stage) * kept(config, stage, config.training.recompute, device),
         logits=logits if in_loss else 0,
         working=0 if in_loss else at_work,

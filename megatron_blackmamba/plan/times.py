@@ -18,7 +18,7 @@ from megatron_blackmamba.plan import flops, roofline
 from megatron_blackmamba.plan.activations import WIDTH, sizes_of
 from megatron_blackmamba.plan.gpus import Gpu
 from megatron_blackmamba.plan.memory import State, bytes_a_weight
-from megatron_blackmamba.plan.traffic import Flow
+from megatron_blackmamba.plan.traffic import DATA_AXES, Flow
 from megatron_blackmamba.runtime import layout
 
 COLLECTIVE_SECONDS = 2e-5
@@ -85,9 +85,9 @@ def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow]
     stages = config.parallel.pipeline
     ends = {0, stages - 1}  # the first has the most layers, and the last one the head
     slowest = max((of_micro_batch(config, stage, gpu) for stage in ends), key=lambda batch: batch.total)
-    waiting = {axis: flow.seconds + flow.calls * COLLECTIVE_SECONDS for axis, flow in flows.items() if axis != "data"}
-    if "data" in flows and state is not None:
-        waiting["data"] = _exposed(config, flows["data"].seconds, state, slowest)
+    waiting = {axis: flow.seconds + flow.calls * COLLECTIVE_SECONDS for axis, flow in flows.items()}
+    if state is not None:
+        waiting |= _exposed(config, {axis: flows[axis].seconds for axis in DATA_AXES if axis in flows}, state, slowest)
     computing = of_micro_batches(config, world_size, slowest, gpu, state)
     update = of_update(config, gpu, state)
     return StepTime(computing, (stages - 1) * slowest.total, update, {k: v for k, v in waiting.items() if v > 0})
@@ -158,12 +158,14 @@ def _head(config: RunConfig) -> tuple[list[Work], list[Work]]:
     return [norm, product, Work(read * loss)], [gradients, product, product, Work(overwritten * loss)]
 
 
-def _exposed(config: RunConfig, seconds: float, state: State, batch: MicroBatch) -> float:
+def _exposed(config: RunConfig, seconds: dict[str, float], state: State, batch: MicroBatch) -> dict[str, float]:
     """Return the time of reducing gradients and gathering weights that the last backward and first forward pass do
-    not hide."""
-    if not config.training.overlap:
+    not hide, by axis; the axes share the links, so their times add up."""
+    whole = sum(seconds.values())
+    if not config.training.overlap or not whole:
         return seconds
-    if not config.optimizer.distributed:
-        return max(0.0, seconds - batch.backward)
-    reducing = seconds * state.gradients / (state.gradients + state.weights)
-    return max(0.0, reducing - batch.backward) + max(0.0, seconds - reducing - batch.forward)
+    reducing = whole
+    if config.optimizer.distributed:
+        reducing *= state.gradients / (state.gradients + state.weights)
+    exposed = max(0.0, reducing - batch.backward) + max(0.0, whole - reducing - batch.forward)
+    return {axis: exposed * each / whole for axis, each in seconds.items()}

@@ -1,7 +1,8 @@
 """Bytes that one GPU sends in one step, by kind of parallelism, and the links they cross.
 
 A ring or all-to-all over n ranks sends (n - 1) / n of the data. Ranks are numbered as megatron-core does: tensor inside
-context inside expert inside data inside pipeline, so a group is `size` ranks, `stride` apart.
+context inside expert inside data inside pipeline, so a group is `size` ranks, `stride` apart. Gradients and weights of
+experts go only to the ranks with the same experts, which are further apart than the data-parallel ranks of the rest.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from megatron_blackmamba.plan.gpus import Gpu
 from megatron_blackmamba.plan.memory import State
 from megatron_blackmamba.runtime import layout
 
+DATA_AXES = ("data", "expert_data")
+"""Axes over which gradients are reduced and weights gathered, once in a step."""
 CALLS_A_PASS = 2
 """Collectives of a layer in a forward or backward pass, about: one before its computing and one after."""
 
@@ -35,10 +38,12 @@ class Flow:
 def flows(
     config: RunConfig, world_size: int, gpus_per_node: int, gpu: Gpu, state: State | None = None
 ) -> dict[str, Flow]:
-    """Return the traffic by axis, without axes of one rank, and without `data` if no state is given."""
+    """Return the traffic by axis, without axes of one rank, and without `DATA_AXES` if no state is given."""
     p = config.parallel
-    data = layout.data_parallel_size(p, world_size)
-    expert_data = world_size // (p.pipeline * p.expert * p.expert_tensor)
+    data = layout.data_parallel_size(p, world_size) * p.context
+    experts = p.expert * p.expert_tensor
+    expert_data = world_size // (p.pipeline * experts)
+    dense_bytes, expert_bytes = _exchanged(config, state) if state else (0.0, 0.0)
     layers, calls = _layers(config, world_size)
     sent = {
         "tensor": (layers["tensor"], 1, p.tensor),
@@ -46,7 +51,8 @@ def flows(
         "expert_tensor": (layers["expert_tensor"], 1, p.expert_tensor),
         "context": (layers["context"], p.tensor, p.context),
         "pipeline": (_pipeline(config, world_size), world_size // p.pipeline, p.pipeline),
-        "data": (_data(config, state, data * p.context, expert_data) if state else 0.0, p.tensor, data * p.context),
+        "data": (_part(data) * dense_bytes, p.tensor, data),
+        "expert_data": (_part(expert_data) * expert_bytes, experts, expert_data),
     }
     calls["pipeline"] = 2 * layout.micro_batches(config, world_size)
     result = {}
@@ -110,9 +116,10 @@ def _pipeline(config: RunConfig, world_size: int) -> float:
     return 2 * Activations(config, "cuda").residual() * layout.micro_batches(config, world_size)
 
 
-def _data(config: RunConfig, state: State, data: int, expert_data: int) -> float:
-    """Return the traffic of gradients (reduce-scattered) and weights (gathered), or of an all-reduce of gradients."""
-    part = _part(max(data, expert_data))
-    if config.optimizer.distributed:
-        return part * (state.gradients + state.weights)
-    return 2 * part * state.gradients
+def _exchanged(config: RunConfig, state: State) -> tuple[float, float]:
+    """Return the bytes of gradients (reduce-scattered) and weights (gathered), or of an all-reduce of gradients: of the
+    dense part of the model, and of the experts that only some ranks have."""
+    twice = state.weights if config.optimizer.distributed else state.gradients
+    experts = state.expert_weights if config.optimizer.distributed else state.expert_gradients
+    expert_bytes = state.expert_gradients + experts
+    return state.gradients + twice - expert_bytes, expert_bytes

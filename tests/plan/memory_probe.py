@@ -110,6 +110,8 @@ def measure(overrides: list[str]) -> dict:
         "weights": _bytes(parameter.data for parameter in model.parameters()),
         "gradients": _bytes(buffer.grad_data for buffer in _buffers(trainable)),
         "optimizer": _optimizer_bytes(trainable, config),
+        "expert_weights": sum(weight.nbytes for weight in model.parameters() if not getattr(weight, "allreduce", True)),
+        "expert_gradients": _bytes(buffer.grad_data for buffer in trainable.reduced.expert_parallel_buffers),
         "kept": kept,
     }
     world.shutdown()

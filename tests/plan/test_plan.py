@@ -42,7 +42,7 @@ def test_paper_run_is_planned_on_its_own_nodes(monkeypatch):
     assert answer["layout"]["fitting_nodes"][:3] == [1, 3, 7]
     parts = answer["memory_per_gpu_gib"]
     assert parts["total"] < parts["available"]
-    assert set(answer["traffic_per_gpu_per_step"]) == {"expert", "data"}
+    assert set(answer["traffic_per_gpu_per_step"]) == {"expert", "data", "expert_data"}
     time = answer["time"]
     assert time["gpu_hours"] == pytest.approx(time["days"] * 24 * 56)
     lost = 500 * time["seconds_per_step"] + 20 * 60  # half of checkpoint.every, and the restart
@@ -166,13 +166,14 @@ def test_without_an_mfu_the_time_is_the_roofline():
     ],
 )
 def test_links_are_those_that_megatrons_groups_cross(parallel):
-    nodes, size = 8, 64
+    nodes, size, experts = 8, 64, parallel.expert * parallel.expert_tensor
     axes = {
         "tp": (1, parallel.tensor),
         "ep": (parallel.expert_tensor, parallel.expert),
         "pp": (size // parallel.pipeline, parallel.pipeline),
         "cp": (parallel.tensor, parallel.context),
         "dp_cp": (parallel.tensor, size // parallel.tensor // parallel.pipeline),
+        "expt_dp": (experts, size // experts // parallel.pipeline),
     }
     inside = dict.fromkeys(axes, True)
     for rank in range(size):

@@ -98,6 +98,14 @@ def test_data_exchange_hides_behind_one_micro_batch():
     assert of_step("training.overlap=false", flows={"data": flow(long)}).waiting["data"] == long
 
 
+def test_dense_and_expert_exchange_share_what_is_hidden():
+    batch = times.of_micro_batch(load("blackmamba_1.5b"), 0, GPU)
+    both = {"data": flow(3 * batch.backward), "expert_data": flow(6 * batch.backward)}
+    waiting = of_step(flows=both).waiting
+    assert sum(waiting.values()) == pytest.approx(9 * batch.backward - batch.backward - batch.forward)
+    assert waiting["expert_data"] == pytest.approx(2 * waiting["data"])
+
+
 def test_update_moves_gradients_and_state():
     numbers = STATE.optimizer / 12
     assert of_step().update == pytest.approx((24 + 2.5 * 4) * numbers / 1e12)  # AdamW clips and casts

@@ -1,12 +1,14 @@
 """Bytes that a GPU sends in a step, worked out by hand for one layout with every kind of parallelism."""
 
 import pytest
+import torch.distributed as dist
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.plan import gpus, memory, traffic
+from megatron_blackmamba.runtime import world
 
 H100 = gpus.KNOWN["h100"]
-STATE = memory.State(weights=2_000, gradients=4_000, optimizer=0)
+STATE = memory.State(weights=2_000, gradients=4_000, optimizer=0, expert_weights=1_200, expert_gradients=2_400)
 LAYOUT = ["parallel.tensor=2", "parallel.pipeline=3", "parallel.expert=4", "parallel.expert_tensor=2"]
 D, TOKENS, BF16, FP32 = 1152, 2048, 2, 4
 BATCHES = 1008 // 8  # 48 GPUs are 8 data-parallel groups of 2 × 3; micro-batches of one sequence
@@ -28,7 +30,8 @@ def test_each_axis_sends_what_its_collectives_move():
         "expert": 5 * 4 * HERE * (D * BF16 + FP32) * BATCHES * 3 // 4,  # there and back, twice
         "expert_tensor": 5 * 4 * 2 * HERE * D * BF16 * BATCHES // 2,
         "pipeline": 2 * HERE * D * FP32 * BATCHES,
-        "data": (2_000 + 4_000) * 7 // 8,
+        "data": (800 + 1_600) * 7 // 8,
+        "expert_data": (1_200 + 2_400) * 1 // 2,  # 16 GPUs of a stage, and 8 different parts of experts
     }
 
 
@@ -45,7 +48,8 @@ def test_cut_sequences_gather_states_and_convolution_inputs():
     batches, I, N = 1008 // (48 // (3 * 4)), 2304, 16
     forward, backward = I * (3 * BF16 + 2 * N * FP32), I * (3 * BF16 + N * FP32)  # of each of 5 layers, to 3 ranks
     assert sent["context"] == 5 * 3 * (2 * forward + backward) * batches
-    assert sent["data"] == (2_000 + 4_000) * 15 // 16  # 4 groups with other sequences, 4 parts of each
+    assert sent["data"] == (800 + 1_600) * 15 // 16  # 4 groups with other sequences, 4 parts of each
+    assert sent["expert_data"] == (1_200 + 2_400) * 3 // 4
     assert sent["expert"] == round(flows(*cut, "parallel.context=1")["expert"].gigabytes * 1e9)  # more steps of less
 
 
@@ -59,13 +63,13 @@ def test_cut_sequences_of_mamba2_gather_states():
 
 def test_plain_optimizer_all_reduces_its_gradients():
     plain = flows("optimizer.distributed=false", "training.precision=fp32")
-    assert plain["data"].gigabytes * 1e9 == pytest.approx(2 * 4_000 * 7 / 8)
+    assert plain["data"].gigabytes * 1e9 == pytest.approx(2 * 1_600 * 7 / 8)
+    assert plain["expert_data"].gigabytes * 1e9 == pytest.approx(2 * 2_400 / 2)
 
 
 def test_axes_of_one_rank_send_nothing():
-    alone = flows(
-        "parallel.tensor=1", "parallel.expert_tensor=1", "parallel.expert=1", "parallel.pipeline=1", world_size=16
-    )
+    one = ["parallel.tensor=1", "parallel.expert_tensor=1", "parallel.expert=1", "parallel.pipeline=1"]
+    alone = flows(*one, world_size=16, state=memory.State(weights=2_000, gradients=4_000, optimizer=0))
     assert set(alone) == {"data"}
     assert set(flows(state=None)) == {"tensor", "expert", "expert_tensor", "pipeline"}
 
@@ -78,12 +82,26 @@ def test_time_follows_the_slowest_link_of_an_axis():
         "expert_tensor": ("nvlink", 2),
         "pipeline": ("network", 3),
         "data": ("network", 8),
+        "expert_data": ("network", 2),
     }
     assert flows(gpus_per_node=4)["expert"].link == "network"  # 4 ranks that are 2 apart
     for axis, flow in flows().items():
         speed = H100.nvlink_gb_s if flow.link == "nvlink" else H100.network_gb_s
         cards = 4 if axis == "data" else 1  # of 8 GPUs of a node, 4 are of one group, and its ring uses all their cards
         assert flow.seconds == pytest.approx(flow.gigabytes / (cards * speed))
+
+
+def test_each_expert_gradient_crosses_on_one_card():
+    """By hand: 184.4 M dense and 159.25 M expert weights of a GPU, 2 + 4 bytes each, over 7 nodes."""
+    config = load("blackmamba_1.5b")
+    with world.fake(config.parallel, 56, 0) as us:
+        assert dist.get_process_group_ranks(us.groups.expt_dp) == [0, 8, 16, 24, 32, 40, 48]
+    sent = traffic.flows(config, 56, 8, H100, memory.state_of(config, 56, 0))
+    dense, expert = sent["data"], sent["expert_data"]
+    assert (dense.gigabytes, expert.gigabytes) == pytest.approx((1.087, 0.819), abs=0.002)
+    assert dense.seconds == pytest.approx(1.087 / 400, rel=0.002)  # 8 cards of a node carry each ring
+    assert expert.seconds == pytest.approx(0.819 / 50, rel=0.002)  # a GPU's own card carries it
+    assert (expert.link, expert.ranks) == ("network", 7)
 
 
 def test_all_to_all_sends_only_part_over_the_network():
