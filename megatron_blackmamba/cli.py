@@ -202,7 +202,7 @@ def plan(
     asked = (
         None
         if nodes is None
-        else estimate.Asked(nodes, gpus_per_node, known, used, suggest, scaling, failures, restart)
+        else estimate.Asked(nodes, gpus_per_node, known, used, suggest, scaling, failures, restart, gpu)
     )
     made = estimate.make_plan(compose(configs), asked)
     if as_json:

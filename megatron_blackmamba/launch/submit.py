@@ -51,7 +51,8 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     run = RunFolder(Path(config.folder).resolve() / config.name)
     if run.done.exists():
         raise LaunchError(f"{run.root} is complete: Use another run name (name=...)")
-    plan = make_plan(config, Asked(request.nodes, request.tasks_per_node, gpus.find(request.gpu)))
+    asked = Asked(request.nodes, request.tasks_per_node, gpus.find(request.gpu), gpu_option=request.gpu)
+    plan = make_plan(config, asked)
     trouble = plan.placed and refusal(plan.placed)
     if trouble:
         raise LaunchError(trouble)

@@ -1,11 +1,13 @@
 """A run's plan, put together: what needs no layout, and with nodes given, memory, traffic, time and layouts."""
 
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.plan import flops, layouts, memory, parameters, scaling, times, traffic
+from megatron_blackmamba.plan.advice import advice
 from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES, Goodput, goodput
 from megatron_blackmamba.plan.gpus import Gpu
 from megatron_blackmamba.plan.layouts import Candidate, Cluster
@@ -39,6 +41,13 @@ class Asked:
     scaling: bool = False
     failures: float = FAILURES
     restart_minutes: float = RESTART_MINUTES
+    gpu_option: str = "h100"
+    """The value of --gpu, for commands in messages."""
+
+    @property
+    def options(self) -> str:
+        """The options of `plan` for these nodes."""
+        return f"--nodes {self.nodes} --gpus-per-node {self.gpus_per_node} --gpu {shlex.quote(self.gpu_option)}"
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class Placed:
     refused: tuple[str, ...]
     """Why the layout is refused; none: it works."""
     advice: str
+    options: str
+    """The options of `plan` for these nodes."""
     fitting_nodes: tuple[int, ...]
     """Node counts on which the layout works as it is."""
     memory: Memory | None = None
@@ -102,21 +113,20 @@ def _place(config: RunConfig, asked: Asked) -> Placed:
     cluster = Cluster(asked.nodes * gpus_per_node, gpus_per_node, gpu)
     world_size = cluster.world_size
     refused = tuple(layout.problems(config, world_size))
+    sizes = range(gpus_per_node, _most_useful(config, world_size) + 1, gpus_per_node)
+    fitting = tuple(size // gpus_per_node for size in layout.fitting_sizes(config, sizes))
     common: dict[str, Any] = {
         "nodes": asked.nodes,
         "gpus_per_node": gpus_per_node,
         "gpu": gpu,
         "refused": refused,
-        "advice": layout.advice(config, world_size) if refused else "",
-        "fitting_nodes": tuple(
-            size // gpus_per_node
-            for size in layout.fitting_sizes(
-                config, range(gpus_per_node, _most_useful(config, world_size) + 1, gpus_per_node)
-            )
-        ),
+        "advice": advice(config, cluster, fitting) if refused else "",
+        "options": asked.options,
+        "fitting_nodes": fitting,
     }
     if asked.suggest:
-        common["suggestions"] = tuple(layouts.suggest(config, cluster))
+        found = [*layouts.suggest(config, cluster), *layouts.with_near_batches(config, cluster)]
+        common["suggestions"] = tuple(sorted(found, key=lambda each: -each.tokens_per_second(config)))
     if refused:
         return Placed(**common)
     full, rank = memory.fullest(config, world_size)

@@ -30,6 +30,11 @@ class Candidate:
     def seconds_per_step(self) -> float:
         return self.time.total
 
+    def tokens_per_second(self, config: RunConfig) -> float:
+        """Return the speed of all GPUs together."""
+        sequences = self.layout.global_batch or config.training.global_batch
+        return sequences * config.data.sequence_length / self.seconds_per_step
+
     def overrides(self, config: RunConfig) -> str:
         """Return the command-line overrides for this layout."""
         changed = self.layout.overrides(config)
@@ -43,7 +48,9 @@ class Candidate:
             "micro_batch": self.layout.micro_batch,
             "recompute": self.recompute,
             "memory_gib": round(self.memory_gib, 3),
+            "global_batch": self.layout.global_batch or config.training.global_batch,
             "seconds_per_step": self.seconds_per_step,
+            "tokens_per_second": self.tokens_per_second(config),
             "why": self.time.described(),
         }
 
@@ -68,18 +75,29 @@ def suggest(config: RunConfig, cluster: Cluster, count: int = 5) -> list[Candida
     A layout's real model is built only until no layout left can be faster, by a bound that needs no model.
     """
     bounds = []
-    for number, found in enumerate(layout.working_layouts(config, cluster.world_size)):
-        if found.parallel.tensor <= cluster.gpus_per_node:
-            sized = list(_sized(config, found, cluster.world_size))
-            fastest = min(time_of(with_layout(config, one, "none"), cluster, None).total for one in sized)
-            bounds.append((fastest, number, sized))
+    for number, found in enumerate(layout.working_layouts(config, cluster.world_size, cluster.gpus_per_node)):
+        sized = list(_sized(config, found, cluster.world_size))
+        fastest = min(time_of(with_layout(config, one, "none"), cluster, None).total for one in sized)
+        bounds.append((fastest, number, sized))
     best: list[Candidate] = []
     for fastest_possible, _, sized in sorted(bounds, key=lambda bound: bound[:2]):
         if len(best) == count and fastest_possible >= best[-1].seconds_per_step:
             break
-        fitting = [candidate for one in sized if (candidate := _least_recomputing(config, one, cluster))]
-        best = sorted([*best, *sorted(fitting, key=_order)[:1]], key=_order)[:count]
+        best = sorted([*best, *_fastest(config, sized, cluster)], key=_order)[:count]
     return best
+
+
+def with_near_batches(config: RunConfig, cluster: Cluster) -> list[Candidate]:
+    """Return the config's own layout with the nearest batches that it divides, if it does not divide its own."""
+    near = layout.nearest_batches(config, cluster.world_size)
+    sized = [list(_sized(config, found, cluster.world_size)) for found in near]
+    return [candidate for sizes in sized for candidate in _fastest(config, sizes, cluster)]
+
+
+def _fastest(config: RunConfig, sized: list[Layout], cluster: Cluster) -> list[Candidate]:
+    """Return the fastest of a layout's micro-batches that fit, as a list of one; empty if none fits."""
+    fitting = [candidate for one in sized if (candidate := _least_recomputing(config, one, cluster))]
+    return sorted(fitting, key=_order)[:1]
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:
@@ -88,7 +106,9 @@ def _order(candidate: Candidate) -> tuple[float, float]:
 
 def _sized(config: RunConfig, found: Layout, world_size: int) -> Iterator[Layout]:
     """Return the layout with each micro-batch that divides a rank's sequences."""
-    share = config.training.global_batch // layout.data_parallel_size(found.parallel, world_size)
+    share = (found.global_batch or config.training.global_batch) // layout.data_parallel_size(
+        found.parallel, world_size
+    )
     return (replace(found, micro_batch=size) for size in range(1, share + 1) if share % size == 0)
 
 
@@ -112,5 +132,8 @@ def time_of(config: RunConfig, cluster: Cluster, state: memory.State | None) -> 
 
 def with_layout(config: RunConfig, found: Layout, recompute: str) -> RunConfig:
     """Return the run config with this layout."""
-    training = config.training.model_copy(update={"micro_batch": found.micro_batch, "recompute": recompute})
+    changed: dict[str, Any] = {"micro_batch": found.micro_batch, "recompute": recompute}
+    if found.global_batch is not None:
+        changed["global_batch"] = found.global_batch
+    training = config.training.model_copy(update=changed)
     return config.model_copy(update={"parallel": found.parallel, "training": training})

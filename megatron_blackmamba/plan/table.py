@@ -35,7 +35,7 @@ def refusal(placed: Placed) -> str:
         needed, there = placed.memory.total / GIB, f"{placed.gpu.memory_gib} GiB of {placed.gpu.name}"
         return (
             f"the fullest GPU needs {needed:.1f} GiB, more than the {there}: "
-            f"`blackmamba plan ... --nodes {placed.nodes} --suggest` ranks the layouts that fit"
+            f"`blackmamba plan ... {placed.options} --suggest` ranks the layouts that fit"
         )
     return ""
 
@@ -180,8 +180,9 @@ def _scaling(title: str, rows: tuple[Row, ...]) -> Table:
 
 
 def _suggestions(plan: Plan, placed: Placed) -> Table:
-    table = _grid("\nLayouts that fit, fastest at best first", "\nGiB", "\ns a step", "\nwhy")
+    table = _grid("\nLayouts that fit, fastest at best first", "\nGiB", "\ns a step", "\ntokens a second", "\nwhy")
     for candidate in placed.suggestions:
         memory, seconds = f"{candidate.memory_gib:.1f}", f"{candidate.seconds_per_step:.3f}"
-        table.add_row(candidate.overrides(plan.config), memory, seconds, candidate.time.described())
+        speed = f"{candidate.tokens_per_second(plan.config):,.0f}"
+        table.add_row(candidate.overrides(plan.config), memory, seconds, speed, candidate.time.described())
     return table

@@ -10,8 +10,8 @@ from megatron_blackmamba.config import ParallelConfig, RunConfig
 
 SHORTEST_PART = 8192
 """Cutting sequences into shorter parts than this is not suggested."""
-LARGEST_TENSOR = 16
-"""Beyond one machine's GPUs tensor parallelism is too slow to be suggested."""
+LARGEST_TENSOR = 8
+"""Beyond one node's GPUs tensor parallelism is too slow to be suggested; this many if the node is not known."""
 
 
 class LayoutError(ValueError):
@@ -40,11 +40,15 @@ class Layout:
 
     parallel: ParallelConfig
     micro_batch: int
+    global_batch: int | None = None
+    """Sequences in a step; None: as in the config."""
 
     def overrides(self, config: RunConfig) -> str:
         """Return the command-line overrides that change `config` to this layout."""
         before = config.parallel.model_dump()
         changed = [f"parallel.{a}={size}" for a, size in self.parallel.model_dump().items() if before[a] != size]
+        if self.global_batch not in (None, config.training.global_batch):
+            changed.append(f"training.global_batch={self.global_batch}")
         if self.micro_batch != config.training.micro_batch:
             changed.append(f"training.micro_batch={self.micro_batch}")
         return " ".join(changed)
@@ -83,11 +87,11 @@ def problems(config: RunConfig, world_size: int) -> list[str]:
     return wrong
 
 
-def working_layouts(config: RunConfig, world_size: int) -> Iterator[Layout]:
+def working_layouts(config: RunConfig, world_size: int, most_tensor: int = LARGEST_TENSOR) -> Iterator[Layout]:
     """Yield every valid layout of this many processes with at most the config's micro-batch."""
     experts = config.model.experts if kinds.routes(config.model.pattern) else 1
     batch, micro = config.training.global_batch, config.training.micro_batch
-    for tensor in [size for size in _divisors(world_size) if size <= LARGEST_TENSOR]:
+    for tensor in [size for size in _divisors(world_size) if size <= most_tensor]:
         for pipeline, context in product(_divisors(world_size // tensor), _contexts(config)):
             dense = tensor * pipeline * context
             if world_size % dense or batch % (world_size // dense):
@@ -128,14 +132,27 @@ def nearest(config: RunConfig, world_size: int, count: int = 1) -> list[Layout]:
     return list(found.values())[:count]
 
 
+def nearest_batches(config: RunConfig, world_size: int) -> list[Layout]:
+    """Return the config's own layout with the batches next to its own that it can divide; none if it divides that."""
+    data = data_parallel_size(config.parallel, world_size)
+    batch, micro = config.training.global_batch, config.training.micro_batch
+    if _layout_problems(config, config.parallel, world_size) or batch % data == 0:
+        return []
+    shares = sorted({max(1, batch // data), -(-batch // data)})
+    return [
+        Layout(config.parallel, max(size for size in _divisors(share) if size <= micro), share * data)
+        for share in shares
+    ]
+
+
 def fitting_sizes(config: RunConfig, sizes: Iterable[int]) -> list[int]:
     """Return the world sizes on which the config works unchanged."""
     return [size for size in sizes if not problems(config, size)]
 
 
 def advice(config: RunConfig, world_size: int) -> str:
-    """Return advice: a layout for this world size, or a world size for this layout."""
-    layouts = nearest(config, world_size, count=3)
+    """Return advice: a batch or a layout for this world size, or a world size for this layout."""
+    layouts = [*nearest_batches(config, world_size), *nearest(config, world_size, count=3)]
     most = config.training.global_batch * ranks_of_a_replica(config.parallel)  # a sequence a replica
     sizes = fitting_sizes(config, range(1, min(2 * world_size, most) + 1))
     said = []

@@ -32,7 +32,9 @@ def test_json_has_layout_memory_and_time():
         "micro_batch": 4,
         "recompute": "layers",
         "memory_gib": 1.235,
+        "global_batch": 16,
         "seconds_per_step": 0.5,
+        "tokens_per_second": 16 * 128 / 0.5,
         "why": "computing 250 ms, update 125 ms, expert exchange 125 ms",
     }
 
@@ -46,6 +48,21 @@ def test_suggestions_prefer_no_exchange_and_large_micro_batches():
     one_node = {c.layout.parallel.expert: c.time.total for c in found if c.layout.parallel.tensor == 1}
     assert one_node[1] < one_node[2]  # no all-to-all
     assert max(one_node.values()) < min(c.time.total for c in found if c.layout.parallel.tensor > 1)
+
+
+def test_near_batches_keep_the_layout_and_are_fastest():
+    config = load("blackmamba_1.5b")
+    lower, upper = layouts.with_near_batches(config, layouts.Cluster(128, 8, H100))
+    assert lower.overrides(config) == "training.global_batch=896 training.micro_batch=7"
+    assert upper.overrides(config) == "training.global_batch=1024 training.micro_batch=8"
+    (same,) = layouts.suggest(config, layouts.Cluster(128, 8, H100), count=1)
+    assert upper.tokens_per_second(config) > 1.5 * same.tokens_per_second(config)
+    assert layouts.with_near_batches(config, layouts.Cluster(56, 8, H100)) == []
+
+
+def test_tensor_ranks_stay_inside_a_node():
+    found = layouts.suggest(load("blackmamba_1.5b"), layouts.Cluster(128, 4, H100), count=20)
+    assert max(candidate.layout.parallel.tensor for candidate in found) == 4
 
 
 def test_experts_across_nodes_take_longer_than_within():

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch.distributed as dist
@@ -61,7 +62,7 @@ def test_every_suggestion_for_eight_nodes_fits(run):
     assert isinstance(error, layout.LayoutError)
     assert not answer["layout"]["works"]
     assert "memory_per_gpu_gib" not in answer
-    assert len(answer["layout"]["suggestions"]) == 5
+    assert len(answer["layout"]["suggestions"]) == 5 + 2  # and the run's own layout with the next batches
     for suggestion in answer["layout"]["suggestions"]:
         config = load(run, suggestion["overrides"].split())
         layout.check(config, 64)
@@ -103,7 +104,27 @@ def test_broken_layouts_are_refused_with_the_reason(overrides, reason):
     made = estimate.make_plan(load("blackmamba_2.8b", overrides), Asked(8, 8, H100))
     assert any(reason in why for why in made.placed.refused)
     assert not made.placed.fits
-    assert "What works:" in table.refusal(made.placed)
+    assert "What works" in table.refusal(made.placed)
+
+
+def test_advice_leads_with_batches_and_prices_all():
+    made = estimate.make_plan(load("blackmamba_1.5b"), Asked(32, 4, H100))
+    title, *lines = made.placed.advice.splitlines()
+    assert title.startswith("What works")
+    batches = ["training.global_batch=896 training.micro_batch=7", "training.global_batch=1024 training.micro_batch=8"]
+    assert [line.split(" on ")[0].strip() for line in lines[:2]] == batches
+    assert not any("parallel.tensor=8" in line for line in lines)  # a node has 4 GPUs
+    assert [re.findall(r"as it is on (\d+) nodes", line) for line in lines[-3:]] == [["6"], ["14"], ["42"]]
+    for line in lines:
+        seconds, speed = re.fullmatch(r".*: ([\d.]+) s a step, ([\d,]+) tokens a second", line).groups()
+        batch = int(re.findall(r"global_batch=(\d+)", line)[0]) if "global_batch" in line else 1008
+        assert int(speed.replace(",", "")) == pytest.approx(batch * 2048 / float(seconds), rel=0.02)
+
+
+def test_memory_refusal_names_the_given_cluster():
+    asked = Asked(4, 4, gpus.KNOWN["a100"], gpu_option="my gpu.yaml")
+    refused = table.refusal(estimate.make_plan(load("blackmamba_1.5b", ["training.micro_batch=63"]), asked).placed)
+    assert "`blackmamba plan ... --nodes 4 --gpus-per-node 4 --gpu 'my gpu.yaml' --suggest`" in refused
 
 
 def test_small_gpu_is_refused_and_recomputation_suggested(tmp_path):

@@ -1,0 +1,43 @@
+"""What works instead of a refused layout, each with its speed at best."""
+
+from collections.abc import Sequence
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.plan import layouts, memory
+from megatron_blackmamba.plan.layouts import Cluster
+
+LAYOUTS = 3
+NODE_COUNTS = 3
+
+
+def advice(config: RunConfig, cluster: Cluster, fitting_nodes: Sequence[int]) -> str:
+    """Return what fits and works, a line each: other batches, other layouts, other node counts."""
+    nodes = cluster.world_size // cluster.gpus_per_node
+    found = [*layouts.with_near_batches(config, cluster), *layouts.suggest(config, cluster, LAYOUTS)]
+    lines = [
+        f"{each.overrides(config)} on {_nodes(nodes)}: {_speed(each.seconds_per_step, each.tokens_per_second(config))}"
+        for each in found
+    ]
+    near = sorted(sorted(fitting_nodes, key=lambda count: abs(count - nodes))[:NODE_COUNTS])
+    lines += [f"as it is on {_nodes(count)}: {speed}" for count in near if (speed := _as_it_is(config, cluster, count))]
+    if not lines:
+        return "What works: nothing near it. Try another number of nodes or another training.global_batch."
+    return "\n  ".join(["What works (calculated, at best):", *lines])
+
+
+def _as_it_is(config: RunConfig, cluster: Cluster, nodes: int) -> str:
+    """Return the speed of the unchanged run on other nodes; empty if it does not fit."""
+    other = Cluster(nodes * cluster.gpus_per_node, cluster.gpus_per_node, cluster.gpu)
+    full, _ = memory.fullest(config, other.world_size)
+    if full.total > other.memory:
+        return ""
+    seconds = layouts.time_of(config, other, full.state).total
+    return _speed(seconds, config.tokens_per_step / seconds)
+
+
+def _speed(seconds: float, tokens_per_second: float) -> str:
+    return f"{seconds:.3f} s a step, {tokens_per_second:,.0f} tokens a second"
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
