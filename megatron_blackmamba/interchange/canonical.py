@@ -195,11 +195,14 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return result | {"decoder.final_layernorm.weight": (D,), "decoder.final_layernorm.bias": (D,)}
 
 
+def obstacles(config: ModelConfig) -> list[str]:
+    """Return why layers of a model have no class in the modeling files; empty if all have one."""
+    return [answer.reason for kind in kinds_in(config.pattern) if isinstance(answer := kind.exported(config), Cannot)]
+
+
 def require_convertible(config: ModelConfig, source: str) -> None:
     """Refuse a model that other formats cannot hold, naming the field that is in the way."""
-    reasons = [
-        answer.reason for kind in kinds_in(config.pattern) if isinstance(answer := kind.exported(config), Cannot)
-    ]
+    reasons = obstacles(config)
     if reasons:
         raise InterchangeError(f"{source}: {'; '.join(reasons)}")
 

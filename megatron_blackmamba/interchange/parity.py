@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.interchange import through_hf, through_megatron
-from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, tokenizer_of
+from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, obstacles, tokenizer_of
 from megatron_blackmamba.interchange.observation import Comparison, compare
 
 TEXT = """A state-space model reads a sequence once, left to right, and keeps what it needs in a state of fixed size.
@@ -21,11 +21,18 @@ class ParityError(InterchangeError):
 
 
 def check(ours: Canonical, theirs: Canonical, modeling: Path | None = None) -> Comparison:
-    """Compare one model, run by our megatron-core modules, with the other, run by the Hugging Face modeling files."""
+    """Compare one model, run by our megatron-core modules, with the other, run by the Hugging Face modeling files.
+
+    If those have no class for one of its layers, the megatron-core modules run both.
+    """
     same_weights(ours, theirs)
     tokens_BS = probe_tokens(ours)
     expected = through_megatron.observe(ours, tokens_BS)
-    comparison = compare(expected, through_hf.observe(theirs, tokens_BS, modeling))
+    if obstacles(theirs.config):
+        found = through_megatron.observe(theirs, tokens_BS)
+    else:
+        found = through_hf.observe(theirs, tokens_BS, modeling)
+    comparison = compare(expected, found)
     if not comparison.agrees:
         raise ParityError(f"{theirs.source}: its weights are those of {ours.source}, its outputs do not: {comparison}")
     return comparison

@@ -5,6 +5,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from tests.kinds.running_mean import RunningMean
 from tests.runtime.ranks import fork_ranks, import_once
 
 kinds.register(RunningMean)
-STEPS = 6
+STEPS, EOD = 6, 3
 RUN = ["model.pattern=MAEA", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
 FP64 = ["training.precision=fp64"]  # layouts are compared in it: no rounding decides between two experts
 RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "logging.tensorboard=false"]
@@ -59,20 +60,33 @@ def planned() -> list[int]:
     return [4 * 32 * flops.forward(config.model, 32), kept, parameters.count(config).by_kind["mean"]]
 
 
-def decoded(folder: Path) -> float:
-    """How far a token at a time is from all tokens at once, in the logits of a checkpoint."""
+def decoded(folder: Path, eod_reset: int | None) -> float:
+    """How far a token at a time and two pieces are from training's forward pass, in the logits of a checkpoint."""
     from megatron_blackmamba.inference import Decoder
     from megatron_blackmamba.inference.weights import pack
     from megatron_blackmamba.interchange import through_megatron
 
     model = megatron.read(folder / "solo")
+    model = replace(model, config=model.config.model_copy(update={"eod_reset": eod_reset}))
     decoder = Decoder(pack(model, torch.float32))
     tokens_BL = torch.randint(512, (2, 12), generator=torch.Generator().manual_seed(1))
+    tokens_BL[0, 4] = tokens_BL[1, 6] = tokens_BL[1, 9] = EOD
     state = decoder.start(2)
     stepped = torch.stack([decoder.step(state, tokens_B) for tokens_B in tokens_BL.unbind(1)], dim=1)
     whole = through_megatron.observe(model, tokens_BL).logits_BSV
-    read = decoder.read_all(decoder.start(2), tokens_BL)
+    state = decoder.start(2)
+    read = torch.cat([decoder.read_all(state, piece_BL) for piece_BL in tokens_BL.split(7, dim=1)], dim=1)
     return max(float((whole - stepped).abs().max()), float((whole - read).abs().max()))
+
+
+def saved(folder: Path) -> bool:
+    """Whether a checkpoint of a model in memory holds its weights."""
+    from megatron_blackmamba import build, save
+
+    model = build(load("tiny", RUN))
+    save(model, folder / "saved")
+    entries = megatron.read(folder / "saved").entries
+    return torch.equal(entries["decoder.layers.1.mixer.gain"].load(), model.decoder.layers[1].mixer.gain)
 
 
 def refused(folder: Path) -> str:
@@ -95,7 +109,8 @@ def main(folder: Path) -> dict:
         "resumed": (1, lambda: trained(folder, "again")),
         "counted": (1, counted),
         "planned": (1, planned),
-        "decoded": (1, lambda: decoded(folder)),
+        "decoded": (1, lambda: [decoded(folder, None), decoded(folder, EOD)]),
+        "saved": (1, lambda: saved(folder)),
         "refused": (1, lambda: refused(folder)),
     }
     answers = {name: fork_ranks(ranks, body)[0] for name, (ranks, body) in jobs.items()}

@@ -31,11 +31,16 @@ def test_plan_counts_new_kind(went):
     planned_flops, planned_kept, parameters = went["planned"]["answer"]
     assert planned_flops == flops
     assert planned_kept == pytest.approx(kept, rel=0.05)
-    assert parameters == 2 * 2 * 64 * 64
+    assert parameters == 2 * (2 * 64 * 64 + 64)
 
 
-def test_new_kind_decodes(went):
-    assert went["decoded"]["answer"] < 1e-4
+@pytest.mark.parametrize("case", [0, 1], ids=["without_resets", "with_resets"])
+def test_new_kind_decodes(went, case):
+    assert went["decoded"]["answer"][case] < 1e-4
+
+
+def test_new_kind_is_saved_from_memory(went):
+    assert went["saved"]["answer"] is True
 
 
 def test_export_refuses_new_kind_by_name(went):

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from megatron_blackmamba import model
+from megatron_blackmamba import kinds, model
 from megatron_blackmamba.config import ParallelConfig, load
 from megatron_blackmamba.optimizers.base import NO_DECAY
+from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime import world
+from tests.kinds.running_mean import RunningMean
 
 ALWAYS_FP32 = ("A_log", ".D", "dt_proj.bias", "dt_bias")
 
@@ -25,6 +27,21 @@ def test_dense_baselines_match_the_small_forward_parameters(name):
     with world.fake(ParallelConfig(), world_size=1) as place:
         total = sum(parameter.numel() for parameter in model.build(config, place).parameters())
     assert abs(total - 343.69e6) < 0.01 * 343.69e6
+
+
+def test_parameter_of_another_shape_than_told_is_refused(build):
+    class Misshapen(RunningMean):
+        letter = "W"
+
+        def shapes(self, model):
+            return super().shapes(model) | {"gain": (128,)}
+
+    kinds.register(Misshapen)
+    try:
+        with pytest.raises(KindError, match=r"layers\.1\.mixer\.gain: .* \(64,\), and Misshapen.shapes says \(128,\)"):
+            build("model.pattern=MW")
+    finally:
+        kinds.unregister("W")
 
 
 def test_bf16_keeps_sensitive_parameters_in_fp32(build):
