@@ -14,6 +14,7 @@ from megatron_blackmamba.evaluation.verb import evaluate
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES
+from megatron_blackmamba.registry import import_extensions
 from megatron_blackmamba.runtime.exits import BAD_INPUT, RESTARTS
 from megatron_blackmamba.runtime.failure import SAID, say_once
 from megatron_blackmamba.serving import commands as serving_commands
@@ -418,6 +419,7 @@ def main() -> None:
     # torch warns about a CUDA toolkit without a GPU, once per process; `blackmamba doctor` reports it instead
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
+        import_extensions()
         app()
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, Generic, TypeVar
@@ -14,6 +16,22 @@ class Cannot:
     """The answer of a kind that does not support something, with the reason as users read it."""
 
     reason: str
+
+
+class ImportFailed(ValueError):
+    """A module of BLACKMAMBA_IMPORT that cannot be imported."""
+
+
+@cache
+def import_extensions() -> None:
+    """Import the modules that BLACKMAMBA_IMPORT names, separated by commas, so that they register what they define."""
+    for name in os.environ.get("BLACKMAMBA_IMPORT", "").replace(",", " ").split():
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            raise ImportFailed(
+                f"BLACKMAMBA_IMPORT={name}: {error}. Add the folder of the module to PYTHONPATH."
+            ) from error
 
 
 class KindError(TypeError):
@@ -86,6 +104,8 @@ class Registry(Generic[K]):
 
     def kind_of(self, name: str) -> K:
         """Return the kind of a name."""
+        if name not in self._kinds:
+            import_extensions()
         if name not in self._kinds:
             raise UnknownKind(f"{self.chosen_by}={name}: no such kind. Choose one of {', '.join(self._kinds)}.")
         return self._kinds[name]

@@ -1,9 +1,39 @@
 """The messages of the command line outside its commands."""
 
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
 from megatron_blackmamba import cli
+from tests.runtime.ranks import ROOT, environment
+
+EXTENSION = """
+from megatron_blackmamba import kinds
+from tests.kinds.running_mean import RunningMean
+
+kinds.register(RunningMean)
+"""
+
+
+def run_with_extension(module, folder, *arguments):
+    (folder / "my_layers.py").write_text(EXTENSION)
+    found = environment(PYTHONPATH=f"{ROOT}:{folder}", BLACKMAMBA_IMPORT=module)
+    command = [sys.executable, "-m", "megatron_blackmamba", *arguments]
+    return subprocess.run(command, env=found, cwd=folder, capture_output=True, text=True)
+
+
+def test_commands_import_extensions(tmp_path):
+    done = run_with_extension("my_layers", tmp_path, "config", "tiny", "model.pattern=MA")
+    assert done.returncode == 0 and "pattern: MA" in done.stdout, done.stderr
+
+
+def test_missing_extension_is_named(tmp_path):
+    done = run_with_extension("my_lairs", tmp_path, "config", "tiny")
+    assert done.returncode == 2
+    assert "BLACKMAMBA_IMPORT=my_lairs: No module named 'my_lairs'. Add the folder" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("quiet", "said"), [(False, "blackmamba: an old name\n"), (True, "")])
