@@ -43,8 +43,17 @@ class StepRecord:
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a run in order: `step` and the scalars by name. Skip lines that are no record."""
-    path = Path(path)
+    """Return an iterator over the records in a run's `metrics.jsonl`: `step` and the scalars by name.
+
+    Lines that are no record are skipped.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file. Name the metrics.jsonl of a run: runs/NAME/metrics.jsonl.")
+    return metrics_so_far(Path(path))
+
+
+def metrics_so_far(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run that may not have taken a step yet."""
     if not path.exists():
         return
     with open(path, "rb") as file:

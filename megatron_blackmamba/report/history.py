@@ -13,7 +13,7 @@ import numpy as np
 from megatron_blackmamba.config import read_saved
 from megatron_blackmamba.formats.events import Event, Resumed, Rewound, Spike, of_kind, read_events, still_valid
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.training.metrics import metric_of
 
 SAMPLES = "samples.json"
@@ -182,7 +182,7 @@ class _Recorded:
 
 def _read(path: Path) -> _Recorded:
     found = _Recorded()
-    for record in read_metrics(path):
+    for record in metrics_so_far(path):
         step = record["step"]
         found.steps, found.last = found.steps + 1, record
         if record.get("skipped"):

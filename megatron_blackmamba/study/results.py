@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_blackmamba.formats.step_records import last_value, read_metrics
+from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.plan import flops, parameters
 from megatron_blackmamba.study.runs import Cell
 
@@ -46,7 +46,7 @@ class Result:
 
 def collect(cell: Cell) -> Result:
     """Return the result of a finished run."""
-    records = list(read_metrics(cell.folder.metrics))
+    records = list(metrics_so_far(cell.folder.metrics))
     last, config = records[-1], cell.config
     counted = parameters.count(config)
     per_token = flops.training(config.model, config.data.sequence_length)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.formats.step_records import last_value, read_metrics
+from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.plan import flops
 from megatron_blackmamba.study.config import StudyConfig, as_overrides
 
@@ -133,5 +133,5 @@ class Study:
 
 def final_loss(cell: Cell, metric: str = "validation/loss") -> float:
     """Return the last validation loss of a run; infinite if it has none, or if it was not finite."""
-    loss = last_value(read_metrics(cell.folder.metrics), metric)
+    loss = last_value(metrics_so_far(cell.folder.metrics), metric)
     return float("inf") if loss is None else loss

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_blackmamba.formats.events import Event, Rewound, of_kind, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.formats.step_records import metrics_so_far
 
 
 class TraceError(ValueError):
@@ -37,7 +37,7 @@ class Steps:
     @classmethod
     def of_run(cls, run: Path) -> "Steps":
         folder = RunFolder(run)
-        return cls(read_metrics(folder.metrics), [each.event for each in read_events(folder.events)], str(run))
+        return cls(metrics_so_far(folder.metrics), [each.event for each in read_events(folder.events)], str(run))
 
     @property
     def end(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from megatron_blackmamba import __version__
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.formats.step_records import metrics_so_far
 
 RELEASED = Path(__file__).parent / "released"
 SAVED = 5
@@ -25,7 +25,7 @@ def keep(folder: Path = RELEASED, version: str = __version__) -> None:
         command = [sys.executable, "-m", "megatron_blackmamba", "train", str(RELEASED / "run.yaml")]
         subprocess.run([*command, "folder=runs", "name=run"], cwd=scratch, check=True)  # no path of this machine
         run = RunFolder(Path(scratch) / "runs/run")
-        losses = [record["loss"] for record in read_metrics(run.metrics)]
+        losses = [record["loss"] for record in metrics_so_far(run.metrics)]
         found = {"losses_after": losses[SAVED:], "weights": digests(run.checkpoint(SAVED))}
         (folder / f"{version}.json").write_text(json.dumps(found, indent=2) + "\n")
         with tarfile.open(folder / f"{version}.tar.xz", "w:xz") as archive:

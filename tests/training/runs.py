@@ -2,7 +2,7 @@
 
 from megatron_blackmamba.formats.events import Event, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.training.metrics import metric_of
 
 SMALL = [
@@ -13,7 +13,7 @@ ON_TWO = [*SMALL, "parallel.expert=2"]
 
 
 def metrics(folder):
-    return list(read_metrics(RunFolder(folder / "run").metrics))
+    return list(metrics_so_far(RunFolder(folder / "run").metrics))
 
 
 def scalars(record, metric):

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_blackmamba.formats.events import GaveUp, NotFinite, NotRewound, Rewound, Spike
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.formats.step_records import metrics_so_far
 from tests.training.faults import BAD_SAMPLE
 from tests.training.runs import ON_TWO, events_of, log, losses, metrics, samples_of
 from tests.waiting import wait_until
@@ -109,7 +109,7 @@ def test_stop_request_saves_and_resumes_without_a_difference(forks, tmp_path, un
 
 def saving_or_waiting(run, saves, until):
     """A save begun again has the name of the one before, and then the run goes on until it waits."""
-    return set(run.checkpoints.glob("*")) - saves or len(list(read_metrics(run.metrics))) == until
+    return set(run.checkpoints.glob("*")) - saves or len(list(metrics_so_far(run.metrics))) == until
 
 
 def test_six_random_kills_leave_the_curve_unchanged(forks, tmp_path, undisturbed):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_blackmamba.formats.schedule import Schedule
-from megatron_blackmamba.formats.step_records import StepRecord, read_metrics
+from megatron_blackmamba.formats.step_records import StepRecord, metrics_so_far, read_metrics
 from megatron_blackmamba.report import write_report
 from megatron_blackmamba.training.metrics import MetricError, Taken, all_metrics, metric, metric_of, unregister
 from tests.training import runs
@@ -51,7 +51,9 @@ def test_truncated_line_is_not_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(metrics(1).to_json() + "\n" + metrics(2).to_json()[:40])
     assert [record["step"] for record in read_metrics(path)] == [1]
-    assert list(read_metrics(tmp_path / "none")) == []
+    assert list(metrics_so_far(tmp_path / "none")) == []
+    with pytest.raises(FileNotFoundError, match=r"none: no such file\. Name the metrics\.jsonl"):
+        read_metrics(tmp_path / "none")
 
 
 def test_damaged_lines_are_skipped_when_read(tmp_path):
