@@ -7,7 +7,7 @@ next file, then `a.b=c` overrides.
 import difflib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -94,6 +94,8 @@ def load(
 
     note: takes a line about each key that has another name now; by default it warns.
     """
+    if isinstance(overrides, (str, Mapping)):
+        raise ConfigError(f"overrides={overrides!r}: give a list such as ['model.experts=4', 'training.steps=10'].")
     names = [files] if isinstance(files, (str, Path)) else list(files)
     if not names:
         raise ConfigError(f"name a config file or a shipped run: {', '.join(shipped())}")

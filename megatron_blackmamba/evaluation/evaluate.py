@@ -22,7 +22,7 @@ from megatron_blackmamba.evaluation.scoring import VERSION
 from megatron_blackmamba.evaluation.tasks import LoadedTask, does_not_fit, load_tasks, quiet
 from megatron_blackmamba.formats.evaluations import Encoding, Evaluation, ScoringKey, TaskResult, claim, read_evaluation
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.interchange.open import open_model
+from megatron_blackmamba.interchange.open import existing_folder, open_model
 
 if TYPE_CHECKING:
     from megatron_blackmamba.evaluation.harness import BlackMambaLM
@@ -78,6 +78,7 @@ def evaluate(path: Path, options: Options, progress: Progress = lambda task, don
     quiet()
     from megatron_blackmamba.evaluation.harness import BlackMambaLM
 
+    existing_folder(path)  # before the tasks and their data
     target = find_target(path, options.out)
     with ExitStack() as stack:
         renew = stack.enter_context(claim(target.run, target.step)) if target.run and target.step else lambda: None

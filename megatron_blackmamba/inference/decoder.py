@@ -115,6 +115,11 @@ class Decoder:
 
         choices: receives the experts of each token, `[B, K]`, of each routed layer.
         """
+        if tokens_B.shape != state.last_B.shape:
+            raise ValueError(
+                f"tokens have the shape {tuple(tokens_B.shape)}: give one for each sequence of the state,"
+                f" {tuple(state.last_B.shape)}."
+            )
         residual_BD = F.embedding(tokens_B, self.weights.embedding_VD).float()
         with threads_for_matrices_alone(residual_BD, self.weights.embedding_VD) as self.threads:
             self._restart(state)
@@ -155,7 +160,12 @@ class Decoder:
         lengths_B: Tensor | None,
         choices: list[Tensor] | None = None,
     ) -> Tensor:
-        weights = self.weights
+        weights, batch = self.weights, len(state.last_B)
+        if tokens_BL.dim() != 2 or len(tokens_BL) != batch or tokens_BL.shape[1] == 0:
+            raise ValueError(
+                f"tokens have the shape {tuple(tokens_BL.shape)}, and the state holds {batch} sequences:"
+                f" give [{batch}, L] with L of at least 1."
+            )
         keep_BL1 = self._keep(tokens_BL, lengths_B)
         reset_BL = self._resets(state, tokens_BL)
         residual_BLD = F.embedding(tokens_BL, weights.embedding_VD).float()

@@ -185,7 +185,9 @@ class Generator:
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise GenerationError("this model came without a tokenizer: load it with tokenizer=FILE, or pass token ids")
+            raise GenerationError(
+                "the model has no tokenizer: load it with tokenizer=FILE, or give token ids to `Generator.tokens`"
+            )
         return self.tokenizer
 
 

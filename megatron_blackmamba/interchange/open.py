@@ -16,12 +16,18 @@ def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = Fals
 
     verify: read all of a checkpoint first, and refuse one that is damaged.
     """
+    path = existing_folder(path)
+    model = _open(path, verify)
+    return model if tokenizer is None else replace(model, tokenizer=tokenizer)
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the folder of a model, or of the newest download of a name on the hub; refuse what is no folder."""
     path = local_folder(path)
     if not path.is_dir():
         what = "a file, and a model is a folder" if path.exists() else "no such folder"
         raise InterchangeError(f"{path}: {what}. Name a run (runs/NAME), one of its checkpoints, or an export")
-    model = _open(path, verify)
-    return model if tokenizer is None else replace(model, tokenizer=tokenizer)
+    return path
 
 
 def _open(path: Path, verify: bool) -> Canonical:

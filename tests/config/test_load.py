@@ -323,3 +323,9 @@ def test_a_mixture_is_what_trains(tmp_path):
     assert load(run, ["data.kind=synthetic"]).data.kind == "synthetic"
     with pytest.raises(ConfigError, match="reads no mixture"):
         load("tiny", ["data.kind=synthetic", "data.mixture=mix.yaml"])
+
+
+@pytest.mark.parametrize("overrides", ["model.experts=4", {"model.experts": 4}])
+def test_overrides_are_a_list(overrides):
+    with pytest.raises(ConfigError, match=r"overrides=.*: give a list such as \['model.experts=4'"):
+        load("tiny", overrides)

@@ -17,6 +17,7 @@ from megatron_blackmamba.evaluation.evaluate import evaluate as run_evaluation
 from megatron_blackmamba.evaluation.tasks import names_of
 from megatron_blackmamba.formats.evaluations import claim, is_claimed, read_evaluation
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.interchange.canonical import InterchangeError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
 TASKS = ("piqa", "lambada_openai")
@@ -164,6 +165,8 @@ def test_wrong_names_and_models_are_one_line(run, export, data, tmp_path, monkey
     monkeypatch.setattr(tasks, "_index", lambda: tasks._near("piqa"))  # all of lm-eval's take seconds
     with pytest.raises(EvaluationError, match=r"no task 'piqaa'\. Did you mean piqa"):
         run_evaluation(run, Options(("piqaa",), data=data))
+    with pytest.raises(InterchangeError, match=r"nope: no such folder\. Name a run"):
+        run_evaluation(tmp_path / "nope", Options(("piqa",)))
     with pytest.raises(EvaluationError, match="no --data DIR given for piqa"):
         run_evaluation(run, Options(("piqa",)))
     bare = shutil.copytree(export("MEME"), tmp_path / "bare")

@@ -39,6 +39,15 @@ def test_reading_in_parallel_agrees_with_the_reference(model, decoder):
     assert_close(decoder.read_all(decoder.start(1), torch.tensor([TOKENS]))[0], reference(model), 1e-5)
 
 
+def test_tokens_of_another_shape_are_refused(decoder):
+    state = decoder.start(2)
+    for shape in ((3, 4), (2, 0), (2,)):
+        with pytest.raises(ValueError, match=r"the state holds 2 sequences: give \[2, L\]"):
+            decoder.read(state, torch.zeros(shape, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"shape \(1,\): give one for each sequence of the state, \(2,\)"):
+        decoder.step(state, torch.tensor([1]))
+
+
 @pytest.mark.parametrize("cut", [1, 2, 11, 12, 13, 29])
 def test_reading_goes_on_where_reading_or_stepping_ended(model, decoder, cut):
     state = decoder.start(1)
