@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.runtime import device, world
+from megatron_blackmamba.runtime.seeding import random_state_kept
 
 if TYPE_CHECKING:
     from megatron_blackmamba.data import Batch
@@ -28,7 +29,10 @@ def build(config: RunConfig) -> "LanguageModel":
     """
     from megatron_blackmamba import model
 
-    return model.build(config, world.alone(config.parallel))
+    _require_config(config)
+    place = world.alone(config.parallel)
+    with random_state_kept():
+        return model.build(config, place)
 
 
 def batches(config: RunConfig, start_sample: int = 0) -> "Iterator[Batch]":
@@ -38,6 +42,9 @@ def batches(config: RunConfig, start_sample: int = 0) -> "Iterator[Batch]":
     """
     from megatron_blackmamba import data
 
+    _require_config(config)
+    if start_sample < 0:
+        raise ValueError(f"start_sample={start_sample}: give 0 or more.")
     model = config.model
     plan = data.build(config.data, vocab_size=model.vocab_size, total_samples=config.samples, eod_reset=model.eod_reset)
     batch = config.training.global_batch
@@ -55,9 +62,12 @@ def train(config: RunConfig, trainer: "type[Trainer] | None" = None) -> "Outcome
     """
     from megatron_blackmamba.training import loop
 
-    if world.find_place().launcher == "alone":
-        world.alone(config.parallel)  # shared with `build`, and kept for the next call
-    return loop.train(config, trainer)
+    _require_config(config)
+    if world.find_place().launcher != "alone":
+        return loop.train(config, trainer)
+    world.alone(config.parallel)  # shared with `build`, and kept for the next call
+    with random_state_kept():
+        return loop.train(config, trainer)
 
 
 def save(model: "LanguageModel", folder: str | Path, tokenizer: str | Path | None = None) -> None:
@@ -94,11 +104,19 @@ def evaluate(
     return score(Path(model), Options(names, data=None if data is None else Path(data), **options))
 
 
+def _require_config(config: object) -> None:
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"{config!r} is no RunConfig: give load_config(...), such as load_config('tiny').")
+
+
 def _canonical(model: "LanguageModel | str | Path", tokenizer: str | Path | None) -> "Canonical":
     from megatron_blackmamba.interchange import megatron
     from megatron_blackmamba.interchange.open import open_model
+    from megatron_blackmamba.model.config import MegatronConfig
 
     file = None if tokenizer is None else Path(tokenizer)
     if isinstance(model, (str, Path)):
         return open_model(Path(model), file)
+    if not isinstance(getattr(model, "config", None), MegatronConfig):
+        raise TypeError(f"a {type(model).__name__} is no model of `build`: give one, or the folder of a run or export.")
     return megatron.of_module(model, file)

@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 
 import megatron_blackmamba
+from tests.runtime.ranks import run_script
 
+pytestmark = pytest.mark.xdist_group("api")  # its process starts once, not once a worker
 PACKAGE = Path(megatron_blackmamba.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "python.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_script("tests.api_probe", str(tmp_path_factory.mktemp("api")))
 
 
 def test_import_loads_nothing_until_a_name_is_used():
@@ -45,3 +52,23 @@ def test_type_checkers_see_the_same_names():
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = megatron_blackmamba.trian
+
+
+def test_random_numbers_of_the_caller_go_on(found):
+    assert found["random_numbers"] == [True, True]
+
+
+def test_copy_of_a_model_is_independent(found):
+    assert found["copied"] == {"same": True, "shared": 0, "marks": True}
+
+
+def test_mistakes_are_explained(found):
+    expected = {
+        "a name instead of a config": "'tiny' is no RunConfig: give load_config(...)",
+        "batches before the first": "start_sample=-3: give 0 or more.",
+        "another module": "a Linear is no model of `build`",
+        "one sequence without a batch": "tokens have the shape (4,): the model reads [batch, sequence].",
+        "another precision": "Build it with training.precision=bf16, fp32 or fp64.",
+    }
+    for name, message in expected.items():
+        assert message in found["mistakes"].get(name, ""), name

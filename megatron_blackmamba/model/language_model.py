@@ -3,6 +3,9 @@
 Shapes: S sequence, B batch, D model, V vocabulary of this rank, L layers, E experts.
 """
 
+from copy import deepcopy
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -74,7 +77,7 @@ class LanguageModel(LanguageModule):
 
         before_B: The token before this rank's part of each sequence under `parallel.context`; -1 means none.
         """
-        residual_SBD = self.embedding(tokens_BS, position_ids=None) if self.pre_process else None
+        residual_SBD = self._embedded(tokens_BS) if self.pre_process else None
         x_SBD = self.decoder(residual_SBD, self._layer_inputs(tokens_BS, before_B))
         if not self.post_process:
             return x_SBD
@@ -86,6 +89,27 @@ class LanguageModel(LanguageModule):
         if labels_BS is None:
             return logits_SBV.transpose(0, 1)
         return self._losses(logits_SBV, labels_BS)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LanguageModel":
+        """Copy the weights with their marks; the copy uses the same process groups."""
+        memo |= {id(shared): shared for shared in (self.pg_collection, *vars(self.pg_collection).values())}
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__ = deepcopy(self.__dict__, memo)
+        for parameter, its in zip(self.parameters(), copied.parameters(), strict=True):
+            vars(its).update({name: mark for name, mark in vars(parameter).items() if isinstance(mark, int)})
+        return copied
+
+    def _embedded(self, tokens_BS: Tensor) -> Tensor:
+        if tokens_BS.dim() != 2:
+            raise ValueError(f"tokens have the shape {tuple(tokens_BS.shape)}: the model reads [batch, sequence].")
+        built, found = self.config.params_dtype, self.embedding.word_embeddings.weight.dtype
+        if found != built:
+            raise TypeError(
+                f"the weights are {found}, and the model was built for {built}: .to(), .half() and .double() do not"
+                " convert it. Build it with training.precision=bf16, fp32 or fp64."
+            )
+        embedded_SBD: Tensor = self.embedding(tokens_BS, position_ids=None)
+        return embedded_SBD
 
     def _head_computes_losses(self, x_SBD: Tensor, weight_VD: Tensor | None) -> bool:
         """Return whether the head computes the losses itself, with the kernel for GPUs."""

@@ -1,6 +1,8 @@
 """Random numbers that do not depend on the layout: a generator for each global parameter name."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -14,6 +16,13 @@ def seed_of(seed: int, name: str) -> int:
 def generator(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
     """Return the generator for one global name (a parameter, an expert of a layer), equal on all ranks and layouts."""
     return torch.Generator(device=device).manual_seed(seed_of(seed, name))
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore torch's random state of the CPU and of this process's GPU afterwards."""
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        yield
 
 
 def seed_process(seed: int) -> None:
