@@ -69,7 +69,9 @@ class Outcome(IntEnum):
     DONE = 0
     """The run has consumed its tokens, or has reached training.stop_after_steps."""
     GAVE_UP = exits.GAVE_UP
+    """The guard has stopped the run after bad steps."""
     STOPPED_ON_REQUEST = exits.STOPPED_ON_REQUEST
+    """A signal or `Trainer.asked_to_stop` has ended it; starting it again resumes."""
 
 
 def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
@@ -127,12 +129,14 @@ class Trainer:
         self.tracing = Tracing(config.training.profile, self.folder.profile, world.rank)
         self.first_sample = 0
         self.asked_to_stop = False
+        """Set this to end the run after the step, with a checkpoint."""
         self.bad_samples: list[tuple[int, int]] = []
         self.rewinds: Counter[int] = Counter()
         self.batches = self.open_batches()
         self.shard_check = self.open_shard_check()
 
     def run(self) -> Outcome:
+        """Train until the run is done, gives up or is asked to stop."""
         try:
             self.begin()
             if self.world.any_rank(self.stop.asked):  # while the model was built or loaded
@@ -236,10 +240,12 @@ class Trainer:
         )
 
     def is_exported(self, step: int) -> bool:
+        """Return whether the export of a step exists."""
         return self.world.any_rank(self.world.is_main and self.folder.export(step).exists())
 
     @property
     def steps_left(self) -> int:
+        """Return the number of steps until the last one."""
         return self.config.steps_left(self.progress.consumed_samples)
 
     @property
@@ -248,12 +254,14 @@ class Trainer:
         return self.progress.end_after(self.steps_left * self.config.training.global_batch)
 
     def open_data(self) -> serving.DataPlan:
+        """Return the training and validation data of the run."""
         model = self.config.model
         return serving.build(
             self.config.data, vocab_size=model.vocab_size, total_samples=self.end_of_data, eod_reset=model.eod_reset
         )
 
     def open_batches(self) -> serving.BatchStream:
+        """Return the micro-batches of this rank from the next sample on."""
         return self._stream(self.progress.next_sample)
 
     def _stream(self, first: int) -> serving.BatchStream:
@@ -271,6 +279,7 @@ class Trainer:
         )
 
     def open_shard_check(self) -> serving.ShardCheck:
+        """Start the check of the token shards in the background."""
         return serving.ShardCheck(
             self.data.shards,
             self.folder.verified,
@@ -328,6 +337,7 @@ class Trainer:
 
     @property
     def validation_is_due(self) -> bool:
+        """Return whether to validate after this step."""
         every = self.config.training.evaluate_every
         return bool(self.data.validation and every and (self.progress.step % every == 0 or not self.steps_left))
 

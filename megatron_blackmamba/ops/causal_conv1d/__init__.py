@@ -32,9 +32,17 @@ def causal_conv1d(
     return_final_window: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return y_BLI in x's dtype, or (y_BLI, final_window_BWI): what a next call needs to go on where this one ends.
+    """Return y_BLI in x's dtype, or (y_BLI, final_window_BWI): what a next call needs to continue where this one ends.
 
-    activation: "silu" or None. backend: "auto" or a name of `available_backends()`.
+    `y[t] = activation(bias + sum of weight[K - 1 - j] * x[t - j])` for j from 0 to K - 1. Letters name the dimensions:
+    B batch, L length, I channels, K taps, W = K - 1.
+
+    Args:
+        activation: "silu" or None. causal-conv1d's default is None.
+        initial_window: The K - 1 inputs before the first token, `[B, W, I]`; zero by default.
+        reset_BL: True at the first token of a document; the inputs before it count as zero.
+        return_final_window: Also return the last K - 1 inputs, `[B, W, I]`.
+        backend: "auto" or a key of `available_backends()`.
     """
     inputs = checked(Inputs(x_BLI, weight_IK, bias_I, activation, initial_window, reset_BL))
     y_BLI = backends.choose(__name__, BACKENDS, backend, inputs).convolve(inputs)

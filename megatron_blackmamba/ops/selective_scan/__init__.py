@@ -47,12 +47,19 @@ def selective_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return y_BLI in u's dtype, or (y_BLI, final_state_BIN in fp32).
 
-    A_IN, D_I, delta_bias_I and the states are fp32; A_IN is negative (-exp(A_log)).
+    For each channel and state: `state = exp(delta * A) * state + delta * u * B`, and `y = (sum of C * state) + D * u`.
+    Letters name the dimensions: B batch, L length, I channels, N state. A_IN, D_I, delta_bias_I and the states are
+    fp32; A_IN is negative (-exp(A_log)).
 
     Args:
+        z_BLI: Gate; y is multiplied by silu(z).
+        delta_bias_I: Added to delta before the softplus.
+        delta_softplus: Apply softplus to delta. mamba-ssm's default is False.
+        initial_state_BIN: State before the first token; zero by default.
         reset_BL: True at the first token of a document, before which the state is reset to zero.
-        z_gradient: Returns the tensor that z's gradient should be written to, if the backend `TAKES_MEMORY_OPTIONS`.
-        keep_states: Whether such a backend keeps states for the backward pass or recomputes them, in less memory.
+        return_final_state: Also return the state after the last token.
+        z_gradient: Returns the tensor that z's gradient should be written to. Only the backend "triton" uses it.
+        keep_states: Keep states for the backward pass, or recompute them in less memory; only for "triton".
         backend: "auto" or a key of `available_backends()`. "auto" takes a PyTorch backend for float64 u.
     """
     required = (u_BLI, delta_BLI, A_IN, B_BLN, C_BLN)

@@ -41,10 +41,15 @@ def ssd(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return y_BLHP in x's dtype, or (y_BLHP, final_state_BHPN in fp32).
 
-    A_H, D_H, dt_bias_H and the states are fp32; A_H is negative (-exp(A_log)).
+    With dt after softplus: `state = exp(dt * A) * state + dt * x * B`, and `y = (sum of C * state) + D * x`. Letters
+    name the dimensions: B batch, L length, H heads, P channels of a head, G groups of heads, N state. A_H, D_H,
+    dt_bias_H and the states are fp32; A_H is negative (-exp(A_log)).
 
     Args:
+        dt_bias_H: Added to dt before the softplus, which is always applied.
+        initial_state_BHPN: State before the first token; zero by default.
         reset_BL: True at the first token of a document, before which the state is reset to zero.
+        return_final_state: Also return the state after the last token.
         backend: "auto" or a key of `available_backends()`. "auto" takes a PyTorch backend for float64 x.
     """
     inputs = Inputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, initial_state_BHPN, reset_BL)
