@@ -14,6 +14,7 @@ from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import ColumnLinear
 from megatron_blackmamba.model.stack import LayerInputs
 from megatron_blackmamba.ops import head_loss
+from megatron_blackmamba.ops.arguments import require_shape
 from megatron_blackmamba.ops.cross_entropy import cross_entropy, why_not
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -77,6 +78,8 @@ class LanguageModel(LanguageModule):
 
         before_B: The token before this rank's part of each sequence under `parallel.context`; -1 means none.
         """
+        require_shape("the model", "labels", labels_BS, *tokens_BS.shape)
+        require_shape("the model", "before_B", before_B, len(tokens_BS))
         residual_SBD = self._embedded(tokens_BS) if self.pre_process else None
         x_SBD = self.decoder(residual_SBD, self._layer_inputs(tokens_BS, before_B))
         if not self.post_process:

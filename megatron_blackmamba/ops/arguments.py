@@ -16,22 +16,35 @@ def require_floats(op: str, **tensors: Tensor | None) -> None:
             raise ValueError(f"{op}: {name} is {str(tensor.dtype).removeprefix('torch.')}. Pass one of {known}.")
 
 
-def require_shapes(op: str, inputs: Any, **sizes: int) -> None:
-    """Refuse a tensor that does not have the shape that its name in the NamedTuple `inputs` ends in.
+def require_shape(op: str, name: str, tensor: Tensor | None, *expected: int) -> None:
+    """Refuse a tensor of another shape; kernels would read or write beyond it."""
+    if tensor is not None and tuple(tensor.shape) != expected:
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}. Pass {expected}.")
 
-    sizes: the size of each letter. All tensors are floats, except for the bool tensor `reset`.
+
+def require_dimensions(op: str, name: str, tensor: Tensor, number: int) -> None:
+    """Refuse a tensor with another number of dimensions."""
+    if tensor.dim() != number:
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}. Pass {number} dimensions.")
+
+
+def require_shapes(op: str, inputs: Any, **sizes: int) -> None:
+    """Refuse a tensor that does not have the shape that its name ends in.
+
+    Args:
+        inputs: A NamedTuple, or a dictionary. All tensors in it are floats, except for the bool tensor `reset`.
+        sizes: The size of each letter.
     """
-    first, *_ = inputs
-    for field, tensor in inputs._asdict().items():
+    fields = inputs if isinstance(inputs, dict) else inputs._asdict()
+    called, first = next(iter(fields.items()))
+    for field, tensor in fields.items():
         if not isinstance(tensor, Tensor):
             continue
         name, _, letters = field.rpartition("_")
         expected = tuple(sizes[letter] for letter in letters)
         if tuple(tensor.shape) != expected:
-            called = inputs._fields[0].rpartition("_")[0]
-            raise ValueError(
-                f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected} ({called} is {tuple(first.shape)})"
-            )
+            of = f"{called.rpartition('_')[0]} is {tuple(first.shape)}"
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected} ({of})")
         if name != "reset":
             require_floats(op, **{name: tensor})
         elif tensor.dtype != torch.bool:

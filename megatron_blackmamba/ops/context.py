@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from megatron_blackmamba.ops.gradients import first_order
+
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 """A NamedTuple: the arguments of an op."""
 Summary = tuple[Tensor, Tensor]
@@ -93,6 +95,7 @@ class _ScanPart(torch.autograd.Function):
         return y.detach()
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y):
         leaves, start, y, end = ctx.graph
         ctx.graph = None  # or the inputs would live until the whole backward pass is over

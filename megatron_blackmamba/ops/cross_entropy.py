@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends, library
-from megatron_blackmamba.ops.arguments import require_floats
+from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
+from megatron_blackmamba.ops.gradients import first_order
 
 
 def available_backends() -> dict[str, str | None]:
@@ -26,6 +27,8 @@ def why_not(logits: Tensor) -> str | None:
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """Return the fp32 loss of each token. The backward pass overwrites the logits: nobody may need them after it."""
     require_floats("cross_entropy", logits=logits_TV)
+    require_dimensions("cross_entropy", "logits", logits_TV, 2)
+    require_shape("cross_entropy", "labels", labels_T, len(logits_TV))
     if labels_T.dtype != torch.int64:
         raise ValueError(f"cross_entropy: labels are {labels_T.dtype}. Pass int64.")
     if reason := why_not(logits_TV):
@@ -37,7 +40,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels):
         logits, labels = logits.contiguous(), labels.contiguous()
-        low, high = labels.aminmax()
+        low, high = labels.aminmax() if len(labels) else (0, 0)
         if low < 0 or high >= logits.shape[1]:
             raise IndexError(f"labels from {low} to {high}, where the vocabulary has {logits.shape[1]} entries")
         loss, log_sum = logits.new_empty((2, len(labels)), dtype=torch.float32)
@@ -47,7 +50,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, grad_loss):
         if ctx.overwritten:
             raise RuntimeError("cross_entropy: its gradient overwrites the logits, so backward runs only once")

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops.arguments import require_floats
-from megatron_blackmamba.ops.gated import ACTIVATIONS, gated, is_fused
+from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
+from megatron_blackmamba.ops.gated import gated, is_fused
 from megatron_blackmamba.ops.matvec import bf16_products, product
 
 BACKENDS = ("grouped_mm", "loop")  # best first, each where it applies
@@ -31,9 +31,11 @@ def grouped_experts(
     backend: str = "auto",
 ) -> Tensor:
     """Return `[T, D]`: the output of each token's expert, times its weight. Experts and T may be empty."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"grouped_experts: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
     require_floats("grouped_experts", x=x_TD, fc1=fc1_EGD, fc2=fc2_EDF, weights=weights_T)
+    require_shape("grouped_experts", "weights", weights_T, len(x_TD))
+    require_dimensions("grouped_experts", "fc1", fc1_EGD, 3)
+    experts, gate_and_up, hidden = fc1_EGD.shape
+    require_shape("grouped_experts", "fc2", fc2_EDF, experts, hidden, gate_and_up // 2)
     ends_E = None
     if x_TD.is_cuda:  # once, out of the pinned memory that a dispatcher has copied to: the host does not wait
         tokens_per_expert_E = tokens_per_expert_E.to(x_TD.device, non_blocking=True)
@@ -60,15 +62,19 @@ def grouped_linear(
     require_floats("grouped_linear", x=x_TD, weight=weight_EOD)
     if x_TD.dtype != weight_EOD.dtype:
         raise ValueError(f"grouped_linear: x is {x_TD.dtype}, weight is {weight_EOD.dtype}. Pass one dtype.")
+    require_dimensions("grouped_linear", "weight", weight_EOD, 3)
     tokens, experts = x_TD.shape[0], weight_EOD.shape[0]
+    require_shape("grouped_linear", "x", x_TD, tokens, weight_EOD.shape[2])
+    if not isinstance(tokens_per_expert_E, Tensor) or tokens_per_expert_E.is_floating_point():
+        raise ValueError("grouped_linear: tokens_per_expert must be a tensor of integers")
     if tokens_per_expert_E.shape != (experts,):
         raise ValueError(
             f"grouped_linear: {experts} weights, tokens_per_expert of shape {tuple(tokens_per_expert_E.shape)}"
         )
-    if tokens_per_expert_E.device.type == "cpu" and tokens_per_expert_E.sum() != tokens:
-        raise ValueError(
-            f"grouped_linear: tokens_per_expert {tokens_per_expert_E.tolist()} does not add up to {tokens}"
-        )
+    if tokens_per_expert_E.device.type == "cpu":
+        counts = tokens_per_expert_E.tolist()
+        if sum(counts) != tokens or min(counts, default=0) < 0:
+            raise ValueError(f"grouped_linear: tokens_per_expert {counts} are not counts that add up to {tokens}")
     why_not = _why_not_grouped_mm(x_TD, weight_EOD)
     if backend == "loop" or (backend == "auto" and why_not) or tokens == 0:  # whose backward grouped_mm lacks
         parts = x_TD.split(tokens_per_expert_E.tolist())

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends, library
-from megatron_blackmamba.ops.arguments import require_floats
+from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
+from megatron_blackmamba.ops.gradients import first_order
 
 why_not_cpp = library.unsupported
 # SwiGLU, and GeGLU with the exact (erf) GELU.
@@ -30,7 +31,13 @@ def is_fused(gate_up_TG: Tensor) -> bool:
 
 def gated(gate_up_TG: Tensor, activation: str, weights_T: Tensor | None = None) -> Tensor:
     """Return `[T, F]` in the dtype of gate and up."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"gated: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
     require_floats("gated", gate_up=gate_up_TG, weights=weights_T)
+    require_dimensions("gated", "gate_up", gate_up_TG, 2)
+    require_shape("gated", "weights", weights_T, len(gate_up_TG))
+    if gate_up_TG.shape[1] % 2:
+        raise ValueError(f"gated: gate and up have {gate_up_TG.shape[1]} columns together. Pass an even number.")
     if triton := backends.triton_of("gated", gate_up_TG):
         y_TF: Tensor = triton.gated(gate_up_TG, weights_T, activation == "gelu")
         return y_TF
@@ -53,6 +60,7 @@ class _Gated(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y):
         gate_up, weights = ctx.saved_tensors
         grad_gate_up, grad_weights = torch.empty_like(gate_up), None if weights is None else torch.empty_like(weights)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops.arguments import require_floats
+from megatron_blackmamba.ops.gradients import first_order
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight_I: Tensor, groups: int, eps: float) -> Tensor:
@@ -33,6 +34,7 @@ class _GatedRmsNorm(torch.autograd.Function):
         return ((u_GC * scale_G1).flatten(-2) * weight.to(compute)).to(x.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y):
         x, gate, weight, scale_G1 = ctx.saved_tensors
         compute = scale_G1.dtype

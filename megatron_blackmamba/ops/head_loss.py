@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.fp32_linear import fp32_product
+from megatron_blackmamba.ops.gradients import first_order
 
 MOST_LOGITS = 2**31 - 1
 """Elements of a chunk's logits while they are kept for the backward pass."""
@@ -48,7 +49,7 @@ class _HeadLoss(torch.autograd.Function):
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, grad_T):
         x_TD, weight_VD, *gradients = ctx.saved_tensors
         # Divided by the largest, equal gradients are 1, and their product with bf16 numbers is exact.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
-from megatron_blackmamba.ops.arguments import require_floats
+from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
 
 MAX_VECTORS = 64  # at once, as in csrc/dots.h
 BYTES_PER_THREAD = 1 << 18  # less work than this does not pay for calling a thread
@@ -43,6 +43,8 @@ def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None = None) -> Tenso
         threads: Maximum number of threads. Default: as many as torch uses.
     """
     require_floats("matvec", weight=weight_OI, x=x_BI)
+    require_dimensions("matvec", "weight", weight_OI, 2)
+    require_shape("matvec", "x", x_BI, *x_BI.shape[:-1], weight_OI.shape[1])
     if why_not_cpp(weight_OI, x_BI):
         return F.linear(x_BI.to(weight_OI.dtype), weight_OI).to(x_BI.dtype)
     y_BO = torch.empty(x_BI.shape[0], weight_OI.shape[0], dtype=torch.float32)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends, library
-from megatron_blackmamba.ops.arguments import require_floats
+from megatron_blackmamba.ops.arguments import require_floats, require_shape
+from megatron_blackmamba.ops.gradients import first_order
 
 ROWS_OF_A_UNIT = 64  # as in csrc/rms_norm.cpp
 
@@ -23,6 +24,7 @@ def available_backends() -> dict[str, str | None]:
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight, computed in fp32 (float64 if x is), in the weight's dtype."""
     require_floats("rms_norm", x=x, weight=weight_D)
+    require_shape("rms_norm", "weight", weight_D, x.shape[-1])
     if triton := backends.triton_of("norm", x, weight_D):
         return triton.norm_and_stream(x, weight_D, eps)[0]
     if why_not_cpp(x, weight_D):
@@ -34,6 +36,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def norm_and_stream(x: Tensor, weight_D: Tensor, eps: float, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the norm of x + branch, and this sum to go on with. One kernel does both where it can, each way."""
     require_floats("rms_norm", x=x, weight=weight_D, branch=branch)
+    require_shape("rms_norm", "weight", weight_D, x.shape[-1])
+    require_shape("rms_norm", "branch", branch, *x.shape)
     if triton := backends.triton_of("norm", x, weight_D, branch):
         both: tuple[Tensor, Tensor] = triton.norm_and_stream(x, weight_D, eps, branch)
         return both
@@ -59,6 +63,7 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y):
         x, weight, scale_T = ctx.saved_tensors
         grad_x = torch.empty_like(x)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.triton_math import sigmoid
 from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
@@ -45,6 +46,7 @@ class _Gated(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y):
         gate_up, weights = ctx.saved_tensors
         T, G = gate_up.shape

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
 __all__ = ["norm_and_stream", "unavailable", "unsupported"]
@@ -55,6 +56,7 @@ class _Norm(torch.autograd.Function):
         return y, stream
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y, grad_stream):
         x, weight, scale_T = ctx.saved_tensors
         if grad_y is None:

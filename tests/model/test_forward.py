@@ -101,3 +101,10 @@ def test_loss_is_cross_entropy_of_next_token(build):
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="none")
         assert torch.allclose(model(tokens, labels), expected.view(3, 20), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 16), (1, 17), (17, 2), (34,), (2, 17, 1)])
+def test_labels_of_another_shape_are_refused(build, shape):
+    model, tokens = build().eval(), torch.zeros(2, 17, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"labels has shape .* Pass \(2, 17\)"):
+        model(tokens, torch.zeros(shape, dtype=torch.int64))

@@ -130,8 +130,12 @@ def test_wrong_calls_are_refused_by_name():
     tensors, counts = expert_inputs([4, 4])
     with pytest.raises(ValueError, match="activation must be one of silu, gelu, not 'relu'"):
         grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"], activation="relu")
-    with pytest.raises(ValueError, match=r"\[4, 5\] does not add up to 8"):
-        grouped_experts(tensors["x"], torch.tensor([4, 5]), tensors["fc1"], tensors["fc2"])
+    for wrong in ([4, 5], [-1, 9]):
+        with pytest.raises(ValueError, match=r"\[-?\d, \d\] are not counts that add up to 8"):
+            grouped_experts(tensors["x"], torch.tensor(wrong), tensors["fc1"], tensors["fc2"])
+    for wrong in (torch.tensor([2.5, 5.5]), [4, 4]):
+        with pytest.raises(ValueError, match="tokens_per_expert must be a tensor of integers"):
+            grouped_experts(tensors["x"], wrong, tensors["fc1"], tensors["fc2"])
     with pytest.raises(ValueError, match="2 weights, tokens_per_expert of shape"):
         grouped_experts(tensors["x"], torch.tensor([4, 4, 0]), tensors["fc1"], tensors["fc2"])
     with pytest.raises(ValueError, match="backend must be one of auto"):

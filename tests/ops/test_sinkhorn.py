@@ -197,8 +197,17 @@ def test_wrong_calls_are_refused_by_name():
         sinkhorn_choice(torch.zeros(2, 2), start="warm")
     with pytest.raises(ValueError, match="fast"):
         sinkhorn_choice(torch.zeros(2, 2), backend="fast")
-    with pytest.raises(ValueError, match="top_k must be 1 to the number of experts,  2; not 3"):
-        sinkhorn_choice(torch.zeros(2, 2), top_k=3)
+    for top_k in (3, 0, 1.0):
+        with pytest.raises(ValueError, match=f"top_k must be a whole number from 1 to .*, 2; not {top_k}"):
+            sinkhorn_choice(torch.zeros(2, 2), top_k=top_k)
+    for iterations in (-1, 2.5):
+        with pytest.raises(ValueError, match=f"iterations must be a whole number from 0 on, not {iterations}"):
+            sinkhorn_choice(torch.zeros(2, 2), iterations=iterations)
+    for temperature in (0.0, -2.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"temperature must be finite and above 0, not {temperature}"):
+            sinkhorn_choice(torch.zeros(2, 2), temperature=temperature)
+    with pytest.raises(ValueError, match=r"logits has shape .* Pass 2 dimensions"):
+        sinkhorn_choice(torch.zeros(2))
     with pytest.raises(ValueError, match="int32"):
         sinkhorn_choice(torch.zeros(2, 2), tokens_E=torch.zeros(2, dtype=torch.int32))
     assert available_backends()["reference"] is None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops import library
 from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
+from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
 
 unavailable = library.unavailable
@@ -72,6 +73,7 @@ class _Convolution(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y):
         saved = ctx.saved_tensors  # once: torch's checkpointing gives them no second time
         x, weight_KP, bias_P, initial_window, _ = saved

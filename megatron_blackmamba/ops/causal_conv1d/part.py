@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, final_window
 from megatron_blackmamba.ops.context import from_neighbour
+from megatron_blackmamba.ops.gradients import first_order
 
 
 def causal_conv1d_part(
@@ -45,6 +46,7 @@ class _ConvolvePart(torch.autograd.Function):
         return y.detach()
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y):
         leaves, reset, y = ctx.graph
         ctx.graph = None  # or the inputs would live until the whole backward pass is over

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops.arguments import require_floats
+from megatron_blackmamba.ops.arguments import require_dimensions, require_shapes
 
 
 @torch.no_grad()
@@ -19,7 +19,10 @@ def causal_conv1d_step(
     activation: str | None = "silu",
 ) -> Tensor:
     """Put `x_BI` at the end of `window_BWI`, its oldest input dropped, in place, and return y_BI in x's dtype."""
-    require_floats("causal_conv1d_step", window=window_BWI, x=x_BI, weight=weight_IK, bias=bias_I)
+    require_dimensions("causal_conv1d_step", "window", window_BWI, 3)
+    B, W, I = window_BWI.shape
+    tensors = {"window_BWI": window_BWI, "x_BI": x_BI, "weight_IK": weight_IK, "bias_I": bias_I}
+    require_shapes("causal_conv1d_step", tensors, B=B, W=W, I=I, K=W + 1)
     compute = torch.promote_types(x_BI.dtype, torch.float32)
     inputs_BKI = torch.cat((window_BWI, x_BI[:, None].to(window_BWI.dtype)), dim=1)
     y = (inputs_BKI.to(compute) * weight_IK.t().to(compute)).sum(dim=1)

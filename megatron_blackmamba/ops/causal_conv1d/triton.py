@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_blackmamba.ops.causal_conv1d import reference
 from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
 from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
+from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens
 from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
@@ -56,6 +57,7 @@ class _Convolution(torch.autograd.Function):
         return _run_forward(inputs)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         inputs = Inputs(*ctx.saved_tensors)._replace(activation=ctx.activation)
         dy = _unit_stride(dy)
@@ -77,6 +79,7 @@ class _ConvolvedRows(torch.autograd.Function):
         return y, y.view_as(y), z
 
     @staticmethod
+    @first_order
     def backward(ctx, dy, dy_again, dz):
         inputs = Inputs(*ctx.saved_tensors)._replace(activation=ctx.activation)
         if dy is None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 
 CHUNK = 16
@@ -61,6 +62,7 @@ class _Recurrence(torch.autograd.Function):
         return y_LBI, state_BNI
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y_LBI, grad_state_BNI):
         u_LBI, delta_LBI, A_NI, B_LBN, C_LBN, keep_LB, *states = ctx.saved_tensors
         grad_u, grad_delta, grad_B, grad_C = (torch.empty_like(x) for x in (u_LBI, delta_LBI, B_LBN, C_LBN))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 
@@ -87,6 +88,7 @@ class _Scan(torch.autograd.Function):
         return y, final_state
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y, grad_final_state):
         saved = ctx.saved_tensors  # once: torch's checkpointing gives them no second time
         u, delta, A, B, C, D, z, delta_bias, initial_state, *_ = saved

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops.arguments import require_floats
+from megatron_blackmamba.ops.arguments import require_dimensions, require_shapes
 
 
 @torch.no_grad()
@@ -24,8 +24,17 @@ def selective_scan_step(
     delta_softplus: bool = True,
 ) -> Tensor:
     """Advance `state_BIN` by one token in place and return y_BI in u's dtype."""
-    require_floats("selective_scan_step", state=state_BIN, u=u_BI, delta=delta_BI, A=A_IN, B=B_BN, C=C_BN)
-    require_floats("selective_scan_step", D=D_I, z=z_BI, delta_bias=delta_bias_I)
+    require_dimensions("selective_scan_step", "state", state_BIN, 3)
+    tensors: dict[str, Tensor | None] = {
+        "state_BIN": state_BIN,
+        "u_BI": u_BI,
+        "delta_BI": delta_BI,
+        "A_IN": A_IN,
+        "B_BN": B_BN,
+        "C_BN": C_BN,
+    }
+    tensors |= {"D_I": D_I, "z_BI": z_BI, "delta_bias_I": delta_bias_I}
+    require_shapes("selective_scan_step", tensors, **dict(zip("BIN", state_BIN.shape, strict=True)))
     compute = torch.promote_types(u_BI.dtype, torch.float32)
     u, delta, B, C = (x.to(compute) for x in (u_BI, delta_BI, B_BN, C_BN))
     if delta_bias_I is not None:

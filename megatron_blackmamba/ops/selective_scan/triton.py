@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from megatron_blackmamba.ops.context import Chain
+from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.selective_scan import triton_backward, triton_forward
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
@@ -75,6 +76,7 @@ class _Scan(torch.autograd.Function):
         return y, final_BNI.transpose(1, 2)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy, dfinal):
         *arguments, saved, raw_y = ctx.saved_tensors
         inputs = Inputs(*arguments)._replace(delta_softplus=ctx.softplus)

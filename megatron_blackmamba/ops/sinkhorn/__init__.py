@@ -7,12 +7,14 @@ over E, does not depend on row_T, so only column_E is computed.
 Shapes: T tokens, E experts, K experts of a token.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
-from megatron_blackmamba.ops.arguments import require_floats
+from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
 
 __all__ = ["available_backends", "load_imbalance", "sinkhorn_choice"]
 
@@ -33,7 +35,8 @@ def sinkhorn_choice(
 ) -> Tensor:
     """Return the expert of each token, `[T]` int64, or its K experts, `[T, K]`, if `top_k` is above 1.
 
-    The number of iterations is fixed, so the host never waits for the device.
+    The number of iterations is fixed, so the host never waits for the device. Logits must be finite: if one is not, any
+    expert may be chosen for any token.
 
     Args:
         top_k: Experts per token: the K largest entries in the token's row of the plan.
@@ -46,12 +49,19 @@ def sinkhorn_choice(
     require_floats("sinkhorn_choice", logits=logits_TE)
     if start not in ("balanced", "uniform"):
         raise ValueError(f'start must be "balanced" or "uniform", not {start!r}')
+    require_dimensions("sinkhorn_choice", "logits", logits_TE, 2)
+    experts = logits_TE.shape[1]
+    require_shape("sinkhorn_choice", "tokens_E", tokens_E, experts)
     if tokens_E is not None and not (tokens_E.dtype == torch.int64 and tokens_E.is_contiguous()):
         raise ValueError(
             f"tokens_E must be int64 and contiguous, not {tokens_E.dtype} with strides {tokens_E.stride()}"
         )
-    if not 1 <= top_k <= logits_TE.shape[1]:
-        raise ValueError(f"top_k must be 1 to the number of experts,  {logits_TE.shape[1]}; not {top_k}")
+    if not (isinstance(top_k, int) and 1 <= top_k <= experts):
+        raise ValueError(f"top_k must be a whole number from 1 to the number of experts, {experts}; not {top_k}")
+    if not (isinstance(iterations, int) and iterations >= 0):
+        raise ValueError(f"iterations must be a whole number from 0 on, not {iterations}")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature must be finite and above 0, not {temperature}")
     chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
     if top_k == 1:
         return chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.ssd.inputs import Inputs
 
@@ -60,6 +61,7 @@ class _Scan(torch.autograd.Function):
         return y_BLI.unflatten(2, inputs.x_BLHP.shape[2:]), state
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_y_BLHP, grad_state_BHPN):
         inputs = Inputs(*ctx.saved_tensors)
         parts, starts = _segments(inputs), [_start(inputs)]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops.arguments import require_floats
+from megatron_blackmamba.ops.arguments import require_dimensions, require_shapes
 
 
 @torch.no_grad()
@@ -22,7 +22,17 @@ def ssd_step(
     dt_bias_H: Tensor | None = None,
 ) -> Tensor:
     """Advance `state_BHPN` by one token in place and return y_BHP in x's dtype."""
-    require_floats("ssd_step", state=state_BHPN, x=x_BHP, dt=dt_BH, A=A_H, B=B_BGN, C=C_BGN, D=D_H, dt_bias=dt_bias_H)
+    require_dimensions("ssd_step", "state", state_BHPN, 4)
+    tensors: dict[str, Tensor | None] = {
+        "state_BHPN": state_BHPN,
+        "x_BHP": x_BHP,
+        "dt_BH": dt_BH,
+        "A_H": A_H,
+        "B_BGN": B_BGN,
+        "C_BGN": C_BGN,
+    }
+    tensors |= {"D_H": D_H, "dt_bias_H": dt_bias_H}
+    require_shapes("ssd_step", tensors, **dict(zip("BHPN", state_BHPN.shape, strict=True)), G=B_BGN.shape[1])
     compute = torch.promote_types(x_BHP.dtype, torch.float32)
     x, dt, B_BGN, C_BGN = (tensor.to(compute) for tensor in (x_BHP, dt_BH, B_BGN, C_BGN))
     dt = F.softplus(dt if dt_bias_H is None else dt + dt_bias_H)
