@@ -71,8 +71,8 @@ def _measured(name: str, lengths: np.ndarray) -> Lengths:
         counts=np.bincount(np.log2(lengths[lengths > 0]).astype(int)) if len(lengths) else np.zeros(0, int),
         documents=len(lengths),
         tokens=int(lengths.sum()),
-        shortest=int(known.min()),
-        longest=int(known.max()),
+        shortest=int(np.min(known)),
+        longest=int(np.max(known)),
         quantiles={share: int(length) for share, length in zip(QUANTILES, quantiles, strict=True)},
     )
 

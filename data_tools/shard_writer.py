@@ -192,7 +192,7 @@ class _Writing:
                 f"{source.path}: {self.tokenizer.batch_backend} returned ids that do not belong to its texts"
             )
         if int(lengths.max()) >= _LONGEST_DOCUMENT:
-            record = batch.numbers[int(lengths.argmax())]
+            record = batch.numbers[int(np.argmax(lengths))]
             raise InputError(f"{source.path}, record {record}: {lengths.max()} tokens; an index holds at most 2^31 - 1")
         if not self.settings.special_text:
             ends = np.flatnonzero(ids == self.tokenizer.eod_id)

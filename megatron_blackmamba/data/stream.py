@@ -45,7 +45,7 @@ class TokenStream:
             window[filled : filled + len(piece)] = piece
             filled += len(piece)
             part, inside = (part + 1) % len(self._parts), 0
-        if self._vocab_size is not None and window.view(np.uint64).max() >= self._vocab_size:  # or negative
+        if self._vocab_size is not None and np.max(window.view(np.uint64)) >= self._vocab_size:  # or negative
             self._refuse(window, start, self._vocab_size)
         return window
 
@@ -61,7 +61,7 @@ class TokenStream:
 
     def _refuse(self, window: np.ndarray, start: int, vocab_size: int) -> None:
         """Name the first id outside the vocabulary. On a GPU the embedding would fail without saying which it was."""
-        at = int((window.view(np.uint64) >= vocab_size).argmax())
+        at = int(np.argmax(window.view(np.uint64) >= vocab_size))
         shard, place = self.locate((start + at) % self.tokens)
         raise ShardError(
             f"{shard.bin_path}: token {place} ({_document_at(shard, place)}; position {at} of its sample) is "

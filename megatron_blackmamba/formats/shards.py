@@ -250,7 +250,7 @@ def _read_array(file: BinaryIO, dtype: np.dtype, length: int) -> np.ndarray:
 def write_idx(file: BinaryIO, dtype: np.dtype, document_lengths: np.ndarray) -> str:
     """Write the index of documents of one sequence each, lying back to back in the .bin; return its sha256."""
     lengths = np.ascontiguousarray(document_lengths, dtype=np.int32)
-    if len(lengths) and int(lengths.min()) < 1:
+    if len(lengths) and int(np.min(lengths)) < 1:
         raise ValueError("an index cannot contain an empty document")
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     pointers = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(lengths) else ends
@@ -266,7 +266,7 @@ def check_idx(idx: Idx, *, bin_bytes: int, name: str = "index") -> None:
     """Raise ShardError unless the sequences cover the .bin exactly and the documents cover the sequences."""
     lengths, pointers, indices = idx.sequence_lengths, idx.pointers, idx.document_indices
     if len(lengths) and int(lengths.min()) < 1:
-        raise ShardError(f"{name}: sequence {int(lengths.argmin())} has length {int(lengths.min())}")
+        raise ShardError(f"{name}: sequence {int(np.argmin(lengths))} has length {int(lengths.min())}")
     ends = np.cumsum(lengths, dtype=np.int64) * idx.dtype.itemsize
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(lengths)]
     wrong = np.flatnonzero(pointers != starts)
