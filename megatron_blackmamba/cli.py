@@ -171,7 +171,7 @@ def plan(
     configs: Configs,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node, one process each.")] = 8,
-    gpu: Annotated[str, typer.Option(help="GPU type: h100, h200, a100, or a YAML file.")] = "h100",
+    gpu: Annotated[str, typer.Option(help="GPU type: h100, h200, a100, a100-40gb, or a YAML file.")] = "h100",
     mfu: Annotated[str | None, typer.Option(help="Model FLOPs utilisation, or a run that measured it.")] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank the layouts that fit these nodes.")] = False,
     scaling: Annotated[bool, typer.Option("--scaling", help="Add weak and strong scaling over nodes.")] = False,
@@ -260,7 +260,7 @@ def launch(
     configs: Configs,
     nodes: Annotated[int, typer.Option(help="Number of nodes.")],
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node, one process each; 0 trains on CPUs.")] = 8,
-    gpu: Annotated[str, typer.Option(help="GPU type: h100, h200, a100, or a YAML file.")] = "h100",
+    gpu: Annotated[str, typer.Option(help="GPU type: h100, h200, a100, a100-40gb, or a YAML file.")] = "h100",
     processes_per_node: Annotated[
         int | None, typer.Option(help="Processes per node, only with --gpus-per-node 0.")
     ] = None,
@@ -325,6 +325,8 @@ def launch(
             print(f"blackmamba: it cannot be submitted yet: {done.missing_data}", file=sys.stderr)
     else:
         print(announce(done))
+    if done.missing_data:
+        raise typer.Exit(BAD_INPUT)
 
 
 @app.command()

@@ -4,10 +4,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_blackmamba.config import ParallelConfig, RunConfig
+from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.launch.findings import Finding
 from megatron_blackmamba.launch.thresholds import Thresholds
+from megatron_blackmamba.plan.storage import checkpoint_bytes
 
 GIB = 2**30
 
@@ -26,14 +27,3 @@ def judge(folder: Path, config: RunConfig, thresholds: Thresholds) -> Iterator[F
     lacking = max(0.0, needed - free) / GIB
     advice = f"{thresholds.checkpoints:g} checkpoints must fit: free {lacking:.2f} GiB, or use another disk"
     yield Finding.judge("disk", "space", found, free >= needed, advice)
-
-
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the size of the weights, and of the optimizer's state and main weights in full precision."""
-    from megatron_blackmamba import optimizers
-    from megatron_blackmamba.plan import memory, parameters
-
-    whole = memory.state_of(config.model_copy(update={"parallel": ParallelConfig()}), world_size=1, rank=0)
-    full = 8 if config.training.precision == "fp64" else 4
-    copies = len(optimizers.kind_of(config.optimizer.kind).state) + config.optimizer.distributed
-    return whole.weights + copies * full * parameters.count(config).total

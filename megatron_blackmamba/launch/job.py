@@ -18,6 +18,39 @@ EVALUATE_JOB = "evaluate.sbatch"
 """The job that scores a checkpoint, beside the config of a launch."""
 
 
+OWN_OPTIONS = {
+    "job-name": "name=...",
+    "nodes": "--nodes",
+    "gpus-per-node": "--gpus-per-node",
+    "gpus": "--gpus-per-node",
+    "ntasks": "--gpus-per-node",
+    "ntasks-per-node": "--gpus-per-node",
+    "cpus-per-task": "--cpus-per-process",
+    "time": "--time",
+    "signal": "--warn",
+    "partition": "--partition",
+    "account": "--account",
+    "dependency": "--chain",
+    "requeue": "--chain",
+    "no-requeue": "--chain",
+    "output": "folder=...",
+    "open-mode": "folder=...",
+}
+"""Options of sbatch that a job sets itself, and what changes each."""
+SHORT_OPTIONS = {
+    "-J": "job-name",
+    "-N": "nodes",
+    "-G": "gpus",
+    "-n": "ntasks",
+    "-c": "cpus-per-task",
+    "-t": "time",
+    "-p": "partition",
+    "-A": "account",
+    "-d": "dependency",
+    "-o": "output",
+}
+
+
 class LaunchError(ValueError):
     """A job that cannot be submitted; the message says why and what to do."""
 
@@ -77,6 +110,10 @@ class JobRequest:
         wrong = next((option for option in self.options if not option.startswith("-")), None)
         if wrong is not None:
             raise LaunchError(f"sbatch options begin with --, for example --qos=high; {wrong!r} does not")
+        for option in self.options:
+            name = SHORT_OPTIONS.get(option[:2], "") or re.split(r"[=\s]", option.removeprefix("--"))[0]
+            if name in OWN_OPTIONS:
+                raise LaunchError(f"--sbatch={option}: the job sets --{name} itself. Use {OWN_OPTIONS[name]} instead")
         if self.warning_s >= time_limit_s(self.time):
             raise LaunchError(f"--warn: {self.warning_s} s before the end of --time {self.time} is before the start")
 

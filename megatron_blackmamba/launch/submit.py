@@ -43,6 +43,7 @@ class Launch:
             "folder": str(self.folder),
             "jobs": list(self.jobs),
             "script": self.script,
+            "missing_data": self.missing_data,
         }
 
 

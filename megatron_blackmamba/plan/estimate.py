@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.plan import flops, layouts, memory, parameters, scaling, times, traffic
+from megatron_blackmamba.plan import flops, layouts, memory, parameters, scaling, storage, times, traffic
 from megatron_blackmamba.plan.advice import advice
 from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES, Goodput, goodput
 from megatron_blackmamba.plan.gpus import Gpu
@@ -183,6 +183,11 @@ def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | N
     return tuple(Source(s.name, s.probability, s.samples * length, s.epochs) for s in planned.sources), missing, refused
 
 
+def storage_of(plan: Plan) -> storage.Storage:
+    """Return the disk space of the run; the corpus counts what is known of its sources."""
+    return storage.of_run(plan.config, sum(source.tokens / source.epochs for source in plan.sources if source.epochs))
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values: sizes in GiB, times in seconds, hours and days."""
     config, model = plan.config, plan.config.model
@@ -214,6 +219,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "refused": plan.refused_data,
         },
     }
+    answer["storage"] = asdict(storage_of(plan)) | {"checkpoints": storage_of(plan).checkpoints}
     return answer | (_placed_as_json(plan.placed, config) if plan.placed else {})
 
 

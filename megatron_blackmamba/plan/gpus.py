@@ -16,21 +16,16 @@ class Gpu(Section):
     """One GPU of a cluster, and its share of the links."""
 
     name: str
-    memory_gib: float = Field(gt=0)
-    bf16_tflops: float = Field(gt=0)
-    """Dense matrix products, peak."""
-    fp32_tflops: float = Field(gt=0)
-    """Matrix products of fp32 tensors as PyTorch does them by default (no TF32)."""
-    nvlink_gb_s: float = Field(gt=0)
-    """To the GPUs of its node, one direction."""
-    network_gb_s: float = Field(gt=0)
-    """Its share of the node's network, one direction."""
-    memory_gb_s: float = Field(default=3000, gt=0)
-    """Bytes a second that kernels reach, somewhat below the maker's figure."""
-    product_share: float = Field(default=0.75, gt=0, le=1)
-    """Share of the peak that large matrix products reach."""
-    issue_t_s: float = Field(default=29.6, gt=0)
-    """Instructions of single threads a second, in units of 10^12."""
+    memory_gib: float = Field(gt=0, description="GiB that a process can use")
+    bf16_tflops: float = Field(gt=0, description="dense matrix products in bf16, peak TFLOP/s, without sparsity")
+    fp32_tflops: float = Field(gt=0, description="matrix products in fp32 without TF32, peak TFLOP/s")
+    nvlink_gb_s: float = Field(gt=0, description="GB/s to the GPUs of its node, one direction")
+    network_gb_s: float = Field(gt=0, description="GB/s of its share of the node's network, one direction")
+    memory_gb_s: float = Field(gt=0, description="GB/s that kernels reach, about 85% of the data sheet's")
+    issue_t_s: float = Field(gt=0, description="10^12 instructions a second: multiprocessors x 128 x clock in THz")
+    product_share: float = Field(
+        default=0.75, gt=0, le=1, description="share of the peak that large products reach; default 0.75"
+    )
 
     def peak(self, precision: str) -> float:
         """Return FLOP/s of dense matrix products."""
@@ -41,6 +36,7 @@ class Gpu(Section):
         return 1e12 * (self.bf16_tflops if precision == "bf16" else self.fp32_tflops)
 
 
+FIELDS = {name: field for name, field in Gpu.model_fields.items() if field.description}
 KNOWN = {
     "h100": Gpu(
         name="H100 SXM 80GB",
@@ -75,6 +71,17 @@ KNOWN = {
         product_share=0.80,
         issue_t_s=19.5,
     ),
+    "a100-40gb": Gpu(
+        name="A100 SXM 40GB",
+        memory_gib=39.4,
+        bf16_tflops=312,
+        fp32_tflops=19.5,
+        nvlink_gb_s=300,
+        network_gb_s=25,
+        memory_gb_s=1300,
+        product_share=0.80,
+        issue_t_s=19.5,
+    ),
 }
 
 
@@ -84,10 +91,16 @@ def find(name: str) -> Gpu:
         return KNOWN[name.lower()]
     path = Path(name)
     if not path.is_file():
-        fields = ", ".join(Gpu.model_fields)
-        raise GpuError(f"no GPU {name!r}: {', '.join(KNOWN)}, or a YAML file with {fields}")
+        fields = "; ".join(f"{name} ({field.description})" for name, field in FIELDS.items())
+        raise GpuError(f"no GPU {name!r}: use {', '.join(KNOWN)}, or a YAML file with name; {fields}")
     try:
         return Gpu.model_validate(read_yaml(path))
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+        problems = "; ".join(_described(p["loc"], p["msg"]) for p in error.errors())
         raise GpuError(f"{path}: {problems}") from None
+
+
+def _described(place: tuple[int | str, ...], message: str) -> str:
+    """Return a problem of a field, with the meaning of the field."""
+    name = ".".join(map(str, place))
+    return f"{name}: {message} ({FIELDS[name].description})" if name in FIELDS else f"{name}: {message}"

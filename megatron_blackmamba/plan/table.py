@@ -3,8 +3,9 @@
 from rich.console import Console
 from rich.table import Table
 
+from megatron_blackmamba.formats.shards import token_dtype
 from megatron_blackmamba.plan import flops
-from megatron_blackmamba.plan.estimate import Placed, Plan
+from megatron_blackmamba.plan.estimate import Placed, Plan, storage_of
 from megatron_blackmamba.plan.memory import GIB
 from megatron_blackmamba.plan.scaling import Row
 from megatron_blackmamba.runtime import layout
@@ -14,7 +15,7 @@ def show(plan: Plan, console: Console) -> None:
     """Print everything the plan knows."""
     config = plan.config
     console.print(f"[bold]{config.name}[/bold]  {config.model.layers} layers {config.model.pattern}", highlight=False)
-    console.print(_parameters(plan), _flops(plan), _training(plan))
+    console.print(_parameters(plan), _flops(plan), _training(plan), _storage(plan))
     if plan.sources:
         console.print(_sources(plan))
     if plan.missing_data:
@@ -65,16 +66,14 @@ def _flops(plan: Plan) -> Table:
     table = _grid("\nFLOPs", "\nforward, a token", "\nshare")
     for part, count in parts.items():
         table.add_row(part.replace("_", " "), f"{count / 1e6:,.2f} M", f"{count / sum(parts.values()):.1%}")
-    table.add_row("training, a token", f"{total / 1e9:.3f} G", "")
+    table.add_row("training, a token", _count(total, "FLOPs"), "")
     table.add_row("[bold]training, the run[/bold]", f"[bold]{total * tokens:.3g}[/bold]", "")
     if config.training.recompute != "none":
-        table.add_row("recomputed, a token", f"{flops.recomputed(config) / 1e9:.3f} G", "")
-    paper = flops.paper_formula(config.model, config.tokens_per_step)
-    if paper:
+        table.add_row("recomputed, a token", _count(flops.recomputed(config), "FLOPs"), "")
+    paper, published = flops.paper_formula(config.model, config.tokens_per_step), flops.published(config)
+    if paper and published:
         table.add_row("paper's formulas as printed", f"{3 * paper.printed * tokens:.3g}", "")
         table.add_row("paper's formulas, repaired", f"{3 * paper.repaired * tokens:.3g}", "")
-    published = flops.published(config)
-    if published:
         table.add_row("paper's table", f"{published:.2g}", "")
     return table
 
@@ -89,11 +88,54 @@ def _training(plan: Plan) -> Table:
     return table
 
 
+def _storage(plan: Plan) -> Table:
+    config, needed = plan.config, storage_of(plan)
+    table = _grid("\nDisk space", "")
+    table.add_row("a checkpoint", _size(needed.checkpoint))
+    table.add_row(
+        f"checkpoints at the end: {needed.kept}, and one being written", f"[bold]{_size(needed.checkpoints)}[/bold]"
+    )
+    if needed.every:
+        table.add_row("steps between checkpoints", f"{needed.every:,}")
+    if plan.placed and plan.placed.seconds_per_step:
+        step = plan.placed.seconds_per_step
+        if needed.every:
+            interval = needed.every * step
+            table.add_row("one is written every", _duration(interval))
+            table.add_row("write rate, if it takes a whole interval", f"{needed.checkpoint / interval / 1e6:,.1f} MB/s")
+        if needed.read_per_step:
+            table.add_row("tokens read by all ranks together", f"{needed.read_per_step / step / 1e6:,.1f} MB/s")
+    if needed.corpus:
+        dtype = token_dtype(config.model.vocab_size)
+        table.add_row(f"the whole tokenized corpus ({dtype})", f"{needed.corpus / 1e12:,.2f} TB")
+    return table
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in the largest unit of which it has at least two."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:,.1f} s"
+
+
+def _count(number: float, unit: str = "") -> str:
+    """Return a number in thousands, millions or billions."""
+    for prefix, size in (("G" if unit else "B", 1e9), ("M", 1e6)):
+        if number >= size / 10:
+            return f"{number / size:,.3f} {prefix}"
+    return f"{number:,.0f}"
+
+
 def _sources(plan: Plan) -> Table:
     table = _grid("\nData", "\nprobability", "\ntokens", "\nepochs")
     for source in plan.sources:
         epochs = f"{source.epochs:.4f}" if source.epochs else "–"
-        table.add_row(source.name, f"{source.probability:.6f}", f"{source.tokens / 1e9:,.3f} B", epochs)
+        table.add_row(source.name, f"{source.probability:.6f}", _count(source.tokens), epochs)
     return table
 
 
@@ -153,20 +195,20 @@ def _parts(placed: Placed) -> Table:
 def _time(plan: Plan, placed: Placed) -> Table:
     assert placed.goodput
     config, lost = plan.config, placed.goodput
-    days = placed.seconds_per_step * config.steps / 86400
+    seconds = placed.seconds_per_step * config.steps
     how = "at best, calculated: a run is slower, give its own with --mfu" if placed.mfu_is_calculated else "given"
     table = _grid(f"\nTime at {placed.mfu:.1%} MFU ({how})", "")
     table.add_row("a step", f"{placed.seconds_per_step:.3f} s")
     table.add_row("tokens a second", f"{config.tokens_per_step / placed.seconds_per_step:,.0f}")
-    table.add_row("the run", f"{days:.1f} days")
-    table.add_row("GPU-hours", f"{days * 24 * placed.gpus:,.0f}")
+    table.add_row("the run", _duration(seconds))
+    table.add_row("GPU-hours", f"{seconds / 3600 * placed.gpus:,.{0 if seconds > 3600 else 2}f}")
     table.add_row(
         f"one failure every (at {lost.failures:g} per node and month)",
-        f"{lost.seconds_between_failures / 86400:.1f} days",
+        _duration(lost.seconds_between_failures),
     )
     table.add_row("lost per failure, with the restart", f"{lost.lost_per_failure / 60:.0f} min")
     table.add_row("goodput", f"{lost.share:.2%}")
-    table.add_row("the run with failures", f"{days / lost.share:.1f} days")
+    table.add_row("the run with failures", _duration(seconds / lost.share))
     return table
 
 

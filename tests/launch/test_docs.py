@@ -1,3 +1,4 @@
+import json
 import re
 import shlex
 from dataclasses import asdict
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.launch.thresholds import Thresholds
+from megatron_blackmamba.plan import gpus
 
 PAGES = [*(Path(__file__).parents[2] / "docs").glob("*.md"), Path(__file__).parents[2] / "README.md"]
 
@@ -22,8 +24,26 @@ def launch_lines() -> list[str]:
 def test_a_launch_of_the_docs_would_submit(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(app, [*shlex.split(line, comments=True)[1:], "--dry-run"])
-    assert shown.exit_code == 0, shown.output
+    ready = "cannot be submitted yet" not in shown.output  # only the data may be missing here
+    assert shown.exit_code == (0 if ready else 2), shown.output
     assert "#SBATCH" in shown.output
+
+
+def test_the_described_gpu_of_the_docs_is_complete(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/launching.md").read_text()
+    (block,) = re.findall(r"```yaml\n(name: .*?)```", page, re.DOTALL)
+    (tmp_path / "gpu.yaml").write_text(block)
+    assert gpus.find(str(tmp_path / "gpu.yaml")).model_fields_set == set(gpus.Gpu.model_fields)
+
+
+def test_a_dry_run_without_data_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["launch", "tiny", "--nodes", "1", "--gpus-per-node", "2", "--dry-run"]
+    missing = CliRunner().invoke(app, [*words, "data.kind=mixture", "data.mixture=nowhere.yaml", "--json"])
+    assert missing.exit_code == 2
+    assert "nowhere.yaml" in json.loads(missing.stdout)["missing_data"]
+    ready = CliRunner().invoke(app, [*words, "--json"])
+    assert ready.exit_code == 0 and json.loads(ready.stdout)["missing_data"] is None
 
 
 def test_documented_thresholds_are_the_defaults():

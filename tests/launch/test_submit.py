@@ -36,7 +36,7 @@ def test_a_dry_run_writes_nothing(tmp_path):
 @pytest.mark.skipif(not shutil.which("sbatch"), reason="no sbatch here: nothing is launched")
 def test_what_the_plan_refuses_is_not_launched(tmp_path, monkeypatch, overrides, request_, complaint):
     monkeypatch.chdir(tmp_path)
-    speeds = "bf16_tflops: 1\nfp32_tflops: 1\nnvlink_gb_s: 1\nnetwork_gb_s: 1\n"
+    speeds = "bf16_tflops: 1\nfp32_tflops: 1\nnvlink_gb_s: 1\nnetwork_gb_s: 1\nmemory_gb_s: 1\nissue_t_s: 1\n"
     Path("smaller.yaml").write_text("name: a GPU of half a GiB\nmemory_gib: 0.5\n" + speeds)
     with pytest.raises(LaunchError, match=complaint):
         submit(tiny(tmp_path, *overrides), JobRequest(nodes=1, gpus_per_node=2, **request_))
@@ -99,7 +99,7 @@ def test_interrupted_chain_names_the_submitted_jobs(tmp_path, fake_sbatch):
 
 def test_the_gpu_described_is_the_one_at_launch(tmp_path, fake_sbatch, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    speeds = "bf16_tflops: 1\nfp32_tflops: 1\nnvlink_gb_s: 1\nnetwork_gb_s: 1\n"
+    speeds = "bf16_tflops: 1\nfp32_tflops: 1\nnvlink_gb_s: 1\nnetwork_gb_s: 1\nmemory_gb_s: 1\nissue_t_s: 1\n"
     Path("ours.yaml").write_text("name: ours\nmemory_gib: 50\n" + speeds)
     launched = submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2, gpu="ours.yaml"))
     copy = launched.folder / "gpu.yaml"

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.config import ParallelConfig, load
 from megatron_blackmamba.model import build
-from megatron_blackmamba.plan import estimate, gpus, layouts, measured, memory, table, traffic
+from megatron_blackmamba.plan import estimate, gpus, layouts, measured, memory, storage, table, traffic
 from megatron_blackmamba.plan.estimate import Asked
 from megatron_blackmamba.runtime import layout, world
 from tests.data.corpus import three_sources
@@ -40,6 +40,9 @@ def test_paper_run_is_planned_on_its_own_nodes(monkeypatch):
     assert "BLACKMAMBA_DATA" in answer["data"]["missing"]
     assert answer["layout"]["works"]
     assert answer["layout"]["fits"]
+    assert answer["storage"]["checkpoint"] == pytest.approx(14 * 1_458_462_072, rel=0.001)
+    assert answer["storage"]["kept"] == 17  # 14 multiples of 10,000, and the newest 3
+    assert answer["storage"]["corpus"] == pytest.approx(2 * 1.24e12, rel=0.01)
     assert answer["layout"]["fitting_nodes"][:3] == [1, 3, 7]
     parts = answer["memory_per_gpu_gib"]
     assert parts["total"] < parts["available"]
@@ -142,8 +145,24 @@ def test_unknown_gpu_is_refused_with_the_known_ones(tmp_path):
         gpus.find("h900")
     wrong = tmp_path / "gpu.yaml"
     wrong.write_text("name: mine\nmemory: 80\n")
-    with pytest.raises(gpus.GpuError, match="memory_gib: Field required"):
+    with pytest.raises(gpus.GpuError, match=r"memory_gb_s: Field required \(GB/s that kernels reach"):
         gpus.find(str(wrong))
+    assert gpus.find("a100-40gb").memory_gib < 40 < gpus.find("a100").memory_gib
+
+
+def test_kept_checkpoints_are_counted_by_hand():
+    kept = ["training.tokens=204800", "checkpoint.every=10", "checkpoint.keep_last=2"]
+    config = load("tiny", kept)  # 100 steps
+    assert storage.kept_steps(load("tiny", [*kept, "checkpoint.keep_every=40"])) == {40, 80, 90, 100}
+    assert storage.kept_steps(config) == {90, 100}
+    assert storage.kept_steps(load("tiny", [*kept, "checkpoint.every=0"])) == {100}
+
+
+def test_short_times_and_counts_have_fitting_units():
+    hours, days, minutes = 3600, 86400, 60
+    shown = [table._duration(each) for each in (9.6 * hours, 2 * days, 5 * minutes, 1.5)]
+    assert shown == ["9.6 hours", "2.0 days", "5.0 min", "1.5 s"]
+    assert [table._count(each) for each in (9.74e10, 136_533, 512)] == ["97.400 B", "0.137 M", "512"]
 
 
 def test_mfu_is_a_number_or_a_measuring_run(tmp_path):

@@ -1,0 +1,53 @@
+"""The disk space of a run: its checkpoints, and the tokenized corpus it reads."""
+
+from dataclasses import dataclass
+
+from megatron_blackmamba.config import ParallelConfig, RunConfig
+from megatron_blackmamba.formats.shards import token_dtype
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes on disk, and steps between writing them."""
+
+    checkpoint: int
+    kept: int
+    """Checkpoints at the end of the run."""
+    every: int
+    """Steps between checkpoints; 0: only one at the end."""
+    corpus: int
+    """The whole tokenized corpus; 0 if its size is not known."""
+    read_per_step: int
+
+    @property
+    def checkpoints(self) -> int:
+        """Bytes of all checkpoints at the end, and of one more that is being written."""
+        return (self.kept + 1) * self.checkpoint
+
+
+def of_run(config: RunConfig, corpus_tokens: float) -> Storage:
+    """Return the space that a run needs, for a corpus of so many tokens."""
+    width = token_dtype(config.model.vocab_size).itemsize
+    every = config.checkpoint.every
+    read = width * config.tokens_per_step if config.data.kind == "mixture" else 0
+    corpus = round(width * corpus_tokens)
+    return Storage(checkpoint_bytes(config), len(kept_steps(config)), every, corpus, read)
+
+
+def kept_steps(config: RunConfig) -> set[int]:
+    """Return the steps whose checkpoints are on disk when the run ends."""
+    settings = config.checkpoint
+    saved = sorted({*(range(settings.every, config.steps, settings.every) if settings.every else ()), config.steps})
+    kept_for_ever = {step for step in saved if settings.keep_every and step % settings.keep_every == 0}
+    return kept_for_ever | set(saved[-settings.keep_last :])
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Return the size of the weights, and of the optimizer's state and main weights in full precision."""
+    from megatron_blackmamba import optimizers
+    from megatron_blackmamba.plan import memory, parameters
+
+    whole = memory.state_of(config.model_copy(update={"parallel": ParallelConfig()}), world_size=1, rank=0)
+    full = 8 if config.training.precision == "fp64" else 4
+    copies = len(optimizers.kind_of(config.optimizer.kind).state) + config.optimizer.distributed
+    return whole.weights + copies * full * parameters.count(config).total
