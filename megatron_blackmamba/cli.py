@@ -54,13 +54,16 @@ def compose(arguments: list[str], quiet: bool = False):
     """Turn files and overrides from the command line into a RunConfig.
 
     Args:
-        quiet: Do not print notes about renamed keys; the processes that this one starts print them.
+        quiet: Do not print notes about renamed or unread keys; the processes that this one starts print them.
     """
-    from megatron_blackmamba.config import load
+    from megatron_blackmamba.config.load import load, unread
 
     overrides = [a for a in arguments if "=" in a and not os.path.exists(a)]
     quiet |= os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
-    return load([a for a in arguments if a not in overrides], overrides, note=lambda line: _note(line, quiet))
+    run = load([a for a in arguments if a not in overrides], overrides, note=lambda line: _note(line, quiet))
+    for line in unread(run, overrides):
+        _note(line, quiet)
+    return run
 
 
 def _note(line: str, quiet: bool) -> None:

@@ -112,10 +112,14 @@ class Registry(Generic[K]):
 
     def kinds_by_key(self) -> dict[str, list[str]]:
         """Return the names of the kinds that read each config key of `keys`, which not all kinds read."""
-        readers: dict[str, list[str]] = {}
-        for name, kind in self._kinds.items():
+        return {key: [getattr(kind, self.name) for kind in kinds] for key, kinds in self.readers().items()}
+
+    def readers(self) -> dict[str, list[K]]:
+        """Return the kinds that read each config key of `keys`."""
+        readers: dict[str, list[K]] = {}
+        for kind in self._kinds.values():
             for key in kind.keys:  # type: ignore[attr-defined]
-                readers.setdefault(key, []).append(name)
+                readers.setdefault(key, []).append(kind)
         return readers
 
     def unread(self, settings: Any) -> list[str]:

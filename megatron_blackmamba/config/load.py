@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_blackmamba import kinds
 from megatron_blackmamba.config import migrations, spellings
 from megatron_blackmamba.config.base import ConfigError, Section
 from megatron_blackmamba.config.run import DataConfig, RunConfig
@@ -119,6 +120,18 @@ def load(
         raise ConfigError(explain(error, origin)) from None
     _refuse_unknown_names(run.resume.allow, _where("resume.allow", origin))
     return run
+
+
+def unread(run: RunConfig, overrides: Iterable[str]) -> Iterator[str]:
+    """Yield a note on each override that this run does not read. Files may set keys for several patterns."""
+    useless = {f"model.{key}": readers for key, readers in kinds.unread_keys(run.model.pattern).items()}
+    for override in overrides:
+        key = override.partition("=")[0]
+        found = next((readers for start, readers in useless.items() if f"{key}.".startswith(f"{start}.")), None)
+        if found is not None:
+            yield f"{override} has no effect: only {found} read it, and model.pattern={run.model.pattern} has none."
+        elif key == "training.bucket_size" and not run.training.overlap:
+            yield f"{override} has no effect: training.overlap=false does not read it."
 
 
 def merge_files(
@@ -241,8 +254,8 @@ def _merge(new: dict, into: dict, origin: dict, source: str, prefix: str) -> Non
 
 def section_of(annotation: Any) -> type[Section] | None:
     """Return the section that a field holds, if it is one."""
-    kinds = [annotation, *get_args(annotation)]
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+    types = [annotation, *get_args(annotation)]
+    return next((kind for kind in types if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def walk(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[Section] | None]]:

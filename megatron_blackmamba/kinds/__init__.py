@@ -29,6 +29,7 @@ __all__ = [
     "register",
     "routes",
     "stacks_of",
+    "unread_keys",
     "unregister",
 ]
 
@@ -50,6 +51,16 @@ def kinds_in(pattern: str) -> tuple[LayerKind, ...]:
 def routes(pattern: str) -> bool:
     """Return whether some layer sends tokens to experts."""
     return any(kind.routed for kind in kinds_in(pattern))
+
+
+def unread_keys(pattern: str) -> dict[str, str]:
+    """Return the keys and sections of `model:` that no layer of a pattern reads, and the kinds that read them."""
+    read = {key for kind in kinds_in(pattern) for key in kind.keys}
+    return {
+        key: f"{' or '.join(kind.name for kind in readers)} layers ({', '.join(kind.letter for kind in readers)})"
+        for key, readers in _KINDS.readers().items()
+        if key not in read
+    }
 
 
 def can_cut(pattern: str) -> bool:

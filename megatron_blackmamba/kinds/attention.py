@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 class Attention(LayerKind):
     letter, name = "*", "attention"
+    keys = ("attention",)
     block = "megatron_blackmamba.model.specs:attention_block"
     rotary = True
     cut = Cannot("each token attends to all before it, and megatron-core exchanges those only with Transformer Engine")

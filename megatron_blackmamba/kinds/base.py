@@ -171,6 +171,8 @@ class LayerKind(Kind, ABC):
     block: ClassVar[str]
     """A function that returns the spec of a block for `model:` and `kernels:`, named as "package.module:function"."""
 
+    keys: ClassVar[tuple[str, ...]] = ()
+    """Keys and sections of `model:` that only some kinds read, such as ("attention", "expand")."""
     routed: ClassVar[bool] = False
     """Has a `mixer.router` that sends tokens to experts."""
     rotary: ClassVar[bool] = False

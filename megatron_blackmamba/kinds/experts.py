@@ -42,6 +42,7 @@ SMALL_KERNELS = (30, 20)
 
 class Experts(LayerKind):
     letter, name = "E", "mixture of experts"
+    keys = ("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "router", "activation")
     block = "megatron_blackmamba.model.specs:experts_block"
     cut = None
     routed = True

@@ -34,6 +34,7 @@ ONE_PASS = 8 * 132 * BACKWARD_BLOCK
 
 class Mamba(LayerKind):
     letter, name = "M", "Mamba"
+    keys = ("state_size", "dt_rank", "expand", "conv_kernel", "init.dt_min", "init.dt_max", "init.dt_floor")
     cut = None
     block = "megatron_blackmamba.model.specs:mamba_block"
     writes_to_residual = ("out_proj.weight",)

@@ -31,6 +31,7 @@ _FIELDS = ("head_dim", "state_size", "groups")
 
 class Mamba2(LayerKind):
     letter, name = "S", "Mamba-2"
+    keys = ("mamba2", "expand", "conv_kernel", "init.dt_min", "init.dt_max", "init.dt_floor")
     block = "megatron_blackmamba.model.specs:mamba2_block"
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_bias")

@@ -28,6 +28,7 @@ Gate and up, the activated gate, the product, and a copy of up: megatron-core ad
 
 class MLP(LayerKind):
     letter, name = "-", "dense MLP"
+    keys = ("mlp_hidden_size", "activation")
     cut = None
     block = "megatron_blackmamba.model.specs:mlp_block"
     writes_to_residual = ("linear_fc2.weight",)

@@ -8,6 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_blackmamba import kinds
+from megatron_blackmamba.cli import compose
 from megatron_blackmamba.config import ConfigError, find, keys, load, shipped, spellings, to_yaml
 
 
@@ -329,3 +331,41 @@ def test_a_mixture_is_what_trains(tmp_path):
 def test_overrides_are_a_list(overrides):
     with pytest.raises(ConfigError, match=r"overrides=.*: give a list such as \['model.experts=4'"):
         load("tiny", overrides)
+
+
+EVERY_KIND = ["model.pattern=MSE*-", "model.mlp_hidden_size=64"]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("model.mlp_hidden_size=256", "only dense MLP layers (-) read it, and model.pattern=MEME has none"),
+        ("model.attention.heads=3", "only attention layers (*)"),
+        ("model.mamba2.head_dim=32", "only Mamba-2 layers (S)"),
+        ("training.bucket_size=5", "training.overlap=false"),
+    ],
+)
+def test_overrides_that_nothing_reads_are_noted(capsys, override, why):
+    compose(["tiny", override])
+    assert capsys.readouterr().err.startswith(f"blackmamba: {override} has no effect: {why}")
+    compose(["tiny", override], quiet=True)
+    compose(["tiny", *EVERY_KIND, "training.overlap=true", override.replace("heads=3", "heads=4")])
+    compose(["tiny", "model.pattern=****"])  # the file sets experts, which this pattern does not have
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("state_size=8", "conv_kernel=3", "expand=1", "dt_rank=3", "mamba2.head_dim=16", "mamba2.state_size=16"),
+        *("experts=2", "top_k=2", "expert_hidden_size=32", "shared_expert_hidden_size=32", "mlp_hidden_size=32"),
+        *("attention.heads=2", "attention.kv_heads=1", "router.kind=expert_bias"),
+    ],
+)
+def test_layers_that_a_key_changes_read_it(change):
+    before, after = load("tiny", EVERY_KIND).model, load("tiny", [*EVERY_KIND, f"model.{change}"]).model
+    for kind in kinds.all_kinds():
+        same = kind.shapes(before) == kind.shapes(after) and kind.flops(before, 64) == kind.flops(after, 64)
+        unread = kinds.unread_keys(kind.letter)
+        key = change.partition("=")[0]
+        assert same or not {key, key.partition(".")[0]} & set(unread), kind.name
