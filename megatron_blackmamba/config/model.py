@@ -46,7 +46,7 @@ class AttentionConfig(Section):
     heads: int = Field(16, gt=0)
     """Number of attention heads."""
     kv_heads: int | None = None
-    """None: as many as heads."""
+    """null: as many as heads."""
     rotary_base: int = 10000
     """Base of the rotary position embedding."""
 
@@ -97,7 +97,7 @@ class ModelConfig(Section):
     expand: int = Field(2, gt=0)
     """Inner width of a Mamba layer divided by hidden_size."""
     dt_rank: int | None = Field(None, gt=0)
-    """None: ceil(hidden_size / 16)."""
+    """null: ceil(hidden_size / 16)."""
     experts: int = Field(8, ge=1)
     """Number of experts in each E layer."""
     top_k: int = Field(1, ge=1)
@@ -105,7 +105,7 @@ class ModelConfig(Section):
     expert_hidden_size: int | None = Field(None, gt=0)
     """Inner width of one expert; needed when the pattern has E."""
     shared_expert_hidden_size: int | None = Field(None, gt=0)
-    """Inner width of one more expert in each E layer, which all tokens meet beside theirs. None: there is none."""
+    """Inner width of one more expert in each E layer, which all tokens meet beside theirs. null: there is none."""
     mlp_hidden_size: int | None = Field(None, gt=0)
     """Inner width of a dense MLP; needed when the pattern has -."""
     activation: Activation = "silu"
@@ -116,7 +116,7 @@ class ModelConfig(Section):
     """Use the embedding as the output layer too."""
     eod_reset: int | None = Field(None, ge=0)
     """Id of the end-of-document token after which state and convolution restart.
-    None, as in the paper: states run across documents."""
+    null, as in the paper: states run across documents."""
     router: RouterConfig = RouterConfig()
     """How tokens find their experts."""
     attention: AttentionConfig = AttentionConfig()

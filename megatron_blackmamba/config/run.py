@@ -150,7 +150,7 @@ class TrainingConfig(Section):
     """Reduce gradients and gather parameters while computing."""
     bucket_size: int | None = Field(None, ge=1)
     """Smallest number of parameters that `overlap` exchanges at once.
-    None: 40 million, or 1 million a data-parallel rank where that is more."""
+    null: 40 million, or 1 million a data-parallel rank where that is more."""
     deterministic: bool = False
     """Bit-identical steps on GPUs too, at some cost; on CPUs they always are."""
     evaluate_every: int = Field(0, ge=0)

@@ -63,6 +63,7 @@ class Started(Event):
     steps: int
     tokens_per_step: int
     weights_from: str | None = None
+    processes: int | None = None
 
     @property
     def text(self) -> str:
@@ -106,6 +107,7 @@ class Resumed(Event):
     tokens_per_step: int
     changes: Sequence[str] = field(default_factory=list)
     """Changes of the config that resume.allow permits by name, or that change the routing."""
+    processes: int | None = None
 
     @property
     def text(self) -> str:

@@ -90,6 +90,7 @@ def _results(runs: Sequence[Compared]) -> Rows:
     return [
         *rows,
         ["tokens/s, median", *(short(_median(run, "speed/tokens_per_second")) for run in runs)],
+        ["processes", *(", ".join(map(str, run.history.processes)) or "–" for run in runs)],
         ["memory", *(_memory(run) for run in runs)],
     ]
 

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 
 from megatron_blackmamba.config import read_saved
-from megatron_blackmamba.formats.events import Event, Resumed, Rewound, Spike, of_kind, read_events, still_valid
+from megatron_blackmamba.formats.events import (
+    Event,
+    Resumed,
+    Rewound,
+    Spike,
+    Started,
+    of_kind,
+    read_events,
+    still_valid,
+)
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.training.metrics import metric_of
@@ -53,6 +62,8 @@ class History:
     samples: dict[str, str] = field(default_factory=dict)
     spikes: list[Spike] = field(default_factory=list)
     """Those of rewound steps too."""
+    processes: list[int] = field(default_factory=list)
+    """Numbers of processes that trained it, in order; none in runs of older versions."""
 
     @property
     def total_steps(self) -> int:
@@ -123,6 +134,7 @@ def read_history(run: Path) -> History:
     if not recorded.last:
         raise ReportError(f"{run} has no step in {folder.metrics.name} yet: try again after its first step")
     happened = [occurrence.event for occurrence in read_events(folder.events)]
+    begun = [event for event in happened if isinstance(event, Started | Resumed)]
     bad = {event.step: event.text for event in still_valid(happened) if event.repeats}
     samples = run / SAMPLES
     return History(
@@ -139,6 +151,7 @@ def read_history(run: Path) -> History:
         rewinds=[event.to for event in of_kind(happened, Rewound)],
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},
         spikes=of_kind(happened, Spike),
+        processes=list(dict.fromkeys(event.processes for event in begun if event.processes)),
     )
 
 

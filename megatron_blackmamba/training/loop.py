@@ -170,14 +170,16 @@ class Trainer:
             if self.end_of_data != len(self.data.train):  # the batch size changed, or ranges were skipped
                 self.data = self.open_data()
             sample, left, tokens = self.progress.next_sample, self.steps_left, self.config.tokens_per_step
-            self.event(events.Resumed(sample=sample, steps_left=left, tokens_per_step=tokens, changes=allowed))
+            size = {"tokens_per_step": tokens, "processes": self.world.size}
+            self.event(events.Resumed(sample=sample, steps_left=left, changes=allowed, **size))
         else:
             weights = self.config.start.from_
             if weights:
                 refuse_start_tokenizer(self.config, self.data.record)
                 self.checkpoints.load_weights(weights)
             steps, tokens = self.config.steps, self.config.tokens_per_step
-            self.event(events.Started(steps=steps, tokens_per_step=tokens, weights_from=weights))
+            size = {"tokens_per_step": tokens, "processes": self.world.size}
+            self.event(events.Started(steps=steps, weights_from=weights, **size))
         if reason := layout.routing(self.config, self.world.size):
             self.event(events.RoutingDependsOnLayout(reason=reason))
         if device.has_cuda():
@@ -200,13 +202,12 @@ class Trainer:
         """Take over a checkpoint of this run, or refuse to; returns the changes that were allowed by name."""
         state = self.checkpoints.state(step)
         saved = saved_config(self.folder.checkpoint(step), state)
+        self.progress = progress = Progress.restored(state["progress"])  # before a refusal, which is of this step
         allowed = refuse_changes(saved.model_dump(mode="json", by_alias=True), self.config, step)
-        progress = Progress.restored(state["progress"])
         refuse_tokenizer(state["data"], self.data.record, step)
         serving.refuse_changed_data(state["data"], self.data.record, progress.next_sample)
         self.checkpoints.load(step)
         self.saver.resumed_at(step)
-        self.progress = progress
         self.guard.restore(state["guard"])
         return allowed
 

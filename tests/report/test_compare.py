@@ -177,6 +177,15 @@ def test_runs_trust_no_free_lock_of_another_host(two):
     assert overviews(two[0])[0].state == "training"
 
 
+def test_comparison_shows_the_number_of_processes(two):
+    record_event(two[0], "started", steps=100, tokens_per_step=2048, processes=2)
+    record_event(two[0], "resumed", sample=16, steps_left=99, tokens_per_step=2048, processes=2)
+    record_event(two[0], "resumed", sample=32, steps_left=98, tokens_per_step=2048, processes=4)
+    record_event(two[1], "started", steps=100, tokens_per_step=2048)  # an older version's
+    results = tables(read_all(two))[0][2]
+    assert ["processes", "2, 4", "–"] in results
+
+
 def test_runs_fit_a_terminal_of_80_columns():
     console = Console(width=80, file=io.StringIO())
     show([Overview("quickstart", "finished", 688, 688, 2_818_048, 3.7123, 4.0312, 16_334.0, 61.0, 2)], console)

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.config import load
+from megatron_blackmamba.formats.events import read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.history import read_history
 from tests.data.corpus import write_mixture, write_shard
@@ -113,6 +114,8 @@ def test_other_model_is_refused_without_touching_the_run(forks, copy_of_half):
     job = forks.run(copy_of_half, [*ON_TWO, "model.router.iterations=2"])
     assert job.wait() == [1, 1]
     assert "model.router.iterations=1, and now it is 2" in job.output()
+    last = [happened.event for happened in read_events(RunFolder(copy_of_half / "run").events)][-1]
+    assert (last.kind, last.step) == ("failed", 10)
     assert RunFolder(copy_of_half / "run").config.read_text() == config
     assert len(metrics(copy_of_half)) == 10
 
