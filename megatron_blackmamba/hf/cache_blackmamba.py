@@ -1,4 +1,4 @@
-"""The generation cache of BlackMamba, made of transformers' own layers of a cache where it has them (5.x).
+"""The generation cache of BlackMamba, made of transformers' own layers of a cache where it has them (5.21).
 
 Shapes: B sequences, S tokens so far, I inner, W window of the convolution.
 """
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-if hasattr(cache_utils, "LinearAttentionLayer"):
+if hasattr(cache_utils.Cache, "get_conv_state"):
     from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, LinearAttentionLayer
-else:  # 4.x: what is used of 5.x
+else:  # before 5.21: what is used of it
 
     class DummyLayer:  # type: ignore[no-redef]
         def reorder_cache(self, beam_idx: Tensor) -> None: ...

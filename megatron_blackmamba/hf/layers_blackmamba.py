@@ -12,7 +12,7 @@ In Mamba-2: H heads of P channels in G groups.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,7 +137,7 @@ class Router(nn.Linear):
         bias = torch.zeros(experts, dtype=torch.float32) if config.router_biased else None
         self.register_buffer("expert_bias", bias)  # transformers loads it in this dtype
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Apply `fn`, but keep the expert bias in fp32 when the model is cast to half precision."""
         before = self.expert_bias
         super()._apply(fn, recurse)
@@ -179,7 +179,7 @@ class Recurrent(nn.Module):
         """Return the parameters that stay in fp32."""
         raise NotImplementedError
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Recurrent":
         """Apply `fn`, but keep the parameters of the recurrence in fp32 when the model is cast to half precision."""
         exact = [(p, p.detach()) for p in self.exact()]
         super()._apply(fn, recurse)
