@@ -221,7 +221,7 @@ class Checkpoints:
         try:
             behind = sorted(found for found in self._folders() if found[0] <= newest)
             for step, path in behind[: -settings.keep_last]:
-                kept = settings.keep_every and step % settings.keep_every == 0
+                kept = settings.is_kept(step)
                 if not kept and not is_claimed(self.folder.root, step):
                     gone = _out_of_the_way(path)
                     os.rename(path, gone)  # whole or hidden, whatever happens meanwhile

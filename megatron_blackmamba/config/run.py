@@ -192,6 +192,14 @@ class CheckpointConfig(Section):
     export_every: int = Field(0, ge=0)
     """Steps between Hugging Face exports, written by the ranks to FOLDER/NAME/exports, and one at the end; 0: none."""
 
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after this step."""
+        return bool(self.every) and (step % self.every == 0 or self.is_kept(step))
+
+    def is_kept(self, step: int) -> bool:
+        """Return whether the checkpoint of this step is kept forever."""
+        return bool(self.keep_every) and step % self.keep_every == 0
+
 
 class LoggingConfig(Section):
     tensorboard: bool = True

@@ -37,9 +37,8 @@ def of_run(config: RunConfig, corpus_tokens: float) -> Storage:
 def kept_steps(config: RunConfig) -> set[int]:
     """Return the steps whose checkpoints are on disk when the run ends."""
     settings = config.checkpoint
-    saved = sorted({*(range(settings.every, config.steps, settings.every) if settings.every else ()), config.steps})
-    kept_for_ever = {step for step in saved if settings.keep_every and step % settings.keep_every == 0}
-    return kept_for_ever | set(saved[-settings.keep_last :])
+    saved = [*filter(settings.is_due, range(1, config.steps)), config.steps]
+    return {*filter(settings.is_kept, saved), *saved[-settings.keep_last :]}
 
 
 def checkpoint_bytes(config: RunConfig) -> int:

@@ -67,9 +67,7 @@ class Saver:
             self._retry_at = step + 1
 
     def _is_due(self, step: int) -> bool:
-        every = self.config.every
-        intervals = (every, self.config.keep_every or every) if every else ()
-        return step == self._retry_at or any(step % interval == 0 for interval in intervals)
+        return step == self._retry_at or self.config.is_due(step)
 
     def _begin(self, step: int) -> None:
         self.wait()

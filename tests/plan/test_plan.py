@@ -310,3 +310,9 @@ def test_node_counts_beyond_the_batch_are_skipped():
 def test_fp64_has_no_plan_for_gpus():
     with pytest.raises(gpus.GpuError, match="fp64 runs on CPUs only"):
         gpus.find("h100").peak("fp64")
+
+
+def test_kept_checkpoints_are_those_that_a_run_saves():
+    settings = ["training.steps=20", "checkpoint.every=4", "checkpoint.keep_every=6", "checkpoint.keep_last=1"]
+    assert storage.kept_steps(load("tiny", settings)) == {6, 12, 18, 20}
+    assert storage.kept_steps(load("tiny", [*settings, "checkpoint.every=0"])) == {20}
