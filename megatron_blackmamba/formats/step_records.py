@@ -47,7 +47,7 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
 
     Lines that are no record are skipped.
     """
-    if not Path(path).is_file():
+    if not Path(path).exists():
         raise FileNotFoundError(f"{path}: no such file. Name the metrics.jsonl of a run: runs/NAME/metrics.jsonl.")
     return metrics_so_far(Path(path))
 

@@ -19,7 +19,7 @@ from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.evaluations import Evaluation, read_evaluation
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, Past, in_memory, tokenizer_of
 from megatron_blackmamba.interchange.canonical import shapes as canonical_shapes
 from megatron_blackmamba.kinds import Stack, stacks_of
@@ -197,11 +197,9 @@ def _run_folder(reader: CheckpointReader) -> RunFolder | None:
 
 def _losses(run: RunFolder, step: int) -> dict[str, str]:
     """Return the training loss of a step, and the last validation losses before or at it."""
-    if not run.metrics.exists():
-        return {}
     losses: dict[str, str] = {}
     start = "validation/loss"
-    for record in read_metrics(run.metrics):
+    for record in metrics_so_far(run.metrics):
         at = record.get("step", step + 1)
         if at == step and isinstance(record.get("loss"), float):
             losses["Training loss"] = f"{record['loss']:.4f} at step {at:,}"
