@@ -46,6 +46,7 @@ SHARDS_OF_SERIES = 10
 BATCH = 8
 READS = 500
 COLD_TOKENS = 5 * 10**8
+VOCABULARY = 50277
 
 
 def main() -> None:
@@ -145,13 +146,14 @@ def write_series(folder: Path, documents: int) -> int:
 
 def write_cold(folder: Path) -> None:
     """A shard whose tokens lie on the disk."""
+    random = np.random.default_rng(0)
     prefix = folder / "a/shard_00001"
     prefix.parent.mkdir(parents=True)
     with open(beside(prefix, ".idx"), "wb") as file:
         write_idx(file, np.dtype("uint16"), np.full(COLD_TOKENS // 1000, 1000))
     with open(beside(prefix, ".bin"), "wb") as file:
         for _ in range(10):
-            file.write(os.urandom(2 * COLD_TOKENS // 10))
+            file.write(random.integers(VOCABULARY, size=COLD_TOKENS // 10, dtype=np.uint16).tobytes())
         file.flush()
         os.fsync(file.fileno())
     write_manifest(prefix, COLD_TOKENS, COLD_TOKENS // 1000)
@@ -181,7 +183,7 @@ def write_manifest(prefix: Path, tokens: int, documents: int) -> None:
         eod_id=0,
         tokenizer="none",
         tokenizer_sha256="",
-        vocab_size=50277,
+        vocab_size=VOCABULARY,
         sources=[],
     )
     beside(prefix, MANIFEST_SUFFIX).write_text(manifest.model_dump_json())
@@ -243,7 +245,7 @@ def megatron(folder: Path, samples: int) -> tuple[Usage, Any]:
         sequence_length=SEQUENCE_LENGTH,
         blend=(prefixes, weights),
         split="1,0,0",
-        tokenizer=SimpleNamespace(eod=0, pad=1, vocab_size=50277, unique_identifiers={}, special_tokens_dict={}),
+        tokenizer=SimpleNamespace(eod=0, pad=1, vocab_size=VOCABULARY, unique_identifiers={}, special_tokens_dict={}),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
