@@ -34,6 +34,7 @@ except ImportError:  # said by `require_datatrove`
     Document = Any
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = WordTokenizer = object
 
+from megatron_blackmamba.data_tools.cleaning_jobs import JOBS, record_job, refuse_unfinished_jobs
 from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK, CleaningManifest, Cleanings, Part, part_of
 from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
@@ -86,7 +87,7 @@ class Cleaning:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock the output folder, or refuse it while another command works in it."""
+        """Lock the output folder, or refuse it while another command or a Slurm job works in it."""
         path = self.out_dir / WORK / "lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w") as file:
@@ -96,6 +97,8 @@ class Cleaning:
                 raise InputError(f"{self.out_dir}: another command works in this folder now. Let it finish") from None
             except OSError:
                 pass  # a file system without locks
+            if not self.done.exists():
+                refuse_unfinished_jobs(path.parent)
             yield
 
     def refuse_other_settings(self) -> None:
@@ -134,6 +137,7 @@ class Cleaning:
             env_command=f'export PATH="{bin_dir}:$PATH"',
             logging_dir=logs,
             depends=after,
+            job_id_retriever=partial(record_job, self.out_dir / WORK / JOBS),
         )
 
 

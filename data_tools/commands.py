@@ -319,7 +319,7 @@ def verify(
     if bad:
         raise typer.Exit(2)
     for path, mixture in mixtures.items():
-        findings = verify_mixture(mixture)
+        findings = verify_mixture(mixture, cores=None if quick else workers or usable_cores())
         if not as_json:
             print("\n".join(f"{path}: {finding}" for finding in findings))
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_blackmamba.config.load import find, shipped
+from megatron_blackmamba.data_tools.overlaps import check_shared_documents
 from megatron_blackmamba.formats.mixture import (
     IncompleteError,
     Mixture,
@@ -70,7 +71,8 @@ def plan_mixture(mixture: Mixture, tokens: int | None = None, sequence_length: i
     """Plan a mixture for `tokens` of the whole run; by default, as many as the sources have."""
     missing: dict[str, str] = {}
     opened = [_open_if_there(mixture, source, missing) for source in mixture.sources]
-    check_together({s.name: both for s, both in zip(mixture.sources, opened, strict=True) if both is not None})
+    there = {s.name: both for s, both in zip(mixture.sources, opened, strict=True) if both is not None}
+    check_together(there, max_overlap=mixture.max_overlap)
     held = [None if both is None else sum(shard.manifest.tokens for shard in both[0]) for both in opened]
     stated = [source.tokens or in_shards or 0 for source, in_shards in zip(mixture.sources, held, strict=True)]
     prints = [content_fingerprint(both[0]) for both in opened if both is not None]
@@ -110,10 +112,13 @@ def plan_mixture(mixture: Mixture, tokens: int | None = None, sequence_length: i
     return MixturePlan(planned, sequence_length, samples, weighted, lines, phases, missing)
 
 
-def verify_mixture(mixture: Mixture, sequence_length: int = 2048) -> list[str]:
-    """Check that its shards fit together and that its order keeps its weights; what was found, one line each."""
+def verify_mixture(mixture: Mixture, sequence_length: int = 2048, *, cores: int | None = None) -> list[str]:
+    """Check that its shards fit together and that its order keeps its weights; return findings, one line each.
+
+    cores: for the search for validation documents in training shards, which reads all tokens; None skips it.
+    """
     opened = {source.name: mixture.open_shards(source) for source in mixture.sources}
-    check_together(opened)
+    check_together(opened, max_overlap=mixture.max_overlap)
     held = {name: sum(shard.manifest.tokens for shard in training) for name, (training, _) in opened.items()}
     findings = [f"{sum(len(t) + len(v) for t, v in opened.values())} shards of one tokenizer, no two the same"]
     findings += [
@@ -121,6 +126,8 @@ def verify_mixture(mixture: Mixture, sequence_length: int = 2048) -> list[str]:
         for s in mixture.sources
         if s.tokens and abs(s.tokens - held[s.name]) > 0.01 * s.tokens
     ]
+    if cores is not None:
+        findings += check_shared_documents(opened, mixture.max_overlap, cores)
     deviation = prefix_deviation(mixture.schedule(list(held.values()), sequence_length))
     if deviation >= ALLOWED_DEVIATION:
         raise MixtureError(

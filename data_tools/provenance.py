@@ -26,21 +26,10 @@ class Origin:
 
 def origin(manifest: ShardManifest, place: int) -> Origin:
     """Undo the shuffle, find the file, and count the records that were skipped before this one."""
-    number = int(_order(manifest.seed, manifest.shard, manifest.documents)[place]) if manifest.shuffled else place
-    for source in manifest.sources:
-        if number < source.documents:
-            break
-        number -= source.documents
-    else:
+    if not 0 <= place < manifest.documents:
         raise IndexError(f"document {place} of {manifest.documents}")
-    if sum(manifest.rejected.values()) > len(manifest.rejects):
-        return Origin(source.name, None)
-    record = number + 1
-    for skipped in sorted(reject.record for reject in manifest.rejects if reject.source == source.name):
-        if skipped > record:
-            break
-        record += 1
-    return Origin(source.name, record)
+    number = int(_order(manifest.seed, manifest.shard, manifest.documents)[place]) if manifest.shuffled else place
+    return Origin(*manifest.raw_record(number))
 
 
 def source_called(file: str, sources: Iterable[SourceFile]) -> SourceFile | None:

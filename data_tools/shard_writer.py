@@ -20,6 +20,7 @@ from megatron_blackmamba.data_tools.shuffle import DocumentShuffler, order_keys
 from megatron_blackmamba.data_tools.sources import NotTaken, Source
 from megatron_blackmamba.data_tools.streams import STDIN
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.document_sample import DocumentSampler
 from megatron_blackmamba.formats.shards import (
     MANIFEST_SUFFIX,
     ShardManifest,
@@ -104,6 +105,7 @@ class _Writing:
         self.rejects = RejectLog(job.tolerance)
         self.cleanings = Cleanings()
         self.digest = hashlib.sha256()
+        self.sampler = DocumentSampler()
         self.lengths: list[np.ndarray] = []
         self.sources: list[SourceFile] = []
         self.documents = self.tokens = self.text_bytes = self.rechecked = self.first_bytes = 0
@@ -179,6 +181,7 @@ class _Writing:
         self._check_ids(ids, lengths, batch, source)
         keys = order_keys(self.settings.seed, self.job.number, self.documents, len(lengths))
         self._recheck(ids, lengths, keys, batch, source)
+        self.sampler.add(ids, lengths)
         tokens = with_eod(ids, lengths, self.tokenizer.eod_id, self.dtype)
         sink.add(tokens, lengths + 1, keys)
         self.documents += len(lengths)
@@ -269,6 +272,7 @@ class _Writing:
             shards=self.job.of,
             shuffled=self.settings.shuffle,
             seed=self.settings.seed if self.settings.shuffle else 0,
+            sample=self.sampler.sample(),
             options=self.settings.recorded(self.job.sources),
             versions={"blackmamba": __version__, **tokenizer.versions},
         )

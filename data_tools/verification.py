@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_blackmamba.data_tools.overlaps import sample_of
 from megatron_blackmamba.data_tools.progress import Count, Progress
 from megatron_blackmamba.data_tools.streams import file_sha256
 from megatron_blackmamba.formats.remote import is_remote, local
@@ -186,6 +187,7 @@ def adopt(path: str | Path, tokenizer: Tokenizer) -> ShardManifest:
         sources=[itself],
         options={ADOPTED: True},
     )
+    manifest = manifest.model_copy(update={"sample": sample_of(Shard(prefix, manifest))})
     manifest.write(beside(prefix, MANIFEST_SUFFIX))
     if not (prefix.parent / "tokenizer.json").exists():
         tokenizer.save(prefix.parent / "tokenizer.json")

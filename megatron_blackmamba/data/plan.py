@@ -93,7 +93,8 @@ def _build_synthetic(config: DataConfig, vocab_size: int, total_samples: int) ->
 def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int, eod_reset: int | None) -> DataPlan:
     mixture = Mixture.read(config.mixture or "")
     opened = [mixture.open_shards(source) for source in mixture.sources]
-    check_together(dict(zip(mixture.names, opened, strict=True)), vocab_size, eod_reset)
+    together = dict(zip(mixture.names, opened, strict=True))
+    check_together(together, vocab_size, eod_reset, max_overlap=mixture.max_overlap)
     streams = [TokenStream.of_shards(shards) for shards, _ in opened]
     prints = [content_fingerprint(shards) for shards, _ in opened]
     schedule = mixture.schedule([stream.tokens for stream in streams], config.sequence_length, tie_break=prints)

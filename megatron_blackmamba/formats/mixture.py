@@ -15,10 +15,12 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import ConfigError, read_yaml
+from megatron_blackmamba.formats.document_sample import overlap
 from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
@@ -103,6 +105,8 @@ class Mixture(Section):
     """Base of relative paths, itself relative to the mixture file; $VARIABLES are expanded."""
     sources: list[Source] = Field(min_length=1)
     phases: list[Phase] = Field([])
+    max_overlap: float = Field(0.1, ge=0, le=1)
+    """Largest share of a source's validation documents that training shards may hold too; 1 allows all."""
     _folder: Path = PrivateAttr(Path("."))
 
     @model_validator(mode="after")
@@ -238,12 +242,16 @@ def content_fingerprint(shards: Sequence[Shard]) -> str:
 
 
 def check_together(
-    opened: Mapping[str, tuple[list[Shard], list[Shard]]], vocab_size: int | None = None, eod_reset: int | None = None
+    opened: Mapping[str, tuple[list[Shard], list[Shard]]],
+    vocab_size: int | None = None,
+    eod_reset: int | None = None,
+    *,
+    max_overlap: float,
 ) -> None:
     """Refuse shards that do not fit together, or do not fit the model.
 
-    These are two tokenizers, duplicate tokens, validation leaks, tokens beyond the model's vocabulary, and another EOD
-    than the token after which the model resets its state.
+    These are two tokenizers, duplicate tokens, validation leaks beyond `max_overlap`, tokens beyond the model's
+    vocabulary, and another EOD than the token after which the model resets its state.
     """
     seen: dict[str, tuple[Path, str]] = {}
     first: Shard | None = None
@@ -274,6 +282,7 @@ def check_together(
                 )
             seen[manifest.bin_sha256] = shard.prefix, name
     _refuse_leaks(opened)
+    _refuse_overlap(opened, max_overlap)
 
 
 def _refuse_leaks(opened: Mapping[str, tuple[list[Shard], list[Shard]]]) -> None:
@@ -291,6 +300,35 @@ def _refuse_leaks(opened: Mapping[str, tuple[list[Shard], list[Shard]]]) -> None
                 leaked = next((raw for raw in source.all_raw if raw.sha256 in held_out), None)
                 if leaked:
                     raise MixtureError(f"source {name!r}: " + _leak(shard, source, leaked, *held_out[leaked.sha256]))
+
+
+def _refuse_overlap(opened: Mapping[str, tuple[list[Shard], list[Shard]]], most: float) -> None:
+    """Refuse validation documents that are in training shards under other raw files, as far as samples show them."""
+    training = [shard for shards, _ in opened.values() for shard in shards]
+    sampled = [shard.manifest.sample.decode() for shard in training if shard.manifest.sample]
+    for name, (_, held_out) in opened.items():
+        of_held_out = [shard.manifest.sample.decode() for shard in held_out if shard.manifest.sample]
+        found = overlap(sampled, of_held_out)
+        if found and found.share > most:
+            held, there = (_where(shards, found.hashes) for shards in (held_out, training))
+            raise MixtureError(
+                f"source {name!r}: {found.found} of the {found.compared} validation documents that could be compared "
+                f"({found.share:.1%}) are in training shards too, for example {held}, which is {there}: make the "
+                "training shards again without them (--exclude PATTERN or --split train), or set max_overlap in the "
+                "mixture file to allow it"
+            )
+
+
+def _where(shards: Sequence[Shard], hashes: np.ndarray) -> str:
+    """Return the raw file and record of the first document with one of these hashes."""
+    wanted = hashes[:1]
+    for shard in shards:
+        sampled = shard.manifest.sample.decode() if shard.manifest.sample else None
+        if sampled is not None and np.isin(wanted, sampled.hashes).all():
+            number = int(sampled.numbers[np.searchsorted(sampled.hashes, wanted[0])])
+            file, record = shard.manifest.raw_record(number)
+            return f"{file}{'' if record is None else f', record {record}'} in {shard.prefix}"
+    raise AssertionError("found in no shard")
 
 
 def _leak(shard: Shard, file: SourceFile, raw: RawFile | SourceFile, there: str, other: Path, source: str) -> str:

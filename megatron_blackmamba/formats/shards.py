@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.document_sample import DocumentSample
 from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.formats.tree import files_under
 
@@ -113,12 +114,35 @@ class ShardManifest(BaseModel):
     shards: int = Field(default=0, description="shards in its folder once all are made; 0 where that is not known")
     shuffled: bool = False
     seed: int = 0
+    sample: DocumentSample | None = Field(
+        default=None, description="hashes of some documents, to find them in other shards; older manifests have none"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="settings that decide the content")
     versions: dict[str, str] = Field(default_factory=dict)
 
     @property
     def bin_bytes(self) -> int:
         return self.tokens * np.dtype(self.dtype).itemsize
+
+    def raw_record(self, number: int) -> tuple[str, int | None]:
+        """Return the raw file and the record of document `number` in the order in which the shard was read.
+
+        The record is None where the manifest lists only some of the rejects.
+        """
+        for source in self.sources:
+            if number < source.documents:
+                break
+            number -= source.documents
+        else:
+            raise IndexError(f"{number} documents beyond the last one")
+        if sum(self.rejected.values()) > len(self.rejects):
+            return source.name, None
+        record = number + 1
+        for skipped in sorted(reject.record for reject in self.rejects if reject.source == source.name):
+            if skipped > record:
+                break
+            record += 1
+        return source.name, record
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "ShardManifest":

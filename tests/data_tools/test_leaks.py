@@ -1,9 +1,13 @@
 """Validation text that is in the training shards too: refused by every tool, and by training."""
 
 import gzip
+import json
 import lzma
+import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -11,8 +15,9 @@ from typer.testing import CliRunner
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data import build
 from megatron_blackmamba.data_tools.mixture import plan_mixture, verify_mixture
-from megatron_blackmamba.data_tools.verification import verify
+from megatron_blackmamba.data_tools.verification import adopt, verify
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
+from megatron_blackmamba.tokenizer import load_tokenizer
 from tests.data.corpus import data_config
 
 
@@ -86,3 +91,75 @@ def test_without_the_held_out_file_it_trains(mixture, options):
     path = mixture(**options)
     assert verify_mixture(Mixture.read(path), 16)
     assert build(data_config(path), vocab_size=600, total_samples=10).validation
+
+
+DOCUMENTS = [f"a document that is held out, number {i}" for i in range(20)]
+
+
+@pytest.fixture
+def converted(run, write_jsonl, tmp_path):
+    """Return a function that writes a mixture whose validation documents are in training, once as Parquet."""
+
+    def make(leaked=20, **keys):
+        held_out = write_jsonl("v.jsonl", ["another one", *DOCUMENTS])
+        others = [f"a document of the corpus, number {i}" for i in range(40)]
+        pq.write_table(pa.table({"body": [*others, *DOCUMENTS[:leaked]]}), tmp_path / "web.parquet")
+        run(held_out, out="held_out", seed=7)
+        run(tmp_path / "web.parquet", out="train", fields=("body",))
+        path = tmp_path / "mixture.yaml"
+        source = {"name": "a", "shards": "train", "validation": "held_out"}
+        path.write_text(yaml.safe_dump({"sources": [source], **keys}))
+        return path
+
+    return make
+
+
+def without_samples(folder):
+    """Turn the manifests in a folder into those of an older version."""
+    for path in folder.glob("*.manifest.json"):
+        manifest = json.loads(path.read_text())
+        assert manifest.pop("sample")
+        path.write_text(json.dumps(manifest))
+
+
+def test_another_format_does_not_hide_a_leak(converted, tmp_path):
+    path = converted()
+    read = Mixture.read(path)
+    for refuse in (
+        lambda: verify_mixture(read, 16),
+        lambda: plan_mixture(read, 1000, 16),
+        lambda: build(data_config(path), vocab_size=600, total_samples=10),
+    ):
+        with pytest.raises(MixtureError, match=r"20 of the 21 validation documents .*\(95\.2%\)") as error:
+            refuse()
+        record = int(re.search(r"v\.jsonl, record (\d+) in ", str(error.value))[1])
+        assert f"which is web.parquet, record {record + 39} in {tmp_path}/train/shard_00001:" in str(error.value)
+    result = CliRunner().invoke(app, ["data", "verify", str(path)])
+    assert isinstance(result.exception, MixtureError) and "max_overlap" in str(result.exception)
+
+
+def test_a_few_documents_may_be_in_training_too(converted):
+    path = converted(leaked=2)
+    assert build(data_config(path), vocab_size=600, total_samples=10).validation
+    findings = verify_mixture(Mixture.read(path), 16, cores=1)
+    assert any("2 of its 21 validation documents (9.52%)" in finding for finding in findings)
+
+
+def test_max_overlap_allows_a_leak_knowingly(converted):
+    path = converted(max_overlap=1)
+    assert build(data_config(path), vocab_size=600, total_samples=10).validation
+    with pytest.raises(MixtureError, match="20 of the 21"):
+        verify_mixture(Mixture.read(converted(leaked=20, max_overlap=0.9)), 16)
+
+
+def test_verify_finds_leaks_of_older_and_adopted_shards(converted, tmp_path, tokenizer_file):
+    path = converted()
+    without_samples(tmp_path / "train")
+    assert plan_mixture(Mixture.read(path), 1000, 16)  # it reads no tokens
+    with pytest.raises(MixtureError, match=r"20 of its 21 validation documents .* v\.jsonl, record \d+ of .*held_out"):
+        verify_mixture(Mixture.read(path), 16, cores=1)
+    prefix = tmp_path / "train/shard_00001"
+    Path(f"{prefix}.manifest.json").unlink()
+    adopt(prefix, load_tokenizer(tokenizer_file))
+    with pytest.raises(MixtureError, match=r"20 of the 21 .* shard_00001\.bin, record \d+ in "):
+        plan_mixture(Mixture.read(path), 1000, 16)

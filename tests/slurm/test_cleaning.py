@@ -28,6 +28,10 @@ def test_arrays_of_jobs_remove_what_one_machine_removes(slurm, tmp_path):
     )
     assert "submitted 5 Slurm jobs" in submitted.stdout
     job = submitted.stdout.split()[-1]
+    slurm.run("scontrol", "hold", job)  # the last of five that wait for each other
+    again = slurm.run(*tool, together, *few, "--slurm", "batch", cwd=REPOSITORY, check=False)
+    assert again.returncode == 2 and f"{job} work in this folder" in again.stderr
+    slurm.run("scontrol", "release", job)
     logs = sorted((together / ".work").rglob("*.out"))
     shown = slurm.wait(job, logs[-1] if logs else tmp_path / "none")
     assert shown["JobState"] == "COMPLETED"
