@@ -15,6 +15,11 @@ The time starts after the imports and a tokenizer warm-up, and ends with complet
 - classic: json, transformers' fast tokenizer and IndexedDatasetBuilder, one document at a time, as in Megatron's
   preprocess_data
 - datatrove: its JsonlReader and DocumentTokenizer, if installed
+
+With --megatron-lm FOLDER, a checkout of Megatron-LM, whole commands are compared too: `blackmamba data tokenize` and
+Megatron-LM's tools/preprocess_data_fast.py, one worker each. All processes count, from start to end, and so do theirs
+on the first document alone, which is subtracted from the rate. The .bin and .idx must be the same.
+--megatron-python names a Python 3.12 that has what the tool imports: torch, transformers, gigatoken and awkward.
 """
 
 import argparse
@@ -33,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import _whole_tools
 from megatron_blackmamba.tokenizer import load_tokenizer
 
 BASELINE = "classic"
@@ -47,6 +53,8 @@ def main() -> None:
     parser.add_argument("--words", type=int, help="cut the input into documents of this many words")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--megatron-lm", type=Path, metavar="FOLDER", help="a checkout, to compare its fast tool")
+    parser.add_argument("--megatron-python", default=sys.executable, help="the Python that runs it")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--measure", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -63,6 +71,10 @@ def main() -> None:
         else:
             tokenizer.write_bytes(trained_on(corpus))
         result = compare(corpus, tokenizer, Path(folder), arguments.repeats, arguments.ways)
+        if arguments.megatron_lm:
+            result["whole"] = _whole_tools.compare_whole_tools(
+                corpus, tokenizer, Path(folder), arguments.repeats, arguments.megatron_lm, arguments.megatron_python
+            )
         result["corpus"] = {"bytes": corpus.stat().st_size, "documents": documents}
     print(json.dumps(result, indent=2) if arguments.json else table(result))
 
@@ -97,16 +109,10 @@ def compare(corpus: Path, tokenizer: Path, folder: Path, repeats: int, ways: lis
 
 def in_a_fresh_process(way: str, corpus: Path, tokenizer: Path, folder: Path) -> Measured:
     arguments = ["--measure", way, "--input", corpus, "--tokenizer", tokenizer]
-    alone = {
-        "RAYON_NUM_THREADS": "1",
-        "FASTOKENS_BPE_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
     with tempfile.TemporaryDirectory(dir=folder) as out:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.tokenization", *map(str, arguments), "--folder", out],
-            env={**os.environ, **alone},
+            env={**os.environ, **_whole_tools.ONE_THREAD},
             stdout=subprocess.PIPE,
             check=True,
         )
@@ -313,7 +319,7 @@ def table(result: dict[str, Any]) -> str:
         times = f"{result['times_classic'][way]:13.1f}" if way in result["times_classic"] else ""
         lines.append(f"{way:18}  {rate / 1e6:10.2f}  {times}".rstrip())
     lines += [f"{way:18}  not installed" for way in result["absent"]]
-    return "\n".join(lines)
+    return "\n".join(lines + (_whole_tools.table(result["whole"]) if "whole" in result else []))
 
 
 if __name__ == "__main__":

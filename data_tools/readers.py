@@ -189,7 +189,8 @@ class JsonLines(Parser):
         return texts if set(map(type, texts)) <= {str} else None
 
     def _second_look(self, line: bytes, error: orjson.JSONDecodeError, terminated: bool) -> str | None:
-        """Find out why orjson rejects a line, and keep the line if its text is valid (NaN in another field, say)."""
+        """Find out why orjson rejects a line. Keep the line if its text is valid (NaN in another field, or a BOM)."""
+        line = line.removeprefix(_BOM)  # of a second file that was appended to the first
         if not line or line.isspace():
             self.reject(self.number, rejects.BLANK, "")
             return None
@@ -221,6 +222,8 @@ class JsonLines(Parser):
         if self.number == 1 and line.strip() in (b"[", b"{"):
             program = "." if line.strip() == b"{" else "'.[]'"
             return f"; this looks like JSON over several lines: `jq -c {program}` makes JSON lines of it"
+        if self.number == 1 and line.count(b"\r") > 1:
+            return "; its lines end with carriage returns alone: `tr '\\r' '\\n'` makes JSON lines of it"
         if self.number == 1 and line.startswith(b"WARC/"):
             return "; WARC files hold web pages, not text: extract it first, for example with datatrove's WarcReader"
         if self.number == 1 and line.lstrip()[:1] not in (b"{", b"["):

@@ -160,6 +160,14 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert read(tmp_path / "a.jsonl")[0] == read(tmp_path / "a.txt", "text")[0] == [(1, "good")]
 
 
+def test_appended_files_may_begin_with_a_byte_order_mark(tmp_path):
+    marked = b"\xef\xbb\xbf" + GOOD + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(marked + marked + b"\xef\xbb\xbf\n")
+    documents, rejected = read(tmp_path / "a.jsonl")
+    assert documents == [(1, "good"), (2, "good")]
+    assert [(number, why) for number, why, _ in rejected] == [(3, rejects.BLANK)]
+
+
 def test_only_the_first_byte_order_mark_is_dropped():
     mark = b"\xef\xbb\xbf"
     content = mark + b'{"text": "a' + mark + b'b"}'
@@ -170,6 +178,8 @@ def test_only_the_first_byte_order_mark_is_dropped():
 def test_files_of_another_kind_get_a_hint(tmp_path):
     (tmp_path / "array.jsonl").write_text('[\n {"text": "x"}\n]')
     (tmp_path / "plain.jsonl").write_text("Call me Ishmael.\n")
+    (tmp_path / "mac.jsonl").write_bytes(b"\r".join([GOOD, GOOD, b""]))
+    assert "tr '\\r'" in read(tmp_path / "mac.jsonl")[1][0][2]
     assert "jq" in read(tmp_path / "array.jsonl")[1][0][2]
     assert "--format text" in read(tmp_path / "plain.jsonl")[1][0][2]
 
