@@ -145,7 +145,7 @@ class Overlap:
 def overlap(training: Sequence[Sampled], held_out: Sequence[Sampled]) -> Overlap | None:
     """Return the overlap at the sampling rate where it is largest, or None if nothing counts as found.
 
-    A shard lists its documents up to some hash. Those of all training shards are compared up to each of these hashes.
+    A shard lists its documents up to some hash. For each of these hashes, all training shards are compared up to it.
     """
     if not training or not held_out:
         return None
