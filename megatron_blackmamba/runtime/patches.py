@@ -359,3 +359,20 @@ def _results_queue() -> None:
 
     require(filesystem_async, "_results_queue")
     filesystem_async._results_queue = queue.Queue()
+
+
+@_patch(
+    "stored-strides",
+    "from torch 2.15 on a checkpoint's metadata has strides, which megatron-core gives torch.empty as it loads",
+    _everywhere,
+)
+def _stored_strides() -> None:
+    strategy = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+    namespace = types.ModuleType("torch")
+    vars(namespace).update(vars(torch))
+
+    def empty(*args: Any, strides: Any = None, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(*args, **kwargs)
+
+    vars(namespace)["empty"] = empty
+    strategy.torch = namespace

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.runtime import patches
@@ -206,6 +207,20 @@ def ask_for_the_queue() -> dict:
     return {"losses": []}
 
 
+def read_strides() -> dict:
+    """Read metadata as torch writes it from 2.15 on."""
+    from megatron_blackmamba.runtime import world
+
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    world.start(load("tiny").parallel)
+    properties = TensorProperties.create_from_tensor(torch.zeros(3, 2))
+    properties.strides = (2, 1)
+    stored = Metadata({"weight": TensorStorageMetadata(properties, torch.Size([3, 2]), [])})
+    found = TorchDistLoadShardedStrategy().load_tensors_metadata(None, stored)
+    return {"shape": list(found["weight"].global_shape), "losses": []}
+
+
 ONE = (1, partial(train, []))
 TWO_STAGES = (2, partial(train, ["parallel.pipeline=2"]))
 SPREAD_EXPERTS = (2, partial(train, ["parallel.expert=2"]))
@@ -225,11 +240,12 @@ SCENARIOS = {
     "float64": (1, train_in_float64),
     "checkpoint-folder": (1, plan_a_save),
     "results-queue": (1, ask_for_the_queue),
+    "stored-strides": (1, read_strides),
 }
 
 
 COMPLETE = ("jit", "synchronize", "streams", "tensor-cuda", "router-gemm", "adam", "clipping", "float64")
-COMPLETE += ("checkpoint-folder", "results-queue")
+COMPLETE += ("checkpoint-folder", "results-queue", "stored-strides")
 
 
 def refuse_to_compile() -> None:
