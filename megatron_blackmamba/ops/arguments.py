@@ -18,7 +18,7 @@ def require_floats(op: str, **tensors: Tensor | None) -> None:
 
 def require_shape(op: str, name: str, tensor: Tensor | None, *expected: int) -> None:
     """Refuse a tensor of another shape; kernels would read or write beyond it."""
-    if tensor is not None and tuple(tensor.shape) != expected:
+    if tensor is not None and tensor.shape != expected:
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}. Pass {expected}.")
 
 
@@ -36,17 +36,18 @@ def require_shapes(op: str, inputs: Any, **sizes: int) -> None:
         sizes: The size of each letter.
     """
     fields = inputs if isinstance(inputs, dict) else inputs._asdict()
-    called, first = next(iter(fields.items()))
     for field, tensor in fields.items():
         if not isinstance(tensor, Tensor):
             continue
         name, _, letters = field.rpartition("_")
-        expected = tuple(sizes[letter] for letter in letters)
-        if tuple(tensor.shape) != expected:
+        expected = tuple(map(sizes.__getitem__, letters))
+        if tensor.shape != expected:
+            called, first = next(iter(fields.items()))
             of = f"{called.rpartition('_')[0]} is {tuple(first.shape)}"
             raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected} ({of})")
         if name != "reset":
-            require_floats(op, **{name: tensor})
+            if tensor.dtype not in FLOATS:
+                require_floats(op, **{name: tensor})
         elif tensor.dtype != torch.bool:
             raise ValueError(f"{op}: reset must be a bool tensor, not {tensor.dtype}")
 

@@ -26,23 +26,25 @@ class Accumulation(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.factors: dict[Weight, float] = {}
-        """What each gradient is multiplied by, so that the sum over the replicas is a mean."""
-        self.outdated: set[Weight] = set()
-        """Parameters whose gradient buffer still holds the last step's gradient."""
-        self._as_tensor: dict[float, Tensor] = {}
+        self.outdated: dict[int, Weight] = {}
+        """Parameters, by id, whose gradient buffer still holds the last step's gradient."""
+        self._weights: dict[int, Weight] = {}
+        self._factors: dict[int, tuple[float, Tensor]] = {}
+        """By id, what a gradient is multiplied by, so that the sum over the replicas is a mean; also as a tensor."""
+        as_tensor: dict[float, Tensor] = {}
         for buffer in (*self.buffers, *self.expert_parallel_buffers):
             for bucket in buffer.buckets:
+                factor = bucket.gradient_scaling_factor
                 for parameter in bucket.params_list:
-                    self.factors[parameter] = factor = bucket.gradient_scaling_factor
                     parameter.zero_out_wgrad = False  # asks for an addition after gradients that a product has added
-                    self._as_tensor.setdefault(factor, parameter.main_grad.new_full((1,), factor))
+                    shared = as_tensor.setdefault(factor, parameter.main_grad.new_full((1,), factor))
+                    self._weights[id(parameter)], self._factors[id(parameter)] = parameter, (factor, shared)
                 bucket.gradient_scaling_factor = 1.0
 
     def zero_grad_buffer(self) -> None:
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
             group.reset()
-        self.outdated = set(self.factors)
+        self.outdated = self._weights.copy()
 
     def start_grad_sync(self, *args: Any) -> None:
         self._zero_outdated()
@@ -54,7 +56,7 @@ class Accumulation(DistributedDataParallel):
 
     def _zero_outdated(self) -> None:
         """Set to zero the gradients of parameters that no micro-batch has used."""
-        for parameter in self.outdated:
+        for parameter in self.outdated.values():
             parameter.main_grad.zero_()
         self.outdated.clear()
 
@@ -69,13 +71,12 @@ class Accumulation(DistributedDataParallel):
 
         return hook
 
-    @torch.no_grad()
     def _add(self, parameter: Weight, gradient: Tensor) -> None:
-        total, factor = parameter.main_grad, self.factors[parameter]
-        if parameter not in self.outdated:
+        """Add the gradient of a micro-batch. Called for each weight in the backward pass, where autograd is off."""
+        total, (factor, as_tensor) = parameter.main_grad, self._factors[id(parameter)]
+        if self.outdated.pop(id(parameter), None) is None:
             total.add_(gradient, alpha=factor)
         elif factor == 1.0:
             total.copy_(gradient)
         else:  # the factor is a tensor: a number would have the product rounded to the gradient's dtype
-            torch.mul(gradient, self._as_tensor[factor], out=total)
-        self.outdated.discard(parameter)
+            torch.mul(gradient, as_tensor, out=total)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.formats.step_records import StepRecord
@@ -71,7 +72,7 @@ class Metric:
         head = "([^/]+)".join(parts[:-1])
         return re.compile(f"{head}(.+){parts[-1]}" if self.many else parts[0])
 
-    @property
+    @cached_property
     def many(self) -> bool:
         """Return whether the metric has one scalar for each of several keys."""
         return "*" in self.name
@@ -131,7 +132,7 @@ def unregister(name: str) -> None:
 
 def all_metrics() -> list[Metric]:
     """Return every metric in the order of display."""
-    return sorted(_METRICS.values(), key=lambda metric: metric.order)
+    return sorted(_METRICS.values(), key=attrgetter("order"))
 
 
 def metric_of(scalar: str) -> Metric:
