@@ -4,6 +4,8 @@
 """
 
 import json
+import os
+import signal
 import sys
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -38,19 +40,33 @@ LAYOUTS = {
     "tp2": ["parallel.tensor=2"],
     "etp2": ["parallel.tensor=2", "parallel.expert_tensor=2"],
 }
+CUT = ['model.pattern="MESE"', "model.eod_reset=397"]  # a letter that ends documents, some where sequences are cut
+KILLED = ["checkpoint.asynchronous=false"]  # so that step 3 is on disk when the process dies
 if not muon.Muon().missing():
     KINDS["muon"] = [*MUON, *EVERY_LAYER]
 
 
-def trained(folder: Path, name: str, *overrides: str) -> None:
-    from megatron_blackmamba.training.loop import train
+def trained(folder: Path, name: str, *overrides: str, killed_at: int | None = None) -> None:
+    from megatron_blackmamba.training.loop import Trainer, train
 
-    train(load("tiny", [*RUN, f"folder={folder}", f"name={name}", *overrides]))
+    class Mortal(Trainer):
+        def take_step(self):
+            if self.progress.step == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().take_step()
+
+    train(load("tiny", [*RUN, f"folder={folder}", f"name={name}", *overrides]), Mortal)
 
 
 def losses(folder: Path, name: str) -> list[float]:
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
+
+
+def resumed_at(folder: Path, name: str) -> list[int]:
+    """Return the steps from which a run went on."""
+    lines = (folder / name / "events.jsonl").read_text().splitlines()
+    return [event["step"] for event in map(json.loads, lines) if event["kind"] == "resumed"]
 
 
 def held(kind: str) -> dict[str, list[int]]:
@@ -73,10 +89,17 @@ def main(folder: Path) -> dict:
             for layout, overrides in LAYOUTS.items():
                 jobs += [(2, layout, [*overrides, HALF]), (1, layout, [])]
             jobs += [(1, "split", [HALF]), (2, "split", [])]
+            jobs += [(1, "uncut", CUT), (2, "cut", [*CUT, "parallel.context=2", HALF]), (1, "cut", CUT)]
+            jobs += [(1, "killed", KILLED)]
+            doomed = partial(trained, folder, "muon_killed", *how, *KILLED, OTHER, killed_at=4)
+            dead = fork_ranks(2, doomed)
+            assert any("died with status 9" in rank.get("error", "") for rank in dead), dead
         for ranks, name, overrides in jobs:
             answers = fork_ranks(ranks, partial(trained, folder, f"{kind}_{name}", *how, *overrides))
             assert not any("error" in answer for answer in answers), answers
         found[kind] = {name: losses(folder, f"{kind}_{name}") for _, name, _ in jobs} | held(kind)
+    if "muon" in KINDS:
+        found["muon"]["resumed at"] = resumed_at(folder, "muon_killed")
     found["without muon"] = fork_ranks(1, partial(refusal, folder))[0]
     return found
 

@@ -44,6 +44,17 @@ def test_muon_resumes_on_more_ranks(went):
     assert went["muon"]["split"] == pytest.approx(went["muon"]["whole"], abs=1e-10)
 
 
+@needs_muon
+def test_muon_goes_on_after_a_kill(went):
+    assert went["muon"]["resumed at"] == [3]
+    assert went["muon"]["killed"] == pytest.approx(went["muon"]["whole"], abs=1e-10)
+
+
+@needs_muon
+def test_muon_is_the_same_with_sequences_cut(went):
+    assert went["muon"]["cut"] == pytest.approx(went["muon"]["uncut"], abs=1e-10)
+
+
 @each_kind
 def test_kind_is_planned_to_the_byte(went, kind):
     measured, planned = went[kind]["bytes"]
