@@ -6,6 +6,7 @@
 #   scripts/hf_versions.sh [VERSION...]       by default: 4.50 4.57 5
 #
 # The environments are kept in .hf_versions/ and share all else with .venv (or VENV), so that they are made in a minute.
+# Without GitHub, HF_TESTS=FOLDER names a clone of transformers with the tests of `generate` (see hf_generic_tests.py).
 # Needs `make install` first; lm-eval is tested too where .venv has it (`pip install -e .[eval]`).
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -122,6 +122,18 @@ class BlackMambaCache(Cache):
     def __repr__(self) -> str:
         return f"BlackMambaCache({self.seen} tokens seen, {len(self.layers)} layers)"
 
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, layer_idx: int) -> tuple[Tensor, ...]:
+        """Return the tensors of a layer: convolution and state, keys and values, or none."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, RecurrentLayer):
+            tensors = (layer.conv_states[0], layer.recurrent_states[0])
+        else:
+            tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        return tuple(tensor for tensor in tensors if tensor is not None)
+
     def reset(self) -> None:
         """Forget everything."""
         made: dict[str, type] = {"r": RecurrentLayer, "mamba2": RecurrentLayer, "attention": DynamicLayer}

@@ -332,7 +332,9 @@ class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
         inputs = {name: value for name, value in kwargs.items() if name not in _GENERATION_ONLY}
         inputs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
         if inputs_embeds is not None and _first_iteration(input_ids, inputs_embeds, kwargs):
-            new = kwargs.get("next_sequence_length") or inputs_embeds.shape[1]
+            positions = kwargs.get("cache_position")  # before 5.x: of the embeddings that are new
+            known = 0 if positions is None else len(positions)
+            new = kwargs.get("next_sequence_length") or known or inputs_embeds.shape[1]
             return {**inputs, "inputs_embeds": inputs_embeds[:, -new:]}
         if "next_sequence_length" in kwargs:  # 5.x says how many are new, None for all
             new = input_ids.shape[1] if kwargs["next_sequence_length"] is None else kwargs["next_sequence_length"]

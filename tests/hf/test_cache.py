@@ -52,3 +52,13 @@ def test_cache_is_made_of_transformers_layers(cache):
         assert name in [base.__name__ for base in type(layer).__mro__]
         if hasattr(cache_utils, "LinearAttentionLayer"):  # 5.x
             assert isinstance(layer, getattr(cache_utils, name))
+
+
+def test_layers_are_counted_and_indexed(cache):
+    assert len(cache) == 3
+    assert [[tuple(tensor.shape) for tensor in cache[layer]] for layer in range(3)] == [
+        [(3, 2, 7, 4), (3, 2, 7, 4)],
+        [],
+        [(3, 4, 3), (3, 4, 2)],
+    ]
+    assert cache[2][1] is cache.get_recurrent_state(2)

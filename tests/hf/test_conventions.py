@@ -128,9 +128,18 @@ def test_generation_goes_on_from_embeddings(model):
     cache = model(IDS[:, :7], use_cache=True).past_key_values
     embeds = model.get_input_embeddings()(IDS)
     mask = torch.ones_like(IDS)
-    if hasattr(model, "_prefill"):  # 5.x takes the unseen part of them all
-        got = model.generate(inputs_embeds=embeds, attention_mask=mask, past_key_values=cache, **options)
-        assert torch.equal(got[:, -4:], expected)
+    got = model.generate(inputs_embeds=embeds, attention_mask=mask, past_key_values=cache, **options)
+    assert torch.equal(got[:, -4:], expected)
+
+
+def test_only_new_embeddings_are_read(model):
+    cache = model(IDS[:, :7], use_cache=True).past_key_values
+    embeds = model.get_input_embeddings()(IDS)
+    for news in ({"cache_position": torch.arange(7, 12)}, {"next_sequence_length": 5}):  # 4.x and 5.x say it so
+        inputs = model.prepare_inputs_for_generation(
+            IDS[:, :0], past_key_values=cache, inputs_embeds=embeds, is_first_iteration=True, **news
+        )
+        assert torch.equal(inputs["inputs_embeds"], embeds[:, 7:])
 
 
 @pytest.mark.parametrize("cut", [None, 5, 6, 9])
