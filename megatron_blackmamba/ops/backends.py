@@ -18,6 +18,8 @@ import torch
 FOR_CPUS = ("cpu", "cpp")
 SINGLE_FILES = ("cross_entropy", "experts", "gated", "rms_norm")
 """Operations that have backends, but no package of their own."""
+FUSED_ADAM = ("transformer_engine.pytorch.optimizers", "apex.optimizers")
+"""Where megatron-core looks for FusedAdam, which it prefers to this project's Adam."""
 
 
 def choose(package: str, names: tuple[str, ...], wanted: str, *call: object) -> ModuleType:
@@ -50,7 +52,24 @@ def of_this_machine() -> dict[str, dict[str, str | None]]:
         if module.ispkg or module.name in SINGLE_FILES:
             names = importlib.import_module(f"{ops.__name__}.{module.name}").available_backends()
             found[module.name] = {name: why for name, why in names.items() if not (has_gpu() and name in FOR_CPUS)}
+    found["attention"] = {"scaled_dot_product_attention": None}
+    found["adam"] = {
+        "fused_adam": _why_no_fused_adam(),
+        "triton": why_not(ops.__name__, "triton_adam"),
+        "pytorch": None,
+    }
     return found
+
+
+def _why_no_fused_adam() -> str | None:
+    reasons = []
+    for name in FUSED_ADAM:
+        try:
+            importlib.import_module(name)
+            return None
+        except Exception as error:  # a package built for another torch fails in ways of its own
+            reasons.append(str(error))
+    return ", ".join(reasons)
 
 
 def in_use() -> list[str]:

@@ -1,6 +1,8 @@
 """A backend that is broken on a machine is one that is not there: the next one does the work, and doctor says why."""
 
 import sys
+from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
@@ -51,14 +53,24 @@ def test_triton_router_says_what_it_cannot_take(monkeypatch, logits, reason):
 
 def test_each_op_names_backend_in_use_and_better_ones(monkeypatch):
     lines = dict(line.split(": ", 1) for line in backends.in_use())
-    assert {"selective_scan", "causal_conv1d", "sinkhorn", "experts", "gated", "rms_norm", "cross_entropy"} <= set(
-        lines
-    )
+    ops = {"selective_scan", "causal_conv1d", "sinkhorn", "experts", "gated", "rms_norm", "cross_entropy", "ssd"}
+    assert ops | {"adam", "attention"} <= set(lines)
     assert "not triton: " in lines["gated"]
     monkeypatch.setattr(backends, "has_gpu", lambda: True)
     on_gpu = dict(line.split(": ", 1) for line in backends.in_use())
     assert on_gpu["gated"].startswith("pytorch; not triton: ")  # kernels for CPUs take no CUDA tensors
     assert not on_gpu["selective_scan"].startswith("cpu")
+    if find_spec("mamba_ssm") is None:
+        assert on_gpu["ssd"] == "chunked; not mamba_ssm: No module named 'mamba_ssm'"
+
+
+def test_adam_of_installed_package_is_preferred(monkeypatch):
+    for name in backends.FUSED_ADAM:
+        monkeypatch.setitem(sys.modules, name, None)
+    line = next(line for line in backends.in_use() if line.startswith("adam: "))
+    assert "not fused_adam: import of transformer_engine.pytorch.optimizers" in line and "apex.optimizers" in line
+    monkeypatch.setitem(sys.modules, backends.FUSED_ADAM[1], ModuleType("apex.optimizers"))
+    assert "adam: fused_adam" in backends.in_use()
 
 
 def test_older_triton_is_told_with_its_version(monkeypatch):
