@@ -25,8 +25,10 @@ SMALL = 4096
 ISSUED = {"forward": 10, "segment_ends": 10, "chunk_parts": 12.3, "backward": 26}
 ISSUED_IF_KEPT = ISSUED | {"chunk_parts": 10, "backward": 27.4}
 """Issue slots a state and token of the scan's kernels (docs/performance.md), the second if states are kept."""
-BYTES_A_WEIGHT = {False: 30, True: 22}
-"""Bytes Adam moves: gradient, weight, its bf16 copy, and fp32 or bf16 moments. Its tensors are given by address."""
+BYTES_A_WEIGHT = 4 + 2 * 4 + 4 * 4 + 2
+"""Bytes that Adam moves: gradient, weight, two moments, and a copy in bf16. Its tensors are given by address."""
+SAVED = {"NARROW_GRADIENTS": 2, "NARROW": 8}
+"""Fewer bytes where they are in bf16, by the kernel's constant."""
 WEIGHTS_A_PROGRAM = 16384
 OVERWRITE = ("loss_and_gradient",)
 """Triton kernels that read their first tensor and write it."""
@@ -141,7 +143,8 @@ class Log:
         states = constants.get("N", 0) * tensors[0].numel() if tensors else 0
         moved = total(tensors) + (size_of(tensors[0]) if kernel in OVERWRITE else 0)
         if kernel == "adam_update":
-            moved += BYTES_A_WEIGHT[constants["NARROW"]] * WEIGHTS_A_PROGRAM * grid[0]
+            saved = sum(fewer for name, fewer in SAVED.items() if constants[name])
+            moved += (BYTES_A_WEIGHT - saved) * WEIGHTS_A_PROGRAM * grid[0]
         issued = ISSUED_IF_KEPT if constants.get("KEPT") else ISSUED
         self.add(f"triton {kernel}", tensors, moved, slots=issued.get(kernel, 0) * states)
         signature = (*(str(t.dtype)[6:] for t in tensors), *(f"{k}={v}" for k, v in sorted(constants.items())))

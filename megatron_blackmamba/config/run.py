@@ -83,6 +83,8 @@ class OptimizerConfig(Section):
     """Added to the denominator of Adam's update."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Precision of Adam's moments. bf16 is rounded stochastically: 4 bytes less a weight, and a faster update."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients of bf16 weights are added up over micro-batches and replicas, and stored."""
     momentum: float = Field(0.9, gt=0, lt=1)
     """Part of the last update that the next one keeps, for sgd and muon."""
     weight_decay: float = Field(0.0, ge=0)
@@ -297,6 +299,11 @@ class RunConfig(Section):
             raise ValueError(
                 "optimizer.distributed=false needs training.precision=fp32: megatron-core's plain optimizer cannot save"
                 " bf16 weights beside the fp32 ones of a Mamba layer. The distributed one works on one process too."
+            )
+        if self.optimizer.gradients == "bf16" and training.precision != "bf16":
+            raise ValueError(
+                f"optimizer.gradients=bf16 needs training.precision=bf16, not {training.precision}: gradients have the"
+                " precision of the weights. Set both, or leave optimizer.gradients=fp32."
             )
         self._supports_float64()
         self._can_export()

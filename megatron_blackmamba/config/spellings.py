@@ -31,6 +31,7 @@ OTHER_NAMES = {
     "optimizer.beta2": "adam_beta2",
     "optimizer.eps": "adam_eps adam_epsilon",
     "optimizer.moments": "exp_avg_dtype exp_avg_sq_dtype optim_bits",
+    "optimizer.gradients": "grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 main_grads_dtype grad_dtype",
     "optimizer.weight_decay": "wd",
     "optimizer.clip": "grad_clip clip_grad max_grad_norm gradient_clipping clip_grad_norm grad_norm_clip",
     "training.tokens": "max_steps train_iters max_iters num_steps n_steps total_steps train_tokens train_samples",

@@ -48,7 +48,7 @@ class Table:
     """The addresses of tensors that are updated together."""
 
     def __init__(self, *columns: Sequence[Tensor | None]):
-        """Columns: gradients and weights (fp32), first and second moments (fp32 or bf16), copies in bf16 or None."""
+        """Columns: gradients (fp32 or bf16), weights (fp32), both moments (fp32 or bf16), copies in bf16 or None."""
         self.key = key_of(*columns)
         rows = []
         for tensors in zip(*columns, strict=True):
@@ -58,7 +58,9 @@ class Table:
                 starts = [0 if x is None else x.data_ptr() + first * x.element_size() for x in tensors]
                 rows.append([*starts, min(CHUNK, numel - first)])
         self.aligned = all(start % ALIGNMENT == 0 for row in rows for start in row[:-1])
-        self.narrow = any(moment.dtype == torch.bfloat16 for moment in columns[2])
+        self.narrow_gradients, self.narrow = (
+            any(x.dtype == torch.bfloat16 for x in column if x is not None) for column in (columns[0], columns[2])
+        )
         self.rows = torch.tensor(rows, dtype=torch.int64).to(columns[1][0].device)
 
     def update(self, by: Settings, factor: float) -> None:
@@ -71,16 +73,19 @@ class Table:
                 self.rows, factor, 1 - by.beta1, by.beta2, 1 - by.beta2, by.eps,
                 by.lr / corrected1, corrected2**-0.5,
                 1 - by.lr * by.weight_decay if by.decoupled else by.weight_decay, rounding.seed_of(by.step),
-                DECOUPLED=by.decoupled, NARROW=self.narrow, ALIGNED=self.aligned, BLOCK=BLOCK, num_warps=4,
+                DECOUPLED=by.decoupled, NARROW=self.narrow, NARROW_GRADIENTS=self.narrow_gradients,
+                ALIGNED=self.aligned, BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
 
 
 def _check(*tensors: Tensor | None) -> None:
     dtypes = [None if x is None else x.dtype for x in tensors]
-    wide = dtypes[:2] == 2 * [torch.float32]
-    if not (wide and dtypes[2] == dtypes[3] in (torch.float32, torch.bfloat16) and dtypes[4] in (None, torch.bfloat16)):
+    narrow, both = torch.bfloat16, (torch.float32, torch.bfloat16)
+    gradient, weight, first, second, copy = dtypes
+    if not (gradient in both and weight is torch.float32 and first == second in both and copy in (None, narrow)):
         raise ValueError(
-            f"Adam's kernel takes float32 tensors, moments also in bfloat16, and bfloat16 copies, not {dtypes}"
+            "Adam's kernel takes float32 weights, gradients and moments in float32 or bfloat16, and bfloat16 copies,"
+            f" not {dtypes}"
         )
     if not all(x is None or (x.is_contiguous() and x.numel() == tensors[0].numel()) for x in tensors):
         raise ValueError("Adam's kernel takes contiguous tensors of one size. Pass such tensors.")
@@ -96,10 +101,11 @@ def key_of(*columns: Sequence[Tensor | None]) -> tuple[int, ...]:
 )  # else a value of 1 would compile anew
 def adam_update(
     rows, factor, rest1, beta2, rest2, eps, rate, correction, decay, seed,
-    DECOUPLED: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    DECOUPLED: tl.constexpr, NARROW: tl.constexpr, NARROW_GRADIENTS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 6
-    gradient = tl.load(row).to(tl.pointer_type(tl.float32))
+    gradient = tl.load(row).to(tl.pointer_type(tl.bfloat16 if NARROW_GRADIENTS else tl.float32))
     weight = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     stored: tl.constexpr = tl.bfloat16 if NARROW else tl.float32
     first_moment = tl.load(row + 2).to(tl.pointer_type(stored))
@@ -132,7 +138,7 @@ def _update_block(
 ):  # fmt: skip
     i = start + tl.arange(0, BLOCK)
     mask = i < count if MASKED else None
-    g = tl.load(gradient + i, mask=mask) * factor
+    g = tl.load(gradient + i, mask=mask).to(tl.float32) * factor
     w = tl.load(weight + i, mask=mask)
     m, v = tl.load(first_moment + i, mask=mask), tl.load(second_moment + i, mask=mask)
     if NARROW:

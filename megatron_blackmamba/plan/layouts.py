@@ -109,7 +109,8 @@ def _sized(config: RunConfig, found: Layout, world_size: int) -> Iterator[Layout
     share = (found.global_batch or config.training.global_batch) // layout.data_parallel_size(
         found.parallel, world_size
     )
-    return (replace(found, micro_batch=size) for size in range(1, share + 1) if share % size == 0)
+    sizes = (size for size in range(1, share + 1) if share % size == 0 and not layout.loses_bits(config, share // size))
+    return (replace(found, micro_batch=size) for size in sizes)
 
 
 def _least_recomputing(config: RunConfig, found: Layout, cluster: Cluster) -> Candidate | None:

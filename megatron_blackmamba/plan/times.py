@@ -96,10 +96,10 @@ def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow]
 def of_micro_batches(config: RunConfig, world_size: int, batch: MicroBatch, gpu: Gpu, state: State | None) -> float:
     """Return the seconds of a step's micro-batches, of adding up their weight gradients too if the state is known.
 
-    The first micro-batch's gradients are copied to the fp32 buffer, the others added, so it is read and written.
+    The first micro-batch's gradients are copied to the buffer, the others added, so it is read and written.
     """
     batches = layout.micro_batches(config, world_size)
-    read = WIDTH[config.training.precision] / FP32
+    read = WIDTH[config.training.precision] / _gradient_width(config)
     moved = 0.0 if state is None else (batches * (2 + read) - 1) * state.gradients
     return batches * batch.total + roofline.seconds(Work(moved), gpu)
 
@@ -115,8 +115,14 @@ def of_update(config: RunConfig, gpu: Gpu, state: State | None) -> float:
     kind = optimizers.kind_of(config.optimizer.kind)
     dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
     weights = state.optimizer / max(1, bytes_a_weight(dtype, config.optimizer, len(kind.state)))
-    moved = 2 * state.optimizer + (2.5 if kind.fused else 5) * FP32 * weights
+    width = _gradient_width(config)
+    moved = 2 * state.optimizer + (2 * width + dtype.itemsize if kind.fused else 5 * width) * weights
     return roofline.seconds(Work(moved), gpu)
+
+
+def _gradient_width(config: RunConfig) -> int:
+    """Return the bytes of one number of a gradient buffer."""
+    return WIDTH["bf16"] if config.optimizer.gradients == "bf16" else FP32
 
 
 def of_micro_batch(config: RunConfig, stage: int, gpu: Gpu) -> MicroBatch:

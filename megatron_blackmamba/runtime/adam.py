@@ -2,7 +2,7 @@
 
 megatron-core's distributed optimizer can save and resume that layout of Apex and Transformer Engine, so a checkpoint
 made on CPUs continues on GPUs and back. Moments are in the precision of the weights, or in bf16, rounded stochastically
-(ops/rounding.py); they are saved in fp32 by the distributed optimizer either way.
+(ops/rounding.py); they are saved in fp32 by the distributed optimizer either way. Gradients may be in bf16.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ class Adam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
         super().__init__(params, defaults)
         self.factor = 1.0
-        """What gradients are multiplied by while a fused update reads them."""
+        """What an update multiplies gradients by while it reads them."""
         self.copies: dict[Tensor, Tensor] = {}
         """Weights in bf16 that a fused update also writes."""
         self._tables: dict[Any, Any] = {}
@@ -81,19 +81,22 @@ class Adam(torch.optim.Optimizer):
             self._make_moments(p)
         by_kind: dict[Any, list[torch.Tensor]] = {}
         for p in params:
-            by_kind.setdefault((p.device, p.dtype), []).append(p)
-        if self.fused:
-            for same in by_kind.values():
+            by_kind.setdefault((p.device, p.dtype, p.grad.dtype), []).append(p)
+        for same in by_kind.values():
+            if self.fused:
                 self._update_fused(group, same)
-            return
-        for device, dtype in by_kind:
-            same = by_kind[device, dtype]
-            gradients = [p.grad.to(p.dtype).contiguous() for p in same if p.grad is not None]
-            columns = same, gradients, *self._moments_of(same)
+                continue
+            columns = same, [self._read(p) for p in same], *self._moments_of(same)
             if self.moments is None:
                 self._update_wide(group, *columns)
             else:
                 self._update_narrow(group, *columns)
+
+    def _read(self, weight: Tensor) -> Tensor:
+        """Return the gradient in the precision of the weight, times `factor`."""
+        assert weight.grad is not None
+        gradient = weight.grad.to(weight.dtype).contiguous()
+        return gradient if self.factor == 1.0 else gradient * self.factor
 
     def _make_moments(self, weight: Tensor) -> None:
         """Add the moments of a weight before its first update, or in their precision where others have added them."""
@@ -149,7 +152,7 @@ class Adam(torch.optim.Optimizer):
             *self._moments_of(weights),
             [self.copies.get(p) for p in weights],
         )
-        place = (id(group), weights[0].device)
+        place = (id(group), weights[0].device, columns[0][0].dtype)
         table = self._tables.get(place)
         if table is None or table.key != kernel.key_of(*columns):
             table = self._tables[place] = kernel.Table(*columns)

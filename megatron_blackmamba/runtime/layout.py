@@ -14,6 +14,10 @@ LARGEST_TENSOR = 8
 """Beyond one node's GPUs tensor parallelism is too slow to be suggested; this many if the node is not known."""
 
 
+MOST_IN_BF16 = 32
+"""Micro-batches whose gradients may be added up in bf16: the error is then 0.5% (docs/training.md)."""
+
+
 class LayoutError(ValueError):
     """A layout that cannot work, or would train something else; the message names the numbers and one that works."""
 
@@ -88,16 +92,16 @@ def problems(config: RunConfig, world_size: int) -> list[str]:
 
 
 def working_layouts(config: RunConfig, world_size: int, most_tensor: int = LARGEST_TENSOR) -> Iterator[Layout]:
-    """Yield every valid layout of this many processes with at most the config's micro-batch."""
+    """Yield every valid layout of this many processes with at most the config's micro-batch, unless that is refused."""
     experts = config.model.experts if kinds.routes(config.model.pattern) else 1
-    batch, micro = config.training.global_batch, config.training.micro_batch
+    batch = config.training.global_batch
     for tensor in [size for size in _divisors(world_size) if size <= most_tensor]:
         for pipeline, context in product(_divisors(world_size // tensor), _contexts(config)):
             dense = tensor * pipeline * context
             if world_size % dense or batch % (world_size // dense):
                 continue
             share = batch // (world_size // dense)
-            fitting = max(size for size in _divisors(share) if size <= micro)
+            fitting = _micro_batch(config, share)
             for expert in _divisors(experts):
                 for expert_tensor in _divisors(tensor) if experts > 1 else [1]:
                     parallel = ParallelConfig(
@@ -135,14 +139,22 @@ def nearest(config: RunConfig, world_size: int, count: int = 1) -> list[Layout]:
 def nearest_batches(config: RunConfig, world_size: int) -> list[Layout]:
     """Return the config's own layout with the batches next to its own that it can divide; none if it divides that."""
     data = data_parallel_size(config.parallel, world_size)
-    batch, micro = config.training.global_batch, config.training.micro_batch
+    batch = config.training.global_batch
     if _layout_problems(config, config.parallel, world_size) or batch % data == 0:
         return []
     shares = sorted({max(1, batch // data), -(-batch // data)})
-    return [
-        Layout(config.parallel, max(size for size in _divisors(share) if size <= micro), share * data)
-        for share in shares
-    ]
+    return [Layout(config.parallel, _micro_batch(config, share), share * data) for share in shares]
+
+
+def loses_bits(config: RunConfig, micro_batches: int) -> bool:
+    """Return whether the config's precision is too low to add up the gradients of this many micro-batches."""
+    return config.optimizer.gradients == "bf16" and micro_batches > MOST_IN_BF16
+
+
+def _micro_batch(config: RunConfig, share: int) -> int:
+    """Return the largest micro-batch up to the config's that divides a rank's sequences; a larger one if needed."""
+    sizes = [size for size in _divisors(share) if not loses_bits(config, share // size)]
+    return max((size for size in sizes if size <= config.training.micro_batch), default=sizes[0])
 
 
 def fitting_sizes(config: RunConfig, sizes: Iterable[int]) -> list[int]:
@@ -249,6 +261,11 @@ def _batch_problems(config: RunConfig, world_size: int) -> list[str]:
         return [
             f"training.micro_batch={micro} does not divide the {batch // data} sequences of each data-parallel rank"
             f" (training.global_batch={batch} / {data}); {_listed(fitting)} would."
+        ]
+    if loses_bits(config, batch // data // micro):
+        return [
+            f"optimizer.gradients=bf16 loses too many bits if a rank adds up more than {MOST_IN_BF16} micro-batches,"
+            f" not {batch // data // micro}. Raise training.micro_batch, or set optimizer.gradients=fp32."
         ]
     return []
 

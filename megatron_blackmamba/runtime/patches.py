@@ -319,7 +319,8 @@ def _clipping() -> None:
     from megatron.core.optimizer import clip_grads
 
     def norm(_: Any, __: Any, tensors: list[list[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors[0]))).view(1), None
+        norms = torch._foreach_norm(tensors[0], 2, torch.float32)  # of bf16 gradients too
+        return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
     def scale(_: Any, __: Any, tensors: list[list[torch.Tensor]], factor: float) -> None:
         source, target = tensors

@@ -12,9 +12,10 @@ def reduction(config: RunConfig, ranks: int) -> "DistributedDataParallelConfig":
     """Return the settings for gradients that are reduced over this many ranks."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
+    in_fp32 = config.training.precision != "fp64" and config.optimizer.gradients == "fp32"
     overlap = config.training.overlap and ranks > 1
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.training.precision != "fp64",  # else in the parameters' precision
+        grad_reduce_in_fp32=in_fp32,  # else in the parameters' precision
         use_distributed_optimizer=config.optimizer.distributed,
         overlap_grad_reduce=overlap,
         bucket_size=config.training.bucket_size,

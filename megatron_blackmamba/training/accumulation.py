@@ -78,5 +78,7 @@ class Accumulation(DistributedDataParallel):
             total.add_(gradient, alpha=factor)
         elif factor == 1.0:
             total.copy_(gradient)
+        elif total.dtype == gradient.dtype:
+            torch.mul(gradient, factor, out=total)
         else:  # the factor is a tensor: a number would have the product rounded to the gradient's dtype
             torch.mul(gradient, as_tensor, out=total)

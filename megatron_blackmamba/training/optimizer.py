@@ -83,7 +83,7 @@ def make_trainable(
             use_gloo_process_groups=False,
         )
     fixes.fix_optimizer(optimizer, kind, skip)
-    fuse_update(optimizer)
+    fuse_update(optimizer, settings.gradients)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
     if how.overlap_grad_reduce:
@@ -98,7 +98,8 @@ def make_trainable(
 def _built_by(kind: OptimizerKind, settings: Settings) -> Iterator[None]:
     """Have megatron-core wrap the kind's own optimizer, if it has one, where it would build its SGD.
 
-    Moments in bf16 are always those of this project's Adam: the others round them to nearest.
+    Moments or gradients in bf16 are always for this project's Adam. Others round such moments to nearest, and
+    megatron-core copies such gradients to fp32 for them.
     """
 
     def build(groups: list[dict], lr: float, weight_decay: float, momentum: float) -> torch.optim.Optimizer:
@@ -108,8 +109,8 @@ def _built_by(kind: OptimizerKind, settings: Settings) -> Iterator[None]:
     built_in = megatron_optimizer.SGD
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(megatron_optimizer, "SGD", build))
-        if settings.moments == "bf16":
-            narrow = partial(Adam, moments=torch.bfloat16)
-            patches.enter_context(mock.patch.object(megatron_optimizer, "Adam", narrow))
+        if "bf16" in (settings.moments, settings.gradients):
+            ours = partial(Adam, moments=torch.bfloat16 if settings.moments == "bf16" else None)
+            patches.enter_context(mock.patch.object(megatron_optimizer, "Adam", ours))
             patches.enter_context(mock.patch.object(distrib_optimizer, "Adam", Adam))  # which it checks
         yield

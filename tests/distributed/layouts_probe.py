@@ -42,6 +42,7 @@ CUT = [
 ]  # a letter that ends documents, so that some end where sequences are cut
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
+NARROW = [*BF16, "optimizer.gradients=bf16", "optimizer.moments=bf16"]
 FP32 = ["training.precision=fp32"]
 ROUTERS = {  # two experts a token, and one for all
     "sinkhorn": ["model.shared_expert_hidden_size=64"],
@@ -75,6 +76,9 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "bf16_solo": (1, BF16),
     "bf16_ep2": (2, [*BF16, "parallel.expert=2"]),
     "bf16_tp2": (2, [*BF16, "parallel.tensor=2"]),
+    "narrow_solo": (1, NARROW),
+    "narrow_ep2": (2, [*NARROW, "parallel.expert=2"]),
+    "narrow_tp2": (2, [*NARROW, "parallel.tensor=2"]),
     "fp32_solo": (1, FP32),
     "fp32_ep2": (2, [*FP32, "parallel.expert=2"]),
     "fp32_cp2": (2, [*FP32, "parallel.context=2"]),

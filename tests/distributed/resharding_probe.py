@@ -39,7 +39,7 @@ def run(folder: Path, name: str, precision: str, ranks: int, until: int, overrid
         f"folder={folder}",
         f"name={name}",
         f"training.precision={precision}",
-        *(["optimizer.moments=bf16"] if precision == "bf16" else []),
+        *(["optimizer.moments=bf16", "optimizer.gradients=bf16"] if precision == "bf16" else []),
         "model.pattern=MESE",
         "model.mamba2.head_dim=16",
         "model.mamba2.state_size=16",

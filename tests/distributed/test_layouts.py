@@ -13,12 +13,23 @@ from tests.runtime.ranks import run_script
 pytestmark = pytest.mark.xdist_group("layouts")
 
 LAYOUTS = [name for name in RUNS if not name.endswith("solo")]
-EXACT = [name for name in LAYOUTS if not name.startswith(("bf16", "fp32"))]
+EXACT = [name for name in LAYOUTS if not name.startswith(("bf16", "narrow", "fp32"))]
 
 
 def alone(name: str) -> str:
     """The run of one process that a layout is compared with."""
-    families = ("bf16", "fp32", "cut", "shipped", "mamba2", "parallel", "transformer_moe", "transformer", *ROUTERS)
+    families = (
+        "bf16",
+        "narrow",
+        "fp32",
+        "cut",
+        "shipped",
+        "mamba2",
+        "parallel",
+        "transformer_moe",
+        "transformer",
+        *ROUTERS,
+    )
     family = next((f for f in families if name.startswith(f)), "")
     return f"{family}_solo".lstrip("_")
 
@@ -64,7 +75,7 @@ def test_fp32_losses_match_until_a_token_changes_experts(runs, name):
     assert furthest(one["losses"], many["losses"]) < 2e-2
 
 
-@pytest.mark.parametrize("name", ["bf16_ep2", "bf16_tp2"])
+@pytest.mark.parametrize("name", ["bf16_ep2", "bf16_tp2", "narrow_ep2", "narrow_tp2"])
 def test_bf16_losses_stay_close(runs, name):
     assert furthest(runs[name]["losses"], runs[alone(name)]["losses"]) < 2e-2
 

@@ -23,12 +23,12 @@ def start():
     return [torch.randn(size, generator=g) for size in SIZES]
 
 
-def gradients(step):
+def gradients(step, dtype=torch.float32):
     g = torch.Generator().manual_seed(step)
-    return [torch.randn(size, generator=g) for size in SIZES]
+    return [torch.randn(size, generator=g).to(dtype) for size in SIZES]
 
 
-def run_adam(decoupled, shift, moments=None, by_kernel=True):
+def run_adam(decoupled, shift, moments=None, by_kernel=True, dtype=torch.float32):
     from megatron_blackmamba.ops import triton_adam
     from megatron_blackmamba.runtime.adam import Adam
 
@@ -37,28 +37,18 @@ def run_adam(decoupled, shift, moments=None, by_kernel=True):
     for weight in start():  # views whose addresses are, or are not, multiples of 16 bytes
         buffer = torch.empty(len(weight) + shift)
         weights.append(torch.nn.Parameter(buffer[shift:].copy_(weight)))
+        weights[-1].grad_dtype = None
     adam = Adam(weights, lr=0.1, betas=(0.8, 0.95), weight_decay=0.2, adam_w_mode=decoupled, moments=moments)
     assert adam.fused
     adam.factor = FACTOR
     adam.copies = {weights[1]: torch.zeros(SIZES[1], dtype=torch.bfloat16)}
-    if not by_kernel:
-        return run_pytorch(adam, weights)
+    adam.fused = by_kernel
     for step in range(3):
-        for weight, gradient in zip(weights, gradients(step), strict=True):
+        for weight, gradient in zip(weights, gradients(step, dtype), strict=True):
             weight.grad = gradient
         adam.step()
-    assert next(iter(adam._tables.values())).aligned == (shift == 0)
+    assert all(table.aligned == (shift == 0) for table in adam._tables.values()) and bool(adam._tables) == by_kernel
     return [w.detach().clone() for w in weights], adam.copies[weights[1]], moments_of(adam, weights)
-
-
-def run_pytorch(adam, weights):
-    """Update as without Triton; `factor` is the kernel's alone."""
-    adam.fused = False
-    for step in range(3):
-        for weight, gradient in zip(weights, gradients(step), strict=True):
-            weight.grad = gradient * FACTOR
-        adam.step()
-    return [w.detach().clone() for w in weights], None, moments_of(adam, weights)
 
 
 def moments_of(adam, weights):
@@ -75,11 +65,22 @@ def test_update_agrees_with_float64(interpreted, decoupled, shift):
     torch.testing.assert_close(copy.float(), actual[1], rtol=2**-7, atol=0)  # the interpreter cuts digits off
 
 
-def updated_in_float64(exact, decoupled):
+@pytest.mark.parametrize(("shift", "by_kernel"), [(0, True), (1, True), (0, False)])
+def test_bf16_gradients_are_read_as_they_are(interpreted, shift, by_kernel):
+    actual, _, moments = interpreted(run_adam, True, shift, None, by_kernel, torch.bfloat16)
+    exact = [torch.nn.Parameter(weight.double()) for weight in start()]
+    references = updated_in_float64(exact, True, torch.bfloat16)
+    for ours, theirs in zip(actual, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=2e-6, atol=2e-6)
+    for name, reference in references.items():
+        torch.testing.assert_close(moments[name].double(), reference, rtol=2e-6, atol=2e-6)
+
+
+def updated_in_float64(exact, decoupled, dtype=torch.float32):
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     reference = kind(exact, lr=0.1, betas=(0.8, 0.95), weight_decay=0.2)
     for step in range(3):
-        for weight, gradient in zip(exact, gradients(step), strict=True):
+        for weight, gradient in zip(exact, gradients(step, dtype), strict=True):
             weight.grad = gradient.double() * FACTOR
         reference.step()
     return {name: torch.cat([reference.state[w][name] for w in exact]) for name in ("exp_avg", "exp_avg_sq")}
@@ -106,7 +107,7 @@ def run_wrong_gradient():
 
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad_dtype = None
-    weight.grad = torch.ones(3, dtype=torch.bfloat16)
+    weight.grad = torch.ones(3, dtype=torch.float16)
     try:
         Adam([weight]).step()
     except ValueError as error:

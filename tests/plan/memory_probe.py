@@ -37,6 +37,7 @@ MORE = {
     "experts": (1, "wide", ["training.recompute=experts"]),
     "whole_optimizer": (2, "wide", ["optimizer.distributed=false"]),
     "bf16_moments": (2, "deep", ["optimizer.moments=bf16"]),
+    "bf16_gradients": (2, "deep", ["optimizer.gradients=bf16", "parallel.expert=2"]),
     "sgd": (2, "wide", ["optimizer.kind=sgd", "optimizer.distributed=false"]),
     "float64": (2, "wide", ["training.precision=fp64"]),
     "parallel": (1, "wide", PARALLEL),

@@ -5,6 +5,7 @@ from tests.rehearsal import Case
 
 BLACKMAMBA = ["training.micro_batch=6", "model.pattern=ME"]
 ONE = [*BLACKMAMBA, "parallel.expert=1", "training.global_batch=6"]
+NARROW = ["optimizer.gradients=bf16", "optimizer.moments=bf16"]
 EIGHT = [*BLACKMAMBA, "training.global_batch=96"]
 ANY_KIND = ["model.mlp_hidden_size=3072", "model.attention.heads=9", "model.top_k=1", "training.global_batch=6"]
 
@@ -14,7 +15,7 @@ LAYOUTS = {
     "ep8_allgather": Case(8, "blackmamba_1.5b", [*EIGHT, "kernels.dispatcher=allgather"]),
     "tp2_ep4": Case(8, "blackmamba_1.5b", [*EIGHT, "parallel.tensor=2", "parallel.expert=4"]),
     "pp2": Case(2, "blackmamba_1.5b", [*ONE, "model.pattern=MEME", "training.global_batch=12", "parallel.pipeline=2"]),
-    "recompute": Case(1, "blackmamba_1.5b", [*ONE, "training.recompute=layers", "optimizer.moments=bf16"]),
+    "recompute": Case(1, "blackmamba_1.5b", [*ONE, "training.recompute=layers", *NARROW]),
     "eod_reset": Case(1, "blackmamba_1.5b", [*ONE, "model.eod_reset=0", "kernels.scan_states=recompute"]),
     "softmax": Case(8, "blackmamba_1.5b", [*EIGHT, "model.router.kind=softmax"]),
     "fp32": Case(

@@ -48,6 +48,18 @@ def test_what_cannot_work_is_refused_with_the_numbers(processes, overrides, reas
     assert reason in refusal("tiny", processes, *overrides)
 
 
+NARROW = ["training.precision=bf16", "optimizer.gradients=bf16", "training.micro_batch=1"]
+
+
+def test_bf16_gradients_of_many_micro_batches_are_refused():
+    layout.check(load("tiny", [*NARROW, "training.global_batch=32"]), 1)
+    layout.check(load("tiny", [*NARROW, "training.global_batch=64"]), 2)
+    layout.check(load("tiny", [*NARROW, "training.global_batch=64", "optimizer.gradients=fp32"]), 1)
+    message = refusal("tiny", 1, *NARROW, "training.global_batch=64")
+    assert "adds up more than 32 micro-batches, not 64" in message
+    assert "On 1 process: training.micro_batch=2." in message
+
+
 def test_attention_heads_must_split_over_the_tensor_ranks():
     heads = ['model.pattern="*-"', "model.mlp_hidden_size=128", "model.attention.heads=2", "parallel.tensor=4"]
     assert "model.attention.heads=2 cannot be divided by parallel.tensor=4" in refusal("tiny", 4, *heads)

@@ -21,7 +21,7 @@ KINDS = {
     "bf16": ["training.precision=bf16"],
     "whole": WHOLE,
     "sgd": [*WHOLE, "optimizer.kind=sgd"],
-    "narrow": ["training.precision=bf16", "optimizer.moments=bf16"],
+    "narrow": ["training.precision=bf16", "optimizer.moments=bf16", "optimizer.gradients=bf16"],
     "whole_narrow": [*WHOLE, "optimizer.moments=bf16"],
 }
 if not Muon().missing():

@@ -15,6 +15,13 @@ from megatron.core.distributed import DistributedDataParallel
 pytestmark = pytest.mark.xdist_group("short_runs")
 
 
+SETTINGS = {
+    "fp32": ["training.precision=fp32"],
+    "bf16": ["training.precision=bf16"],
+    "all bf16": ["training.precision=bf16", "optimizer.gradients=bf16"],
+}
+
+
 class Unused(torch.nn.Module):
     """A model of which some micro-batches leave out a weight."""
 
@@ -30,7 +37,7 @@ class Unused(torch.nn.Module):
 
 def gradients(wrapper, config, place, precision):
     """Return the gradients of two steps of two micro-batches; the second leaves a weight out."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     net, settings = Unused(dtype), model.build(config, place).config
     reduced = wrapper(settings, reduction(config, place.data_context_size), net)
     found = []
@@ -45,19 +52,21 @@ def gradients(wrapper, config, place, precision):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", SETTINGS)
 def test_gradients_equal_those_of_megatron_core(replicas, precision):
-    config = load(
-        "tiny",
-        [*SMALL, f"training.precision={precision}", f"training.global_batch={2 * replicas}", "training.overlap=false"],
-    )
+    batch = [f"training.global_batch={2 * replicas}", "training.overlap=false"]
+    config = load("tiny", [*SMALL, *SETTINGS[precision], *batch])
     with world.fake(config.parallel, replicas, where="cpu") as place:
         expected = gradients(DistributedDataParallel, config, place, precision)
         actual = gradients(Accumulation, config, place, precision)
     for ours, theirs in zip(actual, expected, strict=True):
         for name in theirs:
+            assert ours[name].dtype == (torch.bfloat16 if precision == "all bf16" else torch.float32)
             if replicas == 3:  # a third is not exact
-                torch.testing.assert_close(ours[name], theirs[name], rtol=3e-7, atol=1e-6)
+                close = {"rtol": 3e-7, "atol": 1e-6}
+                if precision == "all bf16":
+                    close = {"rtol": 0, "atol": 2**-8 * 3 * float(theirs[name].abs().max())}
+                torch.testing.assert_close(ours[name], theirs[name], **close)
             else:
                 assert torch.equal(ours[name], theirs[name]), name
     assert not actual[1]["sometimes"].any()

@@ -19,6 +19,7 @@ CHANGES = {
     "beta2": 0.5,
     "eps": 0.1,
     "moments": "bf16",
+    "gradients": "bf16",
     "momentum": 0.5,
     "weight_decay": 0.5,
     "clip": 0.01,
@@ -26,7 +27,7 @@ CHANGES = {
 REFUSED = {"distributed": False, "kind": "sgd"}
 AFTER = 3
 OF_SGD = ("momentum", "learning_rate", "weight_decay")
-EACH = [*(("bf16", key) for key in CHANGES if key != "momentum")]
+EACH = [*(("bf16", key) for key in CHANGES if key not in ("momentum", "gradients"))]
 EACH += [*(("whole", key) for key in ("beta1", "beta2", "eps", "moments")), *(("sgd", key) for key in OF_SGD)]
 EACH += [*(("muon", key) for key in (*OF_SGD, "beta1", "eps") if "muon" in KINDS)]
 
@@ -80,6 +81,18 @@ def test_bf16_moments_continue_in_fp32(place, saved, unchanged, kind):
         assert wide.dtype == torch.float32 and torch.equal(wide, narrow.float())
     assert not torch.equal(resumed.train(AFTER).weights(), unchanged[kind])
     assert dtypes_of(resumed) == {torch.float32}
+
+
+@pytest.mark.parametrize("kind, precision", [("bf16", "bf16"), ("narrow", "fp32")])
+def test_changed_gradients_keep_weights_and_moments(place, saved, unchanged, kind, precision):
+    resumed = Run(place, saved[kind], kind, f"optimizer.gradients={precision}").resumed()
+    before = Run(place, saved[kind], kind).resumed()
+    assert torch.equal(resumed.weights(), before.weights())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(moments_of(resumed), moments_of(before), strict=True))
+    dtypes = {p.main_grad.dtype for p in resumed.trainable.model.parameters() if p.dtype == torch.bfloat16}
+    assert dtypes == {torch.float32 if precision == "fp32" else torch.bfloat16}
+    after = resumed.train(AFTER).weights()
+    assert torch.equal(after, unchanged[kind])  # nothing is added to the gradient of the only micro-batch
 
 
 def moments_of(run):
