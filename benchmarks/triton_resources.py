@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import product
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -52,7 +51,16 @@ class Kernel:
     registers: int
     spilled_bytes: int
     shared_bytes: int
-    loop: Loop
+    cubin: bytes = field(repr=False)
+
+    @cached_property
+    def loop(self) -> Loop:
+        """The main loop; reading it takes longer than the rest."""
+        return _loop(_output("nvdisasm", self.cubin, "-c"))
+
+    def as_json(self) -> dict[str, object]:
+        known = {name: value for name, value in vars(self).items() if name not in ("cubin", "loop")}
+        return known | {"loop": asdict(self.loop)}
 
 
 def kernels_of(run: Callable[..., object], arch: int, **options: bool) -> list[Kernel]:
@@ -112,11 +120,7 @@ def _compiling_only(arch: int) -> Iterator[list]:
 
 
 def _read(name: str, constants: dict[str, int | str], compiled, arch: int) -> Kernel:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        usage = _tool("cuobjdump", "-res-usage", cubin.name)
-        code = _tool("nvdisasm", "-c", cubin.name)
+    usage = _output("cuobjdump", compiled.asm["cubin"], "-res-usage")
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     return Kernel(
         name,
@@ -126,12 +130,15 @@ def _read(name: str, constants: dict[str, int | str], compiled, arch: int) -> Ke
         int(registers),
         int(stack),
         compiled.metadata.shared,
-        _loop(code),
+        compiled.asm["cubin"],
     )
 
 
-def _tool(name: str, *args: str) -> str:
-    return subprocess.run([TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
+def _output(tool: str, cubin: bytes, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _loop(code: str) -> Loop:
@@ -158,7 +165,7 @@ def fp32(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta", requires_grad=True)
 
 
-def scan_launches(arch: int, reset: bool = False, keep: bool = True) -> None:
+def scan_launches(arch: int, reset: bool = False, keep: bool = True, backward: bool = True) -> None:
     """The selective scan of a training step: gate, skip, bias, softplus."""
     from megatron_blackmamba.ops.selective_scan import Inputs
     from megatron_blackmamba.ops.selective_scan.triton import scan
@@ -170,7 +177,8 @@ def scan_launches(arch: int, reset: bool = False, keep: bool = True) -> None:
     plan = rule(BATCH, LENGTH, INNER, major=arch // 10, keep=keep)
     inputs = Inputs(u, delta, fp32(INNER, STATE), B, C, fp32(INNER), z, fp32(INNER), reset_BL=resets)
     y, _ = scan(inputs, plan)
-    y.sum().backward()
+    if backward:
+        y.sum().backward()
 
 
 def convolution_launches(arch: int, reset: bool = False) -> None:
@@ -225,8 +233,9 @@ def adam_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops import triton_adam
 
     numbers = MODEL * HIDDEN
-    for shift, moments in product((0, 1), (torch.float32, torch.bfloat16)):  # shift 0: aligned to 16 bytes
-        dtypes = (torch.float32, torch.float32, moments, moments, torch.bfloat16)
+    wide, narrow = torch.float32, torch.bfloat16
+    for shift, gradients, moments in ((0, wide, wide), (1, wide, wide), (0, wide, narrow), (1, narrow, narrow)):
+        dtypes = (gradients, wide, moments, moments, narrow)  # shift 0: aligned to 16 bytes
         table = triton_adam.Table(*([torch.empty(numbers + shift, dtype=dtype)[shift:]] for dtype in dtypes))
         table.update(triton_adam.Settings(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1), 1.0)
 
@@ -251,7 +260,7 @@ def main() -> None:
     options = parser.parse_args()
     kernels = [k for arch in options.arch for run in OPERATIONS.values() for k in kernels_of(run, arch)]
     if options.json:
-        print(json.dumps([asdict(k) for k in kernels], indent=1))
+        print(json.dumps([k.as_json() for k in kernels], indent=1))
     else:
         print(table(kernels))
 
