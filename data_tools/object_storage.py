@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from megatron_blackmamba.data_tools.shard_writer import ShardJob
 
 TOKENIZER = "tokenizer.json"
+TRAINED = "tokenizer.trained.json"
+"""The record of what --train-tokenizer was asked for."""
 
 
 class RemoteInput(NamedTuple):
@@ -40,7 +42,7 @@ class RemoteFolder:
         for stale in remote.folder.glob(f"shard_*{MANIFEST_SUFFIX}"):
             stale.unlink()
         for name in files_below(url):
-            if name.rpartition("/")[0] == url and name.endswith((MANIFEST_SUFFIX, TOKENIZER)):
+            if name.rpartition("/")[0] == url and name.endswith((MANIFEST_SUFFIX, TOKENIZER, TRAINED)):
                 local = remote.folder / name.rpartition("/")[2]
                 local.unlink(missing_ok=True)
                 download(name, local)
@@ -69,7 +71,10 @@ class RemoteFolder:
                     local.unlink()
 
     def publish_tokenizer(self) -> None:
-        upload(self.folder / TOKENIZER, f"{self.url}/{TOKENIZER}")
+        """Upload the tokenizer, and the record of its training if it has one."""
+        for name in (TOKENIZER, TRAINED):
+            if (self.folder / name).exists():
+                upload(self.folder / name, f"{self.url}/{name}")
 
     def remove(self, prefix: Path) -> None:
         """Remove a shard that no input makes any more."""

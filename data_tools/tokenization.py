@@ -192,7 +192,8 @@ def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say
     settings, tolerance = planned.jobs[0].settings, planned.jobs[0].tolerance
     size = options.train_tokenizer
     assert size is not None
-    path = train_or_reuse(sources, Path(out_dir), settings.read, tolerance, size, options.train_bytes, say)
+    folder, most, overwrite = Path(out_dir), options.train_bytes, options.overwrite
+    path = train_or_reuse(sources, folder, settings.read, tolerance, size, most, say, overwrite)
     return load_tokenizer(path, eod=options.eod, backend=options.backend)
 
 

@@ -47,7 +47,7 @@ from megatron_blackmamba.training.resume import (
     refuse_tokenizer,
 )
 from megatron_blackmamba.training.saving import Saver
-from megatron_blackmamba.training.schedule import Schedule
+from megatron_blackmamba.training.schedule import Schedule, rate_change
 from megatron_blackmamba.training.speed import Utilisation
 from megatron_blackmamba.training.step import Step, Update
 from megatron_blackmamba.training.stragglers import Stragglers
@@ -209,7 +209,7 @@ class Trainer:
         self.checkpoints.load(step)
         self.saver.resumed_at(step)
         self.guard.restore(state["guard"])
-        return allowed
+        return allowed + rate_change(saved, self.config, step, progress.consumed_samples)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside tensors; called when one is about to be taken."""

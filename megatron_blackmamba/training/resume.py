@@ -178,7 +178,7 @@ def _prefixes(names: list[str]) -> tuple[str, ...]:
 
 
 def _listed(changes: list[tuple[str, Any, Any]]) -> str:
-    return "\n".join(f"  {key}={_shown(old)}, and now it is {_shown(new)};" for key, old, new in changes)
+    return ";\n".join(f"  {key}={_shown(old)}, and now it is {_shown(new)}" for key, old, new in changes) + "."
 
 
 def _shown(value: Any) -> str:

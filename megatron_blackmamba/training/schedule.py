@@ -4,6 +4,8 @@ Having no state of its own, it resumes exactly, and a changed learning rate acts
 batch leaves the curve over the samples as it was.
 """
 
+from types import SimpleNamespace
+
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.runtime import patches
 
@@ -41,3 +43,13 @@ class Schedule:
         self.scheduler.num_steps = consumed_samples + self.batch
         self.scheduler.step(0)
         return self.scheduler.get_lr({})
+
+
+def rate_change(before: RunConfig, now: RunConfig, step: int, consumed_samples: int) -> list[str]:
+    """Return a line with both learning rates of the next step if a changed config gives it another one."""
+    old, new = (Schedule(config, SimpleNamespace(param_groups=[])) for config in (before, now))
+    old.batch = new.batch  # the same place on both curves
+    was, becomes = old.set(consumed_samples), new.set(consumed_samples)
+    if was == becomes:
+        return []
+    return [f"learning rate: {becomes:.3g} at step {step + 1}, where the schedule before the change has {was:.3g}"]

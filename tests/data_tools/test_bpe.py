@@ -53,9 +53,79 @@ def test_what_cannot_be_trained_is_refused(text, tmp_path):
             tokenize([text], tmp_path / "out", everything)
     with pytest.raises(InputError, match="standard input does not allow"):
         tokenize(["-"], tmp_path / "out", TokenizeOptions(train_tokenizer=500, quiet=True))
+
+
+def request(text, out, size=500, **options):
+    return tokenize([text], out, TokenizeOptions(**{"train_tokenizer": size, "workers": 1, "quiet": True, **options}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 300}, "was trained with --train-tokenizer 500, not 300"),
+        ({"train_bytes": 100}, "was trained with --train-bytes 1073741824, not 100"),
+        ({"marker": "def "}, "was trained with marker = None, not 'def '"),
+    ],
+)
+def test_another_request_is_refused_or_trains_anew(text, tmp_path, change, message):
     run(text, tmp_path / "out")
-    with pytest.raises(InputError, match="has 500 tokens, --train-tokenizer asks for 300"):
-        tokenize([text], tmp_path / "out", TokenizeOptions(train_tokenizer=300, quiet=True))
+    before = (tmp_path / "out/tokenizer.json").read_bytes()
+    with pytest.raises(InputError, match=f"{message}.*--overwrite"):
+        request(text, tmp_path / "out", **change)
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == before
+    request(text, tmp_path / "out", **change, overwrite=True)
+    assert request(text, tmp_path / "out", **change).written == []
+
+
+def test_other_text_is_refused_or_trains_anew(text, tmp_path):
+    run(text, tmp_path / "out")
+    text.write_text("other words " * 500)
+    with pytest.raises(InputError, match=r"was trained on text\.txt, whose text has changed"):
+        run(text, tmp_path / "out")
+    run(text, tmp_path / "out", overwrite=True)
+    other = text.rename(tmp_path / "other.txt")
+    run(other, tmp_path / "out", overwrite=True)  # the same text under another name: the same tokenizer
+    other.write_text(SOURCE.read_text())
+    other = other.rename(tmp_path / "third.txt")
+    with pytest.raises(InputError, match=r"was trained on text\.txt, not on third\.txt"):
+        run(other, tmp_path / "out")
+
+
+def test_same_text_is_recognised_by_its_content(text, tmp_path):
+    run(text, tmp_path / "out")
+    text.touch()
+    assert run(text, tmp_path / "out").written == []
+
+
+def test_empty_input_leaves_no_tokenizer(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(InputError, match=r"no text in .*empty\.txt"):
+        run(tmp_path / "empty.txt", tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_tokenizer_without_shards_is_replaced(text, tmp_path):
+    run(text, tmp_path / "out")
+    for file in (tmp_path / "out").glob("shard_*"):
+        file.unlink()
+    request(text, tmp_path / "out", size=300)
+    assert load_tokenizer(tmp_path / "out/tokenizer.json").vocab_size == 300
+
+
+def test_tokenizer_without_record_is_refused_by_size(text, tmp_path):
+    run(text, tmp_path / "out")
+    (tmp_path / "out/tokenizer.trained.json").unlink()
+    assert run(text, tmp_path / "out").written == []
+    with pytest.raises(InputError, match="has 500 tokens, --train-tokenizer asks for 600, and there is no record"):
+        request(text, tmp_path / "out", size=600)
+
+
+def test_smaller_tokenizer_than_asked_is_said(tmp_path, capsys):
+    (tmp_path / "few.txt").write_text("a few words, a few words")
+    made = request(tmp_path / "few.txt", tmp_path / "out", quiet=False)
+    size = load_tokenizer(tmp_path / "out/tokenizer.json").vocab_size
+    assert f"only {size} of 500 tokens" in capsys.readouterr().err
+    assert size < 500 and made.tokens
 
 
 def test_bytes_alone_are_the_smallest_tokenizer(text, tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_blackmamba.config import load
-from megatron_blackmamba.training.schedule import Schedule
+from megatron_blackmamba.training.schedule import Schedule, rate_change
 
 
 def schedule(*overrides):
@@ -67,3 +67,14 @@ def test_rate_depends_only_on_samples():
     plan, _ = schedule()
     straight = rates(plan, range(1, 201))
     assert rates(schedule()[0], [150, 3, 77]) == [straight[149], straight[2], straight[76]]
+
+
+def test_stretched_schedule_names_both_rates():
+    before = load("tiny")
+    longer = load("tiny", ["training.steps=230"])
+    end = 3e-4 + (3e-3 - 3e-4) * (1 + math.cos(math.pi * (201 - 11.5) / 218.5)) / 2
+    (line,) = rate_change(before, longer, 200, 3200)
+    assert line == f"learning rate: {end:.3g} at step 201, where the schedule before the change has 0.0003"
+    assert rate_change(before, load("tiny", ["training.global_batch=4"]), 200, 3200) == []
+    constant = [load("tiny", ["optimizer.decay=constant", *more]) for more in ([], ["training.steps=230"])]
+    assert rate_change(*constant, 200, 3200) == []
