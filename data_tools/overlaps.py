@@ -12,6 +12,7 @@ from megatron_blackmamba.formats.document_sample import (
     DocumentSampler,
     document_hashes,
     document_keys,
+    is_among,
     upper_half,
 )
 from megatron_blackmamba.formats.mixture import MixtureError
@@ -101,7 +102,7 @@ def shared_documents(opened: Opened, cores: int = 1) -> dict[str, Shared]:
     training = [shard for shards, _ in opened.values() for shard in shards]
     with ThreadPoolExecutor(cores) as pool:
         found = np.unique(np.concatenate(list(pool.map(lambda shard: _those_in(shard, wanted), training))))
-    shared = {name: hashes[np.isin(hashes, found)] for name, hashes in held_out.items()}
+    shared = {name: hashes[is_among(hashes, found)] for name, hashes in held_out.items()}
     return {
         name: Shared(len(hashes), len(held_out[name]), _example(opened[name][1], hashes))
         for name, hashes in shared.items()
@@ -111,7 +112,7 @@ def shared_documents(opened: Opened, cores: int = 1) -> dict[str, Shared]:
 
 def _hashes_of(shards: list[Shard]) -> np.ndarray:
     """Return the hash of every document, each once."""
-    found = [_hashed(block, np.arange(len(block.lengths))) for shard in shards for block in blocks_of(shard)]
+    found = [_hashed(block) for shard in shards for block in blocks_of(shard)]
     return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64)
 
 
@@ -120,22 +121,24 @@ def _those_in(shard: Shard, wanted: np.ndarray) -> np.ndarray:
     candidates = np.unique(upper_half(wanted))
     found = [np.empty(0, np.uint64)]
     for block in blocks_of(shard):
-        possible = np.flatnonzero(np.isin(upper_half(document_keys(block.ids, block.lengths)), candidates))
+        keys = document_keys(block.ids, block.lengths)
+        possible = np.flatnonzero(is_among(upper_half(keys), candidates))
         if len(possible):
-            hashes = _hashed(block, possible)
-            found.append(np.unique(hashes[np.isin(hashes, wanted)]))
+            hashes = document_hashes(block.ids, block.lengths, keys, possible)
+            found.append(np.unique(hashes[is_among(hashes, wanted)]))
     return np.concatenate(found)
 
 
-def _hashed(block: Block, chosen: np.ndarray) -> np.ndarray:
-    return document_hashes(block.ids, block.lengths, document_keys(block.ids, block.lengths), chosen)
+def _hashed(block: Block) -> np.ndarray:
+    keys = document_keys(block.ids, block.lengths)
+    return document_hashes(block.ids, block.lengths, keys, np.arange(len(keys)))
 
 
 def _example(shards: list[Shard], hashes: np.ndarray) -> str:
     """Return the raw file and record of a document with one of these hashes."""
     for shard in shards:
         for block in blocks_of(shard):
-            at = np.flatnonzero(np.isin(_hashed(block, np.arange(len(block.lengths))), hashes))
+            at = np.flatnonzero(is_among(_hashed(block), hashes))
             if len(at):
                 return f"{origin(shard.manifest, int(block.places[at[0]]))} of {shard.prefix}"
     raise AssertionError("in no shard")

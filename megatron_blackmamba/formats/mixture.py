@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model
 
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import ConfigError, read_yaml
-from megatron_blackmamba.formats.document_sample import overlap
+from megatron_blackmamba.formats.document_sample import TrainingSamples
 from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
@@ -305,10 +305,10 @@ def _refuse_leaks(opened: Mapping[str, tuple[list[Shard], list[Shard]]]) -> None
 def _refuse_overlap(opened: Mapping[str, tuple[list[Shard], list[Shard]]], most: float) -> None:
     """Refuse validation documents that are in training shards under other raw files, as far as samples show them."""
     training = [shard for shards, _ in opened.values() for shard in shards]
-    sampled = [shard.manifest.sample.decode() for shard in training if shard.manifest.sample]
+    samples = TrainingSamples([shard.manifest.sample.decode() for shard in training if shard.manifest.sample])
     for name, (_, held_out) in opened.items():
         of_held_out = [shard.manifest.sample.decode() for shard in held_out if shard.manifest.sample]
-        found = overlap(sampled, of_held_out)
+        found = samples.overlap(of_held_out)
         if found and found.share > most:
             held, there = (_where(shards, found.hashes) for shards in (held_out, training))
             raise MixtureError(

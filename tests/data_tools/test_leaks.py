@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data import build
+from megatron_blackmamba.data_tools import overlaps
 from megatron_blackmamba.data_tools.mixture import plan_mixture, verify_mixture
 from megatron_blackmamba.data_tools.verification import adopt, verify
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
@@ -152,7 +153,9 @@ def test_max_overlap_allows_a_leak_knowingly(converted):
         verify_mixture(Mixture.read(converted(leaked=20, max_overlap=0.9)), 16)
 
 
-def test_verify_finds_leaks_of_older_and_adopted_shards(converted, tmp_path, tokenizer_file):
+@pytest.mark.parametrize("block", [1, 50, 1 << 20])
+def test_verify_finds_leaks_of_older_and_adopted_shards(converted, tmp_path, tokenizer_file, monkeypatch, block):
+    monkeypatch.setattr(overlaps, "_BLOCK_TOKENS", block)
     path = converted()
     without_samples(tmp_path / "train")
     assert plan_mixture(Mixture.read(path), 1000, 16)  # it reads no tokens

@@ -7,9 +7,9 @@ from megatron_blackmamba.formats.document_sample import (
     LARGEST,
     SIZE,
     DocumentSampler,
+    TrainingSamples,
     document_hashes,
     document_keys,
-    overlap,
 )
 
 
@@ -17,6 +17,10 @@ from megatron_blackmamba.formats.document_sample import (
 def documents():
     rng = np.random.default_rng(0)
     return [rng.integers(0, 50_000, length).astype(np.uint32) for length in rng.integers(1, 40, 12_000)]
+
+
+def overlap(training, held_out):
+    return TrainingSamples(training).overlap(held_out)
 
 
 def sampled(documents, at_once=700):
