@@ -26,16 +26,18 @@ _32 = np.uint64(32)
 class DocumentSample(BaseModel):
     """The documents of a shard with the smallest hashes, as its manifest has them."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore")  # another version may say more, and is not compared
 
     version: int = VERSION
-    hashes: str
+    hashes: str = ""
     """Base64 of little-endian uint64, ascending, each once."""
-    numbers: str
+    numbers: str = ""
     """Base64 of little-endian uint32: the number of each document in the order in which the shard was read."""
 
-    def decode(self) -> "Sampled":
-        """Return the arrays."""
+    def decode(self) -> "Sampled | None":
+        """Return the arrays, or None for a version that this one does not know."""
+        if self.version != VERSION:
+            return None
         hashes = np.frombuffer(base64.b64decode(self.hashes), "<u8")
         return Sampled(hashes, np.frombuffer(base64.b64decode(self.numbers), "<u4"))
 

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model
 
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import ConfigError, read_yaml
-from megatron_blackmamba.formats.document_sample import TrainingSamples
+from megatron_blackmamba.formats.document_sample import Sampled, TrainingSamples
 from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
@@ -305,10 +305,9 @@ def _refuse_leaks(opened: Mapping[str, tuple[list[Shard], list[Shard]]]) -> None
 def _refuse_overlap(opened: Mapping[str, tuple[list[Shard], list[Shard]]], most: float) -> None:
     """Refuse validation documents that are in training shards under other raw files, as far as samples show them."""
     training = [shard for shards, _ in opened.values() for shard in shards]
-    samples = TrainingSamples([shard.manifest.sample.decode() for shard in training if shard.manifest.sample])
+    samples = TrainingSamples(_samples(training))
     for name, (_, held_out) in opened.items():
-        of_held_out = [shard.manifest.sample.decode() for shard in held_out if shard.manifest.sample]
-        found = samples.overlap(of_held_out)
+        found = samples.overlap(_samples(held_out))
         if found and found.share > most:
             held, there = (_where(shards, found.hashes) for shards in (held_out, training))
             raise MixtureError(
@@ -319,11 +318,15 @@ def _refuse_overlap(opened: Mapping[str, tuple[list[Shard], list[Shard]]], most:
             )
 
 
+def _samples(shards: Sequence[Shard]) -> list[Sampled]:
+    return [sampled for shard in shards if (sampled := shard.manifest.sampled) is not None]
+
+
 def _where(shards: Sequence[Shard], hashes: np.ndarray) -> str:
     """Return the raw file and record of the first document with one of these hashes."""
     wanted = hashes[:1]
     for shard in shards:
-        sampled = shard.manifest.sample.decode() if shard.manifest.sample else None
+        sampled = shard.manifest.sampled
         if sampled is not None and np.isin(wanted, sampled.hashes).all():
             number = int(sampled.numbers[np.searchsorted(sampled.hashes, wanted[0])])
             file, record = shard.manifest.raw_record(number)

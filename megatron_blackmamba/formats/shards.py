@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.formats.document_sample import DocumentSample
+from megatron_blackmamba.formats.document_sample import DocumentSample, Sampled
 from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.formats.tree import files_under
 
@@ -123,6 +123,11 @@ class ShardManifest(BaseModel):
     @property
     def bin_bytes(self) -> int:
         return self.tokens * np.dtype(self.dtype).itemsize
+
+    @property
+    def sampled(self) -> Sampled | None:
+        """Return the sample of documents; None if the version that wrote the manifest has none or another kind."""
+        return self.sample.decode() if self.sample else None
 
     def raw_record(self, number: int) -> tuple[str, int | None]:
         """Return the raw file and the record of document `number` in the order in which the shard was read.
