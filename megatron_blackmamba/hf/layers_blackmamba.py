@@ -165,7 +165,10 @@ class Router(nn.Linear):
         else:
             choice_Tk = selecting_TE.topk(self.top_k, dim=-1).indices
         weights_Tk = self.scored(logits_TE).gather(-1, choice_Tk)
-        return weights_Tk / weights_Tk.sum(dim=-1, keepdim=True) if self.normalized else weights_Tk, choice_Tk
+        if self.normalized:
+            sum_T1 = weights_Tk.sum(dim=-1, keepdim=True)
+            weights_Tk = weights_Tk / sum_T1.where(sum_T1 > 0, 1)
+        return weights_Tk, choice_Tk
 
 
 class Recurrent(nn.Module):

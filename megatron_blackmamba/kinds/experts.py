@@ -56,17 +56,24 @@ class Experts(LayerKind):
         return tuple(f"router.{name}" for kind in routers.all_kinds() for name in kind.state)
 
     def problems(self, model: ModelConfig) -> list[str]:
-        missing = [] if model.expert_hidden_size else ["the pattern has E layers: set model.expert_hidden_size"]
-        return missing + routers.kind_of(model.router.kind).problems(model)
+        router = routers.kind_of(model.router.kind)
+        found = [] if model.expert_hidden_size else ["the pattern has E layers: set model.expert_hidden_size"]
+        if router.use(model).biased and "expert_bias" not in router.state:
+            found.append(f"the router kind {router.name} uses a bias: its state and module must have expert_bias")
+        return found + router.problems(model)
 
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
+        router = routers.kind_of(model.router.kind)
+        # With a capacity, dispatchers count what they send instead of relying on top_k; our routers drop nothing.
+        capacity = {} if router.every_token_gets_k else {"moe_expert_capacity_factor": 1.0}
         return {
             "num_moe_experts": model.experts,
             "moe_ffn_hidden_size": model.expert_hidden_size,
             "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size,
             "moe_router_topk": model.top_k,
             "moe_router_pre_softmax": True,  # else megatron-core refuses top_k=1, whatever the router
-            **routers.kind_of(model.router.kind).megatron(model),
+            **capacity,
+            **router.megatron(model),
         }
 
     def divisions(self, model: ModelConfig) -> list[Division]:

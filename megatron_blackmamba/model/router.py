@@ -88,14 +88,16 @@ class KindRouter(_Counted):
         """Return the experts of each token: `[T, K]`, or `[T, E]` bool where their number differs."""
         model = self.described
         if self.training:
-            chosen = self.kind.choose(logits_TE, Tokens(model, self.groups, self.counter_E))
-            if not self.kind.every_token_gets_k and self.counter_E is not None:
+            counter_E, counts = self.counter_E, self.kind.counts_tokens
+            chosen = self.kind.choose(logits_TE, Tokens(model, self.groups, counter_E if counts else None))
+            if counter_E is not None and not counts:
+                _count(chosen, counter_E)
+            if counter_E is not None and not self.kind.every_token_gets_k:
                 self.unrouted[0] += chosen.logical_not().all(1).sum()
                 self.unrouted[1] += len(chosen)
             return chosen
         choice_TK = self.use.choice(logits_TE, model.top_k)
-        choice_P = choice_TK.flatten()
-        self.tokens_E.scatter_add_(0, choice_P, torch.ones_like(choice_P))
+        _count(choice_TK, self.tokens_E)
         return choice_TK
 
     def measured(self) -> Measured:
@@ -104,6 +106,15 @@ class KindRouter(_Counted):
         without, of = self.unrouted.tolist()
         self.unrouted.zero_()
         return {"unrouted": (without, of)}
+
+
+def _count(chosen: Tensor, tokens_E: Tensor) -> None:
+    """Add the tokens of each expert, without waiting for the device."""
+    if chosen.dtype == torch.bool:
+        tokens_E += chosen.sum(dim=0)
+    else:
+        choice_P = chosen.flatten()
+        tokens_E.scatter_add_(0, choice_P, torch.ones_like(choice_P))
 
 
 class MegatronRouter(_Counted, TopKRouter):
@@ -116,7 +127,7 @@ class MegatronRouter(_Counted, TopKRouter):
     def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         weights_TE, chosen_TE = super().forward(hidden_SBD, padding_mask)
         if (counter_E := self.counter_E) is not None:
-            counter_E += chosen_TE.sum(dim=0)
+            _count(chosen_TE, counter_E)
         return weights_TE, chosen_TE
 
     def measured(self) -> Measured:

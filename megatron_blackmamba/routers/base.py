@@ -28,15 +28,15 @@ MEGATRON_MODULE = "megatron_blackmamba.model.router:MegatronRouter"
 
 @dataclass(frozen=True)
 class Use:
-    """How a token finds its experts by itself, with no other token in sight: in evaluation, decoding and exports.
+    """How experts are weighted, and how a token chooses its experts by itself, as in evaluation, decoding and exports.
 
-    The K experts with the largest logits are chosen; `scores` of the logits weigh their outputs.
+    It chooses the K experts with the largest logits. Its weights, in training too, are `scores` of their logits.
     """
 
     scores: Literal["sigmoid", "softmax"]
     """softmax: over all experts, not only the chosen ones."""
     normalized: bool = False
-    """Whether the weights of a token are divided by their sum."""
+    """Whether the weights of a token are divided by their sum, unless that is 0."""
     biased: bool = False
     """Whether the largest sums of score and expert bias are chosen instead. The bias does not enter the weights."""
 
@@ -48,7 +48,8 @@ class Use:
         """Return the numbers whose largest K are chosen. Logits, because large ones have equal sigmoids."""
         if not self.biased:
             return logits_TE
-        assert bias_E is not None
+        if bias_E is None:
+            raise TypeError("Use(biased=True) needs the bias of each expert, which the router's module must keep")
         return self.scored(logits_TE) + bias_E
 
     def choice(self, logits_TE: Tensor, top_k: int, bias_E: Tensor | None = None) -> Tensor:
@@ -61,12 +62,18 @@ class Use:
         scores_TE = logits_TE if self.scores == "sigmoid" else logits_TE.softmax(-1)
         scores_TK = scores_TE.gather(-1, choice_TK)
         scores_TK = scores_TK.sigmoid() if self.scores == "sigmoid" else scores_TK
-        return scores_TK / scores_TK.sum(-1, keepdim=True) if self.normalized else scores_TK
+        return _divided_by_sum(scores_TK) if self.normalized else scores_TK
 
     def weight_map(self, logits_TE: Tensor, chosen_TE: Tensor) -> Tensor:
         """Return the weights of the chosen experts and zero for the others, `[T, E]`."""
         weights_TE = self.scored(logits_TE) * chosen_TE
-        return weights_TE / weights_TE.sum(-1, keepdim=True) if self.normalized else weights_TE
+        return _divided_by_sum(weights_TE) if self.normalized else weights_TE
+
+
+def _divided_by_sum(weights_TE: Tensor) -> Tensor:
+    """Divide by each row's sum; a row of zeros, of a token without an expert, stays zero and has zero gradients."""
+    sum_T1 = weights_TE.sum(-1, keepdim=True)
+    return weights_TE / sum_T1.where(sum_T1 > 0, 1)
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Tokens:
     groups: Mapping[str, dist.ProcessGroup | None]
     """By value of model.router.scope, the ranks whose tokens are balanced together; None: this rank alone."""
     tokens_E: Tensor | None
-    """`choose` adds the tokens of each expert to it; int64. None: they are not counted."""
+    """Where `choose` adds the tokens of each expert if the kind `counts_tokens`; int64. None: nothing is counted."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -104,17 +111,26 @@ class RouterKind(Kind, ABC):
     balances_micro_batches: ClassVar[bool] = True
     """Whether training depends on which tokens share a micro-batch, and so on training.micro_batch."""
     every_token_gets_k: ClassVar[bool] = True
-    """Whether each token gets exactly model.top_k experts in training."""
+    """Whether each token gets exactly model.top_k experts in training. If not, `choose` returns `[T, E]` bool, and
+    `metrics` has an entry "unrouted", the share of tokens without an expert."""
+    counts_tokens: ClassVar[bool] = False
+    """Whether `choose` itself adds to `at.tokens_E`, as a fused kernel can. Else the router's module counts."""
     balanced_by_exports: ClassVar[bool] = False
     """Whether the modeling files balance it in training if asked to (`balance_in_training`)."""
     state: ClassVar[tuple[str, ...]] = ()
-    """Names of fp32 buffers `[E]` of the module that are saved, exported and zero at first."""
+    """Names of fp32 buffers `[E]` that are saved, exported and zero at first. Needs a `module` that has them."""
     metrics: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Numbers that the module's `measured` returns, and what each says."""
+    """Numbers that the `measured` of `module` returns, and what each says."""
 
     @classmethod
     def unanswered(cls) -> list[str]:
-        return ["choose"] if cls.module == OWN_MODULE and cls.choose is RouterKind.choose else []
+        if cls.module != OWN_MODULE:
+            return []
+        missing = ["choose"] if cls.choose is RouterKind.choose else []
+        if not cls.every_token_gets_k and "unrouted" not in cls.metrics:
+            missing.append('metrics["unrouted"] (every_token_gets_k is False)')
+        needed = [*cls.state, *sorted(cls.metrics.keys() - ({"unrouted"} if not cls.every_token_gets_k else set()))]
+        return missing + ([f"module (the default keeps and measures no {', '.join(needed)})"] if needed else [])
 
     def problems(self, model: ModelConfig) -> list[str]:
         """Return what the config lacks or gets wrong for this kind."""
@@ -127,7 +143,7 @@ class RouterKind(Kind, ABC):
     def choose(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         """Return the experts of each token in training: `[T, K]` int64, or `[T, E]` bool.
 
-        The logits carry no gradient. Add the tokens of each expert to `at.tokens_E`.
+        The logits carry no gradient. Use no random numbers: resumed runs and other layouts must choose alike.
         """
         raise NotImplementedError(f"{type(self).__name__} leaves the choice to megatron-core")
 

@@ -10,7 +10,7 @@ Shapes: T tokens of this rank, A tokens of all ranks that are balanced together,
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_blackmamba.kinds.base import FP32, Sizes
 from megatron_blackmamba.routers.base import Cannot, RouterKind, Tokens, Use
@@ -33,10 +33,6 @@ class ExpertChoice(RouterKind):
         answer = self.layouts(model)
         return [f"{answer.reason}. Expert choice needs model.router.scope=tensor"] if isinstance(answer, Cannot) else []
 
-    def megatron(self, model: ModelConfig) -> dict[str, Any]:
-        # Dispatchers then count what they send instead of relying on top_k. Only megatron-core's own router would drop.
-        return {"moe_expert_capacity_factor": 1.0}
-
     def choose(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         import torch
         import torch.distributed as dist
@@ -50,10 +46,7 @@ class ExpertChoice(RouterKind):
             dist.all_gather_into_tensor(scores_AE, scores_TE.contiguous(), group=group)
         tokens_CE = scores_AE.topk(capacity(len(scores_AE), at.model), dim=0).indices
         chosen_AE = torch.zeros_like(scores_AE, dtype=torch.bool).scatter_(0, tokens_CE, True)
-        chosen_TE = chosen_AE[rank * T : (rank + 1) * T]
-        if at.tokens_E is not None:
-            at.tokens_E.add_(chosen_TE.sum(0))
-        return chosen_TE
+        return chosen_AE[rank * T : (rank + 1) * T]
 
     def use(self, model: ModelConfig) -> Use:
         return Use("softmax")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Sinkhorn(RouterKind):
     name = "sinkhorn"
     balanced_by_exports = True
+    counts_tokens = True
     keys = ("iterations", "temperature", "start", "scope")
     depends_on = "all tokens of the micro-batch, later ones too"
 

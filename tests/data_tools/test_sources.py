@@ -1,8 +1,11 @@
 import os
+import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
+from megatron_blackmamba.data_tools.commands import tokenize
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.sources import (
     PRESETS,
@@ -90,6 +93,11 @@ PUBLISHED = {
     "proofpile": ("arxiv/train/a.jsonl.zst", "arxiv/validation/a.jsonl.zst", "arxiv/test/a.jsonl.zst"),
     "pg19": ("train/10000.txt", "validation/1022.txt", "test/10146.txt"),
 }
+
+
+def test_help_names_every_preset():
+    (preset,) = get_args(get_type_hints(tokenize, include_extras=True)["preset"])[1:]
+    assert set(re.findall(r"\w+", preset.help)) >= PRESETS.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

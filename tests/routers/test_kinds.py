@@ -1,14 +1,29 @@
 """A router kind of one file goes the whole way, and so does state that a router keeps."""
 
 import pytest
+import torch
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.config import ConfigError, load
-from megatron_blackmamba.routers import Cannot
+from megatron_blackmamba.routers import Cannot, Use
 from tests.routers.unbalanced import Unbalanced
 from tests.runtime.ranks import run_script
 
 pytestmark = pytest.mark.xdist_group("routers")  # its processes start once, not once a worker
+
+
+@pytest.fixture
+def registered():
+    """Register a kind until the test ends."""
+    names = []
+
+    def register(kind):
+        routers.register(kind)
+        names.append(kind.name)
+
+    yield register
+    for name in names:
+        routers.unregister(name)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +71,44 @@ def test_registry_refuses_missing_answers_by_name():
 
     with pytest.raises(TypeError, match="Silent does not define: depends_on, layouts, use, choose"):
         routers.register(Silent)
+
+
+@pytest.mark.parametrize(
+    "answers, missing",
+    [
+        ({"state": ("load",)}, "module .the default keeps and measures no load"),
+        ({"metrics": {"margin": "m"}}, "module .the default keeps and measures no margin"),
+        ({"metrics": {"unrouted": "u"}}, "module .the default keeps and measures no unrouted"),
+        ({"every_token_gets_k": False}, 'metrics."unrouted"'),
+    ],
+)
+def test_answers_that_the_default_module_cannot_keep_are_refused(answers, missing):
+    with pytest.raises(TypeError, match=f"Loaded does not define: {missing}"):
+        routers.register(type("Loaded", (Unbalanced,), {"name": "loaded"} | answers))
+
+
+def test_a_bias_without_its_state_is_refused(registered):
+    registered(
+        type("Biased", (Unbalanced,), {"name": "biased", "use": lambda self, model: Use("sigmoid", biased=True)})
+    )
+    with pytest.raises(
+        ConfigError, match="the router kind biased uses a bias: its state and module must have expert_bias"
+    ):
+        load("tiny", ["model.router.kind=biased"])
+
+
+@pytest.mark.parametrize("kind", ["unbalanced", "choosy", "sinkhorn", "expert_choice"])
+def test_the_tokens_of_each_expert_are_counted(kind, registered, build):
+    def choose(self, logits_TE, at):
+        return logits_TE > logits_TE.mean()
+
+    registered(Unbalanced)
+    few = {"every_token_gets_k": False, "metrics": {"unrouted": "Share of tokens without an expert"}}
+    registered(type("Choosy", (Unbalanced,), {"name": "choosy", "choose": choose, **few}))
+    model = build("model.pattern=E", "model.top_k=2", f"model.router.kind={kind}")
+    router = model.decoder.layers[0].mixer.router
+    _, chosen_TE = router.train()(torch.randn(6, 4, 64))
+    assert router.tokens_E.tolist() == chosen_TE.sum(0).tolist() and chosen_TE.any()
 
 
 def test_registry_refuses_taken_names():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_blackmamba.routers import Use
 from megatron_blackmamba.training.optimizer import MoEAuxLossAutoScaler
 from tests.reference import routing
 
@@ -109,3 +110,21 @@ def test_evaluation_is_what_decoding_and_exports_do(case):
     choice_TK = router.use.choice(logits_TE, top_k, getattr(router, "expert_bias", None))
     assert chosen_TE.gather(1, choice_TK).all() and chosen_TE.sum() == choice_TK.numel()
     torch.testing.assert_close(weights_TE.gather(1, choice_TK), router.use.weights(logits_TE, choice_TK))
+
+
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+def test_a_token_without_an_expert_has_zero_weights_and_gradients(scores):
+    use = Use(scores, normalized=True)
+    logits_TE = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    chosen_TE = torch.tensor([[True, False, True], [False, False, False]])
+    weights_TE = use.weight_map(logits_TE, chosen_TE)
+    (weights_TE * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert weights_TE.sum(1).tolist() == pytest.approx([1.0, 0.0])
+    assert logits_TE.grad.isfinite().all() and logits_TE.grad[1].eq(0).all() and logits_TE.grad[0].ne(0).any()
+
+
+def test_scores_that_underflow_give_zero_weights():
+    logits_TE = torch.full((1, 3), -200.0, requires_grad=True)
+    weights_TK = Use("sigmoid", normalized=True).weights(logits_TE, torch.tensor([[0, 2]]))
+    weights_TK.sum().backward()
+    assert weights_TK.tolist() == [[0.0, 0.0]] and logits_TE.grad.isfinite().all()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_blackmamba import routers
 from megatron_blackmamba.kinds import kind_of, layers_of
 from megatron_blackmamba.runtime import device
-from megatron_blackmamba.training.metrics.base import Key, Taken, metric
+from megatron_blackmamba.training.metrics.base import Key, MetricError, Taken, metric
 
 
 def due(taken: Taken) -> bool:
@@ -45,7 +45,13 @@ def router(taken: Taken) -> dict[Key, float]:
     sums_LN2 = torch.zeros(model.layers, len(names), 2, dtype=torch.float64, device=device.device())
     for layer, block in taken.trainer.trainable.model.decoder.layers.named_children():
         if kind_of(model.pattern[int(layer)]).routed:
-            for name, measured in block.mixer.router.measured().items():
+            every = block.mixer.router.measured()
+            if sorted(every) != names:
+                raise MetricError(
+                    f"the router kind {model.router.kind} names the metrics {names}, but its module measures"
+                    f" {sorted(every)}. Make `metrics` and `measured` agree"
+                )
+            for name, measured in every.items():
                 sums_LN2[int(layer), names.index(name)] += sums_LN2.new_tensor([float(x) for x in measured])
     if taken.trainer.world.size > 1:
         dist.all_reduce(sums_LN2)
