@@ -84,6 +84,18 @@ def test_ops_and_kinds_do_not_import_megatron():
         assert not any(name.split(".")[0] == "megatron" for name in imported(path)), path
 
 
+@pytest.mark.parametrize("package", sorted({package_of(path) for path in files_of(PACKAGE)} - {"model", "data"}))
+def test_megatron_is_patched_before_it_is_imported(package):
+    patched = ("megatron_blackmamba.model", "megatron_blackmamba.data", "megatron_blackmamba.training.optimizer")
+    for path in files_of(PACKAGE / package):
+        for line in path.read_text().splitlines():
+            if line == "patches.install()  # before megatron-core is imported" or line.startswith(
+                ("from megatron_blackmamba import model ", *(f"from {name}{end}" for name in patched for end in " ."))
+            ):
+                break
+            assert not re.match(r"(from|import) megatron\.", line), path
+
+
 def test_kinds_import_torch_only_inside_methods():
     for path in [path for package in ("kinds", "routers", "optimizers") for path in files_of(PACKAGE / package)]:
         assert not any(name.split(".")[0] == "torch" for name in imported(path, at_import=True)), path

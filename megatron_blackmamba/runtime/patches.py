@@ -3,7 +3,7 @@
 megatron-core names CUDA in literals: `device="cuda"`, `torch.cuda.current_device()`, `"torch.cuda.FloatTensor"`.
 Without CUDA each of these is answered by the CPU. `install()` applies what this machine needs, once; with CUDA only
 the patches of checkpoints and those for a missing Transformer Engine or Apex remain. Call it before megatron-core is
-imported: the packages of this project that import megatron-core do so in their `__init__`.
+imported: `model` and `data` do so in their `__init__`, and so do modules elsewhere that import neither first.
 """
 
 import importlib
@@ -122,6 +122,17 @@ def _no_jit() -> None:
         for name, value in list(vars(module).items()):
             if callable(value) and hasattr(value, "_torchdynamo_orig_callable"):
                 setattr(module, name, value._torchdynamo_orig_callable)
+
+
+@_patch(
+    "tracer",
+    "torch's optimizers import torch._dynamo, 0.8 s of every start, to keep it from tracing them; nothing does",
+)
+def _no_tracer() -> None:
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        inner = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if inner is not None:
+            inner.__dynamo_disable = inner  # where torch keeps what to call instead
 
 
 @_patch("current-device", "every module asks torch.cuda.current_device() where to build its parameters")

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from megatron_blackmamba.runtime import patches
 
-from megatron.core.distributed import DistributedDataParallel
+patches.install()  # before megatron-core is imported
+
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 
 Weight = Any
 """A Parameter to which megatron-core has added `main_grad`."""

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from megatron_blackmamba.runtime import patches
 from megatron_blackmamba.runtime.adam import Adam
 
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+patches.install()  # before megatron-core is imported
+
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 TINY = 1e-6
 """Added to the norm by megatron-core's clipping, and here too."""

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.xdist_group("patches")  # its processes start once, not
 NO_CUDA = "Torch not compiled with CUDA enabled|requires CUDA|No CUDA GPUs|NVIDIA driver|re-initialize CUDA|CUDA driver"
 WHAT_BREAKS = {
     "jit": "torch.compile was asked to compile",
+    "tracer": "torch._dynamo was imported",
     "current-device": NO_CUDA,
     "synchronize": NO_CUDA,
     "streams": NO_CUDA,
