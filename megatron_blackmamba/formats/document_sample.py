@@ -112,7 +112,7 @@ def document_keys(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def document_hashes(ids: np.ndarray, lengths: np.ndarray, keys: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Return 64 bits for each chosen document: the upper half of its key, and the CRC of all its tokens."""
-    tokens = memoryview(np.ascontiguousarray(ids, "<u4")).cast("B")
+    tokens = np.ascontiguousarray(ids, "<u4").data.cast("B")
     ends = np.cumsum(lengths, dtype=np.int64)[chosen] * 4
     starts = ends - lengths[chosen] * 4
     crc = zlib.crc32
