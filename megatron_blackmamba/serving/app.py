@@ -165,8 +165,7 @@ class _Server:
             raise Refused("too many requests wait. Try again later", status=429, **{"Retry-After": "5"}) from None
         if not completion.stream:
             return await self._whole(request, completion, pieces)
-        events = self._events(completion, pieces)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return _Streamed(_events(completion, pieces), lambda: self.engine.cancel(completion.job))
 
     async def _whole(self, request: Request, completion: Completion, pieces: "asyncio.Queue[Any]") -> Response:
         collected = asyncio.ensure_future(_collect(completion, pieces))
@@ -179,18 +178,32 @@ class _Server:
             collected.cancel()
             left.cancel()
 
-    async def _events(self, completion: Completion, pieces: "asyncio.Queue[Any]") -> AsyncIterator[str]:
-        """Yield server-sent events; a client that leaves cancels this, and with it the job."""
+
+class _Streamed(StreamingResponse):
+    """Server-sent events, with a call for when the answer is over, however early."""
+
+    def __init__(self, events: AsyncIterator[str], at_end: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._at_end = at_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events. If the client has left already, they never start: only this call is sure to end."""
         try:
-            async for piece in _pieces(completion, pieces):
-                yield _event(completion.chunk(piece))
-            if completion.include_usage:
-                yield _event(completion.last_chunk())
-            yield "data: [DONE]\n\n"
-        except Refused as failure:
-            yield _event(failure.body)
+            await super().__call__(scope, receive, send)
         finally:
-            self.engine.cancel(completion.job)
+            self._at_end()
+
+
+async def _events(completion: Completion, pieces: "asyncio.Queue[Any]") -> AsyncIterator[str]:
+    """Yield server-sent events."""
+    try:
+        async for piece in _pieces(completion, pieces):
+            yield _event(completion.chunk(piece))
+        if completion.include_usage:
+            yield _event(completion.last_chunk())
+        yield "data: [DONE]\n\n"
+    except Refused as failure:
+        yield _event(failure.body)
 
 
 async def _pieces(completion: Completion, pieces: "asyncio.Queue[Any]") -> AsyncIterator[Written]:
