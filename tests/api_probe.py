@@ -1,6 +1,7 @@
 """The Python API, used as a script would: `python -m tests.api_probe FOLDER` prints what each attempt gave, as JSON."""
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -9,6 +10,9 @@ from pathlib import Path
 import torch
 
 from megatron_blackmamba import batches, build, load_config, save, train
+from megatron_blackmamba.data import BatchStream
+from megatron_blackmamba.training.guard import Verdict
+from megatron_blackmamba.training.loop import Trainer
 
 
 def random_numbers(folder: Path) -> list[bool]:
@@ -22,6 +26,28 @@ def random_numbers(folder: Path) -> list[bool]:
         between()
         same.append(torch.equal(torch.rand(3), expected))
     return same
+
+
+def left_by_failures(folder: Path) -> dict[str, object]:
+    """Whether Ctrl-C works as before after a run that failed early or late, and what it still holds open."""
+
+    class FailsEarly(Trainer):
+        def open_batches(self) -> BatchStream:
+            raise ValueError("no batches")
+
+    class FailsLate(Trainer):
+        def take_step(self) -> Verdict:
+            raise ValueError("no step")
+
+    run = load_config("tiny", ["training.steps=1", "checkpoint.every=0", f"folder={folder / 'failed'}"])
+    before, told = signal.getsignal(signal.SIGINT), []
+    for trainer in (FailsEarly, FailsLate):
+        try:
+            train(run, trainer)
+        except ValueError as error:
+            told.append(str(error))
+    held = [str(file) for file in Path("/proc/self/fd").iterdir() if file.resolve().name == "lock"]
+    return {"told": told, "interrupts": signal.getsignal(signal.SIGINT) == before, "held": held}
 
 
 def copied() -> dict[str, object]:
@@ -59,6 +85,7 @@ PROBES: dict[str, Callable[[Path], object]] = {
     "random_numbers": random_numbers,
     "copied": lambda folder: copied(),
     "mistakes": mistakes,
+    "left_by_failures": left_by_failures,
 }
 
 

@@ -62,6 +62,10 @@ def test_copy_of_a_model_is_independent(found):
     assert found["copied"] == {"same": True, "shared": 0, "marks": True}
 
 
+def test_failed_run_leaves_neither_handlers_nor_lock(found):
+    assert found["left_by_failures"] == {"told": ["no batches", "no step"], "interrupts": True, "held": []}
+
+
 def test_mistakes_are_explained(found):
     expected = {
         "a name instead of a config": "'tiny' is no RunConfig: give load_config(...)",

@@ -21,23 +21,28 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._file: int | None = file
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not kept by forked writers
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not kept by forked writers
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                who = os.read(self._file, 200).decode(errors="replace").strip()
+                who = os.read(file, 200).decode(errors="replace").strip()
+                self.release()
                 raise RunInUse(
                     f"{path.parent} is in use by {who or 'another process'}: wait for it, stop it, or name this run"
                     " otherwise (name=...)"
                 ) from None
             return
         with contextlib.suppress(OSError):  # a full disk
-            os.ftruncate(self._file, 0)
-            os.write(self._file, f"process {os.getpid()}{_on_this_host()}".encode())
+            os.ftruncate(file, 0)
+            os.write(file, f"process {os.getpid()}{_on_this_host()}".encode())
 
     def release(self) -> None:
-        os.close(self._file)
+        """Give the lock back; a second call does nothing."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def is_held(path: Path) -> bool | None:

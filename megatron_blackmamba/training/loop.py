@@ -85,6 +85,13 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     stop = StopRequest(CATCH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, CATCH)  # the launcher has them wait until someone listens
+    try:
+        return _train(config, trainer or Trainer, stop)
+    finally:
+        stop.release()
+
+
+def _train(config: RunConfig, trainer: type["Trainer"], stop: StopRequest) -> Outcome:
     place = world.find_place()
     if place.launcher == "srun":  # or it would train on, unseen, when slurmstepd dies
         die_with_parent(os.getppid())
@@ -93,9 +100,8 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
     refuse_start(config)
     logs = RunFolder(Path(config.folder) / config.name).logs
     with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
-        outcome = (trainer or Trainer)(config, world.start(config.parallel), stop, watchdog).run()
+        outcome = trainer(config, world.start(config.parallel), stop, watchdog).run()
         world.shutdown()
-    stop.release()
     return outcome
 
 
@@ -120,6 +126,15 @@ class Trainer:
         if world.is_main:
             self.folder.refuse_obstacles()
         self.lock = Lock(self.folder.lock) if world.is_main else None
+        try:
+            self._open()
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _open(self) -> None:
+        """Open what needs the locked folder."""
+        config, world, watchdog = self.config, self.world, self.watchdog
         self.loggers = Loggers.for_run(config, self.folder, world.is_main)
         model, optimizer = self.trainable.model, self.trainable.optimizer
         self.checkpoints = Checkpoints(self.folder, config, world, model, optimizer, self.event, watchdog.alive)
@@ -160,6 +175,7 @@ class Trainer:
             self.shard_check.stop()
             self.event(events.Failed(step=self.progress.step, error=type(error).__name__, message=str(error)))
             self.loggers.close()
+            self._unlock()
             raise
 
     def begin(self) -> None:
@@ -412,9 +428,13 @@ class Trainer:
             elif asked:
                 self.folder.requeue.touch()
         self.loggers.close()
+        self._unlock()
+        return outcome
+
+    def _unlock(self) -> None:
+        """Let other jobs train in the folder."""
         if self.lock:
             self.lock.release()
-        return outcome
 
     def weights_work(self) -> bool:
         """Return True unless, in a streak of bad steps, the weights fail on the first batch of the run as well."""
