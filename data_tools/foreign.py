@@ -88,7 +88,7 @@ def _listed_ends(path: Path) -> np.ndarray | None:
     if not table.exists():
         return None
     with gzip.open(table, "rt", newline="") as file:
-        ends = [int(row[1]) for row in csv.reader(file) if row and row[1].isdigit()]
+        ends = [int(row[1]) for row in csv.reader(file) if row and row[1].isdecimal()]
     return np.array(ends, np.int64)
 
 

@@ -33,7 +33,7 @@ class Tolerance:
     def parse(cls, text: str) -> "Tolerance":
         """Parse a limit: `100` records, or `0.001` or `0.1%` of them."""
         try:
-            if text.isdigit():
+            if text.isdecimal():
                 return cls(count=int(text))
             fraction = float(text[:-1]) / 100 if text.endswith("%") else float(text)
             if 0 <= fraction < 1:

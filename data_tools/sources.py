@@ -276,7 +276,7 @@ def _hidden(path: Path, top: Path) -> bool:
 
 def _natural(path: Path | str) -> list[tuple[int, int | str]]:
     """Return a sort key that puts part-2 before part-10."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", str(path)) if part]
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(path)) if part]
 
 
 def _refuse_twins(paths: Iterable[Path]) -> None:

@@ -255,7 +255,7 @@ def _parse(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def _find_eod(reference: tokenizers.Tokenizer, wanted: str | int | None, path: Path) -> tuple[int, str]:
-    if isinstance(wanted, str) and wanted.isdigit() and reference.token_to_id(wanted) is None:
+    if isinstance(wanted, str) and wanted.isdecimal() and reference.token_to_id(wanted) is None:
         wanted = int(wanted)
     if isinstance(wanted, int):
         token = reference.id_to_token(wanted)

@@ -59,7 +59,7 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
         raise LaunchError(trouble)
     if plan.refused_data:
         raise LaunchError(plan.refused_data)
-    taken = [int(entry.name) for entry in run.launches.glob("[0-9]*") if entry.name.isdigit()]
+    taken = [int(entry.name) for entry in run.launches.glob("[0-9]*") if entry.name.isdecimal()]
     folder = run.launches / f"{max(taken, default=0) + 1:03d}"
     if request.container:
         request = _in_container(config, request, run)

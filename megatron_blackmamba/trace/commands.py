@@ -83,7 +83,7 @@ def _show_readings(tracer: "Tracer", document: str, as_json: bool) -> None:
     from megatron_blackmamba.trace.steps import TraceError
 
     file, _, record = document.rpartition(":")
-    if not file or not record.isdigit():
+    if not file or not record.isdecimal():
         raise TraceError(f"--document {document}: give a raw file and a record, as pile/00.jsonl.zst:48211")
     readings = tracer.readings(file, int(record))
     if as_json:

@@ -199,3 +199,10 @@ def test_non_utf8_file_name_is_escaped(corpus):
     path = os.fsdecode(b"bad\xff.jsonl")
     Path(path).write_bytes(b"x")
     assert names(find_sources([path])) == ["bad\\xff.jsonl"]
+
+
+def test_file_names_with_odd_digits_are_sorted(corpus):
+    for name in ("part1²3.jsonl", "part1¹.jsonl", "part٣.jsonl"):
+        (corpus / "odd" / name).parent.mkdir(exist_ok=True)
+        (corpus / "odd" / name).write_text("{}")
+    assert len(find_sources([corpus / "odd"]).sources) == 3
