@@ -28,10 +28,18 @@ def import_extensions() -> None:
     for name in os.environ.get("BLACKMAMBA_IMPORT", "").replace(",", " ").split():
         try:
             import_module(name)
-        except ModuleNotFoundError as error:
-            raise ImportFailed(
-                f"BLACKMAMBA_IMPORT={name}: {error}. Add the folder of the module to PYTHONPATH."
-            ) from error
+        except Exception as error:
+            raise ImportFailed(f"BLACKMAMBA_IMPORT={name}: {_cause(name, error)}") from error
+
+
+def _cause(name: str, error: Exception) -> str:
+    """Return why a module could not be imported, in one line, with advice."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        return f"{error}. Add the folder of the module to PYTHONPATH."
+    said = " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError):
+        return f"the module imports what is missing: {said}. Install it, or add its folder to PYTHONPATH."
+    return f"the module cannot be imported: {type(error).__name__}: {said}. Correct the module."
 
 
 class KindError(TypeError):

@@ -6,7 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from megatron_blackmamba import cli
+from megatron_blackmamba import cli, registry
 from tests.runtime.ranks import ROOT, environment
 
 EXTENSION = """
@@ -34,6 +34,25 @@ def test_missing_extension_is_named(tmp_path):
     assert done.returncode == 2
     assert "BLACKMAMBA_IMPORT=my_lairs: No module named 'my_lairs'. Add the folder" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("import nowhere_at_all", "the module imports what is missing: No module named 'nowhere_at_all'. Install it"),
+        ("1 / 0", "the module cannot be imported: ZeroDivisionError: division by zero. Correct"),
+        ("def broken(:", "the module cannot be imported: SyntaxError: "),
+        ("from os import nothing", "the module cannot be imported: ImportError: cannot import name 'nothing'"),
+    ],
+)
+def test_broken_extension_is_named_with_its_cause(tmp_path, monkeypatch, content, said):
+    (tmp_path / "broken_extension.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("BLACKMAMBA_IMPORT", "broken_extension")
+    with pytest.raises(registry.ImportFailed) as refused:
+        registry.import_extensions.__wrapped__()
+    assert str(refused.value).startswith(f"BLACKMAMBA_IMPORT=broken_extension: {said}")
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("quiet", "said"), [(False, "blackmamba: an old name\n"), (True, "")])
