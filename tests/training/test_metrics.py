@@ -9,7 +9,7 @@ import pytest
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.step_records import StepRecord, metrics_so_far, read_metrics
 from megatron_blackmamba.report import write_report
-from megatron_blackmamba.training.metrics import MetricError, Taken, all_metrics, metric, metric_of, unregister
+from megatron_blackmamba.training.metrics import Metric, MetricError, Taken, all_metrics, metric, metric_of, unregister
 from tests.training import runs
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -155,3 +155,22 @@ def test_validation_loss_is_weighted_by_the_mixture():
     assert metric_of("validation/loss_balanced").scalars(balanced) == pytest.approx(
         {"validation/loss_balanced": weighted - 1}
     )
+
+
+@pytest.mark.parametrize(
+    "name, key, scalar",
+    [
+        ("odd/*/b/*", "x", None),
+        ("odd/*/b/*", ("x", "y", "z"), None),
+        ("odd/*", ("x", "y"), None),
+        ("odd/*/b/*", ("x", "y"), "odd/x/b/y"),
+        ("odd/{0}/{*}", "x", "odd/{0}/{x}"),
+    ],
+)
+def test_keys_fill_every_star_of_a_name(name, key, scalar):
+    one = Metric(name, lambda taken: {key: 1.0}, "An odd one")
+    if scalar is not None:
+        assert one.scalars(None) == {scalar: 1.0}
+    else:
+        with pytest.raises(MetricError, match=r"has the key .* each `\*` of the name takes one part"):
+            one.scalars(None)

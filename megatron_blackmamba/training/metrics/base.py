@@ -93,8 +93,17 @@ class Metric:
             )
         if not isinstance(value, Mapping):
             return {self.name: value}
-        template = self.name.replace("*", "{}")
-        return {template.format(*([key] if isinstance(key, str) else key)): one for key, one in value.items()}
+        return {self._scalar(key): one for key, one in value.items()}
+
+    def _scalar(self, key: Key) -> str:
+        """Return the name with the parts of a key in place of the stars."""
+        keys, parts = (key,) if isinstance(key, str) else key, self.name.split("*")
+        if len(keys) != len(parts) - 1:
+            raise MetricError(
+                f"{self.name} has the key {key!r}: each `*` of the name takes one part."
+                f" Return keys of {len(parts) - 1} {'parts as tuples' if len(parts) > 2 else 'part'}."
+            )
+        return parts[0] + "".join(f"{one}{part}" for one, part in zip(keys, parts[1:], strict=True))
 
     def of(self, scalars: Mapping[str, float]) -> dict[str, float]:
         """Return this metric's scalars by key."""
