@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+COLDEST = 1e-300
+"""Lower bound of the temperatures that are computed with: GPUs multiply by the reciprocal, which must be finite."""
+
 
 class GenerationError(ValueError):
     """A generation request that cannot be fulfilled."""
@@ -40,8 +43,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not math.isfinite(getattr(self, field.name)):
-                raise GenerationError(f"{field.name} must be a finite number, not {getattr(self, field.name)}")
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise GenerationError(f"{field.name} must be a finite number, not {value}")
         if self.temperature < 0:
             raise GenerationError(f"temperature must be 0 or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -95,7 +99,7 @@ class Sampler:
         if self.seen_BV is not None:
             penalty = self.sampling.repetition_penalty
             less_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-            logits_BV = torch.where(self.seen_BV, less_BV, logits_BV)
+            logits_BV = torch.where(self.seen_BV, less_BV.nan_to_num(0.0), logits_BV)  # a huge penalty overflows
         tokens_B = logits_BV.argmax(dim=-1) if self.sampling.temperature == 0 else self._draw(logits_BV)
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, tokens_B[:, None], True)
@@ -116,7 +120,8 @@ def allowed(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
     The filters are applied in the order of transformers: top_k, top_p, min_p. The weights come first in the result.
     """
-    scaled_BV, order_BV = (logits_BV.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    scaled_BV, order_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
+    scaled_BV = (scaled_BV - scaled_BV[:, :1]) / max(sampling.temperature, COLDEST)  # at most 0: no NaN by overflow
     if sampling.top_k:
         scaled_BV[:, sampling.top_k :] = -math.inf
     probabilities_BV = torch.softmax(scaled_BV, dim=-1)

@@ -87,3 +87,28 @@ def test_impossible_sampling_is_refused(options):
 def test_logits_of_nan_are_refused():
     with pytest.raises(GenerationError, match="not finite"):
         Sampler(Sampling(), [[1]], VOCABULARY, torch.device("cpu"))(torch.full((1, VOCABULARY), torch.nan))
+
+
+@pytest.mark.parametrize("option", ["temperature", "top_p", "min_p", "repetition_penalty", "top_k", "seed"])
+@pytest.mark.parametrize("value", [5e-324, 1e-320, 1e-300, 1e-40, 1.0, 1e40, 1.7e308, 10**400], ids=str)
+def test_no_accepted_option_breaks_the_draw(option, value):
+    if (option in ("top_k", "seed")) is not isinstance(value, int):
+        return
+    options = {"temperature": 0.8, option: value}
+    try:
+        sampling = Sampling(**options)
+    except GenerationError:
+        return
+    rows_BV = torch.stack([logits(1)[0], torch.zeros(VOCABULARY).double(), -logits(1)[0]]).float()
+    sampler = Sampler(sampling, [[1, 2], [3], list(range(VOCABULARY))], VOCABULARY, rows_BV.device)
+    for _ in range(3):
+        assert all(0 <= token < VOCABULARY for token in sampler(rows_BV).tolist())
+    weights_BV, _ = allowed(rows_BV, sampling)
+    assert torch.isfinite(weights_BV).all()
+
+
+def test_coldest_temperature_takes_the_likeliest():
+    rows_BV = logits()
+    weights_BV, order_BV = allowed(rows_BV, Sampling(temperature=5e-324))
+    assert torch.equal(order_BV[:, 0], rows_BV.argmax(dim=-1))
+    assert weights_BV.count_nonzero(dim=-1).tolist() == [1] * len(rows_BV)
