@@ -3,7 +3,8 @@
 Every rank judges the same numbers with the same history, so all reach the same verdict without communication.
 
 A loss that rises and stays high, for example because the data changed, is a new level and not a spike. At most
-`max_spikes` consecutive steps are lost to spikes, whatever `spike` says, and spikes never end a run.
+`max_spikes` consecutive steps are lost to spikes, whatever `spike` says, and spikes never end a run. A step that is not
+finite says nothing about the level: it neither counts as a spike nor ends a row of spikes.
 """
 
 import math

@@ -215,6 +215,13 @@ def test_flat_curve_has_a_minimum_deviation():
     assert guard.look(2.017).action is Action.SKIP
 
 
+def test_a_nan_does_not_end_a_row_of_spikes():
+    guard = guard_that_saw(STEADY, spike="skip", max_spikes=3)
+    verdicts = [judged(guard, loss) for loss in (5.0, 5.0, math.nan, 5.0, 5.0)]
+    assert [verdict.action.value for verdict in verdicts] == ["skip", "skip", "skip", "skip", "apply"]
+    assert ["new level" in (verdict.reason or "") for verdict in verdicts] == [False, False, False, True, False]
+
+
 def test_spikes_become_the_level_exactly_at_max_spikes():
     guard = guard_that_saw(STEADY, spike="skip", max_spikes=3)
     verdicts = [judged(guard, 9.0) for _ in range(3)]
