@@ -67,7 +67,7 @@ class BlackMambaLM(LM):
         self.encoding = Encoding(encoding)
         self.max_length = max_length or source.sequence_length
         where = usable_device(device)
-        given = TYPES[dtype] if isinstance(dtype, str) else dtype
+        given = _dtype(dtype)
         self.dtype = given or fitting_dtype(source, where)
         self.batch_tokens = batch_tokens or BATCH_TOKENS[where.type]
         self._load = Load(path, self.dtype, None if tokenizer is None else Path(tokenizer))
@@ -146,6 +146,15 @@ class BlackMambaLM(LM):
     def close(self) -> None:
         """Stop the scoring processes."""
         self.scorer.close()
+
+
+def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the type that a name means; None lets the checkpoint and the device decide, as lm-eval's `auto` does."""
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    if given != "auto" and given not in TYPES:
+        raise EvaluationError(f"dtype={given}: no such type. Choose one of auto, {', '.join(TYPES)}.")
+    return TYPES.get(given)
 
 
 def _items(batch: Batch) -> list[Item]:

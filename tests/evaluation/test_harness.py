@@ -26,6 +26,15 @@ def test_scores_equal_those_of_the_hf_backend(export, data, pattern):
         assert [score[1] for score in found] == [score[1] for score in expected]
 
 
+def test_a_dtype_is_a_known_name_or_auto(export):
+    from megatron_blackmamba.evaluation.errors import EvaluationError
+    from megatron_blackmamba.evaluation.harness import BlackMambaLM
+
+    assert BlackMambaLM(export("MEME"), dtype="auto", device="cpu").dtype == BlackMambaLM(export("MEME")).dtype
+    with pytest.raises(EvaluationError, match=r"dtype=fp8: no such type\. Choose one of auto, bf16"):
+        BlackMambaLM(export("MEME"), dtype="fp8", device="cpu")
+
+
 def test_rolling_likelihood_equals_that_of_the_hf_backend(export):
     from lm_eval.api.instance import Instance
 
