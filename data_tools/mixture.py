@@ -17,7 +17,7 @@ from megatron_blackmamba.formats.mixture import (
     check_together,
     content_fingerprint,
 )
-from megatron_blackmamba.formats.schedule import Schedule
+from megatron_blackmamba.formats.schedule import Schedule, epochs_of, most_samples
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard
 
 PREFIXES_CHECKED = 1_000_000
@@ -36,6 +36,8 @@ class SourcePlan:
     samples: int
     epochs: float
     max_epochs: float | None
+    most_samples: int | None
+    """What max_epochs allows."""
     shards: int | None
     shard_tokens: int | None
     """What the shards hold, and so what an epoch is; None where there are no shards yet."""
@@ -61,7 +63,7 @@ class MixturePlan:
                     f"source {s.name!r}: its shards hold {s.shard_tokens} tokens, less than one sample of "
                     f"{self.sequence_length}: give it more data, leave it out, or train on shorter sequences"
                 )
-        beyond = [s for s in self.sources if s.max_epochs is not None and s.epochs > s.max_epochs]
+        beyond = [s for s in self.sources if s.most_samples is not None and s.samples > s.most_samples]
         if beyond:
             lines = [f"source {s.name!r}: {s.epochs:.4f} epochs, max_epochs is {s.max_epochs:g}" for s in beyond]
             raise MixtureError("\n".join(lines) + "\nlower its weight, plan fewer tokens, or raise max_epochs")
@@ -86,8 +88,9 @@ def plan_mixture(mixture: Mixture, tokens: int | None = None, sequence_length: i
             weight=source.weight,
             probability=float(probability),
             samples=count,
-            epochs=count * sequence_length / (in_shards or has),
+            epochs=epochs_of(count, sequence_length, in_shards or has),
             max_epochs=source.max_epochs,
+            most_samples=source.max_epochs and most_samples(source.max_epochs, sequence_length, in_shards or has),
             shards=None if both is None else len(both[0]),
             shard_tokens=in_shards,
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_blackmamba.data.permutation import Permutation
 from megatron_blackmamba.data.stream import TokenStream
+from megatron_blackmamba.formats.schedule import epochs_of, most_samples
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
@@ -84,14 +85,18 @@ class EpochDataset(WindowDataset):
                 f"source {name!r}: {stream.tokens} tokens are less than one sample of {config.sequence_length}; "
                 "give it more data, or train on shorter sequences"
             )
-        self.limit = None if max_epochs is None else int(max_epochs * self.windows)
+        self.limit = None if max_epochs is None else most_samples(max_epochs, config.sequence_length, stream.tokens)
         if self.limit is not None and samples > self.limit:
             raise DataError(
-                f"source {name!r}: the plan reads {samples} samples, {samples / self.windows:.4f} epochs of "
-                f"{self.windows}, and its max_epochs is {max_epochs}: lower its weight, train on fewer tokens, "
+                f"source {name!r}: the plan reads {samples} samples, {self.epochs(samples):.4f} epochs of "
+                f"{stream.tokens} tokens, and its max_epochs is {max_epochs}: lower its weight, train on fewer tokens, "
                 "or raise max_epochs"
             )
         self._epochs: dict[int, tuple[Permutation, int]] = {}
+
+    def epochs(self, samples: int) -> float:
+        """Return how often so many samples read each token, on average."""
+        return epochs_of(samples, self.config.sequence_length, self.stream.tokens)
 
     def place(self, index: int) -> int:
         """Return the position of the first token of sample `index`."""

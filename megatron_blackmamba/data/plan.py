@@ -49,7 +49,7 @@ class DataPlan:
         planned = len(self.train)
         counts = self.train.schedule.counts(planned)
         takes = {
-            dataset.name: {"samples": n, "epochs": n / dataset.windows if isinstance(dataset, EpochDataset) else None}
+            dataset.name: {"samples": n, "epochs": dataset.epochs(n) if isinstance(dataset, EpochDataset) else None}
             for dataset, n in zip(self.train.datasets, counts, strict=True)
         }
         return {"fingerprint": self.fingerprint, **self.record, "planned": {"samples": planned, "sources": takes}}

@@ -25,6 +25,16 @@ _HALF_BITS = _BITS // 2
 MAX_SAMPLES = 2**43  # more would overflow 64 bits; at 2,048 tokens a sample, 18 quadrillion tokens
 
 
+def epochs_of(samples: int, sequence_length: int, tokens: int) -> float:
+    """Return how often samples of a source with so many tokens read each of them, on average."""
+    return samples * sequence_length / tokens
+
+
+def most_samples(max_epochs: float, sequence_length: int, tokens: int) -> int:
+    """Return the largest number of samples with at most these epochs, for the plan and for training."""
+    return int(Fraction(str(max_epochs)) * tokens / sequence_length)
+
+
 @dataclass(frozen=True)
 class _Node:
     left: "_Node | int"

@@ -6,6 +6,9 @@ from hypothesis import strategies as st
 
 from megatron_blackmamba.data.datasets import DataError, EpochDataset, HeldOutDataset
 from megatron_blackmamba.data.stream import TokenStream
+from megatron_blackmamba.data_tools.mixture import MixturePlan, SourcePlan
+from megatron_blackmamba.formats.mixture import MixtureError
+from megatron_blackmamba.formats.schedule import epochs_of, most_samples
 from megatron_blackmamba.formats.shards import Shard, ShardError
 from tests.data.corpus import write_shard
 
@@ -73,12 +76,32 @@ def test_order_follows_from_seed_and_content_alone():
 
 
 def test_max_epochs_is_enforced_by_plan_and_reader():
-    with pytest.raises(DataError, match=r"'numbers'.*151 samples, 1.5100 epochs of 100.*max_epochs is 1.5"):
+    with pytest.raises(DataError, match=r"'numbers'.*151 samples, 1.5100 epochs of 1000 tokens.*max_epochs is 1.5"):
         EpochDataset("numbers", numbers(1000), "f", core_config(10), samples=151, max_epochs=1.5)
     data = EpochDataset("numbers", numbers(1000), "f", core_config(10), samples=150, max_epochs=1.5)
     data[149]
     with pytest.raises(DataError, match="150"):
         data[150]
+
+
+@pytest.mark.parametrize(
+    "tokens, length, most, samples", [(4000, 2048, 10, 19), (1000, 10, 2.3, 230), (90, 16, 0.5, 2)]
+)
+def test_plan_and_training_allow_the_same_epochs(tokens, length, most, samples):
+    def planned(samples):
+        epochs, allowed = epochs_of(samples, length, tokens), most_samples(most, length, tokens)
+        line = SourcePlan("numbers", tokens, 1.0, 1.0, samples, epochs, most, allowed, 1, tokens)
+        MixturePlan(samples * length, length, samples, float(tokens), [line], [], {}).check()
+
+    def opened(samples):
+        EpochDataset("numbers", numbers(tokens), "f", core_config(length), samples=samples, max_epochs=most)
+
+    planned(samples)
+    opened(samples)
+    with pytest.raises(MixtureError, match=f"max_epochs is {most}"):
+        planned(samples + 1)
+    with pytest.raises(DataError, match=f"max_epochs is {most}"):
+        opened(samples + 1)
 
 
 @settings(deadline=None, max_examples=50)

@@ -46,7 +46,7 @@ def test_plan_reads_and_reports_each_source_share(mixture):
     planned = data.describe()["planned"]
     # tokens × weight: 1503, 350, 270 of 2123
     assert [planned["sources"][name]["samples"] for name in "abc"] == [3006, 700, 540]
-    assert planned["sources"]["c"]["epochs"] == pytest.approx(540 / (90 // 16))
+    assert planned["sources"]["c"]["epochs"] == pytest.approx(540 * 16 / 90)
 
 
 def test_held_out_shards_are_never_trained_on(mixture):
