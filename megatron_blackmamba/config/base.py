@@ -21,10 +21,15 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """A section of a config: an unknown key is an error, and values never change."""
+    """A section of a config: an unknown key is an error, numbers are finite, and values never change."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        populate_by_name=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
     @model_validator(mode="before")

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_blackmamba import kinds
 from megatron_blackmamba.config import migrations, spellings
-from megatron_blackmamba.config.base import ConfigError, Section
+from megatron_blackmamba.config.base import ConfigError, Section, UserPath
 from megatron_blackmamba.config.run import DataConfig, RunConfig
 
 OVERRIDE = "the command line"
@@ -104,11 +104,12 @@ def load(
     overrides = list(overrides)
     if "data.kind=synthetic" in overrides and any(override.startswith("data.mixture=") for override in overrides):
         raise ConfigError(f"{OVERRIDE}: data.kind=synthetic reads no mixture: leave out one of the two")
+    fields = {path: field.annotation for path, field, _ in walk()}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"an override has the form a.b=value; {override!r} does not")
-        content = _nested(key.split("."), _parse(value))
+        content = _nested(key.split("."), _typed(_parse(value), value, fields.get(key)))
         migrations.accept_old_names(content, OVERRIDE, note)
         spellings.accept(content)
         _merge(content, merged, origin, OVERRIDE, "")
@@ -206,6 +207,14 @@ def _parse(value: str) -> Any:
     except (yaml.YAMLError, RecursionError, _TooLarge):
         return value
     return parsed
+
+
+def _typed(parsed: Any, text: str, annotation: Any) -> Any:
+    """Return the text itself where the field is a text and YAML reads a number, a list or the like (name=12:30)."""
+    optional = annotation in (str | None, UserPath | None)
+    if isinstance(parsed, str) or not (annotation is str or optional) or (parsed is None and optional):
+        return parsed
+    return text
 
 
 class _TooLarge(Exception):

@@ -9,6 +9,8 @@ from megatron_blackmamba import kinds, routers
 from megatron_blackmamba.config.base import Section
 
 Activation = Literal["silu", "gelu"]
+WIDEST = 2**24
+"""Largest width of a layer: the number of values in a weight, and of its bytes, stays below 2^63."""
 
 
 class RouterConfig(Section):
@@ -45,9 +47,9 @@ class AttentionConfig(Section):
 
     heads: int = Field(16, gt=0)
     """Number of attention heads."""
-    kv_heads: int | None = None
-    """null: as many as heads."""
-    rotary_base: int = 10000
+    kv_heads: int | None = Field(None, gt=0)
+    """Number of groups of heads that share keys and values, a divisor of heads. null: as many as heads."""
+    rotary_base: int = Field(10000, gt=0, le=2**53)
     """Base of the rotary position embedding."""
 
 
@@ -56,7 +58,7 @@ class Mamba2Config(Section):
 
     head_dim: int = Field(64, gt=0)
     """Channels of a head; expand × hidden_size is divided into heads."""
-    state_size: int = Field(128, gt=0)
+    state_size: int = Field(128, gt=0, le=WIDEST)
     """State size of a channel."""
     groups: int = Field(1, gt=0)
     """Groups of heads that share B and C; tensor parallelism splits the groups."""
@@ -76,6 +78,12 @@ class InitConfig(Section):
     dt_floor: float = Field(1e-4, gt=0)
     """Lower bound of the initial time steps."""
 
+    @model_validator(mode="after")
+    def _in_order(self) -> "InitConfig":
+        if self.dt_min > self.dt_max:
+            raise ValueError(f"model.init.dt_min={self.dt_min} is above model.init.dt_max={self.dt_max}")
+        return self
+
 
 class ModelConfig(Section):
     """One stack of layers; `pattern` has one letter per layer: M Mamba, S Mamba-2, E experts, * attention,
@@ -86,27 +94,27 @@ class ModelConfig(Section):
     arrangement: Literal["sequential", "parallel"] = "sequential"
     """sequential: each layer has a norm and adds to the stream in turn (the paper).
     parallel: the two layers of a pair share one norm and are added together, the paper's ablation."""
-    vocab_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=2**31)
     """Rows of the embedding: the tokenizer's vocabulary, padded."""
-    hidden_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0, le=WIDEST)
     """Width of the residual stream."""
     state_size: int = Field(16, gt=0, le=64)
     """State size of a Mamba channel."""
     conv_kernel: int = Field(4, ge=2, le=8)
     """Width of the causal convolution of Mamba layers."""
-    expand: int = Field(2, gt=0)
+    expand: int = Field(2, gt=0, le=1024)
     """Inner width of a Mamba layer divided by hidden_size."""
-    dt_rank: int | None = Field(None, gt=0)
+    dt_rank: int | None = Field(None, gt=0, le=WIDEST)
     """null: ceil(hidden_size / 16)."""
-    experts: int = Field(8, ge=1)
+    experts: int = Field(8, ge=1, le=2**16)
     """Number of experts in each E layer."""
     top_k: int = Field(1, ge=1)
     """Experts of a token."""
-    expert_hidden_size: int | None = Field(None, gt=0)
+    expert_hidden_size: int | None = Field(None, gt=0, le=WIDEST)
     """Inner width of one expert; needed when the pattern has E."""
-    shared_expert_hidden_size: int | None = Field(None, gt=0)
+    shared_expert_hidden_size: int | None = Field(None, gt=0, le=WIDEST)
     """Inner width of one more expert in each E layer, which all tokens meet beside theirs. null: there is none."""
-    mlp_hidden_size: int | None = Field(None, gt=0)
+    mlp_hidden_size: int | None = Field(None, gt=0, le=WIDEST)
     """Inner width of a dense MLP; needed when the pattern has -."""
     activation: Activation = "silu"
     """The gate of experts and MLPs. The paper says SwiGLU (silu); the released inference code gates with erf-GELU."""

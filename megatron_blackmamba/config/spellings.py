@@ -73,6 +73,12 @@ def number(value: Any, annotation: Any) -> Any:
     return int(scaled) if scaled.is_integer() else value
 
 
+def _whole(value: Any) -> Any:
+    """Return 1e3 and 1K as 1000, as a field that is a whole number reads them."""
+    scaled = number(value, int)
+    return int(scaled) if isinstance(scaled, float) and scaled.is_integer() else scaled
+
+
 def listed(value: Any, annotation: Any) -> Any:
     """Return one value as a list where the field is a list."""
     wants = get_origin(annotation) is list
@@ -95,7 +101,7 @@ def steps_as_tokens(content: dict[str, Any], origin: dict[str, str], sequence_le
     training, data = content.get("training"), content.get("data")
     if not isinstance(training, dict) or training.get("steps") is None:
         return
-    steps = number(training.pop("steps"), int)
+    steps = _whole(training.pop("steps"))
     tokens = number(training.get("tokens"), int)
     where, set_by = origin["training.steps"], origin.get("training.tokens")
     order = list(origin)
@@ -104,6 +110,7 @@ def steps_as_tokens(content: dict[str, Any], origin: dict[str, str], sequence_le
         return
     factors: dict[str, Any] = {"training.global_batch": training.get("global_batch")}
     factors["data.sequence_length"] = (data if isinstance(data, dict) else {}).get("sequence_length", sequence_length)
+    factors = {key: _whole(value) for key, value in factors.items()}
     for key, value in {"training.steps": steps, **factors}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{where}: training.steps needs whole numbers: {key} is {value!r}")

@@ -30,14 +30,26 @@ class Attention(LayerKind):
     entry = '"attention"'
 
     def problems(self, model: ModelConfig) -> list[str]:
-        heads = model.attention.heads
-        if model.hidden_size % heads == 0:
-            return []
-        return [f"model.hidden_size={model.hidden_size} is not divisible by model.attention.heads={heads}"]
+        width, heads, kv_heads = model.hidden_size, model.attention.heads, _kv_heads(model)
+        found = []
+        if width % heads:
+            found.append(f"model.hidden_size={width} is not divisible by model.attention.heads={heads}")
+        elif width // heads % 2:
+            found.append(
+                f"model.attention.heads={heads} leaves {width // heads} channels a head of model.hidden_size={width}:"
+                " rotary positions need an even number"
+            )
+        if heads % kv_heads:
+            found.append(f"model.attention.heads={heads} is not divisible by model.attention.kv_heads={kv_heads}")
+        return found
 
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
         heads = model.attention.heads
-        return {"num_attention_heads": heads, "kv_channels": model.hidden_size // heads}
+        return {
+            "num_attention_heads": heads,
+            "kv_channels": model.hidden_size // heads,
+            "num_query_groups": model.attention.kv_heads,
+        }
 
     def divisions(self, model: ModelConfig) -> list[Division]:
         return [

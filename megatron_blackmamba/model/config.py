@@ -57,7 +57,6 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         recompute=config.training.recompute,
         num_layers=model.layers,
         hidden_size=model.hidden_size,
-        num_query_groups=model.attention.kv_heads,
         ffn_hidden_size=model.mlp_hidden_size or model.expert_hidden_size or model.inner_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,

@@ -1,8 +1,11 @@
 """The smallest and largest values that keys accept: the last good value loads, the first bad one is refused by name."""
 
+from typing import get_args
+
 import pytest
 
 from megatron_blackmamba.config import ConfigError, load
+from megatron_blackmamba.config.load import walk
 
 ABOVE_ZERO = [
     "model.router.temperature",
@@ -44,6 +47,12 @@ FROM_ONE = [
     "model.mlp_hidden_size",
     "model.router.iterations",
     "model.attention.heads",
+    "model.attention.kv_heads",
+    "model.attention.rotary_base",
+    "model.mamba2.head_dim",
+    "model.mamba2.state_size",
+    "model.mamba2.groups",
+    "model.shared_expert_hidden_size",
     "parallel.tensor",
     "parallel.pipeline",
     "parallel.context",
@@ -74,6 +83,10 @@ BOUNDS = [
     ("model.conv_kernel", 2, 1),
     ("model.conv_kernel", 8, 9),
     ("model.eod_reset", 511, 512),
+    *((f"model.{key}", 2**24, 2**24 + 1) for key in ("hidden_size", "dt_rank", "expert_hidden_size")),
+    ("model.vocab_size", 2**31, 2**31 + 1),
+    ("model.expand", 1024, 1025),
+    ("model.experts", 2**16, 2**16 + 1),
     ("optimizer.warmup_fraction", 0.999, 1),
     ("optimizer.beta1", 0.999, 1),
     ("optimizer.momentum", 0.999, 1),
@@ -85,8 +98,56 @@ BOUNDS = [
 ]
 
 
+UNFIT = [
+    ("model.attention.kv_heads=3", "heads=4 is not divisible by model.attention.kv_heads=3"),
+    ("model.attention.kv_heads=8", "heads=4 is not divisible by model.attention.kv_heads=8"),
+    ("model.attention.heads=64", "leaves 1 channels a head"),
+    ("model.attention.heads=5", "model.hidden_size=64 is not divisible by model.attention.heads=5"),
+    ("model.init.dt_min=0.2", "dt_min=0.2 is above model.init.dt_max=0.1"),
+]
+
+
+@pytest.mark.parametrize("override, told", UNFIT)
+def test_values_that_do_not_fit_each_other_are_refused(override, told):
+    attention = ["model.pattern=M*", "model.attention.heads=4"]
+    load("tiny", attention)
+    with pytest.raises(ConfigError, match=told):
+        load("tiny", [*attention, override])
+
+
+FLOATS = [path for path, field, _ in walk() if float in (field.annotation, *get_args(field.annotation))]
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+@pytest.mark.parametrize("key", FLOATS)
+def test_numbers_that_are_not_finite_are_refused(key, value):
+    with pytest.raises(ConfigError, match=rf"{key}=-?(inf|nan): input should be a finite number"):
+        load("tiny", [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("name", ["2024", "0123", "12:30", "1e3", "true", "null", "~", "[a]", "2024-01-01", "0x10"])
+def test_texts_stay_as_they_were_typed(name):
+    assert load("tiny", [f"name={name}", f"logging.wandb_project={name}"]).name == name
+    assert load("tiny", [f"name='{name}'"]).name == name
+    if name not in ("null", "~"):
+        assert load("tiny", [f"start.from={name}"]).start.from_ == name
+
+
+def test_a_pattern_of_dashes_is_a_pattern():
+    for pattern in ("-", "--", "---"):
+        run = load("tiny", [f"model.pattern={pattern}", "model.mlp_hidden_size=64"])
+        assert run.model.pattern == pattern
+
+
+@pytest.mark.parametrize("steps", ["1000", "1e3", "1K", "1_000"])
+def test_steps_are_read_as_tokens_are(steps):
+    run = load("tiny", ["training.global_batch=1e1", "training.micro_batch=1", f"training.steps={steps}"])
+    assert run.training.tokens == 1000 * 10 * run.data.sequence_length
+
+
 READER = {  # a kind that reads the key
     "optimizer.momentum": ["optimizer.kind=sgd", "optimizer.distributed=false"],
+    "model.init.dt_max": ["model.init.dt_min=1e-12"],
     "model.router.aux_loss": ["model.router.kind=softmax"],
     "model.router.bias_update_rate": ["model.router.kind=expert_bias"],
 }
