@@ -23,6 +23,7 @@ ALLOWED = {
     ("plan/table.py", "M"): "a million",
     ("report/charts.py", "M"): "a million",
     ("evaluation/paper.py", "Mamba"): "a row of the paper's table",
+    ("ops/backends.py", "attention"): "a row of the table of kernels",
     ("ops/decoding.py", "E"): "an axis of a C++ argument",
     ("ops/sinkhorn/cpu.py", "E"): "an axis of a C++ argument",
     ("ops/sinkhorn/triton.py", "E"): "an axis of a kernel's argument",
