@@ -144,6 +144,17 @@ def test_architecture_page_lists_exactly_the_plans_files():
     assert sorted(first_column(section("The plan"))) == sorted(files)
 
 
+def test_training_page_lists_exactly_the_optimizers():
+    from megatron_blackmamba.optimizers import all_kinds
+
+    page = (ROOT / "docs" / "training.md").read_text()
+    table = re.search(r"^\| `optimizer.kind` .*?\n\n", page, re.DOTALL | re.MULTILINE)[0]
+    rows = {re.search(r"`(\w+)`", row)[1]: row for row in table.strip().splitlines()[2:]}
+    assert sorted(rows) == sorted(kind.name for kind in all_kinds())
+    for kind in all_kinds():
+        assert set(kind.keys) <= set(re.findall(r"`(\w+)`", rows[kind.name])), kind.name
+
+
 def test_training_page_lists_exactly_the_routers():
     from megatron_blackmamba.routers import all_kinds
 

@@ -238,9 +238,10 @@ class LayerKind(Kind, ABC):
 
     @abstractmethod
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """Return the bytes that one layer moves in a micro-batch by field of ParallelConfig, if nothing stayed local.
+        """Return the bytes that a layer sends in a micro-batch, by field of ParallelConfig, as if nothing stayed local.
 
-        passes: forward, backward, and the forward that recomputation repeats.
+        passes: 2 for forward and backward, 3 if recomputation repeats the forward pass. A tensor-parallel layer gathers
+            and scatters the stream in each, and gathers it once more for the weight gradients: 2 * passes + 1 times.
         """
 
     def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
