@@ -209,7 +209,8 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
             if (before & after & ~mask).any():
                 raise ValueError(
                     "attention_mask has a hole: a 0 between two 1s. Only padding at the left or right end can be "
-                    "skipped; give packed documents position_ids that restart at 0"
+                    "skipped; to generate, pad at the left (tokenizer.padding_side='left'), and give packed documents "
+                    "position_ids that restart at 0"
                 )
         return mask[:, -embeds_BLD.shape[1] :, None].to(self.decoder.final_layernorm.weight.dtype)
 

@@ -109,10 +109,15 @@ class Engine:
                 if self._stopping:
                     break
                 self._admit()
-            self._turn()
-        running = [row.job for batch in self.batches for row in batch.rows]
-        for job in {*self.waiting, *(one.job for one in self.reading), *running}:
+            if not self._guarded(self._begun(), self._turn):
+                self.reading.clear()
+                self.batches.clear()
+        for job in {*self.waiting, *self._begun()}:
             job.emit(Failed("the server is shutting down"))
+
+    def _begun(self) -> list[Job]:
+        """Return the jobs that are read or written now, once for each prompt or row."""
+        return [*(one.job for one in self.reading), *(row.job for batch in self.batches for row in batch.rows)]
 
     def _admit(self) -> None:
         """Start to read the prompts of waiting jobs while their rows fit. Call it with the lock: clients add jobs."""
@@ -128,7 +133,8 @@ class Engine:
             own = rows[number * job.samples : (number + 1) * job.samples]
             self.reading.append(Reading(own, prompt, self.decoder.start(1)))
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """Drop cancelled rows, read one piece of a prompt, and take every row one token further. Return True."""
         self.reading = deque(one for one in self.reading if not one.job.cancelled)
         self.batches = [left for batch in self.batches if (left := self._without_cancelled(batch)).rows]
         if self.reading:
@@ -139,6 +145,7 @@ class Engine:
             if not self._guarded([row.job for row in batch.rows], self._step, batch):
                 batch.rows = []
         self.batches = [batch for batch in self.batches if batch.rows]
+        return True
 
     def _guarded(self, jobs, work, *arguments) -> bool:
         """Return what the work returns; if it fails, so do its jobs, and the engine goes on."""

@@ -122,6 +122,30 @@ class Dawdling(Job):
         return super().__getattribute__(name)
 
 
+def test_an_error_between_jobs_does_not_end_the_engine(engine, monkeypatch):
+    def broken(batch):
+        raise RuntimeError("no memory left to sort rows")
+
+    failing, later = (job_of(engine, text, 3)[0] for text in TEXTS[:2])
+    pieces = Queue()
+    failing.emit = later.emit = pieces.put
+    engine.submit(failing)
+    while not engine.batches:
+        turn(engine)
+    monkeypatch.setattr(engine, "_without_cancelled", broken)
+    engine.start()
+    try:
+        while not isinstance(told := pieces.get(timeout=60), Failed):
+            pass
+        assert told.message == "the server failed; see its log"
+        monkeypatch.undo()
+        engine.submit(later)
+        while not (told := pieces.get(timeout=60)).finished:
+            pass
+    finally:
+        engine.stop()
+
+
 def test_jobs_from_many_threads_all_end(generator):
     engine = Engine(generator, max_rows=8, max_waiting=10_000)
     ended = Queue()
