@@ -371,9 +371,13 @@ def runs(
 @app.command()
 def compare(
     run: Annotated[list[Path], typer.Argument(help="Folders of two or more runs; the first is the baseline.")],
-    out: Annotated[Path, typer.Option(help="Output file.")] = Path("compare.html"),
+    out: Annotated[
+        Path | None, typer.Option(help="Output file.", show_default="compare.html beside the first run")
+    ] = None,
 ) -> None:
     """Compare runs: configs, losses at equal tokens and equal FLOPs, speed, memory, scores with paired tests.
+
+    Training losses are means of the last steps: 2% of a run, or of a short one up to 20 steps (at most 10%).
 
     [dim]blackmamba compare runs/quickstart runs/quickstart_mamba[/dim]
     """

@@ -8,6 +8,7 @@ The result travels to all ranks with the losses of a step.
 import hashlib
 import json
 import os
+import shlex
 import sys
 import threading
 import time
@@ -87,11 +88,12 @@ class ShardCheck:
             self._announced = True
             report(ShardsVerified(shards=self.total))
 
-    def end(self, report: Callable[[Event], None]) -> None:
+    def end(self, report: Callable[[Event], None], mixture: str | None = None) -> None:
         """Stop, and report how many shards were not compared in the time that the run took."""
         self.stop()
         if not self._announced:
-            report(ShardsUnverified(pending=self._pending_everywhere, shards=self.total))
+            pending = self._pending_everywhere
+            report(ShardsUnverified(pending=pending, shards=self.total, mixture=shlex.quote(mixture or "MIXTURE")))
 
     def look(self) -> None:
         """Check every shard of the share once. Read a file only if it changed since it was last found correct."""

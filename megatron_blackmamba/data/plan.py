@@ -37,6 +37,13 @@ class DataPlan:
     def source_names(self) -> list[str]:
         return [dataset.name for dataset in self.train.datasets]
 
+    def unused_rows(self, vocab_size: int, multiple: int) -> int:
+        """Return the rows of a vocabulary beyond the tokens of the data; none if padding to a multiple explains them."""
+        if not self.shards:
+            return 0
+        tokens = max(shard.manifest.vocab_size for shard in self.shards)
+        return vocab_size - tokens if vocab_size > -(-tokens // multiple) * multiple else 0
+
     @property
     def fingerprint(self) -> str:
         """Return the fingerprint of the endless sequence of samples; it is equal if and only if all samples are."""

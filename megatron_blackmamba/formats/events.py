@@ -64,11 +64,15 @@ class Started(Event):
     tokens_per_step: int
     weights_from: str | None = None
     processes: int | None = None
+    unused_rows: int = 0
+    """Rows of the vocabulary that no token of the data has, beyond usual padding."""
 
     @property
     def text(self) -> str:
         weights = f" from the weights of {self.weights_from}" if self.weights_from else ""
-        return f"starts{weights}: {self.steps} steps of {self.tokens_per_step} tokens"
+        line = f"starts{weights}: {self.steps} steps of {self.tokens_per_step} tokens"
+        unused = f"note: {self.unused_rows} rows of model.vocab_size are never used: the tokenizer has fewer tokens"
+        return "\n".join([line, unused] if self.unused_rows else [line])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,11 +408,12 @@ class ShardsUnverified(Event):
 
     pending: int
     shards: int
+    mixture: str = "MIXTURE"
 
     @property
     def text(self) -> str:
         left = f"{self.pending} of {self.shards} shards were not compared with their manifests yet"
-        return f"{left}: `blackmamba data verify MIXTURE` does it now"
+        return f"note: {left}, which is usual for a short run; `blackmamba data verify {self.mixture}` does it now"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,10 @@ AXES = {"step": "step", "tokens": "tokens", "flops": "training FLOPs", "hours": 
 Rows = list[list[str]]
 
 
-def compare(paths: Sequence[Path], out: Path, console: Console) -> Path:
-    """Write the page, print the tables, and return the page's path."""
+def compare(paths: Sequence[Path], out: Path | None, console: Console) -> Path:
+    """Write the page, print the tables, and return the page's path: compare.html beside the first run by default."""
     runs = read_all(paths)
+    out = out or paths[0].parent / "compare.html"
     for title, columns, rows in tables(runs):
         table = Table(*columns, title=title)
         for row in rows:
@@ -84,7 +85,9 @@ def _results(runs: Sequence[Compared]) -> Rows:
     ]
     for axis, label in (("tokens", "tokens"), ("flops", "FLOPs")):
         end = common_end(runs, axis)
-        rows.append([f"loss at {short(end)} {label}", *(_number(run.loss_at(axis, end)) for run in runs)])
+        losses = [run.averaged_loss(axis, end) for run in runs]
+        averaged = [f"{_number(loss)} ({steps} step{'s' * (steps > 1)})" for loss, steps in losses]
+        rows.append([f"training loss at {short(end)} {label}, mean of the last steps", *averaged])
         validation = [_number(run.validation_at(axis, end)) for run in runs]
         rows.append([f"validation loss at {short(end)} {label}", *validation])
     return [

@@ -13,8 +13,8 @@ from megatron_blackmamba.plan import flops
 from megatron_blackmamba.report.history import History, ReportError, Series, read_history, weighted_mean
 
 RESAMPLES = 10_000
-WINDOW = 0.02
-"""Part of a run over which its training loss is averaged."""
+WINDOW, FEWEST_STEPS, LARGEST_WINDOW = 0.02, 20, 0.1
+"""Part of a run over which its training loss is averaged: more of a short run, for 20 steps, but at most 10%."""
 NOT_COMPARED = {"name", "folder"}
 
 
@@ -49,12 +49,20 @@ class Compared:
         return tokens * self.flops_per_token if axis == "flops" else tokens
 
     def loss_at(self, axis: str, place: float) -> float:
-        """Return the training loss up to a place on an axis, averaged over the last part of the way there."""
+        """Return the training loss up to a place on an axis, averaged over the last steps before it."""
+        return self.averaged_loss(axis, place)[0]
+
+    def averaged_loss(self, axis: str, place: float) -> tuple[float, int]:
+        """Return the training loss up to a place on an axis, and the number of last steps it is averaged over."""
         series = self.history.scalars["loss"]
         where = self.along(axis, series.step)
-        near = series.value[(where <= place) & (where >= place * (1 - WINDOW))]
+        before = int((where <= place).sum())
+        steps = max(1, round(max(WINDOW * before, min(FEWEST_STEPS, LARGEST_WINDOW * before))))
+        near = series.value[max(0, before - steps) : before]
         near = near[np.isfinite(near)]
-        return float(near.mean()) if len(near) else float(np.interp(place, where, series.value))
+        if not len(near):
+            return float(np.interp(place, where, series.value)), 1
+        return float(near.mean()), len(near)
 
     def validation_at(self, axis: str, place: float) -> float:
         """Return the validation loss at a place on an axis, interpolated; NaN beyond what was measured."""

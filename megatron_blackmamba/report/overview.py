@@ -55,21 +55,26 @@ def overviews(folder: Path) -> list[Overview]:
     """Return the runs in a folder, or the one that it is."""
     if not folder.is_dir():
         raise ReportError(f"{folder}: no such folder. Name a folder of runs, such as runs")
-    roots = [folder] if RunFolder(folder).config.is_file() else sorted(p.parent for p in folder.glob("*/config.yaml"))
-    return [_overview(RunFolder(root)) for root in roots]
+    if RunFolder(folder).config.is_file():
+        return [_overview(RunFolder(folder), folder.resolve().name)]
+    roots = []
+    for inside in sorted(folder.iterdir()):
+        nested = sorted(path.parent for path in inside.glob("*/config.yaml"))  # as the quickstart's run
+        roots += [inside] if RunFolder(inside).config.is_file() else nested
+    return [_overview(RunFolder(root), str(root.relative_to(folder))) for root in roots]
 
 
-def _overview(run: RunFolder) -> Overview:
+def _overview(run: RunFolder, name: str) -> Overview:
     records = list(_last_records(run.metrics, step_records.parse_line))
     evaluations = len(read_run(run.root))
     last = records[-1] if records else {}
     seconds = float(last.get("speed/step_seconds") or 0.0)
     state = _state(run, seconds)
     if not records:
-        return Overview(run.root.resolve().name, state, evaluations=evaluations)
+        return Overview(name, state, evaluations=evaluations)
     left = _steps_left(run, last)
     return Overview(
-        name=run.root.resolve().name,
+        name=name,
         state=state,
         step=last["step"],
         steps=last["step"] + left if left is not None else None,

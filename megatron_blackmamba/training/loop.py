@@ -55,6 +55,8 @@ from megatron_blackmamba.training.tracing import Tracing
 from megatron_blackmamba.training.validation import validate
 
 CATCH = (*ASKS_TO_STOP, signal.SIGINT)
+VOCABULARY_MULTIPLE = 128
+"""Vocabularies are often padded to a multiple of this, times the tensor-parallel ranks."""
 BAD_STEP = {
     Cause.NOT_FINITE: events.NotFinite,
     Cause.SPIKE: events.Spike,
@@ -142,7 +144,7 @@ class Trainer:
         self.exporter = Exporter(config.checkpoint.export_every, self.export, self.is_exported, self.event)
         self.utilisation = Utilisation(config, world.size)
         self.tracing = Tracing(config.training.profile, self.folder.profile, world.rank)
-        self.first_sample = 0
+        self.first_sample = self.begun_at = 0
         self.asked_to_stop = False
         """Set this to end the run after the step, with a checkpoint."""
         self.bad_samples: list[tuple[int, int]] = []
@@ -195,7 +197,10 @@ class Trainer:
                 self.checkpoints.load_weights(weights)
             steps, tokens = self.config.steps, self.config.tokens_per_step
             size = {"tokens_per_step": tokens, "processes": self.world.size}
-            self.event(events.Started(steps=steps, weights_from=weights, **size))
+            multiple = VOCABULARY_MULTIPLE * self.config.parallel.tensor
+            unused = self.data.unused_rows(self.config.model.vocab_size, multiple)
+            self.event(events.Started(steps=steps, weights_from=weights, unused_rows=unused, **size))
+        self.begun_at = self.progress.step
         if reason := layout.routing(self.config, self.world.size):
             self.event(events.RoutingDependsOnLayout(reason=reason))
         if device.has_cuda():
@@ -412,7 +417,9 @@ class Trainer:
         if saved and outcome is Outcome.DONE and not self.steps_left:
             self.exporter.last(self.progress.step)
         self.batches.close()
-        self.shard_check.end(self.event)
+        if self.progress.step > self.begun_at:
+            self.shard_check.end(self.event, self.config.data.mixture)
+        self.shard_check.stop()
         if not saved and outcome is Outcome.DONE:
             outcome = Outcome.GAVE_UP
         asked = outcome is Outcome.STOPPED_ON_REQUEST

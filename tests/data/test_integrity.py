@@ -158,9 +158,10 @@ def test_run_that_ends_early_reports_unread_data(check):
     said = []
     slow = check(mb_per_second=1e-6)
     slow.start()
-    slow.end(lambda event: said.append(event.sentence))
+    slow.end(lambda event: said.append(event.sentence), "my mixture.yaml")
     assert said == [
-        "4 of 4 shards were not compared with their manifests yet: `blackmamba data verify MIXTURE` does it now"
+        "note: 4 of 4 shards were not compared with their manifests yet, which is usual for a short run; "
+        "`blackmamba data verify 'my mixture.yaml'` does it now"
     ]
 
 

@@ -49,6 +49,12 @@ def test_plan_reads_and_reports_each_source_share(mixture):
     assert planned["sources"]["c"]["epochs"] == pytest.approx(540 * 16 / 90)
 
 
+@pytest.mark.parametrize("more, unused", [(0, 0), (76, 0), (77, 77), (4000, 4000)])
+def test_rows_beyond_padding_are_counted_as_unused(mixture, more, unused):
+    assert VOCAB % 100 == 24
+    assert plan(mixture).unused_rows(VOCAB + more, multiple=100) == unused
+
+
 def test_held_out_shards_are_never_trained_on(mixture):
     data = plan(mixture)
     trained = {token for source, tokens in samples(data, 0, 400) if source == 0 for token in tokens}

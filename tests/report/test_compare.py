@@ -56,7 +56,7 @@ def test_losses_are_compared_at_equal_tokens_and_flops(two):
     a, b = read_all(two)
     tokens = common_end([a, b], "tokens")
     assert tokens == 40 * 2048
-    assert a.loss_at("tokens", tokens) == pytest.approx(4.6)
+    assert a.averaged_loss("tokens", tokens) == (pytest.approx(4.6 + 0.015), 4)  # steps 37 to 40
     assert b.validation_at("tokens", tokens) == pytest.approx(3.6 + 0.25)
     assert a.flops_per_token > b.flops_per_token
     shared = common_end([a, b], "flops")
@@ -64,6 +64,12 @@ def test_losses_are_compared_at_equal_tokens_and_flops(two):
     step = shared / a.flops_per_token / 2048
     assert a.loss_at("flops", shared) == pytest.approx(5 - step / 100, abs=0.02)
     assert a.along("hours", np.array([50]))[0] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("steps, averaged", [(1, 1), (50, 5), (300, 20), (900, 20), (2000, 40)])
+def test_short_runs_average_more_of_their_steps(tmp_path, steps, averaged):
+    run, _ = read_all([write_run(tmp_path / "run", steps, shares={})] * 2)
+    assert run.averaged_loss("tokens", 2048 * steps)[1] == averaged
 
 
 def test_validation_losses_have_one_weighting(tmp_path):
@@ -91,6 +97,9 @@ def test_the_page_and_the_tables_show_what_differs(two, tmp_path):
     console = Console(record=True, width=200, file=io.StringIO())
     text = compare(two, tmp_path / "compare.html", console).read_text()
     assert text.count("chart-data") >= 10
+    (row,) = [row for row in found["Results"] if row[0] == "training loss at 81.9k tokens, mean of the last steps"]
+    assert row[1:] == ["4.6150 (4 steps)", "3.6150 (4 steps)"]
+    assert compare(two, None, console) == tmp_path / "compare.html"
     assert "model.pattern" in console.export_text()
     with pytest.raises(ReportError, match="at least two runs"):
         read_all(two[:1])
@@ -136,6 +145,15 @@ def test_runs_lists_states_and_losses(two, tmp_path):
     assert overviews(two[0])[0].state == "stopped"
     with pytest.raises(ReportError, match="no such folder"):
         overviews(tmp_path / "none")
+
+
+def test_runs_list_a_run_one_folder_deeper(tmp_path):
+    (tmp_path / "runs/quickstart").mkdir(parents=True)
+    write_run(tmp_path / "runs/quickstart/quickstart", 10)
+    (tmp_path / "runs/mine").mkdir()
+    write_run(tmp_path / "runs/plain", 10)
+    write_run(tmp_path / "runs/plain/inside", 10)
+    assert [run.name for run in overviews(tmp_path / "runs")] == ["plain", "quickstart/quickstart"]
 
 
 def record_event(run, kind, **fields):
