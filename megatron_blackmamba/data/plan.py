@@ -38,7 +38,7 @@ class DataPlan:
         return [dataset.name for dataset in self.train.datasets]
 
     def unused_rows(self, vocab_size: int, multiple: int) -> int:
-        """Return the rows of a vocabulary beyond the tokens of the data; none if padding to a multiple explains them."""
+        """Return the rows of a vocabulary beyond the tokens of the data; 0 if padding to a multiple explains them."""
         if not self.shards:
             return 0
         tokens = max(shard.manifest.vocab_size for shard in self.shards)
