@@ -15,7 +15,8 @@ from megatron_blackmamba.config.load import load, merge_files, walk
 WIDTH = 110
 HEADER = """\
 # {name}: {command} trains it, and `blackmamba config {file}` checks this file.
-# Lines that begin with #: are keys at their defaults. To change one, remove its #: and that of its section.
+# Lines that begin with #: are keys at their defaults. To change one, remove "#: ", the space too, there and
+# before the section.
 """
 
 

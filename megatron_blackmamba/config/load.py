@@ -73,7 +73,10 @@ def find(name: str | Path) -> Path:
     if found is None:
         if (path / "config.yaml").is_file():
             raise ConfigError(f"{name} is a run's folder: name the config in it, {path / 'config.yaml'}")
-        near = difflib.get_close_matches(Path(tail).name, shipped(), n=1, cutoff=0.3)
+        here = [file for suffix in (".yaml", ".yml") if (file := path.with_name(path.name + suffix)).is_file()]
+        parts = [name for name in shipped() if Path(tail).name in name.split("_")]  # transformer: of the smallest first
+        near = [*map(str, here), *sorted(parts, key=lambda name: not name.startswith("quickstart"))]
+        near = near or difflib.get_close_matches(Path(tail).name, shipped(), n=1, cutoff=0.3)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"no config file {str(name)!r}{hint} Shipped runs: {', '.join(shipped())}.")
     return found
@@ -186,7 +189,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"{path}: not valid YAML: {' '.join(str(error).split())}. The keys of a section need the same indentation"
+        ) from None
     except (RecursionError, _TooLarge):
         raise ConfigError(
             f"{path}: a config has at most {MOST_LEVELS} levels and {MOST_VALUES:,} values, those of aliases (*name)"

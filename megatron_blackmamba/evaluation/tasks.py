@@ -130,7 +130,10 @@ def _definition(name: str) -> dict[str, Any]:
 
 def _find(name: str, folder: Path) -> Path | None:
     if not folder.is_dir():
-        raise EvaluationError(f"--data {folder}: no such folder")
+        raise EvaluationError(
+            f"--data {folder}: no such folder (from {Path.cwd()}). It holds one file per task; to let lm-eval download"
+            " the tasks instead, use --download"
+        )
     places = (folder / f"{name}{split}{suffix}" for split in SPLITS for suffix in SUFFIXES)
     return next((path for path in places if path.is_file()), None)
 

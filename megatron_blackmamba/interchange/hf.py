@@ -189,6 +189,7 @@ def _write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
         return dict.fromkeys(ids)
     tokenizer.save(folder / "tokenizer.json")
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eod_token)
+    bounded = any(kind.rotary for kind in kinds_in(model.config.pattern))  # a recurrence has no longest sequence
     write_json(
         folder / "tokenizer_config.json",
         {
@@ -197,7 +198,7 @@ def _write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
             "padding_side": "left",
             "clean_up_tokenization_spaces": False,
             "model_input_names": ["input_ids", "attention_mask"],
-            "model_max_length": model.sequence_length,
+            **({"model_max_length": model.sequence_length} if bounded else {}),
         },
     )
     write_json(folder / "special_tokens_map.json", special)

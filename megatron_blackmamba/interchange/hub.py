@@ -20,6 +20,6 @@ def local_folder(path: Path) -> Path:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         raise InterchangeError(
-            f"{name}: no such folder, and no download of that name. To get a model from the hub, run "
+            f"{name}: no such folder in {Path.cwd()}, and no download of that name. To get a model from the hub, run "
             f"`hf download {name}` first, then repeat this command"
         ) from None

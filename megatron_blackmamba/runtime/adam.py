@@ -146,13 +146,9 @@ class Adam(torch.optim.Optimizer):
 
     def _update_fused(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         kernel: Any = backends.triton_of("adam", weights[0])
-        columns = (
-            [p.grad for p in weights],
-            weights,
-            *self._moments_of(weights),
-            [self.copies.get(p) for p in weights],
-        )
-        place = (id(group), weights[0].device, columns[0][0].dtype)
+        gradients: list[Any] = [p.grad for p in weights]
+        columns = (gradients, weights, *self._moments_of(weights), [self.copies.get(p) for p in weights])
+        place = (id(group), weights[0].device, gradients[0].dtype)
         table = self._tables.get(place)
         if table is None or table.key != kernel.key_of(*columns):
             table = self._tables[place] = kernel.Table(*columns)

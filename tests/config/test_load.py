@@ -184,6 +184,13 @@ def test_an_unknown_name_lists_what_there_is():
     assert "tiny" in message
 
 
+def test_a_file_of_nearly_that_name_is_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    assert "did you mean 'mine.yaml'?" in refusal("mine")
+    assert "did you mean 'quickstart_transformer'?" in refusal("transformer")
+
+
 @given(st.integers(1, 10**15))
 def test_large_numbers_may_be_written_any_way(tokens):
     for text in (str(tokens), f"{tokens:_}", f"{tokens:e}".replace("+", "") if tokens % 10**9 == 0 else str(tokens)):
@@ -258,7 +265,13 @@ def test_resume_allow_takes_sections_and_old_names():
             ("training.lr", "optimizer.learning_rate"),
             ("bs", "training.global_batch"),
         ],
-        *[("max_steps", "training.tokens"), ("batch_size", "training.global_batch"), ("n_experts", "model.experts")],
+        *[
+            ("max_steps", "training.steps"),
+            ("training.step", "training.steps"),
+            ("steps", "training.steps"),
+            ("batch_size", "training.global_batch"),
+            ("n_experts", "model.experts"),
+        ],
         *[("block_size", "data.sequence_length"), ("tensor-model-parallel-size", "parallel.tensor")],
         *[("training.grad_clip", "optimizer.clip"), ("out_dir", "folder"), ("save_interval", "checkpoint.every")],
     ],
@@ -269,7 +282,7 @@ def test_names_of_other_projects_lead_to_ours(theirs, ours):
 
 
 def test_other_names_are_not_ours():
-    known = set(keys())
+    known = {*keys(), "training.steps"}
     for ours, theirs in spellings.OTHER_NAMES.items():
         assert ours in known, ours
         assert not known & set(theirs.split())

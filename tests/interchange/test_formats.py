@@ -334,6 +334,15 @@ def test_the_model_card_claims_nothing_else(tmp_path):
     assert "does not balance the experts" in card and "balance_in_training" not in card
 
 
+def test_only_rotary_positions_limit_the_length(silu, tokenizer_file, tmp_path):
+    hf.write(canonical(silu, tokenizer=tokenizer_file), tmp_path / "recurrent")
+    hf.write(canonical(tiny(layers="r4a4"), tokenizer=tokenizer_file), tmp_path / "attention")
+    recurrent, attention = (
+        json.loads((tmp_path / name / "tokenizer_config.json").read_text()) for name in ("recurrent", "attention")
+    )
+    assert "model_max_length" not in recurrent and attention["model_max_length"] > 0
+
+
 def test_snippet_of_the_card_adds_no_tokens(silu, tokenizer_file, tmp_path):
     content, eod = json.loads(tokenizer_file.read_text()), "<|endoftext|>"
     sequence = {"Sequence": {"id": "A", "type_id": 0}}
