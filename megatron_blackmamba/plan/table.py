@@ -54,7 +54,7 @@ def _parameters(plan: Plan) -> Table:
     for kind, number in plan.parameters.by_kind.items():
         table.add_row(kind, f"{number:,}", f"{number / plan.parameters.total:.1%}")
     table.add_row("[bold]total[/bold]", f"[bold]{plan.parameters.total:,}[/bold]", "")
-    table.add_row("forward (one token)", f"{plan.parameters.forward:,}", "")
+    table.add_row("work on a token", f"{plan.parameters.forward:,}", "")
     return table
 
 
