@@ -73,9 +73,9 @@ def find(name: str | Path) -> Path:
     if found is None:
         if (path / "config.yaml").is_file():
             raise ConfigError(f"{name} is a run's folder: name the config in it, {path / 'config.yaml'}")
-        here = [file for suffix in (".yaml", ".yml") if (file := path.with_name(path.name + suffix)).is_file()]
-        parts = [name for name in shipped() if Path(tail).name in name.split("_")]  # transformer: of the smallest first
-        near = [*map(str, here), *sorted(parts, key=lambda name: not name.startswith("quickstart"))]
+        near = [file for suffix in (".yaml", ".yml") if Path(file := f"{name}{suffix}").is_file()]
+        parts = [known for known in shipped() if Path(tail).name in known.split("_")]
+        near += sorted(parts, key=lambda known: not known.startswith("quickstart"))
         near = near or difflib.get_close_matches(Path(tail).name, shipped(), n=1, cutoff=0.3)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"no config file {str(name)!r}{hint} Shipped runs: {', '.join(shipped())}.")

@@ -191,6 +191,11 @@ def test_a_file_of_nearly_that_name_is_suggested(tmp_path, monkeypatch):
     assert "did you mean 'quickstart_transformer'?" in refusal("transformer")
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "configs", "./"])
+def test_a_folder_is_no_config(name):
+    assert f"no config file {name!r}" in refusal(name)
+
+
 @given(st.integers(1, 10**15))
 def test_large_numbers_may_be_written_any_way(tokens):
     for text in (str(tokens), f"{tokens:_}", f"{tokens:e}".replace("+", "") if tokens % 10**9 == 0 else str(tokens)):
