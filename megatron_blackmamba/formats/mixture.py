@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model
 
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import ConfigError, read_yaml
-from megatron_blackmamba.formats.document_sample import Sampled, TrainingSamples
+from megatron_blackmamba.formats.document_sample import Sampled, TrainingSamples, is_among
 from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
@@ -327,7 +327,7 @@ def _where(shards: Sequence[Shard], hashes: np.ndarray) -> str:
     wanted = hashes[:1]
     for shard in shards:
         sampled = shard.manifest.sampled
-        if sampled is not None and np.isin(wanted, sampled.hashes).all():
+        if sampled is not None and is_among(wanted, sampled.hashes).all():
             number = int(sampled.numbers[np.searchsorted(sampled.hashes, wanted[0])])
             file, record = shard.manifest.raw_record(number)
             return f"{file}{'' if record is None else f', record {record}'} in {shard.prefix}"

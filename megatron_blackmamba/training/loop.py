@@ -419,7 +419,8 @@ class Trainer:
         self.batches.close()
         if self.progress.step > self.begun_at:
             self.shard_check.end(self.event, self.config.data.mixture)
-        self.shard_check.stop()
+        else:
+            self.shard_check.stop()
         if not saved and outcome is Outcome.DONE:
             outcome = Outcome.GAVE_UP
         asked = outcome is Outcome.STOPPED_ON_REQUEST
