@@ -147,7 +147,7 @@ class Tester:
 
 
 class CacheChecks(unittest.TestCase):
-    """What a cache of ours must hold: transformers' own checks know only its own classes of layers."""
+    """Checks of our caches. transformers' own checks know only its own classes of layers."""
 
     model_tester: Tester
 

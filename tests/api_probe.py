@@ -16,7 +16,7 @@ from megatron_blackmamba.training.loop import Trainer
 
 
 def random_numbers(folder: Path) -> list[bool]:
-    """Whether torch's random numbers are the same with and without a model, or a run, built between."""
+    """Return whether building a model, or a run, leaves torch's random numbers alone."""
     run = load_config("tiny", ["training.steps=1", "checkpoint.every=0", f"folder={folder}"])
     same = []
     for between in (lambda: build(run), lambda: train(run)):
@@ -29,7 +29,7 @@ def random_numbers(folder: Path) -> list[bool]:
 
 
 def left_by_failures(folder: Path) -> dict[str, object]:
-    """Whether Ctrl-C works as before after a run that failed early or late, and what it still holds open."""
+    """Return whether Ctrl-C works again after a run that failed early or late, and what the run still holds open."""
 
     class FailsEarly(Trainer):
         def open_batches(self) -> BatchStream:

@@ -95,7 +95,7 @@ class EpochDataset(WindowDataset):
         self._epochs: dict[int, tuple[Permutation, int]] = {}
 
     def epochs(self, samples: int) -> float:
-        """Return how often so many samples read each token, on average."""
+        """Return how often this number of samples reads each token, on average."""
         return epochs_of(samples, self.config.sequence_length, self.stream.tokens)
 
     def place(self, index: int) -> int:

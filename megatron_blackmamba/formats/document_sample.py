@@ -154,7 +154,7 @@ class TrainingSamples:
     def overlap(self, held_out: Sequence[Sampled]) -> Overlap | None:
         """Return the overlap at the sampling rate where it is largest, or None if nothing counts as found.
 
-        A shard lists its documents up to some hash; for each such hash, all training shards are compared up to it.
+        A shard lists its documents up to a largest hash. For each of these limits, all training shards are compared.
         """
         if not len(self._hashes) or not held_out:
             return None
