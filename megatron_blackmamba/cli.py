@@ -250,6 +250,10 @@ def doctor(
     from megatron_blackmamba.launch.doctor import examine, run_on_all_ranks, show
     from megatron_blackmamba.launch.thresholds import parse
 
+    if all_ranks and (quick or as_json or gpus is not None):
+        raise typer.BadParameter("--all-ranks does not go with --quick, --gpus and --json")
+    if unfit and not all_ranks:
+        raise typer.BadParameter("--unfit needs --all-ranks")
     thresholds, run = parse(threshold or ()), compose(configs) if configs else None
     if all_ranks:
         raise typer.Exit(run_on_all_ranks(folder, run, thresholds, limit, unfit))

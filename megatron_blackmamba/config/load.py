@@ -27,11 +27,14 @@ PATH_KEYS = {"data.mixture"}
 MOST_LEVELS, MOST_VALUES = 50, 100_000
 
 
+REPLACED = ("bool", "float", "int", "timestamp")
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but 3e11 is a number, `off` and 2024-01-01 are text, and a key given twice is an error."""
+    """YAML 1.1, but 3e11 is a number, `off`, 12:30, 010 and 2024-01-01 are text, and a key given twice is an error."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it without ClassVar
-        first: [(tag, pattern) for tag, pattern in found if tag.rpartition(":")[2] not in ("bool", "timestamp")]
+        first: [(tag, pattern) for tag, pattern in found if tag.rpartition(":")[2] not in REPLACED]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -43,10 +46,17 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"), list("TtFf"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+for _tag, _first, _pattern in (
+    ("bool", "TtFf", r"[Tt]rue|TRUE|[Ff]alse|FALSE"),
+    ("int", "-+0123456789", r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)"),
+    (
+        "float",
+        "-+.0123456789",
+        r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+|[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?)"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    ),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), list(_first))
 
 
 def config_folder() -> Path:
@@ -353,5 +363,12 @@ def explain(error: ValidationError, origin: dict) -> str:
         elif problem["type"] == "value_error":
             lines.append(f"{_where(path, origin)}: {message}")
         else:
-            lines.append(f"{_where(path, origin)}: {path}={problem['input']!r}: {message[0].lower() + message[1:]}")
+            quotes = (
+                ". Put it in quotes"
+                if problem["type"] == "string_type" and not isinstance(problem["input"], (dict, list))
+                else ""
+            )
+            lines.append(
+                f"{_where(path, origin)}: {path}={problem['input']!r}: {message[0].lower() + message[1:]}{quotes}"
+            )
     return "\n".join(lines)

@@ -89,6 +89,25 @@ def test_unknown_key_is_refused_with_the_nearest_one(override, hint):
     assert "command line" in message
 
 
+@pytest.mark.parametrize("text", ["12:30", "1:30.5", "010", "2024-01-01", "off", "'2024'", "1e", "1.2.3"])
+def test_names_that_look_like_numbers_stay_texts(write, text):
+    run = load(write("run.yaml", f"include: {find('tiny')}\nname: {text}"))
+    assert run.name == text.strip("'")
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [("010", 10), ("0x10", 16), ("1_0", 10), ("+8", 8), ("1e1", 10), ("10.", 10), (".5e1", 5), ("0b11", 3)],
+)
+def test_numbers_are_read_as_they_look(write, text, value):
+    parts = f"training: {{micro_batch: {text}, global_batch: {value}}}"
+    assert load(write("run.yaml", f"include: {find('tiny')}\n{parts}")).training.micro_batch == value
+
+
+def test_number_in_place_of_text_asks_for_quotes(write):
+    assert "Put it in quotes" in refusal(write("run.yaml", f"include: {find('tiny')}\nname: 2024"))
+
+
 def test_errors_name_the_file_that_holds_the_key(write):
     bad = write("bad.yaml", f"include: {find('tiny')}\ntraining: {{micro_bach: 4}}")
     assert str(bad) in refusal(bad)

@@ -12,6 +12,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from megatron_blackmamba import export_hf
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FEW_STEPS = {
     "ops.py": [],
@@ -32,14 +34,14 @@ def _notebook(path: Path) -> None:
             exec(compile("".join(cell["source"]), f"{path.name}:{cell['id']}", "exec"), names)
 
 
-def _run(path: Path) -> str:
+def _run(path: Path, options: list[str]) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
             if path.suffix == ".ipynb":
                 _notebook(path)
             else:
-                sys.argv = [str(path), *FEW_STEPS[path.name]]
+                sys.argv = [str(path), *options]
                 runpy.run_path(str(path), run_name="__main__")
         except SystemExit as ended:
             print(f"exit code {int(ended.code or 0)}")
@@ -50,5 +52,10 @@ def _run(path: Path) -> str:
 
 if __name__ == "__main__":
     os.environ |= {"STEPS": "3", "MPLBACKEND": "agg"}
-    paths = [*(EXAMPLES / name for name in FEW_STEPS), *sorted(EXAMPLES.glob("*.ipynb"))]
-    print(json.dumps({path.name: _run(path) for path in paths}))
+    printed = {name: _run(EXAMPLES / name, options) for name, options in FEW_STEPS.items()}
+    printed |= {path.name: _run(path, []) for path in sorted(EXAMPLES.glob("*.ipynb"))}
+    with contextlib.redirect_stdout(io.StringIO()):
+        export_hf("runs/notebook/model", "exports/notebook")
+    text = ["--export", "exports/notebook", "--text", json.__file__, "--length", "64", "--out", "runs/own_text"]
+    printed["own text"] = _run(EXAMPLES / "transformers_trainer.py", [*text, "--steps", "2"])
+    print(json.dumps(printed))

@@ -45,5 +45,10 @@ def test_example_runs_and_prints_its_result(name, printed):
     assert re.search(PRINTS[name], printed[name], re.DOTALL), printed[name]
 
 
+def test_export_is_fine_tuned_on_a_text(printed):
+    pytest.importorskip("accelerate")
+    assert re.search(r"TrainOutput\(global_step=2", printed["own text"]), printed["own text"]
+
+
 def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")} == set(PRINTS)
