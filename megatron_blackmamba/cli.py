@@ -1,6 +1,5 @@
 """The command line `blackmamba <verb>`. Every verb imports its dependencies when it runs, so --help is instant."""
 
-import errno
 import os
 import sys
 import time
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_blackmamba.data_tools import commands as data_commands
+from megatron_blackmamba.errors import in_words, may_pass
 from megatron_blackmamba.evaluation.verb import evaluate
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
@@ -425,6 +425,19 @@ app.add_typer(interchange_commands.export_app, name="export")
 app.add_typer(interchange_commands.import_app, name="import")
 
 
+def _key_as_option(arguments: list[str]) -> str | None:
+    """Return how to write a config's key that was given as an option, such as --max_steps=10."""
+    from megatron_blackmamba.config.load import key_of
+
+    command = getattr(typer.main.get_command(app), "commands", {}).get(arguments[0] if arguments else "")
+    known = {name for parameter in command.params for name in parameter.opts} if command else set()
+    options = (argument.partition("=")[0] for argument in arguments[1:] if argument.startswith("--"))
+    wrong = ((option, key_of(option.lstrip("-"))) for option in options if command and option not in known)
+    return next(
+        (f"{option} is no option. A config's key has no dashes: {key}=VALUE" for option, key in wrong if key), None
+    )
+
+
 def main() -> None:
     """Run the command line; an error that the user can fix ends with one message and exit code 2, not a traceback."""
     import logging
@@ -436,11 +449,16 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except SystemExit as ended:
+        hint = _key_as_option(sys.argv[1:]) if ended.code == BAD_INPUT else None
+        if hint:
+            print(f"blackmamba: {hint}", file=sys.stderr)
+        raise
     except Exception as error:
-        message = _in_words(error)
+        message = in_words(error)
         if message is None or os.environ.get("BLACKMAMBA_TRACEBACK"):
             raise
-        code = 1 if _may_pass(error) else BAD_INPUT  # a launcher tries again after 1
+        code = 1 if may_pass(error) else BAD_INPUT  # a launcher tries again after 1
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
         if rank not in (None, "0") and SAID not in os.environ:
             time.sleep(3)  # ranks refuse alike: the first one says why, and its launcher ends the others
@@ -448,46 +466,6 @@ def main() -> None:
         if rank is not None:
             os._exit(code)  # other ranks may wait for this one, so skip any clean-up that involves them
         raise SystemExit(code) from None
-
-
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
-NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
-NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
-FAILING_DISK = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO}
-PORT_IN_USE = "EADDRINUSE"
-
-
-def _may_pass(error: Exception) -> bool:
-    """Return whether the same command may work the next time: on another port, or when a network disk answers again."""
-    failing_disk = isinstance(error, OSError) and error.errno in FAILING_DISK
-    return PORT_IN_USE in str(error) or failing_disk or getattr(error, "worth_another_try", False)
-
-
-def _in_words(error: Exception) -> str | None:
-    """Return the message for the user, or None for a bug, whose traceback matters."""
-    if isinstance(error, ValueError) and type(error).__module__.startswith("megatron_blackmamba"):
-        return str(error)
-    if isinstance(error, OSError) and error.errno in NO_ROOM | NOT_WRITABLE | NOT_THERE:
-        where = f"{error.filename}: " if error.filename else ""
-        advice = (
-            ". Free some space, or give a folder on another disk"
-            if error.errno in NO_ROOM
-            else ". Give a file or folder that this user may use"
-            if error.errno in NOT_WRITABLE
-            else ""
-        )
-        return f"{where}{error.strerror}{advice}. (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
-    if isinstance(error, OSError) and error.filename and error.errno in FAILING_DISK:
-        return f"{error.filename}: {error.strerror}. Check the disk or its network, then run the same command again."
-    if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
-        return f"{error.strerror}: raise the limit (`ulimit -n`). (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
-    if PORT_IN_USE in str(error):
-        port = os.environ.get("MASTER_PORT", "?")
-        return f"port {port} is in use by another program: set MASTER_PORT (torchrun: --master-port) to a free one"
-    from megatron_blackmamba.launch.software import unmet
-
-    wrong = unmet()  # an old library fails anywhere, in its own words
-    return f"{'; '.join(wrong)}: make -B install ({type(error).__name__}: {error})" if wrong else None
 
 
 if __name__ == "__main__":

@@ -55,6 +55,24 @@ def test_broken_extension_is_named_with_its_cause(tmp_path, monkeypatch, content
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train tiny --batch_size=4", "training.global_batch=VALUE"),
+        ("train tiny --training.seed 4", "training.seed=VALUE"),
+        ("config tiny --name x", "name=VALUE"),
+        ("doctor --folder here --seven", ""),
+        ("--name", ""),
+    ],
+)
+def test_key_as_option_is_explained(words, said, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["blackmamba", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("blackmamba:")]
+    assert [line.rpartition(" ")[2].rstrip(".") for line in found] == ([said] if said else [])
+
+
 @pytest.mark.parametrize(("quiet", "said"), [(False, "blackmamba: an old name\n"), (True, "")])
 def test_notes_are_silenced_by_quiet(quiet, said, capsys):
     cli._note("an old name", quiet)

@@ -81,12 +81,14 @@ def find(name: str | Path) -> Path:
     candidates = [folder / f"{tail}.yaml", *(folder / kind / f"{tail}.yaml" for kind in ("run", "model", "data"))]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
+        if key := key_of(str(name).rstrip(":")):
+            raise ConfigError(f"{name} is not a config file. To set the key, write {key}=VALUE without spaces.")
         if (path / "config.yaml").is_file():
             raise ConfigError(f"{name} is a run's folder: name the config in it, {path / 'config.yaml'}")
         near = [file for suffix in (".yaml", ".yml") if Path(file := f"{name}{suffix}").is_file()]
         parts = [known for known in shipped() if Path(tail).name in known.split("_")]
         near += sorted(parts, key=lambda known: not known.startswith("quickstart"))
-        near = near or difflib.get_close_matches(Path(tail).name, shipped(), n=1, cutoff=0.3)
+        near = near or difflib.get_close_matches(Path(tail).name, shipped(), n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"no config file {str(name)!r}{hint} Shipped runs: {', '.join(shipped())}.")
     return found
@@ -95,6 +97,12 @@ def find(name: str | Path) -> Path:
 def keys() -> list[str]:
     """Return all keys that a run can set, as `a.b`."""
     return [path for path, _, inner in walk() if inner is None]
+
+
+def key_of(word: str) -> str | None:
+    """Return the key that a word names, as we or other projects call it."""
+    key = spellings.our_name(word) or word
+    return key if key in {*keys(), *spellings.OTHER_NAMES} else None
 
 
 def _warn(note: str) -> None:
@@ -196,8 +204,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         _count(content)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{path}: not valid YAML: {' '.join(str(error).split())}. The keys of a section need the same indentation"

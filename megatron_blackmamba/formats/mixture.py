@@ -98,6 +98,9 @@ class Phase(Section):
         return -(-(self.from_tokens or 0) // sequence_length)
 
 
+IS_A_FILE = "A mixture is a YAML file that lists folders of shards; see docs/data.md"
+
+
 class Mixture(Section):
     """The sources that a run reads, with their weights."""
 
@@ -132,7 +135,8 @@ class Mixture(Section):
         try:
             mixture = cls.model_validate(read_yaml(path))
         except ConfigError as error:
-            raise MixtureError(str(error)) from None
+            needed = "" if path.suffix in (".yaml", ".yml") else f". {IS_A_FILE}"
+            raise MixtureError(f"{error}{needed}") from None
         except ValidationError as error:
             raise MixtureError("\n".join(f"{path}: {_explain(problem)}" for problem in error.errors())) from None
         mixture._folder = path.resolve().parent

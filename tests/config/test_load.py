@@ -210,6 +210,13 @@ def test_a_file_of_nearly_that_name_is_suggested(tmp_path, monkeypatch):
     assert "did you mean 'quickstart_transformer'?" in refusal("transformer")
 
 
+@pytest.mark.parametrize(
+    ("word", "key"), [("name", "name"), ("training.steps:", "training.steps"), ("lr", "optimizer.learning_rate")]
+)
+def test_key_without_value_is_no_config(word, key):
+    assert f"write {key}=VALUE" in refusal(["tiny", word])
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "/", "configs", "./"])
 def test_a_folder_is_no_config(name):
     assert f"no config file {name!r}" in refusal(name)

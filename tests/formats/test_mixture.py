@@ -195,3 +195,11 @@ def test_hidden_folders_hold_no_shards(tmp_path):
     prefix = write_shard(tmp_path / "a/shard_00001", 0, 100)
     write_shard(tmp_path / "a/.snapshot/shard_00001", 500, 100)
     assert Mixture.read(write_mixture(tmp_path, [{"name": "a", "shards": "a"}])).prefixes() == [prefix]
+
+
+@pytest.mark.parametrize("name", ["shards", "text.txt"])
+def test_what_is_no_mixture_says_what_one_is(tmp_path, name):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    with pytest.raises(MixtureError, match="A mixture is a YAML file that lists folders of shards"):
+        Mixture.read(tmp_path / name)

@@ -1,0 +1,43 @@
+"""What the command line says about an error: one line for what the user can fix, a traceback for a bug."""
+
+import errno
+import os
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
+NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
+FAILING_DISK = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO}
+PORT_IN_USE = "EADDRINUSE"
+
+
+def may_pass(error: Exception) -> bool:
+    """Return whether the same command may work the next time: on another port, or when a network disk answers again."""
+    failing_disk = isinstance(error, OSError) and error.errno in FAILING_DISK
+    return PORT_IN_USE in str(error) or failing_disk or getattr(error, "worth_another_try", False)
+
+
+def in_words(error: Exception) -> str | None:
+    """Return the message for the user, or None for a bug, whose traceback matters."""
+    if isinstance(error, ValueError) and type(error).__module__.startswith("megatron_blackmamba"):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in NO_ROOM | NOT_WRITABLE | NOT_THERE:
+        where = f"{error.filename}: " if error.filename else ""
+        advice = (
+            ". Free some space, or give a folder on another disk"
+            if error.errno in NO_ROOM
+            else ". Give a file or folder that this user may use"
+            if error.errno in NOT_WRITABLE
+            else ""
+        )
+        return f"{where}{error.strerror}{advice}. (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
+    if isinstance(error, OSError) and error.filename and error.errno in FAILING_DISK:
+        return f"{error.filename}: {error.strerror}. Check the disk or its network, then run the same command again."
+    if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
+        return f"{error.strerror}: raise the limit (`ulimit -n`). (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
+    if PORT_IN_USE in str(error):
+        port = os.environ.get("MASTER_PORT", "?")
+        return f"port {port} is in use by another program: set MASTER_PORT (torchrun: --master-port) to a free one"
+    from megatron_blackmamba.launch.software import unmet
+
+    wrong = unmet()  # an old library fails anywhere, in its own words
+    return f"{'; '.join(wrong)}: make -B install ({type(error).__name__}: {error})" if wrong else None
