@@ -1,6 +1,7 @@
 """The command line `blackmamba <verb>`. Every verb imports its dependencies when it runs, so --help is instant."""
 
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -125,7 +126,7 @@ def new(
 
     file = Path(f"{name}.yaml")
     write_new(name, source, changes or [], file)
-    print(f"{file}: edit it, then run blackmamba train {file}")
+    print(f"{file}: edit it, then run blackmamba train {shlex.quote(str(file))}")
 
 
 @app.command()

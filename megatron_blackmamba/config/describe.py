@@ -1,5 +1,6 @@
 """Descriptions of every config key, for the reference pages and for new run files."""
 
+import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,10 +48,13 @@ def new_run(name: str, source: str, overrides: list[str], file: Path) -> str:
     run = load(source, [*overrides, f"name={name}"]).model_dump(mode="json", by_alias=True)
     _, origin = merge_files([source])
     given = {*origin, "name", "training.tokens", *(override.partition("=")[0] for override in overrides)}
-    if run["data"]["mixture"]:
-        run["data"]["mixture"] = str(Path(run["data"]["mixture"]).absolute())
+    if mixture := run["data"]["mixture"]:
+        same_folder = "data.mixture" not in origin and file.parent == Path()
+        run["data"]["mixture"] = mixture if same_folder else str(Path(mixture).absolute())
         given |= {"data.kind", "data.mixture"}
-    lines = [HEADER.format(name=name, command=f"`blackmamba train {file}`", file=file)]
+    steps = next((value for word in overrides if (value := word.removeprefix("training.steps=")) != word), None)
+    quoted = shlex.quote(str(file))
+    lines = [HEADER.format(name=name, command=f"`blackmamba train {quoted}`", file=quoted)]
     for key in every_key():
         *sections, last = key.path.split(".")
         indent = "  " * len(sections)
@@ -60,6 +64,11 @@ def new_run(name: str, source: str, overrides: list[str], file: Path) -> str:
         lines += [f"{indent}# {line}" for line in textwrap.wrap(text, WIDTH - len(indent))]
         if key.section:
             lines.append(f"{indent}{last}:")
+            continue
+        if key.path == "training.tokens" and steps:
+            lines.append(
+                f"{indent}# These steps set `tokens`, with the batch and the sequence length.\n{indent}steps: {steps}"
+            )
             continue
         value: Any = run
         for part in key.path.split("."):

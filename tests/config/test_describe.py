@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_new_file_describes_the_run_it_is_made_from(name, tmp_path):
 
 def test_changed_keys_are_not_comments(tmp_path):
     text = new_run("mine", "quickstart", ["training.steps=5", "model.router.kind=softmax"], tmp_path / "mine.yaml")
-    assert re.search(r"^  tokens: 20480$", text, re.MULTILINE)
+    assert re.search(r"^  steps: 5$", text, re.MULTILINE) and not re.search(r"^  tokens:", text, re.MULTILINE)
     assert re.search(r"^  router:$", text, re.MULTILINE) and re.search(r"^    kind: softmax$", text, re.MULTILINE)
     assert re.search(r"^    #: iterations: 1$", text, re.MULTILINE)
 
@@ -35,3 +36,12 @@ def test_existing_file_is_not_replaced(tmp_path):
     with pytest.raises(ConfigError, match=r"exists\. Choose another name"):
         write_new("mine", "tiny", [], file)
     assert file.read_text() == "name: precious\n"
+
+
+def test_mixture_beside_the_new_file_stays_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mix.yaml").write_text("sources: []")
+    write_new("my run", "tiny", ["data.mixture=mix.yaml"], Path("my run.yaml"))
+    text = Path("my run.yaml").read_text()
+    assert "mixture: mix.yaml" in text and "blackmamba train 'my run.yaml'" in text
+    assert load("my run.yaml").data.mixture == str(tmp_path / "mix.yaml")
