@@ -42,7 +42,7 @@ class Step:
             _check(name, tensor, (B, *shape))
             arguments.set(**{name: tensor})
         arguments.set(B=B, threads=torch.get_num_threads() if threads is None else threads)
-        arguments.set(workspace=torch.empty(B * self.workspace))
+        arguments.set(workspace=moving_B[0].new_empty(B * self.workspace))
         library.call(arguments.function, arguments, library.isa())
 
 

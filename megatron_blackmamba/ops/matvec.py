@@ -47,11 +47,12 @@ def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None = None) -> Tenso
     require_shape("matvec", "x", x_BI, *x_BI.shape[:-1], weight_OI.shape[1])
     if why_not_cpp(weight_OI, x_BI):
         return F.linear(x_BI.to(weight_OI.dtype), weight_OI).to(x_BI.dtype)
-    y_BO = torch.empty(x_BI.shape[0], weight_OI.shape[0], dtype=torch.float32)
+    x = x_BI.float().contiguous()
+    y_BO = x.new_empty(x.shape[0], weight_OI.shape[0])
     most = torch.get_num_threads() if threads is None else threads
-    arguments = _Arguments(weight=matrix(weight_OI), B=x_BI.shape[0])
+    arguments = _Arguments(weight=matrix(weight_OI), B=x.shape[0])
     arguments.set(threads=min(most, 1 + weight_OI.numel() * weight_OI.itemsize // BYTES_PER_THREAD))
-    arguments.set(x=x_BI.float().contiguous(), y=y_BO)
+    arguments.set(x=x, y=y_BO)
     library.call("matvec", arguments, library.isa())
     return y_BO.to(x_BI.dtype)
 

@@ -22,6 +22,18 @@ def test_every_tensor_argument_is_tried(op):
     assert tensors - INTEGERS == set(OPS[op][1])
 
 
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_default_dtype_changes_no_result(op):
+    arguments, expected = arguments_of(op), answers(op)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = answers(op, **arguments)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("op, name", EACH)
 def test_complex_numbers_and_integers_are_refused_by_name(op, name):
     spoken = name.rpartition("_")[0] if name.rpartition("_")[2].isupper() else name

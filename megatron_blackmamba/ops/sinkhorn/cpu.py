@@ -54,12 +54,13 @@ def _run(
     """Return the choice of each token, and the offsets of the experts, of base 2."""
     T, E = logits_TE.shape
     choice_T = torch.empty(T, dtype=torch.int64)
-    offset_E, largest_E, sum_E = torch.zeros(3, E).unbind()
+    logits = logits_TE.float().contiguous()
+    offset_E, largest_E, sum_E = logits.new_zeros(3, E).unbind()
     # The uniform start's first iteration is: normalise the tokens, then the experts. From there on both are alike.
     normalised = start == "uniform" and iterations > 0
     summed = normalised or start == "balanced"
     arguments = _Arguments(T=T, E=E, sum_columns=summed, normalise_rows=normalised, scale=temperature * LOG2_E)
-    arguments.set(logits=logits_TE.float().contiguous(), X=torch.empty(T + -T % 16, E))
+    arguments.set(logits=logits, X=logits.new_empty(T + -T % 16, E))
     arguments.set(offset=offset_E, largest=largest_E, sum=sum_E, choice=choice_T, tokens=tokens_E)
 
     isa = library.isa()
