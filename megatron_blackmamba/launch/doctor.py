@@ -16,9 +16,9 @@ COLOURS = {"ok": "default", "note": "dim", "warning": "yellow", "problem": "bold
 
 
 def examine(
-    folder: str | Path = "runs",
+    folder: str | Path,
     *,
-    quick: bool = False,
+    quick: bool,
     gpus: int | None = None,
     thresholds: Thresholds = Thresholds(),
     config: RunConfig | None = None,

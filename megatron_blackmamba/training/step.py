@@ -45,7 +45,7 @@ class Losses:
     """By rank: seconds spent waiting for micro-batches."""
     asked_to_stop: bool
     """Whether any rank said so."""
-    shards: tuple[int, int] = (0, 0)
+    shards: tuple[int, int]
     """`ShardCheck.findings`, summed over all ranks."""
 
 

@@ -19,13 +19,13 @@ def due(taken: Taken) -> bool:
     return taken.trainer.progress.step % taken.trainer.config.training.router_every == 0
 
 
-@metric("experts/*/max_over_mean", "Busiest expert over the mean", format=".2f", due=due, order=70)
+@metric("experts/*/max_over_mean", "Busiest expert over the mean", due=due, order=70)
 def max_over_mean(taken: Taken) -> dict[str, float]:
     """Return by layer: 1 is perfect balance, the number of experts is collapse."""
     return {layer: max(counts) * len(counts) / (sum(counts) or 1) for layer, counts in expert_tokens(taken)}
 
 
-@metric("experts/*/share/*", "Tokens by expert", format=".3f", due=due, order=71)
+@metric("experts/*/share/*", "Tokens by expert", due=due, order=71)
 def shares(taken: Taken) -> dict[Key, float]:
     """Return the share of a layer's tokens that each expert gets."""
     return {
@@ -35,7 +35,7 @@ def shares(taken: Taken) -> dict[Key, float]:
     }
 
 
-@metric("experts/*/router/*", "Router", format=".4g", due=due, order=72)
+@metric("experts/*/router/*", "Router", due=due, order=72)
 def router(taken: Taken) -> dict[Key, float]:
     """Return by layer the numbers that the router kind's `metrics` names."""
     model = taken.trainer.config.model

@@ -32,7 +32,7 @@ def mfu(taken: Taken) -> float | None:
     return taken.trainer.utilisation.of(taken.seconds)
 
 
-@metric("speed/slowest_rank", "Slowest rank", format=".0f", in_report=False, order=80)
+@metric("speed/slowest_rank", "Slowest rank", in_report=False, order=80)
 def slowest_rank(taken: Taken) -> int | None:
     """Return the rank that took the most time for its own work, if there are several."""
     from megatron_blackmamba.training.stragglers import slowest
@@ -41,7 +41,7 @@ def slowest_rank(taken: Taken) -> int | None:
     return slow.rank if slow else None
 
 
-@metric("speed/slowest_over_median", "Slowest rank over the median rank", format=".2f", order=81)
+@metric("speed/slowest_over_median", "Slowest rank over the median rank", order=81)
 def slowest_over_median(taken: Taken) -> float | None:
     """Return its time over the median of the other ranks' times."""
     from megatron_blackmamba.training.stragglers import slowest
