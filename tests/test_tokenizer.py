@@ -150,6 +150,8 @@ def test_fastokens_steps_aside_where_it_is_not_exact(file, monkeypatch):
     exact = fastokens.Tokenizer
 
     class OffByOne:
+        wrong_with = ""  # in a text whose ids are wrong
+
         def __init__(self, json):
             self.exact = exact.from_json_str(json)
 
@@ -157,11 +159,16 @@ def test_fastokens_steps_aside_where_it_is_not_exact(file, monkeypatch):
         def from_json_str(cls, json):
             return cls(json)
 
-        def encode_batch_flat(self, *arguments):
-            ids, offsets = self.exact.encode_batch_flat(*arguments)
-            return (np.frombuffer(ids, np.uint32) ^ 1).tobytes(), offsets
+        def encode_batch_flat(self, texts, *arguments):
+            ids, offsets = self.exact.encode_batch_flat(texts, *arguments)
+            wrong = any(self.wrong_with in text for text in texts)
+            return (np.frombuffer(ids, np.uint32) ^ wrong).tobytes(), offsets
 
     monkeypatch.setattr(fastokens, "Tokenizer", OffByOne)
+    for unknown in ("<|eot_id|>", "<|padding|>"):  # special to other tokenizers, plain text to this one
+        OffByOne.wrong_with = unknown
+        assert load_tokenizer(file).batch_backend == "tokenizers"
+    OffByOne.wrong_with = ""
     tokenizer = load_tokenizer(file)
     assert tokenizer.batch_backend == "tokenizers"
     assert tokenizer.encode_batch(["some text"])[0].tolist() == tokenizer.encode("some text")

@@ -94,6 +94,6 @@ def _installed() -> list[importlib.metadata.Distribution]:
 
 def _text_of(path: Path) -> Iterator[str]:
     try:
-        yield path.read_text(encoding="utf-8")
+        yield path.read_bytes().decode()
     except (OSError, UnicodeDecodeError):
         return  # a file of another encoding, or gone: this corpus takes what is easily had

@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +101,20 @@ def test_rank_that_cannot_reach_rank_zero_says_where(monkeypatch, capsys):
     monkeypatch.setattr(all_ranks, "_end_after", lambda seconds, why: None)
     assert examine_all(Thresholds(), 1.0, [], None) == 1
     assert "cannot reach rank 0 at 127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_products_are_timed_until_they_end(monkeypatch):
+    """The clock is read only when the device is idle: a GPU starts products long before it computes them."""
+    happened, clock = [], iter([100.0, 100.25, 100.5])
+
+    def read_clock():
+        happened.append("clock")
+        return next(clock)
+
+    monkeypatch.setattr(measures, "time", SimpleNamespace(perf_counter=read_clock))
+    monkeypatch.setattr(measures, "_settle", lambda device: happened.append("idle"))
+    assert measures.matrix_products(torch.device("cpu")) == 2 * (2 * 384**3) / 0.5 / 1e9
+    assert happened == ["idle", "clock"] * 3
 
 
 def test_rates_are_means_without_the_warm_up(monkeypatch):

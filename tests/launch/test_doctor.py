@@ -176,7 +176,7 @@ def test_a_named_run_is_judged_by_its_space(tmp_path):
     assert "a checkpoint of tiny takes" in space["found"]
 
 
-@pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (2, "NCCL")])
+@pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (1, "gloo"), (2, "NCCL")])
 def test_all_reduce_names_its_backend(monkeypatch, gpus, backend):
     monkeypatch.setattr(hardware, "time_all_reduce", lambda *_, **__: 0.001)
     assert f"over {backend}" in next(hardware.all_reduce(gpus)).found

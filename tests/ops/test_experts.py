@@ -109,6 +109,12 @@ def test_an_expanded_gradient_is_taken(backend):
     assert leaves["x"].grad.any()
 
 
+def test_grouped_mm_is_found_in_every_torch():
+    """Early versions have it under a private name."""
+    has_it = hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm")
+    assert (available_backends()["grouped_mm"] is None) == has_it
+
+
 def test_rows_unfit_for_grouped_mm_use_the_loop():
     tensors, counts = expert_inputs([4, 1], D=15, hidden=9)
     y = grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"])

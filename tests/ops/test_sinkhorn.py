@@ -151,6 +151,11 @@ def test_logits_are_computed_in_at_least_fp32(dtype):
     assert (choice == exact_choice(logits, 3)).float().mean() > 0.998
 
 
+def test_float64_logits_are_compared_in_float64():
+    logits = torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)  # equal in fp32
+    assert sinkhorn_choice(logits, iterations=0, start="uniform").item() == 1
+
+
 def test_logits_are_unchanged_without_gradient():
     logits = trained_router_logits(tokens=64, experts=4).requires_grad_()
     before = logits.detach().clone()

@@ -1,9 +1,11 @@
+import io
 import json
 import re
 
 import pytest
 import torch.distributed as dist
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
@@ -21,6 +23,12 @@ def plan(*arguments):
     """Return the output of `blackmamba plan ... --json`, and its error."""
     done = CliRunner().invoke(app, ["plan", *arguments, "--json"])
     return json.loads(done.stdout), done.exception
+
+
+def printed(planned):
+    console = Console(file=io.StringIO(), width=200)
+    table.show(planned, console)
+    return console.file.getvalue()
 
 
 def test_paper_run_is_planned_on_its_own_nodes(monkeypatch):
@@ -276,7 +284,17 @@ def test_the_table_tells_what_the_json_tells(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     done = CliRunner().invoke(app, ["plan", "blackmamba_2.8b", "--nodes", "6"])
     assert done.exit_code == 0, done.output
-    for expected in ("2,783,213,584", "628,770,832", "138,717", "1.2e+21", "6 × 8 H100", "fits", "GPU-hours", "pes2o"):
+    for expected in (
+        "2,783,213,584",
+        "628,770,832",
+        "138,717",
+        "1.2e+21",
+        "6 × 8 H100",
+        "fits",
+        "GPU-hours",
+        "with failures",
+        "pes2o",
+    ):
         assert expected in done.output
 
 
@@ -292,14 +310,19 @@ def test_routing_that_depends_on_the_layout_is_noted(monkeypatch):
 def test_data_that_training_would_refuse_are_refused_here(tmp_path):
     path = three_sources(tmp_path)
     overrides = ["data.kind=mixture", f"data.mixture={path}", "data.sequence_length=16"]
-    assert estimate.make_plan(load("tiny", overrides)).refused_data is None
+    accepted = estimate.make_plan(load("tiny", overrides))
+    assert accepted.refused_data is None
+    assert "would refuse the data" not in printed(accepted) and "not here yet" not in printed(accepted)
     path.write_text(path.read_text().replace("name: b", "name: b\n  max_epochs: 0.5"))
-    assert "max_epochs is 0.5" in estimate.make_plan(load("tiny", overrides)).refused_data
+    refused = estimate.make_plan(load("tiny", overrides))
+    assert "max_epochs is 0.5" in refused.refused_data
+    assert f"Training would refuse the data: {refused.refused_data}" in printed(refused)
 
 
 def test_a_missing_mixture_file_is_named():
     planned = estimate.make_plan(load("tiny", ["data.kind=mixture", "data.mixture=nowhere.yaml"]))
     assert planned.sources == () and planned.missing_data == "nowhere.yaml: no such mixture file"
+    assert "Data not here yet: nowhere.yaml: no such mixture file" in printed(planned)
 
 
 def test_node_counts_beyond_the_batch_are_skipped():

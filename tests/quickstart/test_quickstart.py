@@ -10,7 +10,8 @@ import time
 import pytest
 
 from megatron_blackmamba.config import load, to_yaml
-from megatron_blackmamba.quickstart.corpus import SOURCES, gather
+from megatron_blackmamba.quickstart import _program
+from megatron_blackmamba.quickstart.corpus import SOURCES, _text_of, gather
 from megatron_blackmamba.quickstart.stages import MINUTES, QuickstartError, begin, replan, usable_processes
 
 pytestmark = pytest.mark.xdist_group("quickstart")
@@ -93,6 +94,25 @@ def test_changed_minutes_are_refused_after_sizing(tmp_path):
     assert begin(tmp_path, 3).minutes == begin(tmp_path, None).minutes == 3
     with pytest.raises(QuickstartError, match="--fresh to start over"):
         begin(tmp_path, 20)
+
+
+def test_the_command_is_named_as_typed_here(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/bin/python")
+    assert _program() == f"{tmp_path}/bin/python -m megatron_blackmamba"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/blackmamba").touch()
+    assert _program() == "bin/blackmamba"
+    (tmp_path / "blackmamba").touch(mode=0o755)
+    assert _program() == "blackmamba"
+
+
+def test_texts_of_another_encoding_are_left_out(tmp_path):
+    for name, encoding in (("utf8", "utf-8"), ("latin1", "latin-1")):
+        (tmp_path / name).write_text("licence of André", encoding=encoding)
+    assert list(_text_of(tmp_path / "utf8")) == ["licence of André"]
+    assert list(_text_of(tmp_path / "latin1")) == list(_text_of(tmp_path / "absent")) == []
 
 
 @pytest.mark.parametrize("gpus, cores, processes", [(0, 2, 2), (0, 1, 1), (1, 16, 1), (8, 16, 2)])

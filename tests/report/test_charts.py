@@ -1,5 +1,6 @@
 """The charts, read back from the SVG: positions are values, widths are shares."""
 
+import json
 from xml.etree import ElementTree
 
 import numpy as np
@@ -68,6 +69,10 @@ def test_axes_cover_all_curves():
     assert mark.get("x1") == mark.get("x2") == f"{X0 + 0.75 * width:.1f}"
     assert (mark.get("y1"), mark.get("y2")) == (str(Y1), str(Y0))
     assert "step 6: <bad>" in titles(figure, "line")
+    (numbers,) = shapes(figure, "script", "chart-data")
+    first, second = json.loads(numbers.text)["series"]
+    assert first == {"name": "a", "colour": 0, "dashed": False, "x": [0, 4], "y": [1, 1]}
+    assert second == {"name": "b", "colour": 1, "dashed": True, "x": [2, 8], "y": [2, 3]}
     assert texts(figure)["samples"] == (X1, charts.HEIGHT - 3)
     assert [key.text or key[0].tail for key in drawn(figure).iter("span")] == ["a", "b"]
 
@@ -100,6 +105,7 @@ def test_single_point_is_a_dot():
     (dot,) = shapes(figure, "circle", "dot")
     assert float(dot.get("cx")) == X0
     assert float(dot.get("cy")) == (Y0 + Y1) / 2
+    assert texts(figure)["4"][0] == X1  # an axis of one step
     assert shapes(charts.lines("loss", [Line("a", [3, 4], [1.0, 2.0])]), "circle", "dot") == []
     assert list(drawn(figure).iter("span")) == []  # one curve needs no legend
 
@@ -152,6 +158,7 @@ def test_layers_are_divided_into_shares():
     assert float(equal.get("x1")) == 70 + span / 2
     assert titles(figure, "rect")[1] == "layer 1, expert 1: 75.0%"
     assert {"0%", "50%", "100%", "layer 1", "layer 3"} == set(texts(figure))
+    assert texts(figure)["layer 1"][0] < 70  # beside its bar
 
 
 @pytest.mark.parametrize(

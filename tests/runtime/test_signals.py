@@ -2,6 +2,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+
+import pytest
 
 from megatron_blackmamba.runtime import signals
 from tests.runtime.ranks import ROOT, environment
@@ -55,6 +58,14 @@ def test_each_sign_of_life_counts_anew():
         assert dog._silent >= 5_000
         dog.alive("step 7")
         assert dog._silent < 5_000
+
+
+@pytest.mark.parametrize(("ranks", "beating"), [(1, set()), (2, {"heartbeat"})])
+def test_only_several_ranks_leave_heartbeats(tmp_path, ranks, beating):
+    before = set(threading.enumerate())
+    with signals.Watchdog(10_000, size=ranks, logs=tmp_path):
+        new = {thread.name for thread in set(threading.enumerate()) - before}
+    assert new & {"watchdog", "heartbeat"} == {"watchdog"} | beating
 
 
 def test_hung_process_exits_and_says_where():

@@ -1,5 +1,6 @@
 """The endpoint as clients meet it: over HTTP, with the openai package and with plain requests."""
 
+import contextlib
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 
 import pytest
 from typer.testing import CliRunner
@@ -146,7 +148,10 @@ def test_probabilities_and_experts_are_the_reference_s(running, generator):
 
 def test_a_key_opens_all_but_the_page(generator):
     with serve(generator, api_key="secret") as server:
-        assert server.ask("/v1/models")[0] == 401
+        with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=120)) as connection:
+            connection.request("GET", "/v1/models")
+            refused = connection.getresponse()
+            assert refused.status == 401 and refused.getheader("WWW-Authenticate") == "Bearer"
         assert server.ask("/v1/completions", {"prompt": "a"}, Authorization="Bearer wrong")[0] == 401
         assert server.ask("/v1/models", Authorization="Bearer secret")[0] == 200
         assert server.ask("/health")[0] == 200
@@ -176,6 +181,17 @@ def test_a_port_in_use_is_told_in_words(folder, running):
 
     with pytest.raises(ServingError, match="--port"):
         CliRunner().invoke(app, ["chat", str(folder), "--port", str(running.port)], catch_exceptions=False)
+
+
+def test_ipv6_addresses_are_listened_on():
+    from megatron_blackmamba.serving.commands import _listen
+
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 loopback here: {error}")
+    with _listen("::1", 0) as listening:
+        assert listening.family == socket.AF_INET6
 
 
 def test_generate_and_the_endpoint_have_the_same_options():

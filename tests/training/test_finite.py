@@ -31,6 +31,7 @@ def test_micro_batch_of_a_bad_gradient_is_named(first_seen):
     micro_batch(seen, decoder, [0, 1])
     micro_batch(seen, decoder, [2, 3], scale=math.inf)
     micro_batch(seen, decoder, [4, 5], shown=math.nan)
+    micro_batch(seen, decoder, [6, 7], scale=1e30)  # finite, but its square is not
     assert seen.gather() == [Sighting(0, (2, 3), "gradient"), Sighting(0, (4, 5), "loss")]
 
 
