@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.sources import find_sources
-from megatron_blackmamba.data_tools.streams import InputStream
+from megatron_blackmamba.data_tools.streams import Damage, InputStream
 
 PAPER_TASKS = (
     *("hellaswag", "piqa", "winogrande", "lambada_openai"),
@@ -63,9 +63,12 @@ def _from_file(path: str) -> Iterator[Item]:
 def _lines(path: str) -> Iterator[bytes]:
     with InputStream(path) as stream:
         pending = b""
-        for block in stream.blocks():
-            *lines, pending = (pending + block).split(b"\n")
-            yield from lines
+        try:
+            for block in stream.blocks():
+                *lines, pending = (pending + block).split(b"\n")
+                yield from lines
+        except Damage as damage:
+            raise InputError(f"{path}: {damage}. Fetch the file again") from None
         yield pending
 
 

@@ -1,5 +1,6 @@
 """Near-duplicates and evaluation items are found, listed, and removed; a killed run continues."""
 
+import gzip
 import json
 import os
 import random
@@ -247,7 +248,7 @@ def test_files_that_change_meanwhile_are_refused(write_jsonl, tmp_path, change):
     else:
         os.utime(corpus, ns=(planned[0].modified_ns + 1_000_000_000,) * 2)
     with pytest.raises(InputError, match="changed while this ran"):
-        list(cleaning.RawDocuments([planned], ReadOptions(), Tolerance()).run(None))
+        list(cleaning.RawDocuments([planned], ReadOptions(), Tolerance()).run(None, 0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -389,12 +390,18 @@ def test_question_and_right_answer_are_looked_for(record, texts):
         ('{"sentence": "As _ sat", "option1": "he", "option2": "she", "answer": ""}', '`answer` is "", which names no'),
         ('{"goal": "Cut", "sol1": "a", "sol2": "b", "label": -1}', "`label` is -1, which names no answer"),
         ('{"goal": "Cut", "sol1": "a", "sol2": "b"}', "`label` is null, which names no answer"),
+        ('{"sentence": "As _ sat", "option1": "he", "option2": "she"}', "`answer` is null, which names no answer"),
         ('{"ctx": "He", "endings": ["runs"], "label": ""}', '`label` is "", which names no answer'),
+        ('{"ctx": "He", "endings": ["runs"]}', "`label` is null, which names no answer"),
         (
             '{"question": "Why", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": ""}',
             '`answerKey` is "", which',
         ),
         ('{"question": "Why", "choices": ["a"], "answerKey": "A"}', "`choices` has no lists `text` and `label`"),
+        (
+            '{"question": "Why", "choices": {"text": ["a"], "label": ["A", "B"]}, "answerKey": "A"}',
+            "`choices` has no lists `text` and `label` of one length",
+        ),
         ('{"question": {"stem": "Why", "choices": ["a"]}, "answerKey": "A"}', "`question` has no list `choices` of"),
         ('{"question": {"choices": []}, "answerKey": "A"}', "`question_stem` is null, not a string"),
         ("[1]", "an evaluation item is a JSON object, not list"),
@@ -406,6 +413,13 @@ def test_a_bad_item_is_named_with_its_line(line, reason, tmp_path):
     with pytest.raises(InputError) as refused:
         read_items([str(tmp_path / "items.jsonl")])
     assert str(refused.value).startswith(f"{tmp_path}/items.jsonl, line 3: {reason}") and "\n" not in str(refused.value)
+
+
+def test_truncated_items_are_refused_by_name(tmp_path):
+    content = gzip.compress(b'{"text": "a question and its answer"}\n' * 9)
+    (tmp_path / "items.jsonl.gz").write_bytes(content[:-9])
+    with pytest.raises(InputError, match=r"items\.jsonl\.gz: truncated compression: the file ends inside .*\. Fetch"):
+        read_items([str(tmp_path / "items.jsonl.gz")])
 
 
 def test_the_paper_s_tasks_are_the_default():
