@@ -197,7 +197,7 @@ class RawDocuments(PipelineStep):
         super().__init__()
         self.parts, self.read, self.tolerance, self.notes_dir = parts, read, tolerance, notes_dir
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+    def run(self, data: Any, rank: int, world_size: int) -> Iterator[Any]:
         """Yield the documents of one part; `metadata` holds the raw file and the record."""
         with self._notes(rank) as notes:
             yield from self._documents(rank, notes)
@@ -259,7 +259,7 @@ class PartWriter(PipelineStep):
         super().__init__()
         self.out_dir, self.notes_dir, self.note = out_dir, notes_dir, note
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
+    def run(self, data: Any, rank: int, world_size: int) -> None:
         kept: Counter[str] = Counter()
         path = self.out_dir / part_name(rank)
         self.notes_dir.mkdir(parents=True, exist_ok=True)

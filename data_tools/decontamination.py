@@ -98,7 +98,7 @@ class _Listing(PipelineStep):
         super().__init__()
         self.out_dir, self.notes_dir, self.done = out_dir, notes_dir, done
 
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+    def run(self, data: Any, rank: int, world_size: int) -> None:
         def rows() -> Iterator[tuple[Any, ...]]:
             for note in read_notes(self.notes_dir, "removed"):
                 yield note["file"], note["record"], "evaluation item", note["item"], note["words"]

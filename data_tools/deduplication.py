@@ -79,7 +79,7 @@ def modulo_prime(values: np.ndarray) -> np.ndarray:
 class _Filter(MinhashDedupFilter):
     """datatrove's last stage, with the cluster of every document also in a part from which nothing is removed."""
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+    def run(self, data: Any, rank: int, world_size: int) -> Iterator[Any]:
         for kind in ("remove", "clusters"):
             if not self.data_folder.isfile(f"{rank:06d}.{kind}"):
                 self.data_folder.open(f"{rank:06d}.{kind}", "wb").close()
@@ -96,7 +96,7 @@ class _Listing(PipelineStep):
         super().__init__()
         self.out_dir, self.notes_dir, self.done = out_dir, notes_dir, done
 
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+    def run(self, data: Any, rank: int, world_size: int) -> None:
         kept = {note["cluster"]: f"{note['file']}:{note['record']}" for note in read_notes(self.notes_dir, "kept")}
 
         def rows() -> Iterator[tuple[Any, ...]]:

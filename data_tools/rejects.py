@@ -66,7 +66,7 @@ class RejectLog:
     def total(self) -> int:
         return sum(self.counts.values())
 
-    def add(self, source: str, path: str, record: int, reason: str, detail: str = "") -> None:
+    def add(self, source: str, path: str, record: int, reason: str, detail: str) -> None:
         """Note a record that is skipped; raise InputError where the tolerance is a number and now exceeded."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         if len(self.first) < LISTED_AT_MOST:
