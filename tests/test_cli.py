@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -71,6 +72,20 @@ def test_key_as_option_is_explained(words, said, monkeypatch, capsys):
         cli.main()
     found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("blackmamba:")]
     assert [line.rpartition(" ")[2].rstrip(".") for line in found] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(("rank", "pauses"), [("0", []), ("1", [""])])
+def test_later_ranks_pause_before_they_refuse(rank, pauses, monkeypatch, capsys):
+    done = []
+    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda _: done.append(capsys.readouterr().err)))
+    monkeypatch.setattr(cli.os, "_exit", done.append)
+    monkeypatch.setattr(sys, "argv", ["blackmamba", "config", "no_such_run"])
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv(cli.SAID, raising=False)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert done == [*pauses, 2]
+    assert capsys.readouterr().err.startswith("blackmamba: ")
 
 
 @pytest.mark.parametrize(("quiet", "said"), [(False, "blackmamba: an old name\n"), (True, "")])

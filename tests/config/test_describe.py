@@ -6,11 +6,29 @@ import pytest
 from megatron_blackmamba.config import ConfigError, keys, load, shipped
 from megatron_blackmamba.config.describe import every_key, new_run, write_new
 
+KINDS = {
+    "name": "text",
+    "model": "section",
+    "model.activation": "silu, gelu",
+    "model.conv_kernel": "integer, ≥ 2, ≤ 8",
+    "model.tie_embeddings": "true or false",
+    "model.eod_reset": "integer or null, ≥ 0",
+    "data.mixture": "text or null",
+    "optimizer.warmup_fraction": "number, ≥ 0, < 1",
+    "training.profile": "two numbers or null",
+    "resume.allow": "list",
+}
+
 
 def test_every_key_has_a_description():
     described = {key.path: key.description for key in every_key()}
     assert set(keys()) <= set(described)
     assert [path for path, text in described.items() if not text] == []
+
+
+def test_every_key_tells_what_it_takes():
+    kinds = {key.path: key.kind for key in every_key()}
+    assert {path: kinds[path] for path in KINDS} == KINDS
 
 
 @pytest.mark.parametrize("name", shipped())

@@ -120,6 +120,8 @@ def test_stream_matches_megatron_core_document_by_document(tmp_path):
     expected = np.concatenate([dataset[i] for dataset in documents for i in range(len(dataset))])
     stream = TokenStream.of_shards([Shard.open(prefix) for prefix in prefixes])
     assert np.array_equal(stream.read(0, len(stream)), expected)
+    for shard, start in zip(stream.shards, (0, 300), strict=True):
+        assert stream.start_of(shard) == start and stream.locate(start + 7) == (shard, 7)
 
 
 def test_truncated_shard_is_refused_when_it_is_opened(tmp_path):

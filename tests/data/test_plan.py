@@ -173,6 +173,11 @@ def test_a_plan_beyond_max_epochs_is_refused(mixture):
         plan(mixture, total_samples=200)
 
 
+def test_a_run_without_a_sample_is_refused(mixture):
+    with pytest.raises(DataError, match=r"a run of 0 samples reads nothing: training\.tokens is too small"):
+        plan(mixture, total_samples=0)
+
+
 def test_reset_at_a_token_that_ends_no_document_is_refused(mixture):
     eod = find_shards(next(mixture.parent.rglob("*.idx")).parent)[0].manifest.eod_id
     for right in (None, eod):

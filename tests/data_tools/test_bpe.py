@@ -32,6 +32,11 @@ def test_trained_tokenizer_lies_beside_shards_and_is_lossless(text, tmp_path):
     assert shard.manifest.tokens < 0.7 * shard.manifest.text_bytes  # it has learned something
 
 
+def test_end_of_document_must_be_in_trained_tokenizer(text, tmp_path):
+    with pytest.raises(ValueError, match="<end>"):
+        run(text, tmp_path / "out", eod="<end>")
+
+
 def test_training_twice_gives_the_same_tokenizer(text, tmp_path):
     first, second = (run(text, tmp_path / name).shards[0].manifest for name in ("one", "two"))
     assert first.tokenizer_sha256 == second.tokenizer_sha256

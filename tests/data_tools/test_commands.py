@@ -6,8 +6,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from megatron_blackmamba.data_tools.commands import app
+from megatron_blackmamba.data_tools import tokenization
+from megatron_blackmamba.data_tools.commands import app, run_tokenize
 from megatron_blackmamba.data_tools.progress import Count, Progress, short
+from megatron_blackmamba.data_tools.tokenization import TokenizeOptions
 from megatron_blackmamba.formats.shards import ShardManifest
 
 
@@ -55,8 +57,12 @@ def test_tokenize_inspect_and_verify_tell_the_whole_story(call, corpus, tmp_path
 
     assert "2 shards" in call("verify", out).output and "all sound" in call("verify", out).output
     (out / "shard_00002.bin").write_bytes(b"")
-    broken = call("verify", out)
-    assert broken.exit_code == 2 and "BAD" in broken.output and "1 of them bad" in broken.output
+    broken, found = call("verify", out), call("verify", out, "--json")
+    assert broken.exit_code == found.exit_code == 2
+    assert "BAD" in broken.output and "1 of them bad" in broken.output
+    first, second = json.loads(found.stdout)
+    assert (first["prefix"], first["documents"], first["problems"]) == (str(out / "shard_00001"), 30, [])
+    assert second["prefix"] == str(out / "shard_00002") and second["problems"]
 
 
 def test_a_dry_run_names_shards_and_writes_nothing(call, corpus, tmp_path):
@@ -137,3 +143,28 @@ def test_unwritable_folder_is_one_line_and_code_2(corpus, tokenizer_file):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2
         assert "/dev/null/x: Not a directory" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_only_errors_of_the_user_become_one_line(corpus, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["tokenize", str(corpus), str(tmp_path / "out"), "-t", "x.json"])
+    with pytest.raises(SystemExit) as ended:
+        run_tokenize()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("tokenize: x.json: no such tokenizer file")
+
+    def fail(*_):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(tokenization, "plan", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        run_tokenize()
+
+
+def test_ctrl_c_is_passed_on_with_advice(corpus, capsys, monkeypatch, tmp_path, tokenizer_file):
+    def interrupt(*_, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenization, "make_shards", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tokenization.tokenize([corpus], tmp_path / "out", TokenizeOptions(tokenizer=str(tokenizer_file)))
+    assert "stopped; finished shards are kept" in capsys.readouterr().err

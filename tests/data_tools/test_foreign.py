@@ -129,7 +129,7 @@ def test_lengths_are_shown_by_source(tmp_path, run, write_jsonl, tokenizer):
     for found in by_source([str(tmp_path / "tokens/mix.yaml")]):
         expected = np.array(lengths[found.source])
         assert (found.documents, found.tokens) == (len(expected), expected.sum())
-        assert (found.shortest, found.longest) == (expected.min(), expected.max())
+        assert (found.shortest, found.mean, found.longest) == (expected.min(), expected.mean(), expected.max())
         assert found.quantiles[0.5] in expected and abs((expected <= found.quantiles[0.5]).mean() - 0.5) < 0.2
         for power, count in enumerate(found.counts):
             assert count == ((expected >= 2**power) & (expected < 2 ** (power + 1))).sum()
@@ -139,3 +139,6 @@ def test_lengths_are_shown_by_source(tmp_path, run, write_jsonl, tokenizer):
         CliRunner().invoke(app, ["data", "inspect", str(tmp_path / "tokens/short"), "--lengths", "--json"]).stdout
     )
     assert shown[0]["documents"] == 9
+    run(write_jsonl("one.jsonl", TEXTS[:1]), out="one")
+    (one,) = by_source([str(tmp_path / "one")])
+    assert one.mean == one.shortest == one.longest == one.tokens

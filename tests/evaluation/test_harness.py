@@ -2,10 +2,13 @@
 
 import pytest
 
+from megatron_blackmamba.evaluation import workers
 from megatron_blackmamba.evaluation.tasks import load_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
 huggingface = pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError, reason="accelerate is missing")
+
+LIMIT = {"max_gen_toks": 12}
 
 
 @pytest.mark.parametrize("pattern", ["MEME", "ME*-ME"])
@@ -33,6 +36,20 @@ def test_a_dtype_is_a_known_name_or_auto(export):
     assert BlackMambaLM(export("MEME"), dtype="auto", device="cpu").dtype == BlackMambaLM(export("MEME")).dtype
     with pytest.raises(EvaluationError, match=r"dtype=fp8: no such type\. Choose one of auto, bf16"):
         BlackMambaLM(export("MEME"), dtype="fp8", device="cpu")
+
+
+def test_several_processes_score_only_if_told(export):
+    from megatron_blackmamba.evaluation.harness import BlackMambaLM
+
+    one, two = (BlackMambaLM(export("MEME"), device="cpu", nproc=processes) for processes in (1, 2))
+    assert isinstance(one.scorer, workers.Here)
+    assert isinstance(two.scorer, workers.Pool) and two.scorer.processes == 2
+    two.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_every_process_keeps_a_named_device(device):
+    assert {workers._device(device, number) for number in range(3)} == {device}
 
 
 def test_rolling_likelihood_equals_that_of_the_hf_backend(export):
@@ -82,8 +99,18 @@ def test_generation_stops_as_that_of_the_hf_backend(export):
 
     from megatron_blackmamba.evaluation.harness import BlackMambaLM
 
-    settings = {"until": ["e"], "max_gen_toks": 12, "do_sample": False}
+    settings = {"until": ["e"], **LIMIT, "do_sample": False}
     requests = [Instance("generate_until", {}, ("so a model ", settings), 0, ("task", 0, 1))]
     theirs = huggingface.HFLM(pretrained=str(export("MEME")), trust_remote_code=True, device="cpu", dtype="float32")
     ours = BlackMambaLM(export("MEME"), dtype="fp32", device="cpu")
     assert ours.generate_until(requests) == theirs.generate_until(requests, disable_tqdm=True)
+
+
+def test_generation_ends_after_256_tokens_by_default(export, monkeypatch):
+    from lm_eval.api.instance import Instance
+
+    from megatron_blackmamba.evaluation import harness
+
+    monkeypatch.setattr(harness.Generator, "generate", lambda *_, max_new_tokens, **more: str(max_new_tokens))
+    requests = [Instance("generate_until", {}, ("so", given), i, ("task", i, 1)) for i, given in enumerate(({}, LIMIT))]
+    assert harness.BlackMambaLM(export("MEME"), device="cpu").generate_until(requests) == ["256", "12"]

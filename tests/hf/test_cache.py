@@ -1,17 +1,34 @@
 """Rows of the cache move with the rows of the batch, as beam search asks."""
 
+import importlib.util
+
 import pytest
 import torch
 from transformers import cache_utils
 
+from megatron_blackmamba.hf import cache_blackmamba
 from megatron_blackmamba.hf.cache_blackmamba import BlackMambaCache
 from megatron_blackmamba.hf.configuration_blackmamba import BlackMambaConfig
 
 
 @pytest.fixture
-def cache():
+def without_layers(monkeypatch):
+    """The module as imported beside a transformers before 5.21, which has no cache of such layers."""
+    for name in [name for name in vars(cache_utils.Cache) if name.startswith(("get_conv", "get_recurrent", "update"))]:
+        monkeypatch.delattr(cache_utils.Cache, name)
+    spec = importlib.util.spec_from_file_location("older", cache_blackmamba.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["installed", "older"])
+def cache(request):
     """Three rows; every tensor holds the number of its row."""
-    cache = BlackMambaCache(BlackMambaConfig(num_layers=3, mamba_moe_layers=["attention", "4", "r"]))
+    kind = BlackMambaCache
+    if request.param == "older":
+        kind = request.getfixturevalue("without_layers").BlackMambaCache
+    cache = kind(BlackMambaConfig(num_layers=3, mamba_moe_layers=["attention", "4", "r"]))
     rows = torch.arange(3.0)
     cache.update_conv_state(rows[:, None, None].repeat(1, 4, 3), 2)
     cache.update_recurrent_state(rows[:, None, None].repeat(1, 4, 2), 2)
@@ -47,6 +64,16 @@ def test_reset_cache_has_seen_nothing(cache):
     assert keys.shape[2] == 1
 
 
+def test_updates_return_what_attends(cache):
+    window, state, token = torch.ones(3, 4, 3), torch.ones(3, 4, 2), torch.ones(3, 2, 1, 4)
+    assert cache.update_conv_state(window, 2) is window is cache.get_conv_state(2)
+    assert cache.update_recurrent_state(state, 2) is state is cache.get_recurrent_state(2)
+    keys, values = cache.update(token, 2 * token, 0)
+    assert keys.shape == values.shape == (3, 2, 8, 4)
+    assert torch.equal(keys[:, :, 7:], token) and torch.equal(values[:, :, 7:], 2 * token)
+
+
+@pytest.mark.parametrize("cache", ["installed"], indirect=True)
 def test_cache_is_made_of_transformers_layers(cache):
     for layer, name in zip(cache.layers, ("DynamicLayer", "DummyLayer", "LinearAttentionLayer"), strict=True):
         assert name in [base.__name__ for base in type(layer).__mro__]

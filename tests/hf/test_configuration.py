@@ -53,7 +53,15 @@ def test_what_is_left_out_is_derived():
     [
         ({"mamba_moe_layers": ["r"]}, "mamba_moe_layers has 1 entries, num_layers is 2"),
         ({"mamba_moe_layers": ["r", "0"]}, "not '0'"),
+        ({"mamba_moe_layers": ["r", "2"], "num_experts_per_tok": 3}, "num_experts_per_tok must be 1 to 2, not 3"),
         ({"mlp_hidden_size": None}, "set mlp_hidden_size"),
+        ({"mamba_moe_layers": ["mamba2", "mlp"], "mamba2_head_dim": 50}, "144 is not divisible by"),
+        ({"mamba_moe_layers": ["attention", "mlp"], "num_attention_heads": 5}, "48 is not divisible by num_attention"),
+        ({"arrangement": "circular"}, "arrangement must be .*, not 'circular'"),
+        ({"activation": "relu"}, "activation must be .*, not 'relu'"),
+        ({"router_scores": "sum"}, "router_scores must be .*, not 'sum'"),
+        ({"router_kind": "softmax", "balance_in_training": True}, "trained with Sinkhorn, not 'softmax'"),
+        ({"kernels": "cuda"}, "kernels must be .*, not 'cuda'"),
     ],
 )
 def test_contradictions_are_refused_by_name(changes, message):

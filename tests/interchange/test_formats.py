@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_blackmamba.interchange import convert, hf, zyphra
+from megatron_blackmamba.interchange import convert, hf, torch_file, zyphra
 from megatron_blackmamba.interchange.canonical import InterchangeError, Past, cast, in_memory, shapes
 from megatron_blackmamba.interchange.open import open_model
 from tests.reference import tiny, write_released
@@ -220,6 +220,16 @@ def test_released_weights_are_read_in_other_forms(released, silu, form):
     else:
         torch.save({"model": {name: weight.double() for name, weight in silu.weights.items()}}, path)
     assert_same(zyphra.read(released), expected)
+
+
+def test_mapped_file_is_reopened_after_its_limit(released, monkeypatch):
+    entries = torch_file.read(released / "pytorch_model.bin")
+    opened, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **more: opened.append(path) or load(path, **more))
+    monkeypatch.setattr(torch_file, "MAPPED_BYTES", sum(entry.bytes for entry in entries.values()) // 2)
+    for entry in entries.values():
+        entry.load()
+    assert len(opened) == 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

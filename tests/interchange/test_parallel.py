@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,12 +47,16 @@ def test_an_error_in_one_process_leaves_nothing(ours, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
+def die_or_go_on(pipe, source, dtype, prefix, task, threads):
+    """Let the process of the first file die, and the other one work for minutes if nothing ends it."""
+    if "-00001-of-" in task[0][0].name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(120)
+    (Path(source) / "went_on").touch()
 
 
-def test_a_killed_process_is_an_error(ours, tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "_write", die)
+def test_a_killed_process_ends_the_others(ours, tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel, "_write", die_or_go_on)
     with pytest.raises(InterchangeError, match=r"ended with exit code -9. If memory is short, use a smaller --nproc"):
         convert.to_hf(megatron.read(ours), tmp_path / "out", verify=False, processes=2)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and not (ours / "went_on").exists()

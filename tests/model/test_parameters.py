@@ -67,11 +67,12 @@ def test_the_residual_stream_is_fp32_between_all_layers(build):
     assert set(normed) == {torch.bfloat16}
 
 
-def test_weights_depend_only_on_the_seed(build):
-    first, again, other = build(), build(), build("training.seed=7")
+@pytest.mark.parametrize(("pattern", "fixed"), [("MEME", "A_log"), ("S", "norm.weight")])
+def test_weights_depend_only_on_the_seed(build, pattern, fixed):
+    first, again, other = (build(f"model.pattern={pattern}", f"training.seed={seed}") for seed in (0, 0, 7))
     for (name, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
-        drawn = not name.endswith(("norm.weight", "norm.bias", "router.bias", "A_log", ".D"))
+        drawn = not name.endswith(("norm.weight", "norm.bias", "router.bias", ".D", fixed))
         assert torch.equal(a, c) != drawn, name
 
 
