@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.checkpoint.failing_saves_probe import FAULTS
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("failing_saves")
 REFUSED = "a checkpoint could not be saved (step "
@@ -20,7 +20,7 @@ def answer(tmp_path_factory):
     mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
     mounted = not subprocess.run(mount, capture_output=True).returncode
     try:
-        answer = run_script("tests.checkpoint.failing_saves_probe", str(folder))
+        answer = fork_script("tests.checkpoint.failing_saves_probe", str(folder))
     finally:
         if mounted:
             subprocess.run(["umount", "-l", folder], check=True)

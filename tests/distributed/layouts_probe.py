@@ -56,7 +56,7 @@ ROUTER_LAYOUTS = {
     "cp2_ep2": (2, ["parallel.context=2", "parallel.expert=2"]),
     "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),
 }
-FEW, TWENTY = 3, 20
+FEW, MORE, TWENTY = 3, 8, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
 LONG = ("dp2", "ep2", "pp2", "tp2")
 LONG_FAMILIES = ("mamba2", "parallel", "transformer")
@@ -153,12 +153,14 @@ class Choices:
 
 
 def steps_of(name: str) -> int:
-    """Return how long a run is: every kind, arrangement and router is compared for 20 steps, more layouts for few."""
+    """Return how long a run is: four layouts 20 steps, each kind, arrangement and router 8, and more layouts 3."""
     if name == "solo":
         return 50
     if name.startswith(tuple(ROUTERS)):
-        return TWENTY if name.endswith(LONG_ROUTERS) else FEW
-    return TWENTY if name in LONG or name.startswith(LONG_FAMILIES) else FEW
+        return MORE if name.endswith(LONG_ROUTERS) else FEW
+    if name in LONG:
+        return TWENTY
+    return MORE if name.startswith(LONG_FAMILIES) else FEW
 
 
 def describe(run: RunConfig, steps: int) -> dict:

@@ -3,14 +3,14 @@
 import pytest
 
 from tests.distributed.gathering_probe import OTHERS
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    seen = run_script("tests.distributed.gathering_probe")
+    seen = fork_script("tests.distributed.gathering_probe")
     assert seen["problems"] == []
     return seen["ranks"]
 

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from tests.distributed.layouts_probe import ROUTERS, RUNS, steps_of
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
@@ -37,7 +37,7 @@ def alone(name: str) -> str:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    errors = run_script("tests.distributed.layouts_probe", str(folder))
+    errors = fork_script("tests.distributed.layouts_probe", str(folder))
     assert errors == {}
     return {name: pickle.loads((folder / f"{name}.pickle").read_bytes()) for name in RUNS}
 

@@ -6,7 +6,7 @@ import torch
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange import convert, hf, megatron
 from tests.distributed.resharding_probe import STEPS_EACH, legs
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("resharding")
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    return run_script("tests.distributed.resharding_probe", str(folder), *CLOSENESS)
+    return fork_script("tests.distributed.resharding_probe", str(folder), *CLOSENESS)
 
 
 @pytest.mark.parametrize("precision, closeness", CLOSENESS.items())

@@ -4,14 +4,14 @@ import pytest
 
 from megatron_blackmamba import kinds
 from tests.kinds.running_mean import RunningMean
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("new_kind")  # its processes start once, not once a worker
 
 
 @pytest.fixture(scope="module")
 def went(tmp_path_factory):
-    found = run_script("tests.kinds.new_kind_probe", str(tmp_path_factory.mktemp("new_kind")))
+    found = fork_script("tests.kinds.new_kind_probe", str(tmp_path_factory.mktemp("new_kind")))
     for name, answer in found.items():
         assert "error" not in answer, (name, answer)
     return found

@@ -9,14 +9,14 @@ from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.optimizers import muon
 from tests.optimizers.kinds_probe import KINDS, LAYOUTS, MUON
 from tests.optimizers.lion import Lion
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("optimizer_kinds")  # its processes start once, not once a worker
 
 
 @pytest.fixture(scope="module")
 def went(tmp_path_factory):
-    return run_script("tests.optimizers.kinds_probe", str(tmp_path_factory.mktemp("kinds")))
+    return fork_script("tests.optimizers.kinds_probe", str(tmp_path_factory.mktemp("kinds")))
 
 
 each_kind = pytest.mark.parametrize("kind", KINDS)

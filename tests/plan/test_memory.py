@@ -7,7 +7,7 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.plan import flops, memory
 from megatron_blackmamba.plan.activations import Activations
 from tests.plan.memory_probe import ONE_OF_EACH, cases
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("plan_memory")  # its processes start once, not once a worker
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("plan_memory")  # its processes start once,
 @pytest.fixture(scope="module")
 def measured():
     """Name -> what each rank really held after a step."""
-    found = run_script("tests.plan.memory_probe")
+    found = fork_script("tests.plan.memory_probe")
     errors = [rank for ranks in found.values() for rank in ranks if "error" in rank]
     assert not errors, errors[0]
     return {name: [rank["answer"] for rank in ranks] for name, ranks in found.items()}

@@ -7,7 +7,7 @@ from megatron_blackmamba import routers
 from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.routers import Cannot, Use
 from tests.routers.unbalanced import Unbalanced
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("routers")  # its processes start once, not once a worker
 
@@ -28,7 +28,7 @@ def registered():
 
 @pytest.fixture(scope="module")
 def went(tmp_path_factory):
-    return run_script("tests.routers.routers_probe", str(tmp_path_factory.mktemp("routers")))
+    return fork_script("tests.routers.routers_probe", str(tmp_path_factory.mktemp("routers")))
 
 
 def test_new_router_trains_alike_under_tensor_parallelism(went):

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import json
 import multiprocessing.util
@@ -29,19 +30,38 @@ def environment(**more: str) -> dict[str, str]:
 
 def run_script(module: str, *arguments: str) -> dict:
     """Run a module of the tests in a clean process; its last line of output is its answer as JSON."""
-    command = [sys.executable, "-m", module, *arguments]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # a stray child may hold them open
-        process = subprocess.Popen(
-            command, env=environment(), cwd=ROOT, stdout=out, stderr=err, text=True, start_new_session=True
-        )
+
+    def to_the_end(out: str, err: str) -> int:
+        command = [sys.executable, "-m", module, *arguments]
+        with open(out, "a") as stdout, open(err, "a") as stderr:  # a stray child may hold them open
+            process = subprocess.Popen(
+                command, env=environment(), cwd=ROOT, stdout=stdout, stderr=stderr, start_new_session=True
+            )
         try:
-            code = process.wait()
+            return process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        out.seek(0)
-        err.seek(0)
-        assert code == 0, f"{' '.join(command)} failed:\n{err.read()[-6000:]}"
+
+    return _answer(" ".join([module, *arguments]), to_the_end)
+
+
+def fork_script(module: str, *arguments: str) -> dict:
+    """Run a module as `run_script` does, in a process that is forked after the imports instead of a clean one."""
+    return _answer(" ".join([module, *arguments]), lambda out, err: _warm().run(module, arguments, out, err))
+
+
+@functools.cache
+def _warm():
+    from tests.runtime.warm import Warm
+
+    return Warm()
+
+
+def _answer(what: str, to_the_end: Callable[[str, str], int]) -> dict:
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        code = to_the_end(out.name, err.name)
+        assert code == 0, f"{what} failed with exit code {code}:\n{err.read()[-6000:]}"
         return json.loads(out.read().splitlines()[-1])
 
 

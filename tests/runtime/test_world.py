@@ -7,7 +7,7 @@ import pytest
 
 from megatron_blackmamba.runtime.ports import free_port
 from megatron_blackmamba.runtime.world import Place, PlaceError, find_place, set_address
-from tests.runtime.ranks import ROOT, environment, run_script
+from tests.runtime.ranks import ROOT, environment, fork_script
 from tests.runtime.world_probe import CUDA_SETTINGS
 
 pytestmark = pytest.mark.xdist_group("world")  # its processes start once, not once a worker
@@ -16,7 +16,7 @@ PROBE = "tests.runtime.world_probe"
 
 @pytest.fixture(scope="module")
 def probe():
-    return run_script(PROBE, "forked")
+    return fork_script(PROBE, "forked")
 
 
 def answers(ranks):
