@@ -17,6 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.utils import Split
 
 ODDS = (0.75, 0.15, 0.07, 0.03)
+_UP_TO = np.cumsum(ODDS[:-1])
 FLOOR = -sum(p * math.log(p) for p in ODDS)
 HELD_OUT_SAMPLES = 256
 _LETTERS_OF_ORDER = {1: 64, 2: 16, 3: 6}
@@ -53,7 +54,7 @@ class SyntheticDataset(WindowDataset):
 
     def window(self, index: int) -> np.ndarray:
         random = self._random(f"{self.index_split.name} {index}")
-        draws = np.searchsorted(np.cumsum(ODDS[:-1]), random.random(self.config.sequence_length + 1), side="right")
+        draws = np.searchsorted(_UP_TO, random.random(self.config.sequence_length + 1), side="right")
         start, following = len(ODDS) * int(random.integers(self._contexts)), self._next
         rows = accumulate(draws.tolist(), lambda row, draw: following[row + draw], initial=start)
         contexts = np.fromiter(rows, np.int64, len(draws) + 1)[1:] // len(ODDS)

@@ -2,6 +2,9 @@
 
 megatron-core sets its gradient buffers to zero, adds each micro-batch, then multiplies by one over the number of
 replicas. Here the first micro-batch overwrites the buffers, and the factor is applied while copying and adding.
+
+megatron-core also reduces gradients and gathers weights among the ranks of a group that has one rank: of one process,
+and of experts of which there is no replica. Here nothing is exchanged then.
 """
 
 from collections.abc import Callable
@@ -19,7 +22,11 @@ from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 Weight = Any
 """A Parameter to which megatron-core has added `main_grad`."""
 patches.require(
-    DistributedDataParallel, "_make_backward_post_hook", "zero_grad_buffer", "start_grad_sync", "finish_grad_sync"
+    DistributedDataParallel,
+    "_make_backward_post_hook",
+    "zero_grad_buffer",
+    "start_grad_sync",
+    "finish_grad_sync",
 )
 
 
@@ -42,6 +49,9 @@ class Accumulation(DistributedDataParallel):
                     shared = as_tensor.setdefault(factor, parameter.main_grad.new_full((1,), factor))
                     self._weights[id(parameter)], self._factors[id(parameter)] = parameter, (factor, shared)
                 bucket.gradient_scaling_factor = 1.0
+        for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
+            if _ranks_of(group).size() == 1:
+                group.start_grad_sync = group.finish_grad_sync = group.start_param_sync = _nothing
 
     def zero_grad_buffer(self) -> None:
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
@@ -63,11 +73,14 @@ class Accumulation(DistributedDataParallel):
         self.outdated.clear()
 
     def _make_backward_post_hook(self, param: Weight) -> Callable[..., None]:
-        finish = super()._make_backward_post_hook(param)
+        finish = super()._make_backward_post_hook(param) if self.ddp_config.overlap_grad_reduce else None
 
         def hook(*unused: Any) -> None:
             if param.grad is not None:
                 self._add(param, param.grad)
+            if finish is None:
+                param.grad = None
+                return
             param.grad_added_to_main_grad = True  # so that `finish` does not add it too
             finish(*unused)
 
@@ -84,3 +97,14 @@ class Accumulation(DistributedDataParallel):
             torch.mul(gradient, factor, out=total)
         else:  # the factor is a tensor: a number would have the product rounded to the gradient's dtype
             torch.mul(gradient, as_tensor, out=total)
+
+
+def _ranks_of(buckets: Any) -> Any:
+    """Return the process group over which a group of buckets is reduced and gathered."""
+    if buckets.ddp_config.use_distributed_optimizer:
+        return buckets.intra_distributed_optimizer_instance_group
+    return buckets.data_parallel_group
+
+
+def _nothing(**unused: Any) -> None:
+    """Exchange nothing."""

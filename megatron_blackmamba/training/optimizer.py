@@ -22,6 +22,7 @@ from megatron_blackmamba.training import fixes
 from megatron_blackmamba.training.accumulation import Accumulation
 from megatron_blackmamba.training.fused_update import fuse_update
 from megatron_blackmamba.training.gathering import FirstForward
+from megatron_blackmamba.training.redundant import leave_out_redundant_work
 
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import finalize_model_grads
@@ -83,6 +84,7 @@ def make_trainable(
             use_gloo_process_groups=False,
         )
     fixes.fix_optimizer(optimizer, kind, skip)
+    leave_out_redundant_work(optimizer, reduced)
     fuse_update(optimizer, settings.gradients)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss

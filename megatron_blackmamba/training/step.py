@@ -103,7 +103,8 @@ class Step:
         """
         self.own_time.take()
         self.first_seen.begin()
-        self.trainable.reduced.train()
+        if not self.trainable.reduced.training:
+            self.trainable.reduced.train()
         self.trainable.reduced.zero_grad_buffer()
         self.trainable.optimizer.zero_grad()
         with self.expert_biases.held_back():
