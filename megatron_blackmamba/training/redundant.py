@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_blackmamba.runtime import patches
 from megatron_blackmamba.training.accumulation import Accumulation
 
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+patches.install()  # before megatron-core is imported
+
+from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 
 def leave_out_redundant_work(optimizer: MegatronOptimizer, reduced: Accumulation) -> None:
