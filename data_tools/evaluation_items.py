@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +188,13 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _from_lm_eval(names: Sequence[str], task_folder: str | None) -> list[Item]:
     try:
-        from lm_eval.tasks import TaskManager, get_task_dict
+        from lm_eval.tasks import get_task_dict
     except ImportError:
         raise InputError(
             f"--against {', '.join(names)}: not a file, and lm-eval, which defines tasks, is not installed. Install it "
             "(pip install 'megatron-blackmamba[eval]'), or name files of JSON lines"
         ) from None
-    manager = TaskManager(include_path=task_folder)
+    manager = _task_manager(task_folder)
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise InputError(f"--against {', '.join(unknown)}: neither a file nor a task of lm-eval (`lm_eval ls tasks`)")
@@ -202,6 +203,14 @@ def _from_lm_eval(names: Sequence[str], task_folder: str | None) -> list[Item]:
         for name, task in _tasks(get_task_dict(list(names), manager))
         for number, document in enumerate(_documents(task), start=1)
     ]
+
+
+@cache
+def _task_manager(task_folder: str | None) -> Any:
+    """Return the manager of lm-eval's own tasks and those in a folder; reading them takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=task_folder)
 
 
 def _tasks(found: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

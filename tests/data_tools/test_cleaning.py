@@ -354,7 +354,7 @@ doc_to_decontamination_query: q
 """)
     assert read_items(["singing"], str(tmp_path)) == [Item("singing:1", ("Question: who sings a bird", "who sings"))]
     with pytest.raises(InputError, match="neither a file nor a task of lm-eval"):
-        read_items(["no_such_task"])
+        read_items(["no_such_task"], str(tmp_path))
 
 
 @pytest.mark.parametrize(
