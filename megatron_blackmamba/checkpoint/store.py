@@ -29,7 +29,7 @@ from megatron_blackmamba.checkpoint.writing import Part, Write
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.evaluations import is_claimed
-from megatron_blackmamba.formats.events import Damaged, Event, NotRemoved
+from megatron_blackmamba.formats.events import Damaged, Event, NotRemoved, Saved, of_kind, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime import device
@@ -65,11 +65,13 @@ class Checkpoints:
     def newest(self) -> int | None:
         """Return the step of the newest complete, undamaged checkpoint, or None if there never was a checkpoint.
 
-        Damaged checkpoints are skipped and renamed. If only damaged ones remain, or if reading fails for another
-        reason, this raises an error: only the user may decide to start the run over.
+        Damaged checkpoints are skipped and renamed. If only damaged ones remain, if all are gone, or if reading fails
+        for another reason, this raises an error: only the user may decide to start the run over.
         """
         damaged: list[tuple[int, str]] = []
-        for step in reversed(self.steps()):
+        steps = self.steps()
+        self._look_for_lost(steps)
+        for step in reversed(steps):
             try:
                 self._check(self.folder.checkpoint(step))
             except manifest.DamagedCheckpoint as error:
@@ -90,6 +92,30 @@ class Checkpoints:
                 " that folder away."
             )
         return None
+
+    def _look_for_lost(self, steps: list[int]) -> None:
+        """Report that the last checkpoint is gone; refuse to go on if none is left."""
+        found = [self._last_saved(steps)] if self.world.is_main else [None]
+        dist.broadcast_object_list(found, src=0)
+        last = found[0]
+        if last is None or last <= max(steps, default=-1):
+            return
+        gone = f"{self.folder.checkpoint(last)} was saved and is gone"
+        if not steps:
+            raise manifest.CheckpointError(
+                f"{gone}, and no other checkpoint is left. Bring it back, or start over under another run name"
+                " (name=...) or after moving the run's folder away."
+            )
+        self.report(Damaged(step=last, folder="", problem=gone))
+
+    def _last_saved(self, steps: list[int]) -> int | None:
+        """Return the step that `latest` names, or without any checkpoint the last one that the events tell of."""
+        try:
+            return manifest.step_in_name(Path(self.folder.latest.read_text().strip()))
+        except (FileNotFoundError, UnicodeDecodeError):
+            events = [] if steps else [occurrence.event for occurrence in read_events(self.folder.events)]
+            saved = of_kind(events, Saved)
+            return saved[-1].step if saved else None
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints on disk (by name), equal on every rank."""

@@ -374,7 +374,7 @@ class Damaged(Event):
 
     @property
     def text(self) -> str:
-        return f"skips a damaged checkpoint, now {self.folder}: {self.problem}"
+        return f"skips a damaged checkpoint{', now ' if self.folder else ''}{self.folder}: {self.problem}"
 
 
 @dataclass(frozen=True, kw_only=True)

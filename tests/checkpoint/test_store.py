@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import signal
 from pathlib import Path
 
@@ -280,6 +281,31 @@ def test_no_whole_checkpoint_stops_the_run(checkpoints):
     damage(made, 1)
     with pytest.raises(DamagedCheckpoint, match="every checkpoint in"):
         made.newest()
+
+
+@pytest.mark.parametrize("latest_too", [False, True])
+def test_run_whose_checkpoints_are_gone_never_starts_over(checkpoints, latest_too):
+    made = checkpoints()
+    for step in (1, 2):
+        save(made, step)
+    line = {"time": "2026-11-22T10:00:00+00:00", "kind": "saved", "step": 2}
+    made.folder.events.write_text(json.dumps(line) + "\n")
+    for step in (1, 2):
+        shutil.rmtree(made.folder.checkpoint(step))
+    if latest_too:
+        made.folder.latest.unlink()
+    with pytest.raises(CheckpointError, match="step_00000002 was saved and is gone, and no other checkpoint is left"):
+        made.newest()
+
+
+def test_last_checkpoint_that_is_gone_is_reported(checkpoints):
+    made = checkpoints()
+    for step in (1, 2):
+        save(made, step)
+    assert made.newest() == 2 and made.said == []
+    shutil.rmtree(made.folder.checkpoint(2))
+    assert made.newest() == 1
+    assert len(made.said) == 1 and f"{made.folder.checkpoint(2)} was saved and is gone" in made.said[0]
 
 
 def test_start_from_damaged_weights_is_refused(run, checkpoints, tmp_path):
