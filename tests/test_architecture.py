@@ -180,3 +180,21 @@ def test_files_stay_under_500_lines():
 
 def test_no_benchmark_hides_a_standard_module():
     assert not {path.stem for path in files_of(ROOT / "benchmarks")} & set(sys.stdlib_module_names)
+
+
+MAKERS = {"empty", "zeros", "ones", "full", "rand", "randn", "linspace"}
+
+
+@pytest.mark.parametrize("path", files_of(PACKAGE / "ops"), ids=lambda path: str(path.relative_to(PACKAGE / "ops")))
+def test_new_tensors_of_ops_name_their_dtype(path):
+    """A kernel writes float32 into a buffer; under a 16-bit default dtype an unnamed buffer would be too small."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    made = [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and (call.func.value.id, call.func.attr) in {("torch", maker) for maker in MAKERS}
+    ]
+    unnamed = [call for call in made if not {"dtype", "out", None} & {word.arg for word in call.keywords}]
+    assert [f"{path.name}:{call.lineno}" for call in unnamed] == []

@@ -117,7 +117,7 @@ def _run_backward(inputs: Inputs, dy: Tensor, more: Tensor | None, dx: Tensor) -
     """Write dx from dy + more; return the gradients of weight and bias."""
     x, weight, bias = inputs.x_BLI, inputs.weight_IK, inputs.bias_I
     (B, L, I), K, tiles = x.shape, weight.shape[1], triton.cdiv(x.shape[1], TILE)
-    sums_BPTI = torch.empty(B, tiles, K + 1, I, device=x.device)
+    sums_BPTI = torch.empty(B, tiles, K + 1, I, dtype=torch.float32, device=x.device)
     added = dy if more is None else more
     convolve_backward[(triton.cdiv(I, BLOCK), B, tiles)](
         *_tensors(inputs), dy, added, dx, sums_BPTI,

@@ -318,7 +318,7 @@ def _ends_of_chunks(
     B, L, I, N = p.sizes
     length, steps, dy = plan.backward_length(L), plan.backward_steps, kept.dy
     chunks = triton.cdiv(L, length)
-    parts_BGNI = torch.empty(B, chunks, N, I, device=p.u.device)
+    parts_BGNI = torch.empty(B, chunks, N, I, dtype=torch.float32, device=p.u.device)
     decays_BGNI = grads.dA_BGNI  # they are spent when the gradient of A takes their place
     saved, states, dz = (p.u, p.u, p.u) if plan.keep else (kept.states, states_BTNI, p.or_u(grads.dz))
     batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, dz=dz)

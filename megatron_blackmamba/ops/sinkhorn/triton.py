@@ -89,7 +89,7 @@ def _found(
     T, E = logits_TE.shape
     passes = [False] * balanced + [True] * iterations  # whether rows are normalised first
     if not passes:
-        return _Columns.settled(torch.zeros(1, E, device=logits_TE.device))
+        return _Columns.settled(torch.zeros(1, E, dtype=torch.float32, device=logits_TE.device))
     if group is None and T * E <= ONE_PROGRAM:
         return _by_one_program(logits_TE, temperature, passes)
     return _by_a_launch_each(logits_TE, temperature, passes, group)
@@ -110,7 +110,7 @@ def _shape(E: int, parts: int) -> dict[str, int]:
 def _by_one_program(logits_TE: Tensor, temperature: float, passes: list[bool]) -> "_Columns":
     T, E = logits_TE.shape
     block_E = triton.next_power_of_2(E)
-    offset_1E = torch.empty(1, E, device=logits_TE.device)
+    offset_1E = torch.empty(1, E, dtype=torch.float32, device=logits_TE.device)
     _find_offsets[(1,)](
         logits_TE, offset_1E, T, len(passes) - 1, temperature,
         E=E, BLOCK_E=block_E, BLOCK_T=TILE // block_E, NORMALISE=passes[0], num_warps=16,
@@ -122,11 +122,13 @@ def _by_a_launch_each(
     logits_TE: Tensor, temperature: float, passes: list[bool], group: dist.ProcessGroup | None
 ) -> "_Columns":
     T, E = logits_TE.shape
-    columns = _Columns.settled(torch.zeros(1, E, device=logits_TE.device))
+    columns = _Columns.settled(torch.zeros(1, E, dtype=torch.float32, device=logits_TE.device))
     for normalise in passes:
         shape = _shape(E, columns.parts)
         programs = min(PROGRAMS, TILE // shape["BLOCK_E"], triton.cdiv(T, shape["BLOCK_T"]))
-        left = _Columns(*(torch.empty(rows, E, device=logits_TE.device) for rows in (1, programs, programs)))
+        left = _Columns(
+            *(torch.empty(rows, E, dtype=torch.float32, device=logits_TE.device) for rows in (1, programs, programs))
+        )
         _sum_columns[(programs,)](
             logits_TE, *columns.arguments, *left.tensors, T, temperature, NORMALISE=normalise, **shape
         )
