@@ -84,8 +84,11 @@ def unmet() -> list[str]:
 
 def backends() -> Iterator[Finding]:
     """Yield one line for each backend of each op; the first available one is used."""
-    from megatron_blackmamba.ops.backends import of_this_machine
+    from megatron_blackmamba.ops.backends import of_this_machine, why_no_triton
 
+    if missing := why_no_triton():
+        found = f"not in use: {missing}. Operations of PyTorch replace them, several times slower"
+        yield Finding("backends", "Triton kernels", found, "warning", "pip install -U triton, as your PyTorch allows")
     for op, names in of_this_machine().items():
         chosen = None
         for name, why_not in names.items():

@@ -90,6 +90,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def why_no_triton() -> str | None:
+    """Return why a machine with a GPU runs none of this project's Triton kernels; None if it does, or has no GPU."""
+    return why_not("megatron_blackmamba.ops", "triton_support") if has_gpu() else None
+
+
 def triton_of(name: str, *call: Any) -> ModuleType | None:
     """Return the module `ops.triton_<name>` if it can do the call, of which the first argument is a tensor."""
     package, module = "megatron_blackmamba.ops", f"triton_{name}"

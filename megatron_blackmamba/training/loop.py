@@ -26,7 +26,7 @@ from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic, events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.ops import backends
-from megatron_blackmamba.runtime import device, exits, layout, process, world
+from megatron_blackmamba.runtime import exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
 from megatron_blackmamba.runtime.world import World
@@ -203,9 +203,7 @@ class Trainer:
         self.begun_at = self.progress.step
         if reason := layout.routing(self.config, self.world.size):
             self.event(events.RoutingDependsOnLayout(reason=reason))
-        if device.has_cuda():
-            problem = backends.why_not("megatron_blackmamba.ops", "triton_support") or ""
-            self.event(events.Kernels(in_use=backends.in_use(), problem=problem))
+        self.report_kernels()
         self.loggers.rewind(self.progress.step)
         self.batches = self.open_batches()
         self.shard_check.start()
@@ -218,6 +216,11 @@ class Trainer:
             tokenizer = self.data.record["tokenizer"]
             if tokenizer and tokenizer["file"]:
                 atomic.write_bytes(self.folder.tokenizer, Path(tokenizer["file"]).read_bytes())
+
+    def report_kernels(self) -> None:
+        """On a GPU, record the kernels in use, with a warning if none of this project's can run."""
+        if backends.has_gpu():
+            self.event(events.Kernels(in_use=backends.in_use(), problem=backends.why_no_triton() or ""))
 
     def resume(self, step: int) -> list[str]:
         """Take over a checkpoint of this run, or refuse to; returns the changes that were allowed by name."""

@@ -1,0 +1,65 @@
+"""A GPU without a usable Triton: the log of a run and the doctor say loudly what replaces its kernels, and why."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_blackmamba.launch import software
+from megatron_blackmamba.ops import backends
+from megatron_blackmamba.training.loop import Trainer
+
+OPS = "megatron_blackmamba.ops"
+WITH_TRITON = ("cross_entropy", "gated", "rms_norm", "sinkhorn")
+
+
+def missing(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(OPS) and "triton" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    return "import of triton halted"
+
+
+def older(monkeypatch):
+    support = pytest.importorskip("megatron_blackmamba.ops.triton_support")
+    monkeypatch.setattr(support.triton, "__version__", "3.5.1")
+    return "needs Triton 3.6 or newer, found 3.5.1"
+
+
+@pytest.fixture(params=[missing, older])
+def reason(request, monkeypatch):
+    """Take a GPU for granted and Triton away; return the reason to be told."""
+    known = backends.why_not, backends._load
+    told = request.param(monkeypatch)
+    monkeypatch.setattr(backends, "has_gpu", lambda: True)
+    for function in known:
+        function.cache_clear()
+    yield told
+    for function in known:
+        function.cache_clear()
+
+
+def test_a_run_starts_with_a_warning(reason):
+    told = []
+    Trainer.report_kernels(SimpleNamespace(event=told.append))
+    (kernels,) = told
+    lines = kernels.sentence.splitlines()
+    assert lines[0].startswith("WARNING: operations of PyTorch replace the Triton kernels") and reason in lines[0]
+    for op in WITH_TRITON:
+        assert any(line.startswith(f"  {op}: ") and "not triton: " in line and reason in line for line in lines), op
+
+
+def test_the_doctor_warns_with_advice(reason):
+    findings = {finding.name: finding for finding in software.backends()}
+    warning = findings["Triton kernels"]
+    assert warning.status == "warning" and reason in warning.found and warning.advice
+    for op in WITH_TRITON:
+        assert reason in findings[f"{op}: triton"].found
+
+
+def test_without_a_gpu_nothing_is_told(monkeypatch):
+    monkeypatch.setattr(backends, "has_gpu", lambda: False)
+    told = []
+    Trainer.report_kernels(SimpleNamespace(event=told.append))
+    assert not told
+    assert "Triton kernels" not in [finding.name for finding in software.backends()]
