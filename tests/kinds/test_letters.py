@@ -28,6 +28,7 @@ ALLOWED = {
     ("ops/sinkhorn/cpu.py", "E"): "an axis of a C++ argument",
     ("ops/sinkhorn/triton.py", "E"): "an axis of a kernel's argument",
     ("ops/selective_scan/triton_forward.py", "S"): "an axis of a kernel's argument",
+    ("cli.py", "--"): "the start of an option",
     ("data_tools/cleaning_commands.py", "-"): "standard input",
     ("inference/commands.py", "-"): "standard input",
     ("interchange/commands.py", "-"): "the start of an option",
