@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.config.load import find, shipped
 from megatron_blackmamba.data_tools.overlaps import check_shared_documents
 from megatron_blackmamba.formats.mixture import (
@@ -69,12 +70,21 @@ class MixturePlan:
             raise MixtureError("\n".join(lines) + "\nlower its weight, plan fewer tokens, or raise max_epochs")
 
 
-def plan_mixture(mixture: Mixture, tokens: int | None = None, sequence_length: int = 2048) -> MixturePlan:
-    """Plan a mixture for `tokens` of the whole run; by default, as many as the sources have."""
+def plan_mixture(
+    mixture: Mixture, tokens: int | None = None, sequence_length: int = 2048, *, run: RunConfig | None = None
+) -> MixturePlan:
+    """Plan a mixture for `tokens` of the whole run; by default, as many as the sources have.
+
+    run: The run that will read the shards, which must fit its model.
+    """
     missing: dict[str, str] = {}
     opened = [_open_if_there(mixture, source, missing) for source in mixture.sources]
     there = {s.name: both for s, both in zip(mixture.sources, opened, strict=True) if both is not None}
-    check_together(there, max_overlap=mixture.max_overlap)
+    fit: dict[str, Any] = {}
+    if run is not None:
+        fit = {"vocab_size": run.model.vocab_size, "eod_reset": run.model.eod_reset}
+        fit["one_eod"] = run.data.mask_first_token
+    check_together(there, **fit, max_overlap=mixture.max_overlap)
     held = [None if both is None else sum(shard.manifest.tokens for shard in both[0]) for both in opened]
     stated = [source.tokens or in_shards or 0 for source, in_shards in zip(mixture.sources, held, strict=True)]
     prints = [content_fingerprint(both[0]) for both in opened if both is not None]

@@ -101,7 +101,7 @@ def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int, eod_
     mixture = Mixture.read(config.mixture or "")
     opened = [mixture.open_shards(source) for source in mixture.sources]
     together = dict(zip(mixture.names, opened, strict=True))
-    check_together(together, vocab_size, eod_reset, max_overlap=mixture.max_overlap)
+    check_together(together, vocab_size, eod_reset, one_eod=config.mask_first_token, max_overlap=mixture.max_overlap)
     streams = [TokenStream.of_shards(shards) for shards, _ in opened]
     prints = [content_fingerprint(shards) for shards, _ in opened]
     schedule = mixture.schedule([stream.tokens for stream in streams], config.sequence_length, tie_break=prints)
@@ -113,9 +113,8 @@ def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int, eod_
         )
     ]
     if config.mask_first_token:
-        eod = _eod([shard for shards, _ in opened for shard in shards])
         for dataset in train:
-            dataset.masked_after = eod
+            dataset.masked_after = opened[0][0][0].manifest.eod_id
     validation = {
         source.name: HeldOutDataset(source.name, TokenStream.of_shards(shards), content_fingerprint(shards), core)
         for source, (_, shards) in zip(mixture.sources, opened, strict=True)
@@ -137,15 +136,6 @@ def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int, eod_
     )
     shards = [shard for both in opened for part in both for shard in part]
     return DataPlan(MixtureDataset(train, schedule, total_samples, core), validation, record, shards)
-
-
-def _eod(shards: Sequence[Shard]) -> int:
-    """Return the end-of-document token of the shards; refuse several."""
-    ids = {shard.manifest.eod_id: shard.prefix for shard in shards}
-    if len(ids) > 1:
-        found = ", ".join(f"{eod} in {prefix}" for eod, prefix in sorted(ids.items()))
-        raise DataError(f"data.mask_first_token: the shards end documents with different tokens: {found}")
-    return next(iter(ids))
 
 
 def _core_config(config: DataConfig, names: list[str]) -> BlendedMegatronDatasetConfig:

@@ -250,12 +250,14 @@ def check_together(
     vocab_size: int | None = None,
     eod_reset: int | None = None,
     *,
+    one_eod: bool = False,
     max_overlap: float,
 ) -> None:
     """Refuse shards that do not fit together, or do not fit the model.
 
     These are two tokenizers, duplicate tokens, validation leaks beyond `max_overlap`, tokens beyond the model's
-    vocabulary, and another EOD than the token after which the model resets its state.
+    vocabulary, and another EOD than the token after which the model resets its state. With `one_eod`
+    (data.mask_first_token), different EODs are refused too.
     """
     seen: dict[str, tuple[Path, str]] = {}
     first: Shard | None = None
@@ -272,6 +274,9 @@ def check_together(
                     f"model.eod_reset={eod_reset}: documents of {shard.prefix} end with token {manifest.eod_id}. "
                     f"Set model.eod_reset={manifest.eod_id}"
                 )
+            if one_eod and manifest.eod_id != first.manifest.eod_id:
+                found = f"{first.manifest.eod_id} in {first.prefix}, {manifest.eod_id} in {shard.prefix}"
+                raise MixtureError(f"data.mask_first_token: the shards end documents with different tokens: {found}")
             if manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
                 raise MixtureError(
                     f"source {name!r}: {shard.prefix} was made with another tokenizer ({manifest.tokenizer}) "

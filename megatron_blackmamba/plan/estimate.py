@@ -173,7 +173,11 @@ def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | N
     if not mixture.is_file():
         return (), f"{mixture}: no such mixture file", None
     length = config.data.sequence_length
-    planned = plan_mixture(Mixture.read(mixture), config.steps * config.tokens_per_step, length)
+    read = Mixture.read(mixture)
+    try:
+        planned = plan_mixture(read, config.steps * config.tokens_per_step, length, run=config)
+    except MixtureError as error:
+        return (), None, str(error)
     missing = "; ".join(dict.fromkeys(planned.missing.values())) or None
     refused = None
     try:

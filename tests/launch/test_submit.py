@@ -178,7 +178,7 @@ def test_a_container_mounts_what_the_run_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "image.sif").touch()
     for number, name in enumerate(("tokens", "tokens/more", "held out")):
-        write_shard(tmp_path / name / "shard", 50 * number, 500, vocab=4096)
+        write_shard(tmp_path / name / "shard", 50 * number, 400, vocab=512)
     mixture = write_mixture(tmp_path, [{"name": "one", "shards": "tokens", "validation": "held out"}])
     config = tiny(tmp_path / "runs", "data.kind=mixture", f"data.mixture={mixture}")
 

@@ -10,11 +10,14 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.config import ParallelConfig, load
+from megatron_blackmamba.data import DataError
+from megatron_blackmamba.data import build as build_data
+from megatron_blackmamba.formats.mixture import MixtureError
 from megatron_blackmamba.model import build
 from megatron_blackmamba.plan import estimate, gpus, layouts, measured, memory, storage, table, traffic
 from megatron_blackmamba.plan.estimate import Asked
 from megatron_blackmamba.runtime import layout, world
-from tests.data.corpus import three_sources
+from tests.data.corpus import VOCAB, three_sources, write_mixture, write_shard
 
 H100 = gpus.KNOWN["h100"]
 
@@ -309,7 +312,7 @@ def test_routing_that_depends_on_the_layout_is_noted(monkeypatch):
 
 def test_data_that_training_would_refuse_are_refused_here(tmp_path):
     path = three_sources(tmp_path)
-    overrides = ["data.kind=mixture", f"data.mixture={path}", "data.sequence_length=16"]
+    overrides = ["data.kind=mixture", f"data.mixture={path}", "data.sequence_length=16", f"model.vocab_size={VOCAB}"]
     accepted = estimate.make_plan(load("tiny", overrides))
     assert accepted.refused_data is None
     assert "would refuse the data" not in printed(accepted) and "not here yet" not in printed(accepted)
@@ -317,6 +320,25 @@ def test_data_that_training_would_refuse_are_refused_here(tmp_path):
     refused = estimate.make_plan(load("tiny", overrides))
     assert "max_epochs is 0.5" in refused.refused_data
     assert f"Training would refuse the data: {refused.refused_data}" in printed(refused)
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("model.vocab_size=300", "was tokenized with a vocabulary of 512, the model has 300"),
+        ("model.eod_reset=7", "end with token 0. Set model.eod_reset=0"),
+        ("data.sequence_length=99", "less than one sample of 99"),
+    ],
+)
+def test_plan_and_training_refuse_the_same_data(tmp_path, override, complaint):
+    write_shard(tmp_path / "a/one", 0, 90, vocab=512)
+    mixture = write_mixture(tmp_path, [{"name": "a", "shards": "a"}])
+    overrides = ["data.kind=mixture", f"data.mixture={mixture}", override]
+    done = CliRunner().invoke(app, ["plan", "tiny", *overrides, "--nodes=1", "--gpus-per-node=1", "--check"])
+    assert done.exit_code and complaint in str(done.exception)
+    run = load("tiny", overrides)
+    with pytest.raises((MixtureError, DataError), match=complaint):
+        build_data(run.data, vocab_size=run.model.vocab_size, total_samples=1, eod_reset=run.model.eod_reset)
 
 
 def test_a_missing_mixture_file_is_named():
