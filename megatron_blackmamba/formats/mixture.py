@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from megatron_blackmamba.config.base import Section
@@ -141,6 +142,24 @@ class Mixture(Section):
             raise MixtureError("\n".join(f"{path}: {_explain(problem)}" for problem in error.errors())) from None
         mixture._folder = path.resolve().parent
         return mixture
+
+    def independent(self) -> "Mixture":
+        """Return the same mixture with an absolute root and without variables, for a file in any folder."""
+        root = self._root if is_remote(self._root) else os.path.abspath(self._root)
+        sources = [
+            source.model_copy(
+                update={
+                    key: [_fill_in(pattern, source.name) for pattern in getattr(source, key)]
+                    for key in ("shards", "validation")
+                }
+            )
+            for source in self.sources
+        ]
+        return self.model_copy(update={"root": root, "sources": sources})
+
+    def to_yaml(self) -> str:
+        """Return the content of a mixture file."""
+        return yaml.safe_dump(self.model_dump(exclude_defaults=True), sort_keys=False, allow_unicode=True)
 
     @property
     def names(self) -> list[str]:

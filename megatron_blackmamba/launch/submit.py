@@ -21,6 +21,8 @@ from megatron_blackmamba.plan import gpus
 from megatron_blackmamba.plan.estimate import Asked, make_plan
 from megatron_blackmamba.plan.table import refusal
 
+MIXTURE_FILE = "mixture.yaml"
+"""The mixture of a launch as it was, beside its config."""
 GPU_FILE = "gpu.yaml"
 """The description given with --gpu, as it was at launch."""
 
@@ -82,9 +84,10 @@ def _in_container(config: RunConfig, request: JobRequest, run: RunFolder) -> Job
 
 
 def _read_by(config: RunConfig) -> list[Path]:
-    """Return the files and folders that a run reads: mixture, shards and initial weights, as far as they are there."""
+    """Return the folders outside the run's that it reads: shards and initial weights, as far as they are there."""
     mixture = config.data.mixture if config.data.kind == "mixture" else None
-    paths = [Path(path).resolve() for path in (mixture, config.start.from_) if path and Path(path).exists()]
+    start = config.start.from_
+    paths = [Path(start).resolve()] if start and Path(start).exists() else []
     with contextlib.suppress(MixtureError):  # the plan has reported it
         return [*paths, *(Mixture.read(mixture).folders() if mixture else [])]
     return paths
@@ -104,7 +107,9 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
     launch.folder.mkdir(parents=True)
     launch.run.logs.mkdir(exist_ok=True)
     take_snapshot(launch.folder / "code")
-    write_text(launch.folder / "config.yaml", to_yaml(_with_absolute_paths(config)))
+    write_text(
+        launch.folder / "config.yaml", to_yaml(_with_copied_mixture(_with_absolute_paths(config), launch.folder))
+    )
     if str(launch.folder / GPU_FILE) in launch.script:
         shutil.copyfile(request.gpu, launch.folder / GPU_FILE)
     if request.evaluate is not None:
@@ -160,6 +165,16 @@ def _sbatch(script: Path) -> str:
     if done.returncode:
         raise LaunchError(f"Slurm refused {script}:\n{done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
+
+
+def _with_copied_mixture(config: RunConfig, folder: Path) -> RunConfig:
+    """Copy the mixture of a run into `folder`, without variables and relative paths, and have the run read the copy."""
+    if config.data.kind != "mixture" or not config.data.mixture:
+        return config
+    origin, copy = config.data.mixture, folder / MIXTURE_FILE
+    note = f"# {origin} at launch. To change the mixture of the run, change that file and launch again.\n"
+    write_text(copy, note + Mixture.read(origin).independent().to_yaml())
+    return config.model_copy(update={"data": config.data.model_copy(update={"mixture": str(copy)})})
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

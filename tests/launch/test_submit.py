@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.config import load
+from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.launch import snapshot
 from megatron_blackmamba.launch.job import JobRequest, LaunchError
 from megatron_blackmamba.launch.snapshot import take_snapshot
@@ -189,9 +190,32 @@ def test_a_container_mounts_what_the_run_reads(tmp_path, monkeypatch):
         assert values["CONTAINER"] == f"{tmp_path}/image.sif"
         return shlex.split(values["CONTAINER_MOUNTS"])[0]
 
-    read = [f"{path}:{path}" for path in (mixture, tmp_path / "held out", tmp_path / "tokens")]
+    read = [f"{path}:{path}" for path in (tmp_path / "held out", tmp_path / "tokens")]
     assert mounts("/site:/site:ro,/scratch").split(",") == ["/site:/site:ro", "/scratch", *read]
     assert mounts(str(tmp_path)) == str(tmp_path)
+
+
+def test_a_job_reads_the_mixture_as_launched(tmp_path, fake_sbatch, monkeypatch):
+    write_shard(tmp_path / "site/tokens/[a]/one", 0, 400, vocab=512)
+    write_shard(tmp_path / "site/held_out/one", 400, 90, vocab=512)
+    source = {"name": "a", "shards": "tokens/[a]", "validation": "$HELD_OUT/*", "weight": 0.7}
+    (tmp_path / "home").mkdir()
+    mixture = write_mixture(tmp_path / "home", [source], [{"from_sample": 9, "weights": {"a": 2}}])
+    mixture.write_text(mixture.read_text() + "root: ../${SITE}\n")
+    monkeypatch.setenv("SITE", "site")
+    monkeypatch.setenv("HELD_OUT", "held_out")
+    read = Mixture.read(mixture)
+    weights, prefixes = read.weights(), read.prefixes()
+    overrides = ["data.kind=mixture", f"data.mixture={mixture}"]
+    launched = submit(tiny(tmp_path / "runs", *overrides), JobRequest(nodes=1, gpus_per_node=2))
+    mixture.unlink()
+    monkeypatch.delenv("SITE")
+    monkeypatch.delenv("HELD_OUT")
+    copy = load(str(launched.folder / "config.yaml")).data.mixture
+    assert copy == str(launched.folder / "mixture.yaml")
+    copied = Mixture.read(copy)
+    assert copied.weights() == weights and copied.starts(64) == [0, 9]
+    assert [path.resolve() for path in copied.prefixes()] == [path.resolve() for path in prefixes]
 
 
 def test_the_printed_commands_work_in_any_folder(tmp_path, recording_sbatch, monkeypatch):
