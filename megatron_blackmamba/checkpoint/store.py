@@ -191,13 +191,16 @@ class Checkpoints:
             raise
 
     def _refuse_full_disk(self) -> None:
-        free = shutil.disk_usage(self.folder.checkpoints).free
+        if shutil.disk_usage(self.folder.checkpoints).free < self._newest_size():
+            raise SaveError("another checkpoint as large as the newest does not fit")
+
+    def _newest_size(self) -> int:
         folders = self._folders()
-        needed = sum(file.stat().st_size for file in max(folders)[1].iterdir()) if folders else 0
-        if free < needed:
-            raise SaveError(
-                f"{self.folder.checkpoints}: {free / 2**30:.1f} GiB free, a checkpoint takes {needed / 2**30:.1f} GiB"
-            )
+        return sum(file.stat().st_size for file in max(folders)[1].iterdir()) if folders else 0
+
+    def size(self) -> int:
+        """Return the bytes of the newest checkpoint, or of the one last begun on rank 0; 0 if there is neither."""
+        return self._newest_size() or (self.write.size() if self.write else 0)
 
     def _parts(self, step: int, write: Write) -> list[Part]:
         """Wait for every rank's part, and return them on rank 0. If one failed, every rank raises SaveError."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_blackmamba import model  # noqa: F401  (its package installs the patches before megatron-core is imported)
 from megatron_blackmamba.checkpoint import manifest
@@ -102,6 +103,12 @@ class Write:
                 self._part = Part(problem=f"its writer ended with code {self._process.exitcode}")
         return self._part
 
+    def size(self) -> int:
+        """Return the size of all tensors of the checkpoint on rank 0; 0 on other ranks, which have no table."""
+        entries = self._table.state_dict_metadata.values() if self._table is not None else ()
+        tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+        return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
+
     def write_table(self, parts: list[Part]) -> None:
         """Write the table of contents (`.metadata`), on rank 0, from the results of all ranks."""
         self._writer.finish(self._table, [part.results for part in parts])
@@ -166,5 +173,7 @@ def reason(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if "inline_container" in str(error):  # torch reports positions in the file, not the disk's answer
+        return "the file could not be written whole, as on a full disk or beyond a quota"
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

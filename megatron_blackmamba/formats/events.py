@@ -140,7 +140,7 @@ class Done(_Ended):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped(_Ended):
-    """The run ends before its last step: someone asked, or training.stop_after_steps says so."""
+    """The run ends early, for a request, training.stop_after_steps or a failed last save."""
 
     on_request: bool
     steps_left: int
@@ -149,6 +149,8 @@ class Stopped(_Ended):
     def text(self) -> str:
         if self.on_request:
             return f"stops on request {self.where}; start it again to resume"
+        if not self.saved:
+            return f"stops {self.where}; start it again to resume from the newest checkpoint"
         left = f"{self.steps_left} steps of the run are left"
         return f"stops {self.where}, as training.stop_after_steps says; {left}"
 
@@ -323,19 +325,21 @@ class NotSaved(Event):
 
     problem: str
     disk: str = ""
-    """Free space at the time."""
+    """Free space at the time, and the size of a checkpoint; empty if the weights are not finite."""
     retried: bool = True
-    """The save is tried again; weights that are not finite are not."""
+    """The save is tried again. The last attempt of a run is not, nor are weights that are not finite."""
     newest: int = 0
     """Step of the newest checkpoint; 0 if there is none."""
 
     @property
     def text(self) -> str:
         stays = f"the one of step {self.newest} stays" if self.newest else "there is none before it"
-        if not self.retried:
+        if not self.retried and not self.disk:
             return f"not saved: {self.problem}; a run cannot continue from such weights; {stays}"
         why = "; ".join(filter(None, [self.problem, self.disk]))
-        return f"a checkpoint could not be saved ({why}); {stays}, and the save is tried again"
+        return (
+            f"a checkpoint could not be saved ({why}); {stays}{', and the save is tried again' if self.retried else ''}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

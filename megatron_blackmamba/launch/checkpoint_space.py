@@ -8,7 +8,7 @@ from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.launch.findings import Finding
 from megatron_blackmamba.launch.thresholds import Thresholds
-from megatron_blackmamba.plan.storage import checkpoint_bytes
+from megatron_blackmamba.plan.storage import checkpoint_bytes, kept_steps
 
 GIB = 2**30
 
@@ -16,7 +16,8 @@ GIB = 2**30
 def judge(folder: Path, config: RunConfig, thresholds: Thresholds) -> Iterator[Finding]:
     """Compare free space with the checkpoints that must fit; what the run has saved already counts as space.
 
-    One more must fit in any case: a new checkpoint is written before an old one is deleted.
+    One more must fit in any case: a new checkpoint is written before an old one is deleted. If all that the run keeps
+    until its end do not fit, that is a warning.
     """
     place = next(path for path in (folder, *folder.parents) if path.exists())
     size, free = checkpoint_bytes(config), shutil.disk_usage(place).free
@@ -27,3 +28,11 @@ def judge(folder: Path, config: RunConfig, thresholds: Thresholds) -> Iterator[F
     lacking = max(0.0, needed - free) / GIB
     advice = f"{thresholds.checkpoints:g} checkpoints must fit: free {lacking:.2f} GiB, or use another disk"
     yield Finding.judge("disk", "space", found, free >= needed, advice)
+    count = len(kept_steps(config)) + 1
+    lacking = (count * size - saved - free) / GIB
+    if free >= needed and lacking > 0:
+        found = (
+            f"{count} checkpoints by the end of {config.name}, {count * size / GIB:.2f} GiB; {lacking:.2f} GiB too many"
+        )
+        advice = "free that space before the run needs it, or keep fewer: checkpoint.keep_every=0"
+        yield Finding("disk", "space for all", found, "warning", advice)

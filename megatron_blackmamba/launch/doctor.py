@@ -49,8 +49,12 @@ def run_on_all_ranks(
 
     problems: list[str] = []
     if config is not None and find_place().rank == 0:
-        found = checkpoint_space.judge(folder.resolve(), config, thresholds)
-        problems = [f"{each.name}: {each.found}. {each.advice}" for each in found if each.status == "problem"]
+        for each in checkpoint_space.judge(folder.resolve(), config, thresholds):
+            said = f"{each.name}: {each.found}. {each.advice}"
+            if each.status == "problem":
+                problems.append(said)
+            elif each.status == "warning":
+                print(f"warning: {said}", flush=True)
     return examine_all(thresholds, limit, problems, unfit_file)
 
 

@@ -1,5 +1,6 @@
 """The doctor's look at the machine itself: processors, memory, GPUs, disk, and the way between local processes."""
 
+import errno
 import os
 import platform
 import resource
@@ -141,7 +142,8 @@ def disk(folder: Path, mebibytes: int, least: float) -> Iterator[Finding]:
             if best[0] >= least:
                 break
     except OSError as error:
-        advice = "give a folder that this user can write: folder=PATH"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space" if full else "give a folder that this user can write: folder=PATH"
         yield Finding("disk", name, f"{place}: {error}", "problem", advice)
         return
     except ValueError:

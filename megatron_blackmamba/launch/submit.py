@@ -15,7 +15,7 @@ from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats.atomic import write_text
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.launch.job import EVALUATE_JOB, JobRequest, LaunchError, render, render_evaluation
+from megatron_blackmamba.launch.job import EVALUATE_JOB, JobRequest, LaunchError, job_name, render, render_evaluation
 from megatron_blackmamba.launch.snapshot import take_snapshot
 from megatron_blackmamba.plan import gpus
 from megatron_blackmamba.plan.estimate import Asked, make_plan
@@ -38,12 +38,15 @@ class Launch:
     missing_data: str | None = None
     """Why training could not read its data, if so."""
     jobs: tuple[str, ...] = ()
+    waits_for: tuple[str, ...] = ()
+    """Jobs of the same run that were in the queue before."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "run": str(self.run.root),
             "folder": str(self.folder),
             "jobs": list(self.jobs),
+            "waits_for": list(self.waits_for),
             "script": self.script,
             "missing_data": self.missing_data,
         }
@@ -116,23 +119,26 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
         write_text(launch.folder / EVALUATE_JOB, render_evaluation(request, launch.run, launch.folder / "code"))
     script = launch.folder / "job.sbatch"
     write_text(script, launch.script)
-    jobs: list[str] = []
+    before, jobs = _queued(launch.run), list[str]()
     try:
         for _ in range(request.chain):
             jobs.append(_sbatch(script))
     except LaunchError as error:
         queued = f"\nIn the queue already: {', '.join(jobs)} (scancel {' '.join(jobs)} takes them back)" if jobs else ""
         raise LaunchError(f"{error}{queued}") from None
-    return replace(launch, jobs=tuple(jobs))
+    return replace(launch, jobs=tuple(jobs), waits_for=before)
 
 
 def announce(launch: Launch) -> str:
     """Return the message for the user after submitting."""
     first, logs = launch.jobs[0], launch.run.logs
     jobs = f"job {first}" if len(launch.jobs) == 1 else f"jobs {', '.join(launch.jobs)}, one after the other"
+    before = " ".join(launch.waits_for)
+    waits = f"  waits for job {', '.join(launch.waits_for)}; to continue with this one  scancel {before}"
     return "\n".join(
         [
             f"Submitted {jobs}: {launch.run.root}",
+            *([waits] if before else []),
             f"  code and config as launched   {launch.folder}",
             f"  follow the job                tail -F {shlex.quote(f'{logs}/{first}.log')}",
             f"  follow rank 0                 tail -F {shlex.quote(f'{logs}/{first}/rank-0.log')}",
@@ -154,6 +160,15 @@ def export_command(launch: Launch) -> str:
 def interpreter(container: str | None) -> str:
     """Return this Python, or the default one if the job runs in a container image."""
     return "python3" if container else sys.executable
+
+
+def _queued(run: RunFolder) -> tuple[str, ...]:
+    """Return the jobs of the run that are queued or running, which new ones wait for; empty if Slurm does not say."""
+    command = ["squeue", "--noheader", "--me", f"--name={job_name(run)}", "--format=%A"]
+    try:
+        return tuple(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split())
+    except (OSError, subprocess.SubprocessError):
+        return ()
 
 
 def _sbatch(script: Path) -> str:

@@ -3,11 +3,11 @@
 BAD_INPUT = 2
 """The run was refused: a wrong config, damaged data, a full disk at the start."""
 GAVE_UP = 65
-"""Too many bad steps in a row, or the last checkpoint could not be saved."""
+"""Too many bad steps in a row, or weights that cannot be continued."""
 HUNG = 70
 """The watchdog ended the process."""
 STOPPED_ON_REQUEST = 75
-"""Asked to stop: saved, and ready to continue."""
+"""Stopped before its end, or before its last checkpoint was on disk: starting it again resumes."""
 INTERRUPTED = 130
 """A second Ctrl-C."""
 

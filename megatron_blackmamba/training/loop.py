@@ -73,7 +73,7 @@ class Outcome(IntEnum):
     GAVE_UP = exits.GAVE_UP
     """The guard has stopped the run after bad steps."""
     STOPPED_ON_REQUEST = exits.STOPPED_ON_REQUEST
-    """A signal or `Trainer.asked_to_stop` has ended it; starting it again resumes."""
+    """A signal, `Trainer.asked_to_stop` or a full disk at the last save has ended it; starting it again resumes."""
 
 
 def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
@@ -414,6 +414,7 @@ class Trainer:
     def end(self, outcome: Outcome) -> Outcome:
         """Save, leave the marker that scripts decide by, and close."""
         self.saver.wait()  # giving up takes nothing back that was well before
+        asked = outcome is Outcome.STOPPED_ON_REQUEST
         saved = outcome is not Outcome.GAVE_UP and (
             self.progress.step == 0 or (self.weights_work() and self.saver.last(self.progress.step))
         )
@@ -425,18 +426,17 @@ class Trainer:
         else:
             self.shard_check.stop()
         if not saved and outcome is Outcome.DONE:
-            outcome = Outcome.GAVE_UP
-        asked = outcome is Outcome.STOPPED_ON_REQUEST
+            outcome = Outcome.STOPPED_ON_REQUEST if self.saver.last_failed else Outcome.GAVE_UP
         if outcome is Outcome.GAVE_UP:
             self.event(events.GaveUp(saved=saved))
-        elif asked or self.steps_left:
+        elif outcome is Outcome.STOPPED_ON_REQUEST or self.steps_left:
             self.event(events.Stopped(saved=saved, on_request=asked, steps_left=self.steps_left))
         else:
             self.event(events.Done(saved=saved))
         if self.world.is_main:  # an empty file can be made on a full disk too
             if outcome is Outcome.DONE and not self.steps_left:
                 self.folder.done.touch()
-            elif asked:
+            elif outcome is Outcome.STOPPED_ON_REQUEST:
                 self.folder.requeue.touch()
         self.loggers.close()
         self._unlock()

@@ -3,7 +3,6 @@
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.checkpoint import Checkpoints, NotFiniteError, SaveError
@@ -26,6 +25,9 @@ class Saver:
         self._retry_at: int | None = None
         self._not_finite = False
         self._newest = 0
+        self._gives_up = False
+        self.last_failed = False
+        """The last step could not be written. Another start, on another disk or node, may succeed."""
 
     def resumed_at(self, step: int) -> None:
         """Note that this step is on disk already."""
@@ -40,9 +42,10 @@ class Saver:
 
     def last(self, step: int) -> bool:
         """Save `step`, wait until it is on disk, and return whether it is. On a full disk, try for a while."""
-        for attempt in range(LAST_ATTEMPTS):
-            if attempt:
+        for attempt in range(1, LAST_ATTEMPTS + 1):
+            if attempt > 1:
                 time.sleep(LAST_PAUSE_SECONDS)
+            self._gives_up = attempt == LAST_ATTEMPTS
             if self._begun != step:
                 self._begin(step)
             self._finish(step, wait=True)
@@ -50,6 +53,7 @@ class Saver:
                 return True
             if self._not_finite:  # waiting does not change the weights
                 return False
+        self.last_failed = True
         return False
 
     def wait(self) -> None:
@@ -94,12 +98,16 @@ class Saver:
             return
         if step is not None:
             self._retry_at = step + self.config.retry_every
-        free = _free_space(self.checkpoints.folder.root)  # torch does not always say that the disk was full
-        self.report(NotSaved(step=step, problem=str(error), disk=free, newest=self._newest))
+        retried = not self._gives_up
+        self.report(NotSaved(step=step, problem=str(error), disk=self._disk(), retried=retried, newest=self._newest))
 
-
-def _free_space(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free / 1e9:.3g} GB free in {folder}"
-    except OSError as error:
-        return f"{folder}: {error.strerror}"
+    def _disk(self) -> str:
+        """Return the free space and the size of a checkpoint: torch does not always say that the disk was full."""
+        folder = self.checkpoints.folder.root
+        try:
+            free, needed = shutil.disk_usage(folder).free, self.checkpoints.size()
+        except OSError as error:
+            return f"{folder}: {error.strerror}"
+        full = "the disk is full: " if free < needed else ""
+        takes = f", and a checkpoint takes {needed / 1e9:.3g} GB" if needed else ""
+        return f"{full}{free / 1e9:.3g} GB free in {folder}{takes}"

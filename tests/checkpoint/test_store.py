@@ -197,7 +197,7 @@ def test_save_without_space_for_it_is_refused(checkpoints):
     made = checkpoints()
     save(made, 1)
     os.truncate(made.folder.checkpoint(1) / "common.pt", 1 << 42)  # sparse: 4 TiB that take no space
-    with pytest.raises(SaveError, match=r"GiB free, a checkpoint takes 4096\.0 GiB"):
+    with pytest.raises(SaveError, match="as large as the newest does not fit"):
         made.save(2, state(2))
     assert names(made) == ["latest", "step_00000001"]
 

@@ -1,7 +1,9 @@
+import errno
 import json
 import os
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from megatron_blackmamba.launch.allreduce import AllReduceError, time_all_reduce
 from megatron_blackmamba.launch.doctor import examine
 from megatron_blackmamba.launch.findings import Finding
 from megatron_blackmamba.launch.thresholds import Thresholds
+from megatron_blackmamba.plan import storage
 
 
 def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -157,6 +160,30 @@ def test_less_space_than_two_checkpoints_is_a_problem(tmp_path):
         assert next(checkpoint_space.judge(tmp_path, config, Thresholds(checkpoints=1.4))).status == "problem"
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_too_many_checkpoints_for_disk_are_warned_of(tmp_path, monkeypatch):
+    config = load("tiny", [f"folder={tmp_path}", "checkpoint.every=10", "checkpoint.keep_every=10"])
+    count = len(storage.kept_steps(config)) + 1
+    size = checkpoint_space.checkpoint_bytes(config)
+    usage = shutil.disk_usage(tmp_path)
+
+    def findings(free: int) -> list[str]:
+        monkeypatch.setattr(checkpoint_space.shutil, "disk_usage", lambda path: usage._replace(free=free))
+        return [finding.status for finding in checkpoint_space.judge(tmp_path, config, Thresholds())]
+
+    assert count > 3
+    assert findings(count * size) == ["ok"] and findings(count * size - 1) == ["ok", "warning"]
+    assert findings(size) == ["problem"]
+
+
+def test_full_disk_is_not_taken_for_missing_permission(tmp_path, monkeypatch):
+    def full(place, mebibytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hardware, "_disk_speed", full)
+    (finding,) = hardware.disk(tmp_path, 1, 1)
+    assert finding.status == "problem" and finding.advice == "free some space"
 
 
 def test_a_checkpoint_is_as_large_as_expected(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.launch import snapshot
-from megatron_blackmamba.launch.job import JobRequest, LaunchError
+from megatron_blackmamba.launch.job import JobRequest, LaunchError, job_name
 from megatron_blackmamba.launch.snapshot import take_snapshot
 from megatron_blackmamba.launch.submit import _with_absolute_paths, announce, export_command, prepare, submit
 from tests.data.corpus import write_mixture, write_shard
@@ -216,6 +216,18 @@ def test_a_job_reads_the_mixture_as_launched(tmp_path, fake_sbatch, monkeypatch)
     copied = Mixture.read(copy)
     assert copied.weights() == weights and copied.starts(64) == [0, 9]
     assert [path.resolve() for path in copied.prefixes()] == [path.resolve() for path in prefixes]
+
+
+def test_a_second_launch_names_jobs_before_it(tmp_path, recording_sbatch):
+    squeue = tmp_path / "bin/squeue"
+    squeue.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\necho 7\necho 9\n')
+    squeue.chmod(0o755)
+    launched = submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
+    assert launched.jobs == ("41",) and launched.waits_for == ("7", "9")
+    assert "waits for job 7, 9; " in announce(launched) and "scancel 7 9\n" in announce(launched)
+    assert f"--name={job_name(launched.run)} " in (tmp_path / "asked").read_text()
+    squeue.write_text("#!/bin/sh\nexit 1\n")
+    assert "waits" not in announce(submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2)))
 
 
 def test_the_printed_commands_work_in_any_folder(tmp_path, recording_sbatch, monkeypatch):

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_blackmamba.checkpoint import manifest
+from megatron_blackmamba.checkpoint import SaveError, manifest
 from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.runtime import hangs
-from megatron_blackmamba.training import stragglers
+from megatron_blackmamba.training import saving, stragglers
 from megatron_blackmamba.training.loop import Trainer
 
 __all__ = [
-    *("EarlyNaN", "NaN", "NaNGradient", "Narrating", "OnlyNaN", "ReadsBackBadlyOnce", "Recording"),
+    *("EarlyNaN", "LastSaveFails", "NaN", "NaNGradient", "Narrating", "OnlyNaN", "ReadsBackBadlyOnce", "Recording"),
     *("Shift", "Sleeping", "Spike", "Stopped", "Trainer", "Watchful", "Weighing"),
     *(
         "NaNOnce",
@@ -111,6 +111,16 @@ class EarlyNaN(OnlyNaN):
     """None has a loss from step 3 on."""
 
     samples = frozenset(range(32, 1000))
+
+
+class LastSaveFails(Trainer):
+    """The disk is full at the last save, and stays so."""
+
+    def state(self):
+        saving.LAST_PAUSE_SECONDS = 0.0
+        if not self.steps_left:
+            raise SaveError("the disk is full")
+        return super().state()
 
 
 class Spike(Trainer):

@@ -22,6 +22,7 @@ class Scripted:
         self.steps_to_write = 1
         self.writing: int | None = None
         self.published: list[int] = []
+        self.bytes = 0
 
     def save(self, step, state):
         self.calls.append(f"save {step}")
@@ -41,6 +42,9 @@ class Scripted:
             raise self.fail_to_finish.pop(0)
         self.published.append(step)
         return [step]
+
+    def size(self):
+        return self.bytes
 
     def newest(self):
         return max(self.published, default=None)
@@ -154,6 +158,21 @@ def test_last_save_is_tried_six_times(saver, checkpoints, naps):
     checkpoints.fail_to_finish += [SaveError("full")] * 7
     naps.clear()
     assert not saver().last(31) and len(checkpoints.fail_to_finish) == 1 and naps == [5.0] * 5
+
+
+def test_only_the_last_attempt_is_not_retried(saver, checkpoints, said, naps):
+    checkpoints.fail_to_begin += [SaveError("full")] * 6
+    made = saver()
+    assert not made.last(30) and made.last_failed
+    assert [line.endswith("is tried again") for line in said] == [True] * 5 + [False]
+
+
+def test_full_disk_is_named_with_size_needed(saver, checkpoints, said):
+    for checkpoints.bytes in (2**60, 5):
+        checkpoints.fail_to_begin = [SaveError("step 5: unexpected")]
+        steps(saver(), 5, 5)
+    assert "the disk is full: " in said[0] and ", and a checkpoint takes 1.15e+09 GB" in said[0]
+    assert "disk is full" not in said[1] and ", and a checkpoint takes 5e-09 GB" in said[1]
 
 
 def test_last_step_already_saved_is_not_saved_again(saver, checkpoints):

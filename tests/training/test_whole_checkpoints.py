@@ -100,6 +100,17 @@ def test_run_that_gives_up_finishes_its_last_save(forks, tmp_path):
     assert folders(RunFolder(tmp_path / "run")) == ["step_00000002"]
 
 
+def test_run_without_its_last_save_is_resumed(forks, tmp_path):
+    settings = [*SMALL, "checkpoint.every=25"]
+    job = forks.run(tmp_path, settings, ranks=1, trainer="LastSaveFails")
+    assert job.wait() == [75], job.output()
+    run = RunFolder(tmp_path / "run")
+    assert run.requeue.exists() and not run.done.exists() and folders(run) == ["step_00000025"]
+    assert "stops at step 30, which is not saved; start it again to resume" in log(tmp_path)
+    job = forks.run(tmp_path, settings, ranks=1)
+    assert job.wait() == [0] and run.done.exists() and run.checkpoint(30).exists()
+
+
 def test_folder_in_place_of_latest_is_refused(forks, tmp_path):
     run = RunFolder(tmp_path / "run")
     run.latest.mkdir(parents=True)
