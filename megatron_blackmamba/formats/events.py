@@ -147,12 +147,9 @@ class Stopped(_Ended):
 
     @property
     def text(self) -> str:
-        if self.on_request:
-            return f"stops on request {self.where}; start it again to resume"
-        if not self.saved:
-            return f"stops {self.where}; start it again to resume from the newest checkpoint"
-        left = f"{self.steps_left} steps of the run are left"
-        return f"stops {self.where}, as training.stop_after_steps says; {left}"
+        if self.on_request or not self.saved:
+            return f"stops {'on request ' if self.on_request else ''}{self.where}; start it again to resume"
+        return f"stops {self.where}, as training.stop_after_steps says; {self.steps_left} steps of the run are left"
 
 
 @dataclass(frozen=True, kw_only=True)
