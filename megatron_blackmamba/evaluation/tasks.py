@@ -56,7 +56,7 @@ def load_tasks(names: Sequence[str], data: Path | None, download: bool) -> list[
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     quiet()
     definitions = {name: _definition(name) for name in names}
-    files = {name: None if data is None else _find(name, data) for name in names}
+    files = find_files(names, data)
     missing = [name for name, file in files.items() if file is None]
     if missing and not download:
         where = "no --data DIR given" if data is None else f"{data} has no file"
@@ -65,6 +65,11 @@ def load_tasks(names: Sequence[str], data: Path | None, download: bool) -> list[
             " or let lm-eval download with --download"
         )
     return [_local(name, definitions[name], file) if file else _downloaded(name) for name, file in files.items()]
+
+
+def find_files(names: Sequence[str], data: Path | None) -> dict[str, Path | None]:
+    """Return the data file of each task; None for a task without one."""
+    return {name: None if data is None else _find(name, data) for name in names}
 
 
 def quiet() -> None:

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_blackmamba.evaluation.tasks import PAPER, find_files
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime.exits import RESTARTS
 
@@ -93,6 +94,10 @@ class JobRequest:
                 raise LaunchError(f"{name.replace('_', '-')} is at least 1, not {getattr(self, name)}")
         if self.evaluate is not None and not self.evaluate.is_dir():
             raise LaunchError(f"--evaluate {self.evaluate}: no such folder. Name one with a data file for each task")
+        missing = [task for task, file in find_files(PAPER, self.evaluate).items() if self.evaluate and not file]
+        if missing:
+            names = ", ".join(missing)
+            raise LaunchError(f"--evaluate {self.evaluate}: no file for {names}. Put TASK.jsonl or TASK.parquet there")
         if self.evaluate is not None and self.container:
             raise LaunchError("--evaluate does not run in a container: leave out --container, or use evaluate --watch")
         if self.container and self.container.endswith(IMAGE_FILES) and not Path(self.container).is_file():

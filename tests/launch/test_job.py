@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_blackmamba.config import load
+from megatron_blackmamba.evaluation.tasks import PAPER
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.launch.job import JobRequest, LaunchError, job_name, render, render_evaluation, time_limit_s
 
@@ -167,6 +168,8 @@ def test_the_job_knows_its_restarts():
 
 
 def test_a_launch_with_evaluation_scores_kept_checkpoints(tmp_path):
+    for task in PAPER:
+        (tmp_path / f"{task}.jsonl").touch()
     request = JobRequest(nodes=2, evaluate=tmp_path, partition="gpu")
     training = render(request, RUN, Path("/code"), Path("/launch/config.yaml"), keep_every=10_000)
     assert "EVALUATE_JOB=/launch/evaluate.sbatch" in training and "KEEP_EVERY=10000" in training
@@ -177,3 +180,9 @@ def test_a_launch_with_evaluation_scores_kept_checkpoints(tmp_path):
     assert scoring.splitlines()[-1].endswith(f'evaluate "$1" --data {tmp_path} --encoding separate')
     with pytest.raises(LaunchError, match="no such folder"):
         JobRequest(nodes=1, evaluate=tmp_path / "none")
+    (tmp_path / "piqa.jsonl").rename(tmp_path / "piqa_test.parquet")
+    JobRequest(nodes=1, evaluate=tmp_path)
+    (tmp_path / "piqa_test.parquet").unlink()
+    (tmp_path / "boolq.jsonl").unlink()
+    with pytest.raises(LaunchError, match="no file for piqa, boolq"):
+        JobRequest(nodes=1, evaluate=tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_blackmamba.evaluation.tasks import PAPER
 from megatron_blackmamba.formats.run_folder import RunFolder
 from tests.slurm.conftest import REPOSITORY
 from tests.slurm.runs import kill, launchers, log_of, losses, newest, ranks, train_alone, tries, writers
@@ -187,6 +188,8 @@ def test_common_preflight_failure_blames_no_node(slurm, tmp_path):
 
 def test_kept_checkpoints_are_scored_by_separate_jobs(slurm, blackmamba, tmp_path):
     keep = ("training.tokens=40960", "checkpoint.every=10", "checkpoint.keep_every=10", "checkpoint.keep_last=1")
+    for task in PAPER:
+        (tmp_path / f"{task}.jsonl").touch()
     run, (job,) = launch(blackmamba, "tiny", "name=scored", *keep, "--evaluate", str(tmp_path))
     slurm.wait(job, log_of(run, job))
     steps = sorted(path.name for path in run.checkpoints.glob("step_*"))
