@@ -18,7 +18,7 @@ from megatron_blackmamba.formats.mixture import (
     check_together,
     content_fingerprint,
 )
-from megatron_blackmamba.formats.schedule import Schedule, epochs_of, most_samples
+from megatron_blackmamba.formats.schedule import Schedule, epochs_of, most_samples, repetition
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard
 
 PREFIXES_CHECKED = 1_000_000
@@ -251,6 +251,8 @@ def print_plan(plan: MixturePlan, path: Path) -> None:
         if s.shard_tokens is not None and s.shard_tokens != s.tokens:
             held = f"{s.name}: the file states {_billions(s.tokens)} tokens, its {s.shards} shards hold"
             console.print(f"{held} {_billions(s.shard_tokens)}: epochs are of those", highlight=False)
+    if often := repetition({s.name: s.epochs for s in plan.sources if s.max_epochs is None}):
+        console.print(f"Warning: {often}", highlight=False, soft_wrap=True)
     if plan.missing:
         reason = next(iter(plan.missing.values()))
         note = f"No shards here for {', '.join(plan.missing)}: epochs are of the tokens the file states. ({reason})"

@@ -214,6 +214,8 @@ def plan(
         print(json.dumps(estimate.as_json(made), indent=2))
     elif not check:
         table.show(made, Console())
+    for warning in table.warnings(made):
+        print(f"blackmamba: warning: {warning}", file=sys.stderr)
     if made.placed and (made.placed.refused or check):
         trouble = table.refusal(made.placed)
         if trouble:
@@ -325,6 +327,8 @@ def launch(
     )
     run = compose(configs)
     done = prepare(run, request) if dry_run else submit(run, request)
+    for warning in done.warnings:
+        print(f"blackmamba: warning: {warning}", file=sys.stderr)
     if as_json:
         print(json.dumps(done.to_json(), indent=2))
     elif dry_run:

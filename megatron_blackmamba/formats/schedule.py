@@ -13,7 +13,7 @@ Nothing is stored, so the order has no fixed length: a longer run begins like a 
 
 import bisect
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -28,6 +28,15 @@ MAX_SAMPLES = 2**43  # more would overflow 64 bits; at 2,048 tokens a sample, 18
 def epochs_of(samples: int, sequence_length: int, tokens: int) -> float:
     """Return how often samples of a source with so many tokens read each of them, on average."""
     return samples * sequence_length / tokens
+
+
+def repetition(epochs: Mapping[str, float | None]) -> str:
+    """Return a warning that names the sources read more than once; empty if there are none.
+
+    epochs: By source; None for a source that is not to be named.
+    """
+    often = ", ".join(f"{name} {times:,.2f} times" for name, times in epochs.items() if times and times > 1)
+    return often and f"the run reads sources more than once: {often}. Set their max_epochs to accept or refuse that."
 
 
 def most_samples(max_epochs: float, sequence_length: int, tokens: int) -> int:

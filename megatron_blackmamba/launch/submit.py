@@ -19,7 +19,7 @@ from megatron_blackmamba.launch.job import EVALUATE_JOB, JobRequest, LaunchError
 from megatron_blackmamba.launch.snapshot import take_snapshot
 from megatron_blackmamba.plan import gpus
 from megatron_blackmamba.plan.estimate import Asked, make_plan
-from megatron_blackmamba.plan.table import refusal
+from megatron_blackmamba.plan.table import refusal, warnings
 
 MIXTURE_FILE = "mixture.yaml"
 """The mixture of a launch as it was, beside its config."""
@@ -37,6 +37,8 @@ class Launch:
     script: str
     missing_data: str | None = None
     """Why training could not read its data, if so."""
+    warnings: tuple[str, ...] = ()
+    """What is probably not meant, although the job can run."""
     jobs: tuple[str, ...] = ()
     waits_for: tuple[str, ...] = ()
     """Jobs of the same run that were in the queue before."""
@@ -49,6 +51,7 @@ class Launch:
             "waits_for": list(self.waits_for),
             "script": self.script,
             "missing_data": self.missing_data,
+            "warnings": list(self.warnings),
         }
 
 
@@ -70,7 +73,8 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
         request = _in_container(config, request, run)
     if Path(request.gpu).is_file() and request.gpu.lower() not in gpus.KNOWN:
         request = replace(request, gpu=str(folder / GPU_FILE))
-    return Launch(run, folder, _rendered(config, request, run, folder), plan.missing_data)
+    script = _rendered(config, request, run, folder)
+    return Launch(run, folder, script, plan.missing_data, tuple(warnings(plan)))
 
 
 def _in_container(config: RunConfig, request: JobRequest, run: RunFolder) -> JobRequest:

@@ -26,6 +26,7 @@ class Source:
     probability: float
     tokens: int
     epochs: float
+    max_epochs: float | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | N
         planned.check()
     except MixtureError as error:
         refused = str(error)
-    return tuple(Source(s.name, s.probability, s.samples * length, s.epochs) for s in planned.sources), missing, refused
+    sources = (Source(s.name, s.probability, s.samples * length, s.epochs, s.max_epochs) for s in planned.sources)
+    return tuple(sources), missing, refused
 
 
 def storage_of(plan: Plan) -> storage.Storage:

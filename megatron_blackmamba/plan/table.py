@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from megatron_blackmamba.formats.schedule import repetition
 from megatron_blackmamba.formats.shards import token_dtype
 from megatron_blackmamba.plan import flops
 from megatron_blackmamba.plan.estimate import Placed, Plan, storage_of
@@ -39,6 +40,18 @@ def refusal(placed: Placed) -> str:
             f"`blackmamba plan ... {placed.options} --suggest` ranks the layouts that fit"
         )
     return ""
+
+
+def warnings(plan: Plan) -> list[str]:
+    """Return what is probably not meant, although the run can start like this."""
+    found = [repetition({source.name: source.epochs for source in plan.sources if source.max_epochs is None})]
+    tensor = plan.placed and (plan.placed.flows or {}).get("tensor")
+    if plan.placed and tensor and tensor.link == "network":
+        found.append(
+            f"parallel.tensor={tensor.ranks} crosses nodes, so every layer waits for the network. "
+            f"Use a value that divides the {plan.placed.gpus_per_node} GPUs of a node."
+        )
+    return [warning for warning in found if warning]
 
 
 def _grid(title: str, *columns: str) -> Table:

@@ -93,6 +93,13 @@ def test_exceeding_max_epochs_prints_the_table_and_fails(tmp_path):
     assert "source 'a': 2.05" in str(result.exception)
 
 
+def test_reading_a_source_twice_is_warned_of(tmp_path):
+    path = tmp_path / "m.yaml"
+    path.write_text("sources: [{name: a, tokens: 1e6, max_epochs: 2}, {name: b, tokens: 1e6}]")
+    assert "Warning" not in run(path, "--tokens", "1.9e6").output
+    assert "Warning: the run reads sources more than once: b 1.95 times." in run(path, "--tokens", "3.9e6").output
+
+
 def test_a_phase_shows_its_own_probabilities(tmp_path):
     path = tmp_path / "m.yaml"
     path.write_text(

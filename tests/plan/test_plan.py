@@ -341,6 +341,23 @@ def test_plan_and_training_refuse_the_same_data(tmp_path, override, complaint):
         build_data(run.data, vocab_size=run.model.vocab_size, total_samples=1, eod_reset=run.model.eod_reset)
 
 
+def test_repeated_sources_and_wide_tensor_ranks_are_warned_of(tmp_path):
+    def warned(*arguments):
+        done = CliRunner().invoke(app, ["plan", "tiny", *overrides, *arguments, "--check"])
+        assert done.exit_code == 0, done.exception
+        return done.stderr
+
+    write_shard(tmp_path / "a/one", 0, 400, vocab=512)
+    mixture = write_mixture(tmp_path, [{"name": "a", "shards": "a"}])
+    overrides = ["data.kind=mixture", f"data.mixture={mixture}", "parallel.tensor=2"]
+    epochs = estimate.make_plan(load("tiny", overrides)).sources[0].epochs
+    said = warned("--nodes=2", "--gpus-per-node=1")
+    assert f"the run reads sources more than once: a {epochs:,.2f} times" in said
+    assert "parallel.tensor=2 crosses nodes" in said
+    write_mixture(tmp_path, [{"name": "a", "shards": "a", "max_epochs": 1e9}])
+    assert warned("--nodes=1", "--gpus-per-node=2") == ""
+
+
 def test_a_missing_mixture_file_is_named():
     planned = estimate.make_plan(load("tiny", ["data.kind=mixture", "data.mixture=nowhere.yaml"]))
     assert planned.sources == () and planned.missing_data == "nowhere.yaml: no such mixture file"
