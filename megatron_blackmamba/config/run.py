@@ -287,8 +287,10 @@ class RunConfig(Section):
                 f"parallel.expert={parallel.expert}, but the pattern {model.pattern!r} has no layer with experts"
             )
         if model.experts % parallel.expert:
+            divisors = ", ".join(str(size) for size in range(1, model.experts + 1) if model.experts % size == 0)
             raise ValueError(
-                f"model.experts={model.experts} cannot be spread evenly over parallel.expert={parallel.expert}"
+                f"model.experts={model.experts} cannot be spread evenly over parallel.expert={parallel.expert},"
+                f" only over {divisors}"
             )
         if training.global_batch % training.micro_batch:
             raise ValueError(

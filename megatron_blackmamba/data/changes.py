@@ -1,6 +1,7 @@
 """Check that the data equals what a run has read so far, and describe any differences."""
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from megatron_blackmamba.data.datasets import DataError
@@ -14,11 +15,13 @@ def refuse_changed_data(saved: Record, current: Record, position: int) -> None:
     new sources, the length of the run), and so may paths and file names: content is what counts."""
     different = differences(saved, current, position)
     if different:
+        weights = any(line.startswith("phase ") for line in different)
+        change = "change weights by" if weights else "add the new data as a source of weight 0 with"
         raise DataError(
             f"the data differs from what this run read in its first {position} samples:\n  "
             + "\n  ".join(different)
-            + "\nRestore it; or add the new data as a source of weight 0 with a phase that starts at sample "
-            f"{position} or later; or start a new run from these weights (start.from=CHECKPOINT)."
+            + f"\nRestore it; or {change} a phase that starts at sample {position} or later; "
+            "or start a new run from these weights (start.from=CHECKPOINT)."
         )
 
 
@@ -55,13 +58,17 @@ def _phases_before(record: Record, position: int) -> list[Record]:
 def _phase_difference(number: int, before: list[Record], now: list[Record]) -> list[str]:
     if before == now:
         return []
-    words = " then, ".join(
-        f"from sample {phase[0]['from_sample']}: " + ", ".join(f"{k} {v}" for k, v in phase[0]["shares"].items())
-        if phase
-        else "no such phase"
-        for phase in (before, now)
-    )
-    return [f"phase {number}: {words} now"]
+    then, today = _phase(before), _phase(now)
+    if then == today:  # equal when rounded
+        then, today = _phase(before, exact=True), _phase(now, exact=True)
+    return [f"phase {number}: {then} then, {today} now"]
+
+
+def _phase(phase: list[Record], *, exact: bool = False) -> str:
+    if not phase:
+        return "no such phase"
+    shares = (f"{k} {v if exact else format(float(Fraction(v)), '.4g')}" for k, v in phase[0]["shares"].items())
+    return f"from sample {phase[0]['from_sample']}: {', '.join(shares)}"
 
 
 def _content_difference(then: Record, now: Record) -> list[str]:

@@ -281,7 +281,7 @@ def check_together(
     seen: dict[str, tuple[Path, str]] = {}
     first: Shard | None = None
     for name, (training, held_out) in opened.items():
-        for shard in (*training, *held_out):
+        for number, shard in enumerate((*training, *held_out)):
             manifest, first = shard.manifest, first or shard
             if vocab_size is not None and manifest.vocab_size > vocab_size:
                 raise MixtureError(
@@ -304,6 +304,8 @@ def check_together(
             if manifest.bin_sha256 in seen:
                 other, source = seen[manifest.bin_sha256]
                 same = f"is in source {source!r} too" if other == shard.prefix else f"holds the same tokens as {other}"
+                if number >= len(training):
+                    raise MixtureError(f"source {name!r}: {shard.prefix} {same}: remove one")
                 raise MixtureError(
                     f"source {name!r}: {shard.prefix} {same}, which would be read twice an epoch: "
                     "remove one; to see a source more often, raise its weight"

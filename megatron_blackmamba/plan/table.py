@@ -11,6 +11,9 @@ from megatron_blackmamba.plan.memory import GIB
 from megatron_blackmamba.plan.scaling import Row
 from megatron_blackmamba.runtime import layout
 
+HIGH_WRITE_RATE = 200e6
+"""Bytes a second of checkpoints that a shared file system may not have to spare. Above it, the plan says what helps."""
+
 
 def show(plan: Plan, console: Console) -> None:
     """Print everything the plan knows."""
@@ -115,7 +118,9 @@ def _storage(plan: Plan) -> Table:
         if needed.every:
             interval = needed.every * step
             table.add_row("one is written every", _duration(interval))
-            table.add_row("write rate, if it takes a whole interval", f"{needed.checkpoint / interval / 1e6:,.1f} MB/s")
+            rate = needed.checkpoint / interval
+            hint = "; a larger checkpoint.every lowers it" if rate > HIGH_WRITE_RATE else ""
+            table.add_row("write rate, if it takes a whole interval", f"{rate / 1e6:,.1f} MB/s{hint}")
         if needed.read_per_step:
             table.add_row("tokens read by all ranks together", f"{needed.read_per_step / step / 1e6:,.1f} MB/s")
     if needed.corpus:

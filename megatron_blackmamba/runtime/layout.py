@@ -14,6 +14,8 @@ LARGEST_TENSOR = 8
 """Beyond one node's GPUs tensor parallelism is too slow to be suggested; this many if the node is not known."""
 
 
+LARGEST_SHOWN = 64
+"""Divisors of a size are listed up to this."""
 MOST_IN_BF16 = 32
 """Micro-batches whose gradients may be added up in bf16: the error is then 0.5% (docs/training.md)."""
 
@@ -210,7 +212,7 @@ def _model_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
         kinds.Division("data.sequence_length", config.data.sequence_length, "tensor"),
     ]
     wrong = [
-        f"{what}={size} cannot be divided by parallel.{axis}={getattr(parallel, axis)}."
+        f"{what}={size} cannot be divided by parallel.{axis}={getattr(parallel, axis)}; {_small_divisors(size)} could."
         for what, size, axis in divisions
         if size % getattr(parallel, axis)
     ]
@@ -268,6 +270,10 @@ def _batch_problems(config: RunConfig, world_size: int) -> list[str]:
             f" not {batch // data // micro}. Raise training.micro_batch, or set optimizer.gradients=fp32."
         ]
     return []
+
+
+def _small_divisors(number: int) -> str:
+    return _listed([size for size in range(1, min(number, LARGEST_SHOWN) + 1) if number % size == 0])
 
 
 def _divisors(number: int) -> list[int]:

@@ -76,8 +76,21 @@ def test_phases_count_from_their_first_sample():
     record = changed(["phases", 1, "shares", "c"], "1/3")
     assert differences(RECORD, record, 100) == []  # samples 0 to 99
     assert differences(RECORD, record, 101) == [
-        "phase 1: from sample 100: a 1 then, from sample 100: a 1, c 1/3 now",
+        "phase 1: from sample 100: a 1 then, from sample 100: a 1, c 0.3333 now",
     ]
+
+
+def test_shares_equal_when_rounded_are_exact():
+    record = changed(["phases", 0, "shares", "a"], "1000001/2000001")
+    (line,) = differences(RECORD, record, 10)
+    assert "a 1/2, b 1/2 then" in line and "a 1000001/2000001, b 1/2 now" in line
+
+
+def test_changed_weights_are_answered_with_a_phase():
+    with pytest.raises(DataError, match="Restore it; or change weights by a phase that starts at sample 10 or later"):
+        refuse_changed_data(RECORD, changed(["phases", 0, "shares", "a"], "1/3"), 10)
+    with pytest.raises(DataError, match="or add the new data as a source of weight 0 with a phase"):
+        refuse_changed_data(RECORD, changed(["sources", 0, "fingerprint"], "other"), 10)
 
 
 def test_phase_changed_in_the_past_is_named():

@@ -190,6 +190,13 @@ def test_mfu_is_a_number_or_a_measuring_run(tmp_path):
     assert measured.mfu(str(tmp_path)) == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("every, hinted", [(100_000, False), (10, True)])
+def test_high_write_rate_names_setting_that_lowers_it(every, hinted):
+    config = load("tiny", [f"checkpoint.every={every}"])
+    said = printed(estimate.make_plan(config, Asked(1, 1, H100)))
+    assert ("a larger checkpoint.every lowers it" in said) == hinted
+
+
 def test_twice_the_mfu_takes_half_the_time():
     config = load("blackmamba_1.5b")
     slow, fast = (estimate.make_plan(config, Asked(7, 8, H100, mfu)).placed for mfu in (0.2, 0.4))

@@ -35,7 +35,11 @@ def test_impossible_eight_nodes_are_refused_with_working_layouts(run, batch):
         (3, ["parallel.tensor=2"], "3 processes cannot be divided by parallel.tensor=2 × parallel.pipeline=1 = 2"),
         (2, ["parallel.expert=4"], "2 processes cannot be divided by parallel.expert=4"),
         (8, ["parallel.pipeline=8"], "4 layers cannot fill parallel.pipeline=8 stages"),
-        (3, ["parallel.tensor=3", "parallel.expert_tensor=3", "data.sequence_length=129"], "model.vocab_size=512"),
+        (
+            3,
+            ["parallel.tensor=3", "parallel.expert_tensor=3", "data.sequence_length=129"],
+            "tensor=3; 1, 2, 4, 8, 16, 32 or 64 could.",
+        ),
         (2, ["model.expert_hidden_size=127", "parallel.expert_tensor=2"], "model.expert_hidden_size=127"),
         (3, ["parallel.context=2"], "parallel.pipeline=1 × parallel.context=2 = 2"),
         (3, ["parallel.context=3"], "cannot be divided by parallel.tensor=1 × parallel.context=3"),
@@ -46,6 +50,11 @@ def test_impossible_eight_nodes_are_refused_with_working_layouts(run, batch):
 )
 def test_what_cannot_work_is_refused_with_the_numbers(processes, overrides, reason):
     assert reason in refusal("tiny", processes, *overrides)
+
+
+def test_uneven_experts_name_sizes_that_work():
+    with pytest.raises(ValueError, match=r"parallel\.expert=6, only over 1, 2, 4, 8$"):
+        load("tiny", ["parallel.expert=6"])
 
 
 NARROW = ["training.precision=bf16", "optimizer.gradients=bf16", "training.micro_batch=1"]
