@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# One worker more than cores, since some tests wait for Slurm or for timers; more than four are no faster.
+# Two workers more than cores, since some tests wait for Slurm or for timers; at most four.
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
-TEST_PROCESSES ?= $(shell test $(CORES) -lt 3 && expr $(CORES) + 1 || echo 4)
+TEST_PROCESSES ?= $(shell test $(CORES) -lt 2 && echo 3 || echo 4)
 
 .PHONY: install test check bench docs quickstart clean help otherpython
 

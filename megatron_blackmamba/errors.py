@@ -1,4 +1,4 @@
-"""What the command line says about an error: one line for what the user can fix, a traceback for a bug."""
+"""Word the errors that a user can fix in one line; a bug keeps its traceback."""
 
 import errno
 import os
