@@ -52,7 +52,7 @@ def new_run(name: str, source: str, overrides: list[str], file: Path) -> str:
         same_folder = "data.mixture" not in origin and file.parent == Path()
         run["data"]["mixture"] = mixture if same_folder else str(Path(mixture).absolute())
         given |= {"data.kind", "data.mixture"}
-    steps = next((value for word in overrides if (value := word.removeprefix("training.steps=")) != word), None)
+    steps = dict(override.split("=", 1) for override in overrides).get("training.steps")
     quoted = shlex.quote(str(file))
     lines = [HEADER.format(name=name, command=f"`blackmamba train {quoted}`", file=quoted)]
     for key in every_key():
