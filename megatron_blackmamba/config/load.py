@@ -209,9 +209,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{path}: not valid YAML: {' '.join(str(error).split())}. The keys of a section need the same indentation"
-        ) from None
+        said = " ".join(str(error).split())
+        advice = (
+            'Put a value that begins with * or & in quotes, such as pattern: "*E*E"'
+            if "alias" in said or "anchor" in said
+            else "Remove one of the two"
+            if "is given twice" in said
+            else "The keys of a section need the same indentation"
+        )
+        raise ConfigError(f"{path}: not valid YAML: {said}. {advice}") from None
     except (RecursionError, _TooLarge):
         raise ConfigError(
             f"{path}: a config has at most {MOST_LEVELS} levels and {MOST_VALUES:,} values, those of aliases (*name)"

@@ -88,7 +88,7 @@ def _results(runs: Sequence[Compared]) -> Rows:
         losses = [run.averaged_loss(axis, end) for run in runs]
         averaged = [f"{_number(loss)} ({steps} step{'s' * (steps > 1)})" for loss, steps in losses]
         rows.append([f"training loss at {short(end)} {label}, mean of the last steps", *averaged])
-        validation = [_number(run.validation_at(axis, end)) for run in runs]
+        validation = [_validation_at(run, axis, end) for run in runs]
         rows.append([f"validation loss at {short(end)} {label}", *validation])
     return [
         *rows,
@@ -96,6 +96,11 @@ def _results(runs: Sequence[Compared]) -> Rows:
         ["processes", *(", ".join(map(str, run.history.processes)) or "–" for run in runs)],
         ["memory", *(_memory(run) for run in runs)],
     ]
+
+
+def _validation_at(run: Compared, axis: str, place: float) -> str:
+    loss = _number(run.validation_at(axis, place))
+    return loss if loss == "–" or run.validated_at(axis, place) else f"{loss} (interpolated)"
 
 
 def _scores(runs: Sequence[Compared]) -> Rows:

@@ -64,6 +64,11 @@ class Compared:
             return float(np.interp(place, where, series.value)), 1
         return float(near.mean()), len(near)
 
+    def validated_at(self, axis: str, place: float) -> bool:
+        """Return whether a validation loss was measured at a place on an axis."""
+        series = self.validation
+        return series is not None and bool(np.isclose(self.along(axis, series.step), place, rtol=1e-9).any())
+
     def validation_at(self, axis: str, place: float) -> float:
         """Return the validation loss at a place on an axis, interpolated; NaN beyond what was measured."""
         series = self.validation

@@ -5,6 +5,7 @@ No random number is drawn in a step and the learning rate is a function of the s
 resume exactly.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -16,6 +17,8 @@ from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_blackmamba import __version__, optimizers
 from megatron_blackmamba import data as serving
@@ -30,6 +33,7 @@ from megatron_blackmamba.runtime import exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training import headline
 from megatron_blackmamba.training.exporting import Exporter
 from megatron_blackmamba.training.guard import Action, Cause, Guard, Verdict
 from megatron_blackmamba.training.lock import Lock
@@ -100,6 +104,10 @@ def _train(config: RunConfig, trainer: type["Trainer"], stop: StopRequest) -> Ou
     layout.check(config, place.size)
     optimizers.refuse_missing(config.optimizer)
     refuse_start(config)
+    if place.rank == 0:
+        with contextlib.suppress(OSError):  # standard output may lie on a full disk
+            alone = place.launcher == "alone" and not dist.is_initialized()
+            print(*headline.lines(config, place.size, counted=alone), sep="\n", flush=True)
     logs = RunFolder(Path(config.folder) / config.name).logs
     with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
         outcome = trainer(config, world.start(config.parallel), stop, watchdog).run()

@@ -70,8 +70,8 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
     if fixed:
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(fixed)}\n"
-            "resume.allow cannot permit this. Restore the old value, or start another run (name=...) from these"
-            " weights: start.from=CHECKPOINT."
+            "resume.allow cannot permit this. Restore the old value, or start another run (name=...); with"
+            " start.from=CHECKPOINT it starts from these weights if their shapes fit."
         )
     named = [change for change in changes if _under(change[0], BY_NAME)]
     refused = [change for change in named if not _under(change[0], _prefixes(config.resume.allow))]

@@ -179,6 +179,14 @@ def test_a_file_that_is_no_config_is_named(write, text):
     assert str(write("broken.yaml", text)) in said and "\n" not in said
 
 
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [("pattern: *E*E", "in quotes"), ("a: 1\na: 2", "Remove one"), ("training:\n\ttokens: 5", "same indentation")],
+)
+def test_broken_yaml_is_answered_with_what_mends_it(write, text, advice):
+    assert advice in refusal(write("broken.yaml", text))
+
+
 def test_deeply_nested_overrides_are_text():
     with pytest.raises(ConfigError, match=r"training\.tokens="):
         load("tiny", ["training.tokens=" + 5000 * "["])

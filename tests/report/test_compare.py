@@ -66,6 +66,18 @@ def test_losses_are_compared_at_equal_tokens_and_flops(two):
     assert a.along("hours", np.array([50]))[0] == pytest.approx(0.5)
 
 
+def test_interpolated_validation_losses_are_marked(two):
+    a, b = read_all(two)
+    assert a.validated_at("tokens", 40 * 2048) and not a.validated_at("tokens", 39 * 2048)
+    rows = {row[0]: row[1:] for row in {title: rows for title, _, rows in tables([a, b])}["Results"]}
+    of = {
+        axis: next(cells for name, cells in rows.items() if "validation loss at" in name and axis in name)
+        for axis in ("tokens", "FLOPs")
+    }
+    assert not any("interpolated" in cell for cell in of["tokens"])
+    assert ["(interpolated)" in cell for cell in of["FLOPs"]] == [True, False]
+
+
 @pytest.mark.parametrize("steps, averaged", [(1, 1), (50, 5), (300, 20), (900, 20), (2000, 40)])
 def test_short_runs_average_more_of_their_steps(tmp_path, steps, averaged):
     run, _ = read_all([write_run(tmp_path / "run", steps, shares={})] * 2)

@@ -1,0 +1,44 @@
+"""The first lines of a job: what it trains, on what, where it writes, and which settings may surprise."""
+
+from pathlib import Path
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.formats.mixture import Mixture
+from megatron_blackmamba.plan import parameters
+from megatron_blackmamba.runtime import device
+
+
+def lines(config: RunConfig, processes: int, counted: bool) -> list[str]:
+    """Return the description of a run, and notes on it.
+
+    counted: name the parameters too. They are counted in a pretended world, so no real one may exist.
+    """
+    data = f"data {config.data.mixture}" if config.data.kind == "mixture" else "synthetic data"
+    parts = [
+        *([_size(config)] if counted else []),
+        f"{config.training.tokens:,} tokens of {data}",
+        f"{processes} {'process' if processes == 1 else 'processes'} in {config.training.precision}",
+        f"writes to {Path(config.folder) / config.name}",
+    ]
+    return [f"{config.name}: {'; '.join(parts)}", *(f"note: {note}" for note in _notes(config))]
+
+
+def _size(config: RunConfig) -> str:
+    count = parameters.count(config)
+    return f"{count.total / 1e6:,.1f}M parameters, {count.forward / 1e6:,.1f}M of them for each token"
+
+
+def _notes(config: RunConfig) -> list[str]:
+    notes = []
+    if config.data.kind == "synthetic":
+        notes.append("synthetic tokens come from a generator; data.mixture=FILE trains on text")
+    elif not config.training.evaluate_every and _has_validation(config):
+        notes.append("the mixture has validation text, which training.evaluate_every=0 never reads")
+    if config.training.precision == "bf16" and not device.has_cuda():
+        notes.append("small models learn more with training.precision=fp32, which may also be faster on CPUs")
+    return notes
+
+
+def _has_validation(config: RunConfig) -> bool:
+    mixture = Mixture.read(config.data.mixture or "")
+    return any(source.validation for source in mixture.sources)

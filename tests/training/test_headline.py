@@ -1,0 +1,43 @@
+"""The first lines of a job name what it trains and what may surprise."""
+
+import pytest
+
+from megatron_blackmamba.config import load
+from megatron_blackmamba.training import headline
+
+WITHOUT_GPU = "small models learn more with training.precision=fp32"
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    path = tmp_path / "mixture.yaml"
+    path.write_text("sources: [{name: web, shards: tokens, validation: held_out}]")
+    return f"data.mixture={path}"
+
+
+def test_first_line_names_model_data_and_place(tmp_path):
+    first = headline.lines(load("tiny", ["training.steps=5", "folder=here"]), 1, counted=True)[0]
+    assert first == (
+        "tiny: 0.5M parameters, 0.1M of them for each token; 10,240 tokens of synthetic data;"
+        " 1 process in fp32; writes to here/tiny"
+    )
+
+
+def test_synthetic_data_is_pointed_out():
+    assert any("data.mixture=FILE trains on text" in line for line in headline.lines(load("tiny"), 2, counted=False))
+
+
+@pytest.mark.parametrize(("every", "noted"), [(0, True), (5, False)])
+def test_validation_text_that_is_never_read_is_noted(mixture, every, noted):
+    said = headline.lines(load("tiny", [mixture, f"training.evaluate_every={every}"]), 2, counted=False)
+    assert any("never reads" in line for line in said) == noted
+    assert mixture.partition("=")[2] in said[0]
+
+
+@pytest.mark.parametrize(("gpu", "noted"), [(False, True), (True, False)])
+def test_bf16_without_a_gpu_is_noted(mixture, gpu, noted, monkeypatch):
+    monkeypatch.setattr(headline.device, "has_cuda", lambda: gpu)
+    said = headline.lines(
+        load("tiny", [mixture, "training.precision=bf16", "training.evaluate_every=5"]), 2, counted=False
+    )
+    assert any(WITHOUT_GPU in line for line in said) == noted
