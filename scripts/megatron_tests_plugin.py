@@ -5,6 +5,7 @@ many, tensors with device="cuda", the nccl backend) is answered here, and only w
 Run as a program it imports megatron and collects the tests once, then forks the ranks.
 """
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -38,7 +39,7 @@ def called_by_a_test() -> bool:
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name != __name__ and name.split(".")[0] not in ("torch", "contextlib"):
-            return name.startswith(("tests.", "megatron.training"))  # which seeds only where it counts GPUs
+            return name.startswith(("tests.", "test_", "megatron.training"))  # which seeds only where it counts GPUs
         frame = frame.f_back
     return False
 
@@ -91,6 +92,34 @@ torch.distributed.Store.set_timeout = lambda store, _timeout: set_timeout(store,
 
 
 torch.distributed.init_process_group = with_gloo
+
+# megatron-core forgets its groups without ending them. The threads of a gloo group wake a hundred times a second,
+# and a file's tests make thousands: the machine would stand still.
+parallel_state = importlib.import_module("megatron.core.parallel_state")
+new_group, forget_groups, groups = torch.distributed.new_group, parallel_state.destroy_model_parallel, []
+
+
+def counted_group(*args, **kwargs):
+    if kwargs.get("backend") == "nccl":
+        kwargs["backend"] = "gloo"
+    group = new_group(*args, **kwargs)
+    if isinstance(group, torch.distributed.ProcessGroup):
+        groups.append(group)
+    return group
+
+
+def end_groups() -> None:
+    forget_groups()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        for group in groups:
+            with contextlib.suppress(ValueError):  # a test ended it itself
+                torch.distributed.destroy_process_group(group)
+    groups.clear()
+
+
+torch.distributed.new_group = counted_group
+parallel_state.destroy_model_parallel = end_groups
 
 
 def tell(test: str, **more: str) -> None:
