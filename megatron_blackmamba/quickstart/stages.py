@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,15 +15,17 @@ import yaml
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.formats.step_records import read_metrics
+from megatron_blackmamba.formats.step_records import metrics_so_far, read_metrics
 from megatron_blackmamba.quickstart.corpus import SOURCES, gather
 
 VOCABULARY = 4096
 NAME = "quickstart"
 MINUTES = 4.0
 SPEED_STEPS = 8
-REPLAN_AFTER = 0.2
-"""Fraction of the planned steps after which their number is corrected."""
+REPLAN_AFTER = 0.1
+"""Fraction of the planned steps after which their number is checked, and corrected if it is wrong."""
+CHECKED_FROM = 1.0
+"""Minutes of training from which it is checked; with fewer, starting again costs more than it corrects."""
 CLOSE = 1.1
 """Largest ratio of measured and planned steps that needs no correction."""
 PROMPTS = ("def __init__(self", "The Python language", "Permission is hereby granted")
@@ -61,8 +64,8 @@ class Quickstart:
         return self.folder / "run.yaml"
 
     @property
-    def replanned(self) -> Path:
-        return self.folder / "replanned.json"
+    def pace(self) -> Path:
+        return self.folder / "pace.json"
 
     @property
     def export(self) -> Path:
@@ -186,13 +189,14 @@ def measure(q: Quickstart) -> str:
 
 
 def train(q: Quickstart) -> str:
-    if not q.run.done.is_file():
-        if q.minutes >= 1 and not q.replanned.is_file():  # for less, starting twice costs more than it corrects
-            first = max(SPEED_STEPS, round(REPLAN_AFTER * q.composed().steps))
-            part = [f"training.stop_after_steps={first}"]
-            _train(load(q.config, part), [str(q.config), *part], q.processes)
-            replan(q)
-        _train(q.composed(), [str(q.config)], q.processes)
+    while not q.run.done.is_file():
+        pace = Pace(q)
+        try:
+            _train(q.composed(), [str(q.config)], q.processes, asks_to_stop=pace.is_wrong)
+        except KeyboardInterrupt:
+            if not pace.steps:
+                raise
+            print(pace.correct())
     records = list(read_metrics(q.run.metrics))
     last = records[-1]
     from megatron_blackmamba.training.metrics import metric_of
@@ -203,18 +207,45 @@ def train(q: Quickstart) -> str:
     return f"{last['consumed_tokens']:,} tokens, loss {last['loss']:.2f}; validation loss: {losses or 'too early'}"
 
 
-def replan(q: Quickstart) -> None:
-    """Change the number of steps if the first ones were slower or faster than measured."""
-    records = list(read_metrics(q.run.metrics))
-    seconds = [record["speed/step_seconds"] for record in records]
-    run = q.composed()
-    steps = len(seconds) + max(0, round((60 * q.minutes - sum(seconds)) / statistics.fmean(seconds)))
-    settings = yaml.safe_load(q.config.read_text())
-    if not 1 / CLOSE <= steps / run.steps <= CLOSE:
-        settings["training"]["tokens"] = steps * run.tokens_per_step
+class Pace:
+    """The speed of the first steps, compared once with what was measured before training."""
+
+    def __init__(self, q: Quickstart) -> None:
+        self.q = q
+        self.steps = 0
+        """Number of steps that fit, if that differs from the plan; 0 until then."""
+        self._checked = q.minutes < CHECKED_FROM or q.pace.is_file()
+        self._next_look = 0.0
+
+    def is_wrong(self) -> bool:
+        """Return True once the first steps show that the planned number takes too long or too short a time."""
+        if self._checked or time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + 1
+        planned = self.q.composed().steps
+        seconds = [record["speed/step_seconds"] for record in metrics_so_far(self.q.run.metrics)]
+        if len(seconds) < max(SPEED_STEPS, REPLAN_AFTER * planned):
+            return False
+        self._checked = True
+        fit = len(seconds) + max(0, round((60 * self.q.minutes - sum(seconds)) / statistics.fmean(seconds)))
+        if not 1 / CLOSE <= fit / planned <= CLOSE:
+            self.steps = fit
+        else:
+            atomic.write_json(self.q.pace, {"planned": planned, "steps": planned})
+        return bool(self.steps)
+
+    def correct(self) -> str:
+        """Change the number of steps to what fits; return what to tell the user."""
+        planned, settings = self.q.composed(), yaml.safe_load(self.q.config.read_text())
+        settings["training"]["tokens"] = self.steps * planned.tokens_per_step
         settings["resume"] = {"allow": ["training.tokens"]}
-        atomic.write_text(q.config, yaml.safe_dump(settings, sort_keys=False))
-    atomic.write_json(q.replanned, {"steps": q.composed().steps, "planned": run.steps})
+        atomic.write_text(self.q.config, yaml.safe_dump(settings, sort_keys=False))
+        atomic.write_json(self.q.pace, {"planned": planned.steps, "steps": self.steps})
+        how = "slower" if self.steps < planned.steps else "faster"
+        return (
+            f"steps are {how} than measured: {self.steps:,} instead of {planned.steps:,}"
+            f" fit into {self.q.minutes:g} minutes; training resumes"
+        )
 
 
 def export(q: Quickstart) -> str:
@@ -273,11 +304,17 @@ STAGES = (
 )
 
 
-def _train(run: RunConfig, arguments: list[str], processes: int, silent: bool = False) -> None:
+def _train(
+    run: RunConfig,
+    arguments: list[str],
+    processes: int,
+    silent: bool = False,
+    asks_to_stop: Callable[[], bool] = bool,
+) -> None:
     from megatron_blackmamba.training.launcher import STOPPED_ON_REQUEST, launch_training
 
     with _muted() if silent else nullcontext():
-        code = launch_training(run, arguments, processes)
+        code = launch_training(run, arguments, processes, asks_to_stop=asks_to_stop)
     if code == STOPPED_ON_REQUEST:
         raise KeyboardInterrupt
     if code:

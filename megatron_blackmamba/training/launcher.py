@@ -33,35 +33,55 @@ LAST_WORDS_SECONDS = 5.0  # for the others to say what they saw, once a worker h
 POLL_SECONDS = 0.05
 
 
-def launch_training(config: RunConfig, arguments: Sequence[str], processes: int, restarts: int = RESTARTS) -> int:
+def launch_training(
+    config: RunConfig,
+    arguments: Sequence[str],
+    processes: int,
+    restarts: int = RESTARTS,
+    asks_to_stop: Callable[[], bool] = bool,
+) -> int:
     """Run `blackmamba train` with these arguments as `processes` workers."""
     command = [sys.executable, "-m", "megatron_blackmamba", "train", *arguments]
-    return launch(command, processes, RunFolder(Path(config.folder) / config.name), restarts)
+    return launch(command, processes, RunFolder(Path(config.folder) / config.name), restarts, asks_to_stop)
 
 
-def launch(command: Sequence[str], processes: int, run: RunFolder, restarts: int = RESTARTS) -> int:
+def launch(
+    command: Sequence[str],
+    processes: int,
+    run: RunFolder,
+    restarts: int = RESTARTS,
+    asks_to_stop: Callable[[], bool] = bool,
+) -> int:
     """Run `command` as `processes` workers until all have ended; return the run's exit code.
 
     restarts: how often to start them again after a crash or a hang. A new checkpoint resets the count.
+    asks_to_stop: called about twenty times a second; once it returns True, the workers save and end, as after SIGTERM.
     """
     run.refuse_obstacles()
     run.requeue.unlink(missing_ok=True)
     signals = _Signals()
     try:
-        return _launch(command, processes, run, restarts, signals)
+        return _launch(command, processes, run, restarts, signals, asks_to_stop)
     finally:
         signals.release()
         if sys.stdout.isatty():  # a worker that was killed could not tidy up its live display
             print(end=SHOW_CURSOR, flush=True)
 
 
-def _launch(command: Sequence[str], processes: int, run: RunFolder, restarts: int, signals: "_Signals") -> int:
+def _launch(
+    command: Sequence[str],
+    processes: int,
+    run: RunFolder,
+    restarts: int,
+    signals: "_Signals",
+    asks_to_stop: Callable[[], bool],
+) -> int:
     left = restarts
     while True:
         before = _newest(run)
         group = signals.start(lambda: _Group(command, processes))
         try:
-            code = group.wait()
+            code = group.wait(lambda: signals.ask(asks_to_stop))
         finally:
             group.kill()
         if run.requeue.exists():
@@ -102,6 +122,11 @@ class _Signals:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
+    def ask(self, asks_to_stop: Callable[[], bool]) -> None:
+        """End the workers as SIGTERM would if `asks_to_stop()`; once is enough."""
+        if not self.asked and asks_to_stop():
+            self._on_signal(signal.SIGTERM, None)
+
     def release(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -137,9 +162,10 @@ class _Group:
             if worker.poll() is None:
                 worker.send_signal(number)
 
-    def wait(self) -> int:
+    def wait(self, meanwhile: Callable[[], None]) -> int:
         """Return 0 when every worker ends well; otherwise the first failure's code, and soon after it nobody runs."""
         while True:
+            meanwhile()
             failed = self._failed()
             if failed:
                 rank, code = failed[0]

@@ -2,17 +2,27 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from megatron_blackmamba.config import load, to_yaml
-from megatron_blackmamba.quickstart import _program
+from megatron_blackmamba.quickstart import _program, stages
 from megatron_blackmamba.quickstart.corpus import SOURCES, _text_of, gather
-from megatron_blackmamba.quickstart.stages import MINUTES, QuickstartError, begin, replan, usable_processes
+from megatron_blackmamba.quickstart.stages import (
+    MINUTES,
+    SPEED_STEPS,
+    Pace,
+    QuickstartError,
+    begin,
+    train,
+    usable_processes,
+)
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 
@@ -133,14 +143,54 @@ def test_corpus_has_four_kinds_and_disjoint_splits(tmp_path):
         assert sum(map(len, parts)) == counts[source.name][0]
 
 
-@pytest.mark.parametrize("seconds, steps", [(0.6, 100), (0.61, 100), (1.2, 50), (0.3, 200)])
-def test_training_is_planned_again_from_its_first_steps(tmp_path, seconds, steps):
+@pytest.fixture
+def begun(tmp_path):
+    """Return a quickstart of one minute whose run is planned to take 100 steps of 0.6 s."""
     q = begin(tmp_path, 1.0)
     tokens = 100 * load("quickstart").tokens_per_step
     q.config.write_text(to_yaml(load("quickstart", [f"training.tokens={tokens}"])))
     q.run.root.mkdir()
+    return q
+
+
+def _take_steps(q, number, seconds):
     record = {"speed/step_seconds": seconds, "loss": 1.0, "consumed_samples": 16}
-    q.run.metrics.write_text("".join(json.dumps(record | {"step": n + 1}) + "\n" for n in range(20)))
-    replan(q)
-    assert q.composed().steps == steps
-    assert q.composed().resume.allow == ([] if steps == 100 else ["training.tokens"])
+    q.run.metrics.write_text("".join(json.dumps(record | {"step": n + 1}) + "\n" for n in range(number)))
+
+
+@pytest.mark.parametrize("seconds, steps", [(0.6, 100), (0.61, 100), (1.2, 50), (0.3, 200), (60.0, 20)])
+def test_steps_are_corrected_to_fit_the_minutes(begun, seconds, steps):
+    _take_steps(begun, 20, seconds)
+    pace = Pace(begun)
+    assert pace.is_wrong() == (steps != 100)
+    if steps != 100:
+        assert f"{steps} instead of 100" in pace.correct()
+    assert begun.composed().steps == steps
+    assert begun.composed().resume.allow == ([] if steps == 100 else ["training.tokens"])
+    _take_steps(begun, 20, 2 * seconds)
+    assert not Pace(begun).is_wrong()  # once is enough, also after Ctrl-C
+
+
+def test_pace_waits_for_enough_steps(begun):
+    assert not Pace(begun).is_wrong()  # no metrics yet
+    _take_steps(begun, SPEED_STEPS - 1, 60.0)
+    assert not Pace(begun).is_wrong()
+
+
+def test_quickstart_below_a_minute_is_not_corrected(begun):
+    _take_steps(begun, 20, 60.0)
+    assert not Pace(replace(begun, minutes=0.5)).is_wrong()
+
+
+def test_run_continues_with_corrected_steps(begun, monkeypatch, capfd):
+    monkeypatch.setattr(stages, "CHECKED_FROM", 0)
+    monkeypatch.setattr(stages, "REPLAN_AFTER", 0.01)
+    tiny = load("tiny", [f"training.tokens={5000 * load('tiny').tokens_per_step}", "name=quickstart"])
+    begun.config.write_text(to_yaml(tiny.model_copy(update={"folder": str(begun.folder)})))
+    train(replace(begun, minutes=0.05, processes=1))
+    said = capfd.readouterr().out
+    steps = begun.composed().steps
+    assert f"slower than measured: {steps:,} instead of 5,000" in said
+    resumed = int(re.search(r"resumes after step (\d+)", said)[1])
+    assert f"done at step {max(steps, resumed)}\n" in said
+    assert max(steps, resumed) < 5000
