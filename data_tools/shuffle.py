@@ -17,7 +17,7 @@ MOST_BUCKETS = 256
 _WRITE_BYTES = 8 << 20
 _SHORT_BYTES = 400
 """Mean size below which documents count as short."""
-_GATHERED_AT_ONCE = 1024
+_GATHERED_AT_ONCE = 4096
 """Short documents gathered with one index, which stays in the cache."""
 _MASK = (1 << 64) - 1
 
@@ -77,14 +77,14 @@ class DocumentShuffler:
                 sizes = ends[chosen] - starts[chosen]
                 bucket.add([gathered(data, starts[chosen], sizes, tokens.itemsize)], lengths[chosen], keys[chosen])
 
-    def drain(self, itemsize: int) -> Iterator[tuple[bytes, np.ndarray]]:
+    def drain(self, itemsize: int) -> Iterator[tuple[bytes | memoryview, np.ndarray]]:
         """Yield all documents in shuffled order: chunks of their bytes, and their lengths."""
         for bucket in self._buckets:
             yield from bucket.drain(itemsize)
             bucket.remove()
 
 
-def gathered(data: memoryview, starts: np.ndarray, sizes: np.ndarray, itemsize: int) -> bytes:
+def gathered(data: memoryview, starts: np.ndarray, sizes: np.ndarray, itemsize: int) -> bytes | memoryview:
     """Return pieces of `data` back to back. starts, sizes: in bytes, multiples of `itemsize`.
 
     Slices are fast for long pieces; for short ones an index for every token is.
@@ -94,14 +94,17 @@ def gathered(data: memoryview, starts: np.ndarray, sizes: np.ndarray, itemsize: 
         return b"".join([data[b:e] for b, e in zip(starts.tolist(), stops, strict=True)])
     tokens = np.frombuffer(data, f"u{itemsize}")
     begins, lengths = starts // itemsize, sizes // itemsize
-    parts = []
+    together = np.empty(int(lengths.sum()), tokens.dtype)
+    done = 0
     for first in range(0, len(lengths), _GATHERED_AT_ONCE):
         some = lengths[first : first + _GATHERED_AT_ONCE]
         here = begins[first : first + _GATHERED_AT_ONCE]
         places = np.repeat(here - (np.cumsum(some) - some), some)
         places += np.arange(len(places))
-        parts.append(tokens[places].data)
-    return b"".join(parts)
+        # "clip" lets `take` write into `out` without a copy; no place is out of range.
+        tokens.take(places, mode="clip", out=together[done : done + len(places)])
+        done += len(places)
+    return together.data
 
 
 class _Bucket:
@@ -120,21 +123,21 @@ class _Bucket:
         self.lengths.append(lengths.astype(np.int32))
         self.keys.append(keys)
 
-    def drain(self, itemsize: int) -> Iterator[tuple[bytes, np.ndarray]]:
+    def drain(self, itemsize: int) -> Iterator[tuple[bytes | memoryview, np.ndarray]]:
         if self.file is None:
             return
         self.file.close()
         lengths = np.concatenate(self.lengths)
         order = np.argsort(np.concatenate(self.keys))
+        starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * itemsize
+        starts, lengths = starts[order], lengths[order]
         sizes = lengths.astype(np.int64) * itemsize
-        ends = np.cumsum(sizes)
         data = np.memmap(self.path, mode="r", dtype=np.uint8).data
         # Written in chunks: a bucket that grew beyond its share costs disk reads, not memory.
-        chunk_of = (np.cumsum(sizes[order]) - 1) // _WRITE_BYTES
+        chunk_of = (np.cumsum(sizes) - 1) // _WRITE_BYTES
         borders = [0, *(np.flatnonzero(np.diff(chunk_of)) + 1).tolist(), len(order)]
         for low, high in itertools.pairwise(borders):
-            chosen = order[low:high]
-            yield gathered(data, ends[chosen] - sizes[chosen], sizes[chosen], itemsize), lengths[chosen]
+            yield gathered(data, starts[low:high], sizes[low:high], itemsize), lengths[low:high]
 
     def remove(self) -> None:
         if self.file is not None:

@@ -38,6 +38,7 @@ def test_order_is_independent_of_batches_and_buckets(tmp_path_factory, lengths, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shuffle, "BUCKET_BYTES", 64)
         patch.setattr(shuffle, "_WRITE_BYTES", 50)
+        patch.setattr(shuffle, "_GATHERED_AT_ONCE", 7)
         again, again_lengths = shuffled(folder, lengths, seed=seed, batch=batch, expected_bytes=2 * sum(lengths))
     assert again.tolist() == tokens.tolist() and again_lengths == out_lengths
 
