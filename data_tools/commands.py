@@ -298,10 +298,11 @@ def verify(
     from megatron_blackmamba.data_tools.mixture import read_mixtures, verify_mixture
     from megatron_blackmamba.data_tools.tokenization import usable_cores
     from megatron_blackmamba.data_tools.verification import verify as run
+    from megatron_blackmamba.formats.mixture import Mixture, collect
 
     mixtures = read_mixtures(paths)
     shards = [path for path in paths if path not in mixtures]
-    shards += [str(prefix) for mixture in mixtures.values() for prefix in mixture.prefixes()]
+    shards += [str(prefix) for prefixes in collect(Mixture.prefixes, mixtures.values()) for prefix in prefixes]
     verdicts = run(shards, quick=quick, cores=workers or usable_cores(), quiet=as_json)
     bad = [verdict for verdict in verdicts if verdict.problems]
     if as_json:

@@ -48,9 +48,8 @@ def by_source(paths: Sequence[str]) -> list[Lengths]:
     for path in paths:
         if path.endswith((".yaml", ".yml")):
             mixture = Mixture.read(path)
-            for source in mixture.sources:
-                training, _ = mixture.open_shards(source)
-                groups.setdefault(source.name, []).extend(_lengths(shard.idx) for shard in training)
+            for name, (training, _) in mixture.open_all().items():
+                groups.setdefault(name, []).extend(_lengths(shard.idx) for shard in training)
         else:
             for shard in find_shards(path):
                 groups.setdefault(str(Path(shard.prefix).parent), []).append(_lengths(shard.idx))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_blackmamba.formats.mixture import (
     MixtureError,
     Source,
     check_together,
+    collect,
     content_fingerprint,
 )
 from megatron_blackmamba.formats.schedule import Schedule, epochs_of, most_samples, repetition
@@ -78,7 +80,7 @@ def plan_mixture(
     run: The run that will read the shards, which must fit its model.
     """
     missing: dict[str, str] = {}
-    opened = [_open_if_there(mixture, source, missing) for source in mixture.sources]
+    opened = collect(partial(_open_if_there, mixture, missing), mixture.sources)
     there = {s.name: both for s, both in zip(mixture.sources, opened, strict=True) if both is not None}
     fit: dict[str, Any] = {}
     if run is not None:
@@ -130,7 +132,7 @@ def verify_mixture(mixture: Mixture, sequence_length: int = 2048, *, cores: int 
 
     cores: for the search for validation documents in training shards, which reads all tokens; None skips it.
     """
-    opened = {source.name: mixture.open_shards(source) for source in mixture.sources}
+    opened = mixture.open_all()
     check_together(opened, max_overlap=mixture.max_overlap)
     held = {name: sum(shard.manifest.tokens for shard in training) for name, (training, _) in opened.items()}
     findings = [f"{sum(len(t) + len(v) for t, v in opened.values())} shards of one tokenizer, no two the same"]
@@ -187,7 +189,7 @@ def prefix_deviation(schedule: Schedule, samples: int = PREFIXES_CHECKED) -> flo
     return worst
 
 
-def _open_if_there(mixture: Mixture, source: Source, missing: dict[str, str]) -> tuple[list[Shard], list[Shard]] | None:
+def _open_if_there(mixture: Mixture, missing: dict[str, str], source: Source) -> tuple[list[Shard], list[Shard]] | None:
     try:
         return mixture.open_shards(source)
     except IncompleteError:
@@ -254,7 +256,7 @@ def print_plan(plan: MixturePlan, path: Path) -> None:
     if often := repetition({s.name: s.epochs for s in plan.sources if s.max_epochs is None}):
         console.print(f"Warning: {often}", highlight=False, soft_wrap=True)
     if plan.missing:
-        reason = next(iter(plan.missing.values()))
+        reason = next(iter(plan.missing.values())).splitlines()[0]
         note = f"No shards here for {', '.join(plan.missing)}: epochs are of the tokens the file states. ({reason})"
         console.print(note, style="dim", highlight=False)
 

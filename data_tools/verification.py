@@ -233,11 +233,14 @@ def _exact(manifest: ShardManifest) -> bool:
 def _prefixes(paths: Iterable[str | Path]) -> list[Path]:
     """Return the prefix of every shard, .bin and .idx under the paths, each once, in order."""
     prefixes: dict[Path, None] = {}
+    empty = []
     for path in paths:
         found = shards_at(path)
         if not found and (is_remote(path) or Path(path).is_dir()):
-            raise ShardError(f"{path}: no shard in this folder")
+            empty.append(f"{path}: no shard in this folder")
         prefixes.update(dict.fromkeys(found or [shard_prefix(path)]))
+    if empty:
+        raise ShardError("\n".join(empty))
     return list(prefixes)
 
 

@@ -99,8 +99,8 @@ def _build_synthetic(config: DataConfig, vocab_size: int, total_samples: int) ->
 
 def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int, eod_reset: int | None) -> DataPlan:
     mixture = Mixture.read(config.mixture or "")
-    opened = [mixture.open_shards(source) for source in mixture.sources]
-    together = dict(zip(mixture.names, opened, strict=True))
+    together = mixture.open_all()
+    opened = list(together.values())
     check_together(together, vocab_size, eod_reset, one_eod=config.mask_first_token, max_overlap=mixture.max_overlap)
     streams = [TokenStream.of_shards(shards) for shards, _ in opened]
     prints = [content_fingerprint(shards) for shards, _ in opened]

@@ -9,11 +9,12 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import yaml
@@ -34,6 +35,9 @@ from megatron_blackmamba.formats.shards import (
     shard_prefix,
     shards_at,
 )
+
+Item = TypeVar("Item")
+T = TypeVar("T")
 
 MOST_WEIGHT = 1e12
 """Tokens × weight stays a number that prints."""
@@ -201,9 +205,14 @@ class Mixture(Section):
         self._refuse_incomplete(source, [*shards, *validation])
         return shards, validation
 
+    def open_all(self) -> dict[str, tuple[list[Shard], list[Shard]]]:
+        """Open the shards of every source, by its name; one error names all sources that lack shards."""
+        return dict(zip(self.names, collect(self.open_shards, self.sources), strict=True))
+
     def prefixes(self) -> list[Path]:
-        """Return all shards of all sources, without opening them."""
-        return [prefix for source in self.sources for part in self._split(source) for prefix in part]
+        """Return all shards of all sources, without opening them; one error names all sources that lack shards."""
+        splits = collect(self._split, self.sources)
+        return [prefix for split in splits for part in split for prefix in part]
 
     def folders(self) -> list[Path]:
         """Return the folders of all shards, without those that lie inside another one."""
@@ -213,8 +222,8 @@ class Mixture(Section):
         ]
 
     def _split(self, source: Source) -> tuple[list[Path], list[Path]]:
-        held_out = self._prefixes(source, "validation", source.validation)
-        return [p for p in self._prefixes(source, "shards", source.shards) if p not in set(held_out)], held_out
+        training, held_out = collect(partial(self._prefixes, source), ("shards", "validation"))
+        return [p for p in training if p not in set(held_out)], held_out
 
     def _refuse_incomplete(self, source: Source, opened: Sequence[Shard]) -> None:
         """Refuse a folder that lacks shards. Shards that are named one by one or by a glob may be a part."""
@@ -245,15 +254,32 @@ class Mixture(Section):
         literal, wild = (os.path.join(root, text) for text in (filled.replace("[", "[[]"), filled))
         return _glob(os.path.normpath(literal)) or _glob(os.path.normpath(wild))
 
-    def _prefixes(self, source: Source, key: str, patterns: list[str]) -> list[Path]:
-        found: dict[Path, None] = {}
-        for pattern in patterns:
-            full = self._path(source, pattern)
-            matches = shards_at(full) or ([] if is_remote(full) else self._glob(source, pattern))
-            if not matches:
-                raise MixtureError(f"source {source.name!r}: {key}: {pattern!r} names no shard (looked for {full})")
-            found.update(dict.fromkeys(matches))
-        return list(found)
+    def _prefixes(self, source: Source, key: str) -> list[Path]:
+        found = collect(partial(self._matches, source, key), getattr(source, key))
+        return list(dict.fromkeys(chain.from_iterable(found)))
+
+    def _matches(self, source: Source, key: str, pattern: str) -> list[Path]:
+        full = self._path(source, pattern)
+        matches = shards_at(full) or ([] if is_remote(full) else self._glob(source, pattern))
+        if not matches:
+            raise MixtureError(f"source {source.name!r}: {key}: {pattern!r} names no shard (looked for {full})")
+        return matches
+
+
+def collect(call: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
+    """Return what the call returns for each item; raise one MixtureError with the messages of all that failed."""
+    results: list[T] = []
+    errors: list[MixtureError] = []
+    for item in items:
+        try:
+            results.append(call(item))
+        except MixtureError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise MixtureError("\n".join(dict.fromkeys(map(str, errors))))
+    return results
 
 
 def content_fingerprint(shards: Sequence[Shard]) -> str:

@@ -179,7 +179,7 @@ def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | N
         planned = plan_mixture(read, config.steps * config.tokens_per_step, length, run=config)
     except MixtureError as error:
         return (), None, str(error)
-    missing = "; ".join(dict.fromkeys(planned.missing.values())) or None
+    missing = "; ".join(dict.fromkeys("\n".join(planned.missing.values()).splitlines())) or None
     refused = None
     try:
         planned.check()

@@ -96,8 +96,18 @@ def test_the_same_tokens_twice_are_found(folder):
 
 
 def test_an_empty_folder_is_no_proof(tmp_path):
-    with pytest.raises(ShardError, match="no shard in this folder"):
-        verify([tmp_path])
+    (tmp_path / "inside").mkdir()
+    with pytest.raises(ShardError, match=r"(?s)no shard in this folder.*inside: no shard in this folder"):
+        verify([tmp_path, tmp_path / "inside"])
+
+
+def test_all_mixtures_name_their_missing_sources_at_once(tmp_path):
+    files = [tmp_path / "ab.yaml", tmp_path / "c.yaml"]
+    for file, names in zip(files, ("ab", "c"), strict=True):
+        file.write_text(f"sources: [{', '.join(f'{{name: {name}, shards: {name}}}' for name in names)}]")
+    refused = CliRunner().invoke(app, ["data", "verify", *map(str, files)])
+    lines = str(refused.exception).splitlines()
+    assert [line.split(" names no shard")[0] for line in lines] == [f"source {n!r}: shards: {n!r}" for n in "abc"]
 
 
 def test_adopts_foreign_shards_after_a_check(tmp_path, tokenizer):

@@ -169,6 +169,29 @@ def test_path_without_shards_says_where_it_looked(tmp_path):
         mixture.open_shards(mixture.sources[0])
 
 
+def test_one_error_names_all_sources_without_shards(tmp_path):
+    write_shard(tmp_path / "a/s1", 0, 100)
+    text = "sources: [{name: a, shards: a}, {name: b, shards: b, validation: held/b}, {name: c, shards: [a, x, y]}]"
+    for of_all in (Mixture.prefixes, Mixture.open_all):
+        with pytest.raises(MixtureError) as error:
+            of_all(read(tmp_path, text))
+        lines = str(error.value).splitlines()
+        assert [line.split(" names no shard")[0] for line in lines] == [
+            "source 'b': shards: 'b'",
+            "source 'b': validation: 'held/b'",
+            "source 'c': shards: 'x'",
+            "source 'c': shards: 'y'",
+        ]
+
+
+def test_a_variable_that_is_not_set_is_named_once(tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_ROOT", raising=False)
+    mixture = read(tmp_path, "{root: $NO_SUCH_ROOT, sources: [{name: a, shards: a}, {name: b, shards: b}]}")
+    with pytest.raises(MixtureError) as error:
+        mixture.open_all()
+    assert str(error.value) == "root: '$NO_SUCH_ROOT': the environment variable NO_SUCH_ROOT is not set"
+
+
 def test_folder_named_like_a_shard_hides_nothing(tmp_path):
     prefix = write_shard(tmp_path / "a/shard_00001", 0, 100)
     (prefix / "cache").mkdir(parents=True)  # as megatron-core's GPTDataset makes
