@@ -21,6 +21,7 @@ from megatron_blackmamba.runtime.exits import BAD_INPUT, FINAL, INTERRUPTED, RES
 from megatron_blackmamba.runtime.failure import SAID
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.ports import free_port
+from megatron_blackmamba.training.lock import Lock
 
 FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -58,12 +59,14 @@ def launch(
     asks_to_stop: called about twenty times a second; once it returns True, the workers save and end, as after SIGTERM.
     """
     run.refuse_obstacles()
+    lock = Lock(run.lock, launcher=True)  # before anything in the folder changes
     run.requeue.unlink(missing_ok=True)
     signals = _Signals()
     try:
         return _launch(command, processes, run, restarts, signals, asks_to_stop)
     finally:
         signals.release()
+        lock.release()
         if sys.stdout.isatty():  # a worker that was killed could not tidy up its live display
             print(end=SHOW_CURSOR, flush=True)
 

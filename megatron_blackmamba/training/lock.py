@@ -7,9 +7,12 @@ import os
 import socket
 import struct
 from pathlib import Path
+from typing import NoReturn
 
 FLOCK = "hhqqi4x"
 """C's struct flock on 64-bit Linux: type, whence, start, length, process."""
+RANK, LAUNCHER = 0, 1
+"""Which byte of the file each locks."""
 
 
 class RunInUse(ValueError):
@@ -17,26 +20,38 @@ class RunInUse(ValueError):
 
 
 class Lock:
-    """Held by rank 0 until its process ends, however it ends. File systems without locks are trusted."""
+    """A lock on a run folder, held until the process ends, however it ends. File systems without locks are trusted.
 
-    def __init__(self, path: Path) -> None:
+    Rank 0 holds one byte of the file while it trains. A launcher holds another, also while it starts ranks again.
+    """
+
+    def __init__(self, path: Path, launcher: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._file: int | None = file
+        byte, other = (LAUNCHER, RANK) if launcher else (RANK, LAUNCHER)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not kept by forked writers
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)  # unlike flock, not kept by forked writers
+            holder = _holder(file, other, 1)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                who = os.read(file, 200).decode(errors="replace").strip()
-                self.release()
-                raise RunInUse(
-                    f"{path.parent} is in use by {who or 'another process'}: wait for it, stop it, or name this run"
-                    " otherwise (name=...)"
-                ) from None
+                self._refuse(path)
             return
-        with contextlib.suppress(OSError):  # a full disk
-            os.ftruncate(file, 0)
-            os.write(file, f"process {os.getpid()}{_on_this_host()}".encode())
+        if holder not in (None, os.getppid()):  # a rank of a launcher is its child
+            self._refuse(path)
+        if holder is None:
+            with contextlib.suppress(OSError):  # a full disk
+                os.ftruncate(file, 0)
+                os.write(file, f"process {os.getpid()}{_on_this_host()}".encode())
+
+    def _refuse(self, path: Path) -> NoReturn:
+        assert self._file is not None
+        who = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+        self.release()
+        raise RunInUse(
+            f"{path.parent} is in use by {who or 'another process'}: wait for it, stop it, or name this run"
+            " otherwise (name=...)"
+        ) from None
 
     def release(self) -> None:
         """Give the lock back; a second call does nothing."""
@@ -53,12 +68,18 @@ def is_held(path: Path) -> bool | None:
     """
     try:
         with open(path, "rb") as file:
-            query = struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-            if struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))[0] != fcntl.F_UNLCK:
+            if _holder(file.fileno(), 0, 0) is not None:
                 return True
             return False if file.read(200).endswith(_on_this_host().encode()) else None
     except OSError:
         return None
+
+
+def _holder(file: int, start: int, length: int) -> int | None:
+    """Return the process that holds a part of the file, or None; a length of 0 is to the end."""
+    query = struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, start, length, 0)
+    kind, _, _, _, process = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))
+    return None if kind == fcntl.F_UNLCK else process
 
 
 def _on_this_host() -> str:

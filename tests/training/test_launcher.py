@@ -1,3 +1,4 @@
+import re
 import signal
 import subprocess
 import sys
@@ -213,6 +214,44 @@ sys.exit(launcher.launch([sys.executable, "-c", sys.argv[1]], 2, RunFolder(sys.a
     done = subprocess.run([sys.executable, "-c", code, worker, str(tmp_path)], cwd=ROOT)
     assert done.returncode == 75
     assert {(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)} == {"SIGTERM"}
+
+
+def test_run_stays_locked_between_crash_and_restart(tmp_path):
+    """A worker crashes; before the next start, another process tries to train in the folder."""
+    code = """
+import subprocess, sys
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.training import launcher
+free_port, tries = launcher.free_port, []
+TAKE = "import sys, pathlib; from megatron_blackmamba.training import lock; lock.Lock(pathlib.Path(sys.argv[1]))"
+def meanwhile():
+    tries.append(0)
+    if len(tries) == 2:
+        other = ["sh", "-c", '"$0" "$@"; exit', sys.executable, "-c", TAKE, sys.argv[2] + "/lock"]  # no child of this
+        subprocess.run(other)
+    return free_port()
+launcher.free_port = meanwhile
+sys.exit(launcher.launch([sys.executable, "-c", sys.argv[1]], 1, RunFolder(sys.argv[2]), restarts=1))
+"""
+    lock = "from megatron_blackmamba.training.lock import Lock; Lock(folder / 'lock')\n"
+    worker = WORKER.format(folder=str(tmp_path)) + TRIES + lock + "sys.exit(this_try == 1)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, worker, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"RunInUse: {tmp_path} is in use by process \d+ on", done.stderr), done.stderr
+    assert (tmp_path / "tries_0").read_text() == "xx"  # the launcher's own worker could lock it
+
+
+def test_a_second_launcher_is_refused(tmp_path):
+    first = start(tmp_path, SAVES_WHEN_ASKED)
+    wait_for(first, tmp_path / "ready_0", tmp_path / "ready_1")
+    second = start(tmp_path, "sys.exit(0)")
+    assert f"in use by process {first.pid} on" in second.communicate()[1]
+    assert second.returncode == 1
+    first.send_signal(signal.SIGTERM)
+    first.communicate()
+    assert first.returncode == 75
 
 
 def running(pid, word):

@@ -46,3 +46,8 @@ def test_killed_job_releases_its_lock_despite_live_writers(tmp_path, holder):
 def test_a_lock_given_back_can_be_taken_again(tmp_path):
     for _ in range(2):
         Lock(tmp_path / "run" / "lock").release()
+
+
+def test_a_launcher_is_refused_while_a_rank_trains(tmp_path, holder):
+    with pytest.raises(RunInUse, match=rf"process {holder.pid} on "):
+        Lock(tmp_path / "lock", launcher=True)
