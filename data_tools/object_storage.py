@@ -40,12 +40,13 @@ class RemoteFolder:
         remote = cls(url, cached(url) / ".making")
         remote.folder.mkdir(parents=True, exist_ok=True)
         for stale in remote.folder.glob(f"shard_*{MANIFEST_SUFFIX}"):
-            stale.unlink()
+            if not _is_being_published(stale):
+                stale.unlink(missing_ok=True)
         for name in files_below(url):
             if name.rpartition("/")[0] == url and name.endswith((MANIFEST_SUFFIX, TOKENIZER, TRAINED)):
                 local = remote.folder / name.rpartition("/")[2]
-                local.unlink(missing_ok=True)
-                download(name, local)
+                if not _is_being_published(local):
+                    download(name, local)
         return remote
 
     def has(self, job: "ShardJob") -> bool:
@@ -67,8 +68,8 @@ class RemoteFolder:
             local = beside(job.prefix, suffix)
             if local.exists():
                 upload(local, f"{self.url}/{job.prefix.name}{suffix}")
-                if suffix != MANIFEST_SUFFIX:
-                    local.unlink()
+        for suffix in (".idx", ".bin"):
+            beside(job.prefix, suffix).unlink(missing_ok=True)
 
     def publish_tokenizer(self) -> None:
         """Upload the tokenizer, and the record of its training if it has one."""
@@ -82,6 +83,12 @@ class RemoteFolder:
         for suffix in SUFFIXES:
             if self._size(prefix, suffix) is not None:
                 fs.rm_file(f"{self.url}/{prefix.name}{suffix}".partition("://")[2])
+
+
+def _is_being_published(manifest_path: Path) -> bool:
+    """Return whether the tokens of a manifest are here: another process (of --array) uploads them, or was killed."""
+    name = manifest_path.name
+    return name.endswith(MANIFEST_SUFFIX) and manifest_path.with_name(name.replace(MANIFEST_SUFFIX, ".bin")).exists()
 
 
 def remote_files(url: str, selection: Selection) -> tuple[list[RemoteInput], list[str]]:

@@ -4,6 +4,8 @@ A read is a sequence of ranges, each of which is tried again where it fails, so 
 """
 
 import fcntl
+import glob
+import hashlib
 import io
 import os
 import re
@@ -19,6 +21,8 @@ _URL = re.compile(r"^[a-z][a-z0-9+]+://")
 _PIECE = 8 << 20
 _ATTEMPTS = 6
 _FIRST_WAIT_SECONDS = 0.2
+_VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "LastModified", "mtime")
+"""What fsspec's libraries tell about an object that changes when it is replaced."""
 _LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 T = TypeVar("T")
 
@@ -95,9 +99,14 @@ class RemoteFile(io.RawIOBase):
     """An object opened for reading."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._position = url, 0
+        self.url, self._position = url, 0
         self._fs, self._path = file_system(url)
-        self.size = int(trying(url, lambda: self._fs.info(self._path))["size"])
+        self._fs.invalidate_cache(self._path)  # another program may have replaced it since it was listed
+        info = trying(url, lambda: self._fs.info(self._path))
+        self.size = int(info["size"])
+        stamps = [str(info[key]) for key in _VERSION_KEYS if info.get(key)]
+        self.version = hashlib.sha256(" ".join([str(self.size), *stamps]).encode()).hexdigest()[:16]
+        """Changes when the object is replaced."""
 
     def readable(self) -> bool:
         return True
@@ -119,7 +128,7 @@ class RemoteFile(io.RawIOBase):
         start, end = self._position, min(self._position + len(buffer), self.size)
         if start >= end:
             return 0
-        data = trying(self._url, lambda: self._whole(start, end))
+        data = trying(self.url, lambda: self._whole(start, end))
         buffer[: len(data)] = data
         self._position = end
         return end - start
@@ -161,20 +170,38 @@ def upload(local: Path, url: str) -> None:
 
 
 def download(url: str, target: Path) -> None:
-    """Copy an object to a local file, which appears when it is whole; a part from an earlier call is continued."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.part")
-    source = RemoteFile(url)
+    """Copy an object to a local file, which appears when it is whole.
+
+    A part from an earlier call is continued, unless the object was replaced since.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        while (source := RemoteFile(url)).version != _copy(source, target):
+            pass  # it was replaced meanwhile
+    except OSError as error:  # of the local disk: what object storage says is a RemoteError
+        raise RemoteError(
+            f"{target}: {error.strerror or error}. This is the local copy of {url}: "
+            f"make space for it, or name another folder in ${CACHE_VARIABLE}"
+        ) from error
+
+
+def _copy(source: RemoteFile, target: Path) -> str:
+    """Copy an object, and return its version afterwards; the target appears only if that is still the same."""
+    part = target.with_name(f".{target.name}.{source.version}.part")
+    for other in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        if other != part:
+            other.unlink(missing_ok=True)
     with open(part, "ab") as file:
-        if file.tell() > source.size:
-            file.truncate(0)
         source.seek(file.tell())
         piece = bytearray(_PIECE)
         while count := source.readinto(piece):
             file.write(memoryview(piece)[:count])
         file.flush()
         os.fsync(file.fileno())
-    os.replace(part, target)
+    version = RemoteFile(source.url).version
+    if version == source.version:
+        os.replace(part, target)
+    return version
 
 
 def cached(url: str) -> Path:

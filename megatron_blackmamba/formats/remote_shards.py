@@ -31,9 +31,10 @@ def fetch_shards(url: str) -> list[Path]:
         found = files_matching(url) or files_matching(f"{url}{MANIFEST_SUFFIX}")
         inside = re.split(r"[*?[]", url)[0]
     manifests = sorted(n for n in found if n.endswith(MANIFEST_SUFFIX) and "/." not in n.removeprefix(inside))
-    for folder in sorted({name.rpartition("/")[0] for name in manifests}):
-        _fetch_tokenizer(folder)
-    return [_fetch(name.removesuffix(MANIFEST_SUFFIX)) for name in manifests]
+    prefixes = [_fetch(name.removesuffix(MANIFEST_SUFFIX)) for name in manifests]
+    for folder, prefix in dict(zip((name.rpartition("/")[0] for name in manifests), prefixes, strict=True)).items():
+        _fetch_tokenizer(folder, ShardManifest.read(beside(prefix, MANIFEST_SUFFIX)).tokenizer_sha256)
+    return prefixes
 
 
 def _fetch(url: str) -> Path:
@@ -61,17 +62,25 @@ def _fetch(url: str) -> Path:
 
 
 def _refuse_damage(url: str, path: Path, sha256: str) -> None:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(8 << 20):
-            digest.update(block)
-    if digest.hexdigest() != sha256:
+    if _sha256(path) != sha256:
         path.unlink()
         raise RemoteError(f"{url}: its sha256 is not that of its manifest. Upload the shard again")
 
 
-def _fetch_tokenizer(folder: str) -> None:
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(8 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _fetch_tokenizer(folder: str, sha256: str) -> None:
+    """Fetch the tokenizer beside shards, unless the copy is the one that made them."""
     path = cached(f"{folder}/{TOKENIZER}")
     with one_at_a_time(path):
-        if not path.exists() and files_below(f"{folder}/{TOKENIZER}"):
+        if path.exists() and _sha256(path) == sha256:
+            return
+        path.unlink(missing_ok=True)
+        if files_below(f"{folder}/{TOKENIZER}"):
             download(f"{folder}/{TOKENIZER}", path)

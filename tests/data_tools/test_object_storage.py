@@ -16,11 +16,13 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
+from megatron_blackmamba.data_tools import object_storage
+from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.data_tools.verification import verify
 from megatron_blackmamba.formats import remote
 from megatron_blackmamba.formats.mixture import IncompleteError, Mixture
-from megatron_blackmamba.formats.remote import RemoteError
+from megatron_blackmamba.formats.remote import RemoteError, cached
 from megatron_blackmamba.formats.shards import ShardError, find_shards
 from megatron_blackmamba.formats.step_records import read_metrics
 from megatron_blackmamba.runtime.ports import free_port
@@ -187,13 +189,88 @@ def test_cut_connections_are_resumed(s3, server, shards, tmp_path):
     server.cuts = 2
     remote.download("s3://bucket/big", tmp_path / "big")
     assert (tmp_path / "big").read_bytes() == big
-    (tmp_path / ".part.part").write_bytes(big[:1000])  # of an earlier call
-    remote.download("s3://bucket/big", tmp_path / "part")
-    assert (tmp_path / "part").read_bytes() == big
     server.cuts, server.after = 1, 0
     remote.upload(tmp_path / "big", "s3://bucket/copy")
     assert s3.cat_file("bucket/copy") == big
     server.cuts = 0
+
+
+class Stop(Exception):
+    """Ends a download."""
+
+
+def download(url, target, monkeypatch, after):
+    """Download in pieces of 1 MiB, call `after` when one has been read, and return the number of reads."""
+    whole, pieces = remote.RemoteFile.readinto, []
+
+    def readinto(file, buffer):
+        pieces.append(len(buffer))
+        if len(pieces) == 2:
+            after()
+        return whole(file, buffer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "_PIECE", 1 << 20)
+        patch.setattr(remote.RemoteFile, "readinto", readinto)
+        remote.download(url, target)
+    return len(pieces)
+
+
+def test_a_part_is_continued_unless_the_object_was_replaced(s3, tmp_path, monkeypatch):
+    def stop():
+        raise Stop
+
+    one, two = os.urandom(3 << 20), os.urandom(3 << 20)
+    url, target = "s3://bucket/replaced", tmp_path / "copy"
+    s3.pipe_file("bucket/replaced", one)
+    with pytest.raises(Stop):
+        download(url, target, monkeypatch, stop)
+    assert [path.stat().st_size for path in tmp_path.glob(".copy.*.part")] == [1 << 20]
+    assert download(url, target, monkeypatch, lambda: None) == 3  # two pieces and the end
+    assert target.read_bytes() == one
+    with pytest.raises(Stop):
+        download(url, target, monkeypatch, stop)
+    s3.pipe_file("bucket/replaced", two)  # of the same size
+    remote.download(url, target)
+    assert target.read_bytes() == two
+    download(url, target, monkeypatch, lambda: s3.pipe_file("bucket/replaced", one))  # while it is read
+    assert target.read_bytes() == one
+    assert not list(tmp_path.glob(".copy*"))
+
+
+def test_a_full_cache_disk_is_named(s3, tmp_path):
+    s3.pipe_file("bucket/big", bytes(3 << 20))
+    program = "import resource, sys; from megatron_blackmamba.formats import remote; from pathlib import Path\n"
+    program += "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+    program += "remote.download('s3://bucket/big', Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "copy")], capture_output=True, text=True)
+    message = f"RemoteError: {tmp_path}/copy: File too large. This is the local copy of s3://bucket/big: make space"
+    assert message in done.stderr
+
+
+def test_array_tasks_of_one_machine_keep_each_others_shards(s3, raw, tokenizer_file, monkeypatch):
+    """The second task of --array starts while the first uploads."""
+    url, upload, manifests = "s3://bucket/tokens/array", object_storage.upload, []
+
+    def upload_while_another_task_starts(local, target):
+        if local.suffix == ".idx":
+            manifests.append(len(list(local.parent.glob("*.manifest.json"))))
+            RemoteFolder.open(url)
+        upload(local, target)
+
+    monkeypatch.setattr(object_storage, "upload", upload_while_another_task_starts)
+    tokenize(["s3://bucket/raw/web"], url, options(tokenizer_file))
+    assert len(manifests) == len(s3.glob("bucket/tokens/array/*.manifest.json")) == 3
+    assert not list((cached(url) / ".making").glob("*.bin"))
+
+
+def test_another_tokenizer_in_the_bucket_replaces_the_copy(s3, raw, shards, tokenizer_file, tmp_path):
+    copy = find_shards("s3://bucket/tokens/web")[0].prefix.parent / "tokenizer.json"
+    other = tmp_path / "other.json"
+    other.write_text(copy.read_text() + "\n")  # the same tokens, but another file
+    tokenize(["s3://bucket/raw/web"], "s3://bucket/tokens/web", options(other, overwrite=True))
+    assert not any(verdict.problems for verdict in verify(["s3://bucket/tokens/web"]))
+    assert copy.read_text() == other.read_text()
 
 
 def test_a_connection_that_always_breaks_is_named(s3, server):
