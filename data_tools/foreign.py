@@ -3,6 +3,7 @@
 import csv
 import gzip
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,11 +71,16 @@ def _header(path: Path) -> tuple[int, int]:
         if file.read(len(_NUMPY_MAGIC)) != _NUMPY_MAGIC:
             return 0, 0
         file.seek(0)
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, found = read(file)
-        if len(shape) != 1 or found.name not in ("uint16", "uint32", "int32"):
-            raise InputError(f"{path}: holds {found} of shape {shape}, not a row of uint16 or uint32 token ids")
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, found = read(file)
+        except ValueError as error:
+            raise InputError(f"{path}: its numpy header cannot be read: {error}") from None
+        if len(shape) != 1 or found.name not in ("uint16", "uint32", "int32") or found.newbyteorder("<") != found:
+            raise InputError(
+                f"{path}: holds {found} of shape {shape}, not a row of little-endian uint16 or uint32 token ids"
+            )
         return file.tell(), found.itemsize
 
 
@@ -84,11 +90,16 @@ def _listed_ends(path: Path) -> np.ndarray | None:
     if path.suffix == ".ds":
         if not index.exists():
             raise InputError(f"{index}: missing. datatrove writes it with save_index=True")
+        if index.stat().st_size % 8:
+            raise InputError(f"{index}: {index.stat().st_size} bytes are not a whole number of 8-byte ends: it was cut")
         return np.fromfile(index, "<u8").astype(np.int64)
     if not table.exists():
         return None
-    with gzip.open(table, "rt", newline="") as file:
-        ends = [int(row[1]) for row in csv.reader(file) if row and row[1].isdecimal()]
+    try:
+        with gzip.open(table, "rt", newline="") as file:
+            ends = [int(row[1]) for row in csv.reader(file) if row and row[1].isdecimal()]
+    except (EOFError, IndexError, ValueError, csv.Error, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{table}: not a table with the end of each document in its second column: {error}") from None
     return np.array(ends, np.int64)
 
 
@@ -106,17 +117,29 @@ def _pieces(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 def _link(path: Path, bin_path: Path, header: int) -> None:
     """Make the `.bin`: the same file under another name, or, behind a header, a copy."""
+    if bin_path.exists():
+        if not bin_path.samefile(path) and not (header and _same_tokens(path, bin_path, header)):
+            raise InputError(f"{bin_path}: is there, and is not {path.name}. Move one of them to another folder")
+        return
     if header:
         with open(path, "rb") as source, atomic_file(bin_path) as file:
             source.seek(header)
             while block := source.read(_PIECE):
                 file.write(block)
         return
-    if bin_path.exists():
-        if not bin_path.samefile(path):
-            raise InputError(f"{bin_path}: is there, and is not {path.name}. Move one of them to another folder")
-        return
     try:
         os.link(path, bin_path)
     except OSError:  # a file system without hard links
         bin_path.symlink_to(path.name)
+
+
+def _same_tokens(path: Path, bin_path: Path, header: int) -> bool:
+    """Return whether a `.bin` is an earlier copy of the tokens behind a header."""
+    if bin_path.stat().st_size != path.stat().st_size - header:
+        return False
+    with open(path, "rb") as source, open(bin_path, "rb") as copy:
+        source.seek(header)
+        while block := source.read(_PIECE):
+            if copy.read(_PIECE) != block:
+                return False
+    return True

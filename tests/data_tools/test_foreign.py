@@ -96,8 +96,47 @@ def test_token_files_that_do_not_fit_are_refused(tmp_path, tokenizer):
     with pytest.raises(InputError, match="its index ends at token 7"):
         expose(tmp_path / "b.ds", tokenizer, "uint16")
     np.save(tmp_path / "c.npy", np.zeros((2, 2), "uint16"))
-    with pytest.raises(InputError, match="not a row of uint16"):
+    with pytest.raises(InputError, match="not a row of little-endian uint16"):
         expose(tmp_path / "c.npy", tokenizer)
+    np.save(tmp_path / "c.npy", np.ones(4, ">u2"))
+    with pytest.raises(InputError, match="holds >u2 of shape"):
+        expose(tmp_path / "c.npy", tokenizer)
+    (tmp_path / "c.npy").write_bytes((tmp_path / "c.npy").read_bytes()[:20])
+    with pytest.raises(InputError, match=r"c\.npy: its numpy header cannot be read"):
+        expose(tmp_path / "c.npy", tokenizer)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [b"no gzip", gzip.compress(b"0,4\n")[:-6], gzip.compress(b"4\n")],
+    ids=["not compressed", "cut", "one column"],
+)
+def test_a_damaged_table_of_documents_is_named(tmp_path, tokenizer, table):
+    np.ones(4, "<u2").tofile(tmp_path / "a.npy")
+    (tmp_path / "a.csv.gz").write_bytes(table)
+    with pytest.raises(InputError, match=r"a\.csv\.gz: not a table with the end of each document"):
+        expose(tmp_path / "a.npy", tokenizer)
+
+
+def test_a_cut_index_is_named(tmp_path, tokenizer):
+    np.ones(4, "<u2").tofile(tmp_path / "a.ds")
+    (tmp_path / "a.ds.index").write_bytes(np.array([2, 4], "<u8").tobytes()[:-1])
+    with pytest.raises(InputError, match=r"a\.ds\.index: 15 bytes .* it was cut"):
+        expose(tmp_path / "a.ds", tokenizer)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_adoption_overwrites_no_other_tokens(tmp_path, documents, tokenizer_file, size):
+    path = tmp_path / "a.npy"
+    np.save(path, np.concatenate(documents).astype("uint16"))
+    adopt(path, tokenizer_file)
+    assert same(adopt(path, tokenizer_file), documents)  # once more
+    other = np.arange(size, dtype="uint16").tobytes()
+    (tmp_path / "a.bin").write_bytes(other)
+    np.save(path, np.arange(1, 5, dtype="uint16"))
+    with pytest.raises(InputError, match=r"a\.bin: is there, and is not a\.npy"):
+        adopt(path, tokenizer_file)
+    assert (tmp_path / "a.bin").read_bytes() == other
 
 
 def test_a_datatrove_pipeline_writes_shards(tmp_path, tokenizer_file):
