@@ -4,6 +4,7 @@ import os
 import re
 import stat
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,11 +159,14 @@ def _remote(urls: Sequence[str], selection: Selection, format: Format | None) ->
         for each in sorted(wanted, key=lambda each: _natural(Path(each.name))):
             known = format or format_of(Path(each.url))
             if known is None:
-                raise InputError(f"{each.url}: cannot tell its format by its name: add --format jsonl, parquet or text")
+                raise InputError(
+                    f"{each.url}: cannot tell its format by its name: add --format text if it is one document, "
+                    "else jsonl or parquet"
+                )
             taken.append(Source(each.url, printable(each.name), known, each.bytes, each.modified_ns))
         if not wanted:
             raise InputError(
-                f"{url}: no input among its {len(found) + len(other)} objects: choose with --match '*.xyz'"
+                f"{url}: no input among its {len(found) + len(other)} objects{_choice([*map(Path, other)], format)}"
             )
         if [each.url for each in found] != [url.rstrip("/")]:
             for folder in {each.url.rpartition("/")[0]: None for each in wanted}:
@@ -228,7 +232,10 @@ def _source(path: Path, root: Path, format: Format | None) -> Source:
             "WarcReader and Trafilatura, and tokenize the JSON lines that it writes"
         )
     if found is None:
-        raise InputError(f"{path}: cannot tell its format by its name: add --format jsonl, parquet, arrow or text")
+        raise InputError(
+            f"{path}: cannot tell its format by its name: add --format text if it is one document, "
+            "else jsonl, parquet or arrow"
+        )
     name = path.absolute().relative_to(root).as_posix()
     return Source(str(path), printable(name), found, status.st_size, status.st_mtime_ns)
 
@@ -267,7 +274,19 @@ def _advice(folder: Path, inside: Sequence[Path], format: Format | None, selecti
     if selection.match:
         return f" that matches {selection.match}" + (" and is not excluded" if selection.exclude else "")
     suffix = f" that is {format} by its suffix" if format else ""
-    return f"{suffix}: choose with --match '*.xyz'"
+    return suffix + _choice(inside, format)
+
+
+def _choice(files: Sequence[Path], format: Format | None) -> str:
+    """Return the options that read the files with the most frequent suffix."""
+    suffixes = Counter(path.suffix for path in files if path.suffix)
+    if not suffixes:
+        return ". Name the files one by one, with --format text if each is one document" if files else ""
+    (suffix, _), *others = suffixes.most_common()
+    also = f" (also there: {', '.join(other for other, _ in others[:5])})" if others else ""
+    if format not in (None, "text"):
+        return f". Add --match '*{suffix}' to read these files as {format}{also}"
+    return f". Add --match '*{suffix}' --format text to read each of these files as one document{also}"
 
 
 def _hidden(path: Path, top: Path) -> bool:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_blackmamba import kinds
-from megatron_blackmamba.config import migrations, spellings
+from megatron_blackmamba.config import file_kinds, migrations, spellings
 from megatron_blackmamba.config.base import ConfigError, Section, UserPath
 from megatron_blackmamba.config.run import DataConfig, RunConfig
 
@@ -139,6 +139,8 @@ def load(
     try:
         run = RunConfig.model_validate(merged)
     except ValidationError as error:
+        if all(problem["type"] == "missing" for problem in error.errors()):
+            _require_sections(merged, names)
         raise ConfigError(explain(error, origin)) from None
     _refuse_unknown_names(run.resume.allow, _where("resume.allow", origin))
     return run
@@ -171,21 +173,32 @@ def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...],
     path = path.resolve()
     if path in above:
         raise ConfigError("circular include: " + " → ".join(str(p) for p in (*above, path)))
-    content = _up_to_date(read_yaml(path), path, note)
+    content = read_yaml(path)
+    file_kinds.refuse_other_kind(content, path, "run")
+    content = _up_to_date(content, path, note)
     includes = content.pop("include", [])
     for include in includes if isinstance(includes, list) else [includes]:
         if not isinstance(include, str):
             raise ConfigError(
                 f"{path}: include={include!r} is not a file. Write include: base.yaml or a list of files."
             )
-        target = path.parent / include
-        if not target.is_file():
-            raise ConfigError(f"{path}: include: {include}: no such file ({target})")
-        _merge_file(target, merged, origin, (*above, path), note)
+        _merge_file(_included(path, include), merged, origin, (*above, path), note)
     for key in PATH_KEYS:
         _resolve(content, key, path.parent)
     spellings.accept(content)
     _merge(content, merged, origin, str(path), "")
+
+
+def _included(path: Path, include: str) -> Path:
+    """Return an included file: a path relative to the including file, else a shipped run."""
+    target, known = path.parent / include, config_folder() / "run" / f"{include}.yaml"
+    if not target.is_file() and include in shipped():
+        return known
+    if not target.is_file():
+        near = difflib.get_close_matches(include, shipped(), n=1, cutoff=0.5)
+        hint = f"; did you mean the shipped {near[0]!r}?" if near else f". Shipped runs: {', '.join(shipped())}."
+        raise ConfigError(f"{path}: include: {include}: no such file ({target}){hint}")
+    return target
 
 
 def _up_to_date(content: dict[str, Any], path: Path, note: Callable[[str], None]) -> dict[str, Any]:
@@ -321,6 +334,18 @@ def unknown_key(content: dict, section: type[Section] = RunConfig, prefix: str =
     return None
 
 
+def _require_sections(content: dict, files: Sequence[str | Path]) -> None:
+    """Refuse a run without the sections that have no default."""
+    missing = [name for name, field in RunConfig.model_fields.items() if field.is_required() and name not in content]
+    if missing:
+        found = "is empty" if not content and len(files) == 1 else f"has no {' and no '.join(missing)} section"
+        raise ConfigError(
+            f"{' with '.join(map(str, files))}: {found}. Begin it with a run to change, such as `include: tiny`, or "
+            "write a whole one with `blackmamba new NAME`. "
+            f"Shipped runs: {', '.join(shipped())}."
+        )
+
+
 def _refuse_unknown_keys(content: dict, origin: dict) -> None:
     path = unknown_key(content)
     if path is None:
@@ -349,7 +374,8 @@ def _nearest(path: str, fields: dict, prefix: str) -> str:
     last = path.rpartition(".")[2]
     ours = spellings.our_name(path)
     if ours is not None:
-        return f"did you mean {ours!r}?"
+        meaning = spellings.meaning(path)
+        return f"did you mean {ours!r}?{f' ({meaning})' if meaning else ''}"
     initials = [name for name in fields if last == "".join(word[0] for word in name.split("_"))]
     here = initials or difflib.get_close_matches(last, fields, n=1, cutoff=0.6)
     if here:

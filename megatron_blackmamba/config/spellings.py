@@ -56,12 +56,33 @@ OTHER_NAMES = {
 }
 """A key of ours, and what nanoGPT, Megatron-LM, transformers, lingua and others call it."""
 
+_MEANINGS = {
+    "n_layer n_layers num_layers num_hidden_layers depth layers": "it has one letter per layer, such as MEMEMEME for 8",
+    "warmup_steps warmup_iters lr_warmup_iters": "it is a fraction of the steps, such as 0.01",
+    "per_device_train_batch_size bs batch_size": "it counts the sequences of a step in all processes",
+    "gradient_accumulation_steps grad_acc_steps": "a step accumulates global_batch / (micro_batch × replicas) times",
+    "bf16 fp16 mixed_precision": "it is bf16, fp32 or fp64",
+    "grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32": "it is fp32 or bf16",
+    "optim_bits": "it is a type, such as fp32",
+    "train_samples": "it counts tokens: samples × data.sequence_length",
+    "activation_checkpointing gradient_checkpointing recompute_activations": "it names what is computed again",
+    "load resume_from": "the same command resumes a run; start.from takes only its weights",
+    "out_dir output_dir save_dir dump_dir run_dir save": "a run writes to folder/name",
+}
+"""What our key means where a value of the other name would not fit."""
+
 _OURS = {theirs: ours for ours, names in OTHER_NAMES.items() for theirs in names.split()}
 
 
 def our_name(key: str) -> str | None:
     """Return our key for the last part of one that another project has."""
     return _OURS.get(key.rpartition(".")[2].replace("-", "_"))
+
+
+def meaning(key: str) -> str | None:
+    """Return what our key means if a value of the other project's key would not fit it."""
+    last = key.rpartition(".")[2].replace("-", "_")
+    return next((text for names, text in _MEANINGS.items() if last in names.split()), None)
 
 
 def number(value: Any, annotation: Any) -> Any:
@@ -114,7 +135,7 @@ def steps_as_tokens(content: dict[str, Any], origin: dict[str, str], sequence_le
     factors = {key: _whole(value) for key, value in factors.items()}
     for key, value in {"training.steps": steps, **factors}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{where}: training.steps needs whole numbers: {key} is {value!r}")
+            raise ConfigError(f"{where}: {key}={value!r}: give a whole number of at least 1")
     training["tokens"] = steps * factors["training.global_batch"] * factors["data.sequence_length"]
     origin["training.tokens"] = where
     if set_by == where and tokens != training["tokens"]:

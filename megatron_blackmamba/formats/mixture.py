@@ -20,6 +20,7 @@ import numpy as np
 import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
+from megatron_blackmamba.config import file_kinds
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import ConfigError, read_yaml
 from megatron_blackmamba.formats.document_sample import Sampled, TrainingSamples, is_among
@@ -138,7 +139,9 @@ class Mixture(Section):
         """Read and check the file; the shards it names are looked for later."""
         path = Path(path)
         try:
-            mixture = cls.model_validate(read_yaml(path))
+            content = read_yaml(path)
+            file_kinds.refuse_other_kind(content, path, "mixture")
+            mixture = cls.model_validate(content)
         except ConfigError as error:
             needed = "" if path.suffix in (".yaml", ".yml") else f". {IS_A_FILE}"
             raise MixtureError(f"{error}{needed}") from None
@@ -262,7 +265,9 @@ class Mixture(Section):
         full = self._path(source, pattern)
         matches = shards_at(full) or ([] if is_remote(full) else self._glob(source, pattern))
         if not matches:
-            raise MixtureError(f"source {source.name!r}: {key}: {pattern!r} names no shard (looked for {full})")
+            raise MixtureError(
+                f"source {source.name!r}: {key}: {pattern!r} names no shard (looked for {full}){_raw(full)}"
+            )
         return matches
 
 
@@ -403,6 +408,17 @@ def _glob(pattern: str) -> list[Path]:
     """Return shards that have any of their files: Shard.open refuses incomplete ones, so a glob must not hide them."""
     files = [glob.glob(str(shard_prefix(pattern)) + suffix, recursive=True) for suffix in SUFFIXES]
     return sorted({shard_prefix(path) for path in chain.from_iterable(files)})
+
+
+def _raw(path: str) -> str:
+    """Return how to make shards of a file, or of a folder with files, that is none."""
+    if not (os.path.isfile(path) or (os.path.isdir(path) and any(True for _ in os.scandir(path)))):
+        return ""
+    out = f"{os.path.splitext(path)[0] if os.path.isfile(path) else path}_tokens"
+    return (
+        f". It holds files but no token shards. Make them with `blackmamba data tokenize {path} {out} "
+        f"--tokenizer FILE`, and name {out} here"
+    )
 
 
 def _fill_in(text: str, where: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from megatron_blackmamba.config import file_kinds
 from megatron_blackmamba.config.base import Section
 from megatron_blackmamba.config.load import config_folder, read_yaml
 
@@ -87,7 +88,9 @@ def read_study(name: str) -> StudyConfig:
     if not path.is_file():
         raise StudyError(f"no study {name!r}: name a file, or one of {', '.join(shipped())}")
     try:
-        return StudyConfig.model_validate(read_yaml(path))
+        content = read_yaml(path)
+        file_kinds.refuse_other_kind(content, path, "study")
+        return StudyConfig.model_validate(content)
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"]))

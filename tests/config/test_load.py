@@ -421,3 +421,44 @@ def test_layers_that_a_key_changes_read_it(change):
         unread = kinds.unread_keys(kind.letter)
         key = change.partition("=")[0]
         assert same or not {key, key.partition(".")[0]} & set(unread), kind.name
+
+
+def test_include_finds_a_shipped_run(write):
+    assert load(write("mine.yaml", "include: tiny\nname: mine\n")).model == load("tiny").model
+
+
+def test_unknown_include_names_the_nearest_shipped_run(write):
+    assert "did you mean the shipped 'quickstart'?" in refusal(write("mine.yaml", "include: quickstrat\n"))
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "is empty"), ("name: a\n", "has no model and no training section")])
+def test_incomplete_run_is_told_how_to_begin(write, text, said):
+    message = refusal(write("mine.yaml", text))
+    assert f"mine.yaml: {said}" in message and "`include: tiny`" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sources:\n  - name: a\n", "is a mixture, not a run. A run reads it: blackmamba train quickstart data.mix"),
+        ("about: x\nvariants: {}\n", "is a study, not a run. Run it with `blackmamba study"),
+    ],
+)
+def test_other_kinds_of_files_are_recognised(write, text, said):
+    assert said in refusal(write("mine.yaml", text))
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("n_layer=4", "'model.pattern'? (it has one letter per layer"),
+        ("optimizer.warmup_steps=100", "'optimizer.warmup_fraction'? (it is a fraction"),
+        ("training.bf16=true", "'training.precision'? (it is bf16, fp32 or fp64)"),
+    ],
+)
+def test_hint_says_what_our_key_means(override, hint):
+    assert hint in refusal("tiny", [override])
+
+
+def test_every_meaning_belongs_to_a_known_name():
+    assert all(spellings.our_name(name) for names in spellings._MEANINGS for name in names.split())

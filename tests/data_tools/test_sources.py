@@ -206,3 +206,12 @@ def test_file_names_with_odd_digits_are_sorted(corpus):
         (corpus / "odd" / name).parent.mkdir(exist_ok=True)
         (corpus / "odd" / name).write_text("{}")
     assert len(find_sources([corpus / "odd"]).sources) == 3
+
+
+def test_advised_match_reads_the_folder(tmp_path):
+    for name in ("a.py", "b.py", "c.rst"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(InputError) as refused:
+        find_sources([str(tmp_path)])
+    assert "--match '*.py' --format text" in str(refused.value) and "also there: .rst" in str(refused.value)
+    assert len(find_sources([str(tmp_path)], format="text", match="*.py").sources) == 2

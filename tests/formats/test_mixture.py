@@ -226,3 +226,16 @@ def test_what_is_no_mixture_says_what_one_is(tmp_path, name):
     (tmp_path / "text.txt").write_text("Once upon a time")
     with pytest.raises(MixtureError, match="A mixture is a YAML file that lists folders of shards"):
         Mixture.read(tmp_path / name)
+
+
+def test_run_file_is_not_a_mixture(tmp_path):
+    (tmp_path / "run.yaml").write_text("include: tiny\ndata:\n  mixture: mix.yaml\n")
+    with pytest.raises(MixtureError, match=r"run.yaml is a run, not a mixture. Its mixture is mix.yaml"):
+        Mixture.read(tmp_path / "run.yaml")
+
+
+def test_raw_text_as_shards_is_told_how_to_tokenize(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "mix.yaml").write_text("sources:\n  - {name: a, shards: a.txt}\n")
+    with pytest.raises(MixtureError, match=r"data tokenize \S+/a.txt \S+/a_tokens --tokenizer FILE"):
+        Mixture.read(tmp_path / "mix.yaml").prefixes()
