@@ -96,7 +96,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=900, help="Seconds for one file (default 900).")
     parser.add_argument("--test-limit", type=float, default=180, help="Seconds without news from a test (default 180).")
     parser.add_argument("--work", type=Path, help="Folder for copies and results; a second call resumes in it.")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # also tests after options
 
 
 def prepare(checkout: Path, work: Path) -> None:

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.checkpoint.writing import Strategy, Write
+from megatron_blackmamba.checkpoint.writing import Strategy, Write, no_results_server
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime.world import World
 
@@ -47,7 +47,8 @@ def begin_save(folder: Path, world: World, state: dict) -> Write:
     if world.data_context_size > 1:  # replicas share the writing
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
-    return strategy.async_save(state, str(folder), **WRITER)
+    with no_results_server():
+        return strategy.async_save(state, str(folder), **WRITER)
 
 
 def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:

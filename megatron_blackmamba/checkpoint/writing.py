@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,10 +27,12 @@ from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.patches import require
 
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 require(TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks")
+require(filesystem_async, "_results_queue")
 require(FileSystemWriterAsync, "get_save_function_and_args", "write_preloaded_data")
 
 BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -123,6 +126,20 @@ class Strategy(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, plan: Any, *ignored: Any) -> Write:
         _, table, _ = plan
         return Write(writer, table)
+
+
+@contextmanager
+def no_results_server() -> Iterator[None]:
+    """Keep megatron-core's plan of a save from starting a server process for a queue that `Write` does not use.
+
+    Only while planning: a save by megatron-core itself needs that queue.
+    """
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
 
 
 def _become_writer(parent: int) -> None:

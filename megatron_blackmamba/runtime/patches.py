@@ -9,7 +9,6 @@ imported: `model` and `data` do so in their `__init__`, and so do modules elsewh
 import importlib
 import importlib.util
 import logging
-import queue
 import sys
 import types
 import warnings
@@ -359,18 +358,6 @@ def _checkpoint_folder() -> None:
 
     require(FileSystemWriterAsync, "prepare_local_plan")
     FileSystemWriterAsync.prepare_local_plan = lambda writer, plan: plan  # rank 0 has made the folder
-
-
-@_patch(
-    "results-queue",
-    "megatron-core starts a server process, which imports everything anew, for a queue that our writers do not use",
-    _everywhere,
-)
-def _results_queue() -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    require(filesystem_async, "_results_queue")
-    filesystem_async._results_queue = queue.Queue()
 
 
 @_patch(

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -27,6 +28,8 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import build
 from megatron_blackmamba.training.optimizer import make_trainable
 from tests.checkpoint.conftest import SMALL, STATE
+
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 
 def state(step):
@@ -86,6 +89,13 @@ def test_what_is_saved_is_loaded_bit_for_bit(checkpoints, trainable):
         torch.equal(weight, before[name]) for name, weight in trainable.model.state_dict().items() if name in before
     )
     assert made.state(3) == state(3)
+
+
+def test_a_save_starts_no_server_and_leaves_megatron_core_its_queue(checkpoints):
+    """megatron-core would start a process for results; its own saves in this process need that."""
+    save(checkpoints(), 1)
+    assert not any("Manager" in child.name for child in multiprocessing.active_children())
+    assert filesystem_async._results_queue is None
 
 
 def test_optimizer_without_a_step_is_saved_as_fresh(place, tmp_path):

@@ -5,7 +5,6 @@ A process that has loaded torch and megatron-core, unpatched, forks one rank or 
 
 import importlib
 import json
-import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable
@@ -192,21 +191,6 @@ def plan_a_save() -> dict:
     return {"losses": []}
 
 
-def ask_for_the_queue() -> dict:
-    """Ask for the queue of results as megatron-core does before a save."""
-    from megatron_blackmamba.runtime import world
-
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    world.start(load("tiny").parallel)
-    old = getattr(filesystem_async, "_get_write_results_queue", None)
-    (old or filesystem_async.get_write_results_queue)()  # its name from 0.19 on
-    children = multiprocessing.active_children()
-    if children:
-        raise RuntimeError(f"a server process was started: {children[0].name}")
-    return {"losses": []}
-
-
 def read_strides() -> dict:
     """Read metadata as torch writes it from 2.15 on."""
     from megatron_blackmamba.runtime import world
@@ -248,13 +232,12 @@ SCENARIOS = {
     "clipping": (1, clip),
     "float64": (1, train_in_float64),
     "checkpoint-folder": (1, plan_a_save),
-    "results-queue": (1, ask_for_the_queue),
     "stored-strides": (1, read_strides),
 }
 
 
 COMPLETE = ("jit", "tracer", "synchronize", "streams", "tensor-cuda", "router-gemm", "adam", "clipping", "float64")
-COMPLETE += ("checkpoint-folder", "results-queue", "stored-strides")
+COMPLETE += ("checkpoint-folder", "stored-strides")
 
 
 def refuse_to_compile() -> None:
