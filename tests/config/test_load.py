@@ -340,8 +340,9 @@ def test_numbers_may_have_a_suffix():
 def test_steps_are_turned_into_tokens():
     config = load("tiny", ["training.steps=30", "training.global_batch=8"])
     assert config.training.tokens == 30 * 8 * config.data.sequence_length
-    with pytest.raises(ConfigError, match=r"training\.steps is 'many'"):
-        load("tiny", ["training.steps=many"])
+    for wrong in ("many", "0"):
+        with pytest.raises(ConfigError, match=r"training\.steps=\S+: give a whole number of at least 1"):
+            load("tiny", [f"training.steps={wrong}"])
 
 
 def test_steps_and_tokens_that_disagree_are_refused(tmp_path):
