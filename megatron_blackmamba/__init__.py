@@ -7,7 +7,7 @@ megatron_blackmamba` stays quick.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_blackmamba.api import batches, build, evaluate, export_hf, save, train
+    from megatron_blackmamba.api import batches, build, evaluate, export_hf, load_weights, save, train
     from megatron_blackmamba.config import ConfigError, RunConfig
     from megatron_blackmamba.config.load import load as load_config
     from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
@@ -38,6 +38,7 @@ __all__ = [
     "load",
     "load_config",
     "load_imbalance",
+    "load_weights",
     "read_metrics",
     "save",
     "selective_scan",
@@ -62,6 +63,7 @@ _HOMES = {
     "load": "inference:load",
     "load_config": "config.load:load",
     "load_imbalance": "ops.sinkhorn:load_imbalance",
+    "load_weights": "api:load_weights",
     "read_metrics": "formats.step_records:read_metrics",
     "save": "api:save",
     "selective_scan": "ops.selective_scan:selective_scan",

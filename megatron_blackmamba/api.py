@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_blackmamba.checkpoint.reading import find_checkpoint
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.runtime import device, world
 from megatron_blackmamba.runtime.seeding import random_state_kept
@@ -21,18 +22,43 @@ if TYPE_CHECKING:
 
 
 def build(config: RunConfig) -> "LanguageModel":
-    """Return the model of a run with its initial weights, in this process alone.
+    """Return the model of a run with the weights that it starts with: those of `start.from`, or random ones.
 
     The model is a `torch.nn.Module`: `model(tokens_BS)` returns logits `[B, S, V]`, and `model(tokens_BS, labels_BS)`
     the loss of each token `[B, S]`. In training mode the router balances the experts; `model.eval()` routes each token
     by itself. The parallel sizes of the config must be 1; `train` supports the others.
     """
     from megatron_blackmamba import model
+    from megatron_blackmamba.interchange.open import copy_into, weights_of
+    from megatron_blackmamba.training.resume import refuse_start
 
     _require_config(config)
+    if config.start.from_ is not None:
+        refuse_start(config, resumes=False)
     place = world.alone(config.parallel)
     with random_state_kept():
-        return model.build(config, place)
+        built = model.build(config, place)
+    if config.start.from_ is not None:
+        folder = find_checkpoint(config.start.from_)
+        copy_into(built, weights_of(folder)[1], folder)
+    return built
+
+
+def load_weights(model: "LanguageModel", folder: str | Path) -> None:
+    """Overwrite the weights of a model of `build` with those of a run, a checkpoint, what `save` wrote, or an export.
+
+    Weights of another model are refused. They are rounded to the model's precision where theirs differs.
+    """
+    from megatron_blackmamba.interchange.open import copy_into, weights_of
+    from megatron_blackmamba.training.resume import ResumeError, other_function
+
+    _require_model(model)
+    theirs, entries = weights_of(Path(folder))
+    changes, _ = other_function(theirs, model.config.described)
+    if changes:
+        old, new = (" ".join(f"{change[0]}={change[at]}" for change in changes) for at in (1, 2))
+        raise ResumeError(f"{folder}: its weights have {old}, and this model has {new}. Build the model with {old}.")
+    copy_into(model, entries, folder)
 
 
 def batches(config: RunConfig, start_sample: int = 0) -> "Iterator[Batch]":
@@ -112,11 +138,16 @@ def _require_config(config: object) -> None:
 def _canonical(model: "LanguageModel | str | Path", tokenizer: str | Path | None) -> "Canonical":
     from megatron_blackmamba.interchange import megatron
     from megatron_blackmamba.interchange.open import open_model
-    from megatron_blackmamba.model.config import MegatronConfig
 
     file = None if tokenizer is None else Path(tokenizer)
     if isinstance(model, (str, Path)):
         return open_model(Path(model), file)
-    if not isinstance(getattr(model, "config", None), MegatronConfig):
-        raise TypeError(f"a {type(model).__name__} is no model of `build`: give one, or the folder of a run or export.")
+    _require_model(model, ", or the folder of a run or export")
     return megatron.of_module(model, file)
+
+
+def _require_model(model: object, other: str = "") -> None:
+    from megatron_blackmamba.model.config import MegatronConfig
+
+    if not isinstance(getattr(model, "config", None), MegatronConfig):
+        raise TypeError(f"a {type(model).__name__} is no model of `build`: give one{other}.")

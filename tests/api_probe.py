@@ -8,8 +8,10 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from megatron_blackmamba import batches, build, load_config, save, train
+from megatron_blackmamba import batches, build, export_hf, load, load_config, load_weights, save, train
+from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.data import BatchStream
 from megatron_blackmamba.training.guard import Verdict
 from megatron_blackmamba.training.loop import Trainer
@@ -62,6 +64,72 @@ def copied() -> dict[str, object]:
     return {"same": same, "shared": len(shared), "marks": marks}
 
 
+def loaded(folder: Path) -> dict[str, object]:
+    """Whether each form of stored weights comes back whole, and what is said of weights of another model."""
+    own = load_config("tiny", ["training.seed=5"])
+    first, run = build(own), folder / "loaded"
+    expected = first.state_dict()
+    save(first, folder / "saved")
+    export_hf(first, folder / "exported")
+    train(load_config("tiny", ["name=loaded", "training.steps=1", "training.seed=5", f"folder={folder}"]))
+    same = {}
+    for kind in ("saved", "exported"):
+        model = build(load_config("tiny"))
+        load_weights(model, folder / kind)
+        same[kind] = _equal(model.state_dict(), expected)
+    started = build(load_config("tiny", [f"start.from={folder / 'saved'}"]))
+    same["start.from"] = _equal(started.state_dict(), expected)
+    load_weights(started, run)
+    stored = CheckpointReader(run)
+    same["run"] = _equal(started.state_dict(), dict(stored.tensors())) and not _equal(started.state_dict(), expected)
+    refused = []
+    for attempt in (
+        lambda: load_weights(build(load_config("tiny", ["model.experts=4"])), run),
+        lambda: build(load_config("tiny", ["model.norm_eps=0.01", f"start.from={run}"])),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            refused.append(str(error).replace(str(folder), "FOLDER"))
+    return {"same": same, "refused": refused}
+
+
+def default_dtypes(folder: Path) -> dict[str, list[bool]]:
+    """Whether weights, losses, decoding and training are the same under each default dtype of torch as under fp32."""
+    tokens_BS = torch.arange(24).view(2, 12)
+
+    def results(name: str) -> list[Tensor]:
+        model = build(load_config("tiny"))
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        losses = model(tokens_BS, tokens_BS)
+        losses.mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        save(model, folder / name)
+        decoder = load(folder / name).decoder
+        state = decoder.start(batch=2)
+        logits = [decoder.read(state, tokens_BS), decoder.step(state, tokens_BS[:, 0])]
+        train(load_config("tiny", [f"name={name}_run", "training.steps=2", f"folder={folder}"]))
+        trained = [tensor for _, tensor in CheckpointReader(folder / f"{name}_run").tensors()]
+        return [*weights, losses.detach(), *gradients, *logits, *trained]
+
+    expected, same = results("float32"), {}
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            found = results(str(dtype).removeprefix("torch."))
+            kept = torch.get_default_dtype() == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+        equal = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        same[str(dtype)] = [kept, all(a.dtype == b.dtype for a, b in zip(expected, found, strict=True)), equal]
+    return same
+
+
+def _equal(state: dict[str, object], expected: dict[str, object]) -> bool:
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return all(torch.equal(value, expected[name]) for name, value in tensors.items())  # type: ignore[arg-type]
+
+
 def mistakes(folder: Path) -> dict[str, str]:
     config = load_config("tiny")
     tokens_BS = torch.zeros(1, 4, dtype=torch.long)
@@ -84,6 +152,8 @@ def mistakes(folder: Path) -> dict[str, str]:
 PROBES: dict[str, Callable[[Path], object]] = {
     "random_numbers": random_numbers,
     "copied": lambda folder: copied(),
+    "loaded": loaded,
+    "default_dtypes": default_dtypes,
     "mistakes": mistakes,
     "left_by_failures": left_by_failures,
 }

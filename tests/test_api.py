@@ -62,6 +62,26 @@ def test_copy_of_a_model_is_independent(found):
     assert found["copied"] == {"same": True, "shared": 0, "marks": True}
 
 
+def test_stored_weights_come_back(found):
+    assert found["loaded"]["same"] == {"saved": True, "exported": True, "start.from": True, "run": True}
+
+
+def test_weights_of_another_model_are_refused(found):
+    other, eps = found["loaded"]["refused"]
+    assert other == (
+        "FOLDER/loaded: its weights have model.experts=8, and this model has model.experts=4. Build the model with"
+        " model.experts=8."
+    )
+    assert (
+        "start.from=FOLDER/loaded: its weights have model.norm_eps=1e-05, and this run has model.norm_eps=0.01" in eps
+    )
+
+
+def test_default_dtype_of_torch_changes_nothing(found):
+    everything = [True, True, True]  # kept, dtypes, values
+    assert found["default_dtypes"] == {"torch.float64": everything, "torch.bfloat16": everything}
+
+
 def test_failed_run_leaves_neither_handlers_nor_lock(found):
     assert found["left_by_failures"] == {"told": ["no batches", "no step"], "interrupts": True, "held": []}
 

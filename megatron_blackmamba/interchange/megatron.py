@@ -44,6 +44,12 @@ def read(path: Path, *, verify: bool = False) -> Canonical:
     )
 
 
+def stored(reader: CheckpointReader) -> dict[str, Entry]:
+    """Return the weights of a checkpoint under its own names, which are those of the model's state dict."""
+    dtypes, load = reader.dtypes(), _quietly(reader.tensor)
+    return {name: Entry(tuple(shape), dtypes[name], partial(load, name)) for name, shape in reader.shapes().items()}
+
+
 def of_module(model: "LanguageModel", tokenizer: Path | None = None) -> Canonical:
     """Return the canonical form of a model in memory that has all layers and experts in this process."""
     described = model.config.described
@@ -66,7 +72,7 @@ def of_module(model: "LanguageModel", tokenizer: Path | None = None) -> Canonica
 def write(model: Canonical, folder: Path) -> None:
     """Write a checkpoint with weights only, in one file; `start.from` loads it into any layout."""
     folder.mkdir(parents=True, exist_ok=True)
-    _save(_stacked(model), folder)
+    _save(stacked(model), folder)
     common.write(folder, {})
     run = run_config(model)
     atomic.write_json(folder / STATE, {"config": to_saved(run)})
@@ -110,7 +116,7 @@ def _cut(whole: Callable[[str], Tensor], stack: str, number: int, shape: tuple[i
     return whole(stack)[number].reshape(shape).clone()
 
 
-def _stacked(model: Canonical) -> dict[str, Entry]:
+def stacked(model: Canonical) -> dict[str, Entry]:
     """Return the canonical entries under the names of a checkpoint."""
     stacks = {stack.parts[0]: (name, stack) for name, stack in stacks_of(model.config).items()}
     rest = {part for _, stack in stacks.values() for part in stack.parts[1:]}

@@ -2,11 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
+
+from megatron_blackmamba.checkpoint import CheckpointReader
+from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange import hf, megatron, zyphra
-from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError
+from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError
 from megatron_blackmamba.interchange.hub import local_folder
 from megatron_blackmamba.interchange.json_config import read_json
+
+if TYPE_CHECKING:
+    from megatron_blackmamba.model import LanguageModel
 
 
 def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = False) -> Canonical:
@@ -19,6 +27,31 @@ def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = Fals
     path = existing_folder(path)
     model = _open(path, verify)
     return model if tokenizer is None else replace(model, tokenizer=tokenizer)
+
+
+def weights_of(path: Path) -> tuple[ModelConfig, dict[str, Entry]]:
+    """Return a model's config, and its weights under the names of `LanguageModel.state_dict`, not yet loaded.
+
+    A checkpoint is verified first, and may hold what only training uses: untied embeddings and float64 weights.
+    """
+    path = existing_folder(path)
+    if (path / zyphra.CONFIG).is_file():
+        model = _open(path, verify=True)
+        return model.config, megatron.stacked(model)
+    reader = CheckpointReader(path)
+    reader.verify()
+    return reader.config.model, megatron.stored(reader)
+
+
+@torch.no_grad()
+def copy_into(model: "LanguageModel", entries: dict[str, Entry], source: Path | str) -> None:
+    """Overwrite the weights of a model that is whole in this process, rounding to its precision where that differs."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    for name, tensor in own.items():
+        if name not in entries or entries[name].shape != tuple(tensor.shape):
+            raise InterchangeError(f"{source}: has no {name} of the shape {tuple(tensor.shape)}, which the model needs")
+    for name, tensor in own.items():
+        tensor.copy_(entries[name].load())
 
 
 def existing_folder(path: Path) -> Path:

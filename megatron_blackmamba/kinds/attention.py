@@ -147,8 +147,9 @@ class AttentionDecoding(Decoding):
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch
 
-        empty = torch.zeros(batch, _kv_heads(model), 0, model.hidden_size // model.attention.heads, device=device)
-        return [empty.to(dtype), empty.to(dtype), torch.zeros(batch, 0, dtype=torch.bool, device=device)]
+        shape = (batch, _kv_heads(model), 0, model.hidden_size // model.attention.heads)
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return [k, v, torch.zeros(batch, 0, dtype=torch.bool, device=device)]
 
     def restart(self, memory: list[Tensor], going_on_B: Tensor) -> None:
         """Keep everything."""

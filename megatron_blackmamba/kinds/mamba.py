@@ -232,7 +232,10 @@ class MambaDecoding(Decoding):
         import torch
 
         _, I, N, K, _ = _sizes(model)
-        return [torch.zeros(batch, K - 1, I, device=device), torch.zeros(batch, I, N, device=device)]
+        return [
+            torch.zeros(batch, K - 1, I, dtype=torch.float32, device=device),
+            torch.zeros(batch, I, N, dtype=torch.float32, device=device),
+        ]
 
     def compiled(self, layer: MambaLayer, norm_D: Tensor, model: ModelConfig) -> Step:
         from megatron_blackmamba.ops.decoding import mamba_step

@@ -210,8 +210,8 @@ class Mamba2Decoding(Decoding):
 
         I, H, GN = _sizes(model)
         return [
-            torch.zeros(batch, model.conv_kernel - 1, I + 2 * GN, device=device),
-            torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, device=device),
+            torch.zeros(batch, model.conv_kernel - 1, I + 2 * GN, dtype=torch.float32, device=device),
+            torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, dtype=torch.float32, device=device),
         ]
 
     def compiled(self, layer: Mamba2Layer, norm_D: Tensor, model: ModelConfig) -> Step:

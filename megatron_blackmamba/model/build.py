@@ -7,10 +7,12 @@ from megatron_blackmamba.model.language_model import LanguageModel
 from megatron_blackmamba.model.sharding import mark_linears
 from megatron_blackmamba.model.specs import stack_spec
 from megatron_blackmamba.runtime import device
+from megatron_blackmamba.runtime.process import default_float32
 from megatron_blackmamba.runtime.seeding import seed_process
 from megatron_blackmamba.runtime.world import World
 
 
+@default_float32()
 def build(config: RunConfig, world: World) -> LanguageModel:
     """Return this rank's part of the model on this process's device; without values where the device is `meta`."""
     if config.training.precision == "fp64" and device.device().type == "cuda":

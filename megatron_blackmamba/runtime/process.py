@@ -3,6 +3,8 @@
 import atexit
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -19,6 +21,17 @@ def be_deterministic(wanted: bool) -> None:
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def default_float32() -> Iterator[None]:
+    """Make fp32 torch's default dtype meanwhile: numbers of a model must not depend on what a caller set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def freeze_gc() -> None:

@@ -97,6 +97,7 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
         stop.release()
 
 
+@process.default_float32()
 def _train(config: RunConfig, trainer: type["Trainer"], stop: StopRequest) -> Outcome:
     place = world.find_place()
     if place.launcher == "srun":  # or it would train on, unseen, when slurmstepd dies

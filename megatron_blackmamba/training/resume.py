@@ -99,17 +99,18 @@ def _changes_routing(key: str, model: ModelConfig) -> str:
     return ""
 
 
-def refuse_start(config: RunConfig) -> None:
-    """Raise ResumeError if the weights of start.from do not fit the model of a new run, or compute something else."""
+def refuse_start(config: RunConfig, *, resumes: bool = True) -> None:
+    """Raise ResumeError if the weights of start.from do not fit the model of a new run, or compute something else.
+
+    resumes: Whether a run with a checkpoint goes on from that, and so does not read start.from.
+    """
     source = config.start.from_
-    if source is None or RunFolder(Path(config.folder) / config.name).latest.is_file():
-        return  # a run that resumes does not read it
+    if source is None or (resumes and RunFolder(Path(config.folder) / config.name).latest.is_file()):
+        return
     folder = find_checkpoint(source)
     saved = saved_config(folder, read_state(folder)).model
-    changes = list(_differences(saved.model_dump(mode="json"), config.model.model_dump(mode="json"), "model."))
-    fits = shapes(saved) == shapes(config.model)
+    changes, fits = other_function(saved, config.model)
     if fits:
-        changes = [change for change in changes if _changes_function(config.model, *change[:2])]
         changes = [change for change in changes if not _under(change[0], _prefixes(config.resume.allow))]
     if not changes:
         return
@@ -120,6 +121,14 @@ def refuse_start(config: RunConfig) -> None:
     raise ResumeError(
         f"start.from={source}: its weights have {theirs}, and this run has {ours}. Use {theirs}, or {other}."
     )
+
+
+def other_function(saved: ModelConfig, model: ModelConfig) -> tuple[list[tuple[str, Any, Any]], bool]:
+    """Return why `model` computes something else with weights of `saved`, as (key, old, new), and whether they fit."""
+    changes = list(_differences(saved.model_dump(mode="json"), model.model_dump(mode="json"), "model."))
+    if shapes(saved) != shapes(model):
+        return changes, False
+    return [change for change in changes if _changes_function(model, *change[:2])], True
 
 
 def refuse_start_tokenizer(config: RunConfig, current: Mapping[str, Any]) -> None:
