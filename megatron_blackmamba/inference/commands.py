@@ -22,8 +22,10 @@ TokenizerFile = Annotated[
 
 def generate(
     model: ModelPath,
+    continued: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts to continue.")] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Text to continue; repeat for a batch, - reads stdin.")
+        list[str] | None,
+        typer.Option("--prompt", "-p", "--start", help="Text to continue; repeat for a batch, - reads stdin."),
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help='File of prompts: JSON Lines with a "prompt" field, or one prompt per line.')
@@ -64,7 +66,10 @@ def generate(
     from megatron_blackmamba.interchange.commands import torch_dtype
 
     sampling = Sampling(temperature, top_p, seed, top_k, min_p, repetition_penalty)
-    texts = [*(sys.stdin.read() if text == "-" else text for text in prompt or []), *_from_file(prompts)]
+    texts = [
+        *(sys.stdin.read() if text == "-" else text for text in [*(continued or []), *(prompt or [])]),
+        *_from_file(prompts),
+    ]
     if not texts:
         raise typer.BadParameter("give --prompt TEXT or --prompts FILE")
     if stream and not as_json and len(texts) * samples > 1:

@@ -133,6 +133,7 @@ def export_zyphra(
     from megatron_blackmamba.interchange import convert, zyphra
 
     model = _opened(checkpoint, None)
+    zyphra.require_expressible(model.config, model.source)
     warning = zyphra.warning_about(model.config)
     if warning:
         _say(f"warning: {warning}")

@@ -1,5 +1,6 @@
 """Open any of the three kinds of model folder, recognised by its files."""
 
+import difflib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,8 +60,14 @@ def existing_folder(path: Path) -> Path:
     path = local_folder(path)
     if not path.is_dir():
         what = "a file, and a model is a folder" if path.exists() else "no such folder"
-        raise InterchangeError(f"{path}: {what}. Name a run (runs/NAME), one of its checkpoints, or an export")
+        near = difflib.get_close_matches(path.name, _beside(path), n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else "."
+        raise InterchangeError(f"{path}: {what}{hint} Name a run (runs/NAME), one of its checkpoints, or an export")
     return path
+
+
+def _beside(path: Path) -> list[str]:
+    return [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
 
 
 def _open(path: Path, verify: bool) -> Canonical:

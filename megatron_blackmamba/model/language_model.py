@@ -80,6 +80,9 @@ class LanguageModel(LanguageModule):
         """
         require_shape("the model", "labels", labels_BS, *tokens_BS.shape)
         require_shape("the model", "before_B", before_B, len(tokens_BS))
+        self._refuse_unknown_ids("tokens", tokens_BS)
+        if labels_BS is not None:
+            self._refuse_unknown_ids("labels", labels_BS)
         residual_SBD = self._embedded(tokens_BS) if self.pre_process else None
         x_SBD = self.decoder(residual_SBD, self._layer_inputs(tokens_BS, before_B))
         if not self.post_process:
@@ -92,6 +95,21 @@ class LanguageModel(LanguageModule):
         if labels_BS is None:
             return logits_SBV.transpose(0, 1)
         return self._losses(logits_SBV, labels_BS)
+
+    def _refuse_unknown_ids(self, name: str, ids_BS: Tensor) -> None:
+        """Refuse ids outside the vocabulary. GPUs are not asked: reading the result would stall each step."""
+        if ids_BS.device.type != "cpu" or not ids_BS.numel():
+            return
+        vocabulary = self.config.described.vocab_size
+        lowest, highest = (int(value) for value in ids_BS.aminmax())
+        if highest >= vocabulary:
+            raise ValueError(
+                f"{name}: the largest id is {highest}, but model.vocab_size is {vocabulary}: ids are 0 to"
+                f" {vocabulary - 1}. Use the tokenizer of this model."
+            )
+        if lowest < 0:
+            advice = "Give any valid id there, and leave its loss out of the mean." if name == "labels" else ""
+            raise ValueError(f"{name}: id {lowest} is negative; -100 does not mask a label here. {advice}".rstrip())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LanguageModel":
         """Copy the weights with their marks; the copy uses the same process groups."""

@@ -125,7 +125,10 @@ def _storage(plan: Plan) -> Table:
             table.add_row("tokens read by all ranks together", f"{needed.read_per_step / step / 1e6:,.1f} MB/s")
     if needed.corpus:
         dtype = token_dtype(config.model.vocab_size)
-        table.add_row(f"the whole tokenized corpus ({dtype})", f"{needed.corpus / 1e12:,.2f} TB")
+        table.add_row(
+            f"the whole tokenized corpus ({dtype})",
+            f"{needed.corpus / 1e12:,.2f} TB" if needed.corpus >= 1e11 else _size(needed.corpus),
+        )
     return table
 
 

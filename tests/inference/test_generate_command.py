@@ -66,3 +66,9 @@ def test_bad_requests_are_refused(folder, tmp_path):
     path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(GenerationError, match='line 2 has no "prompt"'):
         run(folder, "--prompts", path)
+
+
+@pytest.mark.parametrize("words", [["a state"], ["--start", "a state"], ["-p", "a state"]])
+def test_prompt_is_an_argument_or_an_option(folder, words):
+    answers = json.loads(run(folder, *words, "--json").output)
+    assert [answer["prompt"] for answer in answers] == ["a state"]

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from megatron_blackmamba.cli import app
 from megatron_blackmamba.interchange import convert, hf, torch_file, zyphra
 from megatron_blackmamba.interchange.canonical import InterchangeError, Past, cast, in_memory, shapes
 from megatron_blackmamba.interchange.open import open_model
@@ -388,3 +390,23 @@ def test_parameter_with_and_without_prefix_is_refused(silu, tmp_path):
     save_file(tensors | {name: tensors[f"model.{name}"] + 1}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InterchangeError, match=rf"has both {name} and model\.{name}"):
         hf.read(tmp_path)
+
+
+@pytest.mark.parametrize("made", ["", "runs/typos"])
+def test_mistyped_run_is_not_taken_for_a_name_on_the_hub(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(made).mkdir(parents=True, exist_ok=True)
+    with pytest.raises(InterchangeError, match="runs/typo: no such folder") as refused:
+        open_model(Path("runs/typo"))
+    assert "hf download" not in str(refused.value)
+    assert ("did you mean runs/typos?" in str(refused.value)) == bool(made)
+
+
+def test_released_format_refuses_before_it_warns(tmp_path):
+    folder = tmp_path / "model"
+    hf.write(canonical(tiny()), folder)
+    content = json.loads((folder / "config.json").read_text()) | {"eod_reset": 3}
+    (folder / "config.json").write_text(json.dumps(content))
+    done = CliRunner().invoke(app, ["export", "zyphra", str(folder), str(tmp_path / "out")])
+    assert isinstance(done.exception, InterchangeError) and "eod_reset" in str(done.exception)
+    assert "warning" not in done.output

@@ -108,3 +108,17 @@ def test_labels_of_another_shape_are_refused(build, shape):
     model, tokens = build().eval(), torch.zeros(2, 17, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"labels has shape .* Pass \(2, 17\)"):
         model(tokens, torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels", "message"),
+    [
+        (512, 0, "tokens: the largest id is 512, but model.vocab_size is 512"),
+        (-1, 0, "tokens: id -1 is negative"),
+        (0, 600, "labels: the largest id is 600"),
+        (0, -100, "labels: id -100 is negative; -100 does not mask a label here"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(build, tokens, labels, message):
+    with pytest.raises(ValueError, match=message):
+        build().eval()(torch.full((1, 4), tokens), torch.full((1, 4), labels))
