@@ -107,9 +107,11 @@ def _scores(runs: Sequence[Compared]) -> Rows:
     results = [run.scores.by_task() if run.scores else {} for run in runs]
     rows = []
     for task in dict.fromkeys(task for each in results for task in each):
+        mixed = len({each[task].key.encoding for each in results if task in each}) > 1
         for metric in dict.fromkeys(m for each in results if task in each for m in each[task].metrics):
             cells = [
                 f"{each[task].metrics[metric]:.4g} ± {each[task].errors.get(metric, float('nan')):.2g}"
+                + (f" ({each[task].key.encoding} encoding)" if mixed else "")
                 if task in each and metric in each[task].metrics
                 else "–"
                 for each in results

@@ -55,13 +55,20 @@ def overviews(folder: Path) -> list[Overview]:
     """Return the runs in a folder, or the one that it is."""
     if not folder.is_dir():
         raise ReportError(f"{folder}: no such folder. Name a folder of runs, such as runs")
-    if RunFolder(folder).config.is_file():
+    if _is_run(folder):
         return [_overview(RunFolder(folder), folder.resolve().name)]
     roots = []
     for inside in sorted(folder.iterdir()):
-        nested = sorted(path.parent for path in inside.glob("*/config.yaml"))  # as the quickstart's run
-        roots += [inside] if RunFolder(inside).config.is_file() else nested
+        nested = sorted(
+            path.parent for path in inside.glob("*/config.yaml") if _is_run(path.parent)
+        )  # as the quickstart's run
+        roots += [inside] if _is_run(inside) else nested
     return [_overview(RunFolder(root), str(root.relative_to(folder))) for root in roots]
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's; saved weights have a config too, and a manifest."""
+    return RunFolder(folder).config.is_file() and not (folder / "manifest.json").exists()
 
 
 def _overview(run: RunFolder, name: str) -> Overview:
@@ -133,7 +140,7 @@ def show(found: list[Overview], console: Console) -> None:
     for number, header in enumerate(
         ["run", "state", "step", "tokens", "loss", "validation", "tokens/s", "to go", "scores"]
     ):
-        table.add_column(header, justify="left" if number < 2 else "right")
+        table.add_column(header, justify="left" if number < 2 else "right", no_wrap=number > 0, overflow="fold")
     for one in found:
         step = "–" if one.step is None else f"{one.step:,}" + (f" of {one.steps:,}" if one.steps else "")
         left = "–" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left)))

@@ -36,8 +36,8 @@ def write_run(root, steps, pattern="MEME", loss=lambda step: 5.0 - step / 100, s
     return root
 
 
-def scored(run, answers, data="1"):
-    key = ScoringKey(run.name, "piqa", "1", data, "1", "float32", "joint", None, 2048)
+def scored(run, answers, data="1", encoding="joint"):
+    key = ScoringKey(run.name, "piqa", "1", data, "1", "float32", encoding, None, 2048)
     mean = float(np.mean(answers))
     result = TaskResult(key, {"acc": mean}, {"acc": 0.05}, len(answers), {"acc": answers}, 1.0)
     Evaluation(str(run), 60, (result,)).write(RunFolder(run).evaluation(60))
@@ -222,3 +222,22 @@ def test_runs_fit_a_terminal_of_80_columns():
     header, row = console.file.getvalue().splitlines()
     assert header.split() == ["run", "state", "step", "tokens", "loss", "validation", "tokens/s", "to", "go", "scores"]
     assert row.split()[:5] == ["quickstart", "finished", "688", "of", "688"] and "…" not in row
+
+
+def test_runs_skip_saved_weights_and_fold_long_names(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/config.yaml").write_text(to_yaml(load("tiny")))
+    (tmp_path / "weights/manifest.json").write_text("{}")
+    name = "a_run_with_a_name_of_many_words_that_is_long"
+    write_run(tmp_path / name, 10)
+    found = overviews(tmp_path)
+    assert [run.name for run in found] == [name]
+    console = Console(record=True, width=80, file=io.StringIO())
+    show(found, console)
+    assert "".join(line.split(" ")[0] for line in console.export_text().splitlines()[1:]) == name
+
+
+def test_scores_of_different_encodings_are_marked(two):
+    assert "encoding" not in str({title: rows for title, _, rows in tables(read_all(two))}["Scores"])
+    scored(two[1], [1.0] * 200, encoding="separate")
+    assert "(separate encoding)" in str({title: rows for title, _, rows in tables(read_all(two))}["Scores"])
