@@ -7,7 +7,16 @@ megatron_blackmamba` stays quick.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_blackmamba.api import batches, build, evaluate, export_hf, load_weights, save, train
+    from megatron_blackmamba.api import (
+        batches,
+        build,
+        evaluate,
+        export_hf,
+        load_weights,
+        save,
+        train,
+        update_expert_bias,
+    )
     from megatron_blackmamba.config import ConfigError, RunConfig
     from megatron_blackmamba.config.load import load as load_config
     from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
@@ -46,6 +55,7 @@ __all__ = [
     "ssd",
     "tokenize",
     "train",
+    "update_expert_bias",
 ]
 _HOMES = {
     "ConfigError": "config:ConfigError",
@@ -71,6 +81,7 @@ _HOMES = {
     "ssd": "ops.ssd:ssd",
     "tokenize": "data_tools.tokenization:tokenize",
     "train": "api:train",
+    "update_expert_bias": "api:update_expert_bias",
 }
 """Name -> the module of this package that defines it, and its name there."""
 

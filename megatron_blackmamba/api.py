@@ -13,6 +13,8 @@ from megatron_blackmamba.runtime import device, world
 from megatron_blackmamba.runtime.seeding import random_state_kept
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_blackmamba.data import Batch
     from megatron_blackmamba.formats.evaluations import Evaluation
     from megatron_blackmamba.interchange.canonical import Canonical
@@ -26,7 +28,8 @@ def build(config: RunConfig) -> "LanguageModel":
 
     The model is a `torch.nn.Module`: `model(tokens_BS)` returns logits `[B, S, V]`, and `model(tokens_BS, labels_BS)`
     the loss of each token `[B, S]`. In training mode the router balances the experts; `model.eval()` routes each token
-    by itself. The parallel sizes of the config must be 1; `train` supports the others.
+    by itself. The parallel sizes of the config must be 1; `train` supports the others. With a process group of yours,
+    every rank must call this, and gets a replica for DistributedDataParallel.
     """
     from megatron_blackmamba import model
     from megatron_blackmamba.interchange.open import copy_into, weights_of
@@ -35,13 +38,25 @@ def build(config: RunConfig) -> "LanguageModel":
     _require_config(config)
     if config.start.from_ is not None:
         refuse_start(config, resumes=False)
-    place = world.alone(config.parallel)
+    place = world.of_replica(config.parallel)
     with random_state_kept():
         built = model.build(config, place)
     if config.start.from_ is not None:
         folder = find_checkpoint(config.start.from_)
         copy_into(built, weights_of(folder)[1], folder)
+    model.remind_of_expert_bias(built)
     return built
+
+
+def update_expert_bias(model: "torch.nn.Module") -> None:
+    """Move the biases of `model.router.kind=expert_bias` by the expert loads since the last call, after each step.
+
+    model: a model of `build`, or a module around it. With a process group of yours, every rank must call this. Other
+    routers keep no bias, and nothing happens.
+    """
+    from megatron_blackmamba import model as modelling
+
+    modelling.update_expert_bias(model)
 
 
 def load_weights(model: "LanguageModel", folder: str | Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -10,7 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_blackmamba import batches, build, export_hf, load, load_config, load_weights, save, train
+from megatron_blackmamba import (
+    batches,
+    build,
+    export_hf,
+    load,
+    load_config,
+    load_weights,
+    save,
+    train,
+    update_expert_bias,
+)
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.data import BatchStream
 from megatron_blackmamba.training.guard import Verdict
@@ -125,6 +136,38 @@ def default_dtypes(folder: Path) -> dict[str, list[bool]]:
     return same
 
 
+def expert_biases() -> dict[str, object]:
+    """How far the biases of a loop move with the update, and what a loop without it is told."""
+    config = load_config("tiny", ["model.router.kind=expert_bias", "model.router.bias_update_rate=0.1"])
+    tokens_BS = torch.arange(32).view(2, 16)
+    answer: dict[str, object] = {}
+    for update in (True, False):
+        model = build(config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                model(tokens_BS, tokens_BS).mean().backward()
+                optimizer.step()
+                if update:
+                    update_expert_bias(model)
+        biases = [value.abs().max().item() for name, value in model.named_buffers() if name.endswith("expert_bias")]
+        mine = [str(warning.message) for warning in told if "expert" in str(warning.message)]
+        answer[f"update={update}"] = {"moved": [bias > 0 for bias in biases], "told": mine}
+    return answer
+
+
+def tensors_alone(folder: Path) -> bool:
+    """Return whether safetensors writes a model's state dict, and the model loads it back."""
+    from safetensors.torch import load_file, save_file
+
+    model = build(load_config("tiny", ["training.seed=3"]))
+    save_file(model.state_dict(), folder / "model.safetensors")
+    other = build(load_config("tiny"))
+    other.load_state_dict(load_file(folder / "model.safetensors"))
+    return _equal(other.state_dict(), model.state_dict())
+
+
 def _equal(state: dict[str, object], expected: dict[str, object]) -> bool:
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return all(torch.equal(value, expected[name]) for name, value in tensors.items())  # type: ignore[arg-type]
@@ -154,6 +197,8 @@ PROBES: dict[str, Callable[[Path], object]] = {
     "copied": lambda folder: copied(),
     "loaded": loaded,
     "default_dtypes": default_dtypes,
+    "expert_biases": lambda folder: expert_biases(),
+    "tensors_alone": tensors_alone,
     "mistakes": mistakes,
     "left_by_failures": left_by_failures,
 }

@@ -82,6 +82,32 @@ def test_default_dtype_of_torch_changes_nothing(found):
     assert found["default_dtypes"] == {"torch.float64": everything, "torch.bfloat16": everything}
 
 
+def test_expert_biases_move_or_their_loop_is_warned(found):
+    without = (
+        "the expert biases are not updated, so nothing balances the experts: call update_expert_bias(model) after each"
+        " optimizer.step()"
+    )
+    assert found["expert_biases"] == {
+        "update=True": {"moved": [True, True], "told": []},
+        "update=False": {"moved": [False, False], "told": [without]},
+    }
+
+
+def test_state_dict_holds_tensors_alone(found):
+    assert found["tensors_alone"]
+
+
+def test_replicas_of_two_processes_train_as_one_with_the_whole_batch(tmp_path):
+    found = run_script("tests.api_replicas", str(tmp_path))
+    alone, *ranks = (rank["answer"] for rank in [found["alone"], *found["ranks"]])
+    for rank in ranks:
+        assert "one of 2 processes without a process group" in rank.pop("refused")
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["sums"] == pytest.approx(alone["sums"], rel=1e-4, abs=1e-4)
+    assert ranks[0]["biases"] == pytest.approx(alone["biases"]) and len(set(alone["biases"])) > 1
+    assert (tmp_path / "of_2").is_dir() and (tmp_path / "export_of_2").is_dir()  # by one of the two
+
+
 def test_failed_run_leaves_neither_handlers_nor_lock(found):
     assert found["left_by_failures"] == {"told": ["no batches", "no step"], "interrupts": True, "held": []}
 

@@ -68,6 +68,7 @@ class LanguageModel(LanguageModule):
             )
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
+        self.register_state_dict_post_hook(_without_nothing)
 
     def set_input_tensor(self, received: Tensor | list[Tensor]) -> None:
         """Set the output of the previous pipeline stage; megatron-core's schedules call this."""
@@ -169,6 +170,12 @@ class LanguageModel(LanguageModule):
                 reset_BS[:, 0] = before_B == eod
         rotary = None if self.rotary is None else self.rotary(tokens_BS.shape[1])
         return LayerInputs(reset_BS, rotary)
+
+
+def _without_nothing(_: Any, state: dict[str, Any], *__: Any) -> None:
+    """Leave out the extra state of megatron-core's linears, which is None: safetensors takes tensors alone."""
+    for name in [name for name, value in state.items() if value is None]:
+        del state[name]
 
 
 def _rotary(config: MegatronConfig, groups: ProcessGroupCollection) -> RotaryEmbedding:

@@ -126,17 +126,46 @@ def alone(parallel: ParallelConfig) -> World:
     layout.check_world(parallel, 1)
     if not _alone:
         _alone.append(_start(parallel, Place(0, 1, 0, "alone"), TIMEOUT))
+    if _alone[0].size > 1:
+        raise PlaceError("a run cannot use the process group of this script: call train in a script of its own.")
     return _alone[0]
 
 
+def of_replica(parallel: ParallelConfig) -> World:
+    """Return the world for a model that is whole in this process.
+
+    In a process group of the caller, every rank has a replica, and must call this. Otherwise the process is alone.
+    """
+    layout.check_world(parallel, 1)
+    if _alone and not dist.is_initialized():  # its group was destroyed by the caller
+        _forget_groups()
+    if _alone:
+        return _alone[0]
+    if not dist.is_initialized():
+        size = find_place().size
+        if size > 1:
+            raise PlaceError(
+                f"this is one of {size} processes without a process group, and nothing would synchronise their models:"
+                " call torch.distributed.init_process_group() first."
+            )
+        return alone(parallel)
+    _prepare()
+    _alone.append(_lay_groups(parallel, Place(dist.get_rank(), dist.get_world_size(), 0, "caller")))
+    return _alone[0]
+
+
+def _forget_groups() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    _alone.clear()
+
+
 def _start(parallel: ParallelConfig, place: Place, timeout: timedelta) -> World:
-    process.prepare_cuda()  # --nproc, torchrun and srun all come here, before CUDA's first use
-    if not device.has_cuda():
-        keep_freed_memory()
-    patches.install()
+    _prepare()
     layout.check_world(parallel, place.size)
     if dist.is_initialized():
-        raise RuntimeError("this process has already joined a world; call world.shutdown() first")
+        raise RuntimeError("this process already has a process group, and a run starts its own: train in a new process")
     device.claim(place.local_rank)
     _join(place, timeout)
     failure.report_as(place.rank, place.size)  # after joining: torch puts a hook of its own before ours
@@ -145,6 +174,13 @@ def _start(parallel: ParallelConfig, place: Place, timeout: timedelta) -> World:
     except BaseException:
         dist.destroy_process_group()
         raise
+
+
+def _prepare() -> None:
+    process.prepare_cuda()  # --nproc, torchrun and srun all come here, before CUDA's first use
+    if not device.has_cuda():
+        keep_freed_memory()
+    patches.install()
 
 
 def shutdown() -> None:
