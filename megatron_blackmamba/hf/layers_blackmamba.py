@@ -51,6 +51,11 @@ def use_kernels(config: Any) -> bool:
     return config.kernels == "auto" and HAVE_KERNELS
 
 
+def may_run(fast: bool) -> bool:
+    """Return whether kernels may run now; `torch.export` traces tensors without memory, and its graph runs anywhere."""
+    return fast and not torch.compiler.is_exporting()
+
+
 SINKHORN = {"iterations": 1, "temperature": 2.0, "start": "balanced"}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
@@ -59,7 +64,7 @@ class FastLinear(nn.Linear):
     """nn.Linear with a kernel for the few tokens of a step of generation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and not torch.is_grad_enabled():
+        if x.device.type == "cpu" and not torch.is_grad_enabled() and may_run(True):
             return product(x, self.weight)
         return super().forward(x)
 
@@ -106,7 +111,9 @@ class Convolution(nn.Conv1d):
     def forward(  # type: ignore[override]
         self, x_BLI: Tensor, window_BWI: Tensor, reset_BL: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        convolve: Callable[..., Any] = partial(fast_conv1d, return_final_window=True) if self.fast else causal_conv1d
+        convolve: Callable[..., Any] = (
+            partial(fast_conv1d, return_final_window=True) if may_run(self.fast) else causal_conv1d
+        )
         return convolve(x_BLI, self.weight[:, 0], self.bias, initial_window=window_BWI, reset_BL=reset_BL)
 
 
@@ -244,7 +251,7 @@ class MambaMixer(Recurrent):
         x, window, state = self.convolved(x, keep_BL1, reset_BL, cache, self.A_log.shape)
         dt_BLR, B_BLN, C_BLN = self.x_proj(x).split(self.splits, dim=-1)
         delta_BLI, bias_I = self.dt_proj(dt_BLR)
-        scan = _fast_scan if self.fast else selective_scan
+        scan = _fast_scan if may_run(self.fast) else selective_scan
         y, state = scan(x, delta_BLI, -torch.exp(self.A_log), B_BLN, C_BLN, self.D, z, bias_I, state, reset_BL)
         self.remember(cache, window, state)
         return self.out_proj(y.to(u_BLD.dtype))
@@ -285,7 +292,7 @@ class Mamba2Mixer(Recurrent):
         x, window, state = self.convolved(x, keep_BL1, reset_BL, cache, self.state_shape)
         x, B, C = x.split(self.splits, dim=-1)
         x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
-        scan = _fast_ssd if self.fast else ssd
+        scan = _fast_ssd if may_run(self.fast) else ssd
         y, state = scan(x, dt_BLH, -torch.exp(self.A_log), B, C, self.D, self.dt_bias, state, reset_BL)
         self.remember(cache, window, state)
         return self.out_proj(self.norm(y.flatten(2), z).to(u_BLD.dtype))

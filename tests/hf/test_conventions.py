@@ -177,9 +177,11 @@ def test_dynamic_quantization_replaces_every_product():
     assert 0 < difference < 0.3
 
 
-def test_an_exported_graph_gives_the_same_logits():
-    model = build(KINDS["hybrid"])
-    with torch.no_grad():
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_an_exported_graph_gives_the_same_logits(kernels, gradients):
+    model = build(KINDS["hybrid"], kernels=kernels)
+    with torch.set_grad_enabled(gradients):
         program = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False)
         other = IDS.flip(0, 1)
         torch.testing.assert_close(program.module()(other, use_cache=False).logits, model(other).logits)
