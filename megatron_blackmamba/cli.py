@@ -144,7 +144,8 @@ def train(
 ) -> None:
     """Train, or resume a run from its newest checkpoint.
 
-    Ctrl-C, SIGTERM and SIGUSR1 finish the step, save and exit with code 75: run the same command again to resume.
+    Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal finish the step, save and exit with code 75: run the same command
+    again to resume. With nohup in front, the run continues when the terminal closes.
 
     [dim]blackmamba train tiny --nproc 2 parallel.expert=2[/dim]
 

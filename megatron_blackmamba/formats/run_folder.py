@@ -25,6 +25,13 @@ class RunFolder:
         for path in (self.root, self.checkpoints, self.exports, self.logs, self.verified):
             if path.exists() and not path.is_dir():
                 raise RunFolderError(f"{path}: is not a folder, but a run needs one. Move it away, then start again.")
+        root = self.root.absolute()
+        around = next((parent for parent in root.parents if RunFolder(parent).latest.is_file()), None)
+        if around:
+            raise RunFolderError(
+                f"{root}: lies in the folder of another run, {around}. To resume that run, start in the directory that"
+                " it was started in. For a new run, name another folder=DIR."
+            )
 
     @property
     def config(self) -> Path:

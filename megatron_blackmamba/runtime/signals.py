@@ -7,18 +7,25 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
 from megatron_blackmamba.runtime import hangs
 from megatron_blackmamba.runtime.exits import HUNG
 
-ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
+ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Sent by `kill`, by a job script, and when the terminal closes."""
 
 
 def hold() -> None:
     """Block the signals that ask a run to stop. They stay pending until the training loop or the launcher listens."""
     signal.pthread_sigmask(signal.SIG_BLOCK, ASKS_TO_STOP)
+
+
+def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Leave out SIGHUP if this process was started with nohup."""
+    return [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
 class StopRequest:
@@ -30,7 +37,7 @@ class StopRequest:
 
     def __init__(self, catch: tuple[signal.Signals, ...] = ASKS_TO_STOP) -> None:
         self.received: signal.Signals | None = None
-        self._before = {number: signal.signal(number, self._on_signal) for number in catch}
+        self._before = {number: signal.signal(number, self._on_signal) for number in heeded(catch)}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received == number == signal.SIGINT:

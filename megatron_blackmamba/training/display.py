@@ -77,13 +77,15 @@ class Display:
 
     def close(self) -> None:
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                self._live.stop()
             self._live = None
 
     def _show(self, panel: Panel) -> None:
         if self._live is None:
             self._live = Live(panel, console=self.console, refresh_per_second=4)
-            self._live.start()
+            with contextlib.suppress(OSError):
+                self._live.start()
         self._live.update(panel)
 
     def _eta(self, step: int, last: int) -> str:

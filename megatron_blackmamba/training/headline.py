@@ -18,7 +18,7 @@ def lines(config: RunConfig, processes: int, counted: bool) -> list[str]:
         *([_size(config)] if counted else []),
         f"{config.training.tokens:,} tokens of {data}",
         f"{processes} {'process' if processes == 1 else 'processes'} in {config.training.precision}",
-        f"writes to {Path(config.folder) / config.name}",
+        f"writes to {(Path(config.folder) / config.name).absolute()}",
     ]
     return [f"{config.name}: {'; '.join(parts)}", *(f"note: {note}" for note in _notes(config))]
 

@@ -4,6 +4,7 @@ Workers that crash or hang are started again from the newest checkpoint. Neither
 fits: both die of SIGUSR1, kill workers that are still saving, and turn every exit code into 1.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from megatron_blackmamba.runtime.exits import BAD_INPUT, FINAL, INTERRUPTED, RES
 from megatron_blackmamba.runtime.failure import SAID
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.ports import free_port
+from megatron_blackmamba.runtime.signals import heeded
 from megatron_blackmamba.training.lock import Lock
 
 FORWARDED = {
@@ -68,7 +70,8 @@ def launch(
         signals.release()
         lock.release()
         if sys.stdout.isatty():  # a worker that was killed could not tidy up its live display
-            print(end=SHOW_CURSOR, flush=True)
+            with contextlib.suppress(OSError):
+                print(end=SHOW_CURSOR, flush=True)
 
 
 def _launch(
@@ -111,7 +114,7 @@ class _Signals:
         self.asked = False
         self.interrupts = 0
         self._group: _Group | None = None
-        self._before = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
+        self._before = {number: signal.signal(number, self._on_signal) for number in heeded(FORWARDED)}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # held since the program began
 
     def start(self, make: Callable[[], "_Group"]) -> "_Group":
@@ -214,7 +217,8 @@ def _newest(run: RunFolder) -> str | None:
 
 
 def _say(text: str) -> None:
-    print(f"blackmamba: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"blackmamba: {text}", file=sys.stderr, flush=True)
 
 
 def _environment(rank: int, processes: int, port: int) -> Mapping[str, str]:

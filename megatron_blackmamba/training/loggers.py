@@ -4,6 +4,7 @@ Logging never stops a run. Lines that a full disk refuses are kept and written l
 are missing. A damaged file is set aside, or its damaged lines are.
 """
 
+import contextlib
 import functools
 import importlib.util
 import re
@@ -280,4 +281,5 @@ def _print_missing(lines: LineFile) -> None:
     """Close a file, and say on standard error what could not be written."""
     missing = lines.close()
     if missing:
-        print(missing, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(missing, file=sys.stderr, flush=True)

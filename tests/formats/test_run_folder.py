@@ -19,3 +19,11 @@ def test_file_in_place_of_folder_is_refused(tmp_path, name):
     (tmp_path / "run" / name).touch() if name else (tmp_path / "run").touch()
     with pytest.raises(RunFolderError, match=rf"{name}: is not a folder, .*Move it away"):
         RunFolder(tmp_path / "run").refuse_obstacles()
+
+
+def test_a_run_inside_another_run_is_refused(tmp_path):
+    (tmp_path / "mine/checkpoints").mkdir(parents=True)
+    (tmp_path / "mine/checkpoints/latest").write_text("step_00000001\n")
+    RunFolder(tmp_path / "mine").refuse_obstacles()
+    with pytest.raises(RunFolderError, match=rf"lies in the folder of another run, {tmp_path}/mine\. To resume"):
+        RunFolder(tmp_path / "mine/runs/mine").refuse_obstacles()

@@ -15,11 +15,12 @@ def mixture(tmp_path):
     return f"data.mixture={path}"
 
 
-def test_first_line_names_model_data_and_place(tmp_path):
+def test_first_line_names_model_data_and_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     first = headline.lines(load("tiny", ["training.steps=5", "folder=here"]), 1, counted=True)[0]
     assert first == (
         "tiny: 0.5M parameters, 0.1M of them for each token; 10,240 tokens of synthetic data;"
-        " 1 process in fp32; writes to here/tiny"
+        f" 1 process in fp32; writes to {tmp_path}/here/tiny"
     )
 
 
