@@ -104,6 +104,11 @@ def find_checkpoint(path: str | Path) -> Path:
         raise manifest.DamagedCheckpoint(
             f"{path}: this run has not saved a checkpoint yet (checkpoint.every says when)"
         )
+    if (form := _exported_form(path)) is not None:
+        raise manifest.DamagedCheckpoint(
+            f"{path}: an export, not a checkpoint. Convert it with `blackmamba import {form} {path} checkpoints/NAME`,"
+            " and name that folder."
+        )
     inside = sorted(run for run in path.glob("*") if RunFolder(run).latest.is_file())
     raise manifest.DamagedCheckpoint(
         f"{path}: not a checkpoint: neither it nor its checkpoints/ has a {manifest.NAME}. "
@@ -113,6 +118,17 @@ def find_checkpoint(path: str | Path) -> Path:
             else "Name a run folder (runs/NAME) or one of its checkpoints (runs/NAME/checkpoints/step_00001000)."
         )
     )
+
+
+def _exported_form(path: Path) -> str | None:
+    """Return which `blackmamba import` reads the folder: hf or zyphra. None if it is no export."""
+    try:
+        content = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict) or "mamba_moe_layers" not in content:
+        return None
+    return "hf" if "model_type" in content else "zyphra"
 
 
 def _latest(run: RunFolder) -> Path:

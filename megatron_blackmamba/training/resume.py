@@ -3,6 +3,7 @@
 Every config key is in one of the three groups; the table is in tests/training/test_resume.py.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,11 +137,18 @@ def refuse_start_tokenizer(config: RunConfig, current: Mapping[str, Any]) -> Non
     source, now = config.start.from_, current.get("tokenizer")
     if source is None or now is None or "data.mixture" in config.resume.allow:
         return
-    before = (read_state(find_checkpoint(source)).get("data") or {}).get("tokenizer")
+    folder = find_checkpoint(source)
+    own = folder / "tokenizer.json"
+    before = (read_state(folder).get("data") or {}).get("tokenizer")
+    if not before and own.is_file():  # an imported model has no record of its data
+        before = {"name": own.name, "sha256": hashlib.sha256(own.read_bytes()).hexdigest()}
     if before and before["sha256"] != now["sha256"]:
+        file = next((path for path in (Path(source) / own.name, own) if path.is_file()), "TOKENIZER")
         raise ResumeError(
             f"start.from={source}: its weights are of the tokenizer {_named(before)}, and this data is of"
-            f" {_named(now)}. Name data of the first one in data.mixture, or allow it: 'resume.allow=[data.mixture]'."
+            f" {_named(now)}. Tokenize the text with the first one (blackmamba data tokenize TEXT tokens/NAME"
+            f" --tokenizer {file}), and name these shards in data.mixture. To train on token ids that mean something"
+            " else to these weights, allow it: 'resume.allow=[data.mixture]'."
         )
 
 

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from megatron_blackmamba.checkpoint.manifest import DamagedCheckpoint
+from megatron_blackmamba.checkpoint.reading import find_checkpoint
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.interchange import convert, hf, torch_file, zyphra
 from megatron_blackmamba.interchange.canonical import InterchangeError, Past, cast, in_memory, shapes
@@ -410,3 +412,10 @@ def test_released_format_refuses_before_it_warns(tmp_path):
     done = CliRunner().invoke(app, ["export", "zyphra", str(folder), str(tmp_path / "out")])
     assert isinstance(done.exception, InterchangeError) and "eod_reset" in str(done.exception)
     assert "warning" not in done.output
+
+
+def test_export_given_as_a_checkpoint_is_recognised(released, silu, tmp_path):
+    hf.write(canonical(silu), tmp_path / "hf")
+    for folder, form in ((tmp_path / "hf", "hf"), (released, "zyphra")):
+        with pytest.raises(DamagedCheckpoint, match=f"an export, .* `blackmamba import {form} {folder} checkpoints/"):
+            find_checkpoint(folder)

@@ -1,5 +1,7 @@
+import hashlib
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -249,5 +251,19 @@ def test_start_refuses_data_of_another_tokenizer(started):
         refuse_start_tokenizer(run, {"tokenizer": same})
     with pytest.raises(ResumeError, match=r"tokenizer a .*this data is of b .*resume\.allow=\[data\.mixture\]"):
         refuse_start_tokenizer(run, {"tokenizer": second})
+    theirs = Path(run.start.from_) / "tokenizer.json"
+    theirs.write_text("{}")
+    with pytest.raises(ResumeError, match=f"data tokenize .* --tokenizer {re.escape(str(theirs))}"):
+        refuse_start_tokenizer(run, {"tokenizer": second})
     allowed = run.model_copy(update={"resume": run.resume.model_copy(update={"allow": ["data.mixture"]})})
     refuse_start_tokenizer(allowed, {"tokenizer": second})
+
+
+def test_start_reads_the_tokenizer_of_an_imported_model(started):
+    run = started()  # an import records no data, but has its tokenizer beside the weights
+    file = Path(run.start.from_) / "tokenizer.json"
+    file.write_text("{}")
+    with pytest.raises(ResumeError, match=r"its weights are of the tokenizer tokenizer\.json .*this data is of b "):
+        refuse_start_tokenizer(run, {"tokenizer": {"name": "b", "sha256": "b" * 64, "file": None}})
+    same = {"name": "b", "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "file": None}
+    refuse_start_tokenizer(run, {"tokenizer": same})
