@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_blackmamba.inference import Decoder
 
-VERSION = 2
+VERSION = 3
 """Raise this when scores change, so that finished results of older versions are computed again."""
 SHORTEST_SHARED = 8
 """Tokens that sequences must share before their common beginning is read apart."""

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_blackmamba.evaluation.answers import Numbered, checked, is_known, refuse_wrong_answers
 from megatron_blackmamba.evaluation.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -145,13 +146,18 @@ def _find(name: str, folder: Path) -> Path | None:
 
 def _local(name: str, definition: dict[str, Any], file: Path) -> LoadedTask:
     import datasets
+    import pyarrow
     from lm_eval.api.task import ConfigurableTask
 
     try:
         content = file.read_bytes()
     except OSError as error:
         raise EvaluationError(f"{file}: cannot be read: {error.strerror}") from None
-    documents = datasets.Dataset.from_list(_documents(file, content))
+    rows = _documents(file, content)
+    try:
+        documents = datasets.Dataset.from_list(checked(name, rows))
+    except (TypeError, OverflowError, pyarrow.ArrowException) as error:
+        raise does_not_fit(name, str(file), error) from error
     config = {key: value for key, value in definition.items() if key not in ("tag", "group")}
     split = {"training_split": None, "validation_split": None, "test_split": "data", "fewshot_split": None}
     process = config.get("process_docs")
@@ -160,6 +166,11 @@ def _local(name: str, definition: dict[str, Any], file: Path) -> LoadedTask:
     config |= split | {"dataset_kwargs": None, "custom_dataset": lambda **_: {"data": documents}}
     try:
         task = ConfigurableTask(config=config)
+        if not is_known(name):
+            places = [where for where, _ in rows] if config.get("process_docs") is None else None
+            refuse_wrong_answers(task, places, str(file))
+    except EvaluationError:
+        raise
     except Exception as error:  # templates and functions of the task raise anything
         raise does_not_fit(name, str(file), error) from error
     return LoadedTask(task, hashlib.sha256(content).hexdigest(), file)
@@ -183,17 +194,19 @@ def _is_processed(process: Any, documents: Any) -> bool:
     return False
 
 
-def _documents(file: Path, content: bytes) -> list[dict[str, Any]]:
+def _documents(file: Path, content: bytes) -> list[Numbered]:
     try:
         if file.suffix == ".parquet":
             import io
 
             import pyarrow.parquet
 
-            rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+            table = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+            rows = [(f"{file}, record {number}", row) for number, row in enumerate(table, 1)]
         else:
             text = gzip.decompress(content) if file.suffix == ".gz" else content
-            rows = [_document(file, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+            lines = [(f"{file}, line {number}", line) for number, line in enumerate(text.splitlines(), 1)]
+            rows = [(where, _document(where, line)) for where, line in lines if line.strip()]
     except EvaluationError:
         raise
     except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow's errors are ValueErrors
@@ -203,13 +216,13 @@ def _documents(file: Path, content: bytes) -> list[dict[str, Any]]:
     return rows
 
 
-def _document(file: Path, number: int, line: bytes) -> dict[str, Any]:
+def _document(where: str, line: bytes) -> dict[str, Any]:
     try:
         document = json.loads(line)
     except ValueError as error:
-        raise EvaluationError(f"{file}, line {number}: not JSON: {error}. Copy it again") from None
+        raise EvaluationError(f"{where}: not JSON: {error}. Copy it again") from None
     if not isinstance(document, dict):
-        raise EvaluationError(f"{file}, line {number}: not a JSON object")
+        raise EvaluationError(f"{where}: not a JSON object")
     return document
 
 
@@ -218,6 +231,9 @@ def _downloaded(name: str) -> LoadedTask:
 
     try:
         task = TaskManager().load([name])["tasks"][name]
+        refuse_wrong_answers(task, None, name)
+    except EvaluationError:
+        raise
     except Exception as error:  # the network, the hub and datasets raise anything
         said = str(error).splitlines()[0] if str(error) else ""
         raise EvaluationError(f"{name}: its data could not be downloaded: {type(error).__name__}: {said}") from None

@@ -158,9 +158,20 @@ def test_document_that_does_not_fit_is_named(run, data, tmp_path):
     mine = shutil.copytree(data, tmp_path / "mine")
     with open(mine / "winogrande.jsonl", "a") as file:
         file.write("\n" + json.dumps({"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}))
-    with pytest.raises(EvaluationError, match="does not fit the task winogrande"):
+    with pytest.raises(EvaluationError, match=r"winogrande.jsonl, line 13: does not fit the task winogrande"):
         run_evaluation(run, Options(("piqa", "winogrande"), data=mine, device="cpu"))
-    assert len(read_evaluation(RunFolder(run).evaluation(2)).results) == 1
+    assert not RunFolder(run).evaluation(2).exists()
+
+
+def test_labels_written_as_strings_score_alike(run, data, tmp_path):
+    numbers = run_evaluation(run, Options(("piqa",), data=data, device="cpu"))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    rows = [json.loads(line) for line in (data / "piqa.jsonl").read_text().splitlines()]
+    rows = [row | {"label": (str, int, float)[i % 3](row["label"])} for i, row in enumerate(rows)]
+    (mine / "piqa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    strings = run_evaluation(run, Options(("piqa",), data=mine, device="cpu"))
+    assert strings.results[0].answers == numbers.results[0].answers
 
 
 def test_wrong_names_and_models_are_one_line(run, export, data, tmp_path, monkeypatch):

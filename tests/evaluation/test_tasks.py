@@ -1,20 +1,118 @@
-"""Local files become the documents of lm-eval's tasks."""
+"""Local files become the documents of lm-eval's tasks, and each has an answer that lm-eval can read."""
 
 import json
 
 import pytest
 
-from megatron_blackmamba.evaluation.tasks import load_tasks
+from megatron_blackmamba.evaluation import EvaluationError
+from megatron_blackmamba.evaluation.tasks import PAPER, load_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
 
 RAW = {"activity_label": "Running", "ctx_a": "He", "ctx_b": "now", "endings": ["runs", "flies"], "label": "0"}
 PROCESSED = {"query": "Running: He Now", "choices": ["runs", "flies"], "label": "0"}
+ARC = {"question": "Which?", "choices": {"text": ["this", "that"], "label": ["A", "B"]}, "answerKey": "B"}
+GOOD = {
+    "hellaswag": RAW,
+    "piqa": {"goal": "Sit", "sol1": "Bend", "sol2": "Stand", "label": 1},
+    "winogrande": {"sentence": "The _ ran", "option1": "cat", "option2": "hat", "answer": "1"},
+    "lambada_openai": {"text": "the state runs on"},
+    "arc_easy": ARC,
+    "arc_challenge": ARC,
+    "openbookqa": {"question_stem": "Which", "choices": ARC["choices"], "answerKey": "A"},
+    "boolq": {"passage": "Snow is white", "question": "is snow white", "label": 1},
+}
+ANSWERS = {"winogrande": "answer", "arc_easy": "answerKey", "arc_challenge": "answerKey", "openbookqa": "answerKey"}
+GONE = object()
+
+
+def load(folder, name, *documents):
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    (loaded,) = load_tasks([name], folder, download=False)
+    return loaded.task
+
+
+def golds(task):
+    return [task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row) for row in task.test_docs()]
 
 
 @pytest.mark.parametrize("document", [RAW, PROCESSED], ids=["raw", "processed"])
 def test_a_single_document_is_processed_at_most_once(document, tmp_path):
-    (tmp_path / "hellaswag.jsonl").write_text(json.dumps(document))
-    (loaded,) = load_tasks(["hellaswag"], tmp_path, download=False)
-    (found,) = loaded.task.test_docs()
+    (found,) = load(tmp_path, "hellaswag", document).test_docs()
     assert {key: found[key] for key in PROCESSED} == PROCESSED
+
+
+@pytest.mark.parametrize("wrong", [GONE, None, "", -1, "-1", 7, "x", 0.5, [], float("nan"), [1]], ids=repr)
+@pytest.mark.parametrize("task", sorted({*PAPER} - {"lambada_openai"}))
+def test_answers_that_name_no_choice_are_refused(task, wrong, tmp_path):
+    key = ANSWERS.get(task, "label")
+    spoiled = {name: value for name, value in GOOD[task].items() if name != key}
+    if wrong is not GONE:
+        spoiled[key] = wrong
+    with pytest.raises(EvaluationError, match=rf"{task}.jsonl, line 2: .*`{key}` is"):
+        load(tmp_path, task, GOOD[task], spoiled)
+    with pytest.raises(EvaluationError, match=rf"{task}.jsonl, line 1: .*`{key}` is"):
+        load(tmp_path, task, spoiled, spoiled)
+
+
+@pytest.mark.parametrize("task", PAPER)
+def test_questions_that_are_no_strings_are_refused(task, tmp_path):
+    text = next(iter(GOOD[task]))
+    for wrong in ({text: None}, {text: 3}, {text: [""]}):
+        with pytest.raises(EvaluationError, match=rf"{task}.jsonl, line 2: .*`{text}` is"):
+            load(tmp_path, task, GOOD[task], GOOD[task] | wrong)
+    with pytest.raises(EvaluationError, match=r"line 1: .*is missing"):
+        load(tmp_path, task, {"id": 1}, GOOD[task])
+
+
+@pytest.mark.parametrize(
+    "task, wrong",
+    [
+        ("lambada_openai", {"text": "alone"}),
+        ("lambada_openai", {"text": "the state runs on "}),
+        ("winogrande", {"answer": 0}),
+        ("piqa", {"label": True}),
+        ("piqa", {"label": 2}),
+        ("boolq", {"label": "yes"}),
+        ("hellaswag", {"endings": "runs"}),
+        ("hellaswag", {"endings": []}),
+        ("hellaswag", {"endings": ["runs", None], "label": 0}),
+        ("arc_easy", {"choices": {"text": ["this"], "label": ["A", "B"]}}),
+        ("arc_easy", {"choices": {"text": ["this", "that"], "label": ["B", "B"]}}),
+        ("arc_easy", {"choices": ["this", "that"]}),
+        ("arc_easy", {"choices": {"text": ["this", "that"]}}),
+    ],
+)
+def test_answers_out_of_the_choices_are_refused(task, wrong, tmp_path):
+    with pytest.raises(EvaluationError, match=f"{task}.jsonl, line 2: does not fit the task {task}"):
+        load(tmp_path, task, GOOD[task], GOOD[task] | wrong)
+
+
+@pytest.mark.parametrize(
+    "task, documents, expected",
+    [
+        ("piqa", [{"label": "1"}, {"label": 0}, {"label": 1.0}], [1, 0, 1]),
+        ("boolq", [{"label": True}, {"label": "0"}], [1, 0]),
+        ("hellaswag", [{"label": 1}, {"label": "0"}], [1, 0]),
+        ("winogrande", [{"answer": 2}, {"answer": "1"}], [1, 0]),
+        ("arc_easy", [{"answerKey": 2, "choices": {"text": ["a", "b"], "label": ["1", "2"]}}, {}], ["1", "1"]),
+        ("openbookqa", [{"answerKey": " B"}, {"answerKey": "A"}], ["1", "0"]),
+    ],
+)
+def test_answers_of_another_type_are_cast(task, documents, expected, tmp_path):
+    found = load(tmp_path, task, *(GOOD[task] | document for document in documents))
+    assert [str(gold) for gold in golds(found)] == [str(one) for one in expected]
+    assert {type(gold) for gold in golds(found)} == {int}
+
+
+def test_answers_of_other_tasks_are_checked(tmp_path):
+    good = {"premise": "It rains", "hypothesis": "It is wet", "label": 0}
+    assert golds(load(tmp_path, "wnli", good | {"sentence1": "a", "sentence2": "b"})) == [0]
+    for wrong in (-1, 2, None):
+        with pytest.raises(EvaluationError, match=r"wnli.jsonl, line 2: .*its answer is"):
+            load(tmp_path, "wnli", *({"sentence1": "a", "sentence2": "b", "label": label} for label in (1, wrong)))
+
+
+def test_fields_of_several_types_are_named(tmp_path):
+    with pytest.raises(EvaluationError, match=r'piqa.jsonl, line 2: `id` is "b", a string, and a number'):
+        load(tmp_path, "piqa", GOOD["piqa"] | {"id": 1}, GOOD["piqa"] | {"id": "b"})
