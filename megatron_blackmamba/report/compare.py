@@ -68,11 +68,13 @@ def tables(runs: Sequence[Compared]) -> list[tuple[str, list[str], Rows]]:
     """Return title, columns and rows of each table that has something to show."""
     names = [run.name for run in runs]
     config = [[key, *(_value(value) for value in values)] for key, values in differences(runs)]
+    changed = [[run.name, change] for run in runs for change in run.history.changes]
     found = [
         ("Results", ["", *names], _results(runs)),
         ("Scores", ["task", *names], _scores(runs)),
         ("Scores on the same questions", ["task", "runs", "difference", "95% interval", "p"], _paired(runs)),
         ("Configuration that differs", ["key", *names], config),
+        ("Configuration changed during a run", ["run", "change"], changed),
     ]
     return [(title, columns, rows) for title, columns, rows in found if rows]
 

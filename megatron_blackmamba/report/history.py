@@ -59,6 +59,8 @@ class History:
     """Other events that a reader should know: spikes, devices that failed, slow ranks, damaged checkpoints."""
     restarts: list[int] = field(default_factory=list)
     rewinds: list[int] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+    """Changes of the config on resumes, each with its step, that influenced the weights or the routing."""
     samples: dict[str, str] = field(default_factory=dict)
     spikes: list[Spike] = field(default_factory=list)
     """Those of rewound steps too."""
@@ -149,6 +151,7 @@ def read_history(run: Path) -> History:
         remarks=_remarks(happened, recorded),
         restarts=[event.step or 0 for event in of_kind(happened, Resumed)],
         rewinds=[event.to for event in of_kind(happened, Rewound)],
+        changes=_changes(of_kind(happened, Resumed)),
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},
         spikes=of_kind(happened, Spike),
         processes=list(dict.fromkeys(event.processes for event in begun if event.processes)),
@@ -210,6 +213,14 @@ def _read(path: Path) -> _Recorded:
                 steps.append(step)
                 values.append(math.nan if value is None else value)
     return found
+
+
+def _changes(resumes: list[Resumed]) -> list[str]:
+    """Return the changes of resumes; a later one from the same or an earlier checkpoint replaces them."""
+    lasting: list[Resumed] = []
+    for resume in resumes:
+        lasting = [*(before for before in lasting if (before.step or 0) < (resume.step or 0)), resume]
+    return [change for resume in lasting for change in resume.changes]
 
 
 def _remarks(events: list[Event], recorded: _Recorded) -> list[tuple[int, str]]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from megatron_blackmamba.config import load, to_yaml
 from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult
+from megatron_blackmamba.formats.events import Resumed
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import ReportError
 from megatron_blackmamba.report.compare import compare, render, tables
@@ -115,6 +117,24 @@ def test_the_page_and_the_tables_show_what_differs(two, tmp_path):
     assert "model.pattern" in console.export_text()
     with pytest.raises(ReportError, match="at least two runs"):
         read_all(two[:1])
+
+
+def test_changes_during_a_run_are_listed(two, tmp_path):
+    def resumed(step, *changes):
+        event = Resumed(step=step, sample=16 * step, steps_left=9, tokens_per_step=2048, changes=changes)
+        return event.to_json(datetime.now()) + "\n"
+
+    lost = resumed(45, "training.tokens: 1 from step 46 on, 163840 before")  # stopped before the next checkpoint
+    lasting = [f"training.tokens: {tokens} from step {step} on" for step, tokens in ((36, 163840), (46, 204800))]
+    RunFolder(two[0]).events.write_text(resumed(35, lasting[0]) + lost + resumed(45, lasting[1]) + resumed(50))
+    runs = read_all(two)
+    table = {title: rows for title, _, rows in tables(runs)}["Configuration changed during a run"]
+    assert table == [["first", change] for change in lasting]
+    console = Console(record=True, width=200, file=io.StringIO())
+    page = compare(two, None, console).read_text()
+    for text in (page, console.export_text()):
+        assert all(change in text for change in lasting)
+    assert "Configuration changed" not in render(runs[1:] * 2)
 
 
 def test_scores_on_other_questions_are_not_paired(two):
