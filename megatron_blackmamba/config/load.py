@@ -222,7 +222,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
     except yaml.YAMLError as error:
-        said = " ".join(str(error).split())
+        said = " ".join(str(error).split()).replace('in "<unicode string>", line', "on line")
         advice = (
             'Put a value that begins with * or & in quotes, such as pattern: "*E*E"'
             if "alias" in said or "anchor" in said

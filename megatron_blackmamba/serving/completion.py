@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
@@ -95,10 +96,19 @@ def parse(body: bytes) -> CompletionRequest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = str(first["loc"][0]) if first["loc"] else None
-        where = f"{place}: " if place else ""
-        raise Refused(f"{where}{first['msg']}", field=place) from None
+        where = f"{place[:80]}: " if place else ""
+        said = (
+            _unknown(place) if place and first["type"] == "extra_forbidden" and len(first["loc"]) == 1 else first["msg"]
+        )
+        raise Refused(f"{where}{said}", field=place) from None
     request.refuse_unsupported()
     return request
+
+
+def _unknown(option: str) -> str:
+    known = list(CompletionRequest.model_fields)
+    close = get_close_matches(option, known, 1)
+    return f"unknown option; did you mean {close[0]}?" if close else "unknown option. Leave it out"
 
 
 @dataclass

@@ -463,3 +463,11 @@ def test_hint_says_what_our_key_means(override, hint):
 
 def test_every_meaning_belongs_to_a_known_name():
     assert all(spellings.our_name(name) for names in spellings._MEANINGS for name in names.split())
+
+
+def test_invalid_yaml_is_named_by_file_and_line(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\ntraining: {seed: 1\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: not valid YAML: .* on line 3, column 1") as error:
+        load(file)
+    assert "unicode string" not in str(error.value)
