@@ -8,6 +8,8 @@ NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
 FAILING_DISK = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO}
 PORT_IN_USE = "EADDRINUSE"
+OUT_OF_MEMORY = "DefaultCPUAllocator"
+"""What torch says, in a RuntimeError, when the machine has no memory for a tensor."""
 
 
 def may_pass(error: Exception) -> bool:
@@ -34,6 +36,12 @@ def in_words(error: Exception) -> str | None:
         return f"{error.filename}: {error.strerror}. Check the disk or its network, then run the same command again."
     if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
         return f"{error.strerror}: raise the limit (`ulimit -n`). (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
+    if isinstance(error, MemoryError) or OUT_OF_MEMORY in str(error):
+        return (
+            "this machine is out of memory: for training, use a smaller training.micro_batch or"
+            f" training.recompute=layers. ({' '.join(str(error).split()) or 'MemoryError'};"
+            " BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
+        )
     if PORT_IN_USE in str(error):
         port = os.environ.get("MASTER_PORT", "?")
         return f"port {port} is in use by another program: set MASTER_PORT (torchrun: --master-port) to a free one"

@@ -1,11 +1,16 @@
 """The first lines of a job: what it trains, on what, where it writes, and which settings may surprise."""
 
+import os
 from pathlib import Path
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.mixture import Mixture
-from megatron_blackmamba.plan import parameters
+from megatron_blackmamba.plan import memory, parameters
 from megatron_blackmamba.runtime import device
+
+GIB = 2**30
+MANY_TIMES = 2
+"""A run whose step needs this many times the memory of the machine is told so; the estimate is rough."""
 
 
 def lines(config: RunConfig, processes: int, counted: bool) -> list[str]:
@@ -20,7 +25,7 @@ def lines(config: RunConfig, processes: int, counted: bool) -> list[str]:
         f"{processes} {'process' if processes == 1 else 'processes'} in {config.training.precision}",
         f"writes to {(Path(config.folder) / config.name).absolute()}",
     ]
-    return [f"{config.name}: {'; '.join(parts)}", *(f"note: {note}" for note in _notes(config))]
+    return [f"{config.name}: {'; '.join(parts)}", *(f"note: {note}" for note in _notes(config, processes))]
 
 
 def _size(config: RunConfig) -> str:
@@ -28,7 +33,7 @@ def _size(config: RunConfig) -> str:
     return f"{count.total / 1e6:,.1f}M parameters, {count.forward / 1e6:,.1f}M of them for each token"
 
 
-def _notes(config: RunConfig) -> list[str]:
+def _notes(config: RunConfig, processes: int) -> list[str]:
     notes = []
     if config.data.kind == "synthetic":
         notes.append("synthetic tokens come from a generator; data.mixture=FILE trains on text")
@@ -36,7 +41,18 @@ def _notes(config: RunConfig) -> list[str]:
         notes.append("the mixture has validation text, which training.evaluate_every=0 never reads")
     if config.training.precision == "bf16" and not device.has_cuda():
         notes.append("small models learn more with training.precision=fp32, which may also be faster on CPUs")
+    if not device.has_cuda():
+        has, needs = _machine_memory(), memory.beside_state(config, processes, "cpu")
+        if needs > MANY_TIMES * has:
+            notes.append(
+                f"a step needs about {needs / GIB:,.0f} GiB and this machine has {has / GIB:,.0f} GiB: use a smaller"
+                f" training.micro_batch (now {config.training.micro_batch}), or training.recompute=layers"
+            )
     return notes
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _has_validation(config: RunConfig) -> bool:

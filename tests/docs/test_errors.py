@@ -110,6 +110,13 @@ def test_own_bugs_keep_tracebacks_unless_dependencies_are_old(first_hour, monkey
     assert "torch 2.4.1 is here, and this project needs >=2.6" in capsys.readouterr().err
 
 
+def test_memory_that_the_machine_lacks_names_the_micro_batch(first_hour, monkeypatch, capsys):
+    monkeypatch.setattr("megatron_blackmamba.report.write_report", lambda *_, **__: torch.empty(2**60))
+    assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("blackmamba: this machine is out of memory") and "training.micro_batch" in said
+
+
 def test_a_taken_port_is_named(first_hour, monkeypatch, capsys):
     def fails(*_, **__):
         raise RuntimeError("The server socket has failed to listen. code: -98, name: EADDRINUSE")

@@ -42,3 +42,11 @@ def test_bf16_without_a_gpu_is_noted(mixture, gpu, noted, monkeypatch):
         load("tiny", [mixture, "training.precision=bf16", "training.evaluate_every=5"]), 2, counted=False
     )
     assert any(WITHOUT_GPU in line for line in said) == noted
+
+
+@pytest.mark.parametrize(("size", "noted"), [(8, False), (10_000_000, True)])
+def test_step_far_beyond_the_memory_is_noted(size, noted, monkeypatch):
+    monkeypatch.setattr(headline.device, "has_cuda", lambda: False)
+    batch = [f"training.global_batch={size}", f"training.micro_batch={size}"]
+    said = headline.lines(load("tiny", batch), 1, counted=False)
+    assert any(f"training.micro_batch (now {size})" in line for line in said) == noted
