@@ -23,7 +23,7 @@ from megatron_blackmamba.runtime.failure import SAID
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.ports import free_port
 from megatron_blackmamba.runtime.signals import heeded
-from megatron_blackmamba.training.lock import Lock
+from megatron_blackmamba.training.lock import LAUNCHED_BY, Lock
 
 FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,
@@ -226,6 +226,7 @@ def _environment(rank: int, processes: int, port: int) -> Mapping[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
+        LAUNCHED_BY: str(os.getpid()),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(processes),

@@ -13,6 +13,8 @@ FLOCK = "hhqqi4x"
 """C's struct flock on 64-bit Linux: type, whence, start, length, process."""
 RANK, LAUNCHER = 0, 1
 """Which byte of the file each locks."""
+LAUNCHED_BY = "BLACKMAMBA_LAUNCHER"
+"""Environment variable of ranks: the process of their launcher."""
 
 
 class RunInUse(ValueError):
@@ -37,7 +39,7 @@ class Lock:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 self._refuse(path)
             return
-        if holder not in (None, os.getppid()):  # a rank of a launcher is its child
+        if holder is not None and str(holder) != os.environ.get(LAUNCHED_BY):
             self._refuse(path)
         if holder is None:
             with contextlib.suppress(OSError):  # a full disk

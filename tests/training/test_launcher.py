@@ -227,8 +227,7 @@ TAKE = "import sys, pathlib; from megatron_blackmamba.training import lock; lock
 def meanwhile():
     tries.append(0)
     if len(tries) == 2:
-        other = ["sh", "-c", '"$0" "$@"; exit', sys.executable, "-c", TAKE, sys.argv[2] + "/lock"]  # no child of this
-        subprocess.run(other)
+        subprocess.run([sys.executable, "-c", TAKE, sys.argv[2] + "/lock"])
     return free_port()
 launcher.free_port = meanwhile
 sys.exit(launcher.launch([sys.executable, "-c", sys.argv[1]], 1, RunFolder(sys.argv[2]), restarts=1))
