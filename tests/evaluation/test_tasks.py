@@ -23,7 +23,7 @@ GOOD = {
     "boolq": {"passage": "Snow is white", "question": "is snow white", "label": 1},
 }
 ANSWERS = {"winogrande": "answer", "arc_easy": "answerKey", "arc_challenge": "answerKey", "openbookqa": "answerKey"}
-GONE = object()
+GONE = type("Gone", (), {"__repr__": lambda _: "gone"})()
 
 
 def load(folder, name, *documents):
