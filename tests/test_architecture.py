@@ -178,6 +178,12 @@ def test_files_stay_under_500_lines():
     assert [f"{p.relative_to(ROOT)}: {n}" for p in code if (n := len(p.read_text().splitlines())) > MOST_LINES] == []
 
 
+def test_folders_of_tests_are_packages():
+    """Without `__init__.py` two files of one name in two folders stop the whole collection."""
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    assert sorted(str(folder) for folder in folders if not (folder / "__init__.py").exists()) == []
+
+
 def test_no_benchmark_hides_a_standard_module():
     assert not {path.stem for path in files_of(ROOT / "benchmarks")} & set(sys.stdlib_module_names)
 
