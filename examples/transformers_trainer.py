@@ -28,7 +28,7 @@ def synthetic_texts(folder: str, steps: int) -> list[torch.Tensor]:
 
 def own_texts(folder: str, text: Path, length: int) -> list[torch.Tensor]:
     """Return the tokens of a text in pieces of equal length; the rest at the end is left out."""
-    tokens = AutoTokenizer.from_pretrained(folder).encode(text.read_text(encoding="utf-8"))
+    tokens = AutoTokenizer.from_pretrained(folder, trust_remote_code=True).encode(text.read_text(encoding="utf-8"))
     if len(tokens) < length:
         raise SystemExit(f"{text} has {len(tokens)} tokens, fewer than one piece of --length {length}")
     return list(torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length))
@@ -64,7 +64,8 @@ trainer = Trainer(
         remove_unused_columns=False,
     ),
     train_dataset=[{"input_ids": tokens_S, "labels": tokens_S} for tokens_S in texts],
-    processing_class=AutoTokenizer.from_pretrained(folder) if options.export else None,
+    processing_class=AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if options.export else None,
 )
 print(trainer.train())
 trainer.save_model(f"{options.out}/model")
+print(f"The trained model is in {options.out}/model.")

@@ -79,12 +79,24 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
     if refused:
         keys = ", ".join(change[0] for change in refused)
         raise ResumeError(
-            f"the checkpoint of step {step} was made with\n{_listed(refused)}\n"
+            f"the checkpoint of step {step} was made with\n{_listed(refused)}\n{_in_steps(saved, config, keys)}"
             f"To continue with the new value, allow it: 'resume.allow=[{keys}]'."
         )
     told = [(change, "") for change in named]
     told += [(change, why) for change in changes if (why := _changes_routing(change[0], config.model))]
     return [f"{key}: {_shown(new)} from step {step + 1} on, {_shown(old)} before{why}" for (key, old, new), why in told]
+
+
+def _in_steps(saved: Mapping[str, Any], config: RunConfig, keys: str) -> str:
+    """Return a line with the lengths in steps, as they may have been typed, if the length changed."""
+    if "training.tokens" not in keys:
+        return ""
+    batch = saved["training"]["global_batch"] * saved["data"]["sequence_length"]
+    tokens = saved["training"]["tokens"]
+    if not isinstance(tokens, int):
+        return ""
+    before = -(-tokens // batch)
+    return f"These are training.steps={before}, and now training.steps={config.steps}.\n"
 
 
 def _changes_routing(key: str, model: ModelConfig) -> str:

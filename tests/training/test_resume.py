@@ -53,6 +53,11 @@ def test_changed_learning_rate_must_be_allowed_by_name():
     assert allowed == ["optimizer.learning_rate: 0.001 from step 51 on, 0.003 before"]
 
 
+def test_changed_length_is_answered_in_steps_too():
+    with pytest.raises(ResumeError, match=rf"training\.steps={load('tiny').steps}, and now training\.steps=60\."):
+        resumed("training.steps=60")
+
+
 RULES = {
     "fixed": (
         *(
