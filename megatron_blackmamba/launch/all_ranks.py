@@ -19,10 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_blackmamba.launch import measures
-from megatron_blackmamba.launch.facts import facts
 from megatron_blackmamba.launch.thresholds import Thresholds
 from megatron_blackmamba.launch.verdict import Absent, Report, Verdict, judge, judge_silence
 from megatron_blackmamba.runtime import device, failure, world
+from megatron_blackmamba.runtime.facts import facts
 from megatron_blackmamba.runtime.ports import free_port
 from megatron_blackmamba.runtime.world import Place
 

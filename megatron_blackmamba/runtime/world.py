@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,10 +112,13 @@ def _number(env: Mapping[str, str], name: str, least: int, most: int = 2**31) ->
     )
 
 
-def start(parallel: ParallelConfig, timeout: timedelta = TIMEOUT) -> World:
-    """Join the others, take a device, and lay megatron-core's process groups."""
+def start(parallel: ParallelConfig, timeout: timedelta = TIMEOUT, joined: Callable[[], None] = lambda: None) -> World:
+    """Join the others, take a device, and lay megatron-core's process groups.
+
+    joined: Called between the two, when the ranks can talk; ranks that disagree on the layout would wait for ever.
+    """
     place = find_place()
-    return alone(parallel) if _alone and place.launcher == "alone" else _start(parallel, place, timeout)
+    return alone(parallel) if _alone and place.launcher == "alone" else _start(parallel, place, timeout, joined)
 
 
 def alone(parallel: ParallelConfig) -> World:
@@ -161,7 +164,9 @@ def _forget_groups() -> None:
     _alone.clear()
 
 
-def _start(parallel: ParallelConfig, place: Place, timeout: timedelta) -> World:
+def _start(
+    parallel: ParallelConfig, place: Place, timeout: timedelta, joined: Callable[[], None] = lambda: None
+) -> World:
     _prepare()
     layout.check_world(parallel, place.size)
     if dist.is_initialized():
@@ -170,6 +175,7 @@ def _start(parallel: ParallelConfig, place: Place, timeout: timedelta) -> World:
     _join(place, timeout)
     failure.report_as(place.rank, place.size)  # after joining: torch puts a hook of its own before ours
     try:
+        joined()
         return _lay_groups(parallel, place)
     except BaseException:
         dist.destroy_process_group()

@@ -34,6 +34,7 @@ from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training import headline
+from megatron_blackmamba.training.alike import refuse_unlike_data, refuse_unlike_starts
 from megatron_blackmamba.training.exporting import Exporter
 from megatron_blackmamba.training.guard import Action, Cause, Guard, Verdict
 from megatron_blackmamba.training.lock import Lock
@@ -111,7 +112,8 @@ def _train(config: RunConfig, trainer: type["Trainer"], stop: StopRequest) -> Ou
             print(*headline.lines(config, place.size, counted=alone), sep="\n", flush=True)
     logs = RunFolder(Path(config.folder) / config.name).logs
     with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
-        outcome = trainer(config, world.start(config.parallel), stop, watchdog).run()
+        everyone = world.start(config.parallel, joined=lambda: refuse_unlike_starts(config))
+        outcome = trainer(config, everyone, stop, watchdog).run()
         world.shutdown()
     return outcome
 
@@ -127,6 +129,7 @@ class Trainer:
         self.progress = Progress()
         watchdog.alive("opening the data")
         self.data = self.open_data()
+        refuse_unlike_data(self.data.record)
         self.ranks = Ranks.of(world)
         self.replicas = Replicas(world, self.trainable.model, self.ranks)
         self.stragglers = Stragglers(config.training.guard, self.ranks)

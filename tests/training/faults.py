@@ -16,7 +16,17 @@ from megatron_blackmamba.training import saving, stragglers
 from megatron_blackmamba.training.loop import Trainer
 
 __all__ = [
-    *("EarlyNaN", "LastSaveFails", "NaN", "NaNGradient", "Narrating", "OnlyNaN", "ReadsBackBadlyOnce", "Recording"),
+    *(
+        "EarlyNaN",
+        "LastSaveFails",
+        "NaN",
+        "NaNGradient",
+        "Narrating",
+        "OnlyNaN",
+        "OtherData",
+        "ReadsBackBadlyOnce",
+        "Recording",
+    ),
     *("Shift", "Sleeping", "Spike", "Stopped", "Trainer", "Watchful", "Weighing"),
     *(
         "NaNOnce",
@@ -70,6 +80,16 @@ class Altered:
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
+
+
+class OtherData(Trainer):
+    """The last rank reads the samples in another order, as with another file of its own."""
+
+    def open_data(self):
+        if self.world.rank == self.world.size - 1:
+            data = self.config.data.model_copy(update={"seed": self.config.data.seed + 1})
+            self.config = self.config.model_copy(update={"data": data})
+        return super().open_data()
 
 
 class NaN(Trainer):

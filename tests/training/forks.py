@@ -75,6 +75,7 @@ class Forks:
 
     until: ranks wait after this step for `Job.go_on`, so that a test on a busy machine cannot come too late.
     asked: ranks that are asked to stop before they begin.
+    unlike: further overrides of single ranks, by number.
     """
 
     def __init__(self) -> None:
@@ -90,14 +91,17 @@ class Forks:
         self._jobs = 0
         self._ask({})  # answered once everything is imported
 
-    def run(self, folder, overrides=(), ranks=2, trainer="Trainer", config="tiny", until=None, asked=()) -> Job:
+    def run(
+        self, folder, overrides=(), ranks=2, trainer="Trainer", config="tiny", until=None, asked=(), unlike=None
+    ) -> Job:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if until is not None:
             (folder / UNTIL).write_text(str(until))
         as_on_gpus = ["training.overlap=true", "data.workers=2"]
         overrides = [f"folder={folder}", "name=run", "logging.tensorboard=false", *as_on_gpus, *overrides]
-        question = {"config": config, "overrides": overrides, "ranks": ranks, "trainer": trainer}
+        of_rank = [[*overrides, *(unlike or {}).get(rank, ())] for rank in range(ranks)]
+        question = {"config": config, "overrides": of_rank, "ranks": ranks, "trainer": trainer}
         self._jobs += 1
         pids = self._ask({**question, "number": self._jobs, "folder": str(folder), "asked": list(asked)})
         return Job(self._jobs, pids, folder, self)
@@ -167,7 +171,7 @@ def _fork(rank: int, port: int, question: dict) -> int:
         os.environ["MASTER_PORT"] = str(port)
         if rank in question["asked"]:
             os.kill(os.getpid(), signal.SIGTERM)  # held: it waits for the run to listen
-        code = _train(question)
+        code = _train(question, rank)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         traceback.print_exc()
@@ -175,13 +179,13 @@ def _fork(rank: int, port: int, question: dict) -> int:
         os._exit(code)
 
 
-def _train(question: dict) -> int:
+def _train(question: dict, rank: int) -> int:
     from megatron_blackmamba.config import load
     from megatron_blackmamba.training import loop
     from tests.training import faults
 
     trainer = faults.waiting(getattr(faults, question["trainer"]), Path(question["folder"]) / UNTIL)
-    return loop.train(load(question["config"], question["overrides"]), trainer)
+    return loop.train(load(question["config"], question["overrides"][rank]), trainer)
 
 
 if __name__ == "__main__":

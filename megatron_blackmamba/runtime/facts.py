@@ -1,4 +1,4 @@
-"""Facts that must be equal on every node of a run: versions, the code itself, processor type, network settings."""
+"""Facts that must be equal on every node of a run: versions, the code itself, network settings, the GPU."""
 
 import hashlib
 import os
@@ -7,6 +7,8 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
+SOURCES = (".py", ".yaml")
+COMPILED = (".so", ".cpp", ".cu")
 SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_SOCKET_IFNAME")
 
 
@@ -14,12 +16,7 @@ def facts(gpu: int | None) -> dict[str, str]:
     """Return name → value for this process; `gpu` is the index of its GPU."""
     import torch
 
-    found = {
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron-core": _version("megatron-core"),
-        "our code": fingerprint(),
-    }
+    found = versions((*SOURCES, *COMPILED))
     found |= {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
     if gpu is not None:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -28,11 +25,23 @@ def facts(gpu: int | None) -> dict[str, str]:
     return found
 
 
-def fingerprint(folder: Path = PACKAGE) -> str:
-    """Return a short hash of every source file and compiled library of the package."""
+def versions(suffixes: tuple[str, ...] = SOURCES) -> dict[str, str]:
+    """Return the versions of this process's software; `suffixes` says which of our files count."""
+    import torch
+
+    return {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": _version("megatron-core"),
+        "our code": fingerprint(suffixes),
+    }
+
+
+def fingerprint(suffixes: tuple[str, ...], folder: Path = PACKAGE) -> str:
+    """Return a short hash of the files of the package with these suffixes."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.suffix in (".py", ".so", ".cpp", ".cu", ".yaml") and "__pycache__" not in path.parts:
+        if path.suffix in suffixes and "__pycache__" not in path.parts:
             digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
