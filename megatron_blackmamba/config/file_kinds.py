@@ -25,7 +25,7 @@ def refuse_other_kind(content: Mapping[str, Any], path: object, wanted: str) -> 
     if found == "run" and wanted == "mixture":
         data = content.get("data")
         mixture = data.get("mixture") if isinstance(data, Mapping) else None
-        advice = f"Its mixture is {mixture}" if mixture else "A mixture lists its `sources`; see docs/data.md"
+        advice = f"Its mixture is {mixture}" if mixture else "A mixture lists its `sources`; see docs/mixtures.md"
     elif found == "mixture":
         advice = f"A run reads it: blackmamba train quickstart data.mixture={path}"
     else:

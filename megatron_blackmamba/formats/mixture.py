@@ -104,7 +104,7 @@ class Phase(Section):
         return -(-(self.from_tokens or 0) // sequence_length)
 
 
-IS_A_FILE = "A mixture is a YAML file that lists folders of shards; see docs/data.md"
+IS_A_FILE = "A mixture is a YAML file that lists folders of shards; see docs/mixtures.md"
 
 
 class Mixture(Section):

@@ -1,4 +1,4 @@
-"""Every block of docs/data.md runs as printed, in order, in one folder that is empty at first."""
+"""Every block of docs/data.md and docs/mixtures.md runs as printed, in order, in one folder that is empty at first."""
 
 import re
 from importlib.util import find_spec
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.xdist_group("pages")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TEXT = "".join((DOCS / page).read_text() for page in ("data.md", "mixtures.md"))
 BLOCK = re.compile(r"^```(bash|shell|python|yaml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^```\n\$ (blackmamba [^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS = {"s3://": "moto", "datatrove": "datatrove", "dedup": "datatrove"}
@@ -45,7 +46,7 @@ def run(session, language, block, folder, environment):
 
 def test_every_block_runs_as_printed(session, tmp_path, environment):
     printed = []
-    for language, block in BLOCK.findall(PAGE.read_text()):
+    for language, block in BLOCK.findall(TEXT):
         if any(word in block and not find_spec(package) for word, package in NEEDS.items()):
             continue
         done = run(session, language, block, tmp_path, environment)
@@ -56,7 +57,7 @@ def test_every_block_runs_as_printed(session, tmp_path, environment):
     assert "decoder.py" in printed[-1], printed[-1]
 
 
-@pytest.mark.parametrize("line, answer", PRINTED.findall(PAGE.read_text()))
+@pytest.mark.parametrize("line, answer", PRINTED.findall(TEXT))
 def test_printed_answers_are_what_commands_print(session, tmp_path, environment, line, answer):
     done = session.run(line, tmp_path, **environment)
     assert done.returncode == 0, done.stdout
