@@ -38,8 +38,8 @@ def named_tests(file):
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_training_promises_are_in_a_table():
-    assert ROOT / "docs" / "training.md" in PAGES
+def test_promises_about_faults_are_in_a_table():
+    assert ROOT / "docs" / "faults.md" in PAGES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
