@@ -419,7 +419,7 @@ class ShardsUnverified(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingProblem(Event):
-    """A log is damaged, incomplete or switched off."""
+    """A log is damaged, incomplete or switched off, or a file of the run folder was removed."""
 
     problem: str
 

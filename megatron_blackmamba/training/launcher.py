@@ -65,7 +65,7 @@ def launch(
     run.requeue.unlink(missing_ok=True)
     signals = _Signals()
     try:
-        return _launch(command, processes, run, restarts, signals, asks_to_stop)
+        return _launch(command, processes, run, restarts, lock, signals, asks_to_stop)
     finally:
         signals.release()
         lock.release()
@@ -79,6 +79,7 @@ def _launch(
     processes: int,
     run: RunFolder,
     restarts: int,
+    lock: Lock,
     signals: "_Signals",
     asks_to_stop: Callable[[], bool],
 ) -> int:
@@ -104,6 +105,7 @@ def _launch(
                 _say(f"{restarts + 1} tries without a new checkpoint; the run stops here")
             return code
         left -= 1
+        lock.restore()
         _say(f"starting again from {newest or 'the beginning'} (restarts left without a new checkpoint: {left})")
 
 

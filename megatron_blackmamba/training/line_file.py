@@ -1,4 +1,4 @@
-"""Files of lines that only grow: a full disk, a crash or a damaged line never costs the other lines."""
+"""Files of lines that only grow: a full disk, a crash, a damaged line or a removed file never costs the other lines."""
 
 import contextlib
 import errno
@@ -16,8 +16,8 @@ LAST_SECONDS = 5.0
 class LineFile:
     """A file to which whole lines are appended; lines that cannot be written wait in memory."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
+        self.path, self._say = path, say
         self.waiting: list[bytes] = []
         """Lines not yet written."""
         self.problem = ""
@@ -31,13 +31,20 @@ class LineFile:
 
     def flush(self) -> bool:
         """Try to write the lines that wait; return whether all are written."""
+        removed = False
         try:
+            if self._file is not None and _is_removed(self._file):
+                removed = True
+                os.close(self._file)
+                self._file = None
             if self._file is None:
                 self._file = _open_for_lines(self.path)
             if self.waiting:
                 self._append(self._file)
         except OSError as error:
             self.problem = error.strerror or str(error)
+        if removed:
+            self._say(f"{self.path}: was removed, with its earlier lines; a new file takes the next ones")
         return not self.waiting
 
     def _append(self, file: int) -> None:
@@ -91,6 +98,14 @@ class LineFile:
             os.close(self._file)
             self._file = None
         return missing
+
+
+def _is_removed(file: int) -> bool:
+    """Return whether nothing written to an open file can be found again. A removed file on NFS is stale."""
+    try:
+        return os.fstat(file).st_nlink == 0
+    except OSError as error:
+        return error.errno == errno.ESTALE
 
 
 def _open_for_lines(path: Path) -> int:

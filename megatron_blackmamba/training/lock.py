@@ -28,30 +28,43 @@ class Lock:
     """
 
     def __init__(self, path: Path, launcher: bool = False) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._file: int | None = file
-        byte, other = (LAUNCHER, RANK) if launcher else (RANK, LAUNCHER)
+        self.path, self._bytes = path, (LAUNCHER, RANK) if launcher else (RANK, LAUNCHER)
+        self._file: int | None = None
+        self._take()
+
+    def restore(self) -> bool:
+        """Take the lock again if its file was removed or replaced, and return whether it was."""
+        with contextlib.suppress(OSError):
+            if self._file is not None and os.path.samestat(os.fstat(self._file), os.stat(self.path)):
+                return False
+        self.release()
+        self._take()
+        return True
+
+    def _take(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        own, other = self._bytes
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)  # unlike flock, not kept by forked writers
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, own)  # unlike flock, not kept by forked writers
             holder = _holder(file, other, 1)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                self._refuse(path)
+                self._refuse()
             return
         if holder is not None and str(holder) != os.environ.get(LAUNCHED_BY):
-            self._refuse(path)
+            self._refuse()
         if holder is None:
             with contextlib.suppress(OSError):  # a full disk
                 os.ftruncate(file, 0)
                 os.write(file, f"process {os.getpid()}{_on_this_host()}".encode())
 
-    def _refuse(self, path: Path) -> NoReturn:
+    def _refuse(self) -> NoReturn:
         assert self._file is not None
         who = os.pread(self._file, 200, 0).decode(errors="replace").strip()
         self.release()
         raise RunInUse(
-            f"{path.parent} is in use by {who or 'another process'}: wait for it, stop it, or name this run"
+            f"{self.path.parent} is in use by {who or 'another process'}: wait for it, stop it, or name this run"
             " otherwise (name=...)"
         ) from None
 

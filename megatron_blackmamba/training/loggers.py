@@ -45,7 +45,7 @@ class MetricsFile:
     """metrics.jsonl: one object a step, each step once, whatever happened in between."""
 
     def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
-        self._lines, self._say = LineFile(path), say
+        self._lines, self._say = LineFile(path, say), say
 
     def step(self, record: StepRecord) -> None:
         self._lines.write(record.to_json())
@@ -86,7 +86,7 @@ class EventsFile:
     """events.jsonl: one object an event. Lines of interrupted attempts stay."""
 
     def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
-        self._lines, self._say = LineFile(path), say
+        self._lines, self._say = LineFile(path, say), say
 
     def step(self, record: StepRecord) -> None:
         if self._lines.waiting:
@@ -111,8 +111,8 @@ class EventsFile:
 class LogText:
     """log.txt: every step and event with the time. Lines of interrupted attempts stay."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines = LineFile(path)
+    def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
+        self._lines = LineFile(path, say)
 
     def step(self, record: StepRecord) -> None:
         self._write(step_line(record), datetime.now())
@@ -218,7 +218,7 @@ class Loggers:
         files: list[Logger] = [
             MetricsFile(run.metrics, loggers.problem),
             EventsFile(run.events, loggers.problem),
-            LogText(run.log),
+            LogText(run.log, loggers.problem),
         ]
         loggers._always = [*files, Display(config)]
         for make in makers:

@@ -43,6 +43,7 @@ from megatron_blackmamba.training.metrics import Taken, record
 from megatron_blackmamba.training.optimizer import make_trainable
 from megatron_blackmamba.training.progress import Progress
 from megatron_blackmamba.training.ranks import Ranks
+from megatron_blackmamba.training.records import Records
 from megatron_blackmamba.training.replicas import Replicas
 from megatron_blackmamba.training.rerun import Attempt, run_again
 from megatron_blackmamba.training.resume import (
@@ -156,6 +157,7 @@ class Trainer:
         self.exporter = Exporter(config.checkpoint.export_every, self.export, self.is_exported, self.event)
         self.utilisation = Utilisation(config, world.size)
         self.tracing = Tracing(config.training.profile, self.folder.profile, world.rank)
+        self.records: Records | None = None
         self.first_sample = self.begun_at = 0
         self.asked_to_stop = False
         """Set this to end the run after the step, with a checkpoint."""
@@ -223,11 +225,20 @@ class Trainer:
         if self.world.is_main:
             self.folder.requeue.unlink(missing_ok=True)
             self.folder.done.unlink(missing_ok=True)
-            atomic.write_text(self.folder.config, to_yaml(self.config))
-            atomic.write_json(self.folder.data_plan, self.data.describe())
-            tokenizer = self.data.record["tokenizer"]
-            if tokenizer and tokenizer["file"]:
-                atomic.write_bytes(self.folder.tokenizer, Path(tokenizer["file"]).read_bytes())
+            self.records = self.make_records()
+            self.records.write()
+
+    def make_records(self) -> Records:
+        """Return what the folder says of this start; rank 0 only."""
+        assert self.lock
+        contents = {
+            self.folder.config: to_yaml(self.config).encode(),
+            self.folder.data_plan: atomic.json_bytes(self.data.describe()),
+        }
+        tokenizer = self.data.record["tokenizer"]
+        if tokenizer and tokenizer["file"]:
+            contents[self.folder.tokenizer] = Path(tokenizer["file"]).read_bytes()
+        return Records(self.lock, contents)
 
     def report_kernels(self) -> None:
         """On a GPU, record the kernels in use, with a warning if none of this project's can run."""
@@ -249,6 +260,8 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside tensors; called when one is about to be taken."""
+        if self.records and (restored := self.records.restore()):
+            self.event(events.LoggingProblem(problem=restored))
         self.trainable.settle()
         differing = self.config.training.guard.replicas_every and self.replicas.differing()
         if differing:

@@ -1,0 +1,68 @@
+"""Files of a run folder that disappear while the run trains: scratch file systems remove what is old."""
+
+import shutil
+
+import pytest
+
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.training.line_file import LineFile
+from megatron_blackmamba.training.lock import Lock
+from tests.training.runs import SMALL, log, metrics
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.xdist_group("forks")
+
+
+@pytest.fixture
+def waiting(forks, tmp_path):
+    """A run that waits after its third step, and the path of its folder."""
+    job = forks.run(tmp_path, [*SMALL, "training.stop_after_steps=8", "checkpoint.every=2"], until=3)
+    run = RunFolder(tmp_path / "run")
+    wait_until(lambda: run.metrics.exists() and len(metrics(tmp_path)) == 3, job)
+    yield job, run
+    job.kill()
+
+
+def test_removed_run_folder_is_made_again(waiting, tmp_path):
+    job, run = waiting
+    config, plan = run.config.read_bytes(), run.data_plan.read_bytes()
+    shutil.rmtree(run.root)
+    job.go_on()
+    assert job.wait() == [0, 0], job.output()
+    assert (run.config.read_bytes(), run.data_plan.read_bytes()) == (config, plan)
+    assert [record["step"] for record in metrics(tmp_path)] == [4, 5, 6, 7, 8]
+    assert "metrics.jsonl: was removed, with its earlier lines" in log(tmp_path)
+    assert "lock, config.yaml, data_plan.json had been removed and is written again" in log(tmp_path)
+    assert run.lock.exists() and run.checkpoint(8).is_dir()
+
+
+def test_run_whose_folder_another_took_stops(waiting):
+    job, run = waiting
+    run.lock.unlink()
+    other = Lock(run.lock)
+    try:
+        job.go_on()
+        assert 1 in job.wait(), job.output()
+    finally:
+        other.release()
+    assert f"{run.root} is in use by process" in job.output()
+    assert not run.checkpoint(4).exists()
+
+
+def test_removed_lock_is_taken_again(tmp_path):
+    lock = Lock(tmp_path / "lock")
+    assert not lock.restore()
+    lock.path.unlink()
+    assert lock.restore() and lock.path.exists() and not lock.restore()
+    lock.release()
+
+
+def test_lines_continue_in_new_file_if_theirs_is_removed(tmp_path):
+    said = []
+    lines = LineFile(tmp_path / "x" / "lines", said.append)
+    lines.write("one")
+    shutil.rmtree(tmp_path / "x")
+    lines.write("two")
+    lines.write("three")
+    assert lines.close() is None and (tmp_path / "x" / "lines").read_text() == "two\nthree\n"
+    assert said == [f"{tmp_path}/x/lines: was removed, with its earlier lines; a new file takes the next ones"]
