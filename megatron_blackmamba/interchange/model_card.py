@@ -23,7 +23,7 @@ def model_card(model: Canonical) -> str:
     layers = Counter(kind.name for kind in layers_of(config.pattern))
     counted = ", ".join(f"{number} {name}" for name, number in layers.items())
     rows = {
-        "Parameters": f"{model.parameters:,}, of which {forward_parameters(model):,} work on a token",
+        "Parameters": f"{model.parameters:,}, of which {forward_parameters(model):,} active for each token",
         "Layers": f"{config.layers}: {counted} (`{config.pattern}`)",
         "Width": _width(model),
         "Experts": _experts(model),
@@ -159,7 +159,7 @@ def _experts(model: Canonical) -> str:
 
 
 def forward_parameters(model: Canonical) -> int:
-    """Return the parameters that work on a token: all but the experts it is not sent to."""
+    """Return the parameters active for each token: all but the experts it is not sent to."""
     config, total = model.config, Fraction(0)
     used = {f"decoder.layers.{i}.mixer.": kind for i, kind in enumerate(layers_of(config.pattern))}
     for name, entry in model.entries.items():

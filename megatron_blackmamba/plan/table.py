@@ -23,7 +23,7 @@ def show(plan: Plan, console: Console) -> None:
     if plan.sources:
         console.print(_sources(plan))
     if plan.missing_data:
-        console.print(f"Data not here yet: {plan.missing_data}", highlight=False)
+        console.print(f"Data not found: {plan.missing_data}", highlight=False)
     if plan.refused_data:
         console.print(f"Training would refuse the data: {plan.refused_data}", highlight=False)
     if plan.placed:
@@ -70,7 +70,7 @@ def _parameters(plan: Plan) -> Table:
     for kind, number in plan.parameters.by_kind.items():
         table.add_row(kind, f"{number:,}", f"{number / plan.parameters.total:.1%}")
     table.add_row("[bold]total[/bold]", f"[bold]{plan.parameters.total:,}[/bold]", "")
-    table.add_row("work on a token", f"{plan.parameters.forward:,}", "")
+    table.add_row("active for a token", f"{plan.parameters.forward:,}", "")
     return table
 
 
@@ -89,7 +89,7 @@ def _flops(plan: Plan) -> Table:
     paper, published = flops.paper_formula(config.model, config.tokens_per_step), flops.published(config)
     if paper and published:
         table.add_row("paper's formulas as printed", f"{3 * paper.printed * tokens:.3g}", "")
-        table.add_row("paper's formulas, repaired", f"{3 * paper.repaired * tokens:.3g}", "")
+        table.add_row("paper's formulas, corrected", f"{3 * paper.repaired * tokens:.3g}", "")
         table.add_row("paper's table", f"{published:.2g}", "")
     return table
 
@@ -98,7 +98,7 @@ def _training(plan: Plan) -> Table:
     config = plan.config
     table = _grid("\nTraining", "")
     table.add_row("steps", f"{config.steps:,}")
-    table.add_row("of them warm-up", f"{config.warmup_steps:,}")
+    table.add_row("warm-up steps", f"{config.warmup_steps:,}")
     table.add_row("tokens", f"{config.steps * config.tokens_per_step:,}")
     table.add_row("tokens a step", f"{config.tokens_per_step:,} ({config.training.global_batch} sequences)")
     return table

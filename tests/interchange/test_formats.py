@@ -330,7 +330,8 @@ def test_a_tokenizer_of_another_model_is_refused(silu, tokenizer_file, tmp_path)
 def test_the_model_card_tells_the_facts(silu, tmp_path):
     hf.write(canonical(silu, past=lambda: Past({"Trained on": "12 tokens"})), tmp_path)
     card = (tmp_path / "README.md").read_text()
-    assert "56,136, of which 28,488 work on a token" in card and "Trained on | 12 tokens" in card and "SwiGLU" in card
+    assert "56,136, of which 28,488 active for each token" in card
+    assert "Trained on | 12 tokens" in card and "SwiGLU" in card
 
 
 def test_the_model_card_claims_nothing_else(tmp_path):

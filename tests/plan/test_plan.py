@@ -322,7 +322,7 @@ def test_data_that_training_would_refuse_are_refused_here(tmp_path):
     overrides = ["data.kind=mixture", f"data.mixture={path}", "data.sequence_length=16", f"model.vocab_size={VOCAB}"]
     accepted = estimate.make_plan(load("tiny", overrides))
     assert accepted.refused_data is None
-    assert "would refuse the data" not in printed(accepted) and "not here yet" not in printed(accepted)
+    assert "would refuse the data" not in printed(accepted) and "Data not found" not in printed(accepted)
     path.write_text(path.read_text().replace("name: b", "name: b\n  max_epochs: 0.5"))
     refused = estimate.make_plan(load("tiny", overrides))
     assert "max_epochs is 0.5" in refused.refused_data
@@ -368,7 +368,7 @@ def test_repeated_sources_and_wide_tensor_ranks_are_warned_of(tmp_path):
 def test_a_missing_mixture_file_is_named():
     planned = estimate.make_plan(load("tiny", ["data.kind=mixture", "data.mixture=nowhere.yaml"]))
     assert planned.sources == () and planned.missing_data == "nowhere.yaml: no such mixture file"
-    assert "Data not here yet: nowhere.yaml: no such mixture file" in printed(planned)
+    assert "Data not found: nowhere.yaml: no such mixture file" in printed(planned)
 
 
 def test_node_counts_beyond_the_batch_are_skipped():
