@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,10 @@ def four_in_a_square() -> dict:
     return seen
 
 
+def names_of_threads() -> list[str]:
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+
+
 def twice_alone() -> dict:
     """A process alone starts, leaves, and starts again; megatron-core's random trackers repeat."""
     drawn = []
@@ -56,8 +61,9 @@ def twice_alone() -> dict:
         with get_cuda_rng_tracker().fork():
             drawn.append(torch.rand(3).tolist())
         drawn.append(torch.rand(3).tolist())
+        looping = names_of_threads().count("gloo_tcp_loop")
         world.shutdown()
-    return {"drawn": drawn, "size": us.size, "card": os.environ.get("GLOO_SOCKET_IFNAME")}
+    return {"drawn": drawn, "size": us.size, "looping": looping, "card": os.environ.get("GLOO_SOCKET_IFNAME")}
 
 
 def refused() -> dict:
