@@ -11,7 +11,7 @@ TEST_PROCESSES ?= $(shell test $(CORES) -lt 2 && echo 3 || echo 4)
 
 help:
 	@echo "make install     the environment in $(VENV), the package in it, the C++ extension if there is a compiler"
-	@echo "make quickstart  the whole way on this machine: text → tokens → training → Hugging Face → a sample and a report"
+	@echo "make quickstart  the whole pipeline on this machine: text → tokens → training → Hugging Face → a sample and a report"
 	@echo "make test        the tests            make check  formatting, lint, types"
 	@echo "make docs        the documentation as a site in build/site"
 	@echo "make bench       the CPU benchmarks   PYTHON=python3.12 chooses the interpreter"

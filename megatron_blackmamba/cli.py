@@ -387,7 +387,7 @@ def compare(
 ) -> None:
     """Compare runs: configs, losses at equal tokens and equal FLOPs, speed, memory, scores with paired tests.
 
-    Training losses are means of the last steps: 2% of a run, or of a short one up to 20 steps (at most 10%).
+    Training losses are means over the last 2% of the steps. A run of less than 1,000 steps uses 20, but at most 10%.
 
     [dim]blackmamba compare runs/quickstart runs/quickstart_mamba[/dim]
     """

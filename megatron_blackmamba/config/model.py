@@ -22,14 +22,14 @@ class RouterConfig(Section):
     expert_bias: a bias that follows the experts' loads balances them, without an auxiliary loss.
     expert_choice: in training each expert takes its best tokens, so training is not causal."""
     iterations: int = Field(1, ge=1)
-    """Sinkhorn iterations in training. The paper's start makes one enough at the logit scales of training."""
+    """Sinkhorn iterations in training. With start=balanced, one is enough at the logit scales of training."""
     temperature: float = Field(2.0, gt=0)
     """Factor of the logits inside Sinkhorn; larger values follow the logits more."""
     start: Literal["balanced", "uniform"] = "balanced"
-    """balanced: the paper's start, each expert normalised over the tokens first. uniform: the textbook start."""
+    """balanced: the paper's initial values, with each expert normalised over the tokens. uniform: the textbook's."""
     scope: Literal["rank", "tensor", "data"] = "tensor"
-    """Whose tokens sinkhorn and expert_choice balance together: each rank's own, those of its tensor- and
-    context-parallel ranks, which share sequences, or those of the whole data-parallel group."""
+    """Ranks whose tokens sinkhorn and expert_choice balance together. rank: each rank alone. tensor: the tensor- and
+    context-parallel ranks, which share sequences. data: also the data-parallel group."""
     aux_loss: float = Field(0.01, ge=0)
     """Weight of the load-balancing loss of the softmax router."""
     bias_update_rate: float = Field(0.001, gt=0)
@@ -92,8 +92,8 @@ class ModelConfig(Section):
     pattern: str
     """One letter for each layer: M Mamba, S Mamba-2, E experts, * attention, - dense MLP."""
     arrangement: Literal["sequential", "parallel"] = "sequential"
-    """sequential: each layer has a norm and adds to the stream in turn (the paper).
-    parallel: the two layers of a pair share one norm and are added together, the paper's ablation."""
+    """sequential: each layer has its own norm and residual connection (the paper).
+    parallel: the two layers of a pair share one norm, and their outputs are summed (the paper's ablation)."""
     vocab_size: int = Field(gt=0, le=2**31)
     """Rows of the embedding: the tokenizer's vocabulary, padded."""
     hidden_size: int = Field(gt=0, le=WIDEST)
@@ -109,11 +109,11 @@ class ModelConfig(Section):
     experts: int = Field(8, ge=1, le=2**16)
     """Number of experts in each E layer."""
     top_k: int = Field(1, ge=1)
-    """Experts of a token."""
+    """Number of experts per token."""
     expert_hidden_size: int | None = Field(None, gt=0, le=WIDEST)
     """Inner width of one expert; needed when the pattern has E."""
     shared_expert_hidden_size: int | None = Field(None, gt=0, le=WIDEST)
-    """Inner width of one more expert in each E layer, which all tokens meet beside theirs. null: there is none."""
+    """Inner width of an additional expert in each E layer that processes all tokens. null: no such expert."""
     mlp_hidden_size: int | None = Field(None, gt=0, le=WIDEST)
     """Inner width of a dense MLP; needed when the pattern has -."""
     activation: Activation = "silu"
@@ -126,7 +126,7 @@ class ModelConfig(Section):
     """Id of the end-of-document token after which state and convolution restart.
     null, as in the paper: states run across documents."""
     router: RouterConfig = RouterConfig()
-    """How tokens find their experts."""
+    """Routing of tokens to experts."""
     attention: AttentionConfig = AttentionConfig()
     """Settings of attention layers."""
     mamba2: Mamba2Config = Mamba2Config()

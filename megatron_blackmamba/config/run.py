@@ -46,11 +46,11 @@ class DataConfig(Section):
     seed: int = 1234
     """Seed of the order of the samples."""
     workers: int = Field(2, ge=0, le=1024)
-    """Threads that read ahead."""
+    """Number of threads that prefetch samples."""
     verify_rate: float = Field(100.0, ge=0)
     """Megabytes per second that each rank reads to compare the shards with their manifests; 0 switches this off."""
     mask_first_token: bool = False
-    """Leave the first token of each document out of the training loss: the text before it is another document's."""
+    """Exclude each document's first token from the training loss: the text before it is another document's."""
     synthetic: SyntheticConfig = SyntheticConfig()
     """Settings of synthetic data."""
 
@@ -82,11 +82,11 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator of Adam's update."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Precision of Adam's moments. bf16 is rounded stochastically: 4 bytes less a weight, and a faster update."""
+    """Precision of Adam's moments. bf16 (rounded stochastically) saves 4 bytes per weight, with a faster update."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients of bf16 weights are added up over micro-batches and replicas, and stored."""
     momentum: float = Field(0.9, gt=0, lt=1)
-    """Part of the last update that the next one keeps, for sgd and muon."""
+    """Momentum of sgd and muon."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of matrices; vectors, norms and A_log have none."""
     clip: float = Field(1.0, ge=0)
@@ -120,51 +120,51 @@ class GuardConfig(Section):
     spike_deviations: float = Field(8.0, gt=0)
     """A spike: a loss this many median absolute deviations above the running median."""
     spike_window: int = Field(128, ge=8)
-    """Steps whose losses the median is taken of."""
+    """Number of latest steps over which the median loss is taken."""
     max_spikes: int = Field(5, ge=2)
-    """This many spikes in a row, or rewinds to one checkpoint, are a new level of the loss, which becomes the usual."""
+    """After this many spikes in a row, or rewinds to one checkpoint, the higher loss becomes the baseline."""
     rewind_batches: int = Field(1, ge=1)
-    """Batches a rewind passes over: the one that spiked, and those before it up to the checkpoint."""
+    """Batches that a rewind skips: the one that spiked, and those before it, at most back to the checkpoint."""
     replicas_every: int = Field(100, ge=0)
-    """Steps between comparisons of the weights that several ranks hold, which also precede every save; 0: none."""
+    """Steps between comparisons of replicated weights, which also precede every save; 0: none."""
     slow_ratio: float = Field(1.3, gt=1)
     """A rank is slow if its own time is this many times the median of the other ranks."""
     slow_steps: int = Field(50, ge=1)
-    """Steps over which the time of a rank is judged."""
+    """Number of steps over which the times of ranks are compared."""
     hang_seconds: float = Field(600.0, ge=1)
-    """Longest time without progress: after it every rank writes a report and exits with 70."""
+    """Seconds without progress after which every rank writes a report and exits with 70."""
 
 
 class TrainingConfig(Section):
     tokens: int = Field(gt=0)
-    """Tokens of the whole run; steps are derived: the run ends with the first whole batch that reaches them."""
+    """Tokens of the whole run, which stops after the first full batch that reaches this number."""
     global_batch: int = Field(gt=0)
-    """Sequences a step, over all ranks."""
+    """Sequences per step, over all ranks."""
     micro_batch: int = Field(1, gt=0)
-    """Sequences a rank processes at once; the rest of its share is accumulated."""
+    """Sequences that a rank processes at once; it accumulates gradients over its share of the batch."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Precision of weights and activations. fp64 is for comparing runs on CPUs: slow, and refused on GPUs."""
     seed: int = 1234
     """Seed of the initial weights."""
     recompute: Literal["none", "experts", "layers"] = "none"
-    """What is computed again in the backward pass instead of being kept: nothing, the experts, whole layers."""
+    """What the backward pass recomputes to save memory: nothing, the experts or whole layers."""
     overlap: bool = True
     """Reduce gradients and gather parameters while computing."""
     bucket_size: int | None = Field(None, ge=1)
     """Smallest number of parameters that `overlap` exchanges at once.
-    null: 40 million, or 1 million a data-parallel rank where that is more."""
+    null: 40 million, or 1 million per data-parallel rank if that is more."""
     deterministic: bool = False
-    """Bit-identical steps on GPUs too, at some cost; on CPUs they always are."""
+    """Make steps bit-identical on GPUs, at some cost in speed; on CPUs they always are."""
     evaluate_every: int = Field(0, ge=0)
-    """Steps between validations; the last step has one too. 0 switches all of them off."""
+    """Steps between validations; the last step is validated too. 0 disables validation."""
     evaluate_batches: int = Field(8, ge=1)
-    """Global batches a source in one validation."""
+    """Number of global batches per source in a validation."""
     validate_balanced: bool = False
     """Measure the validation loss also with the experts balanced as in training."""
     router_every: int = Field(10, ge=1)
-    """Steps between reports of the experts' shares."""
+    """Steps between logs of the experts' loads."""
     stop_after_steps: int | None = Field(None, ge=1)
-    """End the job at this step. The schedule follows `tokens`, and the run is done only after all of them."""
+    """Stop the job at this step. The schedule still follows `tokens`, and the run can be resumed."""
     profile: tuple[int, int] | None = None
     """First and last step to trace."""
     guard: GuardConfig = GuardConfig()
@@ -186,11 +186,11 @@ class CheckpointConfig(Section):
     keep_every: int = Field(10000, ge=0)
     """Checkpoints at multiples of this step are kept forever, and saved there if `every` is not 0; 0: none."""
     asynchronous: bool = True
-    """Write while training goes on."""
+    """Write checkpoints in the background."""
     retry_every: int = Field(10, ge=1)
-    """Steps until a save that failed, on a full disk for example, is tried again."""
+    """Steps until a failed save is retried, for example on a full disk."""
     if_damaged: Literal["older", "stop"] = "older"
-    """When the newest checkpoint cannot be trusted: take the one before, or stop and say so."""
+    """If the newest checkpoint is damaged: resume from the one before it, or stop."""
     export_every: int = Field(0, ge=0)
     """Steps between Hugging Face exports, written by the ranks to FOLDER/NAME/exports, and one at the end; 0: none."""
 
@@ -238,8 +238,7 @@ class ResumeConfig(Section):
     """The changes allowed to a resumed run, and to the weights of start.from."""
 
     allow: list[str] = Field([])
-    """Keys that may differ from what a resumed run's checkpoint, or start.from, was made with, such as
-    optimizer.learning_rate."""
+    """Keys that may differ from the resumed checkpoint or from start.from, such as optimizer.learning_rate."""
 
 
 class RunConfig(Section):
@@ -248,7 +247,7 @@ class RunConfig(Section):
     name: str = "run"
     """Name of the run and of its folder."""
     folder: UserPath = "runs"
-    """The run lives in FOLDER/NAME."""
+    """Folder of runs; the run is stored in FOLDER/NAME."""
     model: ModelConfig
     """Architecture of the model."""
     kernels: KernelsConfig = KernelsConfig()

@@ -55,7 +55,7 @@ Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or a run for its
 Dtype = Annotated[Precision | None, typer.Option(help="Precision of the written weights.", show_default="unchanged")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare weights and outputs with the source.")]
 TokenizerFile = Annotated[
-    Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json to export with the weights.")
+    Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json to store with the weights.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -149,7 +149,7 @@ def import_hf(
     verify: Verify = True,
     as_json: Json = False,
 ) -> None:
-    """Bring a Hugging Face BlackMamba back to a checkpoint that training starts from, under any layout.
+    """Convert a Hugging Face model to a checkpoint that training can start from, under any layout.
 
     [dim]blackmamba import hf exports/blackmamba_1.5b checkpoints/start[/dim]
 
@@ -173,14 +173,16 @@ def import_zyphra(
     ] = Target.checkpoint,
     activation: Annotated[
         Gate | None,
-        typer.Option(help="Activation of the experts, which the files lack.", show_default="gelu, with the reason"),
+        typer.Option(
+            help="Activation of the experts, which the files do not record.", show_default="gelu, with the reason"
+        ),
     ] = None,
     dtype: Dtype = None,
     tokenizer: TokenizerFile = None,
     verify: Verify = True,
     as_json: Json = False,
 ) -> None:
-    """Read the released BlackMamba files into a checkpoint, or straight into a Hugging Face folder.
+    """Convert the released BlackMamba files to a checkpoint, or directly to a Hugging Face folder.
 
     [dim]blackmamba import zyphra BlackMamba-2.8B exports/blackmamba_2.8b --to hf --tokenizer 20B_tokenizer.json[/dim]
 

@@ -20,11 +20,13 @@ class ServingError(ValueError):
 def chat(
     model: ModelPath,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="Name of the model.", show_default="its folder's")] = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Most texts written at once; others wait.")] = 64,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Most prompt tokens of a request.")] = 32_768,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a text.")] = 4_096,
+    max_rows: Annotated[int, typer.Option(min=1, help="Maximum number of texts generated at once.")] = 64,
+    max_prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of prompt tokens per request.")
+    ] = 32_768,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens per text.")] = 4_096,
     dtype: Dtype = None,
     device: Device = None,
     tokenizer: TokenizerFile = None,
