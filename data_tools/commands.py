@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_blackmamba.data_tools import cleaning_commands
+from megatron_blackmamba.data_tools.progress import counted, short
 
 if TYPE_CHECKING:
     from megatron_blackmamba.data_tools.tokenization import Summary
@@ -178,7 +179,7 @@ def tokenize(
     if dry_run:
         for job in plan(inputs, out_dir, options).mine:
             names = ", ".join(source.path for source in job.sources[:3]) + (", ..." if len(job.sources) > 3 else "")
-            print(f"{job.prefix}  {len(job.sources)} files, {job.input_bytes / 1e6:.1f} MB: {names}")
+            print(f"{job.prefix}  {counted(len(job.sources), 'file')}, {job.input_bytes / 1e6:.1f} MB: {names}")
         return
     summary = run(inputs, out_dir, options)
     if as_json:
@@ -309,14 +310,15 @@ def verify(
         print(json.dumps([{**vars(verdict), "prefix": str(verdict.prefix)} for verdict in verdicts]))
     else:
         for verdict in verdicts:
-            counts = f"{verdict.documents:,} documents, {verdict.tokens:,} tokens"
+            counts = f"{counted(verdict.documents, 'document')}, {counted(verdict.tokens, 'token')}"
             print(f"{'BAD' if verdict.problems else 'ok '} {verdict.prefix}  {counts}")
             for problem in verdict.problems:
                 print(f"    {problem}")
             for note in verdict.notes:
                 print(f"    note: {note}")
         tokens = sum(verdict.tokens for verdict in verdicts)
-        print(f"{len(verdicts)} shards, {tokens:,} tokens: " + (f"{len(bad)} of them bad" if bad else "all sound"))
+        whole = f"{counted(len(verdicts), 'shard')}, {counted(tokens, 'token')}"
+        print(f"{whole}: " + (f"{len(bad)} of them bad" if bad else "all sound"))
     if bad:
         raise typer.Exit(2)
     for path, mixture in mixtures.items():
@@ -353,7 +355,7 @@ def adopt(
         if path.endswith(foreign.SUFFIXES):
             path = str(foreign.expose(Path(path), loaded, dtype))
         manifest = run(path, loaded)
-        print(f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens")
+        print(f"{path}: {counted(manifest.documents, 'document')}, {counted(manifest.tokens, 'token')}")
         open_ended = documents_without_eod(shard_prefix(path))
         if open_ended:
             print(f"    {open_ended:,} of them do not end with {loaded.eod_token}; they run into the next document")
@@ -376,10 +378,9 @@ def run_tokenize() -> None:
 
 
 def _sentence(summary: "Summary") -> str:
-    from megatron_blackmamba.data_tools.progress import short
-
     written, shards = len(summary.written), len(summary.shards)
-    lines = [f"{summary.out_dir}: {shards} shards, {summary.documents:,} documents, {summary.tokens:,} tokens"]
+    sizes = [counted(shards, "shard"), counted(summary.documents, "document"), counted(summary.tokens, "token")]
+    lines = [f"{summary.out_dir}: {', '.join(sizes)}"]
     if written:
         rate = short(sum(manifest.tokens for manifest in summary.written) / max(summary.seconds, 1e-9))
         lines.append(f"written: {written}, in {summary.seconds:.1f} s ({rate} tokens/s)")

@@ -1,5 +1,6 @@
 """Check whether a shard on disk is the one that a job would write, and whether its files are unchanged."""
 
+from megatron_blackmamba.data_tools.progress import counted
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shard_writer import ShardJob
 from megatron_blackmamba.data_tools.sources import Source
@@ -58,7 +59,7 @@ def _difference(manifest: ShardManifest, job: ShardJob, tokenizer: Tokenizer) ->
             return f"was made with {name} = {manifest.options[name]!r}, not {value!r}"
     if len(manifest.sources) != len(job.sources):
         count = len(manifest.sources)
-        return f"was made from {count} files, not {len(job.sources)}: other inputs, or another --shard-size"
+        return f"was made from {counted(count, 'file')}, not {len(job.sources)}: other inputs, or another --shard-size"
     for made_from, source in zip(manifest.sources, job.sources, strict=True):
         if not _same_file(made_from, source):
             return f"was made from {made_from.name} ({made_from.sha256[:12]}), which {source.path} is not"

@@ -77,6 +77,11 @@ def _rate(count: Count, seconds: float) -> str:
     return f"{short(count.tokens)} tokens, {short(count.tokens / max(seconds, 1e-9))} tokens/s"
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun: 1 shard, 2 shards."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def short(number: float) -> str:
     """Format a count: 1234567 as 1.23M."""
     for unit in ("", "k", "M", "G"):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_blackmamba.data_tools.finished import refuse_other_settings
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
+from megatron_blackmamba.data_tools.progress import counted
 from megatron_blackmamba.data_tools.readers import Format, ReadOptions
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
 from megatron_blackmamba.data_tools.selection import split_of
@@ -147,7 +148,7 @@ def tokenize(inputs: Sequence[str | os.PathLike[str]], out_dir: str | Path, opti
         names = ", ".join(str(path).rpartition("/")[2] for path in planned.ignored[:5]) + (
             ", ..." if len(planned.ignored) > 5 else ""
         )
-        say(f"not taken for input: {len(planned.ignored)} files ({names})")
+        say(f"not taken for input: {counted(len(planned.ignored), 'file')} ({names})")
     splits = sorted({split_of(source.name) or "" for job in planned.jobs for source in job.sources} - {""})
     if len(splits) > 1 and options.split is None:
         say(f"the inputs hold files of several splits ({', '.join(splits)}): --split train takes only one")

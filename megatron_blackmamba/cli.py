@@ -12,6 +12,7 @@ import typer
 from megatron_blackmamba.data_tools import commands as data_commands
 from megatron_blackmamba.errors import in_words, may_pass
 from megatron_blackmamba.evaluation.verb import evaluate
+from megatron_blackmamba.hints import hint
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES
@@ -222,7 +223,7 @@ def plan(
         if trouble:
             raise LayoutError(trouble)
     if made.refused_data:
-        raise MixtureError(made.refused_data)
+        raise MixtureError(f"training would refuse the data: {made.refused_data}")
 
 
 @app.command()
@@ -431,19 +432,6 @@ app.add_typer(interchange_commands.export_app, name="export")
 app.add_typer(interchange_commands.import_app, name="import")
 
 
-def _key_as_option(arguments: list[str]) -> str | None:
-    """Return how to write a config's key that was given as an option, such as --max_steps=10."""
-    from megatron_blackmamba.config.load import key_of
-
-    command = getattr(typer.main.get_command(app), "commands", {}).get(arguments[0] if arguments else "")
-    known = {name for parameter in command.params for name in parameter.opts} if command else set()
-    options = (argument.partition("=")[0] for argument in arguments[1:] if argument.startswith("--"))
-    wrong = ((option, key_of(option.lstrip("-"))) for option in options if command and option not in known)
-    return next(
-        (f"{option} is no option. A config's key has no dashes: {key}=VALUE" for option, key in wrong if key), None
-    )
-
-
 def main() -> None:
     """Run the command line; an error that the user can fix ends with one message and exit code 2, not a traceback."""
     import logging
@@ -456,9 +444,9 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except SystemExit as ended:
-        hint = _key_as_option(sys.argv[1:]) if ended.code == BAD_INPUT else None
-        if hint:
-            print(f"blackmamba: {hint}", file=sys.stderr)
+        meant = hint(sys.argv[1:], typer.main.get_command(app)) if ended.code == BAD_INPUT else None
+        if meant:
+            print(f"blackmamba: {meant}", file=sys.stderr)
         raise
     except Exception as error:
         message = in_words(error)

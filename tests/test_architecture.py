@@ -19,7 +19,7 @@ LAYERS = [
     {"training", "inference"},
     {"evaluation", "serving"},
     {"report", "launch", "trace"},
-    {"quickstart", "study", "errors"},
+    {"quickstart", "study", "errors", "hints"},
     {"api", "cli"},
 ]
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}

@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from megatron_blackmamba import cli, registry
@@ -62,16 +63,37 @@ def test_broken_extension_is_named_with_its_cause(tmp_path, monkeypatch, content
         ("train tiny --batch_size=4", "training.global_batch=VALUE"),
         ("train tiny --training.seed 4", "training.seed=VALUE"),
         ("config tiny --name x", "name=VALUE"),
+        ("config tiny --learning-rate 1", "optimizer.learning_rate=VALUE"),
+        ("train --config mine.yaml tiny", "mine.yaml"),
+        ("plan tiny --epochs 3", "source"),
         ("doctor --folder here --seven", ""),
         ("--name", ""),
+        ("sample runs/tiny", "generate?"),
+        ("tokenize text", "tokenize?"),
+        ("data verfy text", "verify?"),
+        ("zzz", ""),
     ],
 )
-def test_key_as_option_is_explained(words, said, monkeypatch, capsys):
+def test_wrong_options_and_commands_are_explained(words, said, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["blackmamba", *words.split()])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("blackmamba:")]
     assert [line.rpartition(" ")[2].rstrip(".") for line in found] == ([said] if said else [])
+
+
+def commands(group, words=()):
+    yield words
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*words, name))
+
+
+def test_help_cuts_no_names_at_80_columns():
+    found = list(commands(typer.main.get_command(cli.app)))
+    assert ("data", "tokenize") in found
+    for words in found:
+        said = CliRunner().invoke(cli.app, [*words, "--help"], env={"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"})
+        assert said.exit_code == 0 and "…" not in said.output, said.output
 
 
 @pytest.mark.parametrize(("rank", "pauses"), [("0", []), ("1", [""])])
@@ -106,6 +128,7 @@ def test_notes_are_silenced_by_quiet(quiet, said, capsys):
         ("evaluate runs/tiny --watch --out scores.json", "no --out"),
         ("evaluate runs/tiny --watch --json", "no --json"),
         ("study smoke --gpus 4", "add --slurm"),
+        ("generate runs/tiny -p a --stream --no-stream", "exclude each other"),
         ("study smoke --slurm --minutes 5", "leave out them or --slurm"),
     ],
 )

@@ -86,6 +86,7 @@ def find(name: str | Path) -> Path:
         if (path / "config.yaml").is_file():
             raise ConfigError(f"{name} is a run's folder: name the config in it, {path / 'config.yaml'}")
         near = [file for suffix in (".yaml", ".yml") if Path(file := f"{name}{suffix}").is_file()]
+        near += _files_like(path)
         parts = [known for known in shipped() if Path(tail).name in known.split("_")]
         near += sorted(parts, key=lambda known: not known.startswith("quickstart"))
         near = near or difflib.get_close_matches(Path(tail).name, shipped(), n=1, cutoff=0.5)
@@ -94,15 +95,23 @@ def find(name: str | Path) -> Path:
     return found
 
 
+def _files_like(path: Path) -> list[str]:
+    """Return YAML files beside a file that is missing whose name is nearly the same, such as mine.yaml for mine.yml."""
+    beside = [file for file in sorted(path.parent.glob("*.y*ml")) if file.is_file()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.stem, {file.stem for file in beside}, n=1, cutoff=0.8)
+    return [str(file) for file in beside if file.stem in close]
+
+
 def keys() -> list[str]:
     """Return all keys that a run can set, as `a.b`."""
     return [path for path, _, inner in walk() if inner is None]
 
 
 def key_of(word: str) -> str | None:
-    """Return the key that a word names, as we or other projects call it."""
-    key = spellings.our_name(word) or word
-    return key if key in {*keys(), *spellings.OTHER_NAMES} else None
+    """Return the key that a word names, as we or other projects call it, or by its last part if only one has it."""
+    key, known = spellings.our_name(word) or word, {*keys(), *spellings.OTHER_NAMES}
+    ends = [each for each in known if each.rpartition(".")[2] == word.replace("-", "_")]
+    return key if key in known else ends[0] if len(ends) == 1 else None
 
 
 def _warn(note: str) -> None:
@@ -373,6 +382,8 @@ def _refuse_unknown_names(allowed: Iterable[str], where: str) -> None:
 def _nearest(path: str, fields: dict, prefix: str) -> str:
     last = path.rpartition(".")[2]
     ours = spellings.our_name(path)
+    if reason := spellings.not_a_key(path):
+        return reason
     if ours is not None:
         meaning = spellings.meaning(path)
         return f"did you mean {ours!r}?{f' ({meaning})' if meaning else ''}"

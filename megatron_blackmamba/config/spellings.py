@@ -71,6 +71,19 @@ _MEANINGS = {
 }
 """What our key means where a value of the other name would not fit."""
 
+_NOT_KEYS = {
+    "dropout attention_dropout hidden_dropout resid_dropout embd_dropout embd_pdrop resid_pdrop": "there is no dropout",
+    "device accelerator use_cpu no_cuda cuda": "GPUs are used if there are any; CUDA_VISIBLE_DEVICES= hides them",
+    "epochs num_epochs n_epochs max_epochs num_train_epochs": (
+        "the length of a run is training.tokens or training.steps; `blackmamba plan` shows the epochs of each source"
+    ),
+    "tokenizer tokenizer_path tokenizer_model tokenizer_name": "the shards of data.mixture bring their tokenizer",
+    "nproc gpus num_gpus n_gpus devices nodes num_nodes world_size": (
+        "the number of processes follows from --nproc, torchrun or srun"
+    ),
+}
+"""What other projects set by a key and this one does not, and what decides it here."""
+
 _OURS = {theirs: ours for ours, names in OTHER_NAMES.items() for theirs in names.split()}
 
 
@@ -83,6 +96,12 @@ def meaning(key: str) -> str | None:
     """Return what our key means if a value of the other project's key would not fit it."""
     last = key.rpartition(".")[2].replace("-", "_")
     return next((text for names, text in _MEANINGS.items() if last in names.split()), None)
+
+
+def not_a_key(key: str) -> str | None:
+    """Return what decides here what other projects set by this key, if no key does."""
+    last = key.rpartition(".")[2].replace("-", "_")
+    return next((text for names, text in _NOT_KEYS.items() if last in names.split()), None)
 
 
 def number(value: Any, annotation: Any) -> Any:

@@ -400,7 +400,9 @@ class ShardsVerified(Event):
 
     @property
     def text(self) -> str:
-        return f"all {self.shards} shards match their manifests"
+        return (
+            "the shard matches its manifest" if self.shards == 1 else f"all {self.shards} shards match their manifests"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,9 @@ def generate(
     continued: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts to continue.")] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", "--start", help="Text to continue; repeat for a batch, - reads stdin."),
+        typer.Option(
+            "--prompt", "-p", "--start", metavar="TEXT", help="Text to continue; repeat for a batch, - reads stdin."
+        ),
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help='File of prompts: JSON Lines with a "prompt" field, or one prompt per line.')
@@ -34,7 +36,9 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum number of new tokens; generation also stops at end of document.")
     ] = 128,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; repeat for several.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this string; repeat for several.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="Temperature; 0 always takes the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 means all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 0.95,
@@ -42,13 +46,14 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes earlier tokens less likely.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Random seed; equal seed and prompt give equal texts.")] = 0,
     stream: Annotated[
-        bool | None,
+        bool,
         typer.Option(
-            "--stream/--no-stream",
+            "--stream",
             help="Print text as it is generated; with --json, one line per piece.",
             show_default="for one text without --json",
         ),
-    ] = None,
+    ] = False,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print text when it is complete.")] = False,
     dtype: Dtype = None,
     device: Device = None,
     tokenizer: TokenizerFile = None,
@@ -72,6 +77,8 @@ def generate(
     ]
     if not texts:
         raise typer.BadParameter("give --prompt TEXT or --prompts FILE")
+    if stream and no_stream:
+        raise typer.BadParameter("--stream and --no-stream exclude each other")
     if stream and not as_json and len(texts) * samples > 1:
         raise typer.BadParameter("--stream prints one text. With several, add --json, or leave it out")
     writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer)
@@ -81,7 +88,7 @@ def generate(
             line = {"prompt": piece.row // samples, "sample": piece.row % samples, "text": piece.text}
             print(json.dumps(line | {"finished": piece.finished}, ensure_ascii=False), flush=True)
         return
-    if len(texts) * samples == 1 and not as_json and stream is not False:
+    if len(texts) * samples == 1 and not as_json and not no_stream:
         print(texts[0], end="", flush=True)
         for text in writer.stream(texts[0], **options):
             print(text, end="", flush=True)

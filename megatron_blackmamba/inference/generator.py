@@ -214,7 +214,9 @@ def usable_device(wanted: str | torch.device | None) -> torch.device:
     try:
         where = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise GenerationError(f"device must be cpu, cuda or cuda:1, not {wanted!r}") from None
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise GenerationError(f"device must be cpu, cuda or cuda:1, not {str(wanted)!r}")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise GenerationError("PyTorch finds no GPU here. Use `cpu`, or run `blackmamba doctor`.")
     return where

@@ -60,8 +60,9 @@ def existing_folder(path: Path) -> Path:
     path = local_folder(path)
     if not path.is_dir():
         what = "a file, and a model is a folder" if path.exists() else "no such folder"
-        near = difflib.get_close_matches(path.name, _beside(path), n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else "."
+        near = [other for other in (Path("runs") / path, Path("exports") / path) if other.is_dir()]
+        near += [path.parent / name for name in difflib.get_close_matches(path.name, _beside(path), n=1)]
+        hint = f"; did you mean {near[0]}?" if near else "."
         raise InterchangeError(f"{path}: {what}{hint} Name a run (runs/NAME), one of its checkpoints, or an export")
     return path
 

@@ -24,8 +24,6 @@ def show(plan: Plan, console: Console) -> None:
         console.print(_sources(plan))
     if plan.missing_data:
         console.print(f"Data not found: {plan.missing_data}", highlight=False)
-    if plan.refused_data:
-        console.print(f"Training would refuse the data: {plan.refused_data}", highlight=False)
     if plan.placed:
         _show_placed(plan, plan.placed, console)
     else:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_blackmamba.data_tools.progress import counted
+
 if TYPE_CHECKING:
     from megatron_blackmamba.trace.documents import Piece, Tracer
 
@@ -71,7 +73,7 @@ def _show_samples(tracer: "Tracer", numbers: Sequence[int], step: int | None, ch
             shown.append({"sample": number, "source": pieces[0].source, "documents": described})
             continue
         when = f"step {step}, " if step is not None else ""
-        print(f"=== {when}sample {number}: {pieces[0].source}, {len(pieces)} documents")
+        print(f"=== {when}sample {number}: {pieces[0].source}, {counted(len(pieces), 'document')}")
         for piece in pieces:
             print(f"--- {piece.origin}: {_extent(piece)}")
             print(_cut(tracer.text(piece), chars))

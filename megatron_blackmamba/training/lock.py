@@ -64,8 +64,8 @@ class Lock:
         who = os.pread(self._file, 200, 0).decode(errors="replace").strip()
         self.release()
         raise RunInUse(
-            f"{self.path.parent} is in use by {who or 'another process'}: wait for it, stop it, or name this run"
-            " otherwise (name=...)"
+            f"{self.path.parent} is in use by {who or 'another process'}: wait for it, stop it, or write elsewhere"
+            " (train: name=OTHER; quickstart: --folder OTHER)"
         ) from None
 
     def release(self) -> None:

@@ -80,6 +80,8 @@ def test_a_tilde_in_a_path_is_the_home(write, monkeypatch):
         ("parallel.exprt=2", "did you mean 'parallel.expert'?"),
         ("model.router.iteration=2", "did you mean 'model.router.iterations'?"),
         ("zzz=1", "a run has: name"),
+        ("model.dropout=0.1", "there is no dropout"),
+        ("device=cpu", "CUDA_VISIBLE_DEVICES="),
     ],
 )
 def test_unknown_key_is_refused_with_the_nearest_one(override, hint):
@@ -215,6 +217,7 @@ def test_a_file_of_nearly_that_name_is_suggested(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").touch()
     assert "did you mean 'mine.yaml'?" in refusal("mine")
+    assert "did you mean 'mine.yaml'?" in refusal("mine.yml")
     assert "did you mean 'quickstart_transformer'?" in refusal("transformer")
 
 

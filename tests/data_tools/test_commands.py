@@ -37,7 +37,7 @@ def test_tokenize_inspect_and_verify_tell_the_whole_story(call, corpus, tmp_path
     assert done.exit_code == 0, done.output
     assert "2 shards, 31 documents" in done.output and "written: 2" in done.output
     assert "already complete" not in done.output
-    assert "not taken for input: 1 files (README.md)" in done.output
+    assert "not taken for input: 1 file (README.md)" in done.output
     assert (
         "already complete, and verified: 2"
         in call("tokenize", corpus, out, "-t", tokenizer_file, "--shard-size", "1").output

@@ -151,6 +151,8 @@ def test_missing_model_and_missing_tokenizer_are_named(tmp_path):
         load(tmp_path)
     with pytest.raises(InterchangeError, match="no such folder"):
         load(tmp_path / "nowhere")
+    with pytest.raises(GenerationError, match="device must be cpu, cuda or cuda:1, not 'mps'"):
+        load(tmp_path, device="mps")
     zyphra.write(canonical(tiny()), tmp_path / "released")
     with pytest.raises(GenerationError, match=r"no tokenizer: .* token ids to `Generator\.tokens`"):
         load(tmp_path / "released").generate("a")

@@ -395,6 +395,13 @@ def test_parameter_with_and_without_prefix_is_refused(silu, tmp_path):
         hf.read(tmp_path)
 
 
+def test_run_named_without_its_folder_is_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/mine").mkdir(parents=True)
+    with pytest.raises(InterchangeError, match=r"^mine: no such folder; did you mean runs/mine\?"):
+        open_model(Path("mine"))
+
+
 @pytest.mark.parametrize("made", ["", "runs/typos"])
 def test_mistyped_run_is_not_taken_for_a_name_on_the_hub(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,80 @@
+"""What the command line suggests for a command or an option that does not exist."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_blackmamba.config import spellings
+
+OTHER_COMMANDS = {
+    "generate": "sample infer inference complete predict",
+    "chat": "serve server api talk",
+    "train": "pretrain resume continue finetune fine-tune fit",
+    "evaluate": "eval benchmark score",
+    "export hf": "convert to_hf",
+    "new": "init create",
+    "plan": "estimate params flops memory",
+    "launch": "submit slurm sbatch",
+    "runs": "list ls status",
+    "report": "plot",
+}
+"""A command of ours, and what else people type for it."""
+FILE_OPTIONS = ("config", "config_file", "config_path", "cfg", "yaml", "file")
+
+
+def hint(arguments: Sequence[str], program: Any) -> str | None:
+    """Return what was probably meant, if a command line names a command or an option that does not exist.
+
+    program: the click command of the whole program.
+    """
+    command, words, rest = program, [], list(arguments)
+    while hasattr(command, "commands"):
+        if not rest or rest[0].startswith("-"):
+            return None
+        word = rest.pop(0)
+        if word not in command.commands:
+            return _command(word, command, words, program)
+        words.append(word)
+        command = command.commands[word]
+    return _option(words, rest, command)
+
+
+def _command(word: str, group: Any, words: list[str], program: Any) -> str | None:
+    names = [*group.commands]
+    paths = [*_paths(program)]
+    theirs = {other: ours for ours, others in OTHER_COMMANDS.items() for other in others.split()}
+    found = (
+        [theirs[word]]
+        if word in theirs and not words
+        else [path for path in paths if path.split()[-1] == word]
+        or [" ".join([*words, near]) for near in difflib.get_close_matches(word, names, n=1)]
+    )
+    return f"did you mean blackmamba {found[0]}?" if found else None
+
+
+def _paths(group: Any, above: str = "") -> Iterator[str]:
+    for name, command in group.commands.items():
+        yield f"{above}{name}"
+        if hasattr(command, "commands"):
+            yield from _paths(command, f"{above}{name} ")
+
+
+def _option(words: list[str], rest: list[str], command: Any) -> str | None:
+    from megatron_blackmamba.config.load import key_of
+
+    if not any(parameter.name == "configs" for parameter in command.params):
+        return None
+    known = {name for parameter in command.params for name in parameter.opts}
+    for i, argument in enumerate(rest):
+        option, _, value = argument.partition("=")
+        if not option.startswith("--") or option in known:
+            continue
+        word = option.lstrip("-").replace("-", "_")
+        if word in FILE_OPTIONS:
+            file = value or next(iter(rest[i + 1 :]), "FILE")
+            return f"{option} is no option. Give the file alone: blackmamba {' '.join(words)} {file}"
+        if key := key_of(word):
+            return f"{option} is no option. A config's key has no dashes: {key}=VALUE"
+        if reason := spellings.not_a_key(word):
+            return f"{option} is no option: {reason}"
+    return None
