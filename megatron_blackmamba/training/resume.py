@@ -80,7 +80,8 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
         keys = ", ".join(change[0] for change in refused)
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(refused)}\n{_in_steps(saved, config, keys)}"
-            f"To continue with the new value, allow it: 'resume.allow=[{keys}]'."
+            "To continue as before, restore the old value, on the command line or in the run's file."
+            f" To continue with the new value, allow it: 'resume.allow=[{keys}]'."
         )
     told = [(change, "") for change in named]
     told += [(change, why) for change in changes if (why := _changes_routing(change[0], config.model))]

@@ -49,6 +49,8 @@ def test_changed_model_or_data_names_key_and_values(override, old, new):
 def test_changed_learning_rate_must_be_allowed_by_name():
     with pytest.raises(ResumeError, match=r"resume\.allow=\[optimizer\.learning_rate\]"):
         resumed("optimizer.learning_rate=1e-3")
+    with pytest.raises(ResumeError, match=r"restore the old value, on the command line or in the run's file"):
+        resumed("optimizer.learning_rate=1e-3")
     allowed = resumed("optimizer.learning_rate=1e-3", "resume.allow=[optimizer.learning_rate]")
     assert allowed == ["optimizer.learning_rate: 0.001 from step 51 on, 0.003 before"]
 
