@@ -27,7 +27,8 @@ def hint(arguments: Sequence[str], program: Any) -> str | None:
 
     program: the click command of the whole program.
     """
-    command, words, rest = program, [], list(arguments)
+    command, rest = program, list(arguments)
+    words: list[str] = []
     while hasattr(command, "commands"):
         if not rest or rest[0].startswith("-"):
             return None

@@ -400,9 +400,7 @@ class ShardsVerified(Event):
 
     @property
     def text(self) -> str:
-        return (
-            "the shard matches its manifest" if self.shards == 1 else f"all {self.shards} shards match their manifests"
-        )
+        return f"all shards match their manifests ({self.shards})"
 
 
 @dataclass(frozen=True, kw_only=True)
