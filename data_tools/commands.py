@@ -24,9 +24,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-app.command()(cleaning_commands.dedup)
-app.command()(cleaning_commands.decontaminate)
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -338,7 +335,7 @@ def adopt(
 ) -> None:
     """Check token files that another tool wrote, and write the manifest they lack.
 
-    Takes a .bin with its .idx (Megatron), a .ds with its .ds.index (datatrove), and a .npy (dolma, OLMo).
+    The files are a .bin with its .idx (Megatron), a .ds with its .ds.index (datatrove), or a .npy (dolma, OLMo).
 
     [dim]blackmamba data adopt old/pile_text_document --tokenizer EleutherAI/gpt-neox-20b[/dim]
 
@@ -359,6 +356,10 @@ def adopt(
         open_ended = documents_without_eod(shard_prefix(path))
         if open_ended:
             print(f"    {open_ended:,} of them do not end with {loaded.eod_token}; they run into the next document")
+
+
+app.command()(cleaning_commands.dedup)
+app.command()(cleaning_commands.decontaminate)
 
 
 def run_tokenize() -> None:
