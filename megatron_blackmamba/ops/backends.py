@@ -114,7 +114,13 @@ def fused(name: str) -> dict[str, str | None]:
 
 @cache
 def why_not(package: str, name: str) -> str | None:
+    """Return why this machine cannot use the backend, or None.
+
+    Kernels of Triton are loaded only where Triton itself can run: the decorators that read them take a while.
+    """
     try:
+        if name.startswith("triton") and (reason := _load("megatron_blackmamba.ops", "triton_support").unavailable()):
+            return reason
         return _load(package, name).unavailable()
     except ImportError as error:
         return str(error)

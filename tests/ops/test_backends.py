@@ -19,17 +19,32 @@ from megatron_blackmamba.ops import backends
     ],
 )
 def test_backend_that_cannot_be_imported_is_skipped(tmp_path, monkeypatch, body, reason):
+    write_op(tmp_path, monkeypatch, "broken", body)
+    assert backends.choose("an_op", ("broken", "plain"), "auto").__name__ == "an_op.plain"
+    assert reason in backends.available("an_op", ("broken", "plain"))["broken"]
+
+
+def test_triton_kernels_are_loaded_only_where_they_can_run(tmp_path, monkeypatch):
+    triton_support = pytest.importorskip("megatron_blackmamba.ops.triton_support")
+    write_op(tmp_path, monkeypatch, "triton", "raise OSError('loaded')")
+    for here, told in (("needs a CUDA device", "needs a CUDA device"), (None, "it fails to load: OSError: loaded")):
+        monkeypatch.setattr(triton_support, "unavailable", lambda here=here: here)
+        backends.why_not.cache_clear()
+        assert backends.available("an_op", ("triton", "plain")) == {"triton": told, "plain": None}
+    backends.why_not.cache_clear()
+
+
+def write_op(tmp_path, monkeypatch, name, body):
+    """Write the package `an_op` with a backend of this name and content, and one that always works."""
     (tmp_path / "an_op").mkdir()
     (tmp_path / "an_op/__init__.py").touch()
-    (tmp_path / "an_op/broken.py").write_text(body)
+    (tmp_path / f"an_op/{name}.py").write_text(body)
     (tmp_path / "an_op/plain.py").write_text("def unavailable(): return None\ndef unsupported(): return None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("an_op", "an_op.plain"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for cached in (backends.why_not, backends._load):
         cached.cache_clear()
-    assert backends.choose("an_op", ("broken", "plain"), "auto").__name__ == "an_op.plain"
-    assert reason in backends.available("an_op", ("broken", "plain"))["broken"]
 
 
 @pytest.mark.parametrize(
