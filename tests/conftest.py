@@ -13,10 +13,20 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("project", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
 
-# By worker seconds, see `pytest --durations=0`. Slurm's tests are the longest by far.
-LONGEST_FIRST = ("slurm", "forks", "layouts", "pages", "quickstart", "triton", "resharding", "study", "mutate")
-LONGEST_FIRST += ("rehearsal", "command", "routers", "s3", "short_runs", "failing_saves", "world", "all_ranks")
-LONGEST_FIRST += ("plan_memory", "optimizer_kinds", "fixtures", "patches", "new_kind")
+# By worker seconds, see `pytest --durations=0`. Slurm's tests are the longest by far: two groups, with a cluster each.
+LONGEST_FIRST = ("slurm", "forks", "pages", "slurm_jobs", "layouts", "triton", "resharding", "mutate", "rehearsal")
+LONGEST_FIRST += ("command", "routers", "s3", "short_runs", "failing_saves", "world", "plan_memory")
+LONGEST_FIRST += ("optimizer_kinds", "fixtures", "patches", "new_kind")
+
+
+@pytest.fixture(scope="session")
+def session(tmp_path_factory):
+    """A shell whose `blackmamba` starts at once; each group that uses it has one of its own."""
+    from tests.docs.session import Session
+
+    session = Session(tmp_path_factory.mktemp("s"))
+    yield session
+    session.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

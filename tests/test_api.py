@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 import megatron_blackmamba
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
-pytestmark = pytest.mark.xdist_group("api")  # its process starts once, not once a worker
+pytestmark = pytest.mark.xdist_group("world")  # where warm processes run anyway
 PACKAGE = Path(megatron_blackmamba.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "python.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_script("tests.api_probe", str(tmp_path_factory.mktemp("api")))
+    return fork_script("tests.api_probe", str(tmp_path_factory.mktemp("api")))
 
 
 def test_import_loads_nothing_until_a_name_is_used():
@@ -98,7 +98,7 @@ def test_state_dict_holds_tensors_alone(found):
 
 
 def test_replicas_of_two_processes_train_as_one_with_the_whole_batch(tmp_path):
-    found = run_script("tests.api_replicas", str(tmp_path))
+    found = fork_script("tests.api_replicas", str(tmp_path))
     alone, *ranks = (rank["answer"] for rank in [found["alone"], *found["ranks"]])
     for rank in ranks:
         assert "one of 2 processes without a process group" in rank.pop("refused")

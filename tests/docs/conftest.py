@@ -1,18 +1,9 @@
-"""One session for all pages, and what `blackmamba quickstart` leaves behind."""
+"""What `blackmamba quickstart` leaves behind."""
 
 import json
 from pathlib import Path
 
 import pytest
-
-from tests.docs.session import Session
-
-
-@pytest.fixture(scope="session")
-def session(tmp_path_factory):
-    session = Session(tmp_path_factory.mktemp("s"))
-    yield session
-    session.close()
 
 
 @pytest.fixture(scope="session")

@@ -17,28 +17,35 @@ import time
 import traceback
 from pathlib import Path
 
+from tests.runtime.ranks import import_once
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHIM = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
+signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+def forward(number, _):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
 with socket.socket(socket.AF_UNIX) as there:
     there.connect({socket!r})
     ask = json.dumps({{"words": sys.argv, "folder": os.getcwd(), "environment": dict(os.environ)}}).encode()
     socket.send_fds(there, [len(ask).to_bytes(4, "big")], [0, 1, 2])
     there.sendall(ask)
+    pid = int.from_bytes(there.recv(4), "big")
+    for number in signals:
+        signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     code = there.recv(16)
 sys.exit(int(code) if code else 70)
 """
 STEPS = 2
 PRELOADED = (
-    *(
-        "torch._dynamo",
-        "torch.utils.tensorboard",
-        "transformers.models.auto.modeling_auto",
-        "pyarrow",
-        "matplotlib.pyplot",
-    ),
-    *("megatron_blackmamba.training.loop", "megatron_blackmamba.interchange.convert", "megatron_blackmamba.report"),
+    *("torch.utils.tensorboard", "transformers.models.auto.modeling_auto", "pyarrow", "matplotlib.pyplot"),
+    *("megatron_blackmamba.interchange.convert", "megatron_blackmamba.report"),
     *("megatron_blackmamba.inference.generator", "megatron_blackmamba.data_tools.tokenization"),
 )
 
@@ -46,7 +53,8 @@ PRELOADED = (
 class Session:
     """Run shell and Python code in a folder, with a `blackmamba` on the PATH that starts at once.
 
-    The processes that `--nproc` starts are such programs too.
+    The processes that `--nproc` starts are such programs too, and those of the quickstart and of studies. A signal to
+    such a program reaches the fork.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,6 +95,10 @@ class Session:
             timeout=500,
         )
 
+    def command(self, *words: str | Path) -> list[str]:
+        """Return what starts `blackmamba` with these words, given `environment`."""
+        return [str(self.bin / "blackmamba"), *map(str, words)]
+
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()
@@ -109,6 +121,7 @@ def shortened(words: list[str]) -> list[str]:
 def _serve(path: str) -> None:
     for module in PRELOADED:
         importlib.import_module(module)
+    import_once()
     from megatron_blackmamba import cli
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
@@ -131,6 +144,7 @@ def _answer(asking: socket.socket, cli) -> None:
     while len(ask) < size:
         ask += asking.recv(size - len(ask))
     question = json.loads(ask)
+    asking.sendall(os.getpid().to_bytes(4, "big"))
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -152,7 +166,7 @@ def _answer(asking: socket.socket, cli) -> None:
 
 def _run(words: list[str], cli) -> int:
     program = Path(words[0]).name
-    if "--nproc" in words:
+    if "--nproc" in words or words[1:2] in (["quickstart"], ["study"]):
         sys.executable = str(Path(words[0]).with_name("run-python"))
     if words[1:3] == ["-m", "megatron_blackmamba"]:
         program, sys.argv = "blackmamba", words[2:]

@@ -17,9 +17,9 @@ from megatron_blackmamba.interchange.model_card import model_card
 from tests.interchange.layouts_probe import LAYOUTS, TOKENS
 from tests.reference import forward, tiny
 from tests.reference.canonical import canonical
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
-pytestmark = pytest.mark.xdist_group("interchange_layouts")
+pytestmark = pytest.mark.xdist_group("layouts")
 
 
 def assert_same(one, other):
@@ -35,7 +35,7 @@ def started(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     for activation in ("silu", "gelu"):
         megatron.write(canonical(tiny(activation)), folder / activation)
-    assert run_script("tests.interchange.layouts_probe", str(folder)) == {}
+    assert fork_script("tests.interchange.layouts_probe", str(folder)) == {}
     return folder
 
 

@@ -9,15 +9,15 @@ from megatron_blackmamba.launch.all_ranks import STAGES, examine_all
 from megatron_blackmamba.launch.measures import pair_rounds
 from megatron_blackmamba.launch.thresholds import ThresholdError, Thresholds, parse
 from megatron_blackmamba.launch.verdict import Absent, Report, judge, judge_silence
-from tests.runtime.ranks import run_script
+from tests.runtime.ranks import fork_script
 
-pytestmark = pytest.mark.xdist_group("all_ranks")  # its processes start once, not once a worker
+pytestmark = pytest.mark.xdist_group("world")  # where warm processes run anyway
 
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory):
     """What the check of three real ranks says when something happens to node2."""
-    return run_script("tests.launch.all_ranks_probe", str(tmp_path_factory.mktemp("checks")))
+    return fork_script("tests.launch.all_ranks_probe", str(tmp_path_factory.mktemp("checks")))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The whole way on this machine, interrupted once, as a newcomer would."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -24,32 +23,21 @@ from megatron_blackmamba.quickstart.stages import (
     usable_processes,
 )
 
-pytestmark = pytest.mark.xdist_group("quickstart")
+pytestmark = pytest.mark.xdist_group("pages")  # where a session runs
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory):
+def command(session, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
-    return folder, [
-        sys.executable,
-        "-m",
-        "megatron_blackmamba",
-        "quickstart",
-        "--minutes",
-        "0.1",
-        "--folder",
-        str(folder),
-    ]
+    return folder, session.command("quickstart", "--minutes", "0.1", "--folder", folder)
 
 
-def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "100"}
-
-
-def interrupted_at(words, *files):
+def interrupted_at(session, words, *files):
     """Return the output of the command, interrupted as soon as one of the metrics files has grown."""
     before = [size(file) for file in files]
-    running = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    running = subprocess.Popen(
+        words, env=session.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     while not any(size(file) > old for file, old in zip(files, before, strict=True)) and running.poll() is None:
         time.sleep(0.01)
     running.send_signal(signal.SIGINT)
@@ -66,15 +54,15 @@ def size(file):
         return 0
 
 
-def test_interrupted_quickstart_resumes_to_the_end(command):
+def test_interrupted_quickstart_resumes_to_the_end(command, session):
     folder, words = command
     steps = folder / "quickstart" / "metrics.jsonl"
-    interrupted_at(words, folder / "trial" / "metrics.jsonl", steps)  # the trial goes away when it ends
-    interrupted_at(words, steps)
+    interrupted_at(session, words, folder / "trial" / "metrics.jsonl", steps)  # the trial goes away when it ends
+    interrupted_at(session, words, steps)
     taken = len(steps.read_text().splitlines())
     planned = load([folder / "run.yaml"]).steps
 
-    second = subprocess.run(words, env=environment(), capture_output=True, text=True)
+    second = subprocess.run(words, env=session.environment, capture_output=True, text=True)
     assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
     if taken < planned:  # or else the machine was too busy to interrupt it in time
         assert f"resumes after step {taken}" in (folder / "quickstart" / "log.txt").read_text()
@@ -87,10 +75,10 @@ def test_interrupted_quickstart_resumes_to_the_end(command):
     assert {f"source/samples/{s.name}" for s in SOURCES} <= json.loads(steps.read_text().splitlines()[-1]).keys()
 
 
-def test_second_call_reuses_minutes_and_finished_stages(command):
+def test_second_call_reuses_minutes_and_finished_stages(command, session):
     _, words = command
     words = [word for word in words if word not in ("--minutes", "0.1")]
-    third = subprocess.run(words, env=environment(), capture_output=True, text=True)
+    third = subprocess.run(words, env=session.environment, capture_output=True, text=True)
     assert third.returncode == 0
     assert "fit into 0.1 minutes" in third.stdout
     assert "Done in" in third.stdout

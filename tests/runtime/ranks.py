@@ -18,6 +18,16 @@ from pathlib import Path
 from megatron_blackmamba.runtime.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+IMPORTED_LATE = (
+    "megatron_blackmamba.training.loop",
+    "torch._dynamo",  # the first step of an optimizer does
+    "megatron.core.transformer.moe.experts",
+    "megatron.core.transformer.transformer_block",
+    "megatron_blackmamba.ops.causal_conv1d.cpu",
+    "megatron_blackmamba.ops.selective_scan.cpu",
+    "megatron_blackmamba.ops.sinkhorn.cpu",
+)
+"""Modules that training imports, some of them where it first needs them."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -66,9 +76,13 @@ def _answer(what: str, to_the_end: Callable[[str, str], int]) -> dict:
 
 
 def import_once() -> None:
-    """Import what every rank that trains would otherwise import for itself after the fork."""
-    importlib.import_module("torch._dynamo")  # the first step of an optimizer does
-    importlib.import_module("megatron_blackmamba.training.loop")
+    """Import what every rank that trains would otherwise import for itself after the fork.
+
+    Garbage collection leaves all of it alone: looking through it would cost time in every fork.
+    """
+    for module in IMPORTED_LATE:
+        importlib.import_module(module)
+    importlib.import_module("megatron_blackmamba.runtime.process").freeze_gc()
 
 
 def fork_ranks(count: int, body: Callable[[], object], seconds: int = 900, alone: bool = False) -> list[dict]:

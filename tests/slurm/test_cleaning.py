@@ -11,7 +11,7 @@ import pytest
 from tests.slurm.conftest import REPOSITORY
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm_jobs")]
 
 
 def test_arrays_of_jobs_remove_what_one_machine_removes(slurm, tmp_path):

@@ -8,7 +8,7 @@ from megatron_blackmamba.launch.snapshot import take_snapshot
 from tests.slurm.cluster import LENIENT
 from tests.slurm.conftest import REPOSITORY
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm_jobs")]
 SCRIPT = REPOSITORY / "scripts/slurm/pretrain_1.5b.sbatch"
 
 

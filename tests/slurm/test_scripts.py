@@ -8,7 +8,7 @@ import pytest
 
 from tests.slurm.conftest import REPOSITORY
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm_jobs")]
 SCRIPTS = sorted((REPOSITORY / "scripts/slurm").glob("*.sbatch"))
 
 

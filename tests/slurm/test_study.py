@@ -12,7 +12,7 @@ from megatron_blackmamba.study.config import read_study
 from megatron_blackmamba.study.runs import Study
 from tests.study.test_study import finish
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm_jobs")]
 
 
 def test_study_submits_each_run_once_and_collects_it(slurm, tmp_path):

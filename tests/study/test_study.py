@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
 import re
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -171,8 +169,8 @@ def test_wrong_studies_are_one_line(tmp_path):
         read_study(str(file))
 
 
-@pytest.mark.xdist_group("study")
-def test_interrupted_study_resumes_to_its_page(tmp_path):
+@pytest.mark.xdist_group("pages")  # where a session runs
+def test_interrupted_study_resumes_to_its_page(session, tmp_path):
     content = read_study("smoke").model_dump() | {"ablations": {}, "seeds": [1]}
     content["variants"].pop("mamba")
     content["tuning"]["learning_rates"] = [2e-3]
@@ -182,8 +180,10 @@ def test_interrupted_study_resumes_to_its_page(tmp_path):
     folder = tmp_path / "study"
     for cell in Study("short", read_study(str(file)), folder).tuning():
         finish(cell, 3.0)
-    words = [sys.executable, "-m", "megatron_blackmamba", "study", str(file), "--folder", str(folder), "--jobs", "1"]
-    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    words = session.command("study", file, "--folder", folder, "--jobs", "1")
+    running = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=session.environment
+    )
     steps = folder / "runs" / "run-blackmamba-small-seed1" / "metrics.jsonl"
     while running.poll() is None and not (steps.is_file() and steps.stat().st_size):
         time.sleep(0.01)
@@ -191,7 +191,7 @@ def test_interrupted_study_resumes_to_its_page(tmp_path):
     said, _ = running.communicate()
     assert running.returncode == 75, said
     taken = len(steps.read_text().splitlines())
-    again = subprocess.run(words, capture_output=True, text=True)
+    again = subprocess.run(words, env=session.environment, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     if taken < 120:  # or else the machine was too busy to interrupt it in time
         assert f"resumes after step {taken}" in (steps.parent / "log.txt").read_text()
