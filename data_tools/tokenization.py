@@ -137,9 +137,15 @@ def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -
     return Plan(jobs, jobs[index::count], found.ignored)
 
 
-def tokenize(inputs: Sequence[str | os.PathLike[str]], out_dir: str | Path, options: TokenizeOptions) -> Summary:
-    """Make every shard that is not there yet. Raises InputError where something has to be put right first."""
+def tokenize(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out_dir: str | Path, options: TokenizeOptions
+) -> Summary:
+    """Make every shard that is not there yet. Raises InputError where something has to be put right first.
+
+    inputs: a file or folder, or several.
+    """
     start = time.monotonic()
+    inputs = [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs
     remote = RemoteFolder.open(os.fspath(out_dir)) if is_remote(out_dir) else None
     shown, out_dir = out_dir, remote.folder if remote else Path(out_dir)
     planned = plan([os.fspath(path) for path in inputs], out_dir, options)

@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,8 @@ def train(config: RunConfig, trainer: "type[Trainer] | None" = None) -> "Outcome
     from megatron_blackmamba.training import loop
 
     _require_config(config)
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("train handles signals, so call it in the main thread, or start `blackmamba train`.")
     if world.find_place().launcher != "alone":
         return loop.train(config, trainer)
     world.alone(config.parallel)  # shared with `build`, and kept for the next call
@@ -141,6 +144,8 @@ def evaluate(
     from megatron_blackmamba.evaluation.evaluate import evaluate as score
     from megatron_blackmamba.evaluation.tasks import names_of
 
+    if not isinstance(model, (str, Path)):
+        raise TypeError(f"evaluate reads a folder, not a {type(model).__name__}: give the one that `save` wrote.")
     names = names_of(tasks if isinstance(tasks, str) else ",".join(tasks))
     return score(Path(model), Options(names, data=None if data is None else Path(data), **options))
 

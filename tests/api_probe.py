@@ -5,6 +5,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_blackmamba import (
     batches,
     build,
+    evaluate,
     export_hf,
     load,
     load_config,
@@ -173,6 +175,12 @@ def _equal(state: dict[str, object], expected: dict[str, object]) -> bool:
     return all(torch.equal(value, expected[name]) for name, value in tensors.items())  # type: ignore[arg-type]
 
 
+def diverged() -> torch.nn.Module:
+    model = build(load_config("tiny"))
+    next(model.parameters()).data[0] = torch.nan
+    return model
+
+
 def mistakes(folder: Path) -> dict[str, str]:
     config = load_config("tiny")
     tokens_BS = torch.zeros(1, 4, dtype=torch.long)
@@ -182,12 +190,16 @@ def mistakes(folder: Path) -> dict[str, str]:
         "another module": lambda: save(torch.nn.Linear(2, 2), folder / "linear"),  # type: ignore[arg-type]
         "one sequence without a batch": lambda: build(config)(tokens_BS[0]),
         "another precision": lambda: build(config).double()(tokens_BS),
+        "a graph of torch.jit": lambda: torch.jit.trace(build(config), (tokens_BS,)),
+        "scores of a module": lambda: evaluate(build(config)),  # type: ignore[arg-type]
+        "a run in a thread": lambda: ThreadPoolExecutor().submit(train, config).result(),
+        "a model with NaN": lambda: save(diverged(), folder / "diverged"),
     }
     told = {}
     for name, attempt in attempts.items():
         try:
             attempt()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             told[name] = str(error)
     return told
 

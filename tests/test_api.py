@@ -105,6 +105,7 @@ def test_replicas_of_two_processes_train_as_one_with_the_whole_batch(tmp_path):
     assert ranks[0] == ranks[1]
     assert ranks[0]["sums"] == pytest.approx(alone["sums"], rel=1e-4, abs=1e-4)
     assert ranks[0]["biases"] == pytest.approx(alone["biases"]) and len(set(alone["biases"])) > 1
+    assert (tmp_path / "runs/replicas/config.yaml").is_file()  # written by the page's script
     assert (tmp_path / "of_2").is_dir() and (tmp_path / "export_of_2").is_dir()  # by one of the two
 
 
@@ -119,6 +120,10 @@ def test_mistakes_are_explained(found):
         "another module": "a Linear is no model of `build`",
         "one sequence without a batch": "tokens have the shape (4,): the model reads [batch, sequence].",
         "another precision": "Build it with training.precision=bf16, fp32 or fp64.",
+        "a graph of torch.jit": "torch.jit.trace cannot record this model.",
+        "scores of a module": "evaluate reads a folder, not a LanguageModel: give the one that `save` wrote.",
+        "a run in a thread": "train handles signals, so call it in the main thread",
+        "a model with NaN": "holds NaN or infinity (",
     }
     for name, message in expected.items():
         assert message in found["mistakes"].get(name, ""), name

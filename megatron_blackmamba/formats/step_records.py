@@ -45,11 +45,12 @@ class StepRecord:
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """Return an iterator over the records in a run's `metrics.jsonl`: `step` and the scalars by name.
 
-    Lines that are no record are skipped.
+    path: the file, or the folder of the run. Lines that are no record are skipped.
     """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"{path}: no such file. Name the metrics.jsonl of a run: runs/NAME/metrics.jsonl.")
-    return metrics_so_far(Path(path))
+    file = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
+    if not file.exists():
+        raise FileNotFoundError(f"{file}: no such file. Name the metrics.jsonl of a run: runs/NAME/metrics.jsonl.")
+    return metrics_so_far(file)
 
 
 def metrics_so_far(path: Path) -> Iterator[dict[str, Any]]:

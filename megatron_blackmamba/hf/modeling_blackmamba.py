@@ -156,7 +156,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         cache = self._cache(past_key_values, use_cache, checkpointing)
         residual = widen(embeds)
-        keep_BL1 = self._keep(attention_mask, embeds)
+        keep_BL1 = self._keep(attention_mask, embeds, past_key_values)
         begins_BL = _beginnings(position_ids, embeds)
         reset_BL = self._resets(input_ids, begins_BL, past_key_values)
         segment_BL = _segments(keep_BL1, begins_BL, embeds, past_key_values)
@@ -197,12 +197,19 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
             )
         return BlackMambaCache(self.config) if past is None else past
 
-    def _keep(self, attention_mask: Tensor | None, embeds_BLD: Tensor) -> Tensor | None:
+    def _keep(self, attention_mask: Tensor | None, embeds_BLD: Tensor, past: BlackMambaCache | None) -> Tensor | None:
         """Return 0 for padding and 1 for tokens, or None without padding."""
         if attention_mask is None:
             return None
         mask = attention_mask.bool()
         if not torch.compiler.is_compiling():  # a graph cannot look at values
+            batch, length = embeds_BLD.shape[:2]
+            lengths = {length, length + (past.seen if isinstance(past, BlackMambaCache) else 0)}
+            if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in lengths:
+                raise ValueError(
+                    f"attention_mask has the shape {tuple(mask.shape)}. Pass (batch, tokens), which is "
+                    + " or ".join(str((batch, tokens)) for tokens in sorted(lengths))
+                )
             if mask.all():
                 return None
             before, after = mask.cummax(dim=1).values, mask.flip(1).cummax(dim=1).values.flip(1)

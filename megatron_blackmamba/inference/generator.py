@@ -90,6 +90,8 @@ class Generator:
 
         stop: a text that holds one of these ends before it.
         """
+        if max_new_tokens < 0:
+            raise GenerationError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
         if not all(stop):
             raise GenerationError("an empty stop string: leave it out")
         encoded = [self._encode(prompt) for prompt in prompts]
@@ -180,6 +182,10 @@ class Generator:
         return logits_BV
 
     def _encode(self, prompt: str) -> list[int]:
+        if not isinstance(prompt, str):
+            raise GenerationError(
+                f"a prompt is a text, not {prompt!r}. Give several to `generate_batch`, and token ids to `tokens`"
+            )
         tokenizer = self._tokenizer()
         return tokenizer.encode(prompt) or [tokenizer.eod_id]
 

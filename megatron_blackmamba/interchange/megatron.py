@@ -139,7 +139,7 @@ def _stack(model: Canonical, stack: Stack) -> Tensor:
 
 def _save(entries: Mapping[str, Entry], folder: Path) -> None:
     """Write torch's checkpoint format, loading each tensor just before it is written."""
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+    from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter, save
     from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
     class Placeless(FileSystemWriter):
@@ -153,7 +153,10 @@ def _save(entries: Mapping[str, Entry], folder: Path) -> None:
 
     planned = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in entries.items()}
     writer = Placeless(str(folder))
-    _quietly(save)(planned, storage_writer=writer, planner=Streaming(flatten_state_dict=False), no_dist=True)
+    try:
+        _quietly(save)(planned, storage_writer=writer, planner=Streaming(flatten_state_dict=False), no_dist=True)
+    except CheckpointException as failed:  # its message is a traceback, of a tensor with NaN for example
+        raise failed.failures[0][0] from None
 
 
 def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:

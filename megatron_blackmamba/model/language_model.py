@@ -79,6 +79,8 @@ class LanguageModel(LanguageModule):
 
         before_B: The token before this rank's part of each sequence under `parallel.context`; -1 means none.
         """
+        if torch.jit.is_tracing():
+            raise ValueError("torch.jit.trace cannot record this model. Write it with export_hf, and use torch.export.")
         require_shape("the model", "labels", labels_BS, *tokens_BS.shape)
         require_shape("the model", "before_B", before_B, len(tokens_BS))
         self._refuse_unknown_ids("tokens", tokens_BS)

@@ -30,8 +30,22 @@ def grouped_experts(
     activation: str = "silu",
     backend: str = "auto",
 ) -> Tensor:
-    """Return `[T, D]`: the output of each token's expert, times its weight. Experts and T may be empty."""
+    """Return `[T, D]`: the output of each token's expert, times its weight. Experts and T may be empty.
+
+    An expert computes `fc2 @ (activation(gate) * up)`, where `gate` and `up` are the halves of `fc1 @ x`. Letters name
+    the dimensions: T tokens, D model, E experts, F hidden size of an expert, G = 2F.
+
+    Args:
+        x_TD: Tokens sorted by expert: first those of expert 0, then those of expert 1, and so on.
+        tokens_per_expert_E: How many tokens each expert gets; integers that add up to T.
+        fc1_EGD: First weight of each expert: F rows of the gate, then F rows of up.
+        fc2_EDF: Second weight of each expert.
+        weights_T: Factor of each token's output, such as the router's probability; 1 by default.
+        activation: "silu" or "gelu".
+        backend: "auto" or a key of `megatron_blackmamba.ops.experts.available_backends()`.
+    """
     require_floats("grouped_experts", x=x_TD, fc1=fc1_EGD, fc2=fc2_EDF, weights=weights_T)
+    require_dimensions("grouped_experts", "x", x_TD, 2)
     require_shape("grouped_experts", "weights", weights_T, len(x_TD))
     require_dimensions("grouped_experts", "fc1", fc1_EGD, 3)
     experts, gate_and_up, hidden = fc1_EGD.shape

@@ -157,6 +157,12 @@ def test_packed_documents_do_not_see_each_other(model, cut):
     assert (model(IDS[:1]).logits - alone).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (1, 7), (2, 6), (1, 1, 6, 6)])
+def test_mask_of_another_shape_is_refused(model, shape):
+    with pytest.raises(ValueError, match=r"attention_mask has the shape .* which is \(1, 6\)"):
+        model(torch.arange(6)[None], attention_mask=torch.ones(shape))
+
+
 def test_a_hole_in_the_mask_is_refused(model):
     mask = torch.ones_like(IDS)
     mask[1, 4] = 0

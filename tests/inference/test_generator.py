@@ -137,6 +137,15 @@ def test_ids_outside_the_vocabulary_are_named(generator):
         next(generator.tokens([[]]))
 
 
+def test_wrong_prompts_and_lengths_are_refused(generator):
+    with pytest.raises(
+        GenerationError, match=r"a prompt is a text, not \['a', 'b'\]. Give several to `generate_batch`"
+    ):
+        generator.generate(["a", "b"])
+    with pytest.raises(GenerationError, match="max_new_tokens must be 0 or more, not -1"):
+        generator.generate("a", max_new_tokens=-1)
+
+
 def test_every_kind_of_model_writes_the_same(folder, tmp_path, tokenizer_file, generator):
     zyphra.write(canonical(tiny()), tmp_path / "released")
     megatron.write(canonical(tiny(), tokenizer=tokenizer_file), tmp_path / "ours")

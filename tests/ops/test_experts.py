@@ -144,5 +144,7 @@ def test_wrong_calls_are_refused_by_name():
             grouped_experts(tensors["x"], wrong, tensors["fc1"], tensors["fc2"])
     with pytest.raises(ValueError, match="2 weights, tokens_per_expert of shape"):
         grouped_experts(tensors["x"], torch.tensor([4, 4, 0]), tensors["fc1"], tensors["fc2"])
+    with pytest.raises(ValueError, match=r"x has shape \(1, 8, \d+\)\. Pass 2 dimensions"):
+        grouped_experts(tensors["x"][None], counts, tensors["fc1"], tensors["fc2"])
     with pytest.raises(ValueError, match="backend must be one of auto"):
         grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"], backend="fast")

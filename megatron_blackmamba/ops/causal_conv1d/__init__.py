@@ -42,7 +42,7 @@ def causal_conv1d(
         initial_window: The K - 1 inputs before the first token, `[B, W, I]`; zero by default.
         reset_BL: True at the first token of a document; the inputs before it count as zero.
         return_final_window: Also return the last K - 1 inputs, `[B, W, I]`.
-        backend: "auto" or a key of `available_backends()`.
+        backend: "auto" or a key of `megatron_blackmamba.ops.causal_conv1d.available_backends()`.
     """
     inputs = checked(Inputs(x_BLI, weight_IK, bias_I, activation, initial_window, reset_BL))
     y_BLI = backends.choose(__name__, BACKENDS, backend, inputs).convolve(inputs)

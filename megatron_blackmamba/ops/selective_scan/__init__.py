@@ -60,7 +60,8 @@ def selective_scan(
         return_final_state: Also return the state after the last token.
         z_gradient: Returns the tensor that z's gradient should be written to. Only the backend "triton" uses it.
         keep_states: Keep states for the backward pass, or recompute them in less memory; only for "triton".
-        backend: "auto" or a key of `available_backends()`. "auto" takes a PyTorch backend for float64 u.
+        backend: "auto" or a key of `megatron_blackmamba.ops.selective_scan.available_backends()`. "auto" takes a
+            PyTorch backend for float64 u.
     """
     required = (u_BLI, delta_BLI, A_IN, B_BLN, C_BLN)
     inputs = Inputs(*required, D_I, z_BLI, delta_bias_I, delta_softplus, initial_state_BIN, reset_BL)

@@ -72,9 +72,14 @@ def sinkhorn_choice(
     return choice_TK
 
 
-def load_imbalance(choice_T: Tensor, experts: int) -> Tensor:
-    """Return the tokens of the busiest expert divided by the mean: 1.0 is balanced, `experts` is collapsed."""
-    tokens_E = torch.bincount(choice_T, minlength=experts)
+def load_imbalance(choice: Tensor, experts: int) -> Tensor:
+    """Return the tokens of the busiest expert divided by the mean: 1.0 is balanced, `experts` is collapsed.
+
+    choice: The result of `sinkhorn_choice`, `[T]` or `[T, K]`. Without a token the answer is NaN.
+    """
+    tokens_E = torch.bincount(choice.flatten(), minlength=experts)
+    if len(tokens_E) > experts:
+        raise ValueError(f"load_imbalance: a token chose expert {len(tokens_E) - 1}, and the {experts} start at 0.")
     return tokens_E.max() / tokens_E.float().mean()
 
 

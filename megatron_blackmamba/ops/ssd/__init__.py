@@ -16,7 +16,7 @@ from types import ModuleType
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
-from megatron_blackmamba.ops.arguments import require_shapes
+from megatron_blackmamba.ops.arguments import require_dimensions, require_shapes
 from megatron_blackmamba.ops.ssd.inputs import Inputs
 from megatron_blackmamba.ops.ssd.step import ssd_step
 
@@ -50,7 +50,8 @@ def ssd(
         initial_state_BHPN: State before the first token; zero by default.
         reset_BL: True at the first token of a document, before which the state is reset to zero.
         return_final_state: Also return the state after the last token.
-        backend: "auto" or a key of `available_backends()`. "auto" takes a PyTorch backend for float64 x.
+        backend: "auto" or a key of `megatron_blackmamba.ops.ssd.available_backends()`. "auto" takes a
+            PyTorch backend for float64 x.
     """
     inputs = Inputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, initial_state_BHPN, reset_BL)
     y_BLHP, final_state_BHPN = backend_for(inputs, backend).scan(inputs)
@@ -64,6 +65,8 @@ def available_backends() -> dict[str, str | None]:
 
 def backend_for(inputs: Inputs, backend: str) -> ModuleType:
     """Check the inputs and return the module of the backend that scans them."""
+    for name, tensor in (("x", inputs.x_BLHP), ("B", inputs.B_BLGN)):
+        require_dimensions("ssd", name, tensor, 4)
     (B, L, H, P), (G, N) = inputs.x_BLHP.shape, inputs.B_BLGN.shape[-2:]
     require_shapes("ssd", inputs, B=B, L=L, H=H, P=P, G=G, N=N)
     if H % G:
