@@ -151,6 +151,8 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds")
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        if not torch.compiler.is_compiling() and 0 in embeds.shape[:2]:
+            raise ValueError(f"there are no tokens: (batch, tokens) is {tuple(embeds.shape[:2])}")
         output_hidden_states = _given_or(output_hidden_states, self.config.output_hidden_states)
         output_router_choices = _given_or(output_router_choices, self.config.output_router_choices)
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()

@@ -157,6 +157,12 @@ def test_packed_documents_do_not_see_each_other(model, cut):
     assert (model(IDS[:1]).logits - alone).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0)])
+def test_empty_input_is_refused(model, shape):
+    with pytest.raises(ValueError, match=r"there are no tokens: \(batch, tokens\) is"):
+        model(torch.zeros(shape, dtype=torch.long))
+
+
 @pytest.mark.parametrize("shape", [(1, 5), (1, 7), (2, 6), (1, 1, 6, 6)])
 def test_mask_of_another_shape_is_refused(model, shape):
     with pytest.raises(ValueError, match=r"attention_mask has the shape .* which is \(1, 6\)"):
