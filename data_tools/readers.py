@@ -157,7 +157,7 @@ class JsonLines(Parser):
         texts = self._at_once(lines)
         if texts is not None:
             first, self.number = self.number + 1, self.number + len(lines)
-            return Batch(texts, list(range(first, self.number + 1)))
+            return Batch(texts, range(first, self.number + 1))
         batch = Batch()
         loads, take, add = orjson.loads, self.take, batch.add
         for line in lines:

@@ -17,7 +17,7 @@ VERSION: Literal[1] = 1
 SIZE = 2048
 """Documents in a sample. A shard with fewer lists all of them."""
 LARGEST = (1 << 64) - 1
-_PENDING = 2 * SIZE
+_PENDING = SIZE // 4
 _FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 _HIGH_HALF = np.uint64(0xFFFFFFFF00000000)
 _32 = np.uint64(32)
@@ -72,6 +72,9 @@ class DocumentSampler:
         """
         keys = document_keys(ids, lengths)
         chosen = np.flatnonzero(keys <= self._limit)
+        if len(chosen) > SIZE:  # a CRC costs more than all else here: none for documents that cannot be in the sample
+            smallest = np.unique(upper_half(keys[chosen]))[:SIZE]
+            chosen = chosen[keys[chosen] <= smallest[-1] | ~_HIGH_HALF] if len(smallest) == SIZE else chosen
         if len(chosen):
             hashes = document_hashes(ids, lengths, keys, chosen)
             of_chosen = self._documents + chosen if numbers is None else numbers[chosen]
