@@ -12,8 +12,8 @@ import orjson
 from megatron_blackmamba.data_tools import rejects
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.streams import Damage, InputStream, file_sha256
-from megatron_blackmamba.formats.remote import size_of
+from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream, file_sha256
+from megatron_blackmamba.formats.remote import size_of, version_of
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
 TABLES = ("parquet", "arrow")
@@ -61,11 +61,23 @@ class Reader:
         """Of the decompressed bytes of a compressed file."""
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the documents of the file; name the file where memory does not suffice."""
+        """Yield the documents of the file; name the file where memory does not suffice, and where it changes."""
+        version = version_of(self.path) if str(self.path) != STDIN else None
         try:
             yield from self._table_batches() if self.format in TABLES else self._stream_batches()
         except MemoryError:
             raise InputError(out_of_memory(self.path, self.bytes_read)) from None
+        except InputError:
+            self._refuse_changed(version)  # which explains a bad record or damaged compression
+            raise
+        self._refuse_changed(version)
+
+    def _refuse_changed(self, version: str | None) -> None:
+        if version is not None and version_of(self.path) != version:
+            raise InputError(
+                f"{self.path}: changed while it was read: another program is writing to it, or replaced it. "
+                "Wait until it is complete"
+            )
 
     def _stream_batches(self) -> Iterator[Batch]:
         with InputStream(self.path) as stream:
@@ -157,7 +169,7 @@ class JsonLines(Parser):
         texts = self._at_once(lines)
         if texts is not None:
             first, self.number = self.number + 1, self.number + len(lines)
-            return Batch(texts, range(first, self.number + 1))
+            return Batch(texts, list(range(first, self.number + 1)))
         batch = Batch()
         loads, take, add = orjson.loads, self.take, batch.add
         for line in lines:

@@ -155,6 +155,14 @@ def size_of(path: str | os.PathLike[str]) -> int:
     return RemoteFile(os.fspath(path)).size if is_remote(path) else os.stat(path).st_size
 
 
+def version_of(path: str | os.PathLike[str]) -> str:
+    """Return a text that changes when a local file or an object is written to or replaced."""
+    if is_remote(path):
+        return RemoteFile(os.fspath(path)).version
+    found = os.stat(path)
+    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+
+
 def upload(local: Path, url: str) -> None:
     """Write an object; it appears when it is whole."""
     fs, path = file_system(url)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools import object_storage
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
+from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.data_tools.verification import verify
 from megatron_blackmamba.formats import remote
@@ -153,6 +154,29 @@ def test_shards_from_s3_to_s3_equal_local_ones(s3, shards, tmp_path, tokenizer_f
     repaired = tokenize(["s3://bucket/raw/web"], "s3://bucket/tokens/web", options(tokenizer_file))
     assert [manifest.shard for manifest in repaired.written] == [2]
     assert not list((tmp_path / "cache").rglob("*.bin"))
+
+
+@pytest.mark.parametrize("name, pieces", [("a.jsonl", 1), ("c.parquet", 2)])
+def test_an_object_replaced_while_it_is_tokenized_is_noticed(
+    s3, raw, tokenizer_file, tmp_path, monkeypatch, name, pieces
+):
+    content, url = (raw / name).read_bytes(), f"s3://bucket/replaced/{name}"
+    other, read, whole = content.replace(b"document", b"DOCUMENT"), [], remote.RemoteFile.readinto
+    assert other != content
+    s3.pipe_file(f"bucket/replaced/{name}", content)
+
+    def readinto(file, buffer):
+        read.append(whole(file, buffer))
+        if len(read) == pieces:
+            s3.pipe_file(f"bucket/replaced/{name}", other)
+        return read[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.RemoteFile, "readinto", readinto)
+        with pytest.raises(InputError, match=f"{url}: changed while it was read"):
+            tokenize([url], tmp_path / "out", options(tokenizer_file))
+    assert not list((tmp_path / "out").glob("shard_*"))
+    assert len(tokenize([url], tmp_path / "out", options(tokenizer_file)).written) == 1
 
 
 def test_shards_in_s3_are_verified(s3, shards):

@@ -253,3 +253,37 @@ def test_row_batches_have_similar_sizes(tmp_path):
 def test_the_standard_library_reads_as_plain_text():
     path = Path(sys.modules["json"].__file__)
     assert read(path, "text") == ([(1, path.read_text())], [])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, name):
+    path, texts = tmp_path / name, ["one", "two"]
+
+    def write(texts):
+        if path.suffix == ".parquet":
+            pq.write_table(pa.table({"text": texts}), path)
+        else:
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    write(texts)
+    size = path.stat().st_size
+    batches = Reader(path, "parquet" if path.suffix == ".parquet" else "jsonl", ReadOptions(), pytest.fail).batches()
+    assert next(batches).texts == texts
+    write(["abc", "def"])
+    assert path.stat().st_size == size
+    with pytest.raises(InputError, match=f"{name}: changed while it was read: another program is writing to it, or"):
+        list(batches)
+
+
+def test_a_bad_record_of_a_file_that_changes_is_explained_by_the_change(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n' + b"x" * 20)
+
+    def reject(record, reason, detail):
+        raise InputError("a bad record")
+
+    batches = Reader(path, "jsonl", ReadOptions(), reject).batches()
+    next(batches)
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(InputError, match="changed while it was read"):
+        list(batches)
