@@ -1,5 +1,6 @@
 """`.ci/run` runs a few failed tests a second time and names those that pass then."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,8 @@ def again(tmp_path):
         shutil.copy(CI / "again.py", tmp_path / ".ci")
         (tmp_path / "tests/deep").mkdir(parents=True)
         (tmp_path / "tests/deep/test_some.py").write_text(text or TESTS.format(unsteady=[*unsteady], broken=broken))
+        # Hypothesis and other plugins that these tests do without would take most of the time.
+        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
         first = [
             sys.executable,
             "-m",
@@ -45,9 +48,9 @@ def again(tmp_path):
             "--junitxml=report.xml",
             "--rootdir=.",
         ]
-        subprocess.run(first, cwd=tmp_path, capture_output=True)
+        subprocess.run(first, cwd=tmp_path, env=environment, capture_output=True)
         second = [sys.executable, tmp_path / ".ci/again.py", "report.xml"]
-        return subprocess.run(second, cwd=tmp_path, capture_output=True, text=True)
+        return subprocess.run(second, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     return run
 
