@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 COMPOSED = {"sort": 6, "argsort": 6, "cumsum": 2, "_grouped_mm": 2, "embedding_dense_backward": 6, "nonzero": 3}
@@ -167,7 +167,16 @@ def caller() -> str:
 
 
 def tensors_in(*trees: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors in lists, tuples and dictionaries, in order. PyTorch's `tree_leaves` is far slower."""
+    found: list[torch.Tensor] = []
+    for tree in trees:
+        if isinstance(tree, torch.Tensor):
+            found.append(tree)
+        elif isinstance(tree, (list, tuple)):
+            found += tensors_in(*tree)
+        elif isinstance(tree, dict):
+            found += tensors_in(*tree.values())
+    return found
 
 
 def size_of(tensor: torch.Tensor) -> int:

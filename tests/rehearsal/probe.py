@@ -14,6 +14,7 @@ from benchmarks.rehearsal.step import Rehearsed, rehearse, warm_up
 from megatron_blackmamba.config import load
 from megatron_blackmamba.kinds import Work
 from megatron_blackmamba.plan import gpus, roofline
+from megatron_blackmamba.runtime.process import freeze_gc
 from tests.rehearsal.cases import CASES
 
 PHASES = ("forward", "backward", "update")
@@ -63,6 +64,7 @@ def launches(step: Rehearsed) -> dict[str, dict[str, int]]:
 def main() -> None:
     fake_cuda.become_gpu()
     warm_up()
+    freeze_gc()  # before the forks, which would each look through all of it
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # ranks have one world a process
         found = pool.map(record_of, CASES, chunksize=1)
     print(json.dumps(dict(zip(CASES, found, strict=True))), file=sys.__stdout__)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.runtime import patches
+from megatron_blackmamba.runtime.process import freeze_gc
 from tests.runtime.ranks import fork_ranks
 
 SMALL = ["data.sequence_length=16", "training.micro_batch=2", "training.global_batch=8"]
@@ -260,6 +261,7 @@ def main() -> None:
     refuse_to_compile()
     for module in ("optimizer", "distributed", "transformer.moe.moe_layer", "pipeline_parallel", "dist_checkpointing"):
         importlib.import_module(f"megatron.core.{module}")
+    freeze_gc()  # before the forks, which would each look through all of it
     needed = [patch.name for patch in patches.PATCHES if patch.needed()]
     complete = {name: attempt(frozenset(), SCENARIOS[name]) for name in COMPLETE}
     left_out = {name: attempt(frozenset({name}), SCENARIOS[name]) for name in needed}
