@@ -10,9 +10,11 @@ from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
+from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
 from megatron_blackmamba.data_tools.shard_writer import ShardJob, ShardSettings, write_shard
 from megatron_blackmamba.data_tools.sources import Source
+from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.tokenizer import load_tokenizer
 
 
@@ -28,16 +30,23 @@ class ShardWriter(PipelineStep):
     def __init__(
         self, out_dir: str | Path, tokenizer: str, *, eod: str | None = None, shuffle: bool = True, seed: int = 0
     ) -> None:
-        """Set up the step; `tokenizer` is a tokenizer.json, a folder with one, or a Hugging Face name."""
+        """Set up the step.
+
+        Args:
+            out_dir: A folder, or one in object storage, such as s3://bucket/tokens.
+            tokenizer: A tokenizer.json, a folder with one, or a Hugging Face name.
+        """
         super().__init__()
-        self.out_dir, self.tokenizer, self.eod = Path(out_dir), tokenizer, eod
+        self.out_dir, self.tokenizer, self.eod = out_dir, tokenizer, eod
         self.settings = ShardSettings(shuffle=shuffle, seed=seed)
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         """Write one shard of `world_size`."""
         tokenizer = load_tokenizer(self.tokenizer, eod=self.eod)
-        self.out_dir.mkdir(parents=True, exist_ok=True)
-        waiting, count = self.out_dir / f".task_{rank:05d}.jsonl", 0
+        remote = RemoteFolder.open(os.fspath(self.out_dir)) if is_remote(self.out_dir) else None
+        out_dir = remote.folder if remote else Path(self.out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        waiting, count = out_dir / f".task_{rank:05d}.jsonl", 0
         try:
             with open(waiting, "wb") as file:
                 for document in data:
@@ -51,12 +60,15 @@ class ShardWriter(PipelineStep):
             status = waiting.stat()
             source = Source(str(waiting), f"task_{rank:05d}", "jsonl", status.st_size, status.st_mtime_ns)
             with self.track_time():
-                job = ShardJob(rank + 1, world_size, (source,), self.out_dir, self.settings, Tolerance())
+                job = ShardJob(rank + 1, world_size, (source,), out_dir, self.settings, Tolerance())
                 manifest = write_shard(job, tokenizer)
             self.stat_update("tokens", value=manifest.tokens)
-            beside = self.out_dir / "tokenizer.json"
+            beside = out_dir / "tokenizer.json"
             if not beside.exists() or beside.read_bytes() != tokenizer.content:
                 tokenizer.save(beside)
+            if remote:
+                remote.publish_tokenizer()
+                remote.publish(job)
         finally:
             if waiting.exists():
                 os.unlink(waiting)

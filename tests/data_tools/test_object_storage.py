@@ -339,6 +339,24 @@ def test_missing_objects_are_named(s3, shards, tmp_path):
         find_shards("s3://bucket/nothing")
 
 
+def test_a_datatrove_pipeline_writes_shards_to_s3(s3, raw, tokenizer_file, tmp_path, monkeypatch):
+    """The tasks are real processes of datatrove's executor."""
+    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+
+    from megatron_blackmamba.data_tools.datatrove_step import ShardWriter
+
+    monkeypatch.chdir(tmp_path)
+    for number in range(2):
+        (tmp_path / f"in{number}.jsonl").write_bytes((raw / "a.jsonl").read_bytes())
+    steps = [JsonlReader(str(tmp_path), glob_pattern="in*"), ShardWriter("s3://bucket/trove", str(tokenizer_file))]
+    LocalPipelineExecutor(steps, tasks=2, workers=2, logging_dir=str(tmp_path / "logs")).run()
+    assert [shard.manifest.documents for shard in find_shards("s3://bucket/trove")] == [20, 20]
+    assert not any(verdict.problems for verdict in verify(["s3://bucket/trove"]))
+    assert not (tmp_path / "s3:").exists()
+
+
 def test_names_in_s3_are_not_patterns(s3, raw, tmp_path, tokenizer_file):
     for name in ("a[1].jsonl", "a?.jsonl", "a1.jsonl"):
         s3.pipe_file(
