@@ -37,6 +37,8 @@ class WindowDataset(MegatronDataset):
         self.fingerprint = fingerprint
         self.masked_after: int | None = None
         """A token whose label does not count in the loss."""
+        self._all = torch.ones(config.sequence_length)
+        """The mask of whole windows, which readers copy."""
         # dataset_path becomes part of megatron-core's identity of a dataset: the content, not the place.
         super().__init__(None, fingerprint, np.empty(0, np.int32), samples, split, config)
 
@@ -53,10 +55,14 @@ class WindowDataset(MegatronDataset):
         labels = len(window) - 1
         if labels < length:  # the tail of a held-out set
             window = torch.nn.functional.pad(window, (0, length - labels))
-        counts = torch.arange(length) < labels
-        if self.masked_after is not None:
-            counts &= window[:-1] != self.masked_after
-        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": counts.float()}
+        if labels == length and self.masked_after is None:
+            mask = self._all
+        else:
+            counts = torch.arange(length) < labels
+            if self.masked_after is not None:
+                counts &= window[:-1] != self.masked_after
+            mask = counts.float()
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": mask}
 
 
 class EpochDataset(WindowDataset):

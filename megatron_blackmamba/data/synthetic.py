@@ -8,6 +8,7 @@ learned everything reaches `FLOOR` nats per token; one that has learned nothing 
 import hashlib
 import math
 from itertools import accumulate
+from operator import getitem, itemgetter
 
 import numpy as np
 
@@ -45,20 +46,22 @@ class SyntheticDataset(WindowDataset):
         super().__init__(f"synthetic_{source}", fingerprint, samples, split, config)
         self._contexts = letters**order
         random = self._random("language")
-        self._letters = random.permutation(vocab_size)[:letters]
+        alphabet = random.permutation(vocab_size)[:letters].tolist()
         # Four different letters for each context: the places of a random row's smallest numbers.
         followers = random.random((self._contexts, letters)).argsort(axis=1)[:, : len(ODDS)]
         after = (np.arange(self._contexts)[:, None] * letters + followers) % self._contexts
-        self._next: list[int] = (len(ODDS) * after).ravel().tolist()
-        """Where the row of the next context begins, for each context and draw. A context ends with the last letter."""
+        self._rows: list[list] = [[] for _ in range(self._contexts)]
+        """A row for each context: the row of the next context for each draw, then the context's last letter."""
+        for context, row in enumerate(self._rows):
+            row += [self._rows[following] for following in after[context]]
+            row.append(alphabet[context % letters])
 
     def window(self, index: int) -> np.ndarray:
         random = self._random(f"{self.index_split.name} {index}")
         draws = np.searchsorted(_UP_TO, random.random(self.config.sequence_length + 1), side="right")
-        start, following = len(ODDS) * int(random.integers(self._contexts)), self._next
-        rows = accumulate(draws.tolist(), lambda row, draw: following[row + draw], initial=start)
-        contexts = np.fromiter(rows, np.int64, len(draws) + 1)[1:] // len(ODDS)
-        return self._letters[contexts % len(self._letters)]
+        start = self._rows[int(random.integers(self._contexts))]
+        rows = accumulate(draws.tolist(), getitem, initial=start)
+        return np.fromiter(map(itemgetter(len(ODDS)), rows), np.int64, len(draws) + 1)[1:]
 
     def _random(self, purpose: str) -> np.random.Generator:
         key = f"{self.config.random_seed} {self.fingerprint} {purpose}".encode()
