@@ -1,7 +1,8 @@
 """Weight gradients of a step, added up with fewer passes over memory than megatron-core makes.
 
 megatron-core sets its gradient buffers to zero, adds each micro-batch, then multiplies by one over the number of
-replicas. Here the first micro-batch overwrites the buffers, and the factor is applied while copying and adding.
+replicas. Here the first micro-batch overwrites the buffers, and the factor is applied while copying and adding. With
+one replica, and gradients of the weights' own type, autograd itself adds to the buffers.
 
 megatron-core also reduces gradients and gathers weights among the ranks of a group that has one rank: of one process,
 and of experts of which there is no replica. Here nothing is exchanged then.
@@ -38,6 +39,8 @@ class Accumulation(DistributedDataParallel):
         self.outdated: dict[int, Weight] = {}
         """Parameters, by id, whose gradient buffer still holds the last step's gradient."""
         self._weights: dict[int, Weight] = {}
+        self._direct: list[Weight] = []
+        """Parameters to whose buffer autograd adds, since their `grad` is a part of it."""
         self._factors: dict[int, tuple[float, Tensor]] = {}
         """By id, what a gradient is multiplied by, so that the sum over the replicas is a mean; also as a tensor."""
         as_tensor: dict[float, Tensor] = {}
@@ -46,6 +49,9 @@ class Accumulation(DistributedDataParallel):
                 factor = bucket.gradient_scaling_factor
                 for parameter in bucket.params_list:
                     parameter.zero_out_wgrad = False  # asks for an addition after gradients that a product has added
+                    if factor == 1.0 and parameter.main_grad.dtype == parameter.dtype and self._adds_only():
+                        self._direct.append(parameter)
+                        continue
                     shared = as_tensor.setdefault(factor, parameter.main_grad.new_full((1,), factor))
                     self._weights[id(parameter)], self._factors[id(parameter)] = parameter, (factor, shared)
                 bucket.gradient_scaling_factor = 1.0
@@ -57,6 +63,10 @@ class Accumulation(DistributedDataParallel):
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
             group.reset()
         self.outdated = self._weights.copy()
+        if self._direct:
+            torch._foreach_zero_([parameter.main_grad for parameter in self._direct])
+        for parameter in self._direct:
+            parameter.grad = parameter.main_grad
 
     def start_grad_sync(self, *args: Any) -> None:
         self._zero_outdated()
@@ -76,6 +86,8 @@ class Accumulation(DistributedDataParallel):
         finish = super()._make_backward_post_hook(param) if self.ddp_config.overlap_grad_reduce else None
 
         def hook(*unused: Any) -> None:
+            if id(param) not in self._weights:
+                return
             if param.grad is not None:
                 self._add(param, param.grad)
             if finish is None:
@@ -85,6 +97,10 @@ class Accumulation(DistributedDataParallel):
             finish(*unused)
 
         return hook
+
+    def _adds_only(self) -> bool:
+        """Return whether nothing waits for single gradients."""
+        return not self.ddp_config.overlap_grad_reduce
 
     def _add(self, parameter: Weight, gradient: Tensor) -> None:
         """Add the gradient of a micro-batch. Called for each weight in the backward pass, where autograd is off."""

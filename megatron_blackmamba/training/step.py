@@ -105,8 +105,8 @@ class Step:
         self.first_seen.begin()
         if not self.trainable.reduced.training:
             self.trainable.reduced.train()
-        self.trainable.reduced.zero_grad_buffer()
         self.trainable.optimizer.zero_grad()
+        self.trainable.reduced.zero_grad_buffer()  # the last of the two: it may set `grad`
         with self.expert_biases.held_back():
             return self._run(batches, forward_only=False, asked_to_stop=asked_to_stop, shards=shards)
 
