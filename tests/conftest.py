@@ -4,8 +4,15 @@ The longest groups begin first, so that no worker is left alone with one at the 
 """
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if (
+    signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+):  # under nohup; tests close terminals, and children would inherit it
+    os.environ["TESTS_UNDER_NOHUP"] = "1"
+if "TESTS_UNDER_NOHUP" in os.environ:  # pytest's workers too
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 import pytest
 from hypothesis import HealthCheck, settings
