@@ -37,8 +37,6 @@ class WindowDataset(MegatronDataset):
         self.fingerprint = fingerprint
         self.masked_after: int | None = None
         """A token whose label does not count in the loss."""
-        self._all = torch.ones(config.sequence_length)
-        """The mask of whole windows, which readers copy."""
         # dataset_path becomes part of megatron-core's identity of a dataset: the content, not the place.
         super().__init__(None, fingerprint, np.empty(0, np.int32), samples, split, config)
 
@@ -56,7 +54,7 @@ class WindowDataset(MegatronDataset):
         if labels < length:  # the tail of a held-out set
             window = torch.nn.functional.pad(window, (0, length - labels))
         if labels == length and self.masked_after is None:
-            mask = self._all
+            mask = torch.ones(length)
         else:
             counts = torch.arange(length) < labels
             if self.masked_after is not None:

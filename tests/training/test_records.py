@@ -16,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("forks")
 @pytest.fixture
 def waiting(forks, tmp_path):
     """A run that waits after its third step, and the path of its folder."""
-    job = forks.run(tmp_path, [*SMALL, "training.stop_after_steps=8", "checkpoint.every=2"], until=3)
+    job = forks.run(tmp_path, [*SMALL, "training.stop_after_steps=8", "checkpoint.every=4"], until=3)
     run = RunFolder(tmp_path / "run")
     wait_until(lambda: run.metrics.exists() and len(metrics(tmp_path)) == 3, job)
     yield job, run
@@ -46,7 +46,7 @@ def test_run_whose_folder_another_took_stops(waiting):
     finally:
         other.release()
     assert f"{run.root} is in use by process" in job.output()
-    assert not run.checkpoint(4).exists()
+    assert not run.latest.exists()
 
 
 def test_removed_lock_is_taken_again(tmp_path):
