@@ -30,7 +30,7 @@ def test_a_launch_of_the_docs_would_submit(line, tmp_path, monkeypatch):
 
 
 def test_the_described_gpu_of_the_docs_is_complete(tmp_path):
-    page = (Path(__file__).parents[2] / "docs/launching.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/planning.md").read_text()
     (block,) = re.findall(r"```yaml\n(name: .*?)```", page, re.DOTALL)
     (tmp_path / "gpu.yaml").write_text(block)
     assert gpus.find(str(tmp_path / "gpu.yaml")).model_fields_set == set(gpus.Gpu.model_fields)
