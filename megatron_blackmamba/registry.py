@@ -22,10 +22,15 @@ class ImportFailed(ValueError):
     """A module of BLACKMAMBA_IMPORT that cannot be imported."""
 
 
+def extensions() -> list[str]:
+    """Return the modules that BLACKMAMBA_IMPORT names, separated by commas."""
+    return os.environ.get("BLACKMAMBA_IMPORT", "").replace(",", " ").split()
+
+
 @cache
 def import_extensions() -> None:
-    """Import the modules that BLACKMAMBA_IMPORT names, separated by commas, so that they register what they define."""
-    for name in os.environ.get("BLACKMAMBA_IMPORT", "").replace(",", " ").split():
+    """Import the modules that BLACKMAMBA_IMPORT names, so that they register what they define."""
+    for name in extensions():
         try:
             import_module(name)
         except Exception as error:

@@ -137,8 +137,8 @@ class Checkpoints:
         sharded.load(self.folder.checkpoint(step), self.model, self.optimizer)
 
     def load_weights(self, path: str | Path) -> None:
-        """Load the weights only, from a checkpoint of this or another run."""
-        folder = find_checkpoint(path)
+        """Load the weights only, from a checkpoint of this or another run, which may be training: `latest` moves."""
+        folder = self._found_by_main(path)
         self._check(folder)
         self.alive(f"loading the weights of {folder}")
         sharded.load_weights(folder, self.model, self.optimizer)
@@ -295,6 +295,20 @@ class Checkpoints:
     def _partial(self, step: int) -> Path:
         final = self.folder.checkpoint(step)
         return final.with_name(f".{final.name}")
+
+    def _found_by_main(self, path: str | Path) -> Path:
+        """Return the checkpoint that rank 0 finds at `path`, or raise its error on every rank."""
+        found: list[Path | manifest.CheckpointError | None] = [None]
+        if self.world.is_main:
+            try:
+                found[0] = find_checkpoint(path)
+            except manifest.CheckpointError as error:
+                found[0] = error
+        dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], manifest.CheckpointError):
+            raise found[0]
+        assert found[0] is not None
+        return found[0]
 
     def _check(self, folder: Path) -> None:
         """Verify a checkpoint, the ranks sharing the reading; what one finds, all raise. Damage says the most."""

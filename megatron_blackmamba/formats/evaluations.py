@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -140,18 +142,28 @@ def claim(run: Path, step: int, purpose: str = "evaluation") -> Iterator[Callabl
 
 def is_claimed(run: Path, step: int) -> bool:
     """Return whether a process has claimed this checkpoint within the last CLAIM_SECONDS."""
-    return any(_age(marker) < CLAIM_SECONDS for marker in (_marker(run, step, purpose) for purpose in PURPOSES))
+    markers = [marker for purpose in PURPOSES if (marker := _marker(run, step, purpose)).exists()]
+    return any(_touched(marker) > _now(marker.parent) - CLAIM_SECONDS for marker in markers)
 
 
 def _marker(run: Path, step: int, purpose: str) -> Path:
     return RunFolder(run).evaluation(step).with_suffix(PURPOSES[purpose])
 
 
-def _age(path: Path) -> float:
+def _touched(marker: Path) -> float:
     try:
-        return time.time() - path.stat().st_mtime
+        return marker.stat().st_mtime
     except OSError:
-        return math.inf
+        return -math.inf
+
+
+def _now(folder: Path) -> float:
+    """Return the time by the clock that stamps files in `folder`, which may differ from this node's."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 def headline(result: TaskResult) -> Iterator[tuple[str, float, float]]:

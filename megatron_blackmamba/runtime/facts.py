@@ -3,13 +3,22 @@
 import hashlib
 import os
 import platform
+import sys
 from importlib import metadata
 from pathlib import Path
+
+from megatron_blackmamba.registry import extensions
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = (".py", ".yaml")
 COMPILED = (".so", ".cpp", ".cu")
 SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_SOCKET_IFNAME")
+
+NUMBERS = (
+    *("ATEN_CPU_CAPABILITY", "BLACKMAMBA_IMPORT", "BLACKMAMBA_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"),
+    *("NVIDIA_TF32_OVERRIDE", "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_INTERPRET"),
+)
+"""Environment variables that decide which numbers a rank computes."""
 
 
 def facts(gpu: int | None) -> dict[str, str]:
@@ -26,7 +35,10 @@ def facts(gpu: int | None) -> dict[str, str]:
 
 
 def versions(suffixes: tuple[str, ...] = SOURCES) -> dict[str, str]:
-    """Return the versions of this process's software; `suffixes` says which of our files count."""
+    """Return all that decides the numbers besides the config: versions, code, and variables of the environment.
+
+    suffixes: Which of our files, and of those of BLACKMAMBA_IMPORT, count.
+    """
     import torch
 
     return {
@@ -34,6 +46,8 @@ def versions(suffixes: tuple[str, ...] = SOURCES) -> dict[str, str]:
         "torch": torch.__version__,
         "megatron-core": _version("megatron-core"),
         "our code": fingerprint(suffixes),
+        **{name: os.environ[name] for name in NUMBERS if name in os.environ},
+        **{f"code of {name}": _code_of(name, suffixes) for name in extensions()},
     }
 
 
@@ -44,6 +58,16 @@ def fingerprint(suffixes: tuple[str, ...], folder: Path = PACKAGE) -> str:
         if path.suffix in suffixes and "__pycache__" not in path.parts:
             digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _code_of(module: str, suffixes: tuple[str, ...]) -> str:
+    """Return a short hash of a module's file, or of all files of a package."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return "not imported"
+    if Path(file).name == "__init__.py":
+        return fingerprint(suffixes, Path(file).parent)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
 
 
 def _version(package: str) -> str:

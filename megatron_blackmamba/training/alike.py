@@ -43,9 +43,7 @@ def _refuse_unlike(mine: Mapping[str, Any], remedy: str) -> None:
     counted = Counter(digests).most_common()
     majority = counted[0][1] > counted[1][1]
     usual = digests.index(counted[0][0]) if majority else 0
-    lines = list(_differences(everyone, usual))
-    if len(lines) > SHOWN:
-        lines[SHOWN:] = [f"  and {len(lines) - SHOWN} more differences."]
+    lines = _shortened(list(_differences(everyone, usual)))
     raise PlaceError("\n".join(["the ranks of this run were started differently:", *lines, remedy]))
 
 
@@ -56,6 +54,11 @@ def _differences(everyone: Sequence[tuple[str, Mapping[str, Any]]], usual: int) 
         for key in {**values, **its_values}:
             if (its := its_values.get(key)) != (other := values.get(key)):
                 yield f"  {key} is {its} on rank {rank} ({its_host}) and {other} on rank {usual} ({host})."
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - SHOWN
+    return [*lines[:SHOWN], f"  and {more} more differences."] if more > 0 else lines
 
 
 def _gathered(value: Any) -> list[Any]:

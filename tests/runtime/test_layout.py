@@ -46,6 +46,7 @@ def test_impossible_eight_nodes_are_refused_with_working_layouts(run, batch):
         (64, ["parallel.context=64"], "into parts of 2 tokens, shorter than the 3"),
         (4, ["parallel.context=2", "training.global_batch=1", "training.micro_batch=1"], "/ parallel.context=2"),
         (2, ["training.micro_batch=16"], "training.micro_batch=16 does not divide the 8 sequences"),
+        (2, ["training.micro_batch=16"], "/ 2); 1, 2, 4 or 8 would."),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_numbers(processes, overrides, reason):

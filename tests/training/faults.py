@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_blackmamba.checkpoint import SaveError, manifest
+from megatron_blackmamba.checkpoint import SaveError, manifest, store
 from megatron_blackmamba.formats.events import Event
+from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import hangs
 from megatron_blackmamba.training import saving, stragglers
 from megatron_blackmamba.training.loop import Trainer
@@ -19,6 +20,7 @@ __all__ = [
     *(
         "EarlyNaN",
         "LastSaveFails",
+        "MovingSource",
         "NaN",
         "NaNGradient",
         "Narrating",
@@ -90,6 +92,28 @@ class OtherData(Trainer):
             data = self.config.data.model_copy(update={"seed": self.config.data.seed + 1})
             self.config = self.config.model_copy(update={"data": data})
         return super().open_data()
+
+
+class MovingSource(Trainer):
+    """The run of start.from publishes another checkpoint after rank 0 has looked for it, before rank 1 does."""
+
+    def begin(self):
+        source = RunFolder(Path(self.config.start.from_))
+        moved, real = source.root / "moved", store.find_checkpoint
+
+        def find(path):
+            if self.world.rank == 1:
+                while not moved.exists():
+                    time.sleep(0.01)
+                return real(path)
+            found = real(path)
+            source.latest.write_text("step_00000002\n")
+            moved.touch()
+            return found
+
+        store.find_checkpoint = find
+        super().begin()
+        assert self.replicas.differing() is None
 
 
 class NaN(Trainer):

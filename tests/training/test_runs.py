@@ -157,6 +157,16 @@ def test_weights_of_another_run_start_a_new_run(forks, half, tmp_path):
     assert first["loss"] < metrics(half)[7]["loss"] < fresh["loss"]
 
 
+def test_ranks_start_from_one_checkpoint_of_a_run_that_trains(forks, tmp_path):
+    source = RunFolder(tmp_path / "source/run")
+    job = forks.run(tmp_path / "source", [*SMALL, "checkpoint.every=1", "training.stop_after_steps=2"], ranks=1)
+    assert job.wait() == [0], job.output()
+    source.latest.write_text("step_00000001\n")
+    new = [*SMALL, f"start.from={source.root}", "training.stop_after_steps=1"]
+    job = forks.run(tmp_path, new, trainer="MovingSource")
+    assert job.wait(300) == [0, 0], job.output()
+
+
 def test_damaged_checkpoint_is_named_and_the_previous_used(forks, copy_of_half):
     longer = [*ON_TWO, "training.stop_after_steps=12", "checkpoint.every=2"]
     assert forks.run(copy_of_half, longer).wait() == [0, 0]
