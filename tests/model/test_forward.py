@@ -77,6 +77,14 @@ def test_a_dropped_reset_would_show(build):
     assert furthest(logits(model, first_document), without.logits_SV[: len(first_document)]) < FP32
 
 
+def test_part_of_a_sequence_begins_anew_only_after_the_end_of_a_document(build):
+    model = build("model.eod_reset=7")
+    tokens_BS = torch.tensor([[1, 7, 3], [7, 2, 3]])
+    reset_BS = model._layer_inputs(tokens_BS, before_B=torch.tensor([5, 7])).reset_BS
+    assert reset_BS.tolist() == [[False, False, True], [True, True, False]]
+    assert not model._layer_inputs(tokens_BS).reset_BS[:, 0].any()
+
+
 def test_swapping_the_halves_of_in_proj_would_show(build):
     released = tiny()
     name = "decoder.layers.0.mixer.in_proj.weight"

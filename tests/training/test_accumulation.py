@@ -70,3 +70,18 @@ def test_gradients_equal_those_of_megatron_core(replicas, precision):
             else:
                 assert torch.equal(ours[name], theirs[name]), name
     assert not actual[1]["sometimes"].any()
+
+
+def test_overlapped_reduction_begins_in_the_backward_pass():
+    config = load("tiny", [*SMALL, "training.precision=fp32", "training.overlap=true"])
+    with world.fake(config.parallel, 2, where="cpu") as place:
+        settings = model.build(config, place).config
+        net = Unused(torch.float32)
+        reduced = Accumulation(settings, reduction(config, place.data_context_size), net)
+        begun = []
+        for _ in range(2):  # the first step only learns which weights have gradients
+            reduced.zero_grad_buffer()
+            reduced(torch.randn(4, 5), leave_out=False).sum().backward()
+            begun.append([group.grad_reduce_handle is not None for group in reduced.bucket_groups])
+            reduced.finish_grad_sync()
+    assert all(begun[1])
