@@ -55,6 +55,8 @@ class Accumulation(DistributedDataParallel):
                     shared = as_tensor.setdefault(factor, parameter.main_grad.new_full((1,), factor))
                     self._weights[id(parameter)], self._factors[id(parameter)] = parameter, (factor, shared)
                 bucket.gradient_scaling_factor = 1.0
+        if not self._weights:
+            self.grad_accs.clear()  # and with them the hooks, of which none has anything to add
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
             if _ranks_of(group).size() == 1:
                 group.start_grad_sync = group.finish_grad_sync = group.start_param_sync = _nothing
