@@ -66,9 +66,7 @@ class FirstSeen:
             number = len(self.samples) - 1
 
             def add_up(gradient: Tensor) -> None:
-                self.gradients[number] = (
-                    gradient.sum()
-                )  # finite if its terms are; a maximum norm takes 100 times as long
+                self.gradients[number] = gradient.sum()  # a maximum norm takes 100 times as long
 
             x.register_hook(add_up)
 
