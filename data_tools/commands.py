@@ -350,8 +350,11 @@ def adopt(
     loaded = load_tokenizer(tokenizer, eod=eod)
     for path in paths:
         if path.endswith(foreign.SUFFIXES):
-            path = str(foreign.expose(Path(path), loaded, dtype))
-        manifest = run(path, loaded)
+            prefix, empty = foreign.expose(Path(path), loaded, dtype)
+            manifest = run(prefix, loaded, made_from=Path(path), empty=empty)
+            path = str(prefix)
+        else:
+            manifest = run(path, loaded)
         print(f"{path}: {counted(manifest.documents, 'document')}, {counted(manifest.tokens, 'token')}")
         open_ended = documents_without_eod(shard_prefix(path))
         if open_ended:

@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,16 @@ _STORED: dict[int, np.dtype] = {2: np.dtype("uint16"), 4: np.dtype("int32")}
 """By bytes of a token. Ids are far below 2^31: uint32 reads the same as int32, which Megatron's index knows."""
 
 
-def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Path:
-    """Give a token file a `.bin`, a link if possible, and an `.idx`; return their prefix.
+class Exposed(NamedTuple):
+    """A token file that has a `.bin` and an `.idx`."""
+
+    prefix: Path
+    empty: list[int]
+    """Its documents without a token, which an index cannot hold, counted from 1."""
+
+
+def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Exposed:
+    """Give a token file a `.bin`, a link if possible, and an `.idx`.
 
     dtype: uint16 or uint32, for a file that does not tell its type, nor a file beside it.
     """
@@ -49,7 +58,7 @@ def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Path:
     _link(path, beside(prefix, ".bin"), header)
     with atomic_file(beside(prefix, ".idx")) as file:
         write_idx(file, _STORED[item], lengths[lengths > 0])
-    return prefix
+    return Exposed(prefix, (1 + np.flatnonzero(lengths == 0)).tolist())
 
 
 def _guessed_item(path: Path, tokenizer: Tokenizer) -> int:

@@ -79,6 +79,8 @@ def _number_of(manifest: ShardManifest, source: SourceFile, record: int) -> int 
             "record cannot be traced to a document"
         )
     skipped = [reject.record for reject in manifest.rejects if reject.source == source.name]
+    if skipped and sum(other.name == source.name for other in manifest.sources) > 1:
+        raise InputError(f"{source.name}: its shard has several files of this name, and does not say whose it skipped")
     number = record - 1 - sum(other < record for other in skipped)
     return number if record not in skipped and 0 <= number < source.documents else None
 

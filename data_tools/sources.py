@@ -6,7 +6,8 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from megatron_blackmamba.data_tools.compression import SUFFIXES as COMPRESSION_SUFFIXES
@@ -115,7 +116,7 @@ def find_sources(
             raise InputError("standard input (-) is this terminal: pipe the records in, or name a file")
         return Found([Source(STDIN, "stdin", _format_of_stdin(format), 0, 0)], [])
     remote = [given for given in inputs if is_remote(given)]
-    taken, ignored = _remote(remote, selection, format)
+    taken, ignored = _remote(remote, selection, format, alone=len(remote) == len(inputs))
     local = [given for given in inputs if given not in remote]
     if not local:
         return Found(taken, ignored)
@@ -149,12 +150,20 @@ def find_sources(
     return Found(taken + [_source(path, root, format) for path in paths], ignored)
 
 
-def _remote(urls: Sequence[str], selection: Selection, format: Format | None) -> tuple[list[Source], list[Path | str]]:
-    """Return the objects taken from object storage, in natural order, and those that are not."""
+def _remote(
+    urls: Sequence[str], selection: Selection, format: Format | None, *, alone: bool
+) -> tuple[list[Source], list[Path | str]]:
+    """Return the objects taken from object storage, in natural order, and those that are not.
+
+    alone: There are no local inputs, whose names could be the same.
+    """
+    folders: list[str] = []
     taken: list[Source] = []
     ignored: list[Path | str] = []
     for url in urls:
         found, other = remote_files(url, selection)
+        single = [each.url for each in found] == [url.rstrip("/")]
+        folders.append(url.rstrip("/").rpartition("/")[0] if single else url.rstrip("/"))
         wanted = [each for each in found if format or len(found) == 1 or format_of(Path(each.url))]
         for each in sorted(wanted, key=lambda each: _natural(Path(each.name))):
             known = format or format_of(Path(each.url))
@@ -168,11 +177,18 @@ def _remote(urls: Sequence[str], selection: Selection, format: Format | None) ->
             raise InputError(
                 f"{url}: no input among its {len(found) + len(other)} objects{_choice([*map(Path, other)], format)}"
             )
-        if [each.url for each in found] != [url.rstrip("/")]:
+        if not single:
             for folder in {each.url.rpartition("/")[0]: None for each in wanted}:
                 refuse_incomplete(folder)
         ignored += sorted({*other, *(each.url for each in found)} - {each.url for each in wanted})
-    return taken, ignored
+    root = _common(folders) if alone else ""
+    return [replace(source, name=printable(source.path[len(root) :])) for source in taken], ignored
+
+
+def _common(folders: Sequence[str]) -> str:
+    """Return the folder that holds all folders, with a slash at its end; empty if their stores differ."""
+    levels = zip(*(folder.split("/") for folder in folders), strict=False)
+    return "".join(f"{level[0]}/" for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def plan_shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:

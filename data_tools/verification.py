@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_blackmamba.data_tools.overlaps import sample_of
 from megatron_blackmamba.data_tools.progress import Count, Progress
+from megatron_blackmamba.data_tools.rejects import EMPTY, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.streams import file_sha256
 from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.shards import (
@@ -147,8 +148,15 @@ def scan_tokens(
     return Scan(digest.hexdigest(), tokens, smallest, largest, misplaced)
 
 
-def adopt(path: str | Path, tokenizer: Tokenizer) -> ShardManifest:
-    """Write the manifest of a .bin and .idx that another tool made, after checking that they are sound."""
+def adopt(
+    path: str | Path, tokenizer: Tokenizer, *, made_from: Path | None = None, empty: Sequence[int] = ()
+) -> ShardManifest:
+    """Write the manifest of a .bin and .idx that another tool made, after checking that they are sound.
+
+    Args:
+        made_from: The token file that they expose; by default the .bin itself.
+        empty: Its documents without a token, counted from 1, which are not in the index.
+    """
     prefix = shard_prefix(path)
     _refuse_ours(beside(prefix, MANIFEST_SUFFIX))
     bin_path, idx_path = beside(prefix, ".bin"), beside(prefix, ".idx")
@@ -167,13 +175,17 @@ def adopt(path: str | Path, tokenizer: Tokenizer) -> ShardManifest:
             f"{bin_path}: holds token {odd}, but {tokenizer.name} has {tokenizer.vocab_size}: "
             "it was made with another tokenizer"
         )
+    made_from = made_from or bin_path
     itself = SourceFile(
-        name=bin_path.name,
-        sha256=scan.sha256,
-        bytes=bin_path.stat().st_size,
-        records=idx.documents,
+        name=made_from.name,
+        sha256=scan.sha256 if made_from.samefile(bin_path) else file_sha256(made_from),
+        bytes=made_from.stat().st_size,
+        records=idx.documents + len(empty),
         documents=idx.documents,
     )
+    rejects = RejectLog(Tolerance(count=len(empty)))
+    for record in empty:
+        rejects.add(itself.name, str(made_from), record, EMPTY, "no token")
     manifest = ShardManifest(
         documents=idx.documents,
         tokens=scan.tokens,
@@ -185,6 +197,8 @@ def adopt(path: str | Path, tokenizer: Tokenizer) -> ShardManifest:
         tokenizer_sha256=tokenizer.sha256,
         vocab_size=tokenizer.vocab_size,
         sources=[itself],
+        rejected=rejects.counts,
+        rejects=rejects.first,
         options={ADOPTED: True},
     )
     manifest = manifest.model_copy(update={"sample": sample_of(Shard(prefix, manifest))})

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_blackmamba.data.datasets import DataError
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.events import Event, ShardsUnverified, ShardsVerified
+from megatron_blackmamba.formats.remote import cache_folder
 from megatron_blackmamba.formats.shards import Shard
 
 LOOK_AGAIN_SECONDS = 60.0
@@ -191,9 +192,11 @@ def _of_all_ranks(lines: list[str]) -> list[str]:
 
 
 def _explain(lines: Sequence[str]) -> str:
+    copies = any(line.startswith(f"{cache_folder()}/") for line in lines)
     return (
         "the token shards are not what was tokenized:\n  "
         + "\n  ".join(lines)
         + "\nCheckpoints of this run that are newer than the change may have learned from wrong tokens. "
         "Put the files back, or make them again with `blackmamba data tokenize`; then start the run again."
+        + (f" Files below {cache_folder()} are local copies: remove them, and the run fetches them again." * copies)
     )

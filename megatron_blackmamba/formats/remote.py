@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -214,9 +214,13 @@ def _copy(source: RemoteFile, target: Path) -> str:
 
 def cached(url: str) -> Path:
     """Return where local copies of a URL lie: below $BLACKMAMBA_CACHE, by default ~/.cache/blackmamba."""
-    root = os.environ.get(CACHE_VARIABLE) or "~/.cache/blackmamba"
     scheme, _, path = url.partition("://")
-    return Path(root).expanduser().absolute() / scheme / os.path.normpath(path)
+    return cache_folder() / scheme / os.path.normpath(path)
+
+
+def cache_folder() -> Path:
+    """Return the folder that holds all local copies."""
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/blackmamba").expanduser().absolute()
 
 
 def local(path: str | os.PathLike[str]) -> Path:
@@ -227,7 +231,14 @@ def local(path: str | os.PathLike[str]) -> Path:
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
     """Let one process of this machine into the block, for each `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path.with_name(f".{path.name}.lock"), "wb"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:  # read-only, full, or without locks
+            raise RemoteError(
+                f"{path.parent}: cannot hold local copies: {error.strerror or error}. "
+                f"Name another folder in ${CACHE_VARIABLE}"
+            ) from error
         yield

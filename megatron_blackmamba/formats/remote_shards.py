@@ -12,7 +12,7 @@ from megatron_blackmamba.formats.remote import (
     files_matching,
     one_at_a_time,
 )
-from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, SUFFIXES, ShardManifest, beside
+from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, SUFFIXES, Shard, ShardError, ShardManifest, beside
 
 TOKENIZER = "tokenizer.json"
 
@@ -20,7 +20,8 @@ TOKENIZER = "tokenizer.json"
 def fetch_shards(url: str) -> list[Path]:
     """Return the prefixes of local copies of all shards below a URL, or of the one shard with this name.
 
-    Copies that match the manifest there are used again. Processes of one machine share them: the first one fetches.
+    Copies of the manifest there are used again if their sizes are right. Processes of one machine share them: the
+    first one fetches.
     """
     url = url.rstrip("/")
     for suffix in SUFFIXES:
@@ -48,23 +49,36 @@ def _fetch(url: str) -> Path:
         wanted = {".bin": manifest.bin_sha256, ".idx": manifest.idx_sha256}
         known = ShardManifest.read(manifest_path) if manifest_path.exists() else None
         same = known is not None and (known.bin_sha256, known.idx_sha256) == tuple(wanted.values())
+        same = same and _is_whole(prefix)
         if not same:
             manifest_path.unlink(missing_ok=True)
         for suffix, sha256 in wanted.items():
             path = beside(prefix, suffix)
-            if same and path.exists():
+            if same:
                 continue
             path.unlink(missing_ok=True)
-            download(url + suffix, path)
-            _refuse_damage(url + suffix, path, sha256)
+            _download(url + suffix, path, sha256)
         fresh.replace(manifest_path)
     return prefix
 
 
-def _refuse_damage(url: str, path: Path, sha256: str) -> None:
-    if _sha256(path) != sha256:
+def _is_whole(prefix: Path) -> bool:
+    """Return whether local copies have the sizes that their manifest and index announce."""
+    try:
+        Shard.open(prefix)
+    except (ShardError, OSError):
+        return False
+    return True
+
+
+def _download(url: str, path: Path, sha256: str) -> None:
+    """Download a file of a shard; once more if it is damaged, since the part that was continued may have been."""
+    for _ in range(2):
+        download(url, path)
+        if _sha256(path) == sha256:
+            return
         path.unlink()
-        raise RemoteError(f"{url}: its sha256 is not that of its manifest. Upload the shard again")
+    raise RemoteError(f"{url}: its sha256 is not that of its manifest. Upload the shard again")
 
 
 def _sha256(path: Path) -> str:

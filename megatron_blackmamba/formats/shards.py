@@ -132,7 +132,7 @@ class ShardManifest(BaseModel):
     def raw_record(self, number: int) -> tuple[str, int | None]:
         """Return the raw file and the record of document `number` in the order in which the shard was read.
 
-        The record is None where the manifest lists only some of the rejects.
+        The record is None where the manifest does not list all rejects of the file by its name.
         """
         for source in self.sources:
             if number < source.documents:
@@ -140,7 +140,7 @@ class ShardManifest(BaseModel):
             number -= source.documents
         else:
             raise IndexError(f"{number} documents beyond the last one")
-        if sum(self.rejected.values()) > len(self.rejects):
+        if sum(self.rejected.values()) > len(self.rejects) or self._shares_name(source):
             return source.name, None
         record = number + 1
         for skipped in sorted(reject.record for reject in self.rejects if reject.source == source.name):
@@ -148,6 +148,13 @@ class ShardManifest(BaseModel):
                 break
             record += 1
         return source.name, record
+
+    def _shares_name(self, source: SourceFile) -> bool:
+        """Return whether rejects of this name may be of another source, as in older shards from several URLs."""
+        return (
+            any(reject.source == source.name for reject in self.rejects)
+            and sum(other.name == source.name for other in self.sources) > 1
+        )
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "ShardManifest":

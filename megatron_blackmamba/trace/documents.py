@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_blackmamba.config import read_saved
 from megatron_blackmamba.data import DataPlan, build, refuse_changed_data
-from megatron_blackmamba.data.datasets import EpochDataset
+from megatron_blackmamba.data.datasets import EpochDataset, HeldOutDataset
 from megatron_blackmamba.data_tools.inspection import text_of_ids, tokenizer_of
 from megatron_blackmamba.data_tools.provenance import Origin, origin, places_of, source_called
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -122,8 +122,19 @@ class Tracer:
         ]
         if not places:
             why = "the file has no such record, or it was skipped" if raw else f"{self.run} has no such raw file"
+            if held_out := self._held_out_in(file, record):
+                why = f"it is in the validation set of source {held_out!r}"
             raise TraceError(f"{file}:{record}: no training document: {why}")
         yield from places
+
+    def _held_out_in(self, file: str, record: int) -> str | None:
+        """Return the source whose validation set holds a document."""
+        for name, dataset in self.plan.validation.items():
+            assert isinstance(dataset, HeldOutDataset)
+            raw = source_called(file, (each for shard in dataset.stream.shards for each in shard.manifest.sources))
+            if raw and any(places_of(shard.manifest, raw, record) for shard in dataset.stream.shards):
+                return name
+        return None
 
     def _readings_of(self, source: int, shard: Shard, document: int) -> Iterator[Reading]:
         dataset, schedule, end = self._dataset(source), self.plan.train.schedule, self.steps.end

@@ -79,6 +79,17 @@ def test_changed_shards_are_named(shards, check, change, when):
     assert len(watching.different) == 1 + (change is swap)
 
 
+def test_damaged_local_copies_of_objects_say_so(shards, check, monkeypatch):
+    monkeypatch.setenv("BLACKMAMBA_CACHE", str(shards[0].prefix.parent))
+    content = bytearray(shards[0].bin_path.read_bytes())
+    content[0] ^= 1
+    shards[0].bin_path.write_bytes(content)
+    watching = check()
+    watching.look()
+    with pytest.raises(DataError, match="are local copies: remove them, and the run fetches them again"):
+        watching.after_step(*watching.findings, print)
+
+
 def test_ranks_share_the_reading(shards, check):
     ranks = [check(rank=rank, ranks=3) for rank in range(3)]
     for rank in ranks:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools.foreign import expose
 from megatron_blackmamba.data_tools.lengths import by_source
+from megatron_blackmamba.data_tools.provenance import Origin, origin, places_of, source_called
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.shards import Shard, find_shards
 
@@ -123,6 +124,27 @@ def test_a_cut_index_is_named(tmp_path, tokenizer):
     (tmp_path / "a.ds.index").write_bytes(np.array([2, 4], "<u8").tobytes()[:-1])
     with pytest.raises(InputError, match=r"a\.ds\.index: 15 bytes .* it was cut"):
         expose(tmp_path / "a.ds", tokenizer)
+
+
+def test_empty_documents_of_an_adopted_file_are_counted(tmp_path, documents, tokenizer_file):
+    path = tmp_path / "a.ds"
+    np.concatenate(documents).astype("uint16").tofile(path)
+    ends = np.cumsum([len(ids) for ids in documents])
+    np.sort(np.concatenate([[0], ends, ends[3:4]])).astype("<u8").tofile(f"{path}.index")  # documents 1 and 6
+    shard = adopt(path, tokenizer_file)
+    assert same(shard, documents)
+    numbers = [number for number in range(1, len(TEXTS) + 3) if number not in (1, 6)]
+    assert [origin(shard.manifest, i) for i in range(len(TEXTS))] == [Origin("a.ds", number) for number in numbers]
+    assert shard.manifest.rejected == {"empty": 2} and shard.manifest.sources[0].records == len(TEXTS) + 2
+    assert CliRunner().invoke(app, ["data", "verify", str(tmp_path)]).exit_code == 0
+
+
+def test_an_adopted_file_is_found_by_its_own_name(tmp_path, documents, tokenizer_file):
+    for name, save in (("bare", lambda path, ids: ids.tofile(path)), ("numpy", np.save)):
+        path = tmp_path / f"{name}.npy"
+        save(path, np.concatenate(documents).astype("uint16"))
+        manifest = adopt(path, tokenizer_file).manifest
+        assert places_of(manifest, source_called(str(path), manifest.sources), 5) == [4]
 
 
 @pytest.mark.parametrize("size", [4, 5])

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools import object_storage
+from megatron_blackmamba.data_tools.inspection import read_documents
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
@@ -36,10 +37,12 @@ TEXTS = [f"document {i}: " + "import json and read the text " * (i % 9) for i in
 
 
 class Cutter:
-    """A proxy before the server that can break connections after some bytes of the answer."""
+    """A proxy before the server that can break connections after some bytes of the answer, or hold answers back."""
 
     def __init__(self, server_port):
         self.server_port, self.cuts, self.after = server_port, 0, 0
+        self.pause, self.waiting = threading.Event(), threading.Event()
+        self.pause.set()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         threading.Thread(target=self.serve, daemon=True).start()
@@ -55,6 +58,9 @@ class Cutter:
         sent = 0
         try:
             while data := source.recv(1 << 16):
+                if answer and not self.pause.is_set():
+                    self.waiting.set()
+                    self.pause.wait()
                 target.sendall(data)
                 sent += len(data)
                 if answer and self.cuts and sent > self.after:
@@ -324,6 +330,51 @@ def test_local_copies_follow_the_bucket(s3, shards, tmp_path):
         find_shards("s3://bucket/tokens/web")
 
 
+def test_damaged_local_copies_are_fetched_again(s3, shards, monkeypatch):
+    (shard, *_) = find_shards("s3://bucket/tokens/web")
+    whole = {path: path.read_bytes() for path in (shard.bin_path, shard.idx_path)}
+    for path, content in whole.items():
+        path.write_bytes(content[:-2])
+        find_shards("s3://bucket/tokens/web")
+        assert path.read_bytes() == content
+    shard.bin_path.unlink()
+    version = remote.RemoteFile("s3://bucket/tokens/web/shard_00001.bin").version
+    part = shard.bin_path.with_name(f".{shard.bin_path.name}.{version}.part")
+    part.write_bytes(bytes(len(whole[shard.bin_path]) // 2))  # zeros, as after a loss of power
+    find_shards("s3://bucket/tokens/web")
+    assert shard.bin_path.read_bytes() == whole[shard.bin_path] and not part.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_named(s3, shards, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BLACKMAMBA_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RemoteError, match=r"file/s3/bucket/tokens/web: cannot hold local copies: Not a directory"):
+        find_shards("s3://bucket/tokens/web")
+
+
+FETCH = "import sys; from megatron_blackmamba.formats.shards import find_shards; find_shards(sys.argv[1])"
+
+
+def test_a_process_killed_while_it_fetches_leaves_the_cache_to_another(s3, server, shards, tmp_path):
+    """Two processes share a cache; the first waits for an answer, and is killed, while the second waits for it."""
+    cache = tmp_path / "cache/s3/bucket/tokens/web"
+    command = [sys.executable, "-c", FETCH, "s3://bucket/tokens/web"]
+    manifests = len(list(cache.glob("*.manifest.json")))
+    server.pause.clear()
+    first = subprocess.Popen(command)
+    try:
+        assert server.waiting.wait(60)
+        second = subprocess.Popen(command)
+    finally:
+        first.kill()
+        first.wait()
+        server.pause.set()
+    assert second.wait(60) == 0 and manifests == 0
+    assert [shard.bin_path.read_bytes() for shard in find_shards(str(cache))] == [
+        (tmp_path / f"here/shard_{number:05d}.bin").read_bytes() for number in (1, 2, 3)
+    ]
+
+
 def test_missing_objects_are_named(s3, shards, tmp_path):
     s3.rm(["bucket/tokens/web/shard_00002.manifest.json"])
     (tmp_path / "mix.yaml").write_text("root: s3://bucket/tokens\nsources: [{name: web, shards: web}]\n")
@@ -355,6 +406,22 @@ def test_a_datatrove_pipeline_writes_shards_to_s3(s3, raw, tokenizer_file, tmp_p
     assert [shard.manifest.documents for shard in find_shards("s3://bucket/trove")] == [20, 20]
     assert not any(verdict.problems for verdict in verify(["s3://bucket/trove"]))
     assert not (tmp_path / "s3:").exists()
+
+
+def test_records_of_equal_names_below_two_urls_are_told_apart(s3, tmp_path, tokenizer_file):
+    for folder in ("web", "code"):
+        lines = [json.dumps({"text": f"{folder} {i}" if i != 2 or folder == "web" else ""}) for i in range(6)]
+        s3.pipe_file(f"bucket/twins/{folder}/0.jsonl", "\n".join(lines).encode())
+    urls = ["s3://bucket/twins/web", "s3://bucket/twins/code/0.jsonl"]
+    tokenize(urls, tmp_path / "out", options(tokenizer_file, max_bad="1"))
+    assert {
+        (document.text, str(document.origin)) for document in read_documents([str(tmp_path / "out")], count=20)
+    } == {
+        (f"{folder} {i}", f"{folder}/0.jsonl, record {i + 1}")
+        for folder in ("web", "code")
+        for i in range(6)
+        if i != 2 or folder == "web"
+    }
 
 
 def test_names_in_s3_are_not_patterns(s3, raw, tmp_path, tokenizer_file):

@@ -37,7 +37,11 @@ def raw(tmp_path_factory):
         one = {"train_tokenizer": 300} if name == "web" else {"tokenizer": str(folder / "tokens/web/tokenizer.json")}
         tokenize([folder / f"{name}.jsonl"], folder / "tokens" / name, TokenizeOptions(**one, **options))
     phases = [{"from_sample": 500, "weights": {"code": 3}}]
+    held = folder / "held.jsonl"
+    held.write_text("".join(json.dumps({"text": f"held out {i}"}) + "\n" for i in range(9)))
+    tokenize([held], folder / "tokens/held", TokenizeOptions(tokenizer=one["tokenizer"], workers=1, quiet=True))
     sources = [{"name": name, "shards": f"tokens/{name}"} for name in ("web", "code")]
+    sources[0]["validation"] = "tokens/held"
     write_mixture(folder, sources, phases)
     return folder
 
@@ -144,6 +148,7 @@ def test_the_report_names_the_trace_of_a_spike(run):
         (["--document", "web.jsonl:8"], "the file has no such record, or it was skipped"),
         (["--document", "other.jsonl:1"], "has no such raw file"),
         (["--document", "web.jsonl"], "give a raw file and a record"),
+        (["--document", "held.jsonl:2"], "it is in the validation set of source 'web'"),
     ],
 )
 def test_a_trace_that_cannot_be_is_refused(run, arguments, message):
