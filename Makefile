@@ -34,8 +34,9 @@ otherpython:
 quickstart: install
 	$(BIN)/blackmamba quickstart $(ARGS)
 
+# Hundreds of processes import the package. Where an environment forbids bytecode, each would compile it.
 test: install
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: install
 	$(BIN)/ruff format --check .

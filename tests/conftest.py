@@ -3,6 +3,8 @@
 The longest groups begin first, so that no worker is left alone with one at the end.
 """
 
+import atexit
+import gc
 import os
 import signal
 
@@ -17,6 +19,7 @@ if "TESTS_UNDER_NOHUP" in os.environ:  # pytest's workers too
 import pytest
 from hypothesis import HealthCheck, settings
 
+gc.set_threshold(*gc.get_threshold()[:2], 100)  # what collection imports stays
 settings.register_profile("project", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
 
@@ -44,3 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST_FIRST.index(mark.args[0]) if mark and mark.args[0] in LONGEST_FIRST else len(LONGEST_FIRST)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and tests from garbage collection: every look through them takes half a second."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or Triton would list what it leaves behind

@@ -38,4 +38,5 @@ def freeze_gc() -> None:
     """Exclude what exists now from garbage collection: it stays until the end, and looking through it takes time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], 10)  # Python's default: from here on little is left to look through
     atexit.register(gc.unfreeze)  # or extensions that count what they leave behind would complain

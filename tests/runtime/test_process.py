@@ -1,8 +1,9 @@
 """Settings of a whole process."""
 
-import atexit
 import gc
 import os
+import subprocess
+import sys
 import weakref
 
 from megatron_blackmamba.runtime import process
@@ -16,13 +17,21 @@ class Node:
 
 
 def test_garbage_is_freed_before_the_rest_is_frozen():
-    gone = weakref.ref(Node())
+    gone, before, frozen = weakref.ref(Node()), gc.get_threshold(), gc.get_freeze_count()
+    gc.set_threshold(*before[:2], 100)
     try:
         process.freeze_gc()
-        assert gone() is None and gc.get_freeze_count() > 0
+        assert gone() is None and gc.get_freeze_count() > frozen
+        assert gc.get_threshold()[2] == 10
     finally:
-        atexit.unregister(gc.unfreeze)
-        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+def test_command_line_rarely_looks_through_its_imports():
+    code = "import atexit, gc, sys; from megatron_blackmamba.__main__ import main; sys.argv[1:] = ['--help']\n"
+    code += "atexit.register(lambda: print(gc.get_threshold()[2])); main()"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.endswith("\n100\n"), told.stdout + told.stderr
 
 
 def test_cuda_settings_leave_given_values(monkeypatch):
