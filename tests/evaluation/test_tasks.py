@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_blackmamba.evaluation import EvaluationError
+from megatron_blackmamba.evaluation import EvaluationError, tasks
 from megatron_blackmamba.evaluation.tasks import PAPER, load_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
@@ -116,3 +116,17 @@ def test_answers_of_other_tasks_are_checked(tmp_path):
 def test_fields_of_several_types_are_named(tmp_path):
     with pytest.raises(EvaluationError, match=r'piqa.jsonl, line 2: `id` is "b", a string, and a number'):
         load(tmp_path, "piqa", GOOD["piqa"] | {"id": 1}, GOOD["piqa"] | {"id": "b"})
+
+
+def test_failed_download_names_the_task_in_one_line(monkeypatch):
+    manager = pytest.importorskip(
+        "lm_eval.tasks", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]"
+    )
+    monkeypatch.setattr(manager.TaskManager, "__init__", lambda self: None)  # it lists all tasks, which takes seconds
+    monkeypatch.setattr(manager.TaskManager, "load", raise_no_network)
+    with pytest.raises(EvaluationError, match=r"^piqa: its data could not be downloaded: ConnectionError: no network$"):
+        tasks._downloaded("piqa")
+
+
+def raise_no_network(manager, names):
+    raise ConnectionError("no network\nin detail")
