@@ -96,10 +96,12 @@ def compare(corpus: Path, tokenizer: Path, folder: Path, repeats: int, ways: lis
         for way, runs in measured.items():
             print(way, file=sys.stderr)
             runs.append(in_a_fresh_process(way, corpus, tokenizer, folder))
-    rates = {way: statistics.median(tokens / seconds for tokens, seconds in runs) for way, runs in measured.items()}
+    every = {way: [tokens / seconds for tokens, seconds in runs] for way, runs in measured.items()}
+    rates = {way: statistics.median(runs) for way, runs in every.items()}
     return {
         "tokens": next(iter(measured.values()))[0][0],
         "tokens_per_cpu_second": rates,
+        "range": {way: [min(runs), max(runs)] for way, runs in every.items()},
         "times_classic": {way: rate / rates[BASELINE] for way, rate in rates.items()} if BASELINE in rates else {},
         "absent": [way for way in ways if way not in measured],
         "repeats": repeats,
@@ -313,12 +315,13 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"{corpus['documents']:,} documents, {corpus['bytes'] / 1e6:.1f} MB, {result['tokens']:,} tokens; "
         f"median of {result['repeats']}; {result['machine']}",
-        f"{'':18}  Mtok/CPU-s  times classic",
+        f"{'':20}  Mtok/CPU-s        range  times classic",
     ]
     for way, rate in result["tokens_per_cpu_second"].items():
         times = f"{result['times_classic'][way]:13.1f}" if way in result["times_classic"] else ""
-        lines.append(f"{way:18}  {rate / 1e6:10.2f}  {times}".rstrip())
-    lines += [f"{way:18}  not installed" for way in result["absent"]]
+        low, high = (f"{limit / 1e6:.2f}" for limit in result["range"][way])
+        lines.append(f"{way:20}  {rate / 1e6:10.2f}  {low + '-' + high:>11}  {times}".rstrip())
+    lines += [f"{way:20}  not installed" for way in result["absent"]]
     return "\n".join(lines + (_whole_tools.table(result["whole"]) if "whole" in result else []))
 
 
