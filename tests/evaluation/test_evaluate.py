@@ -102,7 +102,11 @@ def test_a_killed_evaluation_goes_on_where_it_was(export, data, tmp_path):
     assert [result.key.task for result in finished.results] == ["piqa"]
     run_evaluation(export("MEME"), options(data, batch_tokens=20, out=out))
     for a, b in zip(whole.results, read_evaluation(out).results, strict=True):
-        assert (a.key, a.metrics, a.answers) == (b.key, b.metrics, b.answers)
+        assert a.key == b.key
+        assert dict(a.metrics) == pytest.approx(dict(b.metrics), rel=1e-5)  # the processes may differ in threads
+        assert a.answers.keys() == b.answers.keys()
+        for name, values in a.answers.items():
+            assert values == pytest.approx(b.answers[name], rel=1e-5), name
     assert read_evaluation(out).results[0].seconds == finished.results[0].seconds
     assert not partial.exists()
 
