@@ -196,7 +196,7 @@ class Recording(Spike):
     def take_step(self):
         self.read.clear()
         verdict = super().take_step()
-        torch.save(torch.cat(self.read), self.folder.root / f"read_{self.progress.step}.pt")
+        torch.save(torch.cat(self.read), self.folder.root / f"read_{self.progress.step}_{self.world.rank}.pt")
         return verdict
 
 

@@ -48,19 +48,19 @@ def raw(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run(forks, raw, tmp_path_factory):
-    """A run with a spike that it rewinds from, stopped and resumed with another batch, over phases and epochs."""
+    """A run with a spike that it rewinds from, resumed with another batch by two ranks, over phases and epochs."""
     folder = tmp_path_factory.mktemp("traced")
     common = [
         *("data.kind=mixture", f"data.mixture={raw}/mixture.yaml", "data.sequence_length=16", "model.vocab_size=320"),
         *("training.evaluate_every=0", "checkpoint.every=10", "training.guard.spike=rewind", "parallel.expert=1"),
         *("training.guard.spike_window=8", "training.guard.spike_deviations=6", f"training.tokens={16 * 16 * 90}"),
     ]
-    for more in (
-        ["training.global_batch=16", "training.stop_after_steps=35"],
-        ["training.global_batch=24", "resume.allow=[training.global_batch]"],
+    for ranks, more in (
+        (1, ["training.global_batch=16", "training.stop_after_steps=35"]),
+        (2, ["training.global_batch=24", "resume.allow=[training.global_batch]", "training.micro_batch=3"]),
     ):
-        job = forks.run(folder, [*common, *more], trainer="Recording", ranks=1)
-        assert job.wait() == [0], job.output()
+        job = forks.run(folder, [*common, *more], trainer="Recording", ranks=ranks)
+        assert job.wait() == [0] * ranks, job.output()
     return folder / "run"
 
 
@@ -69,7 +69,8 @@ def read(run):
     """Return the samples of each step in order, and their windows of tokens."""
     found = {}
     for record in metrics(run.parent):
-        rows = torch.load(run / f"read_{record['step']}.pt")
+        of_ranks = torch.cat([torch.load(path) for path in run.glob(f"read_{record['step']}_*.pt")])
+        rows = of_ranks[of_ranks[:, 0].argsort()]
         found[record["step"]] = rows[:, 0].tolist(), rows[:, 1:].numpy()
     return found
 
