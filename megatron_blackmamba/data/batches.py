@@ -143,7 +143,8 @@ class BatchStream:
             batch["before"] = torch.stack([row["tokens"][first - 1] if first else torch.tensor(-1) for row in rows])
         batch["source_ids"] = torch.tensor([row.get("dataset_id", self.source_id) for row in rows])
         batch["sample_ids"] = torch.tensor(samples)
-        batch["loss_mask"] *= (batch["sample_ids"] >= 0)[:, None]
+        if -1 in samples:
+            batch["loss_mask"] *= (batch["sample_ids"] >= 0)[:, None]
         if device.has_cuda():  # copies to the GPU then run beside the host
             return {name: x.pin_memory() for name, x in batch.items()}
         return batch

@@ -90,7 +90,7 @@ class Step:
         self.model = trainable.model
         self.micro_batches = config.training.global_batch // (config.training.micro_batch * world.data_size)
         self.forward_backward = get_forward_backward_func()
-        self.own_time = OwnTime(trainable.model)
+        self.own_time = OwnTime(trainable.model, world.size)
         self.first_seen = FirstSeen(world, trainable.model)
         self.expert_biases = ExpertBiases(trainable.model)
 
@@ -165,9 +165,8 @@ class Step:
     def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BS = batch["loss_mask"]
         masked_BS = losses_BS * mask_BS
-        of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=losses_BS.device)
-        of_source[0].index_add_(0, batch["source_ids"], masked_BS.detach().sum(dim=1).double())
-        of_source[1].index_add_(0, batch["source_ids"], mask_BS.sum(dim=1).double())
+        sums_2B = torch.stack([masked_BS.detach().sum(dim=1), mask_BS.sum(dim=1)]).double()
+        of_source = sums_2B.new_zeros(2, self.sources).index_add_(1, batch["source_ids"], sums_2B)
         loss = masked_BS.mean() / self.world.parallel.context  # the mean over all parts of the sequences
         self.first_seen.loss(loss)
         return loss, {"of_source": of_source}

@@ -23,11 +23,11 @@ from megatron_blackmamba.training.ranks import Ranks
 class OwnTime:
     """The seconds that this rank spent on its own work since the last `take`."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, ranks: int) -> None:
         self.reading = 0.0
         self._spans: list[list[Any]] = []
         self._latest: Any = 0.0
-        for block in _timed(model):
+        for block in _timed(model) if ranks > 1 else []:  # alone, nothing is compared
             block.register_forward_hook(self._after_forward)
 
     def read(self, batches: Iterator[Any]) -> Any:
