@@ -109,8 +109,7 @@ def _train(config: RunConfig, trainer: type["Trainer"], stop: StopRequest) -> Ou
     refuse_start(config)
     if place.rank == 0:
         with contextlib.suppress(OSError):  # standard output may lie on a full disk
-            alone = place.launcher == "alone" and not dist.is_initialized()
-            print(*headline.lines(config, place.size, counted=alone), sep="\n", flush=True)
+            print(*headline.lines(config, place.size, counted=not dist.is_initialized()), sep="\n", flush=True)
     logs = RunFolder(Path(config.folder) / config.name).logs
     with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
         everyone = world.start(config.parallel, joined=lambda: refuse_unlike_starts(config))

@@ -75,6 +75,8 @@ def test_tiny_run_stops_and_resumes_on_two_processes(train, tmp_path):
     assert run.requeue.exists()
     stopped = len(losses(tmp_path))
     for wanted in (
+        "run: 0.5M parameters",
+        "2 processes in fp32",
         "/200",
         "tokens/s",
         "Learning rate",
