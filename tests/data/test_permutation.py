@@ -31,6 +31,12 @@ def test_the_position_of_a_place_goes_there(size, key, fraction):
     assert order[order.position_of(place)] == place
 
 
+@pytest.mark.parametrize("place", [-1, 7])
+def test_places_outside_are_refused(place):
+    with pytest.raises(IndexError, match=f"place {place} of a permutation of 7"):
+        Permutation(7, b"small").position_of(place)
+
+
 def test_order_is_stable_across_versions():
     order = Permutation(146_484_375, b"1234 fingerprint 0")
     assert [order[p] for p in (0, 1, 2, 146_484_374)] == [86314296, 18087515, 137665111, 51651145]

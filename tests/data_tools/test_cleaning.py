@@ -238,6 +238,20 @@ def test_items_without_enough_words_are_refused(write_jsonl, tmp_path):
         clean("decontaminate", corpus, tmp_path / "out", "--against", items)
 
 
+def test_cleaning_that_cannot_begin_is_refused(write_jsonl, tmp_path):
+    corpus, out = write_jsonl("in.jsonl", ["some words"]), tmp_path / "out"
+    with pytest.raises(InputError, match=r"standard input \(-\) can be read only once"):
+        clean("dedup", "-", out)
+    with pytest.raises(InputError, match="--n-grams, --buckets and --hashes are at least 1"):
+        clean("dedup", corpus, out, "--buckets", "0")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(InputError, match=r"empty\.jsonl: no item found"):
+        clean("decontaminate", corpus, out, "--against", tmp_path / "empty.jsonl")
+    (tmp_path / "items.txt").write_text("a question and its answer")
+    with pytest.raises(InputError, match=r"items\.txt: evaluation items must be JSON Lines"):
+        clean("decontaminate", corpus, out, "--against", tmp_path / "items.txt")
+
+
 @pytest.mark.parametrize("change", ["size", "time"])
 def test_files_that_change_meanwhile_are_refused(write_jsonl, tmp_path, change):
     corpus = write_jsonl("in.jsonl", ["one", "two"])
@@ -393,6 +407,7 @@ def test_question_and_right_answer_are_looked_for(record, texts):
         ('{"sentence": "As _ sat", "option1": "he", "option2": "she"}', "`answer` is null, which names no answer"),
         ('{"ctx": "He", "endings": ["runs"], "label": ""}', '`label` is "", which names no answer'),
         ('{"ctx": "He", "endings": ["runs"]}', "`label` is null, which names no answer"),
+        ('{"ctx": "He", "endings": "runs", "label": 0}', '`endings` is "runs", not a list'),
         (
             '{"question": "Why", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": ""}',
             '`answerKey` is "", which',

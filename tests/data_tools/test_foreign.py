@@ -82,6 +82,16 @@ def test_wide_tokens_are_not_read_as_narrow_ones(tmp_path, documents, tokenizer_
     assert same(adopt(path, tokenizer_file, "--dtype", "uint32"), documents)
 
 
+def test_overlapping_documents_and_unknown_types_are_refused(tmp_path, tokenizer):
+    np.arange(1, 9, dtype="uint16").tofile(tmp_path / "a.ds")
+    np.array([5, 3, 8], "<u8").tofile(tmp_path / "a.ds.index")
+    with pytest.raises(InputError, match=r"a\.ds: the documents of its index overlap"):
+        expose(tmp_path / "a.ds", tokenizer)
+    with pytest.raises(InputError, match="--dtype int64: choose uint16 or uint32"):
+        expose(tmp_path / "a.ds", tokenizer, "int64")
+    assert not (tmp_path / "a.bin").exists()
+
+
 def test_token_files_that_do_not_fit_are_refused(tmp_path, tokenizer):
     (tmp_path / "a.npy").write_bytes(b"\1\0\2")
     with pytest.raises(InputError, match="3 bytes are not a whole number of 2-byte tokens"):

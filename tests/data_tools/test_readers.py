@@ -287,3 +287,11 @@ def test_a_bad_record_of_a_file_that_changes_is_explained_by_the_change(tmp_path
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(InputError, match="changed while it was read"):
         list(batches)
+
+
+def test_fields_without_a_name_and_empty_markers_are_refused():
+    for fields in ((), ("text", "")):
+        with pytest.raises(InputError, match="--field needs the name of a field"):
+            ReadOptions(fields=fields)
+    with pytest.raises(InputError, match="--marker needs some text"):
+        ReadOptions(marker="")

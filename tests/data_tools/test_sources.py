@@ -1,3 +1,4 @@
+import io
 import os
 import re
 from pathlib import Path
@@ -187,6 +188,23 @@ def test_the_folder_for_the_shards_is_no_input(corpus):
     assert names(find_sources(["c/a"], apart="c")) == ["more.txt"]  # the shards may lie above
     with pytest.raises(InputError, match="is an input and the folder for the shards"):
         find_sources(["c"], apart="c")
+
+
+def test_standard_input_without_records_is_refused(monkeypatch):
+    ours, theirs = os.openpty()
+    with open(theirs) as terminal, open(ours):
+        monkeypatch.setattr("sys.stdin", terminal)
+        with pytest.raises(InputError, match="is this terminal: pipe the records in"):
+            find_sources(["-"])
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(InputError, match="is closed: pipe the records in"):
+        find_sources(["-"])
+
+
+def test_a_table_cannot_be_standard_input(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(InputError, match="parquet cannot be read from standard input"):
+        find_sources(["-"], "parquet")
 
 
 def test_named_pipe_is_refused_for_standard_input(corpus):

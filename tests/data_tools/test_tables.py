@@ -95,6 +95,12 @@ def test_junk_named_arrow_is_refused_by_name(tmp_path, content):
         read(tmp_path / "a.arrow", "arrow")
 
 
+def test_an_empty_arrow_file_is_refused(tmp_path):
+    (tmp_path / "a.arrow").touch()
+    with pytest.raises(InputError, match=r"a\.arrow: is empty\. Download it again"):
+        read(tmp_path / "a.arrow", "arrow")
+
+
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_optional_fields_may_be_missing_or_null(tmp_path, format):
     rows = [{"title": "T", "text": "a"}, {"title": None, "text": "b"}, {"title": "U", "text": None}]

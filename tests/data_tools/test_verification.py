@@ -232,3 +232,15 @@ def test_folder_named_like_a_shard_hides_nothing(folder):
     assert problems(folder) == ["", ""]
     assert problems(folder / "shard_00001") == [""]
     assert len(list(read_documents([str(folder / "shard_00001")]))) == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lengths", "reason"), [("float32", [2], "holds float32, not token ids"), ("uint16", [], "no document")]
+)
+def test_what_holds_no_tokens_is_not_adopted(dtype, lengths, reason, tokenizer, tmp_path):
+    np.zeros(sum(lengths), dtype).tofile(tmp_path / "a.bin")
+    with open(tmp_path / "a.idx", "wb") as file:
+        write_idx(file, np.dtype(dtype), np.array(lengths))
+    with pytest.raises(ShardError, match=reason):
+        adopt(tmp_path / "a", tokenizer)
+    assert not (tmp_path / "a.manifest.json").exists()

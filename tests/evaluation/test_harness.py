@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_blackmamba.evaluation import workers
+from megatron_blackmamba.evaluation import EvaluationError, workers
 from megatron_blackmamba.evaluation.tasks import load_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
@@ -104,6 +104,16 @@ def test_generation_stops_as_that_of_the_hf_backend(export):
     theirs = huggingface.HFLM(pretrained=str(export("MEME")), trust_remote_code=True, device="cpu", dtype="float32")
     ours = BlackMambaLM(export("MEME"), dtype="fp32", device="cpu")
     assert ours.generate_until(requests) == theirs.generate_until(requests, disable_tqdm=True)
+
+
+def test_a_task_that_samples_is_refused(export):
+    from lm_eval.api.instance import Instance
+
+    from megatron_blackmamba.evaluation.harness import BlackMambaLM
+
+    requests = [Instance("generate_until", {}, ("so a model ", LIMIT | {"do_sample": True}), 0, ("task", 0, 1))]
+    with pytest.raises(EvaluationError, match="writes greedily: set do_sample: false"):
+        BlackMambaLM(export("MEME"), device="cpu").generate_until(requests)
 
 
 def test_generation_ends_after_256_tokens_by_default(export, monkeypatch):

@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megatron_blackmamba.evaluation import EvaluationError, tasks
@@ -116,6 +118,17 @@ def test_answers_of_other_tasks_are_checked(tmp_path):
 def test_fields_of_several_types_are_named(tmp_path):
     with pytest.raises(EvaluationError, match=r'piqa.jsonl, line 2: `id` is "b", a string, and a number'):
         load(tmp_path, "piqa", GOOD["piqa"] | {"id": 1}, GOOD["piqa"] | {"id": "b"})
+
+
+def test_lines_and_records_that_do_not_fit_are_counted_from_one(tmp_path):
+    (tmp_path / "piqa.jsonl").write_text(f"{json.dumps(GOOD['piqa'])}\n\n[1]\n")
+    with pytest.raises(EvaluationError, match=r"piqa\.jsonl, line 3: not a JSON object"):
+        load_tasks(["piqa"], tmp_path, download=False)
+    (tmp_path / "piqa.jsonl").unlink()
+    rows = [GOOD["piqa"], GOOD["piqa"] | {"label": 7}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "piqa.parquet")
+    with pytest.raises(EvaluationError, match=r"piqa\.parquet, record 2: .*`label` is 7, not a number from 0 to 1"):
+        load_tasks(["piqa"], tmp_path, download=False)
 
 
 def test_failed_download_names_the_task_in_one_line(monkeypatch):

@@ -89,3 +89,8 @@ def test_layers_are_counted_and_indexed(cache):
         [(3, 4, 3), (3, 4, 2)],
     ]
     assert cache[2][1] is cache.get_recurrent_state(2)
+
+
+def test_states_cannot_be_cut_back(cache):
+    with pytest.raises(NotImplementedError, match="cannot be cut back"):
+        cache.crop(3)

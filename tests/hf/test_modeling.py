@@ -249,6 +249,13 @@ def test_state_longer_than_its_input_is_refused(model):
         model.generate(torch.tensor([TOKENS[8:10]]), past_key_values=cache, max_new_tokens=2)
 
 
+def test_ids_and_embeddings_exclude_each_other(model):
+    ids = torch.tensor([TOKENS[:3]])
+    for given in ({}, {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}):
+        with pytest.raises(ValueError, match="pass either input_ids or inputs_embeds"):
+            model(**given)
+
+
 def test_generation_from_embeddings_equals_that_from_ids(model):
     ids = torch.tensor([TOKENS[:6]])
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}

@@ -169,3 +169,8 @@ def test_missing_model_and_missing_tokenizer_are_named(tmp_path):
 
 def test_export_contains_the_given_tokenizer(folder, tokenizer_file):
     assert load_tokenizer(folder).sha256 == load_tokenizer(tokenizer_file).sha256
+
+
+def test_no_sample_at_all_is_refused(generator):
+    with pytest.raises(GenerationError, match="samples must be 1 or more, not 0"):
+        generator.generate_batch(["a"], samples=0)

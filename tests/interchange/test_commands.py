@@ -74,6 +74,10 @@ def test_following_a_run_refuses_uploads(blackmamba, option):
     assert "Leave out --every" in blackmamba("export", "hf", "run", "out", "--every", "5", *option).stderr
 
 
+def test_a_dry_run_needs_a_name_to_upload_to(blackmamba):
+    assert "--dry-run needs --push-to" in blackmamba("export", "hf", "run", "out", "--dry-run").stderr
+
+
 def test_unreadable_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("sys.argv", ["blackmamba", "import", "zyphra", str(tmp_path), str(tmp_path / "out")])

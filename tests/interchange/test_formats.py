@@ -271,6 +271,36 @@ def test_missing_or_outside_shard_is_named(silu, tmp_path):
         hf.read(tmp_path)
 
 
+def test_index_and_shards_that_disagree_are_named(silu, tmp_path):
+    hf.write(canonical(silu), tmp_path, shard_bytes=50_000)
+    index = tmp_path / hf.INDEX
+    content = json.loads(index.read_text())
+    (name, held), *_, (_, other) = sorted(content["weight_map"].items(), key=lambda each: each[1])
+    assert held != other
+    for file, reason in ((other, rf"{other}: has no {name}"), ("weights.npz", "weights must be in .safetensors")):
+        index.write_text(json.dumps({"weight_map": content["weight_map"] | {name: file}}))
+        with pytest.raises(InterchangeError, match=reason):
+            hf.read(tmp_path)
+
+
+def test_unreadable_configs_and_absent_weights_are_named(silu, tmp_path):
+    hf.write(canonical(silu), tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    whole = config.read_text()
+    for content, reason in ((whole[:-9], "not readable JSON"), ("[1]", "holds a list, not an object")):
+        config.write_text(content)
+        with pytest.raises(InterchangeError, match=f"config.json: {reason}"):
+            hf.read(tmp_path)
+    config.write_text(whole)
+    held = load_file(weights)
+    save_file({name: each.to(torch.int8) for name, each in held.items()}, weights, {"format": "pt"})
+    with pytest.raises(InterchangeError, match="is I8; weights are F32"):
+        hf.read(tmp_path)
+    weights.unlink()
+    with pytest.raises(InterchangeError, match=r"model\.safetensors: no such file"):
+        hf.read(tmp_path)
+
+
 def test_another_model_s_config_is_refused(silu, tmp_path):
     hf.write(canonical(silu), tmp_path)
     for changes, field in [({"model_type": "mamba"}, "model_type"), ({"tie_word_embeddings": False}, "tie_word")]:

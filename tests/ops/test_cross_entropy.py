@@ -62,3 +62,8 @@ def test_wrong_labels_and_a_second_backward_are_refused(name):
         with pytest.raises(RuntimeError, match="backward runs only once"):
             loss.backward()
     assert why_not(torch.randn(2, 9).double())
+
+
+def test_labels_of_another_type_are_refused():
+    with pytest.raises(ValueError, match=r"labels are torch\.int32\. Pass int64"):
+        cross_entropy(torch.zeros(2, 5), torch.zeros(2, dtype=torch.int32))

@@ -197,6 +197,14 @@ def test_high_write_rate_names_setting_that_lowers_it(every, hinted):
     assert ("a larger checkpoint.every lowers it" in said) == hinted
 
 
+def test_unknown_gpus_and_files_that_describe_none_are_refused(tmp_path):
+    with pytest.raises(gpus.GpuError, match=r"no GPU 'h1000': use h100, .*memory_gib"):
+        gpus.find("h1000")
+    (tmp_path / "mine.yaml").write_text("name: mine\nmemory_gib: -1\n")
+    with pytest.raises(gpus.GpuError, match=r"mine\.yaml: .*memory_gib"):
+        gpus.find(str(tmp_path / "mine.yaml"))
+
+
 def test_twice_the_mfu_takes_half_the_time():
     config = load("blackmamba_1.5b")
     slow, fast = (estimate.make_plan(config, Asked(7, 8, H100, mfu)).placed for mfu in (0.2, 0.4))
