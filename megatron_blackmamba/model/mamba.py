@@ -100,7 +100,6 @@ class MambaMixer(MegatronModule):
     ):
         super().__init__(config)
         model = config.described
-        self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.context = pg_collection.cp
         self.state_size = model.state_size

@@ -61,7 +61,6 @@ class Mamba2Mixer(MegatronModule):
     ):
         super().__init__(config)
         model = config.described
-        self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.context = pg_collection.cp
         self.backend = config.kernels.ssd

@@ -193,10 +193,8 @@ class _Group:
         """Kill every remaining worker and its children; `wait` then returns `code`."""
         self._code = code
         for worker in self._workers:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
             worker.wait()
         self._said.close()
 

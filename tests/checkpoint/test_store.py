@@ -203,6 +203,16 @@ def test_a_failed_save_leaves_no_files(checkpoints, monkeypatch, fails):
     assert names(made) == ["latest", "step_00000001"]
 
 
+def test_size_is_that_of_the_newest_checkpoint(checkpoints):
+    made = checkpoints()
+    assert made.size() == 0  # there is none, and none was begun
+    for step in (1, 2):
+        save(made, step)
+        newest = made.folder.checkpoint(step)
+        (newest / "note").write_bytes(bytes(1000 * step))
+        assert made.size() == sum(file.stat().st_size for file in newest.iterdir()) > 1000 * step
+
+
 def test_save_without_space_for_it_is_refused(checkpoints):
     made = checkpoints()
     save(made, 1)

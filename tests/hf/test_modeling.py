@@ -256,6 +256,14 @@ def test_ids_and_embeddings_exclude_each_other(model):
             model(**given)
 
 
+def test_a_mask_of_all_tokens_says_which_are_new(model):
+    cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).past_key_values
+    for ids in (TOKENS[8:10], TOKENS[:10]):  # as transformers 4 asks, with the past or without
+        asked = {"past_key_values": cache, "attention_mask": torch.ones(1, 10, dtype=torch.long)}
+        found = model.prepare_inputs_for_generation(torch.tensor([ids]), **asked)
+        assert found["input_ids"].tolist() == [TOKENS[8:10]]
+
+
 def test_generation_from_embeddings_equals_that_from_ids(model):
     ids = torch.tensor([TOKENS[:6]])
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}

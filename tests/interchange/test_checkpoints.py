@@ -14,6 +14,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange import convert, hf, megatron, parity, zyphra
 from megatron_blackmamba.interchange.canonical import cast
 from megatron_blackmamba.interchange.model_card import model_card
+from megatron_blackmamba.interchange.open import open_model
 from tests.interchange.layouts_probe import LAYOUTS, TOKENS
 from tests.reference import forward, tiny
 from tests.reference.canonical import canonical
@@ -163,3 +164,15 @@ def test_losses_and_scores_reach_the_model_card(silu, tmp_path):
     assert "| Training loss | 4.2500 at step 0 |" in card
     assert "| Validation loss | 4.5000 at step 0 (web 4.5000) |" in card
     assert "| piqa | acc | 0.6250 | 0.0125 | 100 |" in card
+
+
+def test_damage_is_looked_for_on_request(tmp_path):
+    folder = tmp_path / "ours"
+    megatron.write(canonical(tiny()), folder)
+    largest = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 4
+    largest.write_bytes(content)
+    assert open_model(folder).entries  # reading a large checkpoint twice would take minutes
+    with pytest.raises(DamagedCheckpoint, match=largest.name):
+        open_model(folder, verify=True)

@@ -74,6 +74,11 @@ def test_lost_ranks_wait_before_they_speak(last_words):
     assert code == 1
 
 
+def test_a_process_alone_has_lost_no_rank(last_words):
+    said, code = last_words(ConnectionError("Connection closed by peer"), size=1)
+    assert said.endswith("ConnectionError: Connection closed by peer\n") and code == 1
+
+
 def test_a_rank_alone_gives_a_plain_traceback(last_words):
     said, code = last_words(KeyboardInterrupt(), size=1)
     assert said == "KeyboardInterrupt\n" and code == 130

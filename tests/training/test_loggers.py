@@ -209,6 +209,20 @@ both.close()
     assert "Traceback" not in ended.stderr and "Exception in thread" not in ended.stderr
 
 
+def test_other_threads_still_report_their_failures(tmp_path):
+    ended = limited(
+        tmp_path,
+        """
+import threading
+loggers.Loggers.for_run(load("tiny"), RunFolder(folder / "run"), first_rank=True).close()
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+""",
+    )
+    assert "ZeroDivisionError" in ended.stderr
+
+
 def test_the_log_keeps_every_attempt_with_times(tmp_path):
     log = LogText(tmp_path / "log.txt")
     log.step(metrics(7, skipped=1))

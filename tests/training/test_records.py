@@ -1,5 +1,6 @@
 """Files of a run folder that disappear while the run trains: scratch file systems remove what is old."""
 
+import os
 import shutil
 
 import pytest
@@ -62,7 +63,9 @@ def test_lines_continue_in_new_file_if_theirs_is_removed(tmp_path):
     lines = LineFile(tmp_path / "x" / "lines", said.append)
     lines.write("one")
     shutil.rmtree(tmp_path / "x")
+    opened = os.listdir("/proc/self/fd")
     lines.write("two")
+    assert os.listdir("/proc/self/fd") == opened  # the removed file gives its space back
     lines.write("three")
     assert lines.close() is None and (tmp_path / "x" / "lines").read_text() == "two\nthree\n"
     assert said == [f"{tmp_path}/x/lines: was removed, with its earlier lines; a new file takes the next ones"]
