@@ -1,11 +1,11 @@
 """Training steps at full size on one GPU: as many sequences as fit, tokens a second, MFU, and where the time goes.
 
-    python -m benchmarks.gpu_step [MODEL] [--beside MODEL ...] [--length 2048] [--sequences N] [--json FILE]
+    python -m benchmarks.gpu_step [MODEL] [--beside MODEL[+a.b=c] ...] [--length 2048] [--sequences N] [--json FILE]
 
 First, MODEL (blackmamba_340m_1.5b) runs alone, with as many sequences per micro-batch as fit into memory. Then it takes
-turns with dense models of equal active size, all with the same number of sequences. A step is training/step.py's:
-gradients of one micro-batch of random tokens, then the update, in bf16, without data and records. Without a GPU,
---sequences is required and there is no MFU.
+turns with dense models of equal active size, or with those of --beside, all with the same number of sequences. A step
+is training/step.py's: gradients of one micro-batch of random tokens, then the update, in bf16, without data and
+records. Without a GPU, --sequences is required and there is no MFU.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ SPARE = 0.04  # of the memory: what fragments, and what the driver and libraries
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="blackmamba_340m_1.5b")
-    parser.add_argument("--beside", nargs="*", default=DENSE, metavar="MODEL")
+    parser.add_argument("--beside", nargs="*", default=DENSE, metavar="MODEL[+a.b=c]")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--sequences", type=int, help="instead of as many as fit")
     parser.add_argument("--repeats", type=int, default=10)
@@ -55,11 +55,17 @@ def main() -> None:
         report.add("kernels", parts.kernels)
         if not options.beside:
             return
-        others = [Subject(name, load(["tiny", name], list(settings)), here) for name in options.beside]
+        others = [Subject(name, described(name, settings), here) for name in options.beside]
         together = [alone, *others]
         if not options.sequences:
             sequences = most_sequences(lambda n: most(subject.peak_bytes(n) for subject in together), capacity())
         report.add("beside", measure(together, sequences, options.repeats))
+
+
+def described(name: str, settings: Sequence[str]) -> RunConfig:
+    """Return the config of NAME or NAME+a.b=c."""
+    model, *changes = name.split("+")
+    return load(["tiny", model], [*settings, *changes])
 
 
 class Subject:

@@ -78,6 +78,8 @@ def figures_of(step: Rehearsed, gpu: str) -> dict[str, Any]:
     planned = memory.of_stage(config, step.ranks, stage=0)
     bound = []
     for known in gpus.KNOWN.values():
+        if known.fp8_tflops is None and config.kernels.linear == "fp8":
+            continue
         seconds = sum(seconds_of(op, known) for op in log.ops)
         mfu = useful / seconds / known.peak(config.training.precision)
         bound.append(
@@ -108,8 +110,7 @@ def figures_of(step: Rehearsed, gpu: str) -> dict[str, Any]:
 
 
 def seconds_of(op: Op, gpu: gpus.Gpu) -> float:
-    precision = "fp32" if op.dtype == "float32" and op.flops else "bf16"
-    return roofline.seconds(Work(op.moved, op.flops, op.slots, op.launches), gpu, precision)
+    return roofline.seconds(Work(op.moved, op.flops, op.slots, op.launches), gpu, op.precision)
 
 
 def by(ops: list[Op], key: Callable[[Op], Any]) -> dict[Any, list[Op]]:

@@ -240,6 +240,15 @@ def adam_launches(arch: int, reset: bool = False) -> None:
         table.update(triton_adam.Settings(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 1), 1.0)
 
 
+def fp8_launches(arch: int, reset: bool = False) -> None:
+    """Rounding of tokens, and of the experts' weights along either axis; older GPUs have no FP8."""
+    from megatron_blackmamba.ops.triton_fp8 import by_rows
+
+    weights = bf16(EXPERTS, 2 * HIDDEN, MODEL).detach()
+    for x in (bf16(BATCH * LENGTH, MODEL).detach(), weights, weights.mT) if arch >= 90 else ():
+        by_rows(x)
+
+
 OPERATIONS = {
     "selective_scan": scan_launches,
     "selective_scan, recomputed": partial(scan_launches, keep=False),
@@ -250,6 +259,7 @@ OPERATIONS = {
     "norm": norm_launches,
     "cross_entropy": cross_entropy_launches,
     "adam": adam_launches,
+    "fp8": fp8_launches,
 }
 
 

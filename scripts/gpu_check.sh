@@ -8,7 +8,7 @@
 # and the source archives of mamba-ssm and causal-conv1d, which are built for this GPU alone where there is nvcc, to be
 # measured against. RESULTS (default gpu_results) receives the logs, the benchmarks' JSON and summary.txt.
 # In turn: tests; the 1.5B model's step with its profile, then beside dense models; kernels beside their peers; the loop
-# of `tiny`. What runs out of time leaves what it had found. Exit code: that of the tests.
+# of `tiny`; the 1.5B model's step beside the same in FP8. What runs out of time leaves what it had found. Exit code: that of the tests.
 #
 # REHEARSE=1 runs on a machine without a GPU all that needs none: installing, building for an H100, collecting the tests,
 # and the benchmark of a step with `tiny` on the CPU.
@@ -152,13 +152,18 @@ fi
 if [ -z "${REHEARSE:-}" ]; then
     within "$(left)" kernels.log "$PYTHON" -m benchmarks.gpu_kernels --json "$RESULTS/gpu_kernels.json"
 fi
-[ "$(left)" -lt 40 ] || within "$(left)" loop.log "$PYTHON" -m benchmarks.train_step tiny training.precision=bf16
+[ "$(left)" -lt 40 ] || within 60 loop.log "$PYTHON" -m benchmarks.train_step tiny training.precision=bf16
+STEP=(blackmamba_340m_1.5b --beside blackmamba_340m_1.5b+kernels.linear=fp8)
+[ -z "${REHEARSE:-}" ] || STEP=(tiny --beside tiny+kernels.linear=fp8 --length 128 --sequences 2 --repeats 2)
+if [ "$(left)" -ge 40 ]; then
+    within "$(left)" fp8.log "$PYTHON" -m benchmarks.gpu_step "${STEP[@]}" --json "$RESULTS/gpu_step_fp8.json"
+fi
 
 {
     echo "tests: exit code $TESTS ($(grep -E '[0-9]+ (passed|failed|skipped)' "$RESULTS/tests.log" | tail -1))"
     echo "peers: ${PEERS:-none}"
     [ ! -e "$RESULTS/build.log" ] || grep -iE 'error|took' "$RESULTS/build.log" | tail -3
-    for log in kernels step loop; do
+    for log in kernels step loop fp8; do
         [ ! -e "$RESULTS/$log.log" ] || { printf '\n%s:\n' "$log"; tail -60 "$RESULTS/$log.log"; }
     done
     echo "took $SECONDS s"

@@ -11,8 +11,16 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
-COMPOSED = {"sort": 6, "argsort": 6, "cumsum": 2, "_grouped_mm": 2, "embedding_dense_backward": 6, "nonzero": 3}
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
+COMPOSED = {
+    "sort": 6,
+    "argsort": 6,
+    "cumsum": 2,
+    "_grouped_mm": 2,
+    "_scaled_grouped_mm": 2,
+    "embedding_dense_backward": 6,
+    "nonzero": 3,
+}
 """Launches of operations that PyTorch composes of several kernels on a GPU."""
 FOREACH = ("_foreach", "_fused_adam")
 FOREACH_TENSORS = 24
@@ -62,6 +70,13 @@ class Op:
     at: str
     sent: float = 0.0
     """Bytes handed to a collective."""
+
+    @property
+    def precision(self) -> str:
+        """Return the precision whose peak bounds the products."""
+        if not self.flops:
+            return "bf16"
+        return "fp8" if self.dtype.startswith("float8") else "fp32" if self.dtype == "float32" else "bf16"
 
 
 class Launch(NamedTuple):

@@ -8,6 +8,8 @@ from megatron_blackmamba import kinds, optimizers
 from megatron_blackmamba.config.base import Section, UserPath
 from megatron_blackmamba.config.model import ModelConfig
 
+FP8_MULTIPLE = 16
+"""Sides of matrices that are multiplied in FP8 are multiples of this."""
 LONGEST_NAME = 200
 """Bytes. File systems take 255 for the name of a folder."""
 
@@ -213,10 +215,11 @@ class LoggingConfig(Section):
 
 
 class KernelsConfig(Section):
-    """The implementation of each part of the model. Results agree within rounding."""
+    """The implementation of each part of the model. Results agree within rounding, which FP8 makes coarse."""
 
-    linear: Literal["local", "te"] = "local"
-    """Linear layers: megatron-core's own, or Transformer Engine's under the same names (unmeasured)."""
+    linear: Literal["local", "te", "fp8"] = "local"
+    """Linear layers: megatron-core's own (local), Transformer Engine's (te), or products in FP8, also of the experts
+    (fp8; needs an H100 or newer GPU). te and fp8 are unmeasured."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """megatron-core's exchange of tokens between the ranks that share the experts."""
     scan: Literal["auto", "reference", "chunked", "cpu", "triton", "mamba_ssm"] = "auto"
@@ -306,6 +309,7 @@ class RunConfig(Section):
                 f"optimizer.gradients=bf16 needs training.precision=bf16, not {training.precision}: gradients have the"
                 " precision of the weights. Set both, or leave optimizer.gradients=fp32."
             )
+        self._supports_fp8()
         self._supports_float64()
         self._can_export()
         if self.data.sequence_length % parallel.tensor:
@@ -347,6 +351,26 @@ class RunConfig(Section):
             reasons.append("model.tie_embeddings=false does not convert")
         if reasons:
             raise ValueError(f"checkpoint.export_every cannot export this model: {'; '.join(reasons)}. Set it to 0.")
+
+    def _supports_fp8(self) -> None:
+        """Refuse FP8 products of other precisions, and of sizes that GPUs do not multiply."""
+        if self.kernels.linear != "fp8":
+            return
+        if self.training.precision != "bf16":
+            raise ValueError(
+                f"kernels.linear=fp8 rounds bf16 tensors: it needs training.precision=bf16, not"
+                f" {self.training.precision}. Set both, or leave kernels.linear=local."
+            )
+        sizes = [("model.hidden_size", self.model.hidden_size, 1)]
+        if any(kind.routed for kind in kinds.kinds_in(self.model.pattern)):
+            sizes.append(("model.expert_hidden_size", self.model.expert_hidden_size or 0, self.parallel.expert_tensor))
+        for key, size, ranks in sizes:
+            if size % (FP8_MULTIPLE * ranks):
+                parts = f" / parallel.expert_tensor={ranks}" if ranks > 1 else ""
+                raise ValueError(
+                    f"{key}={size}{parts} must be a multiple of {FP8_MULTIPLE} for kernels.linear=fp8. Change the size,"
+                    " or use kernels.linear=local."
+                )
 
     def _supports_float64(self) -> None:
         """Refuse fp64 with implementations that would compute in a lower precision."""

@@ -33,6 +33,7 @@ class GroupedExperts(MegatronModule):
         super().__init__(config)
         self.groups = pg_collection
         self.activation = config.described.activation
+        self.backend = "fp8" if config.kernels.linear == "fp8" else "auto"
         hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         self.fc1 = self._parameter(num_local_experts, 2, hidden, config.hidden_size)
         self.fc2 = self._parameter(num_local_experts, config.hidden_size, hidden)
@@ -47,7 +48,13 @@ class GroupedExperts(MegatronModule):
     def forward(self, x_TD: Tensor, tokens_per_expert_E: Tensor, weights_T: Tensor) -> tuple[Tensor, None]:
         fc1_EGD = self.fc1.flatten(1, 2)
         return grouped_experts(
-            x_TD, tokens_per_expert_E, fc1_EGD, self.fc2, weights_T, activation=self.activation
+            x_TD,
+            tokens_per_expert_E,
+            fc1_EGD,
+            self.fc2,
+            weights_T,
+            activation=self.activation,
+            backend=self.backend,
         ), None
 
     def backward_dw(self) -> None:

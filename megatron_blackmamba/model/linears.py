@@ -1,11 +1,20 @@
-"""megatron-core's parallel linears, without their way around the tensor-parallel group where it is one rank."""
+"""megatron-core's parallel linears: without their way around a tensor-parallel group of one rank, and in FP8."""
+
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron_blackmamba.ops import fp8
 from megatron_blackmamba.ops.head_loss import head_loss
 
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -23,3 +32,32 @@ class ColumnLinear(ColumnParallelLinear):
 class RowLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         return super().forward(input_) if self.tp_group.size() > 1 else (F.linear(input_, self.weight), None)
+
+
+class Fp8ColumnLinear(ColumnParallelLinear):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._forward_impl = product
+
+
+class Fp8RowLinear(RowParallelLinear):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._forward_impl = product
+
+
+def product(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: ProcessGroup | None,
+    **unused: object,
+) -> Tensor:
+    """Multiply in FP8 where the sides of the weight allow it; megatron-core's linears call this."""
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, group=tp_group)
+    elif allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    return fp8.fp8_linear(input, weight) if fp8.fits(weight) else F.linear(input, weight)

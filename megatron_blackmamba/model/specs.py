@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import Any
 
 from megatron_blackmamba import routers
-from megatron_blackmamba.config import KernelsConfig, ModelConfig
+from megatron_blackmamba.config import ConfigError, KernelsConfig, ModelConfig
 from megatron_blackmamba.kinds import LayerKind, kinds_in
 from megatron_blackmamba.model.attention import CausalAttention
 from megatron_blackmamba.model.experts import GroupedExperts
-from megatron_blackmamba.model.linears import ColumnLinear, RowLinear
+from megatron_blackmamba.model.linears import ColumnLinear, Fp8ColumnLinear, Fp8RowLinear, RowLinear
 from megatron_blackmamba.model.mamba import MambaMixer, MambaMixerSubmodules
 from megatron_blackmamba.model.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_blackmamba.model.moe import MoEMixer
@@ -23,6 +23,7 @@ from megatron_blackmamba.model.stack import (
     Stack,
     StackSubmodules,
 )
+from megatron_blackmamba.ops import fp8
 
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -80,16 +81,20 @@ def block(kind: type[Block], mixer: ModuleSpec) -> ModuleSpec:
 
 
 def linears(kind: str) -> tuple[type, type]:
-    """Return the column- and row-parallel linears: megatron-core's, or Transformer Engine's with the same names."""
+    """Return the column- and row-parallel linears: megatron-core's, also in FP8, or Transformer Engine's."""
     if kind == "local":
         return ColumnLinear, RowLinear
-    try:
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
-    except ImportError as error:
-        raise ValueError(
+    if kind == "fp8":
+        if reason := fp8.why_not():
+            raise ConfigError(f"kernels.linear=fp8 cannot run here: {reason}. Use kernels.linear=local.")
+        return Fp8ColumnLinear, Fp8RowLinear
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TERowParallelLinear
+
+    if not HAVE_TE:  # the names are there nevertheless
+        raise ConfigError(
             "kernels.linear=te needs Transformer Engine, which is not installed here"
             " (pip install 'megatron-blackmamba[cuda]'); kernels.linear=local needs nothing"
-        ) from error
+        )
     return TEColumnParallelLinear, TERowParallelLinear
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
+from megatron_blackmamba.ops.fp8 import fp8_grouped_linear
 from megatron_blackmamba.ops.gated import gated, is_fused
 from megatron_blackmamba.ops.matvec import bf16_products, product
 
@@ -42,7 +43,8 @@ def grouped_experts(
         fc2_EDF: Second weight of each expert.
         weights_T: Factor of each token's output, such as the router's probability; 1 by default.
         activation: "silu" or "gelu".
-        backend: "auto" or a key of `megatron_blackmamba.ops.experts.available_backends()`.
+        backend: "auto", a key of `megatron_blackmamba.ops.experts.available_backends()`, or "fp8": products of bf16
+            tensors rounded to FP8 (`megatron_blackmamba.ops.fp8`).
     """
     require_floats("grouped_experts", x=x_TD, fc1=fc1_EGD, fc2=fc2_EDF, weights=weights_T)
     require_dimensions("grouped_experts", "x", x_TD, 2)
@@ -89,21 +91,26 @@ def grouped_linear(
         counts = tokens_per_expert_E.tolist()
         if sum(counts) != tokens or min(counts, default=0) < 0:
             raise ValueError(f"grouped_linear: tokens_per_expert {counts} are not counts that add up to {tokens}")
+    if backend == "fp8" and tokens:
+        return fp8_grouped_linear(x_TD, _ends(tokens_per_expert_E, x_TD, ends_E), weight_EOD)
     why_not = _why_not_grouped_mm(x_TD, weight_EOD)
     if backend == "loop" or (backend == "auto" and why_not) or tokens == 0:  # whose backward grouped_mm lacks
         parts = x_TD.split(tokens_per_expert_E.tolist())
         times = F.linear if torch.is_grad_enabled() or x_TD.is_cuda else product
         return torch.cat([times(part, weight) for part, weight in zip(parts, weight_EOD.unbind(), strict=True)])
     if backend not in ("auto", "grouped_mm"):
-        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; not {backend!r}")
+        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, fp8; not {backend!r}")
     if why_not:
         raise ValueError(f"grouped_mm cannot run here: {why_not}")
-    if ends_E is None:
-        ends_E = tokens_per_expert_E.to(x_TD.device).cumsum(0, dtype=torch.int32)
+    ends_E = _ends(tokens_per_expert_E, x_TD, ends_E)
     y_TO = _grouped_mm()(x_TD.contiguous(), weight_EOD.contiguous().mT, offs=ends_E)
     if y_TO.requires_grad:
         y_TO.register_hook(torch.Tensor.contiguous)  # its backward refuses an expanded gradient
     return y_TO
+
+
+def _ends(tokens_per_expert_E: Tensor, x_TD: Tensor, known_E: Tensor | None) -> Tensor:
+    return tokens_per_expert_E.to(x_TD.device).cumsum(0, dtype=torch.int32) if known_E is None else known_E
 
 
 def available_backends() -> dict[str, str | None]:

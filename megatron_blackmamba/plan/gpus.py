@@ -19,6 +19,9 @@ class Gpu(Section):
     memory_gib: float = Field(gt=0, description="GiB that a process can use")
     bf16_tflops: float = Field(gt=0, description="dense matrix products in bf16, peak TFLOP/s, without sparsity")
     fp32_tflops: float = Field(gt=0, description="matrix products in fp32 without TF32, peak TFLOP/s")
+    fp8_tflops: float | None = Field(
+        default=None, gt=0, description="dense matrix products in FP8, peak TFLOP/s, if the GPU has them"
+    )
     nvlink_gb_s: float = Field(gt=0, description="GB/s to the GPUs of its node, one direction")
     network_gb_s: float = Field(gt=0, description="GB/s of its share of the node's network, one direction")
     memory_gb_s: float = Field(gt=0, description="GB/s that kernels reach, about 85% of the data sheet's")
@@ -33,7 +36,12 @@ class Gpu(Section):
             raise GpuError(
                 "training.precision=fp64 runs on CPUs only, and a plan is for GPUs. Plan with training.precision=fp32."
             )
-        return 1e12 * (self.bf16_tflops if precision == "bf16" else self.fp32_tflops)
+        peaks = {"bf16": self.bf16_tflops, "fp8": self.fp8_tflops, "fp32": self.fp32_tflops}
+        if (peak := peaks[precision]) is None:
+            raise GpuError(
+                f"{self.name} has no {precision} products. Plan for another GPU, or with kernels.linear=local."
+            )
+        return 1e12 * peak
 
 
 FIELDS = {name: field for name, field in Gpu.model_fields.items() if field.description}
@@ -42,6 +50,7 @@ KNOWN = {
         name="H100 SXM 80GB",
         memory_gib=79.6,
         bf16_tflops=989,
+        fp8_tflops=1979,
         fp32_tflops=67,
         nvlink_gb_s=450,
         network_gb_s=50,
@@ -53,6 +62,7 @@ KNOWN = {
         name="H200 SXM 141GB",
         memory_gib=139.8,
         bf16_tflops=989,
+        fp8_tflops=1979,
         fp32_tflops=67,
         nvlink_gb_s=450,
         network_gb_s=50,

@@ -2,7 +2,7 @@
 
 megatron-core sets its gradient buffers to zero, adds each micro-batch, then multiplies by one over the number of
 replicas. Here the first micro-batch overwrites the buffers, and the factor is applied while copying and adding. With
-one replica, and gradients of the weights' own type, autograd itself adds to the buffers.
+one replica on a CPU, and gradients of the weights' own type, autograd itself adds to the buffers.
 
 megatron-core also reduces gradients and gathers weights among the ranks of a group that has one rank: of one process,
 and of experts of which there is no replica. Here nothing is exchanged then.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.runtime import patches
+from megatron_blackmamba.runtime.device import has_cuda
 
 patches.install()  # before megatron-core is imported
 
@@ -49,7 +50,7 @@ class Accumulation(DistributedDataParallel):
                 factor = bucket.gradient_scaling_factor
                 for parameter in bucket.params_list:
                     parameter.zero_out_wgrad = False  # asks for an addition after gradients that a product has added
-                    if factor == 1.0 and parameter.main_grad.dtype == parameter.dtype and self._adds_only():
+                    if factor == 1.0 and parameter.main_grad.dtype == parameter.dtype and self._adds_directly():
                         self._direct.append(parameter)
                         continue
                     shared = as_tensor.setdefault(factor, parameter.main_grad.new_full((1,), factor))
@@ -100,9 +101,12 @@ class Accumulation(DistributedDataParallel):
 
         return hook
 
-    def _adds_only(self) -> bool:
-        """Return whether nothing waits for single gradients."""
-        return not self.ddp_config.overlap_grad_reduce
+    def _adds_directly(self) -> bool:
+        """Return whether autograd may add to the buffers: nothing waits for single gradients, and hooks cost time.
+
+        On a GPU they do not, and setting the buffers to zero would.
+        """
+        return not self.ddp_config.overlap_grad_reduce and not has_cuda()
 
     def _add(self, parameter: Weight, gradient: Tensor) -> None:
         """Add the gradient of a micro-batch. Called for each weight in the backward pass, where autograd is off."""

@@ -19,10 +19,11 @@ def lines(config: RunConfig, processes: int, counted: bool) -> list[str]:
     counted: name the parameters too. They are counted in a pretended world, so no real one may exist.
     """
     data = f"data {config.data.mixture}" if config.data.kind == "mixture" else "synthetic data"
+    precision = config.training.precision + (" with FP8 products" if config.kernels.linear == "fp8" else "")
     parts = [
         *([_size(config)] if counted else []),
         f"{config.training.tokens:,} tokens of {data}",
-        f"{processes} {'process' if processes == 1 else 'processes'} in {config.training.precision}",
+        f"{processes} {'process' if processes == 1 else 'processes'} in {precision}",
         f"writes to {(Path(config.folder) / config.name).absolute()}",
     ]
     return [f"{config.name}: {'; '.join(parts)}", *(f"note: {note}" for note in _notes(config, processes))]

@@ -42,6 +42,7 @@ CUT = [
 ]  # a letter that ends documents, so that some end where sequences are cut
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
+FP8 = [*BF16, "kernels.linear=fp8"]
 NARROW = [*BF16, "optimizer.gradients=bf16", "optimizer.moments=bf16"]
 FP32 = ["training.precision=fp32"]
 ROUTERS = {  # two experts a token, and one for all
@@ -76,6 +77,9 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "bf16_solo": (1, BF16),
     "bf16_ep2": (2, [*BF16, "parallel.expert=2"]),
     "bf16_tp2": (2, [*BF16, "parallel.tensor=2"]),
+    "fp8_solo": (1, FP8),
+    "fp8_ep2": (2, [*FP8, "parallel.expert=2"]),
+    "fp8_tp2": (2, [*FP8, "parallel.tensor=2"]),
     "narrow_solo": (1, NARROW),
     "narrow_ep2": (2, [*NARROW, "parallel.expert=2"]),
     "narrow_tp2": (2, [*NARROW, "parallel.tensor=2"]),

@@ -13,7 +13,7 @@ from tests.runtime.ranks import fork_script
 pytestmark = pytest.mark.xdist_group("layouts")
 
 LAYOUTS = [name for name in RUNS if not name.endswith("solo")]
-EXACT = [name for name in LAYOUTS if not name.startswith(("bf16", "narrow", "fp32"))]
+EXACT = [name for name in LAYOUTS if not name.startswith(("bf16", "narrow", "fp8", "fp32"))]
 
 
 def alone(name: str) -> str:
@@ -21,6 +21,7 @@ def alone(name: str) -> str:
     families = (
         "bf16",
         "narrow",
+        "fp8",
         "fp32",
         "cut",
         "shipped",
@@ -75,7 +76,7 @@ def test_fp32_losses_match_until_a_token_changes_experts(runs, name):
     assert furthest(one["losses"], many["losses"]) < 2e-2
 
 
-@pytest.mark.parametrize("name", ["bf16_ep2", "bf16_tp2", "narrow_ep2", "narrow_tp2"])
+@pytest.mark.parametrize("name", ["bf16_ep2", "bf16_tp2", "narrow_ep2", "narrow_tp2", "fp8_ep2", "fp8_tp2"])
 def test_bf16_losses_stay_close(runs, name):
     assert furthest(runs[name]["losses"], runs[alone(name)]["losses"]) < 2e-2
 

@@ -17,7 +17,9 @@ KERNELS = {
     "norm": {"norm_forward", "norm_backward"},
     "cross_entropy": {"loss_and_gradient"},
     "adam": {"adam_update"},
+    "fp8": {"round_rows"},
 }
+FROM_HOPPER_ON = ("fp8",)
 
 
 @pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
@@ -27,6 +29,8 @@ def kernels(request):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_kernel_spills_at_the_paper_s_shape(kernels, operation):
+    if operation in FROM_HOPPER_ON and not kernels[operation]:
+        return
     assert {kernel.name for kernel in kernels[operation]} == KERNELS[operation]
     for kernel in kernels[operation]:
         assert kernel.spilled_bytes == 0, f"{kernel.name} spills {kernel.spilled_bytes} bytes on sm_{kernel.arch}"

@@ -17,6 +17,7 @@ LAYOUTS = {
     "pp2": Case(2, "blackmamba_1.5b", [*ONE, "model.pattern=MEME", "training.global_batch=12", "parallel.pipeline=2"]),
     "recompute": Case(1, "blackmamba_1.5b", [*ONE, "training.recompute=layers", *NARROW]),
     "eod_reset": Case(1, "blackmamba_1.5b", [*ONE, "model.eod_reset=0", "kernels.scan_states=recompute"]),
+    "fp8": Case(8, "blackmamba_1.5b", [*EIGHT, "kernels.linear=fp8"]),
     "softmax": Case(8, "blackmamba_1.5b", [*EIGHT, "model.router.kind=softmax"]),
     "fp32": Case(
         2,

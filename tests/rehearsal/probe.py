@@ -35,6 +35,7 @@ def summary(step: Rehearsed) -> dict[str, Any]:
         "waits": log.waits,
         "odd": log.odd,
         "peak": log.peak,
+        "zeroed": sum(op.moved for op in log.ops if "zero_" in op.name),
         "micro_batches": step.micro_batches,
         "layers": "".join(step.layers.values()),
         "launches": launches(step),
@@ -44,8 +45,7 @@ def summary(step: Rehearsed) -> dict[str, Any]:
 
 
 def seconds_of(op: Op) -> float:
-    precision = "fp32" if op.dtype == "float32" and op.flops else "bf16"
-    return roofline.seconds(Work(op.moved, op.flops, op.slots, op.launches), gpus.KNOWN["h200"], precision)
+    return roofline.seconds(Work(op.moved, op.flops, op.slots, op.launches), gpus.KNOWN["h200"], op.precision)
 
 
 def launches(step: Rehearsed) -> dict[str, dict[str, int]]:
