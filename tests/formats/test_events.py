@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.formats import events
-from megatron_blackmamba.formats.events import KINDS, NotFinite, NotSaved, Resumed, Rewound, Saved, Spike, read_events
+from megatron_blackmamba.formats.events import (
+    KINDS,
+    NotFinite,
+    NotRewound,
+    NotSaved,
+    Resumed,
+    Rewound,
+    Saved,
+    Spike,
+    read_events,
+)
 
 TIME = datetime(2026, 1, 31, 12, tzinfo=timezone(timedelta(hours=1)))
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "training.md"
@@ -30,6 +40,23 @@ def test_every_kind_is_read_back(tmp_path, kind):
     (tmp_path / "events.jsonl").write_text(event.to_json(TIME) + "\n")
     (found,) = read_events(tmp_path / "events.jsonl")
     assert found.event == event and found.time == TIME and found.event.sentence
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (NotRewound(step=9), "no checkpoint to rewind to yet"),
+        (NotRewound(step=9, checkpoint=5, times=2), "to step 5 2 times (training.guard.max_spikes), and that did not"),
+        (NotRewound(step=9, checkpoint=5, times=2, new_level=True), "a new level of the loss, trained on from here"),
+        (NotSaved(step=9, problem="NaN", retried=False), "NaN; a run cannot continue from such weights; there is none"),
+        (
+            NotSaved(step=9, problem="full", disk="0 GB", newest=5),
+            "(full; 0 GB); the one of step 5 stays, and the save",
+        ),
+    ],
+)
+def test_what_went_wrong_is_told_with_what_follows(event, said):
+    assert said in event.text
 
 
 def test_a_line_starts_with_time_step_and_kind():

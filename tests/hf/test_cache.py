@@ -91,6 +91,10 @@ def test_layers_are_counted_and_indexed(cache):
     assert cache[2][1] is cache.get_recurrent_state(2)
 
 
+def test_cache_shows_how_much_it_has_seen(cache):
+    assert repr(cache) == f"BlackMambaCache({cache.get_seq_length()} tokens seen, 3 layers)"
+
+
 def test_states_cannot_be_cut_back(cache):
     with pytest.raises(NotImplementedError, match="cannot be cut back"):
         cache.crop(3)

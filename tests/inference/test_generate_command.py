@@ -30,6 +30,12 @@ def test_text_follows_the_prompt(folder):
     assert run(folder, "-p", "a state", "--temperature", 0).output == f"a state{expected}\n"
 
 
+def test_several_texts_stand_apart(folder):
+    words = ("-p", "a state", "-p", "so", "-n", 2, "--temperature", 0)
+    expected = [prompt + load(folder).generate(prompt, max_new_tokens=8) for prompt in ("a state", "so") for _ in "12"]
+    assert run(folder, *words).output == "\n\n".join(expected) + "\n"
+
+
 def test_prompts_come_from_a_file(folder, tmp_path):
     lines, records = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     lines.write_text("a state\n\nso\n")

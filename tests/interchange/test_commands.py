@@ -53,6 +53,9 @@ def test_an_export_is_verified_against_its_source(blackmamba, silu, tokenizer_fi
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     (tmp_path / "exported" / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
     assert "config.json: eos_token_id is 7, but a document ends with 0" in verified_notes(blackmamba)
+    with open(tmp_path / "exported" / "tokenizer.json", "a") as file:
+        file.write("\n")
+    assert "tokenizer.json differs from " in verified_notes(blackmamba)
     (tmp_path / "exported" / "tokenizer.json").unlink()
     assert "exported has no tokenizer.json; ours has one" in verified_notes(blackmamba)
 

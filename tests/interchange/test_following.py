@@ -2,15 +2,18 @@
 
 import fcntl
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from megatron_blackmamba import cli
+from megatron_blackmamba.checkpoint import following
 from megatron_blackmamba.config import to_yaml
 from megatron_blackmamba.formats.evaluations import is_claimed
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -82,6 +85,30 @@ def test_checkpoints_are_protected_and_errors_do_not_stop(run, tmp_path, capsys)
     assert seen == [(step, step, True) for step in steps]
     assert capsys.readouterr().err == "blackmamba: step 10: its weights hold NaN\n"
     assert not any(is_claimed(run, step) for step in (10, 20, 25))
+
+
+def test_a_checkpoint_deleted_meanwhile_is_left_out(run, tmp_path, capsys):
+    seen = []
+
+    def export(checkpoint, target, renew):
+        seen.append(checkpoint.name)
+        shutil.rmtree(RunFolder(run).checkpoint(20), ignore_errors=True)
+
+    export_every(run, tmp_path / "out", 10, export)
+    assert seen == ["step_00000010", "step_00000025"]
+    assert capsys.readouterr().err == "blackmamba: step 20: was deleted before its export\n"
+
+
+def test_a_run_is_followed_to_its_end(run, monkeypatch, capsys):
+    done = RunFolder(run).done
+    done.unlink()
+    monkeypatch.setattr(following, "POLL_SECONDS", 0.01)
+    steps = following.follow(run, 20)
+    assert next(steps) == 20  # not yet the last one: the run goes on
+    end = threading.Timer(0.1, done.touch)
+    end.start()
+    assert list(steps) == [25]
+    assert capsys.readouterr().err == f"blackmamba: waiting for the next checkpoint of {run}\n"
 
 
 def test_unusable_calls_are_refused(run, tmp_path):
