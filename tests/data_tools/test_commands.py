@@ -65,6 +65,13 @@ def test_tokenize_inspect_and_verify_tell_the_whole_story(call, corpus, tmp_path
     assert second["prefix"] == str(out / "shard_00002") and second["problems"]
 
 
+def test_inspect_shows_token_ids_on_request(call, corpus, tmp_path, tokenizer, tokenizer_file):
+    call("tokenize", corpus, tmp_path / "out", "-t", tokenizer_file)
+    shown = call("inspect", tmp_path / "out", "--document", "0", "--tokens").output.splitlines()
+    text = shown[-1]
+    assert shown[-2].split() == [*map(str, tokenizer.encode(text)), str(tokenizer.eod_id)]
+
+
 def test_a_dry_run_names_shards_and_writes_nothing(call, corpus, tmp_path):
     done = call("tokenize", corpus, tmp_path / "out", "--dry-run")
     assert done.exit_code == 0 and "shard_00001  2 files" in done.output

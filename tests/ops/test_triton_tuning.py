@@ -22,6 +22,21 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("BLACKMAMBA_CACHE", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"chunk": 62}, "steps must divide chunks"),
+        ({"backward_steps": 5}, "steps must divide chunks"),
+        ({"segment": 96}, "chunks must divide segments"),
+        ({"keep": True, "backward_segment": 96}, "chunks must divide segments"),
+        ({"keep": True, "backward_steps": 8}, "whole intervals of states"),
+    ],
+)
+def test_plans_that_do_not_divide_are_refused(parts, reason):
+    with pytest.raises(ValueError, match=reason):
+        Plan(**parts)
+
+
 def test_only_a_large_batch_runs_in_one_pass():
     assert rule(18, 2048, 2304).segments(2048) == 1
     alone = rule(1, 2048, 2304)

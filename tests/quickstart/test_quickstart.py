@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_blackmamba.config import load, to_yaml
-from megatron_blackmamba.quickstart import _program, stages
+from megatron_blackmamba.quickstart import _program, _refuse_full_disk, stages
 from megatron_blackmamba.quickstart.corpus import SOURCES, _text_of, gather
 from megatron_blackmamba.quickstart.stages import (
     MINUTES,
@@ -52,6 +52,13 @@ def size(file):
         return file.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def test_a_full_disk_is_named_before_anything_is_made(tmp_path):
+    with pytest.raises(QuickstartError, match=rf"{tmp_path} has .* GB free and the quickstart takes 1e\+09"):
+        _refuse_full_disk(tmp_path / "new", needed_gb=1e9)
+    _refuse_full_disk(tmp_path / "new", needed_gb=0)
+    assert not (tmp_path / "new").exists()
 
 
 def test_interrupted_quickstart_resumes_to_the_end(command, session):

@@ -100,6 +100,17 @@ def page(make_run):
     return write_report(run, samples={"def f(<b>": "x & y): return '<i>'"})
 
 
+@pytest.mark.parametrize("kind", ["synthetic", "mixture"])
+def test_documents_of_a_spike_are_a_command_away(make_run, kind):
+    spike = Spike(step=123, reason="taken back", action="rewind", samples=[(1952, 1967), (1984, 1999)])
+    run = make_run(200, events=[spike])
+    data = [f"data.kind={kind}", *(["data.mixture=mixture.yaml"] if kind == "mixture" else [])]
+    (run / "config.yaml").write_text(to_yaml(load("tiny", data)))
+    text = write_report(run).read_text()
+    commands = [f"data trace &#x27;{run}&#x27; --samples {part}    # step 123" for part in ("1952-1967", "1984-1999")]
+    assert [command in text for command in commands] == [kind == "mixture"] * 2  # synthetic data has no documents
+
+
 def test_everything_a_reader_asks_for_is_there(page):
     text = page.read_text()
     for title in ("Loss by source", "Share of the samples", "Busiest expert over the mean", "Layer 1, over training"):

@@ -128,3 +128,11 @@ def test_scores_that_underflow_give_zero_weights():
     weights_TK = Use("sigmoid", normalized=True).weights(logits_TE, torch.tensor([[0, 2]]))
     weights_TK.sum().backward()
     assert weights_TK.tolist() == [[0.0, 0.0]] and logits_TE.grad.isfinite().all()
+
+
+def test_a_biased_choice_needs_the_bias():
+    logits_TE = torch.tensor([[1.0, 2.0, 3.0]])
+    use = Use("sigmoid", biased=True)
+    assert use.selecting(logits_TE, torch.tensor([9.0, 0.0, 0.0])).argmax() == 0
+    with pytest.raises(TypeError, match="needs the bias of each expert"):
+        use.selecting(logits_TE)

@@ -107,6 +107,7 @@ def test_disconnected_client_frees_its_row(running, stream):
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": ["a"] * 65}, 400, "at most 64"),
         ({"prompt": "a", "max_tokens": 10**10}, 400, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "needs echo"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature"),
         ({"prompt": "a", "stop": ""}, 400, "stop"),
         ({"prompt": "a", "colour": "red"}, 400, "colour"),

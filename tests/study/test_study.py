@@ -163,10 +163,21 @@ def test_wrong_studies_are_one_line(tmp_path):
     with pytest.raises(StudyError, match="no study 'papre': name a file, or one of paper, smoke"):
         read_study("papre")
     file = tmp_path / "mine.yaml"
-    content = read_study("smoke").model_dump() | {"tokens": {"large": 1}}
-    file.write_text(yaml.safe_dump(content))
-    with pytest.raises(StudyError, match="has the sizes"):
-        read_study(str(file))
+    smoke = read_study("smoke").model_dump()
+    for wrong, reason in (
+        ({"tokens": {"large": 1}}, "has the sizes"),
+        ({"tuning": smoke["tuning"] | {"size": "huge"}}, r"tuning\.size=huge is none of"),
+        ({"ablations": {"other": {"of": "nothing", "size": "huge"}}}, r"ablations"),
+    ):
+        file.write_text(yaml.safe_dump(smoke | wrong))
+        with pytest.raises(StudyError, match=rf"mine\.yaml: .*{reason}"):
+            read_study(str(file))
+
+
+def test_a_machine_without_text_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "_code", lambda: iter(["only one document"]))
+    with pytest.raises(StudyError, match="no text for the source 'code'"):
+        corpus.gather(tmp_path, 1)
 
 
 @pytest.mark.xdist_group("pages")  # where a session runs
