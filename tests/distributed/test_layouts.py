@@ -76,6 +76,10 @@ def test_fp32_losses_match_until_a_token_changes_experts(runs, name):
     assert furthest(one["losses"], many["losses"]) < 2e-2
 
 
+def test_fp8_products_are_used(runs):
+    assert furthest(runs["fp8_solo"]["losses"], runs["bf16_solo"]["losses"]) > 1e-4
+
+
 @pytest.mark.parametrize("name", ["bf16_ep2", "bf16_tp2", "narrow_ep2", "narrow_tp2", "fp8_ep2", "fp8_tp2"])
 def test_bf16_losses_stay_close(runs, name):
     assert furthest(runs[name]["losses"], runs[alone(name)]["losses"]) < 2e-2
