@@ -1,6 +1,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -14,8 +15,9 @@ from megatron_blackmamba.data import DataError
 from megatron_blackmamba.data import build as build_data
 from megatron_blackmamba.formats.mixture import MixtureError
 from megatron_blackmamba.model import build
-from megatron_blackmamba.plan import estimate, gpus, layouts, measured, memory, storage, table, traffic
+from megatron_blackmamba.plan import advice, estimate, gpus, layouts, measured, memory, storage, table, traffic
 from megatron_blackmamba.plan.estimate import Asked
+from megatron_blackmamba.plan.layouts import Cluster
 from megatron_blackmamba.runtime import layout, world
 from tests.data.corpus import VOCAB, three_sources, write_mixture, write_shard
 
@@ -119,6 +121,14 @@ def test_broken_layouts_are_refused_with_the_reason(overrides, reason):
     assert any(reason in why for why in made.placed.refused)
     assert not made.placed.fits
     assert "What works" in table.refusal(made.placed)
+
+
+def test_advice_counts_nodes_and_says_that_nothing_fits():
+    config, cluster = load("tiny"), Cluster(4, 4, H100)
+    words = advice.advice(config, cluster, [1, 2])
+    assert " on 1 node: " in words and "as it is on 2 nodes: " in words and "1 nodes" not in words
+    full = replace(cluster, gpu=H100.model_copy(update={"memory_gib": 0.01}))
+    assert advice.advice(config, full, [1, 2]).startswith("What works: nothing near it.")
 
 
 def test_advice_leads_with_batches_and_prices_all():
