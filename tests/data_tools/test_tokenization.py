@@ -244,6 +244,28 @@ def test_text_that_becomes_the_end_of_a_document_is_refused(run, write_jsonl, to
         run(write_jsonl("a.jsonl", ["without", "a q inside"]), eod="q", backend="tokenizers")
 
 
+@pytest.mark.parametrize(
+    ("max_bad", "said"),
+    [
+        (
+            "0",
+            r"record 2: invalid JSON.*\. To skip such records and list them in .*: --max-bad 100, or --max-bad 0\.1%",
+        ),
+        ("1", r"record 4: invalid JSON.*; that makes 2 in this shard, and --max-bad allows 1$"),
+        ("20%", r"2 of 5 records are bad \(.*\), more than --max-bad 0\.2 allows; the first is a\.jsonl, record 2"),
+        ("40%", None),
+    ],
+)
+def test_too_many_bad_records_are_counted(run, tmp_path, max_bad, said):
+    good, bad = '{"text": "some text"}\n', "{broken\n"
+    (tmp_path / "a.jsonl").write_text(good + bad + good + bad + good)
+    if said is None:
+        run(tmp_path / "a.jsonl", max_bad=max_bad)
+        return
+    with pytest.raises(InputError, match=said):
+        run(tmp_path / "a.jsonl", max_bad=max_bad)
+
+
 def test_a_file_that_grows_meanwhile_is_refused(run, write_jsonl, tmp_path, monkeypatch):
     path = write_jsonl("a.jsonl", TEXTS)
 
