@@ -266,6 +266,13 @@ def test_too_many_bad_records_are_counted(run, tmp_path, max_bad, said):
         run(tmp_path / "a.jsonl", max_bad=max_bad)
 
 
+def test_texts_without_a_token_are_left_out(run, write_jsonl, tokenizer, tmp_path):
+    run(write_jsonl("a.jsonl", ["one", "", "two"]), max_bad="1", shuffle=False)
+    shard = Shard.open(tmp_path / "out/shard_00001")
+    assert texts_of(shard, tokenizer) == ["one", "two"]
+    assert [origin(shard.manifest, place).record for place in range(2)] == [1, 3]
+
+
 def test_a_file_that_grows_meanwhile_is_refused(run, write_jsonl, tmp_path, monkeypatch):
     path = write_jsonl("a.jsonl", TEXTS)
 
