@@ -32,6 +32,7 @@ from megatron_blackmamba.runtime.ports import free_port
 
 FOLDERS = ("tensor_parallel", "pipeline_parallel", "distributed", "dist_checkpointing", "transformer/moe", "data")
 PERSISTENT = "its spawned writer chooses among the GPUs, of which there are none"
+ON_A_GPU = "asks for its result on a GPU"
 # Files and folders, or the beginnings of test names, that CPUs cannot run.
 LEFT_OUT = {
     "tensor_parallel/test_initialization.py::Test::test_te_": "layers of Transformer Engine",
@@ -50,6 +51,9 @@ LEFT_OUT = {
     "dist_checkpointing/models/test_moe_experts.py": "builds its experts from Transformer Engine",
     "pipeline_parallel/test_fine_grained_activation_offloading.py": "offloads with CUDA streams and pinned memory",
     "transformer/moe/test_multihot_indices_converter.py": "a CUDA kernel",
+    "transformer/moe/test_sequential_mlp.py::TestParallelSequentialMLP::test_gpu_forward": ON_A_GPU,
+    "transformer/moe/test_shared_experts.py::TestSharedExperts::test_gpu_forward": ON_A_GPU,
+    "transformer/moe/test_shared_experts.py::TestSharedExpertsOverlap::test_gpu_forward": ON_A_GPU,
     "data/test_preprocess_mmdata.py": "reads images with torchvision",
     "data/test_preprocess_data.py": "downloads a tokenizer",
     "data/test_bin_reader.py": "downloads a tokenizer",
@@ -58,9 +62,9 @@ LEFT_OUT = {
 }
 MISSING = re.compile(
     r"name 'TE\w+' is not defined|transformer_engine|Transformer Engine|typed_torch|Grouped GEMM is not available"
-    r"|sequence parallel not supported by torch LayerNorm"
+    r"|(sequence parallel|persist_layer_norm) not supported by torch LayerNorm|Emerging Optimizers is not installed"
 )
-"""What failures say that come from missing GPU libraries: Transformer Engine, Apex (LayerNorm), grouped_gemm."""
+"""What failures say that come from missing libraries: Transformer Engine, Apex (LayerNorm), grouped_gemm, Muon's."""
 HERE = Path(__file__).resolve().parent
 START = 300  # seconds until the first test begins, on a busy machine
 PASSED, SKIPPED, FAILED, HUNG = "passed", "skipped", "failed", "hung"
@@ -154,17 +158,22 @@ def run_file(work: Path, name: str, options: argparse.Namespace) -> dict[str, li
             return {"collection": [SKIPPED, "all of its tests are left out by name"]}
         if not any(outcome == HUNG for outcome, _ in news.values()):
             break
-    for test, (outcome, why) in outcomes.items():
-        if outcome == FAILED and MISSING.search(why):
-            outcomes[test] = [SKIPPED, f"needs Transformer Engine: {why}"]
-    failures = [test for test, (outcome, _) in outcomes.items() if outcome in (FAILED, HUNG)]
-    for test in failures[1:]:
+    skip_what_is_missing(outcomes)
+    for test in [test for test, (outcome, _) in outcomes.items() if outcome in (FAILED, HUNG)]:
         if time.monotonic() < deadline:
             alone = run_ranks(work, name, [], [test], options, deadline)
             outcomes[test] = alone.get(test, outcomes[test])
+    skip_what_is_missing(outcomes)
     if time.monotonic() >= deadline:
         outcomes[f"{name}::the rest"] = [HUNG, f"the limit of {options.limit:g} s for the file"]
     return outcomes
+
+
+def skip_what_is_missing(outcomes: dict[str, list[str]]) -> None:
+    """Count a failure for want of a library as skipped."""
+    for test, (outcome, why) in outcomes.items():
+        if outcome == FAILED and MISSING.search(why):
+            outcomes[test] = [SKIPPED, f"needs a GPU library: {why}"]
 
 
 def run_ranks(work, name, skip, only, options, deadline) -> dict[str, list[str]]:

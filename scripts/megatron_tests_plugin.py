@@ -31,7 +31,7 @@ datasets = importlib.import_module("megatron.core.datasets.utils")
 datasets.compile_helpers = lambda: None  # the wheel has them compiled, and no Makefile
 
 # torch's checkpoint log passes each call to its parents; tests that expect an empty log would find it.
-logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
+logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
 
 ORDERS = json.loads(os.environ["MEGATRON_TESTS"])
 PATIENCE = timedelta(minutes=10)
@@ -124,7 +124,7 @@ def end_groups() -> None:
     groups.clear()
 
 
-torch.distributed.new_group = counted_group
+torch.distributed.new_group = torch.distributed.distributed_c10d.new_group = counted_group
 parallel_state.destroy_model_parallel = end_groups
 
 
