@@ -24,8 +24,8 @@ y_BLI, state_BIN = selective_scan(
     z_BLI=torch.randn(B, L, I),
     return_final_state=True,
 )
-y_BLI.square().mean().backward()
-print(f"scan: output {tuple(y_BLI.shape)}, state {tuple(state_BIN.shape)}, gradient norm {x_BLI.grad.norm():.3f}")
+(gradient_BLI,) = torch.autograd.grad(y_BLI.square().mean(), x_BLI)
+print(f"scan: output {tuple(y_BLI.shape)}, state {tuple(state_BIN.shape)}, gradient norm {gradient_BLI.norm():.3f}")
 
 # A mixture of experts: the router prefers expert 0, and Sinkhorn balances the choice.
 tokens_TD = torch.randn(B * L, D)

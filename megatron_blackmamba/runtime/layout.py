@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron_blackmamba import kinds, routers
-from megatron_blackmamba.config import ParallelConfig, RunConfig
+from megatron_blackmamba.config import ConfigError, ParallelConfig, RunConfig
 
 SHORTEST_PART = 8192
 """Cutting sequences into shorter parts than this is not suggested."""
@@ -20,7 +20,7 @@ MOST_IN_BF16 = 32
 """Micro-batches whose gradients may be added up in bf16: the error is then 0.5% (docs/training.md)."""
 
 
-class LayoutError(ValueError):
+class LayoutError(ConfigError):
     """A layout that cannot work, or would train something else; the message names the numbers and one that works."""
 
 

@@ -4,14 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_blackmamba.config import load
+from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.runtime import layout
 from megatron_blackmamba.runtime.layout import LayoutError
 
 
 def refusal(run, processes, *overrides):
-    with pytest.raises(LayoutError) as refused:
+    with pytest.raises(ConfigError) as refused:  # what callers from Python know
         layout.check(load(run, overrides), processes)
+    assert isinstance(refused.value, LayoutError)
     return str(refused.value)
 
 

@@ -8,6 +8,8 @@ The inputs before the first token come from `initial_window`, the last K - 1 of 
 Shapes: B batch, L length, I inner channels, K taps, W = K - 1 the window.
 """
 
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,41 @@ from megatron_blackmamba.ops.arguments import refuse_channel_first, require_shap
 from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 from megatron_blackmamba.ops.causal_conv1d.step import causal_conv1d_step
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Inputs", "available_backends", "causal_conv1d", "causal_conv1d_step"]
 
 BACKENDS = ("triton", "cpu", "reference")  # best first, each where it applies
 
 
+class Options(TypedDict, total=False):
+    """The keywords of `causal_conv1d` that do not decide the type of its result."""
+
+    activation: str | None
+    initial_window: Tensor | None
+    reset_BL: Tensor | None
+    backend: str
+
+
+@overload
+def causal_conv1d(
+    x_BLI: Tensor,
+    weight_IK: Tensor,
+    bias_I: Tensor | None = None,
+    *,
+    return_final_window: Literal[False] = False,
+    **options: "Unpack[Options]",
+) -> Tensor: ...
+@overload
+def causal_conv1d(
+    x_BLI: Tensor,
+    weight_IK: Tensor,
+    bias_I: Tensor | None = None,
+    *,
+    return_final_window: Literal[True],
+    **options: "Unpack[Options]",
+) -> tuple[Tensor, Tensor]: ...
 def causal_conv1d(
     x_BLI: Tensor,
     weight_IK: Tensor,

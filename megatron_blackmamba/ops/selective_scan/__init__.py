@@ -13,7 +13,7 @@ Shapes: B batch, L length, I inner channels, N state.
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -22,11 +22,51 @@ from megatron_blackmamba.ops.arguments import refuse_channel_first, require_shap
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 from megatron_blackmamba.ops.selective_scan.step import selective_scan_step
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Inputs", "available_backends", "selective_scan", "selective_scan_step"]
 
 BACKENDS = ("mamba_ssm", "triton", "cpu", "chunked", "reference")  # best first, each where it applies
 
 
+class Options(TypedDict, total=False):
+    """The keywords of `selective_scan` that do not decide the type of its result."""
+
+    z_BLI: Tensor | None
+    delta_bias_I: Tensor | None
+    delta_softplus: bool
+    initial_state_BIN: Tensor | None
+    reset_BL: Tensor | None
+    z_gradient: Callable[[Tensor], Tensor] | None
+    keep_states: bool
+    backend: str
+
+
+@overload
+def selective_scan(
+    u_BLI: Tensor,
+    delta_BLI: Tensor,
+    A_IN: Tensor,
+    B_BLN: Tensor,
+    C_BLN: Tensor,
+    D_I: Tensor | None = None,
+    *,
+    return_final_state: Literal[False] = False,
+    **options: "Unpack[Options]",
+) -> Tensor: ...
+@overload
+def selective_scan(
+    u_BLI: Tensor,
+    delta_BLI: Tensor,
+    A_IN: Tensor,
+    B_BLN: Tensor,
+    C_BLN: Tensor,
+    D_I: Tensor | None = None,
+    *,
+    return_final_state: Literal[True],
+    **options: "Unpack[Options]",
+) -> tuple[Tensor, Tensor]: ...
 def selective_scan(
     u_BLI: Tensor,
     delta_BLI: Tensor,

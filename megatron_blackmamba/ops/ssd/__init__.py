@@ -12,6 +12,7 @@ Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N s
 """
 
 from types import ModuleType
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -20,11 +21,47 @@ from megatron_blackmamba.ops.arguments import require_dimensions, require_shapes
 from megatron_blackmamba.ops.ssd.inputs import Inputs
 from megatron_blackmamba.ops.ssd.step import ssd_step
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Inputs", "available_backends", "ssd", "ssd_step"]
 
 BACKENDS = ("mamba_ssm", "chunked", "reference")  # best first, each where it applies
 
 
+class Options(TypedDict, total=False):
+    """The keywords of `ssd` that do not decide the type of its result."""
+
+    dt_bias_H: Tensor | None
+    initial_state_BHPN: Tensor | None
+    reset_BL: Tensor | None
+    backend: str
+
+
+@overload
+def ssd(
+    x_BLHP: Tensor,
+    dt_BLH: Tensor,
+    A_H: Tensor,
+    B_BLGN: Tensor,
+    C_BLGN: Tensor,
+    D_H: Tensor | None = None,
+    *,
+    return_final_state: Literal[False] = False,
+    **options: "Unpack[Options]",
+) -> Tensor: ...
+@overload
+def ssd(
+    x_BLHP: Tensor,
+    dt_BLH: Tensor,
+    A_H: Tensor,
+    B_BLGN: Tensor,
+    C_BLGN: Tensor,
+    D_H: Tensor | None = None,
+    *,
+    return_final_state: Literal[True],
+    **options: "Unpack[Options]",
+) -> tuple[Tensor, Tensor]: ...
 def ssd(
     x_BLHP: Tensor,
     dt_BLH: Tensor,
