@@ -30,6 +30,16 @@ LONGEST_FIRST += ("optimizer_kinds", "fixtures", "patches", "new_kind")
 
 
 @pytest.fixture(scope="session")
+def interpreted():
+    """Call functions in the process in which Triton interprets its kernels."""
+    from tests.ops.interpreted import interpreter
+
+    pytest.importorskip("triton")
+    with interpreter() as run:
+        yield run
+
+
+@pytest.fixture(scope="session")
 def session(tmp_path_factory):
     """A shell whose `blackmamba` starts at once; each group that uses it has one of its own."""
     from tests.docs.session import Session

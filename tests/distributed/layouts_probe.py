@@ -57,7 +57,7 @@ ROUTER_LAYOUTS = {
     "cp2_ep2": (2, ["parallel.context=2", "parallel.expert=2"]),
     "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),
 }
-FEW, MORE, TWENTY = 3, 8, 20
+FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
 LONG = ("dp2", "ep2", "pp2", "tp2")
 LONG_FAMILIES = ("mamba2", "parallel", "transformer")
@@ -157,7 +157,7 @@ class Choices:
 
 
 def steps_of(name: str) -> int:
-    """Return how long a run is: four layouts 20 steps, each kind, arrangement and router 8, and more layouts 3."""
+    """Return how long a run is: four layouts 20 steps, each kind, arrangement and router 4, and more layouts 3."""
     if name == "solo":
         return 50
     if name.startswith(tuple(ROUTERS)):

@@ -6,13 +6,18 @@ from megatron_blackmamba.evaluation import EvaluationError, workers
 from megatron_blackmamba.evaluation.tasks import load_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
-huggingface = pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError, reason="accelerate is missing")
 
 LIMIT = {"max_gen_toks": 12}
 
 
+@pytest.fixture
+def huggingface():
+    """lm-eval's own backend, whose import takes seconds."""
+    return pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError, reason="accelerate is missing")
+
+
 @pytest.mark.parametrize("pattern", ["MEME", "ME*-ME"])
-def test_scores_equal_those_of_the_hf_backend(export, data, pattern):
+def test_scores_equal_those_of_the_hf_backend(huggingface, export, data, pattern):
     from megatron_blackmamba.evaluation.harness import BlackMambaLM
 
     folder = export(pattern)
@@ -52,7 +57,7 @@ def test_every_process_keeps_a_named_device(device):
     assert {workers._device(device, number) for number in range(3)} == {device}
 
 
-def test_rolling_likelihood_equals_that_of_the_hf_backend(export):
+def test_rolling_likelihood_equals_that_of_the_hf_backend(huggingface, export):
     from lm_eval.api.instance import Instance
 
     from megatron_blackmamba.evaluation.harness import BlackMambaLM
@@ -94,7 +99,7 @@ def test_lm_eval_finds_the_model_by_name(export, data):
     assert 0 <= found["results"]["local"]["acc,none"] <= 1
 
 
-def test_generation_stops_as_that_of_the_hf_backend(export):
+def test_generation_stops_as_that_of_the_hf_backend(huggingface, export):
     from lm_eval.api.instance import Instance
 
     from megatron_blackmamba.evaluation.harness import BlackMambaLM

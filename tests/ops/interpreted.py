@@ -1,7 +1,7 @@
 """Runs Triton kernels without a GPU: in a process of its own, where Triton interprets instead of compiling.
 
-Triton decides between the two when a kernel is defined, so the process is started with TRITON_INTERPRET=1 and lives for
-a whole test module. What is sent to it must be importable there: functions of this package and plain tensors.
+Triton decides between the two when a kernel is defined, so the process is started with TRITON_INTERPRET=1 and lives
+until all tests are done. What is sent to it must be importable there: functions of this package and plain tensors.
 """
 
 import multiprocessing

@@ -11,16 +11,8 @@ from megatron_blackmamba.ops.selective_scan import Inputs as ScanInputs
 from megatron_blackmamba.ops.selective_scan import reference as scan_reference
 from tests.ops.far import CHANNELS, STRIDE, TOKENS, Far
 from tests.ops.implementations import CPP, assert_close, implementation
-from tests.ops.interpreted import interpreter
 
 pytestmark = pytest.mark.xdist_group("triton")
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    pytest.importorskip("triton")
-    with interpreter() as run:
-        yield run
 
 
 def scan_inputs(far):

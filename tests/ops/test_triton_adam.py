@@ -5,17 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.ops.interpreted import interpreter
 
 pytestmark = pytest.mark.xdist_group("triton")
 SIZES = [1, 40, 16, 33, 70]
 FACTOR = 0.3
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    with interpreter() as run:
-        yield run
 
 
 def start():

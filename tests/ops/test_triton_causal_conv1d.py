@@ -6,15 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from megatron_blackmamba.ops.causal_conv1d import Inputs, reference
-from tests.ops.interpreted import interpreter
 
 pytestmark = pytest.mark.xdist_group("triton")
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    with interpreter() as run:
-        yield run
 
 
 def problem(batch, length, inner, taps, *, bias=True, window=True, reset=True, dtype=torch.float32):

@@ -8,17 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.ops.interpreted import interpreter
 
 pytestmark = pytest.mark.xdist_group("triton")
 GROUPS, ROWS, COLUMNS = 3, 70, 90  # more than one tile, none of them full
 LARGEST = 448.0
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    with interpreter() as run:
-        yield run
 
 
 def exact(*shape):

@@ -7,17 +7,10 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from tests.ops.implementations import assert_close
-from tests.ops.interpreted import interpreter
 
 pytestmark = pytest.mark.xdist_group("triton")
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    with interpreter() as run:
-        yield run
 
 
 def random(*shape, seed, dtype=torch.float32, scale=1.0):

@@ -6,18 +6,11 @@ import torch
 pytest.importorskip("triton")
 
 from megatron_blackmamba.ops.selective_scan import Inputs, reference
-from tests.ops.interpreted import interpreter
 
 pytestmark = pytest.mark.xdist_group("triton")
 EVERYTHING = frozenset({"gate", "skip", "bias", "softplus", "start", "reset"})
 PLAN = {"steps": 4, "chunk": 8, "backward_steps": 4}
 KEPT = PLAN | {"keep": True, "group": 3}
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    with interpreter() as run:
-        yield run
 
 
 def problem(batch, length, inner, state, features=EVERYTHING, dtype=torch.float32, seed=0):

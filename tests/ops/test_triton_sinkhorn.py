@@ -13,12 +13,6 @@ from tests.ops.interpreted import interpreter
 pytestmark = pytest.mark.xdist_group("triton")
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    with interpreter() as run:
-        yield run
-
-
 def trained_router_logits(tokens, experts, std, seed=0):
     """Logits as a trained router gives them: some experts are liked by everyone."""
     g = torch.Generator().manual_seed(seed)

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class Terminal:
     """A command on a terminal of its own, and everything it showed there."""
 
-    def __init__(self, *command):
+    def __init__(self, *command, environment=os.environ):
         ours, theirs = pty.openpty()
-        environment = {**os.environ, "COLUMNS": "120", "LINES": "40", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+        environment = {**environment, "COLUMNS": "120", "LINES": "40", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
         )
@@ -53,10 +53,13 @@ class Terminal:
 def train(tmp_path):
     started = []
 
-    def start(*more):
-        command = [sys.executable, "-m", "megatron_blackmamba", "train", "configs/run/tiny.yaml", "--nproc", "2"]
+    def start(*more, session=None):
+        """session: it forks the processes, and none of them has to import anything."""
+        python = session.bin / "run-python" if session else sys.executable
+        environment = session.environment if session else os.environ
+        command = [python, "-m", "megatron_blackmamba", "train", "configs/run/tiny.yaml", "--nproc", "2"]
         settings = [f"folder={tmp_path}", "name=run", "parallel.expert=2", "training.evaluate_batches=1"]
-        started.append(Terminal(*command, *settings, *more))
+        started.append(Terminal(*command, *settings, *more, environment=environment))
         return started[-1]
 
     yield start
@@ -65,8 +68,8 @@ def train(tmp_path):
             os.killpg(terminal.process.pid, signal.SIGKILL)
 
 
-@pytest.mark.xdist_group("command")
-def test_tiny_run_stops_and_resumes_on_two_processes(train, tmp_path):
+@pytest.mark.xdist_group("pages")
+def test_tiny_run_stops_and_resumes_on_two_processes(train, session, tmp_path):
     run = RunFolder(tmp_path / "run")
     terminal = train("model.router.scope=data")
     wait_until(lambda: len(losses(tmp_path)) >= 30, Command(terminal.process, lambda: terminal.shown))
@@ -89,7 +92,7 @@ def test_tiny_run_stops_and_resumes_on_two_processes(train, tmp_path):
         assert wanted in terminal.shown, terminal.shown
     assert "Warning" not in terminal.shown and "Traceback" not in terminal.shown
 
-    terminal = train("model.router.scope=data", f"training.stop_after_steps={stopped + 3}")
+    terminal = train("model.router.scope=data", f"training.stop_after_steps={stopped + 3}", session=session)
     assert terminal.wait() == 0, terminal.shown
     assert f"resumes after step {stopped}" in terminal.shown and not run.done.exists()  # tokens are left
     curve = losses(tmp_path)

@@ -11,8 +11,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.ops.interpreted import interpreter
-
 pytestmark = pytest.mark.xdist_group("triton")
 
 
@@ -51,16 +49,10 @@ def run_updates(folder, how, gradients="fp32"):
         world.shutdown()
 
 
-@pytest.fixture(scope="module")
-def run():
-    with interpreter() as run:
-        yield run
-
-
 @pytest.mark.parametrize("how, gradients", [("kernel", "fp32"), ("kernel", "bf16"), ("pytorch", "bf16")])
-def test_fused_update_clips_and_casts_alike(run, tmp_path, how, gradients):
-    main, narrow, clip, norms = run(run_updates, tmp_path / "fused", how, gradients)
-    expected, _, clip_apart, expected_norms = run(run_updates, tmp_path / "apart", "megatron-core", gradients)
+def test_fused_update_clips_and_casts_alike(interpreted, tmp_path, how, gradients):
+    main, narrow, clip, norms = interpreted(run_updates, tmp_path / "fused", how, gradients)
+    expected, _, clip_apart, expected_norms = interpreted(run_updates, tmp_path / "apart", "megatron-core", gradients)
     assert (clip, clip_apart) == (0.0, 0.5) and min(norms) > 1
     assert norms == pytest.approx(expected_norms, rel=1e-6)
     for ours, theirs, weight in zip(main, expected, narrow, strict=True):
@@ -68,8 +60,8 @@ def test_fused_update_clips_and_casts_alike(run, tmp_path, how, gradients):
         torch.testing.assert_close(weight.float(), ours, rtol=2**-7, atol=0)  # the interpreter cuts digits off
 
 
-def test_bf16_gradients_are_not_copied(run, tmp_path):
-    assert run(gradient_places, tmp_path, "bf16") == {(torch.bfloat16, True)}
+def test_bf16_gradients_are_not_copied(interpreted, tmp_path):
+    assert interpreted(gradient_places, tmp_path, "bf16") == {(torch.bfloat16, True)}
 
 
 def gradient_places(folder, gradients):
