@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import typer.core
 
 from megatron_blackmamba.data_tools import commands as data_commands
 from megatron_blackmamba.errors import in_words, may_pass
@@ -23,7 +24,26 @@ from megatron_blackmamba.serving import commands as serving_commands
 from megatron_blackmamba.study.verb import study
 from megatron_blackmamba.trace import commands as trace_commands
 
+SECTIONS = {
+    "Start": ("quickstart", "new", "config"),
+    "Data": ("data",),
+    "Train": ("plan", "doctor", "train", "launch"),
+    "Compare": ("runs", "report", "compare", "evaluate", "study"),
+    "Use": ("generate", "chat", "export", "import", "verify"),
+}
+"""The commands in the order of a user's work, as --help shows them."""
+
+
+class Commands(typer.core.TyperGroup):
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        for section, names in SECTIONS.items():
+            for name in names:
+                self.commands[name].rich_help_panel = section  # type: ignore[attr-defined]
+        return [name for names in SECTIONS.values() for name in names]
+
+
 app = typer.Typer(
+    cls=Commands,
     name="blackmamba",
     help="Pretrain, plan, export and run BlackMamba models (Mamba + mixture of experts) on megatron-core.",
     epilog="Start with [bold]blackmamba quickstart[/bold], or check this machine with [bold]blackmamba doctor[/bold].",

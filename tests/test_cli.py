@@ -88,6 +88,11 @@ def commands(group, words=()):
         yield from commands(command, (*words, name))
 
 
+def test_help_shows_every_command_in_one_section():
+    registered = typer.main.get_command(cli.app).commands
+    assert sorted(name for names in cli.SECTIONS.values() for name in names) == sorted(registered)
+
+
 def test_help_cuts_no_names_at_80_columns():
     found = list(commands(typer.main.get_command(cli.app)))
     assert ("data", "tokenize") in found
