@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+PATIENCE = 10
+"""Seconds to wait for another process of this machine without saying so."""
 CACHE_VARIABLE = "BLACKMAMBA_CACHE"
 _URL = re.compile(r"^[a-z][a-z0-9+]+://")
 _PIECE = 8 << 20
@@ -234,11 +237,30 @@ def one_at_a_time(path: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path.with_name(f".{path.name}.lock"), "wb"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            file = stack.enter_context(open(path.with_name(f".{path.name}.lock"), "a+b"))
+            _lock(file, path)
         except OSError as error:  # read-only, full, or without locks
             raise RemoteError(
                 f"{path.parent}: cannot hold local copies: {error.strerror or error}. "
                 f"Name another folder in ${CACHE_VARIABLE}"
             ) from error
         yield
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Lock the file, with this process's number in it; say who is waited for if that takes long."""
+    end, said = time.monotonic() + PATIENCE, False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if not said and time.monotonic() > end:
+                said = True
+                file.seek(0)
+                holder = file.read().decode() or "another process"
+                print(f"blackmamba: waiting for {holder}, which fetches {path}", file=sys.stderr, flush=True)
+            time.sleep(0.05)
+    file.truncate(0)
+    file.write(f"process {os.getpid()}".encode())
+    file.flush()

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -373,6 +374,31 @@ def test_a_process_killed_while_it_fetches_leaves_the_cache_to_another(s3, serve
     assert [shard.bin_path.read_bytes() for shard in find_shards(str(cache))] == [
         (tmp_path / f"here/shard_{number:05d}.bin").read_bytes() for number in (1, 2, 3)
     ]
+
+
+def test_a_process_that_is_waited_for_is_named(tmp_path, monkeypatch, capsys):
+    """A stopped process keeps its locks."""
+    monkeypatch.setattr(remote, "PATIENCE", 0.1)
+    hold = "import sys, pathlib; from megatron_blackmamba.formats.remote import one_at_a_time\n"
+    hold += "with one_at_a_time(pathlib.Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(tmp_path / "web")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        holder.send_signal(signal.SIGSTOP)
+        said = ""
+
+        def wait():
+            with remote.one_at_a_time(tmp_path / "web"):
+                pass
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while waiting.is_alive() and "waiting" not in said:
+            said += capsys.readouterr().err
+        holder.send_signal(signal.SIGCONT)
+        holder.stdin.close()
+        waiting.join(60)
+    assert f"waiting for process {holder.pid}, which fetches {tmp_path}/web" in said and not waiting.is_alive()
 
 
 def test_missing_objects_are_named(s3, shards, tmp_path):
