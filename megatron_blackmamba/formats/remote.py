@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -261,6 +261,6 @@ def _lock(file: BinaryIO, path: Path) -> None:
                 holder = file.read().decode() or "another process"
                 print(f"blackmamba: waiting for {holder}, which fetches {path}", file=sys.stderr, flush=True)
             time.sleep(0.05)
-    file.truncate(0)
-    file.write(f"process {os.getpid()}".encode())
-    file.flush()
+    with suppress(OSError):  # on a full disk nobody is named, and what is there can be used
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"process {os.getpid()}".encode())
