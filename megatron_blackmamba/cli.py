@@ -72,17 +72,19 @@ MOST_PER_CORE = 16
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def compose(arguments: list[str], quiet: bool = False):
+def compose(arguments: list[str], quiet: bool = False, to_train: bool = False):
     """Turn files and overrides from the command line into a RunConfig.
 
     Args:
         quiet: Do not print notes about renamed or unread keys; the processes that this one starts print them.
+        to_train: Refuse the config of a run that was moved, which would begin anew in the folder it had before.
     """
     from megatron_blackmamba.config.load import load, unread
 
     overrides = [a for a in arguments if "=" in a and not os.path.exists(a)]
     quiet |= os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
-    run = load([a for a in arguments if a not in overrides], overrides, note=lambda line: _note(line, quiet))
+    files = [a for a in arguments if a not in overrides]
+    run = load(files, overrides, note=lambda line: _note(line, quiet), to_train=to_train)
     for line in unread(run, overrides):
         _note(line, quiet)
     return run
@@ -172,7 +174,7 @@ def train(
 
     [dim]srun blackmamba train blackmamba_1.5b data.mixture=mixture.yaml[/dim]
     """
-    run = compose(configs, quiet=nproc is not None)
+    run = compose(configs, quiet=nproc is not None, to_train=True)
     if nproc is None:
         from megatron_blackmamba.training.loop import train as train_here
 
@@ -328,7 +330,7 @@ def launch(
     import json
 
     from megatron_blackmamba.launch.job import JobRequest
-    from megatron_blackmamba.launch.submit import announce, interpreter, prepare, submit
+    from megatron_blackmamba.launch.submit import announce, interpreter, job_body, prepare, submit
 
     request = JobRequest(
         nodes=nodes,
@@ -347,7 +349,7 @@ def launch(
         evaluate=None if evaluate is None else evaluate.resolve(),
         options=tuple(sbatch or ()),
     )
-    run = compose(configs)
+    run = compose(configs, to_train=True)
     done = prepare(run, request) if dry_run else submit(run, request)
     for warning in done.warnings:
         print(f"blackmamba: warning: {warning}", file=sys.stderr)
@@ -355,6 +357,7 @@ def launch(
         print(json.dumps(done.to_json(), indent=2))
     elif dry_run:
         print(done.script, end="")
+        print(f"blackmamba: time limit {done.limit}. What the job does is in {job_body()}.", file=sys.stderr)
         if done.missing_data:
             print(f"blackmamba: it cannot be submitted yet: {done.missing_data}", file=sys.stderr)
     else:

@@ -22,6 +22,7 @@ class CheckpointReader:
     def __init__(self, folder: str | Path):
         self.folder = find_checkpoint(folder)
         self.manifest = manifest.read(self.folder)
+        manifest.check_sizes(self.folder, self.manifest["files"])
         safety.refuse_code(self.folder, self.manifest["files"])
         self.state = read_state(self.folder)
         self.config = saved_config(self.folder, self.state)
@@ -46,14 +47,19 @@ class CheckpointReader:
         return {name: self._table[name].properties.dtype for name in self.shapes()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return one unsharded weight."""
+        """Return one unsharded weight. Where it cannot be read, name the file that is damaged."""
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
 
         entry = self._table.get(name)
         if entry is None:
             raise KeyError(f"{self.folder} has no weight {name!r}")
         whole = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-        dcp.load(whole, storage_reader=dcp.FileSystemReader(str(self.folder)), no_dist=True)
+        try:
+            dcp.load(whole, storage_reader=dcp.FileSystemReader(str(self.folder)), no_dist=True)
+        except CheckpointException:
+            self.verify()
+            raise
         return whole[name]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -100,6 +106,8 @@ def find_checkpoint(path: str | Path) -> Path:
             return _latest(run)
     if not path.exists():
         raise manifest.DamagedCheckpoint(f"{path}: no such file or folder")
+    if RunFolder(path).done.is_file():
+        raise manifest.DamagedCheckpoint(f"{path}: this run is complete, but its checkpoints were removed")
     if RunFolder(path).config.is_file():
         raise manifest.DamagedCheckpoint(
             f"{path}: this run has not saved a checkpoint yet (checkpoint.every says when)"

@@ -6,6 +6,7 @@ next file, then `a.b=c` overrides.
 
 import difflib
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron_blackmamba import kinds
 from megatron_blackmamba.config import file_kinds, migrations, spellings
 from megatron_blackmamba.config.base import ConfigError, Section, UserPath
 from megatron_blackmamba.config.run import DataConfig, RunConfig
+from megatron_blackmamba.formats.run_folder import RunFolder
 
 OVERRIDE = "the command line"
 PATH_KEYS = {"data.mixture"}
@@ -119,11 +121,15 @@ def _warn(note: str) -> None:
 
 
 def load(
-    files: str | Path | Sequence[str | Path], overrides: Iterable[str] = (), note: Callable[[str], None] = _warn
+    files: str | Path | Sequence[str | Path],
+    overrides: Iterable[str] = (),
+    note: Callable[[str], None] = _warn,
+    to_train: bool = False,
 ) -> RunConfig:
     """Compose a run from files (later ones win) and `a.b=c` overrides.
 
-    note: takes a line about each key that has another name now; by default it warns.
+    note: takes a line about each key that has another name now, or a moved run; by default it warns.
+    to_train: refuse the config in the folder of a run that was moved, since it trains in the folder it had before.
     """
     if isinstance(overrides, (str, Mapping)):
         raise ConfigError(f"overrides={overrides!r}: give a list such as ['model.experts=4', 'training.steps=10'].")
@@ -152,7 +158,32 @@ def load(
             _require_sections(merged, names)
         raise ConfigError(explain(error, origin)) from None
     _refuse_unknown_names(run.resume.allow, _where("resume.allow", origin))
+    if moved := _moved(run, origin):
+        if to_train:
+            raise ConfigError(moved)
+        note(moved)
     return run
+
+
+def _moved(run: RunConfig, origin: Mapping[str, str]) -> str | None:
+    """Return what is wrong if the name comes from a file in a run's folder that trains in another one."""
+    file = Path(origin.get("name", OVERRIDE))
+    if origin.get("folder", str(file)) != str(file):
+        return None
+    holder = next((folder for folder in file.parents[:3] if _holds_run(folder)), None)
+    trains_in = Path(run.folder).resolve() / run.name
+    if holder is None or holder == trains_in.resolve():
+        return None
+    return (
+        f"{file} belongs to the run in {holder}, but trains in {trains_in}. Was the run moved, copied or started in"
+        f" another directory? To continue it here, add {shlex.quote(f'name={holder.name}')}"
+        f" {shlex.quote(f'folder={holder.parent}')}; to start another run, name=OTHER."
+    )
+
+
+def _holds_run(folder: Path) -> bool:
+    run = RunFolder(folder)
+    return run.config.is_file() and (run.latest.is_file() or run.metrics.is_file())
 
 
 def unread(run: RunConfig, overrides: Iterable[str]) -> Iterator[str]:
@@ -388,11 +419,13 @@ def _nearest(path: str, fields: dict, prefix: str) -> str:
         meaning = spellings.meaning(path)
         return f"did you mean {ours!r}?{f' ({meaning})' if meaning else ''}"
     initials = [name for name in fields if last == "".join(word[0] for word in name.split("_"))]
-    here = initials or difflib.get_close_matches(last, fields, n=1, cutoff=0.6)
+    names = [*fields, *(["steps"] if prefix == "training." else [])]
+    here = initials or difflib.get_close_matches(last, names, n=1, cutoff=0.6)
     if here:
         return f"did you mean {prefix + here[0]!r}?"
-    everywhere = [path for path, _, _ in walk()]
-    same_name = [known for known in everywhere if known.rpartition(".")[2] == last]
+    everywhere = [*(path for path, _, _ in walk()), "training.steps"]
+    alike = difflib.get_close_matches(last, [known.rpartition(".")[2] for known in everywhere], n=1, cutoff=0.75)
+    same_name = [known for known in everywhere if known.rpartition(".")[2] in alike]
     near = same_name or difflib.get_close_matches(path, everywhere, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"

@@ -2,7 +2,7 @@
 
 import json
 import platform
-import shutil
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,11 +131,19 @@ def _next_command(findings: list[Finding], quick: bool) -> str:
         return f"see to {problem.name} ({problem.advice or problem.found}), then: blackmamba doctor"
     if quick:
         return "blackmamba train CONFIG..."
-    if shutil.which("sbatch"):
+    if _slurm_answers():
         return "blackmamba launch blackmamba_1.5b --nodes 7 --dry-run"
     if any(finding.name == "GPU 0" for finding in findings):
         return "blackmamba plan blackmamba_1.5b --nodes 1"
     return "blackmamba quickstart"
+
+
+def _slurm_answers() -> bool:
+    """Return whether a Slurm controller answers; its programs may be installed without one."""
+    try:
+        return subprocess.run(["sinfo", "--noheader"], capture_output=True, timeout=10).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def _plain(text: str) -> str:

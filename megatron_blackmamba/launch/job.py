@@ -3,11 +3,13 @@
 import hashlib
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_blackmamba.evaluation.tasks import PAPER, find_files
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.plan.table import duration
 from megatron_blackmamba.runtime.exits import RESTARTS
 
 LONGEST_WARNING_S = 600
@@ -17,6 +19,11 @@ IMAGE_FILES = (".sif", ".sqsh")
 """The ends of the names of images that are files; the others are names in a registry."""
 EVALUATE_JOB = "evaluate.sbatch"
 """The job that scores a checkpoint, beside the config of a launch."""
+SETTINGS = ("PREFLIGHT", "PREFLIGHT_SECONDS", "DOCTOR_OPTIONS", "STUCK_SECONDS", "WATCH_SECONDS")
+"""Variables of the job body; those set at launch are written into the job."""
+PREFLIGHT_S = 600
+"""The two checks before training have 300 s each."""
+SHORT_WARNING_S = 60
 
 
 OWN_OPTIONS = {
@@ -87,6 +94,8 @@ class JobRequest:
     """Folder of evaluation data: each kept checkpoint is scored by a job of its own."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, one each, as `--qos=high`."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the job body, from SETTINGS."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "cpus_per_process", "chain"):
@@ -130,6 +139,23 @@ class JobRequest:
     def warning_s(self) -> int:
         return self.warn_seconds or min(LONGEST_WARNING_S, time_limit_s(self.time) // 4)
 
+    @property
+    def limit(self) -> str:
+        """Return the time limit in words, and when the run is asked to save."""
+        return f"{duration(time_limit_s(self.time))}; the run is asked to save {duration(self.warning_s)} before it"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return what is probably not meant, although Slurm takes it."""
+        found, seconds = [], time_limit_s(self.time)
+        if re.fullmatch(r"\d+:\d+", self.time.strip()):
+            found.append(f"--time {self.time} is {duration(seconds)} to Slurm; for hours, write {self.time}:00")
+        elif seconds < PREFLIGHT_S:
+            found.append(f"--time {self.time} is {duration(seconds)}; the preflight alone may take {PREFLIGHT_S} s")
+        if self.warn_seconds and self.warn_seconds < SHORT_WARNING_S:
+            found.append(f"--warn {self.warn_seconds}: a step and a save must fit into {self.warn_seconds} s")
+        return tuple(found)
+
 
 def time_limit_s(text: str) -> int:
     """Parse a Slurm time into seconds: `90`, `1:30`, `24:00:00`, `2-12`, `2-12:00`, `2-12:00:00`."""
@@ -144,6 +170,8 @@ def time_limit_s(text: str) -> int:
         hours, minutes, seconds = numbers
     else:
         hours, minutes, seconds = 0, *(numbers + [0])[:2]
+    if max(minutes if days or len(numbers) == 3 else 0, seconds) > 59:
+        raise LaunchError(f"time {text!r}: minutes and seconds after a colon are at most 59")
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
@@ -177,6 +205,7 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
         "WHEN_TIME_IS_UP": "exit" if request.chain > 1 else "requeue",
         "CONTAINER": request.container or "",
     }
+    variables |= request.settings
     if request.container:
         variables["CONTAINER_MOUNTS"] = ",".join(request.mounts)
     if request.evaluate is not None:
@@ -187,6 +216,7 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
         [
             "#!/bin/bash",
             f"# Training of {run.root.name}, written by `blackmamba launch`. Jobs of one run wait for each other.",
+            "# CODE is a copy made at launch; its scripts/slurm/train_job.sh is what the job does. PYTHON is no copy.",
             *(f"#SBATCH {_quoted(wish)}" for wish in wishes if wish),
             "",
             *(["# PYTHON is the interpreter in the image, not the one that launched."] if request.container else []),

@@ -17,7 +17,7 @@ def take_snapshot(folder: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         for name in ("megatron_blackmamba", "configs", "scripts"):
-            shutil.copytree(_home(name), temporary / name, ignore=UNWANTED)
+            shutil.copytree(home(name), temporary / name, ignore=UNWANTED)
         (temporary / "version.txt").write_text(_version(), encoding="utf-8")
         os.replace(temporary, folder)
         sync_folder(folder.parent)
@@ -25,7 +25,7 @@ def take_snapshot(folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _home(name: str) -> Path:
+def home(name: str) -> Path:
     """Return a folder of the repository; if installed, configs and scripts are inside the package."""
     inside = PACKAGE / name
     return inside if inside.is_dir() else PACKAGE.parent / name

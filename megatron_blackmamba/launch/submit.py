@@ -15,14 +15,24 @@ from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats.atomic import write_text
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.launch.job import EVALUATE_JOB, JobRequest, LaunchError, job_name, render, render_evaluation
-from megatron_blackmamba.launch.snapshot import take_snapshot
+from megatron_blackmamba.launch.job import (
+    EVALUATE_JOB,
+    SETTINGS,
+    JobRequest,
+    LaunchError,
+    job_name,
+    render,
+    render_evaluation,
+)
+from megatron_blackmamba.launch.snapshot import home, take_snapshot
 from megatron_blackmamba.plan import gpus
 from megatron_blackmamba.plan.estimate import Asked, make_plan
 from megatron_blackmamba.plan.table import refusal, warnings
 
 MIXTURE_FILE = "mixture.yaml"
 """The mixture of a launch as it was, beside its config."""
+NO_CONTROLLER = re.compile("contact slurm controller|connect failure|zero-bytes were transmitted", re.IGNORECASE)
+"""What sbatch says where Slurm's programs are installed but its controller does not answer."""
 GPU_FILE = "gpu.yaml"
 """The description given with --gpu, as it was at launch."""
 
@@ -35,6 +45,8 @@ class Launch:
     folder: Path
     """Code, config and job as submitted."""
     script: str
+    limit: str
+    """The time limit in words."""
     missing_data: str | None = None
     """Why training could not read its data, if so."""
     warnings: tuple[str, ...] = ()
@@ -50,6 +62,7 @@ class Launch:
             "jobs": list(self.jobs),
             "waits_for": list(self.waits_for),
             "script": self.script,
+            "limit": self.limit,
             "missing_data": self.missing_data,
             "warnings": list(self.warnings),
         }
@@ -59,7 +72,7 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     """Return what would be submitted, without side effects; raise LaunchError if it cannot work or fit."""
     run = RunFolder(Path(config.folder).resolve() / config.name)
     if run.done.exists():
-        raise LaunchError(f"{run.root} is complete: Use another run name (name=...)")
+        raise LaunchError(f"{run.root} is complete: use another run name (name=...)")
     asked = Asked(request.nodes, request.tasks_per_node, gpus.find(request.gpu), gpu_option=request.gpu)
     plan = make_plan(config, asked)
     trouble = plan.placed and refusal(plan.placed)
@@ -73,8 +86,9 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
         request = _in_container(config, request, run)
     if Path(request.gpu).is_file() and request.gpu.lower() not in gpus.KNOWN:
         request = replace(request, gpu=str(folder / GPU_FILE))
+    request = replace(request, settings={name: os.environ[name] for name in SETTINGS if os.environ.get(name)})
     script = _rendered(config, request, run, folder)
-    return Launch(run, folder, script, plan.missing_data, tuple(warnings(plan)))
+    return Launch(run, folder, script, request.limit, plan.missing_data, (*request.warnings, *warnings(plan)))
 
 
 def _in_container(config: RunConfig, request: JobRequest, run: RunFolder) -> JobRequest:
@@ -129,8 +143,18 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
             jobs.append(_sbatch(script))
     except LaunchError as error:
         queued = f"\nIn the queue already: {', '.join(jobs)} (scancel {' '.join(jobs)} takes them back)" if jobs else ""
+        if not jobs:
+            _take_back(launch)
         raise LaunchError(f"{error}{queued}") from None
     return replace(launch, jobs=tuple(jobs), waits_for=before)
+
+
+def _take_back(launch: Launch) -> None:
+    """Remove a launch that Slurm refused, and the run's folder if there is nothing else in it."""
+    shutil.rmtree(launch.folder)
+    with contextlib.suppress(OSError):
+        for folder in (launch.run.logs, launch.run.launches, launch.run.root):
+            folder.rmdir()
 
 
 def announce(launch: Launch) -> str:
@@ -143,6 +167,7 @@ def announce(launch: Launch) -> str:
         [
             f"Submitted {jobs}: {launch.run.root}",
             *([waits] if before else []),
+            f"  time limit                    {launch.limit}",
             f"  code and config as launched   {launch.folder}",
             f"  follow the job                tail -F {shlex.quote(f'{logs}/{first}.log')}",
             f"  follow rank 0                 tail -F {shlex.quote(f'{logs}/{first}/rank-0.log')}",
@@ -166,6 +191,11 @@ def interpreter(container: str | None) -> str:
     return "python3" if container else sys.executable
 
 
+def job_body() -> Path:
+    """Return the script that a job runs, of this checkout or installation; a launch copies it."""
+    return home("scripts") / "slurm/train_job.sh"
+
+
 def _queued(run: RunFolder) -> tuple[str, ...]:
     """Return the jobs of the run that are queued or running, which new ones wait for; empty if Slurm does not say."""
     command = ["squeue", "--noheader", "--me", f"--name={job_name(run)}", "--format=%A"]
@@ -182,7 +212,11 @@ def _sbatch(script: Path) -> str:
     }
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, env=clean)
     if done.returncode:
-        raise LaunchError(f"Slurm refused {script}:\n{done.stderr.strip()}")
+        advice = "\nNo Slurm controller answers here: launch from a login node of the cluster, or use --dry-run"
+        unreachable = NO_CONTROLLER.search(done.stderr)
+        raise LaunchError(
+            f"Slurm refused the job (--dry-run prints it):\n{done.stderr.strip()}{advice if unreachable else ''}"
+        )
     return done.stdout.strip().partition(";")[0]
 
 

@@ -13,16 +13,20 @@ NODE_COUNTS = 3
 def advice(config: RunConfig, cluster: Cluster, fitting_nodes: Sequence[int]) -> str:
     """Return what fits and works, a line each: other batches, other layouts, other node counts."""
     nodes = cluster.world_size // cluster.gpus_per_node
-    found = [*layouts.with_near_batches(config, cluster), *layouts.suggest(config, cluster, LAYOUTS)]
+    batches = layouts.with_near_batches(config, cluster)
+    found = [(nodes, each) for each in (*batches, *layouts.suggest(config, cluster, LAYOUTS))]
+    fewer = layouts.on_fewer_nodes(config, cluster)
+    found += [fewer] if fewer and fewer[1].overrides(config) else []  # others are listed as they are
     lines = [
-        f"{each.overrides(config)} on {_nodes(nodes)}: {_speed(each.seconds_per_step, each.tokens_per_second(config))}"
-        for each in found
+        f"{each.overrides(config)} on {_nodes(count)}: {_speed(each.seconds_per_step, each.tokens_per_second(config))}"
+        for count, each in found
     ]
     near = sorted(sorted(fitting_nodes, key=lambda count: abs(count - nodes))[:NODE_COUNTS])
     lines += [f"as it is on {_nodes(count)}: {speed}" for count in near if (speed := _as_it_is(config, cluster, count))]
     if not lines:
         return "What works: nothing near it. Try another number of nodes or another training.global_batch."
-    return "\n  ".join(["What works (calculated, at best):", *lines])
+    said = "\n  ".join(["What works (calculated, at best):", *lines])
+    return f"{said}\nAnother training.global_batch trains another model: steps and noise change." if batches else said
 
 
 def _as_it_is(config: RunConfig, cluster: Cluster, nodes: int) -> str:

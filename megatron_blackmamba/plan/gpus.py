@@ -101,8 +101,10 @@ def find(name: str) -> Gpu:
         return KNOWN[name.lower()]
     path = Path(name)
     if not path.is_file():
-        fields = "; ".join(f"{name} ({field.description})" for name, field in FIELDS.items())
-        raise GpuError(f"no GPU {name!r}: use {', '.join(KNOWN)}, or a YAML file with name; {fields}")
+        raise GpuError(
+            f"no GPU {name!r}: use {', '.join(KNOWN)}, or a YAML file with name, {', '.join(FIELDS)}"
+            " (docs/planning.md explains them)"
+        )
     try:
         return Gpu.model_validate(read_yaml(path))
     except ValidationError as error:

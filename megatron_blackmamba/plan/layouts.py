@@ -94,6 +94,17 @@ def with_near_batches(config: RunConfig, cluster: Cluster) -> list[Candidate]:
     return [candidate for sizes in sized for candidate in _fastest(config, sizes, cluster)]
 
 
+def on_fewer_nodes(config: RunConfig, cluster: Cluster) -> tuple[int, Candidate] | None:
+    """Return the most nodes below the cluster's on which at most the micro-batch has to change, and its fastest one."""
+    for nodes in range(cluster.world_size // cluster.gpus_per_node - 1, 0, -1):
+        fewer = replace(cluster, world_size=nodes * cluster.gpus_per_node)
+        found = layout.with_own_batch(config, fewer.world_size)
+        fitting = _fastest(config, list(_sized(config, found, fewer.world_size)), fewer) if found else []
+        if fitting:
+            return nodes, fitting[0]
+    return None
+
+
 def _fastest(config: RunConfig, sized: list[Layout], cluster: Cluster) -> list[Candidate]:
     """Return the fastest of a layout's micro-batches that fit, as a list of one; empty if none fits."""
     fitting = [candidate for one in sized if (candidate := _least_recomputing(config, one, cluster))]

@@ -115,7 +115,7 @@ def _storage(plan: Plan) -> Table:
         step = plan.placed.seconds_per_step
         if needed.every:
             interval = needed.every * step
-            table.add_row("one is written every", _duration(interval))
+            table.add_row("one is written every", duration(interval))
             rate = needed.checkpoint / interval
             hint = "; a larger checkpoint.every lowers it" if rate > HIGH_WRITE_RATE else ""
             table.add_row("write rate, if it takes a whole interval", f"{rate / 1e6:,.1f} MB/s{hint}")
@@ -134,7 +134,7 @@ def _size(size: int) -> str:
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return a time in the largest unit of which it has at least two."""
     for unit, length in (("days", 86400), ("hours", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -219,15 +219,15 @@ def _time(plan: Plan, placed: Placed) -> Table:
     table = _grid(f"\nTime at {placed.mfu:.1%} MFU ({how})", "")
     table.add_row("a step", f"{placed.seconds_per_step:.3f} s")
     table.add_row("tokens a second", f"{config.tokens_per_step / placed.seconds_per_step:,.0f}")
-    table.add_row("the run", _duration(seconds))
+    table.add_row("the run", duration(seconds))
     table.add_row("GPU-hours", f"{seconds / 3600 * placed.gpus:,.{0 if seconds > 3600 else 2}f}")
     table.add_row(
         f"one failure every (at {lost.failures:g} per node and month)",
-        _duration(lost.seconds_between_failures),
+        duration(lost.seconds_between_failures),
     )
     table.add_row("lost per failure, with the restart", f"{lost.lost_per_failure / 60:.0f} min")
     table.add_row("goodput", f"{lost.share:.2%}")
-    table.add_row("the run with failures", _duration(seconds / lost.share))
+    table.add_row("the run with failures", duration(seconds / lost.share))
     return table
 
 
@@ -241,9 +241,11 @@ def _scaling(title: str, rows: tuple[Row, ...]) -> Table:
 
 
 def _suggestions(plan: Plan, placed: Placed) -> Table:
-    table = _grid("\nLayouts that fit, fastest at best first", "\nGiB", "\ns a step", "\ntokens a second", "\nwhy")
+    table = _grid("\nLayouts that fit, fastest at best first", "\nGiB", "\ns a step", "M tokens\na second", "\nwhy")
     for candidate in placed.suggestions:
         memory, seconds = f"{candidate.memory_gib:.1f}", f"{candidate.seconds_per_step:.3f}"
-        speed = f"{candidate.tokens_per_second(plan.config):,.0f}"
+        speed = f"{candidate.tokens_per_second(plan.config) / 1e6:,.3f}"
         table.add_row(candidate.overrides(plan.config), memory, seconds, speed, candidate.time.described())
+    words = [word for candidate in placed.suggestions for word in candidate.overrides(plan.config).split()]
+    table.columns[0].min_width = max(map(len, words), default=None)  # to be copied, so never shortened
     return table

@@ -85,24 +85,27 @@ def _results(runs: Sequence[Compared]) -> Rows:
         ["tokens", *(short(run.history.last["consumed_tokens"]) for run in runs)],
         ["training FLOPs", *(f"{run.along('flops', run.tokens.step[-1:])[0]:.2e}" for run in runs)],
     ]
-    for axis, label in (("tokens", "tokens"), ("flops", "FLOPs")):
+    for axis in ("tokens", "flops"):
         end = common_end(runs, axis)
         losses = [run.averaged_loss(axis, end) for run in runs]
         averaged = [f"{_number(loss)} ({steps} step{'s' * (steps > 1)})" for loss, steps in losses]
-        rows.append([f"training loss at {short(end)} {label}, mean of the last steps", *averaged])
+        place = f"{end:.2e} FLOPs" if axis == "flops" else f"{short(end)} tokens"
+        rows.append([f"training loss at {place}, mean of the last steps", *averaged])
         validation = [_validation_at(run, axis, end) for run in runs]
-        rows.append([f"validation loss at {short(end)} {label}", *validation])
+        rows.append([f"validation loss at {place}", *validation])
     return [
         *rows,
         ["tokens/s, median", *(short(_median(run, "speed/tokens_per_second")) for run in runs)],
-        ["processes", *(", ".join(map(str, run.history.processes)) or "–" for run in runs)],
+        ["processes", *(", ".join(map(str, run.history.processes)) or "not recorded" for run in runs)],
         ["memory", *(_memory(run) for run in runs)],
     ]
 
 
 def _validation_at(run: Compared, axis: str, place: float) -> str:
-    loss = _number(run.validation_at(axis, place))
-    return loss if loss == "–" or run.validated_at(axis, place) else f"{loss} (interpolated)"
+    loss = run.validation_at(axis, place)
+    if not np.isfinite(loss):
+        return "not validated by then"
+    return f"{loss:.4f}" if run.validated_at(axis, place) else f"{loss:.4f} (interpolated)"
 
 
 def _scores(runs: Sequence[Compared]) -> Rows:
@@ -115,7 +118,7 @@ def _scores(runs: Sequence[Compared]) -> Rows:
                 f"{each[task].metrics[metric]:.4g} ± {each[task].errors.get(metric, float('nan')):.2g}"
                 + (f" ({each[task].key.encoding} encoding)" if mixed else "")
                 if task in each and metric in each[task].metrics
-                else "–"
+                else "not scored"
                 for each in results
             ]
             rows.append([f"{task} {metric}", *cells])
@@ -178,12 +181,12 @@ def _median(run: Compared, scalar: str) -> float:
 
 def _memory(run: Compared) -> str:
     series = run.history.scalars.get("speed/memory_bytes")
-    return "–" if series is None else f"{np.nanmax(series.value) / 2**30:.2f} GiB"
+    return "not recorded" if series is None else f"{np.nanmax(series.value) / 2**30:.2f} GiB"
 
 
 def _number(value: float) -> str:
-    return "–" if not np.isfinite(value) else f"{value:.4f}"
+    return "not finite" if not np.isfinite(value) else f"{value:.4f}"
 
 
 def _value(value: object) -> str:
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

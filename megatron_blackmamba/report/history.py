@@ -129,11 +129,15 @@ def read_history(run: Path) -> History:
     """Read everything that the report shows, from a finished or unfinished run."""
     folder = RunFolder(run)
     if not folder.config.is_file():
+        if launched(folder):
+            raise ReportError(f"{run} was launched but has not begun: look at squeue --me and {folder.logs}")
         inside = [path.parent for path in sorted(run.glob(f"*/{folder.metrics.name}"))]
         hint = f"did you mean {inside[0]}?" if inside else "Name a folder such as runs/tiny"
         raise ReportError(f"{run} is not a run: it has no {folder.config.name}. {hint}")
     recorded = _read(folder.metrics)
     if not recorded.last:
+        if folder.latest.is_file() or folder.done.is_file():
+            raise ReportError(f"{folder.metrics} has no steps, although the run has saved: it was removed or emptied")
         raise ReportError(f"{run} has no step in {folder.metrics.name} yet: try again after its first step")
     happened = [occurrence.event for occurrence in read_events(folder.events)]
     begun = [event for event in happened if isinstance(event, Started | Resumed)]
@@ -149,13 +153,18 @@ def read_history(run: Path) -> History:
         last=recorded.last,
         skipped=[(step, bad.get(step) or recorded.notes.get(step, "not applied")) for step in sorted(recorded.skipped)],
         remarks=_remarks(happened, recorded),
-        restarts=[event.step or 0 for event in of_kind(happened, Resumed)],
+        restarts=[step for e in of_kind(happened, Resumed) if (step := e.step or 0) < recorded.last["step"]],
         rewinds=[event.to for event in of_kind(happened, Rewound)],
         changes=_changes(of_kind(happened, Resumed)),
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},
         spikes=of_kind(happened, Spike),
         processes=list(dict.fromkeys(event.processes for event in begun if event.processes)),
     )
+
+
+def launched(run: RunFolder) -> bool:
+    """Return whether a job of the run was submitted, and none of its jobs has written the run's config yet."""
+    return not run.config.is_file() and any(run.launches.glob("*/job.sbatch"))
 
 
 @dataclass(frozen=True)

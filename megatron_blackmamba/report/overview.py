@@ -17,7 +17,7 @@ from megatron_blackmamba.formats import events, step_records
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.report.history import ReportError
+from megatron_blackmamba.report.history import ReportError, launched
 from megatron_blackmamba.training.lock import is_held
 
 TAIL = 1 << 18
@@ -25,6 +25,8 @@ TAIL = 1 << 18
 SILENT_STEPS = 20
 """A run of which only the age of its last record is known is not training after the time of this many steps."""
 SILENT_SECONDS = 120.0
+SIGNS = ("config.yaml", "metrics.jsonl", "launch/*/job.sbatch")
+"""Files of which every run's folder has one."""
 STARTS = (events.Started.kind, events.Resumed.kind)
 ENDS = {
     events.Done.kind: "finished",
@@ -40,7 +42,7 @@ class Overview:
 
     name: str
     state: str
-    """not started, training, finished, requeue (saved on request, start it again), stopped, gave up or failed."""
+    """launched, not started, training, finished, requeue (saved, start it again), stopped, gave up or failed."""
     step: int | None = None
     steps: int | None = None
     tokens: int | None = None
@@ -59,16 +61,14 @@ def overviews(folder: Path) -> list[Overview]:
         return [_overview(RunFolder(folder), folder.resolve().name)]
     roots = []
     for inside in sorted(folder.iterdir()):
-        nested = sorted(
-            path.parent for path in inside.glob("*/config.yaml") if _is_run(path.parent)
-        )  # as the quickstart's run
-        roots += [inside] if _is_run(inside) else nested
+        nested = {inside / path.relative_to(inside).parts[0] for sign in SIGNS for path in inside.glob(f"*/{sign}")}
+        roots += [inside] if _is_run(inside) else sorted(filter(_is_run, nested))  # as the quickstart's run
     return [_overview(RunFolder(root), str(root.relative_to(folder))) for root in roots]
 
 
 def _is_run(folder: Path) -> bool:
     """Return whether a folder is a run's; saved weights have a config too, and a manifest."""
-    return RunFolder(folder).config.is_file() and not (folder / "manifest.json").exists()
+    return not (folder / "manifest.json").exists() and any(next(folder.glob(sign), None) for sign in SIGNS)
 
 
 def _overview(run: RunFolder, name: str) -> Overview:
@@ -103,6 +103,8 @@ def _state(run: RunFolder, step_seconds: float) -> str:
         return "training"
     if run.requeue.exists():
         return "requeue"
+    if launched(run) and not run.metrics.exists():
+        return "launched"
     kinds = [event["kind"] for event in _last_records(run.events, events.parse_line)]
     last = next((kind for kind in reversed(kinds) if kind in STARTS or kind in ENDS), None)
     if last in ENDS:

@@ -148,6 +148,14 @@ def nearest_batches(config: RunConfig, world_size: int) -> list[Layout]:
     return [Layout(config.parallel, _micro_batch(config, share), share * data) for share in shares]
 
 
+def with_own_batch(config: RunConfig, world_size: int) -> Layout | None:
+    """Return the config's own layout and batch with a micro-batch that divides it; None if no micro-batch does."""
+    batch, wrong = config.training.global_batch, _layout_problems(config, config.parallel, world_size)
+    if wrong or batch % data_parallel_size(config.parallel, world_size):
+        return None
+    return Layout(config.parallel, _micro_batch(config, batch // data_parallel_size(config.parallel, world_size)))
+
+
 def loses_bits(config: RunConfig, micro_batches: int) -> bool:
     """Return whether the config's precision is too low to add up the gradients of this many micro-batches."""
     return config.optimizer.gradients == "bf16" and micro_batches > MOST_IN_BF16

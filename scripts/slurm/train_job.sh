@@ -9,6 +9,9 @@
 #   CODE, PYTHON      the checkout (or snapshot) to run, and the interpreter with its requirements
 #   CONTAINER         optional: an image for srun's --container-image, or a .sif file for apptainer
 #   RESTARTS          how often crashed or hung ranks start again inside the job (3); a new checkpoint resets the count
+#   PREFLIGHT         all (the default), or nodes: do not check all ranks together
+#   PREFLIGHT_SECONDS time limit of each of the two checks (300)
+#   DOCTOR_OPTIONS    more options of `blackmamba doctor`, such as --threshold disk=20
 #   EVALUATE_JOB      optional: a job script that scores the checkpoint it is given; KEEP_EVERY says which to score
 #   WHEN_TIME_IS_UP   requeue: the job goes back into the queue by itself; exit: the next job of a chain continues
 #
@@ -20,6 +23,7 @@ BLACKMAMBA=("$PYTHON" -m megatron_blackmamba)
 RESTART=${SLURM_RESTART_COUNT:-0}
 RESTARTS=${RESTARTS:-3}
 STUCK_SECONDS=${STUCK_SECONDS:-90} # longer than KillWait of Slurm, which is 30 by default
+PREFLIGHT_SECONDS=${PREFLIGHT_SECONDS:-300}
 TRY=1
 LOGS=$RUN_FOLDER/logs/$SLURM_JOB_ID
 NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -45,9 +49,10 @@ refuse() { say "refused: $*" && exit 2; }
 # In bash a word counts as 0 and a negative number of restarts never ends.
 refuse_odd_settings() {
     local name
-    for name in RESTARTS STUCK_SECONDS GPUS_PER_NODE KEEP_EVERY; do
+    for name in RESTARTS STUCK_SECONDS PREFLIGHT_SECONDS GPUS_PER_NODE KEEP_EVERY; do
         [[ ${!name:-0} =~ ^[0-9]{1,6}$ ]] || refuse "$name=${!name} is not a whole number from 0 on"
     done
+    [ "$PREFLIGHT_SECONDS" -ge 10 ] || refuse "PREFLIGHT_SECONDS=$PREFLIGHT_SECONDS is less than 10"
     [[ $WHEN_TIME_IS_UP =~ ^(requeue|exit)$ ]] || refuse "WHEN_TIME_IS_UP=$WHEN_TIME_IS_UP is neither requeue nor exit"
     [[ ${PREFLIGHT:-all} =~ ^(all|nodes)$ ]] || refuse "PREFLIGHT=$PREFLIGHT is neither all nor nodes"
 }
@@ -95,14 +100,16 @@ check_plan() {
 }
 
 # Every node checks itself, then all ranks are checked together (PREFLIGHT=nodes omits that). Sets UNFIT to the nodes
-# that fail. DOCTOR_OPTIONS holds more options of `blackmamba doctor`, such as --threshold disk=20.
+# that fail.
 preflight() {
     local reports=$LOGS/preflight-$RESTART node
     mkdir -p "$reports"
     say "preflight of $SLURM_NNODES nodes, reports in $reports"
     srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --output="${reports//%/%%}/%N.txt" "${SRUN_CONTAINER[@]}" \
-        bash -c 'timeout 300 "${@:2}" && touch "$1/$SLURMD_NODENAME.fit"' bash "$reports" "${LAUNCHER[@]}" \
-        "${BLACKMAMBA[@]}" doctor --quick --folder "$RUN_FOLDER" --gpus "$GPUS_PER_NODE" ${DOCTOR_OPTIONS:-}
+        bash -c 'timeout "$2" "${@:3}" && touch "$1/$SLURMD_NODENAME.fit"
+            [ $? -ne 124 ] || echo "no answer within $2 s; PREFLIGHT_SECONDS sets this limit"' \
+        bash "$reports" "$PREFLIGHT_SECONDS" "${LAUNCHER[@]}" "${BLACKMAMBA[@]}" \
+        doctor --quick --folder "$RUN_FOLDER" --gpus "$GPUS_PER_NODE" ${DOCTOR_OPTIONS:-}
     UNFIT=()
     for node in $NODES; do [ -e "$reports/$node.fit" ] || UNFIT+=("$node"); done
     if [ ${#UNFIT[@]} -ne 0 ]; then
@@ -112,14 +119,16 @@ preflight() {
     [ "${PREFLIGHT:-all}" = nodes ] || preflight_together "$reports"
 }
 
-# All ranks of the job, as in training. The file `unfit` appears with the verdict; without one, the head node is at fault.
+# All ranks of the job, as in training. The file `unfit` appears with the verdict. Without one, the head node is at fault
+# if other ranks got as far as saying so.
 preflight_together() {
     local reports=$1
     say "preflight of $SLURM_NTASKS ranks together"
     rm -f "$reports/unfit"
     srun --kill-on-bad-exit=0 --output="${reports//%/%%}/rank-%t.txt" "${SRUN_CONTAINER[@]}" \
-        bash -c 'exec timeout --kill-after=10 300 "$@"' bash "${LAUNCHER[@]}" "${BLACKMAMBA[@]}" doctor "${CONFIG[@]}" \
-        --all-ranks --folder "$RUN_FOLDER" --unfit "$reports/unfit" ${DOCTOR_OPTIONS:-}
+        bash -c 'exec timeout --kill-after=10 "$@"' bash "$PREFLIGHT_SECONDS" "${LAUNCHER[@]}" "${BLACKMAMBA[@]}" \
+        doctor "${CONFIG[@]}" --all-ranks --limit $((PREFLIGHT_SECONDS * 4 / 5)) \
+        --folder "$RUN_FOLDER" --unfit "$reports/unfit" ${DOCTOR_OPTIONS:-}
     cat "$reports/rank-0.txt"
     if [ -e "$reports/unfit" ]; then
         mapfile -t UNFIT <"$reports/unfit"
@@ -130,9 +139,14 @@ preflight_together() {
         idle_start
         requeue
     fi
-    say "no verdict within 300 s. What the other ranks said:"
+    say "no verdict within $PREFLIGHT_SECONDS s; PREFLIGHT_SECONDS sets this limit. What the ranks said:"
     tail -n 3 "$reports"/rank-*.txt
-    UNFIT=("$MASTER_ADDR")
+    UNFIT=()
+    if grep -q '^rank [0-9]* on ' "$reports"/rank-*.txt; then
+        UNFIT=("$MASTER_ADDR")
+    else
+        say "no rank got as far as the check: does Python start that slowly here?"
+    fi
     return 1
 }
 

@@ -183,6 +183,41 @@ def test_missing_or_unreadable_files_are_named(run, checkpoints, name):
         checkpoints().newest()
 
 
+def shard(run):
+    return next(run.checkpoint(7).glob("*.distcp"))
+
+
+def test_missing_or_cut_shard_is_named_before_anything_is_loaded(run):
+    path = shard(run)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(DamagedCheckpoint, match=rf"{path.name}: {len(whole) - 1:,} bytes, its manifest says"):
+        CheckpointReader(run.root)
+    path.unlink()
+    with pytest.raises(DamagedCheckpoint, match=rf"{path.name}: missing"):
+        CheckpointReader(run.root)
+
+
+def test_shard_that_cannot_be_read_is_named(run):
+    """Of the right size, so that only reading a weight finds it."""
+    path = shard(run)
+    path.write_bytes(b"\0" * path.stat().st_size)
+    reader = CheckpointReader(run.root)
+    with pytest.raises(DamagedCheckpoint, match=rf"{path.name}: its content changed"):
+        for _ in reader.tensors():
+            pass
+
+
+def test_removed_checkpoints_of_a_complete_run_are_named_as_such(run):
+    run.config.touch()
+    (run.root / "checkpoints").rename(run.root / "elsewhere")
+    with pytest.raises(DamagedCheckpoint, match="has not saved a checkpoint yet"):
+        CheckpointReader(run.root)
+    run.done.touch()
+    with pytest.raises(DamagedCheckpoint, match="this run is complete, but its checkpoints were removed"):
+        CheckpointReader(run.root)
+
+
 def test_flipped_bytes_never_end_in_a_traceback(run):
     """Each small file is damaged in 60 ways, and the manifest says that this is right."""
     chance = random.Random(7)

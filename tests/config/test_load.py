@@ -77,6 +77,8 @@ def test_a_tilde_in_a_path_is_the_home(write, monkeypatch):
         ("model.expert=4", "did you mean 'model.experts'?"),
         ("optimizer.lr=1", "did you mean 'optimizer.learning_rate'?"),
         ("micro_batch=4", "did you mean 'training.micro_batch'?"),
+        ("training.stesp=60", "did you mean 'training.steps'?"),
+        ("stesp=60", "did you mean 'training.steps'?"),
         ("parallel.exprt=2", "did you mean 'parallel.expert'?"),
         ("model.router.iteration=2", "did you mean 'model.router.iterations'?"),
         ("zzz=1", "a run has: name"),

@@ -1,5 +1,8 @@
 """Configs that another version of the program saved."""
 
+import shlex
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -15,6 +18,7 @@ from megatron_blackmamba.config import (
     to_yaml,
 )
 from megatron_blackmamba.config.migrations import Migration, assume, remove, rename
+from megatron_blackmamba.formats.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -156,3 +160,51 @@ def test_old_and_new_key_together_are_refused(tmp_path):
     path.write_text(yaml.safe_dump({"include": str(find("tiny")), "init": {"from": "a"}, "start": {"from": "b"}}))
     with pytest.raises(ConfigError, match=r"mine.yaml: init.from and start.from are the same key.*Remove init.from"):
         load(path)
+
+
+@pytest.fixture
+def saved_run(tmp_path, monkeypatch):
+    """A run that trained in runs/old of this directory."""
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(tmp_path / "runs" / "old")
+    for folder in (run.root, run.checkpoints, run.checkpoint(7), run.launches / "001"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(load("tiny", ["name=old", "folder=runs"])))
+    run.metrics.touch()
+    return run.root
+
+
+INSIDE = ("config.yaml", "checkpoints/step_00000007/config.yaml", "launch/001/config.yaml")
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_config_of_a_moved_run_does_not_train_in_its_old_folder(saved_run, inside):
+    """It would begin anew there and leave the moved checkpoints alone."""
+    assert load(saved_run / inside, to_train=True).name == "old"
+    moved = saved_run.rename(saved_run.with_name("new name"))
+    with pytest.raises(ConfigError, match=r"but trains in .*/runs/old") as raised:
+        load(moved / inside, to_train=True)
+    advised = shlex.split(str(raised.value).partition("add ")[2].partition(";")[0])
+    run = load(moved / inside, advised, to_train=True)
+    assert Path(run.folder) / run.name == moved
+    assert load(moved / inside, ["name=other"], to_train=True).name == "other"
+
+
+def test_config_of_a_run_is_refused_in_another_directory(saved_run, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=f"name=old folder={saved_run.parent}"):
+        load(saved_run / "config.yaml", to_train=True)
+    with pytest.warns(FutureWarning, match="belongs to the run in"):  # what does not train may read it
+        assert load(saved_run / "config.yaml").name == "old"
+
+
+def test_copied_config_is_a_run_of_its_own(saved_run, tmp_path):
+    (tmp_path / "copy.yaml").write_text((saved_run / "config.yaml").read_text())
+    assert load("copy.yaml", to_train=True).name == "old"
+
+
+def test_run_in_a_linked_folder_is_not_moved(saved_run, tmp_path):
+    saved_run.rename(tmp_path / "disk")
+    saved_run.symlink_to(tmp_path / "disk")
+    assert load(saved_run / "config.yaml", to_train=True).name == "old"

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -376,29 +377,31 @@ def test_a_process_killed_while_it_fetches_leaves_the_cache_to_another(s3, serve
     ]
 
 
-def test_a_process_that_is_waited_for_is_named(tmp_path, monkeypatch, capsys):
+def test_a_process_that_is_waited_for_is_named(tmp_path, monkeypatch):
     """A stopped process keeps its locks."""
+    said: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(remote, "PATIENCE", 0.1)
+    monkeypatch.setattr(remote, "print", lambda line, **_: said.put(line), raising=False)
     hold = "import sys, pathlib; from megatron_blackmamba.formats.remote import one_at_a_time\n"
     hold += "with one_at_a_time(pathlib.Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", hold, str(tmp_path / "web")]
+
+    def wait():
+        with remote.one_at_a_time(tmp_path / "web"):
+            pass
+
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         holder.send_signal(signal.SIGSTOP)
-        said = ""
-
-        def wait():
-            with remote.one_at_a_time(tmp_path / "web"):
-                pass
-
         waiting = threading.Thread(target=wait)
         waiting.start()
-        while waiting.is_alive() and "waiting" not in said:
-            said += capsys.readouterr().err
-        holder.send_signal(signal.SIGCONT)
-        holder.stdin.close()
-        waiting.join(60)
-    assert f"waiting for process {holder.pid}, which fetches {tmp_path}/web" in said and not waiting.is_alive()
+        try:
+            assert f"waiting for process {holder.pid}, which fetches {tmp_path}/web" in said.get(timeout=60)
+        finally:
+            holder.send_signal(signal.SIGCONT)
+            holder.stdin.close()
+            waiting.join(60)
+    assert not waiting.is_alive()
 
 
 def test_missing_objects_are_named(s3, shards, tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,12 @@ def first_hour(tmp_path, monkeypatch):
     record = {"step": 1, "loss": 1.0, "consumed_samples": 16, "consumed_tokens": 2048, "speed/tokens_per_second": 1.0}
     record |= {"learning_rate": 1e-3, "grad_norm": 1.0, "speed/step_seconds": 1.0}
     (tmp_path / "runs/tiny/metrics.jsonl").write_text(str(record).replace("'", '"') + "\n")
+    cut = tmp_path / "archive/tiny/checkpoints/step_00000001"
+    shutil.copytree(tmp_path / "runs/tiny", tmp_path / "archive/tiny")  # moved, without its weights
+    for file in manifest.REQUIRED:
+        (cut / file).touch()
+    listed = {file: manifest.describe(cut / file) for file in manifest.REQUIRED}
+    manifest.write(cut, 1, {**listed, "__0_0.distcp": {"bytes": 1, "sha256": "0" * 64}}, {})
     (tmp_path / "text.jsonl").write_text('{"text": "Once"}\n')
     monkeypatch.chdir(tmp_path)
 

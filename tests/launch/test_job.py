@@ -54,6 +54,9 @@ def test_warns_in_time_however_short_the_job():
         ({"chain": 0}, "chain is at least 1"),
         ({"restarts": -1}, "restarts must be 0 or more"),
         ({"time": "soon"}, "'soon'"),
+        ({"time": "1:75"}, "'1:75': minutes and seconds after a colon are at most 59"),
+        ({"time": "2:60:00"}, "at most 59"),
+        ({"time": "1-2:75"}, "at most 59"),
         ({"time": "10", "warn_seconds": 600}, "is before the start"),
         ({"gpus_per_node": 8, "processes_per_node": 4}, "a GPU has one process"),
         ({"options": ("--nodes=9",)}, "Use --nodes instead"),
@@ -133,6 +136,23 @@ def test_the_shipped_jobs_fit_the_runs_they_train(name, sequences):
 def test_numbers_and_options_slurm_would_misread_are_refused(changed, complaint):
     with pytest.raises(LaunchError, match=complaint):
         JobRequest(nodes=1, **changed)
+
+
+@pytest.mark.parametrize(
+    "changed, warned",
+    [
+        ({"time": "24:00"}, ["--time 24:00 is 24.0 min to Slurm; for hours, write 24:00:00"]),
+        ({"time": "3"}, ["--time 3 is 3.0 min; the preflight alone may take 600 s"]),
+        ({"time": "3:00:00", "warn_seconds": 5}, ["--warn 5: a step and a save must fit into 5 s"]),
+        *(({"time": time}, []) for time in ("90", "1-0", "1-2:30", "24:00:00", "600:00:00")),
+    ],
+)
+def test_times_that_are_probably_not_meant_are_remarked_on(changed, warned):
+    assert list(JobRequest(nodes=1, **changed).warnings) == warned
+
+
+def test_limit_is_said_in_words():
+    assert JobRequest(nodes=1, time="24").limit == "24.0 min; the run is asked to save 6.0 min before it"
 
 
 def test_names_reach_slurm_whole():

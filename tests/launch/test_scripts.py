@@ -27,7 +27,7 @@ def start(tmp_path):
     for name, body in {
         "scontrol": "echo node1",
         "squeue": 'for job in $RUNNING; do case " $* " in *--jobs=$job*) echo $job;; esac; done',
-        "srun": "echo srun started; exit 1",
+        "srun": 'echo srun started; eval "${SRUN:-exit 1}"',
     }.items():
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o755)
@@ -72,7 +72,7 @@ def test_a_folder_whose_job_has_ended_is_free(start, tmp_path):
     "setting",
     [
         *("RESTARTS=-1", "RESTARTS=three", "STUCK_SECONDS=1.5", "GPUS_PER_NODE=all", "KEEP_EVERY=x"),
-        *("WHEN_TIME_IS_UP=stop", "PREFLIGHT=no"),
+        *("WHEN_TIME_IS_UP=stop", "PREFLIGHT=no", "PREFLIGHT_SECONDS=5m"),
     ],
 )
 def test_odd_settings_are_refused_by_name(start, tmp_path, setting):
@@ -80,6 +80,29 @@ def test_odd_settings_are_refused_by_name(start, tmp_path, setting):
     done = start(**{name: value})
     assert done.returncode == 2 and f"refused: {setting} is n" in done.stdout and "srun started" not in done.stdout
     assert done.stderr == "" and not (tmp_path / "run").exists()
+
+
+CHECKS = """
+reports=$RUN_FOLDER/logs/42/preflight-0
+case " $* " in
+    *" --quick "*) touch "$reports/node1.fit" ;;
+    *" --all-ranks "*) echo " $* " >"$reports/call"; printf "$RANKS" | tee "$reports"/rank-{0,1}.txt >/dev/null ;;
+esac
+"""
+
+
+def test_slow_start_of_all_ranks_blames_no_node(start):
+    """The head node did not answer in time, but neither did any other rank get so far as to miss it."""
+    done = start(SRUN=CHECKS, RANKS="a warning of some library\n", PREFLIGHT_SECONDS="900")
+    assert "no verdict within 900 s" in done.stdout and "does Python start that slowly here?" in done.stdout
+    assert "Nothing is excluded" in done.stdout and done.returncode == 1
+
+
+def test_head_node_that_others_miss_is_left_out(start, tmp_path):
+    done = start(SRUN=CHECKS, RANKS="rank 1 on node2 cannot reach rank 0\n", PREFLIGHT_SECONDS="900")
+    assert "requeueing job 42 without node1" in done.stdout
+    call = (tmp_path / "run/logs/42/preflight-0/call").read_text()
+    assert " bash 900 " in call and " --limit 720 " in call
 
 
 def test_settings_of_the_site_win_over_the_file():

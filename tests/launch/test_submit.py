@@ -10,9 +10,16 @@ import pytest
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.launch import snapshot
-from megatron_blackmamba.launch.job import JobRequest, LaunchError, job_name
+from megatron_blackmamba.launch.job import SETTINGS, JobRequest, LaunchError, job_name
 from megatron_blackmamba.launch.snapshot import take_snapshot
-from megatron_blackmamba.launch.submit import _with_absolute_paths, announce, export_command, prepare, submit
+from megatron_blackmamba.launch.submit import (
+    _with_absolute_paths,
+    announce,
+    export_command,
+    job_body,
+    prepare,
+    submit,
+)
 from tests.data.corpus import write_mixture, write_shard
 
 
@@ -96,6 +103,43 @@ def fake_sbatch(tmp_path, monkeypatch):
 def test_interrupted_chain_names_the_submitted_jobs(tmp_path, fake_sbatch):
     with pytest.raises(LaunchError, match=r"too many\nIn the queue already: 41 \(scancel 41"):
         submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2, chain=2))
+
+
+@pytest.mark.parametrize(
+    "said, advised",
+    [
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", True),
+        ("sbatch: error: Batch job submission failed: Invalid account", False),
+    ],
+)
+def test_refused_submission_leaves_nothing(tmp_path, monkeypatch, said, advised):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\necho '{said}' >&2; exit 1\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with pytest.raises(LaunchError, match="Slurm refused the job") as raised:
+        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
+    assert said in str(raised.value) and ("launch from a login node" in str(raised.value)) == advised
+    assert not (tmp_path / "runs/tiny").exists()
+    (tmp_path / "runs/tiny/launch/001").mkdir(parents=True)  # of a launch that went through
+    with pytest.raises(LaunchError):
+        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
+    assert [path.name for path in (tmp_path / "runs/tiny/launch").iterdir()] == ["001"]
+
+
+def test_job_keeps_the_settings_of_its_launch(tmp_path, monkeypatch):
+    """A site that passes no variables on (--export=NONE) would drop them."""
+    monkeypatch.setenv("PREFLIGHT", "nodes")
+    monkeypatch.setenv("DOCTOR_OPTIONS", "--threshold disk=20")
+    monkeypatch.delenv("STUCK_SECONDS", raising=False)
+    script = prepare(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2)).script
+    assert "\nPREFLIGHT=nodes\n" in script and "\nDOCTOR_OPTIONS='--threshold disk=20'\n" in script
+    assert "STUCK_SECONDS" not in script
+
+
+def test_every_setting_is_one_of_the_job_body():
+    body = job_body().read_text()
+    assert all(f"${{{name}:-" in body for name in SETTINGS)
 
 
 def test_the_gpu_described_is_the_one_at_launch(tmp_path, fake_sbatch, monkeypatch):

@@ -133,16 +133,27 @@ def test_advice_counts_nodes_and_says_that_nothing_fits():
 
 def test_advice_leads_with_batches_and_prices_all():
     made = estimate.make_plan(load("blackmamba_1.5b"), Asked(32, 4, H100))
-    title, *lines = made.placed.advice.splitlines()
-    assert title.startswith("What works")
+    title, *lines, caution = made.placed.advice.splitlines()
+    assert title.startswith("What works") and caution.startswith("Another training.global_batch trains another model")
     batches = ["training.global_batch=896 training.micro_batch=7", "training.global_batch=1024 training.micro_batch=8"]
     assert [line.split(" on ")[0].strip() for line in lines[:2]] == batches
     assert not any("parallel.tensor=8" in line for line in lines)  # a node has 4 GPUs
     assert [re.findall(r"as it is on (\d+) nodes", line) for line in lines[-3:]] == [["6"], ["14"], ["42"]]
+    assert lines[-4].startswith("  training.micro_batch=9 on 28 nodes: ")  # 112 ranks, the batch of the config
     for line in lines:
         seconds, speed = re.fullmatch(r".*: ([\d.]+) s a step, ([\d,]+) tokens a second", line).groups()
         batch = int(re.findall(r"global_batch=(\d+)", line)[0]) if "global_batch" in line else 1008
         assert int(speed.replace(",", "")) == pytest.approx(batch * 2048 / float(seconds), rel=0.02)
+
+
+def test_suggestions_can_be_copied_from_a_narrow_terminal():
+    made = estimate.make_plan(load("blackmamba_1.5b"), Asked(16, 8, gpus.KNOWN["h200"], suggest=True))
+    screen = Console(width=80, file=io.StringIO())
+    table.show(made, screen)
+    shown = screen.file.getvalue()
+    words = {word for each in made.placed.suggestions for word in each.overrides(made.config).split()}
+    assert "training.global_batch=1024" in words and all(word in shown.split() for word in words)
+    assert "expert exchange" in " ".join(shown.split()) and "…" not in shown
 
 
 def test_memory_refusal_names_the_given_cluster():
@@ -181,7 +192,7 @@ def test_kept_checkpoints_are_counted_by_hand():
 
 def test_short_times_and_counts_have_fitting_units():
     hours, days, minutes = 3600, 86400, 60
-    shown = [table._duration(each) for each in (9.6 * hours, 2 * days, 5 * minutes, 1.5)]
+    shown = [table.duration(each) for each in (9.6 * hours, 2 * days, 5 * minutes, 1.5)]
     assert shown == ["9.6 hours", "2.0 days", "5.0 min", "1.5 s"]
     assert [table._count(each) for each in (9.74e10, 136_533, 512)] == ["97.400 B", "0.137 M", "512"]
 

@@ -19,6 +19,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import ReportError
 from megatron_blackmamba.report.compare import compare, render, tables
 from megatron_blackmamba.report.comparison import bootstrap, common_end, paired, read_all
+from megatron_blackmamba.report.history import read_history
 from megatron_blackmamba.report.overview import Overview, overviews, show
 
 SHARES = {"code": "3/4", "prose": "1/4"}
@@ -179,6 +180,34 @@ def test_runs_lists_states_and_losses(two, tmp_path):
         overviews(tmp_path / "none")
 
 
+def test_runs_list_a_launched_run_and_one_without_its_config(two, tmp_path):
+    (tmp_path / "queued/launch/001").mkdir(parents=True)
+    (tmp_path / "queued/launch/001/job.sbatch").touch()
+    (two[0] / "config.yaml").unlink()
+    found = {one.name: one for one in overviews(tmp_path)}
+    assert found["queued"].state == "launched" and found["queued"].step is None
+    assert found["first"].step == 60 and found["first"].steps is None
+    with pytest.raises(ReportError, match="queued was launched but has not begun: look at squeue"):
+        read_history(tmp_path / "queued")
+    (tmp_path / "queued/config.yaml").write_text(to_yaml(load("tiny")))  # a job of it has begun
+    assert overviews(tmp_path / "queued")[0].state == "not started"
+
+
+def test_emptied_metrics_of_a_run_that_saved_are_named(two):
+    (two[0] / "metrics.jsonl").write_text("")
+    with pytest.raises(ReportError, match="try again after its first step"):
+        read_history(two[0])
+    (two[0] / "done").touch()
+    with pytest.raises(ReportError, match="has no steps, although the run has saved"):
+        read_history(two[0])
+
+
+def test_start_that_trained_nothing_is_no_interruption(two):
+    record_event(two[0], "resumed", sample=16, step=40, steps_left=60, tokens_per_step=2048)
+    record_event(two[0], "resumed", sample=16, step=60, steps_left=0, tokens_per_step=2048)
+    assert read_history(two[0]).restarts == [40]
+
+
 def test_runs_list_a_run_one_folder_deeper(tmp_path):
     (tmp_path / "runs/quickstart").mkdir(parents=True)
     write_run(tmp_path / "runs/quickstart/quickstart", 10)
@@ -233,7 +262,7 @@ def test_comparison_shows_the_number_of_processes(two):
     record_event(two[0], "resumed", sample=32, steps_left=98, tokens_per_step=2048, processes=4)
     record_event(two[1], "started", steps=100, tokens_per_step=2048)  # an older version's
     results = tables(read_all(two))[0][2]
-    assert ["processes", "2, 4", "–"] in results
+    assert ["processes", "2, 4", "not recorded"] in results
 
 
 def test_runs_fit_a_terminal_of_80_columns():
