@@ -243,7 +243,8 @@ def summary(reports: list[Report]) -> list[str]:
 
         products = f"products {least('product')} GFLOP/s"
         network = f"pairs {least('pair')}, all-reduce {least('all_reduce')}, all-to-all {least('all_to_all')} GB/s"
-        lines.append(f"{node}: {len(ranks)} ranks, {products}, {network}")
+        counted = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+        lines.append(f"{node}: {counted}, {products}, {network}")
     return lines
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as FORMAT
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_blackmamba.checkpoint import CheckpointError, CheckpointReader, DamagedCheckpoint, manifest, safety
+from tests.checkpoint.files import replace_file
 
 
 class Asks:
@@ -57,15 +58,6 @@ def test_function_in_a_table_is_refused_unrun(tmp_path):
     with pytest.raises(CheckpointError, match="which no checkpoint needs"):
         safety.read_table(table(tmp_path, Asks(os.mkdir, str(tmp_path / "ran"))))
     assert not (tmp_path / "ran").exists()
-
-
-def replace(folder, name, content):
-    """Put another file into a checkpoint, its manifest saying that this is right."""
-    (folder / name).write_bytes(content)
-    path = folder / manifest.NAME
-    declared = json.loads(path.read_bytes())
-    declared["files"][name] = manifest.describe(folder / name)
-    path.write_text(json.dumps(declared))
 
 
 def refused(run, checkpoints, why=""):
@@ -118,7 +110,7 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_nonsense_table_is_refused(run, checkpoints, name):
     path = run.checkpoint(7) / safety.METADATA
-    replace(run.checkpoint(7), safety.METADATA, TABLES[name](path.read_bytes()))
+    replace_file(run.checkpoint(7), safety.METADATA, TABLES[name](path.read_bytes()))
     refused(run, checkpoints, r"\.metadata|not tensors")
 
 
@@ -130,12 +122,12 @@ def torch_file(value):
 
 @pytest.mark.parametrize("content", [*NONSENSE.values(), torch_file([1, 2]), torch_file(None)])
 def test_nonsense_values_are_refused(run, checkpoints, content):
-    replace(run.checkpoint(7), "common.pt", content)
+    replace_file(run.checkpoint(7), "common.pt", content)
     refused(run, checkpoints, r"common\.pt: refused")
 
 
 def test_function_in_the_values_is_refused_unrun(run, checkpoints, tmp_path):
-    replace(run.checkpoint(7), "common.pt", torch_file(Asks(os.mkdir, str(tmp_path / "ran"))))
+    replace_file(run.checkpoint(7), "common.pt", torch_file(Asks(os.mkdir, str(tmp_path / "ran"))))
     refused(run, checkpoints, r"common\.pt: refused")
     assert not (tmp_path / "ran").exists()
 
@@ -143,14 +135,14 @@ def test_function_in_the_values_is_refused_unrun(run, checkpoints, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"\0\0", b"\xff", b"[" * 100_000, b'{"a": 1}'])
 @pytest.mark.parametrize("name", ["state.json", "metadata.json"])
 def test_nonsense_json_is_refused(run, checkpoints, name, content):
-    replace(run.checkpoint(7), name, content)
+    replace_file(run.checkpoint(7), name, content)
     refused(run, checkpoints, f"{name}: refused")
 
 
 def test_nonsense_config_is_refused_by_key(run, checkpoints):
     state = json.loads((run.checkpoint(7) / "state.json").read_bytes())
     state["config"]["model"]["hidden_size"] = "wide"
-    replace(run.checkpoint(7), "state.json", json.dumps(state).encode())
+    replace_file(run.checkpoint(7), "state.json", json.dumps(state).encode())
     with pytest.raises(CheckpointError, match=r"state\.json: model\.hidden_size='wide': "):
         CheckpointReader(run.root)
 
@@ -159,7 +151,7 @@ def test_nonsense_config_is_refused_by_key(run, checkpoints):
 def test_state_without_a_part_is_refused_on_resume(run, checkpoints, lost):
     state = json.loads((run.checkpoint(7) / "state.json").read_bytes())
     del state[lost]
-    replace(run.checkpoint(7), "state.json", json.dumps(state).encode())
+    replace_file(run.checkpoint(7), "state.json", json.dumps(state).encode())
     with pytest.raises(CheckpointError, match=f"it has no {lost}"):
         checkpoints().state(7)
 
@@ -167,7 +159,7 @@ def test_state_without_a_part_is_refused_on_resume(run, checkpoints, lost):
 def test_state_of_another_step_is_refused(run, checkpoints):
     state = json.loads((run.checkpoint(7) / "state.json").read_bytes())
     state["progress"]["step"] = 6
-    replace(run.checkpoint(7), "state.json", json.dumps(state).encode())
+    replace_file(run.checkpoint(7), "state.json", json.dumps(state).encode())
     with pytest.raises(CheckpointError, match="step 6"):
         checkpoints().state(7)
 
@@ -227,12 +219,12 @@ def test_flipped_bytes_never_end_in_a_traceback(run):
             changed = bytearray(content[: chance.randrange(len(content))] if chance.random() < 0.3 else content)
             for _ in range(min(chance.randrange(1, 9), len(changed))):
                 changed[chance.randrange(len(changed))] = chance.randrange(256)
-            replace(run.checkpoint(7), name, bytes(changed))
+            replace_file(run.checkpoint(7), name, bytes(changed))
             try:
                 CheckpointReader(run.checkpoint(7))
             except CheckpointError as error:
                 assert "\n" not in str(error), error
-        replace(run.checkpoint(7), name, content)
+        replace_file(run.checkpoint(7), name, content)
     assert CheckpointReader(run.root).step == 7
 
 

@@ -28,6 +28,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import build
 from megatron_blackmamba.training.optimizer import make_trainable
 from tests.checkpoint.conftest import SMALL, STATE
+from tests.checkpoint.files import replace_file
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -341,11 +342,7 @@ def test_start_from_damaged_weights_is_refused(run, checkpoints, tmp_path):
 
 
 def test_start_from_weights_with_code_is_refused(run, checkpoints, tmp_path):
-    path = run.checkpoint(7) / manifest.TABLE
-    path.write_bytes(pickle.dumps(os.getcwd))
-    declared = json.loads((run.checkpoint(7) / manifest.NAME).read_bytes())
-    declared["files"][manifest.TABLE] = manifest.describe(path)
-    (run.checkpoint(7) / manifest.NAME).write_text(json.dumps(declared))
+    replace_file(run.checkpoint(7), manifest.TABLE, pickle.dumps(os.getcwd))
     with pytest.raises(CheckpointError, match="which no checkpoint needs"):
         checkpoints(folder=tmp_path / "new").load_weights(run.root)
 

@@ -15,6 +15,7 @@ from megatron_blackmamba.interchange import convert, hf, megatron, parity, zyphr
 from megatron_blackmamba.interchange.canonical import cast
 from megatron_blackmamba.interchange.model_card import model_card
 from megatron_blackmamba.interchange.open import open_model
+from tests.checkpoint.files import replace_file
 from tests.interchange.layouts_probe import LAYOUTS, TOKENS
 from tests.reference import forward, tiny
 from tests.reference.canonical import canonical
@@ -134,7 +135,7 @@ def test_model_card_states_the_run(silu, tmp_path):
     state = json.loads((tmp_path / "ours" / STATE).read_text())
     state |= {"progress": {"consumed_samples": 1000}, "data": {"sources": [{"name": "books"}, {"name": "web"}]}}
     state["config"]["start"] = {"from": "runs/earlier"}
-    (tmp_path / "ours" / STATE).write_text(json.dumps(state))
+    replace_file(tmp_path / "ours", STATE, json.dumps(state).encode())
     facts = megatron.read(tmp_path / "ours").past().facts
     assert facts["Trained on"].startswith("2,048,000 tokens") and facts["Sources"] == "books, web"
     assert facts["Started from"] == "the weights of earlier"
