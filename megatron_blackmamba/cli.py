@@ -399,7 +399,12 @@ def runs(
     from megatron_blackmamba.report import overview
 
     found = overview.overviews(folder)
-    print(overview.to_json(found)) if as_json else overview.show(found, Console())
+    if as_json:
+        print(overview.to_json(found))
+    elif found:
+        overview.show(found, Console())
+    else:
+        print(f"{folder}: no runs yet")
 
 
 @app.command()

@@ -141,3 +141,7 @@ def test_options_without_effect_are_refused(words, refused):
     said = CliRunner().invoke(cli.app, words.split(), env={"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"})
     assert said.exit_code == 2
     assert refused in " ".join(said.output.replace("│", " ").split())
+
+
+def test_folder_without_runs_is_said_to_have_none(tmp_path):
+    assert CliRunner().invoke(cli.app, ["runs", str(tmp_path)]).stdout == f"{tmp_path}: no runs yet\n"

@@ -31,7 +31,7 @@ from megatron_blackmamba.plan.table import refusal, warnings
 
 MIXTURE_FILE = "mixture.yaml"
 """The mixture of a launch as it was, beside its config."""
-NO_CONTROLLER = re.compile("contact slurm controller|connect failure|zero-bytes were transmitted", re.IGNORECASE)
+NO_CONTROLLER = re.compile("contact slurm controller|connect failure|configuration source", re.IGNORECASE)
 """What sbatch says where Slurm's programs are installed but its controller does not answer."""
 GPU_FILE = "gpu.yaml"
 """The description given with --gpu, as it was at launch."""

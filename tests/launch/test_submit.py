@@ -109,6 +109,7 @@ def test_interrupted_chain_names_the_submitted_jobs(tmp_path, fake_sbatch):
     "said, advised",
     [
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", True),
+        ("sbatch: fatal: Could not establish a configuration source", True),
         ("sbatch: error: Batch job submission failed: Invalid account", False),
     ],
 )
