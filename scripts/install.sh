@@ -29,6 +29,8 @@ NEEDS_VENV="On Debian and Ubuntu: apt-get install python$VERSION-venv"
 QUIET=--quiet
 [ -t 1 ] && QUIET=--progress-bar=on # gigabytes: who watches sees them come
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@" "$QUIET"; }
+# Python compiles what it imports, a small part of what is installed; pip would compile all of it, for more than a minute.
+install() { pip install --no-compile "$@"; }
 no_pip() {
     fail "pip failed, see above. Is there a network, and room ($(df -Ph "$VENV" | awk 'NR == 2 {print $4}') free)? \
 What is installed stays: make install goes on from there."
@@ -36,9 +38,9 @@ What is installed stays: make install goes on from there."
 "$VENV/bin/python" -c 'import torch; torch.ones(1)' 2>/dev/null || {
     echo "Installing PyTorch and the project's requirements into $VENV (once; minutes; up to 6 GB with CUDA's libraries)..."
     # One known version, so that a fresh machine gets what the tests ran with; any torch >= 2.6 already there is kept.
-    pip install "torch==2.13.0" || pip install torch || no_pip
+    install "torch==2.13.0" || install torch || no_pip
 }
-pip install --editable ".[dev]" || no_pip
+install --editable ".[dev]" || no_pip
 
 [ -e megatron_blackmamba/ops/libblackmamba.so ] ||
     echo "Without the C++ kernels: everything works, slower. With a compiler (apt-get install g++): make -B install"
