@@ -13,7 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modeling_files_")
+_modeling_files = tempfile.TemporaryDirectory(prefix="modeling_files_")
+os.environ["HF_MODULES_CACHE"] = _modeling_files.name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch

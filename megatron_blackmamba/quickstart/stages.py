@@ -22,6 +22,8 @@ VOCABULARY = 4096
 NAME = "quickstart"
 MINUTES = 4.0
 SPEED_STEPS = 8
+IN_STEPS = 0.92
+"""Fraction of the training time that steps take; processes that start, validation and checkpoints take the rest."""
 REPLAN_AFTER = 0.1
 """Fraction of the planned steps after which their number is checked, and corrected if it is wrong."""
 CHECKED_FROM = 1.0
@@ -42,6 +44,10 @@ class Quickstart:
     folder: Path
     minutes: float
     processes: int
+
+    @property
+    def seconds_of_steps(self) -> float:
+        return 60 * self.minutes * IN_STEPS
 
     @property
     def run(self) -> RunFolder:
@@ -179,7 +185,7 @@ def measure(q: Quickstart) -> str:
         _train(load([trial], quiet), [str(trial), *quiet], q.processes, silent=True)
         seconds = statistics.median(record["speed/step_seconds"] for record in list(read_metrics(tried.metrics))[2:])
         run = load([trial])
-        steps = max(20, round(60 * q.minutes / seconds))
+        steps = max(20, round(q.seconds_of_steps / seconds))
         shutil.rmtree(tried.root)
         trial.unlink()
         settings["training"] = {"tokens": steps * run.tokens_per_step}
@@ -227,7 +233,7 @@ class Pace:
         if len(seconds) < max(SPEED_STEPS, REPLAN_AFTER * planned):
             return False
         self._checked = True
-        fit = len(seconds) + max(0, round((60 * self.q.minutes - sum(seconds)) / statistics.fmean(seconds)))
+        fit = len(seconds) + max(0, round((self.q.seconds_of_steps - sum(seconds)) / statistics.fmean(seconds)))
         if not 1 / CLOSE <= fit / planned <= CLOSE:
             self.steps = fit
         else:

@@ -3,7 +3,8 @@ import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modeling_files_")
+_modeling_files = tempfile.TemporaryDirectory(prefix="modeling_files_")
+os.environ["HF_MODULES_CACHE"] = _modeling_files.name
 
 import pytest
 import torch

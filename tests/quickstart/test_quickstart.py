@@ -140,8 +140,8 @@ def test_corpus_has_four_kinds_and_disjoint_splits(tmp_path):
 
 @pytest.fixture
 def begun(tmp_path):
-    """Return a quickstart of one minute whose run is planned to take 100 steps of 0.6 s."""
-    q = begin(tmp_path, 1.0)
+    """Return a quickstart whose run is planned to take 100 steps of 0.6 s, a minute in all."""
+    q = begin(tmp_path, 1 / stages.IN_STEPS)
     tokens = 100 * load("quickstart").tokens_per_step
     q.config.write_text(to_yaml(load("quickstart", [f"training.tokens={tokens}"])))
     q.run.root.mkdir()
