@@ -3,16 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Two workers more than cores, since some tests wait for Slurm or for timers; at most four.
+# Two workers more than cores, since some tests wait for timers; at most four.
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 TEST_PROCESSES ?= $(shell test $(CORES) -lt 2 && echo 3 || echo 4)
 
-.PHONY: install test check bench docs quickstart clean help otherpython
+.PHONY: install test test-slurm check bench docs quickstart clean help otherpython
 
 help:
 	@echo "make install     the environment in $(VENV), the package in it, the C++ extension if there is a compiler"
 	@echo "make quickstart  the whole pipeline on this machine: text → tokens → training → Hugging Face → a sample and a report"
 	@echo "make test        the tests            make check  formatting, lint, types"
+	@echo "make test-slurm  those that start a Slurm cluster of their own; they need root, slurm-wlm and munge"
 	@echo "make docs        the documentation as a site in build/site"
 	@echo "make bench       the CPU benchmarks   PYTHON=python3.12 chooses the interpreter"
 
@@ -35,8 +36,13 @@ quickstart: install
 	$(BIN)/blackmamba quickstart $(ARGS)
 
 # Hundreds of processes import the package. Where an environment forbids bytecode, each would compile it.
+# They start no Slurm daemons unless asked to: REAL_SLURM=require make test.
+test: export REAL_SLURM ?= off
 test: install
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+test-slurm: install
+	REAL_SLURM=require $(BIN)/python -m pytest -n 2 --dist loadgroup tests/slurm $(ARGS)
 
 check: install
 	$(BIN)/ruff format --check .

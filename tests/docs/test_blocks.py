@@ -46,7 +46,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         *("blackmamba export hf runs/quickstart/quickstart", "python -m megatron_blackmamba.evaluation "),
     ),
     "the paper's corpora": ("blackmamba data tokenize /raw/", "BLACKMAMBA_DATA=/tokens "),
-    "minutes": ("REAL_SLURM=require ", "python -m benchmarks."),
+    "minutes": ("python -m benchmarks.",),
     "object storage (tests/docs/test_data_page.py)": (
         "blackmamba data tokenize pile/train s3://",
         "blackmamba data verify s3://",

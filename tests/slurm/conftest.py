@@ -1,4 +1,4 @@
-"""REAL_SLURM=auto (the default) skips these tests where Slurm is missing, =require makes that a failure, =off skips."""
+"""REAL_SLURM=auto skips these tests where Slurm is missing, =require makes that a failure, =off (`make test`) skips."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ def cluster() -> Iterator[Cluster]:
     if wanted == "require":
         assert not missing, f"REAL_SLURM=require, but {', '.join(missing)} not found: {how}"
     elif wanted == "off" or missing:
-        pytest.skip("REAL_SLURM=off" if wanted == "off" else f"no {', '.join(missing)} here: {how}")
+        pytest.skip("REAL_SLURM=off: `make test-slurm` runs them" if wanted == "off" else f"no {', '.join(missing)} here: {how}")
     with Cluster() as started:
         yield started
 
