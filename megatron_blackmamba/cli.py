@@ -293,7 +293,9 @@ def doctor(
 def launch(
     configs: Configs,
     nodes: Annotated[int, typer.Option(help="Number of nodes.")],
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node, one process each; 0 trains on CPUs.")] = 8,
+    gpus_per_node: Annotated[
+        str, typer.Option(metavar="[TYPE:]N", help="GPUs per node, one process each; 0 trains on CPUs.")
+    ] = "8",
     gpu: Annotated[str, typer.Option(help="GPU type: h100, h200, a100, a100-40gb, or a YAML file.")] = "h100",
     processes_per_node: Annotated[
         int | None, typer.Option(help="Processes per node, only with --gpus-per-node 0.")
@@ -329,12 +331,14 @@ def launch(
     """
     import json
 
-    from megatron_blackmamba.launch.job import JobRequest
+    from megatron_blackmamba.launch.job import JobRequest, split_gpus
     from megatron_blackmamba.launch.submit import announce, interpreter, job_body, prepare, submit
 
+    gpu_type, number = split_gpus(gpus_per_node)
     request = JobRequest(
         nodes=nodes,
-        gpus_per_node=gpus_per_node,
+        gpus_per_node=number,
+        gpu_type=gpu_type,
         gpu=gpu,
         processes_per_node=processes_per_node,
         cpus_per_process=cpus_per_process,

@@ -39,16 +39,28 @@ def import_extensions() -> None:
 
 def _cause(name: str, error: Exception) -> str:
     """Return why a module could not be imported, in one line, with advice."""
+    if name.endswith(".py"):
+        return f"give the name of the module, {name.removesuffix('.py')}, not its file."
     if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
         return f"{error}. Add the folder of the module to PYTHONPATH."
-    said = " ".join(str(error).split())
+    said = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, ModuleNotFoundError):
         return f"the module imports what is missing: {said}. Install it, or add its folder to PYTHONPATH."
     return f"the module cannot be imported: {type(error).__name__}: {said}. Correct the module."
 
 
-class KindError(TypeError):
-    """A kind that lacks a definition, or takes the name of another kind."""
+def own_module() -> str:
+    """Return what to do about a kind that a module of the user's defines, for messages."""
+    imported = ", ".join(extensions())
+    if imported:
+        return f"The modules in BLACKMAMBA_IMPORT ({imported}) define no other."
+    return (
+        "If a module of your own defines it, name that module in BLACKMAMBA_IMPORT; the run's config.yaml names it too."
+    )
+
+
+class KindError(ValueError):
+    """A kind that lacks a definition, contradicts itself, or takes the name of another kind."""
 
 
 class UnknownKind(ValueError):
@@ -100,9 +112,10 @@ class Registry(Generic[K]):
             )
         name = getattr(kind, self.name)
         if name in self._kinds:
+            other = type(self._kinds[name])
             raise KindError(
-                f"{kind.__name__}: its {self.name} {name!r} is taken by {type(self._kinds[name]).__name__}."
-                f" Choose another {self.name}."
+                f"{kind.__name__} of {kind.__module__}: its {self.name} {name!r} is taken by {other.__name__} of"
+                f" {other.__module__}. Choose another {self.name}, or import one of the two only."
             )
         self._kinds[name] = kind()
         return self._kinds[name]
@@ -120,8 +133,19 @@ class Registry(Generic[K]):
         if name not in self._kinds:
             import_extensions()
         if name not in self._kinds:
-            raise UnknownKind(f"{self.chosen_by}={name}: no such kind. Choose one of {', '.join(self._kinds)}.")
+            known = ", ".join(self._kinds)
+            raise UnknownKind(f"{self.chosen_by}={name}: no such kind. Choose one of {known}. {own_module()}")
         return self._kinds[name]
+
+    def check_keys(self, known: Iterable[str]) -> None:
+        """Refuse a kind that reads a config key which is none of `known`, nor a section of them."""
+        section, known = self.chosen_by.rpartition(".")[0], tuple(known)
+        for key, kinds in self.readers().items():
+            if not any(f"{each}.".startswith(f"{section}.{key}.") for each in known):
+                raise KindError(
+                    f"{type(kinds[0]).__name__}.keys names {key!r}, but the config has no key {section}.{key}. Add the"
+                    " field to the section's class in config/, with a description, or remove the key."
+                )
 
     def kinds_by_key(self) -> dict[str, list[str]]:
         """Return the names of the kinds that read each config key of `keys`, which not all kinds read."""

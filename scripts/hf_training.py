@@ -6,15 +6,16 @@
 `scripts/hf_versions.sh` runs it with several versions of transformers. It needs datasets, trl and peft.
 """
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-_modeling_files = tempfile.TemporaryDirectory(prefix="modeling_files_")
-os.environ["HF_MODULES_CACHE"] = _modeling_files.name
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modeling_files_")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -24,6 +25,7 @@ from megatron_blackmamba.interchange import convert, hf
 from tests.reference import tiny
 from tests.reference.canonical import canonical, write_tokenizer
 
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 STEPS, BATCH = 20, 4
 SETTINGS = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "learning_rate": 1e-2, "logging_steps": 1}
 SETTINGS |= {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}

@@ -38,6 +38,20 @@ def test_missing_extension_is_named(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_file_in_place_of_a_module_is_named(tmp_path):
+    done = run_with_extension("my_layers.py", tmp_path, "config", "tiny")
+    assert "BLACKMAMBA_IMPORT=my_layers.py: give the name of the module, my_layers, not its file." in done.stderr
+
+
+def test_a_run_names_the_module_that_its_layers_need(tmp_path):
+    train = ("train", "tiny", "model.pattern=MA", "name=mean", "training.steps=1", "training.global_batch=1")
+    done = run_with_extension("my_layers", tmp_path, *train, "training.micro_batch=1")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/mean/config.yaml").read_text().startswith("# trained with BLACKMAMBA_IMPORT=my_layers\n")
+    reported = run_with_extension("", tmp_path, "report", "runs/mean")
+    assert "found ['A']. If a module of your own defines it, name that module in BLACKMAMBA_IMPORT" in reported.stderr
+
+
 @pytest.mark.parametrize(
     "content, said",
     [

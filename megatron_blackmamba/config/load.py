@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import kinds, optimizers, routers
 from megatron_blackmamba.config import file_kinds, migrations, spellings
 from megatron_blackmamba.config.base import ConfigError, Section, UserPath
 from megatron_blackmamba.config.run import DataConfig, RunConfig
@@ -100,7 +100,7 @@ def find(name: str | Path) -> Path:
 def _files_like(path: Path) -> list[str]:
     """Return YAML files beside a file that is missing whose name is nearly the same, such as mine.yaml for mine.yml."""
     beside = [file for file in sorted(path.parent.glob("*.y*ml")) if file.is_file()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.stem, {file.stem for file in beside}, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(path.stem, {file.stem for file in beside}, n=1, cutoff=0.7)
     return [str(file) for file in beside if file.stem in close]
 
 
@@ -147,9 +147,13 @@ def load(
             raise ConfigError(f"an override has the form a.b=value; {override!r} does not")
         content = _nested(key.split("."), _typed(_parse(value), value, fields.get(key)))
         migrations.accept_old_names(content, OVERRIDE, note)
+        if key in PATH_KEYS:
+            _resolve_shipped(content, key)
         spellings.accept(content)
         _merge(content, merged, origin, OVERRIDE, "")
     spellings.steps_as_tokens(merged, origin, DataConfig.model_fields["sequence_length"].default)
+    for sort in (kinds, routers, optimizers):
+        sort.check_keys(keys())
     _refuse_unknown_keys(merged, origin)
     try:
         run = RunConfig.model_validate(merged)
@@ -225,6 +229,7 @@ def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...],
         _merge_file(_included(path, include), merged, origin, (*above, path), note)
     for key in PATH_KEYS:
         _resolve(content, key, path.parent)
+        _resolve_shipped(content, key)
     spellings.accept(content)
     _merge(content, merged, origin, str(path), "")
 
@@ -322,14 +327,29 @@ def _nested(keys: list[str], value: Any) -> dict[str, Any]:
 
 
 def _resolve(content: dict, key: str, folder: Path) -> None:
+    """Make a path absolute that is relative to the file's folder."""
+    section, last = _holder(content, key)
+    value = section.get(last)
+    if isinstance(value, str) and (folder / value).exists():
+        section[last] = str((folder / value).resolve())
+
+
+def _resolve_shipped(content: dict, key: str) -> None:
+    """Replace the name of a shipped mixture by its file, unless a file here has that name."""
+    section, last = _holder(content, key)
+    value = section.get(last)
+    if isinstance(value, str) and value in shipped("data") and not Path(value).exists():
+        section[last] = str(find(f"data/{value}").resolve())
+
+
+def _holder(content: dict, key: str) -> tuple[dict, str]:
+    """Return the section that holds a key, or an empty one, and the key's last part."""
     *sections, last = key.split(".")
     for section in sections:
         content = content.get(section) or {}
         if not isinstance(content, dict):
-            return
-    value = content.get(last)
-    if isinstance(value, str) and (folder / value).exists():
-        content[last] = str((folder / value).resolve())
+            return {}, last
+    return content, last
 
 
 def _merge(new: dict, into: dict, origin: dict, source: str, prefix: str) -> None:

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_blackmamba import kinds, routers
 from megatron_blackmamba.config.base import Section
+from megatron_blackmamba.registry import own_module
 
 Activation = Literal["silu", "gelu"]
 WIDEST = 2**24
@@ -139,7 +140,8 @@ class ModelConfig(Section):
     def _letters(cls, pattern: str) -> str:
         wrong = sorted(set(pattern) - {kind.letter for kind in kinds.all_kinds()})
         if wrong or not pattern:
-            raise ValueError(f"a pattern is made of {kinds.described()}; found {wrong or 'nothing'}")
+            own = f". {own_module()}" if wrong else ""
+            raise ValueError(f"a pattern is made of {kinds.described()}; found {wrong or 'nothing'}{own}")
         return pattern
 
     @model_validator(mode="after")

@@ -295,10 +295,7 @@ class RunConfig(Section):
                 f" only over {divisors}"
             )
         if training.global_batch % training.micro_batch:
-            raise ValueError(
-                f"training.global_batch={training.global_batch} is not a multiple of"
-                f" training.micro_batch={training.micro_batch}"
-            )
+            raise ValueError(_unequal_micro_batches(training.global_batch, training.micro_batch))
         if training.precision == "bf16" and not self.optimizer.distributed:
             raise ValueError(
                 "optimizer.distributed=false needs training.precision=fp32: megatron-core's plain optimizer cannot save"
@@ -415,3 +412,11 @@ class RunConfig(Section):
         """Return the last step of a job that is at `step`: the end of the run, or training.stop_after_steps."""
         end = step + self.steps_left(consumed_samples)
         return min(end, self.training.stop_after_steps or end)
+
+
+def _unequal_micro_batches(global_batch: int, micro_batch: int) -> str:
+    """Return what is wrong with a global batch that micro-batches do not fill, and the nearest sizes that do."""
+    less = next(size for size in range(min(micro_batch, global_batch), 0, -1) if global_batch % size == 0)
+    more = next(size for size in range(min(micro_batch, global_batch), global_batch + 1) if global_batch % size == 0)
+    works = " or ".join(f"training.micro_batch={size}" for size in dict.fromkeys((less, more)))
+    return f"training.global_batch={global_batch} is not a multiple of training.micro_batch={micro_batch}. Use {works}."

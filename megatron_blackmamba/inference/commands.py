@@ -89,8 +89,9 @@ def generate(
             print(json.dumps(line | {"finished": piece.finished}, ensure_ascii=False), flush=True)
         return
     if len(texts) * samples == 1 and not as_json and not no_stream:
-        print(texts[0], end="", flush=True)
-        for text in writer.stream(texts[0], **options):
+        pieces = writer.stream(texts[0], **options)
+        print(texts[0] + next(pieces, ""), end="", flush=True)  # together, so that an error stands alone
+        for text in pieces:
             print(text, end="", flush=True)
         print()
         return

@@ -192,7 +192,8 @@ class Generator:
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise GenerationError(
-                "the model has no tokenizer: load it with tokenizer=FILE, or give token ids to `Generator.tokens`"
+                "the model has no tokenizer: name one with --tokenizer FILE. In Python: load(..., tokenizer=FILE), or"
+                " give token ids to `Generator.tokens`"
             )
         return self.tokenizer
 

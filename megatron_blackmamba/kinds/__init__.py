@@ -22,6 +22,7 @@ __all__ = [
     "Work",
     "all_kinds",
     "can_cut",
+    "check_keys",
     "described",
     "kind_of",
     "kinds_in",
@@ -36,6 +37,7 @@ __all__ = [
 _KINDS = Registry(LayerKind, "model.pattern", name="letter")  # type: ignore[type-abstract]
 _KINDS.discover(__name__, __path__)
 register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _KINDS.all_kinds, _KINDS.kind_of
+check_keys = _KINDS.check_keys
 
 
 def layers_of(pattern: str) -> Iterator[LayerKind]:

@@ -31,6 +31,8 @@ OWN_OPTIONS = {
     "nodes": "--nodes",
     "gpus-per-node": "--gpus-per-node",
     "gpus": "--gpus-per-node",
+    "gpus-per-task": "--gpus-per-node",
+    "gpus-per-socket": "--gpus-per-node",
     "ntasks": "--gpus-per-node",
     "ntasks-per-node": "--gpus-per-node",
     "cpus-per-task": "--cpus-per-process",
@@ -39,6 +41,7 @@ OWN_OPTIONS = {
     "partition": "--partition",
     "account": "--account",
     "dependency": "--chain",
+    "array": "--chain",
     "requeue": "--chain",
     "no-requeue": "--chain",
     "output": "folder=...",
@@ -54,6 +57,7 @@ SHORT_OPTIONS = {
     "-t": "time",
     "-p": "partition",
     "-A": "account",
+    "-a": "array",
     "-d": "dependency",
     "-o": "output",
 }
@@ -70,6 +74,8 @@ class JobRequest:
     nodes: int
     gpus_per_node: int = 8
     """GPUs per node, each with one process; 0 trains on CPUs."""
+    gpu_type: str | None = None
+    """The type of GPU that Slurm is asked for, where a cluster has several."""
     processes_per_node: int | None = None
     """Processes per node, for training on CPUs only."""
     cpus_per_process: int = 8
@@ -126,10 +132,17 @@ class JobRequest:
             raise LaunchError(f"sbatch options begin with --, for example --qos=high; {wrong!r} does not")
         for option in self.options:
             name = SHORT_OPTIONS.get(option[:2], "") or re.split(r"[=\s]", option.removeprefix("--"))[0]
+            if name == "gres" and re.search(r"[=\s,]gpu\b", option):
+                raise LaunchError(f"--sbatch={option}: use --gpus-per-node instead, with a type as in h100:8")
             if name in OWN_OPTIONS:
                 raise LaunchError(f"--sbatch={option}: the job sets --{name} itself. Use {OWN_OPTIONS[name]} instead")
         if self.warning_s >= time_limit_s(self.time):
             raise LaunchError(f"--warn: {self.warning_s} s before the end of --time {self.time} is before the start")
+
+    @property
+    def gpus(self) -> str:
+        """Return a node's GPUs as Slurm writes them: `8` or `h100:8`."""
+        return f"{self.gpu_type}:{self.gpus_per_node}" if self.gpu_type else str(self.gpus_per_node)
 
     @property
     def tasks_per_node(self) -> int:
@@ -157,6 +170,14 @@ class JobRequest:
         return tuple(found)
 
 
+def split_gpus(text: str) -> tuple[str | None, int]:
+    """Parse GPUs per node as Slurm writes them, `8` or `h100:8`, into type and number."""
+    match = re.fullmatch(r"(?:([\w.-]+):)?(\d+)", text.strip())
+    if not match:
+        raise LaunchError(f"--gpus-per-node is a number or a type and a number, as in h100:8; {text!r} is neither")
+    return match[1], int(match[2])
+
+
 def time_limit_s(text: str) -> int:
     """Parse a Slurm time into seconds: `90`, `1:30`, `24:00:00`, `2-12`, `2-12:00`, `2-12:00:00`."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
@@ -181,7 +202,7 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
         f"--job-name={job_name(run)}",
         f"--nodes={request.nodes}",
         f"--ntasks-per-node={request.tasks_per_node}",
-        f"--gpus-per-node={request.gpus_per_node}" if request.gpus_per_node else "",
+        f"--gpus-per-node={request.gpus}" if request.gpus_per_node else "",
         f"--cpus-per-task={request.cpus_per_process}",
         "--mem=0",
         "--exclusive",

@@ -12,6 +12,7 @@ from megatron_blackmamba import routers
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.fp32_linear import applies, fp32_linear, fp32_linear_and_input
+from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.routers import Tokens
 from megatron_blackmamba.runtime import device
 
@@ -61,6 +62,7 @@ class KindRouter(_Counted):
         self.described = config.described
         groups = {"rank": None, "tensor": pg_collection.tp_cp, "data": pg_collection.tp_dp_cp}
         self.groups = {scope: group if group and group.size() > 1 else None for scope, group in groups.items()}
+        self.seen_distinct = False
         if not self.kind.every_token_gets_k:
             self.register_buffer("unrouted", self._counts(2), persistent=False)
 
@@ -90,6 +92,7 @@ class KindRouter(_Counted):
         if self.training:
             counter_E, counts = self.counter_E, self.kind.counts_tokens
             chosen = self.kind.choose(logits_TE, Tokens(model, self.groups, counter_E if counts else None))
+            self._refuse_wrong(chosen, logits_TE)
             if counter_E is not None and not counts:
                 _count(chosen, counter_E)
             if counter_E is not None and not self.kind.every_token_gets_k:
@@ -99,6 +102,24 @@ class KindRouter(_Counted):
         choice_TK = self.use.choice(logits_TE, model.top_k)
         _count(choice_TK, self.tokens_E)
         return choice_TK
+
+    def _refuse_wrong(self, chosen: Tensor, logits_TE: Tensor) -> None:
+        """Refuse a choice of another shape than promised, and at first, on CPUs, an expert that is chosen twice."""
+        gets_k, (tokens, experts) = self.kind.every_token_gets_k, logits_TE.shape
+        expected = (torch.int64, (tokens, self.described.top_k)) if gets_k else (torch.bool, (tokens, experts))
+        if (chosen.dtype, chosen.shape) != expected:
+            other = "Set every_token_gets_k = False if the number of experts differs between tokens. " if gets_k else ""
+            raise KindError(
+                f"{type(self.kind).__name__}.choose returned {chosen.dtype} {tuple(chosen.shape)}, expected"
+                f" {expected[0]} {expected[1]}. {other}(T, K) are {tokens} tokens and model.top_k experts."
+            )
+        if gets_k and not self.seen_distinct and not chosen.is_cuda:
+            ordered_TK = chosen.sort(-1).values
+            if (ordered_TK[:, 1:] == ordered_TK[:, :-1]).any():
+                raise KindError(
+                    f"{type(self.kind).__name__}.choose names an expert twice for one token. Name each once."
+                )
+            self.seen_distinct = True
 
     def measured(self) -> Measured:
         if self.kind.every_token_gets_k:

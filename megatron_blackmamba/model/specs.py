@@ -24,6 +24,7 @@ from megatron_blackmamba.model.stack import (
     StackSubmodules,
 )
 from megatron_blackmamba.ops import fp8
+from megatron_blackmamba.registry import KindError
 
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -106,7 +107,11 @@ class DenseMLP(MLP):
 
 
 def _block_of(kind: LayerKind, model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
-    return _named(kind.block)(model, kernels)
+    try:
+        make = _named(kind.block)
+    except (ImportError, AttributeError) as error:
+        raise KindError(f"{type(kind).__name__}.block={kind.block!r} cannot be imported: {error}") from error
+    return make(model, kernels)
 
 
 def _named(name: str) -> Any:

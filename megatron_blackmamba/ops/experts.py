@@ -50,7 +50,8 @@ def grouped_experts(
     require_dimensions("grouped_experts", "x", x_TD, 2)
     require_shape("grouped_experts", "weights", weights_T, len(x_TD))
     require_dimensions("grouped_experts", "fc1", fc1_EGD, 3)
-    experts, gate_and_up, hidden = fc1_EGD.shape
+    (experts, gate_and_up, _), hidden = fc1_EGD.shape, x_TD.shape[1]
+    require_shape("grouped_experts", "fc1", fc1_EGD, experts, gate_and_up // 2 * 2, hidden)
     require_shape("grouped_experts", "fc2", fc2_EDF, experts, hidden, gate_and_up // 2)
     ends_E = None
     if x_TD.is_cuda:  # once, out of the pinned memory that a dispatcher has copied to: the host does not wait

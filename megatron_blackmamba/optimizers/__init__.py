@@ -13,7 +13,16 @@ from megatron_blackmamba.registry import Cannot, Registry
 if TYPE_CHECKING:
     from megatron_blackmamba.config.run import OptimizerConfig
 
-__all__ = ["Cannot", "MissingPackage", "OptimizerKind", "all_kinds", "kind_of", "kinds_by_key", "problems"]
+__all__ = [
+    "Cannot",
+    "MissingPackage",
+    "OptimizerKind",
+    "all_kinds",
+    "check_keys",
+    "kind_of",
+    "kinds_by_key",
+    "problems",
+]
 __all__ += ["refuse_missing", "register", "unregister"]
 
 
@@ -24,7 +33,7 @@ class MissingPackage(ValueError):
 _KINDS = Registry(OptimizerKind, "optimizer.kind")  # type: ignore[type-abstract]
 _KINDS.discover(__name__, __path__)
 register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _KINDS.all_kinds, _KINDS.kind_of
-kinds_by_key = _KINDS.kinds_by_key
+kinds_by_key, check_keys = _KINDS.kinds_by_key, _KINDS.check_keys
 
 
 def problems(settings: OptimizerConfig) -> list[str]:

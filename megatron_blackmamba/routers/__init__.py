@@ -19,6 +19,7 @@ __all__ = [
     "Tokens",
     "Use",
     "all_kinds",
+    "check_keys",
     "kind_of",
     "kinds_by_key",
     "problems",
@@ -29,7 +30,7 @@ __all__ = [
 _KINDS = Registry(RouterKind, "model.router.kind")  # type: ignore[type-abstract]
 _KINDS.discover(__name__, __path__)
 register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _KINDS.all_kinds, _KINDS.kind_of
-kinds_by_key = _KINDS.kinds_by_key
+kinds_by_key, check_keys = _KINDS.kinds_by_key, _KINDS.check_keys
 
 
 def problems(settings: RouterConfig) -> list[str]:

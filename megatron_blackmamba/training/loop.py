@@ -29,6 +29,7 @@ from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic, events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.ops import backends
+from megatron_blackmamba.registry import extensions
 from megatron_blackmamba.runtime import exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
@@ -230,8 +231,10 @@ class Trainer:
     def make_records(self) -> Records:
         """Return what the folder says of this start; rank 0 only."""
         assert self.lock
+        used = ",".join(extensions())
+        needs = f"# trained with BLACKMAMBA_IMPORT={used}\n" if used else ""
         contents = {
-            self.folder.config: to_yaml(self.config).encode(),
+            self.folder.config: (needs + to_yaml(self.config)).encode(),
             self.folder.data_plan: atomic.json_bytes(self.data.describe()),
         }
         tokenizer = self.data.record["tokenizer"]

@@ -78,6 +78,7 @@ prepare() {
     export MASTER_ADDR
     new_port
     export PYTHONPATH=$CODE${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export SLURM_EXPORT_ENV=ALL # sbatch --export=NONE is of this script; what it sets must reach the ranks
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # since Slurm 22.05 srun does not ask the job
     source "$CODE/scripts/slurm/nccl.env"
 
@@ -177,14 +178,17 @@ leave_out_unfit() {
     requeue "$(IFS=, && echo "${UNFIT[*]}")"
 }
 
-# Nodes of the job on which srun can start nothing.
+# Nodes of the job on which srun can start nothing. If those are all of several, this node too, it is not the nodes.
 unreachable_nodes() {
-    local node
-    for node in $NODES; do
-        timeout --signal=KILL 60 srun --overlap --mem=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$node" \
-            true >/dev/null 2>&1 || echo "$node" &
-    done
-    wait
+    local node found
+    found=$(
+        for node in $NODES; do
+            timeout --signal=KILL 60 srun --overlap --mem=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$node" \
+                true >/dev/null 2>&1 || echo "$node" &
+        done
+        wait
+    )
+    [ -z "$found" ] || { [ "$SLURM_NNODES" -gt 1 ] && [ "$(wc -l <<<"$found")" -eq "$SLURM_NNODES" ]; } || echo "$found"
 }
 
 # Task and message of the rank that failed first, as "1 Exited with exit code 2" or "0 Killed". The exit code of srun

@@ -60,6 +60,15 @@ def test_path_in_file_is_relative_to_that_file(write):
     assert load(run).data.mixture == str(mixture)
 
 
+def test_a_shipped_mixture_has_a_name(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = write("run.yaml", f"include: {find('tiny')}\ndata: {{mixture: paper_mix}}")
+    shipped = find("data/paper_mix")
+    assert load(run).data.mixture == load("tiny", ["data.mixture=paper_mix"]).data.mixture == str(shipped)
+    write("paper_mix", "sources: []")
+    assert load("tiny", ["data.mixture=paper_mix"]).data.mixture == "paper_mix"
+
+
 def test_a_tilde_in_a_path_is_the_home(write, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     file = write("run.yaml", f"include: {find('tiny')}\nfolder: ~/runs")
@@ -129,7 +138,10 @@ def test_missing_value_names_the_file_of_its_section(write):
 @pytest.mark.parametrize(
     "overrides, says",
     [
-        (["training.micro_batch=5"], "training.global_batch=16 is not a multiple of training.micro_batch=5"),
+        (
+            ["training.micro_batch=5"],
+            "is not a multiple of training.micro_batch=5. Use training.micro_batch=4 or training.micro_batch=8.",
+        ),
         (["parallel.expert=3"], "parallel.expert=3"),
         (["model.pattern=MM", "parallel.expert=2"], "has no layer with experts"),
         (["model.pattern=MX"], "found ['X']"),
@@ -220,6 +232,7 @@ def test_a_file_of_nearly_that_name_is_suggested(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").touch()
     assert "did you mean 'mine.yaml'?" in refusal("mine")
     assert "did you mean 'mine.yaml'?" in refusal("mine.yml")
+    assert "did you mean 'mine.yaml'?" in refusal("mien.yaml")
     assert "did you mean 'quickstart_transformer'?" in refusal("transformer")
 
 

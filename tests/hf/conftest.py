@@ -1,12 +1,13 @@
 """Exports of the tiny reference models, written once, by the writer that users call."""
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, as is the folder that it runs modeling files from
-_modeling_files = tempfile.TemporaryDirectory(prefix="modeling_files_")
-os.environ["HF_MODULES_CACHE"] = _modeling_files.name
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modeling_files_")
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import torch
 from megatron_blackmamba.interchange import hf
 from tests.reference import Tiny, tiny
 from tests.reference.canonical import canonical, write_tokenizer
+
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

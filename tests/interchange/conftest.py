@@ -1,16 +1,19 @@
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-_modeling_files = tempfile.TemporaryDirectory(prefix="modeling_files_")
-os.environ["HF_MODULES_CACHE"] = _modeling_files.name
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modeling_files_")
 
 import pytest
 import torch
 
 from tests.reference import Tiny, tiny
 from tests.reference.canonical import write_tokenizer
+
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

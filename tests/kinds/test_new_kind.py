@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_blackmamba import kinds
+from megatron_blackmamba.registry import KindError
 from tests.kinds.running_mean import RunningMean
 from tests.runtime.ranks import fork_script
 
@@ -53,7 +54,7 @@ def test_registry_refuses_missing_answers_by_name():
         flops = kinds.LayerKind.flops
         traffic = kinds.LayerKind.traffic
 
-    with pytest.raises(TypeError, match="Silent does not define: flops, traffic"):
+    with pytest.raises(KindError, match="Silent does not define: flops, traffic"):
         kinds.register(Silent)
 
 
@@ -61,7 +62,7 @@ def test_registry_refuses_taken_letters():
     class Second(RunningMean):
         letter = "M"
 
-    with pytest.raises(TypeError, match="'M' is taken by Mamba"):
+    with pytest.raises(KindError, match="'M' is taken by Mamba"):
         kinds.register(Second)
 
 
@@ -69,7 +70,7 @@ def test_registry_refuses_letters_of_two_characters():
     class Long(RunningMean):
         letter = "AA"
 
-    with pytest.raises(TypeError, match=r"Long does not define: letter \(one character\)"):
+    with pytest.raises(KindError, match=r"Long does not define: letter \(one character\)"):
         kinds.register(Long)
 
 

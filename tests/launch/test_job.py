@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from megatron_blackmamba.config import load
 from megatron_blackmamba.evaluation.tasks import PAPER
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.launch.job import JobRequest, LaunchError, job_name, render, render_evaluation, time_limit_s
+from megatron_blackmamba.launch.job import (
+    JobRequest,
+    LaunchError,
+    job_name,
+    render,
+    render_evaluation,
+    split_gpus,
+    time_limit_s,
+)
 
 RUN = RunFolder(Path("/runs/my run"))
 
@@ -60,6 +68,8 @@ def test_warns_in_time_however_short_the_job():
         ({"time": "10", "warn_seconds": 600}, "is before the start"),
         ({"gpus_per_node": 8, "processes_per_node": 4}, "a GPU has one process"),
         ({"options": ("--nodes=9",)}, "Use --nodes instead"),
+        ({"options": ("--array=0-3",)}, "Use --chain instead"),
+        ({"options": ("--gres=nvme:1,gpu:h100:8",)}, "use --gpus-per-node instead, with a type as in h100:8"),
         ({"options": ("-t 9:00",)}, "Use --time instead"),
         ({"options": ("--no-requeue",)}, "Use --chain instead"),
         ({"container": "images/none.sif"}, "images/none.sif: no such file"),
@@ -77,6 +87,16 @@ def test_requests_one_process_per_gpu_and_a_signal():
     assert options["--signal"] == "B:USR1@600"
     assert options["--open-mode"] == "append"
     assert options["--dependency"] == "singleton"
+
+
+def test_gpus_may_have_a_type():
+    (kind, number), plain = split_gpus("h100-sxm:4"), split_gpus("8")
+    options = options_of(rendered(gpus_per_node=number, gpu_type=kind))
+    assert options["--gpus-per-node"] == "h100-sxm:4" and options["--ntasks-per-node"] == "4"
+    assert plain == (None, 8)
+    for wrong in ("h100", "h100:", ":8", "8:h100", "-1"):
+        with pytest.raises(LaunchError, match="as in h100:8"):
+            split_gpus(wrong)
 
 
 def test_a_cpu_job_asks_for_no_gpu():

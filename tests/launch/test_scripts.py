@@ -105,6 +105,15 @@ def test_head_node_that_others_miss_is_left_out(start, tmp_path):
     assert " bash 900 " in call and " --limit 720 " in call
 
 
+def test_what_every_node_fails_excludes_none(start, tmp_path):
+    """Also what keeps srun from starting anything, such as an environment that does not reach the nodes."""
+    (tmp_path / "bin/scontrol").write_text('#!/bin/bash\n[ "$1" = requeue ] || printf "node1\\nnode2\\n"\n')
+    plan = f'echo "$SLURM_EXPORT_ENV" >{tmp_path}/passed; case " $* " in *" plan "*) exit 0;; *) exit 2;; esac'
+    done = start(SRUN=plan, SLURM_NNODES="2", SLURM_NTASKS="16", SLURM_EXPORT_ENV="NONE")
+    assert "every node failed: it is not the nodes. Nothing is excluded" in done.stdout and done.returncode == 1
+    assert (tmp_path / "passed").read_text() == "ALL\n"
+
+
 def test_settings_of_the_site_win_over_the_file():
     file = REPOSITORY / "scripts/slurm/nccl.env"
     names = re.findall(r"^(?:\[.*\|\| )?export (\w+)=", file.read_text(), re.MULTILINE)

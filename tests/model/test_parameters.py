@@ -44,6 +44,18 @@ def test_parameter_of_another_shape_than_told_is_refused(build):
         kinds.unregister("W")
 
 
+def test_a_block_that_cannot_be_imported_is_named(build):
+    class Blockless(RunningMean):
+        letter, block = "W", "tests.kinds.running_mean:blok"
+
+    kinds.register(Blockless)
+    try:
+        with pytest.raises(KindError, match=r"Blockless.block='tests.kinds.running_mean:blok' cannot be imported"):
+            build("model.pattern=MW")
+    finally:
+        kinds.unregister("W")
+
+
 def test_bf16_keeps_sensitive_parameters_in_fp32(build):
     for name, parameter in build("training.precision=bf16", "model.pattern=MSE").named_parameters():
         expected = torch.float32 if name.endswith(ALWAYS_FP32) else torch.bfloat16

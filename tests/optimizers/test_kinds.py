@@ -7,6 +7,7 @@ import pytest
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.optimizers import muon
+from megatron_blackmamba.registry import KindError
 from tests.optimizers.kinds_probe import KINDS, LAYOUTS, MUON
 from tests.optimizers.lion import Lion
 from tests.runtime.ranks import fork_script
@@ -97,7 +98,7 @@ def test_registry_refuses_missing_answers_by_name():
         name = "silent"
         keys = ()
 
-    with pytest.raises(TypeError, match="Silent does not define: state, sharding, megatron"):
+    with pytest.raises(KindError, match="Silent does not define: state, sharding, megatron"):
         optimizers.register(Silent)
 
 
@@ -105,7 +106,7 @@ def test_registry_refuses_taken_names():
     class Second(Lion):
         name = "sgd"
 
-    with pytest.raises(TypeError, match="'sgd' is taken by SGD"):
+    with pytest.raises(KindError, match="'sgd' is taken by SGD"):
         optimizers.register(Second)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.config import ConfigError, load
+from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.routers import Cannot, Use
 from tests.routers.unbalanced import Unbalanced
 from tests.runtime.ranks import fork_script
@@ -69,7 +70,7 @@ def test_registry_refuses_missing_answers_by_name():
         name = "silent"
         keys = ()
 
-    with pytest.raises(TypeError, match="Silent does not define: depends_on, layouts, use, choose"):
+    with pytest.raises(KindError, match="Silent does not define: depends_on, layouts, use, choose"):
         routers.register(Silent)
 
 
@@ -83,7 +84,7 @@ def test_registry_refuses_missing_answers_by_name():
     ],
 )
 def test_answers_that_the_default_module_cannot_keep_are_refused(answers, missing):
-    with pytest.raises(TypeError, match=f"Loaded does not define: {missing}"):
+    with pytest.raises(KindError, match=f"Loaded does not define: {missing}"):
         routers.register(type("Loaded", (Unbalanced,), {"name": "loaded"} | answers))
 
 
@@ -111,11 +112,34 @@ def test_the_tokens_of_each_expert_are_counted(kind, registered, build):
     assert router.tokens_E.tolist() == chosen_TE.sum(0).tolist() and chosen_TE.any()
 
 
+@pytest.mark.parametrize(
+    "choose, said",
+    [
+        (lambda kind, x, at: x.topk(1).indices, r"returned torch.int64 \(24, 1\), expected torch.int64 \(24, 2\)"),
+        (lambda kind, x, at: x.topk(2).indices.int(), r"returned torch.int32 \(24, 2\), expected torch.int64"),
+        (lambda kind, x, at: x > 0, r"returned torch.bool \(24, 8\), .* Set every_token_gets_k = False if"),
+        (lambda kind, x, at: x.topk(1).indices.expand(-1, 2), "names an expert twice for one token"),
+    ],
+)
+def test_a_wrong_choice_is_refused_by_name(choose, said, registered, build):
+    registered(type("Wrong", (Unbalanced,), {"name": "wrong", "choose": choose}))
+    model = build("model.pattern=E", "model.top_k=2", "model.experts=8", "model.router.kind=wrong")
+    with pytest.raises(KindError, match=f"Wrong.choose {said}"):
+        model.decoder.layers[0].mixer.router.train()(torch.randn(6, 4, 64))
+
+
+def test_a_key_that_no_section_has_is_refused(registered):
+    registered(type("Noisy", (Unbalanced,), {"name": "noisy", "keys": ("noise",)}))
+    for overrides in ([], ["model.router.noise=2"]):
+        with pytest.raises(KindError, match=r"Noisy.keys names 'noise', but the config has no key model.router.noise"):
+            load("tiny", overrides)
+
+
 def test_registry_refuses_taken_names():
     class Second(Unbalanced):
         name = "sinkhorn"
 
-    with pytest.raises(TypeError, match="'sinkhorn' is taken by Sinkhorn"):
+    with pytest.raises(KindError, match="'sinkhorn' is taken by Sinkhorn of "):
         routers.register(Second)
 
 

@@ -20,7 +20,9 @@ def cluster() -> Iterator[Cluster]:
     if wanted == "require":
         assert not missing, f"REAL_SLURM=require, but {', '.join(missing)} not found: {how}"
     elif wanted == "off" or missing:
-        pytest.skip("REAL_SLURM=off: `make test-slurm` runs them" if wanted == "off" else f"no {', '.join(missing)} here: {how}")
+        pytest.skip(
+            "REAL_SLURM=off: `make test-slurm` runs them" if wanted == "off" else f"no {', '.join(missing)} here: {how}"
+        )
     with Cluster() as started:
         yield started
 

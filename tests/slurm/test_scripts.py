@@ -36,7 +36,7 @@ def test_slurm_accepts_every_sbatch_line_of_docs(slurm, tmp_path):
 
 
 def test_slurm_would_start_what_launch_writes(slurm, blackmamba, tmp_path):
-    options = ("--nodes", "6", "--partition", "gpu", "--sbatch", "--comment=two words")
+    options = ("--nodes", "6", "--gpus-per-node", "h100:8", "--partition", "gpu", "--sbatch", "--comment=two words")
     job = tmp_path / "job.sbatch"
     job.write_text(blackmamba("launch", "blackmamba_2.8b", "data.kind=synthetic", *options, "--dry-run").stdout)
     assert "on nodes paper[1-6]" in slurm.run("sbatch", "--test-only", job, cwd=tmp_path).stderr

@@ -184,7 +184,8 @@ def test_kept_checkpoints_are_scored_by_separate_jobs(slurm, blackmamba, tmp_pat
     keep = ("training.tokens=40960", "checkpoint.every=10", "checkpoint.keep_every=10", "checkpoint.keep_last=1")
     for task in PAPER:
         (tmp_path / f"{task}.jsonl").touch()
-    run, (job,) = launch(blackmamba, "tiny", "name=scored", *keep, "--evaluate", str(tmp_path))
+    site = "--sbatch=--export=NONE"  # passes on nothing of the environment; what the job sets reaches its ranks
+    run, (job,) = launch(blackmamba, "tiny", "name=scored", *keep, "--evaluate", str(tmp_path), site)
     slurm.wait(job, log_of(run, job))
     steps = sorted(path.name for path in run.checkpoints.glob("step_*"))
     assert len(steps) >= 2
