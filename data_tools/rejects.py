@@ -1,5 +1,6 @@
 """Records that cannot become documents: the reasons, and how many of them are allowed."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_blackmamba.formats.shards import Reject
@@ -20,6 +21,13 @@ LISTED_AT_MOST = 10_000
 
 class InputError(ValueError):
     """Input or settings the user has to put right; the message says how."""
+
+
+def require_choice(flag: str, value: str | None, choices: Iterable[str]) -> None:
+    """Refuse a value that is none of the choices, by the name of its option; None stands for the default."""
+    *others, last = choices
+    if value is not None and value not in (*others, last):
+        raise InputError(f"{flag} {value}: choose {', '.join(others)} or {last}")
 
 
 @dataclass(frozen=True)

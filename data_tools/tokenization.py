@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from megatron_blackmamba.data_tools.finished import refuse_other_settings
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.progress import counted
 from megatron_blackmamba.data_tools.readers import Format, ReadOptions
-from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
-from megatron_blackmamba.data_tools.selection import split_of
+from megatron_blackmamba.data_tools.rejects import InputError, Tolerance, require_choice
+from megatron_blackmamba.data_tools.selection import SPLITS, split_of
 from megatron_blackmamba.data_tools.shard_writer import ShardJob, ShardSettings
 from megatron_blackmamba.data_tools.sources import PRESETS, NotTaken, find_sources, parse_array, parse_size, plan_shards
 from megatron_blackmamba.data_tools.workers import Made, make_shards
@@ -51,6 +52,12 @@ class TokenizeOptions:
     array: str | None = None
     overwrite: bool = False
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("--format", self.format, get_args(Format))
+        require_choice("--split", self.split, (*SPLITS, "all"))
+        require_choice("--backend", self.backend, get_args(Backend))
+        require_choice("--preset", self.preset, PRESETS)
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,6 @@ class Plan:
 
 def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -> Plan:
     """Return the shards that these inputs make, by file names and sizes alone."""
-    if options.preset is not None and options.preset not in PRESETS:
-        raise InputError(f"--preset {options.preset}: there are {', '.join(PRESETS)}")
     preset = PRESETS[options.preset] if options.preset else None
     format = options.format or (preset.format if preset else None)
     match = options.match or (preset.match if preset else None)

@@ -170,4 +170,6 @@ def _require_model(model: object, other: str = "") -> None:
     from megatron_blackmamba.model.config import MegatronConfig
 
     if not isinstance(getattr(model, "config", None), MegatronConfig):
-        raise TypeError(f"a {type(model).__name__} is no model of `build`: give one{other}.")
+        raise TypeError(
+            f"a {type(model).__name__} is no model of `build`: give one{other}, without a module around it."
+        )

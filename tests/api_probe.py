@@ -187,12 +187,14 @@ def mistakes(folder: Path) -> dict[str, str]:
     attempts: dict[str, Callable[[], object]] = {
         "a name instead of a config": lambda: build("tiny"),  # type: ignore[arg-type]
         "batches before the first": lambda: next(batches(config, start_sample=-3)),
+        "divided models": lambda: build(load_config("tiny", ["parallel.tensor=2"])),
         "another module": lambda: save(torch.nn.Linear(2, 2), folder / "linear"),  # type: ignore[arg-type]
         "one sequence without a batch": lambda: build(config)(tokens_BS[0]),
         "another precision": lambda: build(config).double()(tokens_BS),
         "a graph of torch.jit": lambda: torch.jit.trace(build(config), (tokens_BS,)),
         "scores of a module": lambda: evaluate(build(config)),  # type: ignore[arg-type]
         "a run in a thread": lambda: ThreadPoolExecutor().submit(train, config).result(),
+        "an unknown way to encode": lambda: evaluate(folder, encoding="apart"),
         "a model with NaN": lambda: save(diverged(), folder / "diverged"),
     }
     told = {}

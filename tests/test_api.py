@@ -118,6 +118,8 @@ def test_mistakes_are_explained(found):
     expected = {
         "a name instead of a config": "'tiny' is no RunConfig: give load_config(...)",
         "batches before the first": "start_sample=-3: give 0 or more.",
+        "divided models": "parallel.tensor=2: `build` makes a whole model in each process",
+        "an unknown way to encode": "encoding must be joint or separate, not 'apart'",
         "another module": "a Linear is no model of `build`",
         "one sequence without a batch": "tokens have the shape (4,): the model reads [batch, sequence].",
         "another precision": "Build it with training.precision=bf16, fp32 or fp64.",

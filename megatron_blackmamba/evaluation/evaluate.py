@@ -49,6 +49,13 @@ class Options:
     batch_tokens: int | None = None
     out: Path | None = None
 
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "encoding", Encoding(self.encoding))
+        except ValueError:
+            known = " or ".join(each.value for each in Encoding)
+            raise EvaluationError(f"encoding must be {known}, not {self.encoding!r}") from None
+
 
 @dataclass(frozen=True)
 class Target:

@@ -6,6 +6,7 @@ Shapes: B batch, L prompt length.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -209,6 +210,8 @@ def load(
 
     dtype: of the large matrices; by default as stored, or bf16 where fp32 would fill the memory.
     """
+    if not isinstance(dtype, (torch.dtype, NoneType)):
+        raise GenerationError(f"dtype must be a torch.dtype such as torch.bfloat16, not {dtype!r}")
     where = usable_device(device)
     source = open_model(Path(model), None if tokenizer is None else Path(tokenizer))
     text = tokenizer_of(source)

@@ -44,8 +44,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise GenerationError(f"{field.name} must be a finite number, not {value}")
+            if not (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
+                raise GenerationError(f"{field.name} must be a finite number, not {value!r}")
         if self.temperature < 0:
             raise GenerationError(f"temperature must be 0 or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:

@@ -111,8 +111,8 @@ class LanguageModel(LanguageModule):
                 f" {vocabulary - 1}. Use the tokenizer of this model."
             )
         if lowest < 0:
-            advice = "Give any valid id there, and leave its loss out of the mean." if name == "labels" else ""
-            raise ValueError(f"{name}: id {lowest} is negative; -100 does not mask a label here. {advice}".rstrip())
+            advice = " -100 does not mask a label here: give any valid id, and leave its loss out of the mean."
+            raise ValueError(f"{name}: id {lowest} is negative.{advice if name == 'labels' else ''}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LanguageModel":
         """Copy the weights with their marks; the copy uses the same process groups."""

@@ -11,6 +11,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def require_floats(op: str, **tensors: Tensor | None) -> None:
     """Refuse complex numbers, integers and 8-bit floats, by the name of the op and of its argument."""
     for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, not {tensor!r}.")
         if tensor is not None and tensor.dtype not in FLOATS:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
             raise ValueError(f"{op}: {name} is {str(tensor.dtype).removeprefix('torch.')}. Pass one of {known}.")
@@ -24,6 +26,7 @@ def require_shape(op: str, name: str, tensor: Tensor | None, *expected: int) -> 
 
 def require_dimensions(op: str, name: str, tensor: Tensor, number: int) -> None:
     """Refuse a tensor with another number of dimensions."""
+    require_floats(op, **{name: tensor})
     if tensor.dim() != number:
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}. Pass {number} dimensions.")
 
@@ -37,9 +40,11 @@ def require_shapes(op: str, inputs: Any, **sizes: int) -> None:
     """
     fields = inputs if isinstance(inputs, dict) else inputs._asdict()
     for field, tensor in fields.items():
-        if not isinstance(tensor, Tensor):
-            continue
         name, _, letters = field.rpartition("_")
+        if not isinstance(tensor, Tensor):
+            if tensor is not None and letters.isupper():
+                require_floats(op, **{name: tensor})
+            continue
         expected = tuple(map(sizes.__getitem__, letters))
         if tensor.shape != expected:
             called, first = next(iter(fields.items()))
@@ -52,11 +57,14 @@ def require_shapes(op: str, inputs: Any, **sizes: int) -> None:
             raise ValueError(f"{op}: reset must be a bool tensor, not {tensor.dtype}")
 
 
-def refuse_channel_first(op: str, name: str, x_BLI: Tensor, weight: Tensor, others: str = "") -> None:
-    """Refuse `[B, I, L]`, the order of mamba-ssm and causal-conv1d. `weight` has the channels first.
+def refuse_channel_first(op: str, name: str, x_BLI: Tensor, others: str = "", **weights: Tensor) -> None:
+    """Refuse `[B, I, L]`, the order of mamba-ssm and causal-conv1d. A weight has two dimensions, channels first.
 
     Shapes: B batch, L length, I inner channels.
     """
+    (weight_name, weight), *_ = weights.items()
+    require_floats(op, **{name: x_BLI}, **weights)
+    require_dimensions(op, weight_name, weight, 2)
     channels = weight.shape[0]
     if x_BLI.dim() != 3:
         raise ValueError(

@@ -78,6 +78,20 @@ def routing(config: RunConfig, world_size: int) -> str:
     return answer.reason if isinstance(answer, routers.Cannot) and ranks > 1 else ""
 
 
+def refuse_parts(parallel: ParallelConfig) -> None:
+    """Refuse a layout that divides the model, where every process holds a whole one."""
+    sizes = {
+        f"parallel.{axis}": getattr(parallel, axis)
+        for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor")
+    }
+    if divided := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
+        raise LayoutError(
+            f"{', '.join(divided)}: `build` makes a whole model in each process, so these sizes must be 1."
+            " Runs of `train` and `blackmamba train` divide models."
+        )
+    check_world(parallel, 1)
+
+
 def check_world(parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a number of processes that this layout cannot have; the part of `check` that needs no model."""
     wrong = _world_problems(parallel, world_size)

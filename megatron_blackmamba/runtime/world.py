@@ -139,7 +139,7 @@ def of_replica(parallel: ParallelConfig) -> World:
 
     In a process group of the caller, every rank has a replica, and must call this. Otherwise the process is alone.
     """
-    layout.check_world(parallel, 1)
+    layout.refuse_parts(parallel)
     if _alone and not dist.is_initialized():  # its group was destroyed by the caller
         _forget_groups()
     if _alone:

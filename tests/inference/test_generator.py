@@ -146,6 +146,14 @@ def test_wrong_prompts_and_lengths_are_refused(generator):
         generator.generate("a", max_new_tokens=-1)
 
 
+def test_options_of_another_type_are_named(folder):
+    with pytest.raises(GenerationError, match="dtype must be a torch.dtype such as torch.bfloat16, not 'bf16'"):
+        load(folder, dtype="bf16")
+    for name in ("temperature", "top_k", "top_p"):
+        with pytest.raises(GenerationError, match=f"{name} must be a finite number, not '1'"):
+            Sampling(**{name: "1"})
+
+
 def test_every_kind_of_model_writes_the_same(folder, tmp_path, tokenizer_file, generator):
     zyphra.write(canonical(tiny()), tmp_path / "released")
     megatron.write(canonical(tiny(), tokenizer=tokenizer_file), tmp_path / "ours")

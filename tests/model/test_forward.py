@@ -124,7 +124,7 @@ def test_labels_of_another_shape_are_refused(build, shape):
         (512, 0, "tokens: the largest id is 512, but model.vocab_size is 512"),
         (-1, 0, "tokens: id -1 is negative"),
         (0, 600, "labels: the largest id is 600"),
-        (0, -100, "labels: id -100 is negative; -100 does not mask a label here"),
+        (0, -100, "labels: id -100 is negative. -100 does not mask a label here"),
     ],
 )
 def test_ids_outside_the_vocabulary_are_refused(build, tokens, labels, message):

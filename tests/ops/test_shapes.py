@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+from megatron_blackmamba.ops.experts import grouped_experts
+from megatron_blackmamba.ops.selective_scan import selective_scan
 from megatron_blackmamba.ops.sinkhorn import sinkhorn_choice
 from tests.ops.calls import OPS, OTHERS, answers, arguments_of
 
@@ -42,3 +45,15 @@ def test_argument_of_another_size_is_refused(op, name, dimension):
     for by in (1, -1):
         with pytest.raises(ValueError, match=r"shape|channel|columns|add up"):
             answers(op, **tensors_of(op) | {name: resized(tensors_of(op)[name], dimension, by)})
+
+
+PUBLIC = (selective_scan, causal_conv1d, sinkhorn_choice, grouped_experts)
+
+
+@pytest.mark.parametrize("op", PUBLIC, ids=lambda op: op.__name__)
+def test_argument_that_is_no_tensor_or_has_other_dimensions_is_named(op):
+    right = tensors_of(op) | OTHERS.get(op, {})
+    for name in OPS[op][1]:
+        for wrong in (1.5, [1.5], right[name].flatten()[0], right[name][None]):
+            with pytest.raises(ValueError, match=f"{op.__name__}: {name.rpartition('_')[0] or name}"):
+                op(**right | {name: wrong})

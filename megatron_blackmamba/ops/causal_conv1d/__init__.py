@@ -108,8 +108,10 @@ def final_window(
 
 def checked(inputs: Inputs) -> Inputs:
     """Return the inputs if their shapes and options are right, else raise a ValueError."""
-    refuse_channel_first("causal_conv1d", "x", inputs.x_BLI, inputs.weight_IK)
+    refuse_channel_first("causal_conv1d", "x", inputs.x_BLI, weight=inputs.weight_IK)
     (B, L, I), K = inputs.x_BLI.shape, inputs.weight_IK.shape[-1]
+    if not K:
+        raise ValueError("causal_conv1d: weight has no taps: its shape is [channels, taps].")
     require_shapes("causal_conv1d", inputs, B=B, L=L, I=I, K=K, W=K - 1)
     if inputs.activation not in ("silu", None):
         raise ValueError(f'causal_conv1d: activation must be "silu" or None, not {inputs.activation!r}')

@@ -121,7 +121,7 @@ def available_backends() -> dict[str, str | None]:
 def backend_for(inputs: Inputs, backend: str) -> ModuleType:
     """Check the inputs and return the module of the backend that scans them."""
     u_BLI, A_IN, B_BLN = inputs.u_BLI, inputs.A_IN, inputs.B_BLN
-    refuse_channel_first("selective_scan", "u", u_BLI, A_IN, ", and the same for delta, z, B and C")
+    refuse_channel_first("selective_scan", "u", u_BLI, ", and the same for delta, z, B and C", A=A_IN)
     (B, L, I), N = u_BLI.shape, A_IN.shape[1]
     if L == I and N != L and B_BLN.shape[1:] == (N, L):
         raise ValueError(f"selective_scan: B is channel-first, {tuple(B_BLN.shape)}. Pass B.transpose(1, 2), as for C.")

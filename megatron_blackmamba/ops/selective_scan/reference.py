@@ -39,7 +39,7 @@ def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
         decay_BIN = torch.exp(delta[:, t, :, None] * A_IN)
         state_BIN = decay_BIN * state_BIN + (delta[:, t] * u[:, t])[:, :, None] * B[:, t, None, :]
         y_steps.append((state_BIN * C[:, t, None, :]).sum(-1))
-    y = torch.stack(y_steps, dim=1)
+    y = torch.stack(y_steps, dim=1) if y_steps else torch.zeros_like(u)
     if D_I is not None:
         y = y + D_I * u
     if z_BLI is not None:

@@ -57,11 +57,11 @@ def sinkhorn_choice(
             f"tokens_E must be int64 and contiguous, not {tokens_E.dtype} with strides {tokens_E.stride()}"
         )
     if not (isinstance(top_k, int) and 1 <= top_k <= experts):
-        raise ValueError(f"top_k must be a whole number from 1 to the number of experts, {experts}; not {top_k}")
+        raise ValueError(f"top_k must be a whole number from 1 to the number of experts, {experts}; not {top_k!r}")
     if not (isinstance(iterations, int) and iterations >= 0):
-        raise ValueError(f"iterations must be a whole number from 0 on, not {iterations}")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature must be finite and above 0, not {temperature}")
+        raise ValueError(f"iterations must be a whole number from 0 on, not {iterations!r}")
+    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature must be finite and above 0, not {temperature!r}")
     chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
     if top_k == 1:
         return chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E)
