@@ -147,7 +147,7 @@ def test_wrong_prompts_and_lengths_are_refused(generator):
 
 
 def test_options_of_another_type_are_named(folder):
-    with pytest.raises(GenerationError, match="dtype must be a torch.dtype such as torch.bfloat16, not 'bf16'"):
+    with pytest.raises(GenerationError, match=r"dtype must be a torch\.dtype such as torch\.bfloat16, not 'bf16'"):
         load(folder, dtype="bf16")
     for name in ("temperature", "top_k", "top_p"):
         with pytest.raises(GenerationError, match=f"{name} must be a finite number, not '1'"):
