@@ -241,3 +241,9 @@ def test_advised_match_reads_the_folder(tmp_path):
         find_sources([str(tmp_path)])
     assert "--match '*.py' --format text" in str(refused.value) and "also there: .rst" in str(refused.value)
     assert len(find_sources([str(tmp_path)], format="text", match="*.py").sources) == 2
+
+
+@pytest.mark.parametrize("option", ["format", "split", "backend", "preset"])
+def test_unknown_choice_is_refused_before_anything_is_read(option):
+    with pytest.raises(InputError, match=f"--{option} json: choose "):
+        TokenizeOptions(**{option: "json"})

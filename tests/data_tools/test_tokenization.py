@@ -497,9 +497,3 @@ def test_a_giant_document_is_rechecked_by_its_beginning(run, tmp_path, monkeypat
 def test_shards_are_shuffled_from_plain_files_by_default():
     recorded = shard_writer.ShardSettings().recorded([])
     assert recorded == shard_writer.ShardSettings(read=ReadOptions(), shuffle=True, seed=0).recorded([])
-
-
-@pytest.mark.parametrize("option", ["format", "split", "backend", "preset"])
-def test_unknown_choice_is_refused_before_anything_is_read(option):
-    with pytest.raises(InputError, match=f"--{option} json: choose "):
-        TokenizeOptions(**{option: "json"})
