@@ -139,10 +139,9 @@ class JobRequest:
         if self.warning_s >= time_limit_s(self.time):
             raise LaunchError(f"--warn: {self.warning_s} s before the end of --time {self.time} is before the start")
 
-    @property
-    def gpus(self) -> str:
-        """Return a node's GPUs as Slurm writes them: `8` or `h100:8`."""
-        return f"{self.gpu_type}:{self.gpus_per_node}" if self.gpu_type else str(self.gpus_per_node)
+    def gpus(self, number: int) -> str:
+        """Return the sbatch option for this many GPUs of a node, empty for none."""
+        return f"--gpus-per-node={self.gpu_type + ':' if self.gpu_type else ''}{number}" if number else ""
 
     @property
     def tasks_per_node(self) -> int:
@@ -170,11 +169,11 @@ class JobRequest:
         return tuple(found)
 
 
-def split_gpus(text: str) -> tuple[str | None, int]:
+def split_gpus(text: str, option: str = "--gpus-per-node") -> tuple[str | None, int]:
     """Parse GPUs per node as Slurm writes them, `8` or `h100:8`, into type and number."""
     match = re.fullmatch(r"(?:([\w.-]+):)?(\d+)", text.strip())
     if not match:
-        raise LaunchError(f"--gpus-per-node is a number or a type and a number, as in h100:8; {text!r} is neither")
+        raise LaunchError(f"{option} is a number or a type and a number, as in h100:8; {text!r} is neither")
     return match[1], int(match[2])
 
 
@@ -202,7 +201,7 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
         f"--job-name={job_name(run)}",
         f"--nodes={request.nodes}",
         f"--ntasks-per-node={request.tasks_per_node}",
-        f"--gpus-per-node={request.gpus}" if request.gpus_per_node else "",
+        request.gpus(request.gpus_per_node),
         f"--cpus-per-task={request.cpus_per_process}",
         "--mem=0",
         "--exclusive",
@@ -256,7 +255,7 @@ def render_evaluation(request: JobRequest, run: RunFolder, code: Path) -> str:
         f"--job-name={job_name(run)}-evaluate",
         "--nodes=1",
         "--ntasks=1",
-        "--gpus-per-node=1" if request.gpus_per_node else "",
+        request.gpus(min(1, request.gpus_per_node)),
         f"--cpus-per-task={request.cpus_per_process}",
         f"--time={request.time}",
         f"--output={_literal(run.logs)}/evaluate-%j.log",

@@ -29,7 +29,7 @@ class HowToRun:
     jobs: int | None = None
     minutes: float | None = None
     slurm: bool = False
-    gpus: int = 1
+    gpus: str = "1"
     time: str = "4:00:00"
     sbatch: Sequence[str] = ()
     page_only: bool = False

@@ -14,7 +14,7 @@ def study(
     ] = None,
     minutes: Annotated[float | None, typer.Option(min=0.1, help="Save and stop after this many minutes.")] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit the runs as Slurm jobs of one node.")] = False,
-    gpus: Annotated[int, typer.Option(min=0, help="GPUs per Slurm job.")] = 1,
+    gpus: Annotated[str, typer.Option(metavar="[TYPE:]N", help="GPUs per Slurm job; 0 trains on CPUs.")] = "1",
     time: Annotated[str, typer.Option(help="Time limit of each Slurm job.")] = "4:00:00",
     sbatch: Annotated[
         list[str] | None,
@@ -39,7 +39,7 @@ def study(
 
     if slurm and (jobs is not None or minutes is not None):
         raise typer.BadParameter("--jobs and --minutes are for runs on this machine: leave out them or --slurm")
-    if not slurm and (gpus, time, sbatch or []) != (1, "4:00:00", []):
+    if not slurm and (gpus, time, sbatch or []) != ("1", "4:00:00", []):
         raise typer.BadParameter("--gpus, --time and --sbatch are for Slurm jobs: add --slurm")
     how = HowToRun(jobs, minutes, slurm, gpus, time, tuple(sbatch or ()), page, png)
     if not run_study(open_study(name, folder), how):

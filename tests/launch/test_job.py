@@ -93,6 +93,8 @@ def test_gpus_may_have_a_type():
     (kind, number), plain = split_gpus("h100-sxm:4"), split_gpus("8")
     options = options_of(rendered(gpus_per_node=number, gpu_type=kind))
     assert options["--gpus-per-node"] == "h100-sxm:4" and options["--ntasks-per-node"] == "4"
+    scoring = render_evaluation(JobRequest(nodes=2, gpus_per_node=number, gpu_type=kind), RUN, Path("/code"))
+    assert options_of(scoring)["--gpus-per-node"] == "h100-sxm:1"
     assert plain == (None, 8)
     for wrong in ("h100", "h100:", ":8", "8:h100", "-1"):
         with pytest.raises(LaunchError, match="as in h100:8"):
