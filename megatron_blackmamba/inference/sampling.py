@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
+            if not (isinstance(value, Integral) or (isinstance(value, Real) and math.isfinite(value))):
                 raise GenerationError(f"{field.name} must be a finite number, not {value!r}")
         if self.temperature < 0:
             raise GenerationError(f"temperature must be 0 or more, not {self.temperature}")

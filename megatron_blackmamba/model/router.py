@@ -108,10 +108,10 @@ class KindRouter(_Counted):
         gets_k, (tokens, experts) = self.kind.every_token_gets_k, logits_TE.shape
         expected = (torch.int64, (tokens, self.described.top_k)) if gets_k else (torch.bool, (tokens, experts))
         if (chosen.dtype, chosen.shape) != expected:
-            other = "Set every_token_gets_k = False if the number of experts differs between tokens. " if gets_k else ""
+            other = " Set every_token_gets_k = False if tokens get different numbers of experts." if gets_k else ""
             raise KindError(
                 f"{type(self.kind).__name__}.choose returned {chosen.dtype} {tuple(chosen.shape)}, expected"
-                f" {expected[0]} {expected[1]}. {other}(T, K) are {tokens} tokens and model.top_k experts."
+                f" {expected[0]} {expected[1]} for {tokens} tokens.{other}"
             )
         if gets_k and not self.seen_distinct and not chosen.is_cuda:
             ordered_TK = chosen.sort(-1).values

@@ -8,6 +8,7 @@ Shapes: T tokens, E experts, K experts of a token.
 """
 
 import math
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ def sinkhorn_choice(
         raise ValueError(f"top_k must be a whole number from 1 to the number of experts, {experts}; not {top_k!r}")
     if not (isinstance(iterations, int) and iterations >= 0):
         raise ValueError(f"iterations must be a whole number from 0 on, not {iterations!r}")
-    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
+    if not (isinstance(temperature, Real) and math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be finite and above 0, not {temperature!r}")
     chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
     if top_k == 1:
