@@ -188,8 +188,8 @@ PEERS = {"export": export, "mamba": mamba, "transformer": transformer}
 
 def hf_stepper(model: Any, length: int, rows: int = 1) -> Step:
     """Return a function that runs one step of `model` for some sequences of `length` tokens."""
-    named = "cache_params" if type(model).__name__ == "MambaForCausalLM" else "past_key_values"
     read = model(torch.ones(rows, length, dtype=torch.long), use_cache=True, logits_to_keep=1)
+    named = next(name for name in ("cache", "past_key_values", "cache_params") if name in read)
     held = {"cache": read[named], "token": read.logits[:, -1].argmax(dim=-1)}
 
     def step() -> None:

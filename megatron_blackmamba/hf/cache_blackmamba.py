@@ -4,11 +4,16 @@ Shapes: B sequences, S tokens so far, I inner, W window of the convolution.
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import cache_utils
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in ("cache", "past_key_values"))
+"""The name of the cache in outputs and in the arguments of generate: `cache` from transformers 5.24 on."""
 
 if hasattr(cache_utils.Cache, "get_conv_state"):
     from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, LinearAttentionLayer
@@ -154,6 +159,14 @@ class BlackMambaCache(Cache):
     def with_past(self, document_BL: Tensor) -> Tensor:
         """Return the documents of all tokens: those that were seen, and these."""
         return document_BL if self.documents_BS is None else torch.cat((self.documents_BS, document_BL), dim=1)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Return False for every layer: generate then skips the part of a prompt that the state has seen.
+
+        From transformers 5.24 on it would read the whole prompt again if all layers were linear.
+        """
+        return [False] * len(self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen

@@ -4,7 +4,28 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from packaging.version import Version
 from transformers import PretrainedConfig
+from transformers import __version__ as transformers_version
+from transformers.utils import logging
+
+TRIED = ("4.50.3", "5.24.0")
+"""The oldest and the newest version of transformers with which these files were tried."""
+
+
+def compare_versions(here: str) -> None:
+    """Refuse a version of transformers older than the tried ones, and warn once of a newer one."""
+    oldest, version, newest = (Version(text).release[:2] for text in (TRIED[0], here, TRIED[1]))
+    if version < oldest:
+        raise ImportError(f"this model needs transformers {TRIED[0]} or newer, not {here}: pip install -U transformers")
+    if version > newest:
+        logging.get_logger(__name__).warning_once(
+            f"This model's code was tried with transformers {TRIED[0]} to {TRIED[1]}, not yet with {here}. If it fails, "
+            f"take newer code with `blackmamba export refresh FOLDER`, or `pip install transformers=={TRIED[1]}`."
+        )
+
+
+compare_versions(transformers_version)
 
 
 class BlackMambaConfig(PretrainedConfig):
@@ -37,7 +58,7 @@ class BlackMambaConfig(PretrainedConfig):
     """
 
     model_type = "blackmamba"
-    keys_to_ignore_at_inference = ["past_key_values", "router_choices"]  # noqa: RUF012 (transformers' own form)
+    keys_to_ignore_at_inference = ["cache", "past_key_values", "router_choices"]  # noqa: RUF012 (transformers' own form)
     attribute_map = {  # noqa: RUF012
         "num_hidden_layers": "num_layers",
         "max_position_embeddings": "max_sequence_length",

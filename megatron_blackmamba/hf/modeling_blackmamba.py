@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput, logging
 
-from .cache_blackmamba import BlackMambaCache
+from .cache_blackmamba import CACHE, BlackMambaCache
 from .configuration_blackmamba import BlackMambaConfig
 from .functions_blackmamba import widen
 from .layers_blackmamba import (
@@ -52,7 +52,10 @@ class BlackMambaOutput(ModelOutput):
     token has several."""
 
     last_hidden_state: Tensor | None = None
-    past_key_values: BlackMambaCache | None = None
+    if CACHE == "cache":
+        cache: BlackMambaCache | None = None
+    else:
+        past_key_values: BlackMambaCache | None = None
     hidden_states: tuple | None = None
     router_choices: tuple | None = None
 
@@ -63,7 +66,10 @@ class BlackMambaCausalOutput(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    past_key_values: BlackMambaCache | None = None
+    if CACHE == "cache":
+        cache: BlackMambaCache | None = None
+    else:
+        past_key_values: BlackMambaCache | None = None
     hidden_states: tuple | None = None
     router_choices: tuple | None = None
 
@@ -134,17 +140,19 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: BlackMambaCache | None = None,
+        cache: BlackMambaCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_router_choices: bool | None = None,
         return_dict: bool | None = None,
+        past_key_values: BlackMambaCache | None = None,
         **kwargs: Any,
     ) -> BlackMambaOutput | tuple:
-        """Read tokens that follow the ones in `past_key_values`.
+        """Read tokens that follow the ones in `cache`.
 
         Args:
+            past_key_values: Another name for `cache`, which transformers used before 5.24.
             attention_mask: Mask of these tokens, or of all tokens so far. Padding must be at either end.
             position_ids: Position 0 starts a new document and resets the state. Other values are ignored.
         """
@@ -156,12 +164,13 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         output_hidden_states = _given_or(output_hidden_states, self.config.output_hidden_states)
         output_router_choices = _given_or(output_router_choices, self.config.output_router_choices)
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        cache = self._cache(past_key_values, use_cache, checkpointing)
+        past = _one_of(cache, past_key_values)
+        cache = self._cache(past, use_cache, checkpointing)
         residual = widen(embeds)
-        keep_BL1 = self._keep(attention_mask, embeds, past_key_values)
+        keep_BL1 = self._keep(attention_mask, embeds, past)
         begins_BL = _beginnings(position_ids, embeds)
-        reset_BL = self._resets(input_ids, begins_BL, past_key_values)
-        segment_BL = _segments(keep_BL1, begins_BL, embeds, past_key_values)
+        reset_BL = self._resets(input_ids, begins_BL, past)
+        segment_BL = _segments(keep_BL1, begins_BL, embeds, past)
         hidden_states, choices, shared = [], [], None
         for layer in self.decoder.layers:
             if output_hidden_states:
@@ -173,12 +182,8 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         last = self.decoder.final_layernorm(residual)
         if cache is not None:
             cache.saw(segment_BL, None if input_ids is None else input_ids[:, -1])
-        output = BlackMambaOutput(
-            last_hidden_state=last,
-            past_key_values=cache,
-            hidden_states=(*hidden_states, last) if output_hidden_states else None,
-            router_choices=tuple(choices) if output_router_choices else None,
-        )
+        all_hidden = (*hidden_states, last) if output_hidden_states else None
+        output = BlackMambaOutput(last, cache, all_hidden, tuple(choices) if output_router_choices else None)
         return output if _given_or(return_dict, self.config.return_dict) else output.to_tuple()
 
     def _cache(
@@ -186,7 +191,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
     ) -> BlackMambaCache | None:
         if checkpointing and past is not None:
             raise ValueError(
-                "gradient checkpointing runs each layer twice, so it cannot continue from past_key_values. Pass none, "
+                "gradient checkpointing runs each layer twice, so it cannot continue from a cache. Pass none, "
                 "or call gradient_checkpointing_disable()"
             )
         if checkpointing and use_cache:
@@ -195,7 +200,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
             return None
         if past is not None and not isinstance(past, BlackMambaCache):
             raise ValueError(
-                f"past_key_values is a {type(past).__name__}, not a BlackMambaCache. Pass none: the model makes its own"
+                f"the cache is a {type(past).__name__}, not a BlackMambaCache. Pass none: the model makes its own"
             )
         return BlackMambaCache(self.config) if past is None else past
 
@@ -238,6 +243,12 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
             before = past.last_tokens[:, None]
         reset_BL = torch.cat((before, input_ids[:, :-1]), dim=1) == self.config.eod_reset
         return reset_BL if begins_BL is None else reset_BL | begins_BL
+
+
+def _one_of(cache: BlackMambaCache | None, past_key_values: BlackMambaCache | None) -> BlackMambaCache | None:
+    if cache is not None and past_key_values is not None:
+        raise ValueError("pass either cache or past_key_values: they are two names of one argument")
+    return past_key_values if cache is None else cache
 
 
 def _given_or(value: bool | None, default: bool | None) -> bool:
@@ -299,7 +310,7 @@ class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: BlackMambaCache | None = None,
+        cache: BlackMambaCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -307,6 +318,7 @@ class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
         output_router_choices: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        past_key_values: BlackMambaCache | None = None,
         **kwargs: Any,
     ) -> BlackMambaCausalOutput | tuple:
         """Run BlackMambaModel.forward; `labels` are shifted here, and -100 is ignored."""
@@ -314,7 +326,7 @@ class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=_one_of(cache, past_key_values),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -326,21 +338,23 @@ class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = BlackMambaCausalOutput(loss, logits, body.past_key_values, body.hidden_states, body.router_choices)
+        output = BlackMambaCausalOutput(loss, logits, getattr(body, CACHE), body.hidden_states, body.router_choices)
         return output if _given_or(return_dict, self.config.return_dict) else output.to_tuple()
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # its arguments differ by version
         self,
         input_ids: Tensor,
-        past_key_values: BlackMambaCache | None = None,
+        cache: BlackMambaCache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        past_key_values: BlackMambaCache | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the tokens that the state has not seen, and all options of forward."""
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = _one_of(cache, past_key_values)
+        seen = 0 if cache is None else cache.get_seq_length()
         inputs = {name: value for name, value in kwargs.items() if name not in _GENERATION_ONLY}
-        inputs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        inputs |= {CACHE: cache, "attention_mask": attention_mask}
         if inputs_embeds is not None and _first_iteration(input_ids, inputs_embeds, kwargs):
             positions = kwargs.get("cache_position")  # before 5.x: of the embeddings that are new
             known = 0 if positions is None else len(positions)

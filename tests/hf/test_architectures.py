@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_blackmamba.hf.cache_blackmamba import CACHE
 from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.generator import Generator
 from megatron_blackmamba.inference.weights import pack
@@ -95,8 +96,8 @@ def test_export_continues_from_its_cache(made):
     model, folder = made
     network, cache, logits = loaded(folder), None, []
     for start, end in [(0, 7), (7, 8), (8, 20), (20, 24)]:
-        output = network(torch.tensor([TOKENS[start:end]]), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = network(torch.tensor([TOKENS[start:end]]), cache=cache, use_cache=True)
+        cache = output.get(CACHE)
         logits.append(output.logits[0])
     torch.testing.assert_close(torch.cat(logits).double(), expected(model), atol=5e-5, rtol=5e-5)
 

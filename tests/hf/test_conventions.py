@@ -1,11 +1,16 @@
 """Conventions of transformers models that tools rely on: names, flags, hidden states, packing, compilation."""
 
+import io
+import logging
+import warnings
+
 import pytest
 import torch
 import torch._dynamo.testing
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
-from megatron_blackmamba.hf.configuration_blackmamba import BlackMambaConfig
+from megatron_blackmamba.hf.cache_blackmamba import CACHE
+from megatron_blackmamba.hf.configuration_blackmamba import TRIED, BlackMambaConfig, compare_versions
 from megatron_blackmamba.hf.modeling_blackmamba import BlackMambaForCausalLM
 from megatron_blackmamba.interchange import hf
 from megatron_blackmamba.interchange.canonical import InterchangeError
@@ -63,7 +68,7 @@ def test_parts_are_found_by_their_usual_names(model):
 def test_flags_of_the_config_are_obeyed():
     model = build(["r", "4"], output_hidden_states=True, output_router_choices=True, use_cache=False)
     output = model(IDS)
-    assert len(output.hidden_states) == 3 and len(output.router_choices) == 1 and output.past_key_values is None
+    assert len(output.hidden_states) == 3 and len(output.router_choices) == 1 and output.get(CACHE) is None
     model.config.return_dict = False
     assert isinstance(model(IDS), tuple)
     assert model(IDS, output_hidden_states=False, return_dict=True).hidden_states is None
@@ -79,15 +84,15 @@ def test_untied_output_layer_has_its_own_weight(tmp_path):
 def test_gradients_flow_through_the_cache(model):
     (expected,) = torch.autograd.grad(model(IDS).logits[:, -1].sum(), model.lm_head.weight)
     first = model(IDS[:, :5], use_cache=True)
-    second = model(IDS[:, 5:9], past_key_values=first.past_key_values)
-    third = model(IDS[:, 9:], past_key_values=second.past_key_values)
+    second = model(IDS[:, 5:9], cache=first.get(CACHE))
+    third = model(IDS[:, 9:], cache=second.get(CACHE))
     (got,) = torch.autograd.grad(third.logits[:, -1].sum(), model.lm_head.weight)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_another_cache_is_refused():
     with pytest.raises(ValueError, match="DynamicCache, not a BlackMambaCache"):
-        build(["r", "4"])(IDS, past_key_values=DynamicCache())
+        build(["r", "4"])(IDS, cache=DynamicCache())
 
 
 def test_an_adapter_may_wrap_the_router():
@@ -122,22 +127,69 @@ def test_generate_returns_hidden_states(model):
     torch.testing.assert_close(scores, output.scores[2])
 
 
+@pytest.mark.parametrize("layers", [["r", "r"], ["mamba2"], ["r", "4"]], ids=["mamba", "mamba2", "mixture"])
+def test_generation_skips_what_the_state_has_seen(layers):
+    model, options = build(layers), {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(IDS, **options)[:, -4:]
+    for ids in (IDS, IDS[:, 7:]):  # the whole prompt again, or only what is new
+        cache = model(IDS[:, :7], use_cache=True).get(CACHE)
+        got = model.generate(ids, attention_mask=torch.ones_like(IDS), **{CACHE: cache}, **options)
+        assert torch.equal(got[:, -4:], expected)
+
+
+def test_both_names_of_the_cache_are_one_argument(model):
+    first = model(IDS[:, :5], use_cache=True)
+    cache = first.get(CACHE)
+    expected = model(IDS[:, 5:], cache=model(IDS[:, :5], use_cache=True).get(CACHE)).logits
+    with pytest.raises(ValueError, match="two names of one argument"):
+        model(IDS[:, 5:], cache=cache, past_key_values=cache)
+    assert torch.equal(model(IDS[:, 5:], past_key_values=cache).logits, expected)
+
+
+def test_use_in_their_own_names_warns_of_nothing(model):
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cache = model(IDS[:, :5], use_cache=True, output_hidden_states=True).get(CACHE)
+            options = {"pad_token_id": 0, "max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+            model.generate(IDS, attention_mask=torch.ones_like(IDS), **{CACHE: cache}, **options)
+            model(IDS, labels=IDS).loss.backward()
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert said.getvalue() == ""
+
+
+def test_versions_out_of_the_tried_range_are_named(caplog):
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    for _ in range(2):
+        compare_versions("99.1.0")
+    compare_versions(TRIED[0]), compare_versions(TRIED[1] + ".post1")
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"{TRIED[0]} to {TRIED[1]}" in said and "99.1.0" in said and "export refresh" in said
+    with pytest.raises(ImportError, match="needs transformers 4"):
+        compare_versions("4.49.0")
+
+
 def test_generation_goes_on_from_embeddings(model):
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     expected = model.generate(IDS, **options)[:, -4:]
-    cache = model(IDS[:, :7], use_cache=True).past_key_values
+    cache = model(IDS[:, :7], use_cache=True).get(CACHE)
     embeds = model.get_input_embeddings()(IDS)
     mask = torch.ones_like(IDS)
-    got = model.generate(inputs_embeds=embeds, attention_mask=mask, past_key_values=cache, **options)
+    got = model.generate(inputs_embeds=embeds, attention_mask=mask, **{CACHE: cache}, **options)
     assert torch.equal(got[:, -4:], expected)
 
 
 def test_only_new_embeddings_are_read(model):
-    cache = model(IDS[:, :7], use_cache=True).past_key_values
+    cache = model(IDS[:, :7], use_cache=True).get(CACHE)
     embeds = model.get_input_embeddings()(IDS)
     for news in ({"cache_position": torch.arange(7, 12)}, {"next_sequence_length": 5}):  # 4.x and 5.x say it so
         inputs = model.prepare_inputs_for_generation(
-            IDS[:, :0], past_key_values=cache, inputs_embeds=embeds, is_first_iteration=True, **news
+            IDS[:, :0], cache=cache, inputs_embeds=embeds, is_first_iteration=True, **news
         )
         assert torch.equal(inputs["inputs_embeds"], embeds[:, 7:])
 
@@ -151,7 +203,7 @@ def test_packed_documents_do_not_see_each_other(model, cut):
         packed = model(IDS[:1], position_ids=positions).logits
     else:
         first = model(IDS[:1, :cut], position_ids=positions[:, :cut], use_cache=True)
-        second = model(IDS[:1, cut:], position_ids=positions[:, cut:], past_key_values=first.past_key_values)
+        second = model(IDS[:1, cut:], position_ids=positions[:, cut:], cache=first.get(CACHE))
         packed = torch.cat((first.logits, second.logits), dim=1)
     torch.testing.assert_close(packed, alone, atol=3e-5, rtol=3e-5)
     assert (model(IDS[:1]).logits - alone).abs().max() > 1e-3

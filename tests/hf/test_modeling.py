@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
+from megatron_blackmamba.hf.cache_blackmamba import CACHE
 from tests.reference import forward
 
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(1, 64, size=40)]
@@ -43,8 +44,8 @@ def test_stepping_token_by_token_agrees_with_the_reference(export, activation, k
     model, cache, logits = load(export(tiny), kernels=kernels), None, []
     for token in TOKENS:
         with torch.no_grad():  # as generate() does; our kernels give no gradient
-            output = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+            output = model(torch.tensor([[token]]), cache=cache, use_cache=True)
+        cache = output.get(CACHE)
         logits.append(output.logits[0, 0])
     torch.testing.assert_close(torch.stack(logits).double(), reference(tiny), atol=5e-5, rtol=5e-5)
 
@@ -54,8 +55,8 @@ def test_several_tokens_go_on_from_a_saved_state(model, silu, pieces, kernels, e
     model = load(export(silu), kernels=kernels)
     cache, logits, start = None, [], 0
     for length in pieces:
-        output = model(torch.tensor([TOKENS[start : start + length]]), past_key_values=cache, use_cache=True)
-        cache, start = output.past_key_values, start + length
+        output = model(torch.tensor([TOKENS[start : start + length]]), cache=cache, use_cache=True)
+        cache, start = output.get(CACHE), start + length
         logits.append(output.logits[0])
     torch.testing.assert_close(torch.cat(logits).double(), reference(silu), atol=5e-5, rtol=5e-5)
 
@@ -65,8 +66,8 @@ def test_state_resets_after_end_of_document(export, resetting, pieces, kernels):
     tokens = [*TOKENS[:6], 0, *TOKENS[7:9], 0, 0, *TOKENS[11:]]
     model, cache, logits, start = load(export(resetting), kernels=kernels), None, [], 0
     for length in pieces:
-        output = model(torch.tensor([tokens[start : start + length]]), past_key_values=cache, use_cache=True)
-        cache, start = output.past_key_values, start + length
+        output = model(torch.tensor([tokens[start : start + length]]), cache=cache, use_cache=True)
+        cache, start = output.get(CACHE), start + length
         logits.append(output.logits[0])
     torch.testing.assert_close(torch.cat(logits).double(), reference(resetting, tokens), atol=5e-5, rtol=5e-5)
 
@@ -157,12 +158,10 @@ def test_gradient_checkpointing_works_with_frozen_embeddings(export, silu):
 def test_gradient_checkpointing_refuses_a_carried_state(export, silu):
     model = load(export(silu), kernels="torch").train()
     model.gradient_checkpointing_enable()
-    cache = load(export(silu))(torch.tensor([TOKENS])).past_key_values
-    assert (
-        model(torch.tensor([TOKENS]), use_cache=True).past_key_values is None
-    )  # ignored with a warning, as everywhere
+    cache = load(export(silu))(torch.tensor([TOKENS])).get(CACHE)
+    assert model(torch.tensor([TOKENS]), use_cache=True).get(CACHE) is None  # ignored with a warning, as everywhere
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
-        model(torch.tensor([TOKENS]), past_key_values=cache)
+        model(torch.tensor([TOKENS]), cache=cache)
     assert model.generate(torch.tensor([TOKENS]), max_new_tokens=2).shape == (1, 42)  # no gradient, nothing to save
 
 
@@ -230,12 +229,12 @@ def test_left_padding_leaves_each_row_unchanged(model):
 def test_generation_continues_from_a_saved_state(model):
     expected = greedy_by_hand(model, TOKENS[:12], 6)
     for repeat in (True, False):
-        cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).past_key_values
+        cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).get(CACHE)
         ids = TOKENS[:12] if repeat else TOKENS[8:12]
         out = model.generate(
             torch.tensor([ids]),
             attention_mask=torch.ones(1, 12, dtype=torch.long),
-            past_key_values=cache,
+            **{CACHE: cache},
             max_new_tokens=6,
             do_sample=False,
             eos_token_id=None,
@@ -244,9 +243,9 @@ def test_generation_continues_from_a_saved_state(model):
 
 
 def test_state_longer_than_its_input_is_refused(model):
-    cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).past_key_values
+    cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).get(CACHE)
     with pytest.raises(ValueError, match="has seen 8 tokens"):
-        model.generate(torch.tensor([TOKENS[8:10]]), past_key_values=cache, max_new_tokens=2)
+        model.generate(torch.tensor([TOKENS[8:10]]), **{CACHE: cache}, max_new_tokens=2)
 
 
 def test_ids_and_embeddings_exclude_each_other(model):
@@ -257,9 +256,9 @@ def test_ids_and_embeddings_exclude_each_other(model):
 
 
 def test_a_mask_of_all_tokens_says_which_are_new(model):
-    cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).past_key_values
+    cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).get(CACHE)
     for ids in (TOKENS[8:10], TOKENS[:10]):  # as transformers 4 asks, with the past or without
-        asked = {"past_key_values": cache, "attention_mask": torch.ones(1, 10, dtype=torch.long)}
+        asked = {"cache": cache, "attention_mask": torch.ones(1, 10, dtype=torch.long)}
         found = model.prepare_inputs_for_generation(torch.tensor([ids]), **asked)
         assert found["input_ids"].tolist() == [TOKENS[8:10]]
 
@@ -272,14 +271,14 @@ def test_generation_from_embeddings_equals_that_from_ids(model):
 
 
 def test_the_cache_does_not_grow(model):
-    cache = model(torch.tensor([TOKENS[:2]]), use_cache=True).past_key_values
+    cache = model(torch.tensor([TOKENS[:2]]), use_cache=True).get(CACHE)
 
     def sizes():
         layers = [i for i, kind in enumerate(model.config.mamba_moe_layers) if kind == "r"]
         return [(cache.get_conv_state(i).shape, cache.get_recurrent_state(i).shape) for i in layers]
 
     before = sizes()
-    model(torch.tensor([TOKENS]), past_key_values=cache, use_cache=True)
+    model(torch.tensor([TOKENS]), cache=cache, use_cache=True)
     assert sizes() == before and cache.documents_BS is None
     assert cache.get_seq_length() == 42
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from megatron_blackmamba.hf.cache_blackmamba import CACHE
 from tests.reference import forward
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
@@ -49,7 +50,7 @@ def answers(model):
     mask[0, :5] = 0
     with torch.no_grad():
         output = model(tokens, attention_mask=mask, labels=tokens, output_router_choices=True)
-        more = model(tokens, past_key_values=model(tokens, use_cache=True).past_key_values).logits
+        more = model(tokens, cache=model(tokens, use_cache=True).get(CACHE)).logits
     generated = model.generate(tokens[:1], max_new_tokens=8, num_beams=2, do_sample=False, eos_token_id=None)
     return [output.loss, output.logits, *output.router_choices, more, generated]
 
