@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_blackmamba.formats.evaluations import Evaluation
     from megatron_blackmamba.interchange.canonical import Canonical
     from megatron_blackmamba.interchange.observation import Comparison
+    from megatron_blackmamba.interchange.witness import Check
     from megatron_blackmamba.model import LanguageModel
     from megatron_blackmamba.training.loop import Outcome, Trainer
 
@@ -122,15 +123,19 @@ def save(model: "LanguageModel", folder: str | Path, tokenizer: str | Path | Non
 
 
 def export_hf(
-    model: "LanguageModel | str | Path", folder: str | Path, tokenizer: str | Path | None = None
+    model: "LanguageModel | str | Path",
+    folder: str | Path,
+    tokenizer: str | Path | None = None,
+    check: "Check" = "full",
 ) -> "Comparison | None":
-    """Write a Hugging Face folder and return the comparison of its logits and routing with the model's.
+    """Write a Hugging Face folder and return the comparison of its logits, routing and text with the model's.
 
     model: a model from `build`, a run, a checkpoint or another export.
+    check: what the installed transformers loads to compare: "full", "short" (the first layers of each kind) or "none".
     """
     from megatron_blackmamba.interchange.convert import to_hf
 
-    return to_hf(_canonical(model, tokenizer), Path(folder))
+    return to_hf(_canonical(model, tokenizer), Path(folder), check=check)
 
 
 def evaluate(

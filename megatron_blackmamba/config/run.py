@@ -195,6 +195,8 @@ class CheckpointConfig(Section):
     """If the newest checkpoint is damaged: resume from the one before it, or stop."""
     export_every: int = Field(0, ge=0)
     """Steps between Hugging Face exports, written by the ranks to FOLDER/NAME/exports, and one at the end; 0: none."""
+    export_check: Literal["full", "short", "none"] = "short"
+    """Load these exports in transformers, beside training: whole, the first layers of each kind, or not at all."""
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step."""

@@ -341,10 +341,9 @@ class NotSaved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Exported(Event):
-    """The Hugging Face export of `step` is on disk."""
+    """The Hugging Face export of `step` is on disk; training waited `seconds` for it."""
 
     seconds: float
-    """How long training waited for it."""
 
     @property
     def text(self) -> str:
@@ -353,7 +352,7 @@ class Exported(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NotExported(Event):
-    """The Hugging Face export of `step` could not be written."""
+    """The Hugging Face export of `step` could not be written, or the installed transformers does not load it."""
 
     remark: ClassVar[bool] = True
 
@@ -361,7 +360,7 @@ class NotExported(Event):
 
     @property
     def text(self) -> str:
-        return f"step {self.step} could not be exported ({self.problem}); training goes on"
+        return f"step {self.step} has no usable export ({self.problem}); training goes on"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ def compare_versions(here: str) -> None:
         raise ImportError(f"this model needs transformers {TRIED[0]} or newer, not {here}: pip install -U transformers")
     if version > newest:
         logging.get_logger(__name__).warning_once(
-            f"This model's code was tried with transformers {TRIED[0]} to {TRIED[1]}, not yet with {here}. If it fails, "
-            f"take newer code with `blackmamba export refresh FOLDER`, or `pip install transformers=={TRIED[1]}`."
+            f"This model's code was tried with transformers {TRIED[0]} to {TRIED[1]}, not with {here}. If it fails, "
+            f"get newer code with `blackmamba export refresh FOLDER`, or `pip install transformers=={TRIED[1]}`."
         )
 
 

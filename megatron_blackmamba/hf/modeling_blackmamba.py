@@ -182,8 +182,12 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         last = self.decoder.final_layernorm(residual)
         if cache is not None:
             cache.saw(segment_BL, None if input_ids is None else input_ids[:, -1])
-        all_hidden = (*hidden_states, last) if output_hidden_states else None
-        output = BlackMambaOutput(last, cache, all_hidden, tuple(choices) if output_router_choices else None)
+        output = BlackMambaOutput(
+            last_hidden_state=last,
+            hidden_states=(*hidden_states, last) if output_hidden_states else None,
+            router_choices=tuple(choices) if output_router_choices else None,
+            **{CACHE: cache},
+        )
         return output if _given_or(return_dict, self.config.return_dict) else output.to_tuple()
 
     def _cache(
@@ -341,7 +345,7 @@ class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
         output = BlackMambaCausalOutput(loss, logits, getattr(body, CACHE), body.hidden_states, body.router_choices)
         return output if _given_or(return_dict, self.config.return_dict) else output.to_tuple()
 
-    def prepare_inputs_for_generation(  # type: ignore[override]  # its arguments differ by version
+    def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         cache: BlackMambaCache | None = None,

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,10 +51,19 @@ class Target(str, Enum):
     hf = "hf"
 
 
+class Checked(str, Enum):
+    full = "full"
+    short = "short"
+    none = "none"
+
+
 Out = Annotated[Path, typer.Argument(help="New output folder; it appears complete or not at all.")]
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or a run for its newest checkpoint.")]
 Dtype = Annotated[Precision | None, typer.Option(help="Precision of the written weights.", show_default="unchanged")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare weights and outputs with the source.")]
+Check = Annotated[
+    Checked, typer.Option(help="Load the whole export in transformers, its first layers of each kind, or nothing.")
+]
 TokenizerFile = Annotated[
     Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json to store with the weights.")
 ]
@@ -75,14 +85,19 @@ def export_hf(
     push_to: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face hub.")] = None,
     private: Annotated[bool, typer.Option("--private/--public", help="Visibility of a new repository.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --push-to: list the uploads only.")] = False,
-    verify: Verify = True,
+    check: Check = Checked.full,
+    no_verify: Annotated[bool, typer.Option("--no-verify", hidden=True, help="Old name of --check none.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)` loads.
 
+    Then another process loads it in that way, with the installed transformers. If that fails, the command fails.
+
     [dim]blackmamba export hf runs/blackmamba_1.5b exports/blackmamba_1.5b --dtype bf16[/dim]
 
     [dim]blackmamba export hf runs/tiny/checkpoints/step_00000100 exports/tiny_100[/dim]
+
+    [dim]blackmamba export hf runs/blackmamba_2.8b exports/blackmamba_2.8b --check short[/dim]
 
     [dim]blackmamba export hf runs/tiny exports/tiny --license apache-2.0 --push-to me/tiny --dry-run[/dim]
 
@@ -92,14 +107,15 @@ def export_hf(
 
     from megatron_blackmamba.interchange import convert, following, push
 
-    sizes = {"shard_bytes": int(shard_gb * 1e9), "processes": nproc}
+    how: dict[str, Any] = {"shard_bytes": int(shard_gb * 1e9), "processes": nproc}
+    how["check"] = "none" if no_verify else check.value
     if every is not None:
         if push_to is not None or dry_run:
             raise typer.BadParameter("--push-to and --dry-run are for one export. Leave out --every")
 
         def export(step: Path, target: Path, renew: Callable[[], None]) -> None:
             model = replace(_opened(step, tokenizer), license=license)
-            _run(convert.to_hf, model, target, dtype, verify, as_json, renew=renew, **sizes)
+            _run(convert.to_hf, model, target, dtype, as_json, how, renew)
 
         following.export_every(checkpoint, out, every, export)
         return
@@ -109,7 +125,7 @@ def export_hf(
         push.check_name(push_to)
     model = replace(_opened(checkpoint, tokenizer), license=license)
     uploads: dict[str, Any] = {} if push_to is None else {"push_to": push_to, "dry_run": dry_run}
-    _run(convert.to_hf, model, out, dtype, verify, as_json, **sizes, **uploads)
+    _run(convert.to_hf, model, out, dtype, as_json, how, said=uploads)
     if push_to is None:
         return
     for upload in push.uploads(out, push_to):
@@ -137,7 +153,9 @@ def export_zyphra(
     warning = zyphra.warning_about(model.config)
     if warning:
         _say(f"warning: {warning}")
-    _run(convert.to_zyphra, model, out, dtype, verify, as_json, **({"warning": warning} if warning else {}))
+    _run(
+        convert.to_zyphra, model, out, dtype, as_json, {"verify": verify}, said={"warning": warning} if warning else {}
+    )
 
 
 @import_app.command("hf")
@@ -158,7 +176,8 @@ def import_hf(
     from megatron_blackmamba.interchange import convert, hf
     from megatron_blackmamba.interchange.hub import local_folder
 
-    _run(convert.to_checkpoint, _with_tokenizer(hf.read(local_folder(source)), tokenizer), out, dtype, verify, as_json)
+    model = _with_tokenizer(hf.read(local_folder(source)), tokenizer)
+    _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify})
 
 
 @import_app.command("zyphra")
@@ -195,28 +214,80 @@ def import_zyphra(
     chosen = zyphra.choose_activation(source, activation.value if activation else None)
     _say(f"activation: {chosen.name} ({chosen.reason})")
     model = zyphra.read(source, chosen.name, tokenizer)
-    to_target = convert.to_hf if to is Target.hf else convert.to_checkpoint
-    _run(to_target, model, out, dtype, verify, as_json, activation=asdict(chosen))
+    if to is Target.hf:
+        _run(
+            convert.to_hf,
+            model,
+            out,
+            dtype,
+            as_json,
+            {"check": "full" if verify else "none"},
+            said={"activation": asdict(chosen)},
+        )
+    else:
+        _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify}, said={"activation": asdict(chosen)})
+
+
+@export_app.command("refresh")
+def export_refresh(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Hugging Face exports of any version.")],
+    check: Check = Checked.full,
+    as_json: Json = False,
+) -> None:
+    """Replace the code files of exports by this version's. Weights and all other files stay as they are.
+
+    Then another process loads each folder with the installed transformers, as after `export hf`.
+
+    [dim]blackmamba export refresh exports/blackmamba_1.5b exports/tiny[/dim]
+
+    [dim]blackmamba export refresh exports/blackmamba_2.8b --check short[/dim]
+    """
+    from megatron_blackmamba.interchange import verification
+    from megatron_blackmamba.interchange.hub import local_folder
+    from megatron_blackmamba.interchange.refresh import refresh
+
+    found = {}
+    for folder in map(local_folder, folders):
+        changes = refresh(folder)
+        if not as_json:
+            print(f"{folder}: " + ("; ".join(map(str, changes)) or "has this version's code already"))
+        comparison = verification.verify(folder, check=check.value).comparison
+        if not as_json:
+            print(f"{folder}: {comparison}" if comparison else f"{folder}: not loaded (--check none)")
+        found[str(folder)] = {
+            "changes": [asdict(change) for change in changes],
+            "parity": None if comparison is None else asdict(comparison),
+        }
+    if as_json:
+        print(json.dumps(found, indent=2))
 
 
 def verify(
     export: Annotated[Path, typer.Argument(help="A Hugging Face export, or released files.")],
-    against: Annotated[Path, typer.Option(help="The source: a checkpoint, or a run for its newest checkpoint.")],
+    against: Annotated[
+        Path | None, typer.Option(help="The source: a checkpoint, or a run for its newest checkpoint.")
+    ] = None,
+    check: Check = Checked.full,
     as_json: Json = False,
 ) -> None:
     """Compare an export with the checkpoint that it came from: every weight, and the outputs for the same tokens.
 
+    The installed transformers loads the export and runs its code, in a process of its own. Without --against, its
+    outputs are compared with those of our modules on the same weights.
+
     [dim]blackmamba verify exports/blackmamba_1.5b --against runs/blackmamba_1.5b/checkpoints/step_00010000[/dim]
+
+    [dim]blackmamba verify exports/blackmamba_2.8b --check short[/dim]
     """
     from megatron_blackmamba.interchange import verification
 
-    found = verification.verify(export, against)
+    found = verification.verify(export, against, check.value)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
         return
     for note in found.notes:
         _say(f"note: {note}")
-    print(f"{export}: the model of {found.source}: {found.comparison}")
+    print(f"{export}: the model of {found.source}: {found.comparison or 'equal weights (--check none)'}")
 
 
 def torch_dtype(precision: Precision | None) -> "torch.dtype | None":
@@ -242,12 +313,12 @@ def _run(
     model: "Canonical",
     out: Path,
     dtype: Precision | None,
-    verify: bool,
     as_json: bool,
-    **more: Any,
+    how: dict[str, Any],
+    renew: Callable[[], None] = lambda: None,
+    said: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    options = {name: more.pop(name) for name in ("shard_bytes", "processes") if name in more}
-    renew = more.pop("renew", lambda: None)
+    """Convert a model as `how` says, and print what was done; JSON contains `said` too."""
     if model.tokenizer is None and conversion.__name__ != "to_zyphra":  # which has no place for one
         _say(f"{model.source} comes without a tokenizer, and so will {out}: name one with --tokenizer")
     with _progress(model) as advance:
@@ -256,13 +327,13 @@ def _run(
             advance(size)
             renew()
 
-        comparison = conversion(model, out, dtype=torch_dtype(dtype), verify=verify, watch=watch, **options)
+        comparison = conversion(model, out, dtype=torch_dtype(dtype), watch=watch, **how)
     if as_json:
         parity = None if comparison is None else asdict(comparison)
-        print(json.dumps({"out": str(out), "source": model.source, "parity": parity, **more}, indent=2))
+        print(json.dumps({"out": str(out), "source": model.source, "parity": parity, **said}, indent=2))
         return
     print(f"{out}: {model.parameters:,} parameters from {model.source}")
-    print(f"compared with the source: {comparison}" if comparison else "not compared with the source (--no-verify)")
+    print(f"compared with the source: {comparison}" if comparison else "not compared with the source")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_blackmamba.interchange import hf, megatron, parallel, parity, zyphra
+from megatron_blackmamba.interchange import hf, megatron, parallel, parity, witness, zyphra
 from megatron_blackmamba.interchange.canonical import Canonical, cast, finite, watched
 from megatron_blackmamba.interchange.folder import new_folder
 from megatron_blackmamba.interchange.observation import Comparison
@@ -25,15 +25,17 @@ def to_hf(
     out: Path,
     *,
     dtype: torch.dtype | None = None,
-    verify: bool = True,
+    check: witness.Check = "full",
     shard_bytes: int = hf.SHARD_BYTES,
     processes: int = 1,
     watch: Watch = ignore,
 ) -> Comparison | None:
     """Write a Hugging Face folder to `out`; weights are rounded to `dtype`, if given, and otherwise copied exactly.
 
+    check: How much the installed transformers then loads. A folder that fails stays, and is marked.
     processes: Number of processes that write weights, each to its own files.
     """
+    witness.require_memory(model, check)
     dtype = dtype or model.dtype
     model = cast(model, dtype)
     more: dict[str, Any] = {}
@@ -49,7 +51,9 @@ def to_hf(
         )
     with new_folder(out) as folder:
         hf.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes, **more)
-        return parity.check(model, named(hf.read(folder), out), folder) if verify else None
+        if check != "none":
+            parity.same_weights(model, named(hf.read(folder), out))
+    return None if check == "none" else witness.check(model, out, check)
 
 
 def to_zyphra(

@@ -102,6 +102,11 @@ def write_rest(model: Canonical, folder: Path) -> None:
     write_text(folder / "README.md", model_card(model))
 
 
+def code_files(folder: Path) -> list[Path]:
+    """Return the modeling files in an export, of whatever version."""
+    return sorted(folder.glob("*_blackmamba.py"))
+
+
 def read(folder: Path) -> Canonical:
     """Read a folder written by `write`, or by `save_pretrained` of such a model."""
     folder = Path(folder)

@@ -56,11 +56,18 @@ class Comparison:
     differing_decisions: int
     ties: int
     """Tokens set aside because a router before or at them was at a tie and went the other way."""
+    written: int = 0
+    """Tokens that the other model wrote, greedily."""
+    same_written: int = 0
+    """Those of them that are the first model's best too."""
+    reader: str = ""
+    """The tool that ran the other model, if not this package."""
 
     @property
     def agrees(self) -> bool:
         close = self.largest_difference <= 1e-4 * max(1.0, self.largest_logit)
-        return close and self.differing_decisions == 0 and self.same_top1 == self.tokens and self.tokens > 0
+        same = self.same_top1 == self.tokens and self.same_written == self.written
+        return close and same and self.differing_decisions == 0 and self.tokens > 0
 
     def __str__(self) -> str:
         text = (
@@ -69,25 +76,47 @@ class Comparison:
         )
         if self.decisions:
             text += f", same expert {self.decisions - self.differing_decisions}/{self.decisions}"
-        return text + (f", {self.ties} tokens after a tie set aside" if self.ties else "")
+        if self.written:
+            text += f", same greedy token {self.same_written}/{self.written}"
+        text += f", {self.ties} tokens after a tie set aside" if self.ties else ""
+        return text + (f" (loaded by {self.reader})" if self.reader else "")
 
 
-def compare(one: Observation, other: Observation) -> Comparison:
+def compare(one: Observation, other: Observation, steps_BNV: Tensor | None = None) -> Comparison:
+    """Compare two models on the same tokens.
+
+    steps_BNV: the logits from which the other model wrote the last N tokens greedily, computed step by step.
+    """
     kept_BS = _before_ties(one, other)
-    difference = (one.logits_BSV - other.logits_BSV).abs().amax(dim=-1)
     differing = sum(int((a.differs(b) & kept_BS).sum()) for a, b in zip(one.routers, other.routers, strict=True))
-    top1 = _same_top1(one.logits_BSV, other.logits_BSV) & kept_BS
+    differences = [_difference(one.logits_BSV, other.logits_BSV, kept_BS)]
+    top1 = _is_best(one.logits_BSV, other.logits_BSV.argmax(dim=-1)) & kept_BS
+    written = same_written = 0
+    if steps_BNV is not None:
+        before = slice(-steps_BNV.shape[1] - 1, -1)
+        ours_BNV, judged_BN = one.logits_BSV[:, before], kept_BS[:, before]
+        differences.append(_difference(ours_BNV, steps_BNV, judged_BN))
+        written = int(judged_BN.sum())
+        same_written = int((_is_best(ours_BNV, steps_BNV.argmax(dim=-1)) & judged_BN).sum())
     tokens = int(kept_BS.sum())
-    finite = bool(torch.isfinite(other.logits_BSV).all())
     return Comparison(
         tokens=tokens,
-        largest_difference=float(difference[kept_BS].max()) if finite and tokens else float("inf"),
+        largest_difference=max(differences),
         largest_logit=float(one.logits_BSV.abs().max()),
         same_top1=int(top1.sum()),
         decisions=tokens * len(one.routers),
         differing_decisions=differing,
         ties=kept_BS.numel() - tokens,
+        written=written,
+        same_written=same_written,
     )
+
+
+def _difference(one_BSV: Tensor, other_BSV: Tensor, kept_BS: Tensor) -> float:
+    """Return the largest difference of a logit, or infinity if a logit is not finite or no token is left."""
+    if not (torch.isfinite(other_BSV).all() and kept_BS.any()):
+        return float("inf")
+    return float((one_BSV - other_BSV).abs().amax(dim=-1)[kept_BS].max())
 
 
 def _before_ties(one: Observation, other: Observation) -> Tensor:
@@ -98,8 +127,8 @@ def _before_ties(one: Observation, other: Observation) -> Tensor:
     return tied_BS.cumsum(dim=1) == 0
 
 
-def _same_top1(one_BSV: Tensor, other_BSV: Tensor) -> Tensor:
-    """Return whether the most likely tokens agree, or differ only by rounding."""
-    best = one_BSV.max(dim=-1)
-    given = one_BSV.gather(-1, other_BSV.argmax(dim=-1, keepdim=True))[..., 0]
-    return best.values - given <= 1e-4 * best.values.abs().clamp(min=1.0)
+def _is_best(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
+    """Return whether tokens are the most likely ones, but for rounding."""
+    best_BS = logits_BSV.amax(dim=-1)
+    given_BS = logits_BSV.gather(-1, tokens_BS[..., None])[..., 0]
+    return best_BS - given_BS <= 1e-4 * best_BS.abs().clamp(min=1.0)

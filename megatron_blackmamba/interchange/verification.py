@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from megatron_blackmamba.interchange import hf, parity
+from megatron_blackmamba.interchange import hf, parity, witness
 from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, cast, finite, tokenizer_of
 from megatron_blackmamba.interchange.hub import local_folder
 from megatron_blackmamba.interchange.json_config import read_json
@@ -20,20 +20,30 @@ class Verification:
 
     export: str
     source: str
-    comparison: Comparison
+    comparison: Comparison | None
     notes: list[str]
 
 
-def verify(export: Path, against: Path) -> Verification:
-    """Compare configs, weights bit for bit, and answers; refuse an export that differs, by name.
+def verify(export: Path, against: Path | None = None, check: witness.Check = "full") -> Verification:
+    """Compare an export with its source, or with itself read by our modules; refuse one that differs, by name.
 
-    The answers of the export come from this version's modeling files: those in the folder are not run.
+    The installed transformers runs the code in the folder. Released files have no code: ours runs them.
     """
-    theirs, ours = finite(open_model(export, verify=True)), finite(open_model(against, verify=True))
-    _same_config(ours, theirs)
-    ours = cast(ours, theirs.dtype)
-    comparison = parity.check(ours, theirs)
-    return Verification(str(export), ours.source, comparison, _notes(ours, theirs, local_folder(export)))
+    theirs = finite(open_model(export, verify=True))
+    ours = theirs if against is None else finite(open_model(against, verify=True))
+    folder = local_folder(export)
+    if against is not None:
+        _same_config(ours, theirs)
+        ours = cast(ours, theirs.dtype)
+        parity.same_weights(ours, theirs)
+    if "model_type" not in read_json(folder / CONFIG):
+        comparison = parity.check(ours, theirs)
+    elif check == "none":
+        comparison = None
+    else:
+        witness.require_memory(theirs, check)
+        comparison = witness.check(theirs, folder, check)
+    return Verification(str(export), ours.source, comparison, _notes(ours, theirs, folder))
 
 
 def _same_config(ours: Canonical, theirs: Canonical) -> None:
@@ -54,7 +64,7 @@ def _notes(ours: Canonical, theirs: Canonical, export: Path) -> list[str]:
     for name in hf.MODELING_FILES:
         file = export / name
         if file.is_file() and file.read_bytes() != (resources.files("megatron_blackmamba.hf") / name).read_bytes():
-            notes.append(f"{file} is not this version's; `export hf` rewrites it")
+            notes.append(f"{file} is not this version's: blackmamba export refresh {export}")
     return notes
 
 

@@ -255,12 +255,13 @@ class Pace:
 
 
 def export(q: Quickstart) -> str:
-    from megatron_blackmamba.interchange.convert import to_hf
+    from megatron_blackmamba.interchange import convert, witness
     from megatron_blackmamba.interchange.open import open_model
 
     record = q.folder / "parity.json"
-    if not (q.export.is_dir() and record.is_file()):
-        compared = to_hf(open_model(q.run.root), q.export)
+    if not record.is_file():
+        model = open_model(q.run.root)  # an export without a record is one that transformers did not load
+        compared = witness.check(model, q.export) if q.export.is_dir() else convert.to_hf(model, q.export)
         atomic.write_text(record, json.dumps(str(compared)))
     return json.loads(record.read_bytes())
 

@@ -8,7 +8,10 @@ from megatron_blackmamba.formats.events import Event, Exported, NotExported
 
 
 class Exporter:
-    """An exporter that exports every `every` steps, and once when the run is done; 0: never."""
+    """An exporter that exports every `every` steps, and once when the run is done; 0: never.
+
+    It calls `exported` with the step of each export that is on disk.
+    """
 
     def __init__(
         self,
@@ -16,8 +19,10 @@ class Exporter:
         export: Callable[[int], None],
         is_exported: Callable[[int], bool],
         report: Callable[[Event], None],
+        exported: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.every, self._export, self._is_exported, self._report = every, export, is_exported, report
+        self._exported = exported
         self._due = False
         self._newest: int | None = None
         self._trained = False
@@ -47,3 +52,4 @@ class Exporter:
         else:
             self._newest = step
             self._report(Exported(step=step, seconds=round(time.perf_counter() - begun, 3)))
+            self._exported(step)

@@ -36,6 +36,7 @@ from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watch
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training import headline
 from megatron_blackmamba.training.alike import refuse_unlike_data, refuse_unlike_starts
+from megatron_blackmamba.training.export_checks import ExportChecks
 from megatron_blackmamba.training.exporting import Exporter
 from megatron_blackmamba.training.guard import Action, Cause, Guard, Verdict
 from megatron_blackmamba.training.lock import Lock
@@ -154,7 +155,14 @@ class Trainer:
         model, optimizer = self.trainable.model, self.trainable.optimizer
         self.checkpoints = Checkpoints(self.folder, config, world, model, optimizer, self.event, watchdog.alive)
         self.saver = Saver(config.checkpoint, self.checkpoints, self.state, self.event)
-        self.exporter = Exporter(config.checkpoint.export_every, self.export, self.is_exported, self.event)
+        self.export_checks = ExportChecks(config.checkpoint.export_check if world.is_main else "none", self.event)
+        self.exporter = Exporter(
+            config.checkpoint.export_every,
+            self.export,
+            self.is_exported,
+            self.event,
+            lambda step: self.export_checks.add(step, self.folder.export(step)),
+        )
         self.utilisation = Utilisation(config, world.size)
         self.tracing = Tracing(config.training.profile, self.folder.profile, world.rank)
         self.records: Records | None = None
@@ -184,11 +192,13 @@ class Trainer:
                 else:
                     self.saver.after_step(self.progress.step)
                     self.exporter.after_step(self.progress.step)
+                self.export_checks.poll()
                 if self.asked_to_stop:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
             return self.end(Outcome.DONE)
         except BaseException as error:
             self.shard_check.stop()
+            self.export_checks.stop()
             self.event(events.Failed(step=self.progress.step, error=type(error).__name__, message=str(error)))
             self.loggers.close()
             self._unlock()
@@ -447,6 +457,7 @@ class Trainer:
         )
         if saved and outcome is Outcome.DONE and not self.steps_left:
             self.exporter.last(self.progress.step)
+        self.export_checks.wait() if outcome is Outcome.DONE else self.export_checks.stop()
         self.batches.close()
         if self.progress.step > self.begun_at:
             self.shard_check.end(self.event, self.config.data.mixture)

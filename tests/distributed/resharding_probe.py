@@ -55,6 +55,7 @@ def run(folder: Path, name: str, precision: str, ranks: int, until: int, overrid
         "logging.tensorboard=false",
         "optimizer.weight_decay=0.1",
         f"checkpoint.keep_last={len(legs(precision))}",
+        "checkpoint.export_check=none",
         f"checkpoint.export_every={0 if precision == 'fp64' else STEPS_EACH}",
     ]
     config = load("tiny", [*settings, "training.overlap=true", *overrides])

@@ -106,9 +106,8 @@ def test_bf16_checkpoint_keeps_the_recurrence_in_fp32(silu, tmp_path):
 
 def test_checkpoint_conversions_end_with_a_comparison(silu, tokenizer_file, tmp_path):
     made = convert.to_checkpoint(canonical(silu, tokenizer=tokenizer_file), tmp_path / "ours")
-    exported = convert.to_hf(megatron.read(tmp_path / "ours"), tmp_path / "hf")
     released = convert.to_zyphra(megatron.read(tmp_path / "ours"), tmp_path / "released")
-    assert made.agrees and exported.agrees and released.agrees
+    assert made.agrees and released.agrees
     assert made.tokens == 3 * 64 and released.decisions == 2 * made.tokens
 
 

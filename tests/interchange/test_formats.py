@@ -56,7 +56,7 @@ def test_weights_survive_every_format_bit_by_bit(silu, tokenizer_file, tmp_path,
 
 
 def test_requested_precision_spares_the_recurrence(silu, tmp_path):
-    convert.to_hf(canonical(silu), tmp_path / "out", dtype=torch.bfloat16, verify=False)
+    convert.to_hf(canonical(silu), tmp_path / "out", dtype=torch.bfloat16, check="none")
     types = {name: entry.dtype for name, entry in hf.read(tmp_path / "out").entries.items()}
     assert types["decoder.layers.0.mixer.A_log"] == types["decoder.layers.2.mixer.dt_proj.bias"] == torch.float32
     assert types["decoder.layers.0.mixer.in_proj.weight"] == torch.bfloat16
@@ -242,7 +242,7 @@ def test_weights_that_are_not_finite_are_named(silu, tmp_path, value):
     weight = silu.weights[name].clone()
     weight[2] = value
     with pytest.raises(InterchangeError, match=f"{name} holds NaN or infinity \\(1 of 4 values\\)"):
-        convert.to_hf(canonical(silu.with_weights(**{name: weight})), tmp_path / "out", verify=False)
+        convert.to_hf(canonical(silu.with_weights(**{name: weight})), tmp_path / "out", check="none")
     assert not list(tmp_path.iterdir())
 
 
@@ -346,7 +346,7 @@ def test_nothing_is_left_when_a_conversion_fails_midway(silu, tmp_path):
 def test_nonempty_folder_is_not_overwritten(silu, tmp_path):
     (tmp_path / "mine").write_text("precious")
     with pytest.raises(InterchangeError, match="already there"):
-        convert.to_hf(canonical(silu), tmp_path, verify=False)
+        convert.to_hf(canonical(silu), tmp_path, check="none")
     assert (tmp_path / "mine").read_text() == "precious"
 
 

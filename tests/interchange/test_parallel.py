@@ -43,7 +43,7 @@ def test_exports_of_one_and_several_processes_are_equal(ours, tmp_path):
 def test_an_error_in_one_process_leaves_nothing(ours, tmp_path):
     model = megatron.read(ours.parent / "nan")
     with pytest.raises(InterchangeError, match=r"nan: decoder.layers.2.mixer.D holds NaN"):
-        convert.to_hf(model, tmp_path / "out", verify=False, processes=2)
+        convert.to_hf(model, tmp_path / "out", check="none", processes=2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -58,5 +58,5 @@ def die_or_go_on(pipe, source, dtype, prefix, task, threads):
 def test_a_killed_process_ends_the_others(ours, tmp_path, monkeypatch):
     monkeypatch.setattr(parallel, "_write", die_or_go_on)
     with pytest.raises(InterchangeError, match=r"ended with exit code -9. If memory is short, use a smaller --nproc"):
-        convert.to_hf(megatron.read(ours), tmp_path / "out", verify=False, processes=2)
+        convert.to_hf(megatron.read(ours), tmp_path / "out", check="none", processes=2)
     assert list(tmp_path.iterdir()) == [] and not (ours / "went_on").exists()

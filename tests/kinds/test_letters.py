@@ -30,6 +30,7 @@ ALLOWED = {
     ("ops/selective_scan/triton_forward.py", "S"): "an axis of a kernel's argument",
     ("hints.py", "--"): "the start of an option",
     ("hints.py", "-"): "the start of an option",
+    ("interchange/refresh.py", "--"): "a mark in a name of the hub",
     ("config/run.py", "-"): "the start of an option",
     ("data_tools/cleaning_commands.py", "-"): "standard input",
     ("inference/commands.py", "-"): "standard input",

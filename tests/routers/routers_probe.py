@@ -61,10 +61,11 @@ def exported(folder: Path) -> dict:
     """Export the unbalanced run and compare the decoder with the modeling files."""
     from megatron_blackmamba.inference import Decoder
     from megatron_blackmamba.inference.weights import pack
-    from megatron_blackmamba.interchange import convert, hf, megatron, through_hf
+    from megatron_blackmamba.interchange import convert, hf, megatron, parity, through_hf
 
-    comparison = convert.to_hf(megatron.read(folder / "unbalanced"), folder / "exported")
+    convert.to_hf(megatron.read(folder / "unbalanced"), folder / "exported", check="none")
     model = hf.read(folder / "exported")
+    comparison = parity.check(megatron.read(folder / "unbalanced"), model, folder / "exported")
     tokens_BL = torch.randint(512, (2, 12), generator=torch.Generator().manual_seed(1))
     decoder = Decoder(pack(model, torch.float32))
     state = decoder.start(2)

@@ -1,11 +1,17 @@
 """The schedule of the exports that a run writes itself."""
 
+import shutil
+
 import pytest
 
 from megatron_blackmamba.checkpoint import SaveError
 from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.formats.events import Exported
+from megatron_blackmamba.interchange import hf
+from megatron_blackmamba.training.export_checks import ExportChecks
 from megatron_blackmamba.training.exporting import Exporter
+from tests.reference import tiny
+from tests.reference.canonical import canonical
 
 
 class Exports:
@@ -35,6 +41,24 @@ def test_exports_are_due_at_multiples_and_at_the_end():
     assert exports.done == [3, 6, 7, 9]
 
 
+def test_exports_that_fail_their_check_are_reported(tmp_path):
+    hf.write(canonical(tiny("silu")), tmp_path / "good")
+    shutil.copytree(tmp_path / "good", tmp_path / "bad")
+    with open(tmp_path / "bad/modeling_blackmamba.py", "a") as file:
+        file.write("raise ImportError('no such name')\n")
+    reported = []
+    checks = ExportChecks("short", reported.append)
+    for step, name in ((1, "bad"), (2, "good")):
+        checks.add(step, tmp_path / name)
+    checks.wait()
+    (failed,) = reported
+    assert failed.step == 1 and "ImportError: no such name" in failed.sentence
+    checks.add(3, tmp_path / "bad")
+    checks.stop()
+    checks.wait()
+    assert len(reported) == 1
+
+
 def test_zero_exports_nothing():
     exports = Exports(0).train(range(1, 8))
     exports.exporter.last(7)
@@ -57,7 +81,7 @@ def test_finished_run_is_exported_once():
 def test_failed_export_is_reported_and_training_continues():
     exports = Exports(3, failing=[3]).train(range(1, 7))
     assert exports.done == [6]
-    assert "step 3 could not be exported (write: rank 1: No space left" in exports.events[0].sentence
+    assert "step 3 has no usable export (write: rank 1: No space left" in exports.events[0].sentence
 
 
 @pytest.mark.parametrize("setting", ["training.precision=fp64", "model.tie_embeddings=false"])

@@ -89,7 +89,7 @@ RULES = {
         *("training.guard.replicas_every", "training.guard.slow_ratio", "training.guard.slow_steps"),
         *("training.guard.max_bad_steps", "training.guard.hang_seconds", "checkpoint.every", "checkpoint.keep_last"),
         *("checkpoint.keep_every", "checkpoint.asynchronous", "checkpoint.retry_every", "checkpoint.if_damaged"),
-        "checkpoint.export_every",
+        *("checkpoint.export_every", "checkpoint.export_check"),
         *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "start.from", "resume.allow"),
     ),
     "free, the losses agree within rounding": (

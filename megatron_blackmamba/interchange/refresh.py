@@ -1,0 +1,85 @@
+"""Replace the code files of an export by the installed package's; weights and all other files stay as they are."""
+
+import difflib
+import os
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from megatron_blackmamba.formats.atomic import sync_folder
+from megatron_blackmamba.interchange import hf
+from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.interchange.json_config import read_json
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happened to a code file: "added", "replaced" or "removed", with its lines."""
+
+    file: str
+    what: str
+    added: int
+    removed: int
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.file} (+{self.added} -{self.removed} lines)"
+
+
+def refresh(folder: Path) -> list[Change]:
+    """Give an export this version's code files and return what changed; a call that was killed can be repeated."""
+    _require_export(folder)
+    for left_over in folder.glob(".*_blackmamba.py.new"):
+        left_over.unlink()
+    ours = {name: (resources.files("megatron_blackmamba.hf") / name).read_text() for name in hf.MODELING_FILES}
+    theirs = {file.name: file.read_text(errors="replace") for file in hf.code_files(folder)}
+    stale = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    try:
+        for name in stale:  # all are on disk before the first one counts
+            if name in ours:
+                _write_beside(folder / name, ours[name])
+        for name in stale:
+            if name in ours:
+                os.replace(_beside(folder / name), folder / name)
+            else:
+                (folder / name).unlink()
+    except OSError as error:
+        raise InterchangeError(
+            f"{folder}: cannot be written ({error.strerror}). Copy it to a folder of yours"
+        ) from None
+    sync_folder(folder)
+    return [_change(name, theirs.get(name), ours.get(name)) for name in stale]
+
+
+def _require_export(folder: Path) -> None:
+    if not (folder / CONFIG).is_file():
+        raise InterchangeError(f"{folder}: has no {CONFIG}. Name a folder written by `export hf` or `save_pretrained`")
+    content = read_json(folder / CONFIG)
+    if content.get("model_type") != "blackmamba":
+        raise InterchangeError(
+            f"{folder / CONFIG}: model_type is {content.get('model_type')!r}, not 'blackmamba': it has no code of ours"
+        )
+    elsewhere = [name for name in content.get("auto_map", {}).values() if "--" in str(name)]
+    if elsewhere:
+        raise InterchangeError(
+            f"{folder / CONFIG}: auto_map takes the code from {elsewhere[0].split('--')[0]} on the hub, not from the "
+            "folder. Remove that prefix from auto_map first"
+        )
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def _write_beside(path: Path, text: str) -> None:
+    with open(_beside(path), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _change(name: str, before: str | None, after: str | None) -> Change:
+    what = "added" if before is None else "removed" if after is None else "replaced"
+    lines = list(difflib.ndiff((before or "").splitlines(), (after or "").splitlines()))
+    return Change(name, what, sum(line[:2] == "+ " for line in lines), sum(line[:2] == "- " for line in lines))

@@ -1,0 +1,57 @@
+"""Load an export as its users do, in a process of its own: transformers, torch, and no code of ours but the folder's.
+
+    python -m megatron_blackmamba.interchange.transformers_process FOLDER QUESTION ANSWER
+
+QUESTION is a safetensors file with `prompts`, token ids `[B, S]`, and `text`, bytes. ANSWER gets the prompts with what
+the model wrote behind them, the logits of each step of writing, the logits and experts of one pass over all these
+tokens, and the text's token ids. The last line of the output is JSON: the version of transformers, and any error.
+"""
+
+import json
+import sys
+import traceback
+
+NEW_TOKENS = 8
+"""Number of tokens that the model writes behind each prompt, with its cache."""
+
+
+def answer(folder: str, question: str, destination: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    asked = load_file(question)
+    prompts, text = asked["prompts"], bytes(asked["text"].tolist()).decode()
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).float().eval()
+    greedy = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+    written = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=greedy)
+    found = {"tokens": written.sequences, "steps": torch.stack(written.logits, dim=1).float()}
+    with torch.inference_mode():
+        output = model(found["tokens"], output_router_choices=True)
+    found["logits"] = output.logits.float()
+    found |= {f"choices.{i}": choice for i, choice in enumerate(output.router_choices or ())}
+    if text:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        found["text"] = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, destination)
+
+
+def main() -> int:
+    told: dict[str, str] = {}
+    try:
+        from transformers import __version__
+
+        told["version"] = __version__
+        answer(*sys.argv[1:])
+    except Exception as error:  # any: it is the user's tool that fails
+        traceback.print_exc()
+        words = " ".join(str(error).split())
+        told["error"] = f"{type(error).__name__}: {words}"
+    print(json.dumps(told), flush=True)
+    return 1 if "error" in told else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

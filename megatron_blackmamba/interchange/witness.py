@@ -1,0 +1,171 @@
+"""Check an export with the tool that it is for: another process loads the folder with the installed transformers.
+
+That process compares nothing. It returns logits, experts and eight greedy tokens a prompt, written with its cache. Our
+megatron-core modules then read the same tokens: all logits must agree, and each greedy token must be our best.
+
+Shapes: B batch, S sequence, N written tokens, V vocabulary, K experts of a token.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_blackmamba.formats.atomic import write_text
+from megatron_blackmamba.interchange import hf, parity, through_megatron
+from megatron_blackmamba.interchange.canonical import Canonical, shapes, tokenizer_of
+from megatron_blackmamba.interchange.observation import Comparison, Observation, Router, compare
+from megatron_blackmamba.kinds import layers_of
+
+Check = Literal["full", "short", "none"]
+"""How much transformers loads: the whole model, its first layers of each kind, or nothing."""
+MARK = "CHECK_FAILED.txt"
+"""In the folder of an export that transformers could not load, or that answered otherwise."""
+REFRESH = "Give the folder the installed package's code: blackmamba export refresh"
+
+
+class WitnessError(parity.ParityError):
+    """The installed transformers does not load an export, or its answers are not the source's."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of transformers."""
+
+    version: str
+    tokens_BS: Tensor
+    """The prompts, and the tokens written behind each."""
+    observation: Observation
+    steps_BNV: Tensor
+    """The logits from which each of the N tokens was chosen, computed with the cache."""
+    text: list[int] | None
+    """Token ids of the probe text, if the folder has a tokenizer."""
+
+
+def require_memory(model: Canonical, check: Check) -> None:
+    """Refuse a check of a whole model that does not fit into the free memory."""
+    needed, free = 4 * model.parameters * 1.1, psutil.virtual_memory().available
+    if check == "full" and needed > free:
+        raise WitnessError(
+            f"{model.source}: checking the whole export takes {needed / 1e9:.3g} GB of memory, and "
+            f"{free / 1e9:.3g} GB are free. Check its first layers alone: --check short"
+        )
+
+
+def check(model: Canonical, export: Path, how: Check = "full") -> Comparison:
+    """Compare a model with its export, loaded by the installed transformers; mark an export that fails."""
+    mark = export / MARK
+    with tempfile.TemporaryDirectory(prefix="blackmamba-check-") as temporary:
+        folder = export
+        if how == "short":
+            model, folder = first_layers(model), Path(temporary) / "first_layers"
+            hf.write(model, folder)
+            for file in (*hf.code_files(export), *export.glob("tokenizer*.json")):
+                shutil.copyfile(file, folder / file.name)
+        try:
+            comparison = _compared(model, ask(folder, model, Path(temporary)))
+        except WitnessError as error:
+            told = str(error).replace(str(folder), str(export))
+            write_text(mark, f"{told}\n\n{getattr(error, 'traceback', '')}")
+            raise WitnessError(f"{export}: {told}. The folder stays, marked by {MARK}. {REFRESH} {export}") from None
+    mark.unlink(missing_ok=True)
+    return comparison
+
+
+def ask(folder: Path, model: Canonical, scratch: Path) -> Answer:
+    """Return the answer of the installed transformers to the probe tokens of a model."""
+    question, destination = scratch / "question.safetensors", scratch / "answer.safetensors"
+    tokenizer = tokenizer_of(model)
+    text = parity.TEXT.encode() if tokenizer is not None else b""
+    save_file({"prompts": parity.probe_tokens(model), "text": torch.tensor(list(text), dtype=torch.uint8)}, question)
+    module = "megatron_blackmamba.interchange.transformers_process"
+    with _modules_cache() as environment:
+        done = subprocess.run(
+            [sys.executable, "-m", module, str(folder.resolve()), str(question), str(destination)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+    told = _last_line(done.stdout)
+    version = told.get("version", "(not installed)")
+    if done.returncode or "error" in told:
+        reason = told.get("error") or f"its process ended with code {done.returncode}: {_last_words(done.stderr)}"
+        error = WitnessError(f"transformers {version} does not run this export: {reason}")
+        error.traceback = done.stderr  # type: ignore[attr-defined]
+        raise error
+    found = load_file(destination)
+    choices = [found[name] for name in sorted((n for n in found if n.startswith("choices.")), key=_number)]
+    routed = [i for i, kind in enumerate(layers_of(model.config.pattern)) if kind.routed]
+    routers = [_router(layer, choice) for layer, choice in zip(routed, choices, strict=True)]
+    written = found["text"].tolist() if "text" in found else None
+    return Answer(version, found["tokens"], Observation(found["logits"], routers), found["steps"], written)
+
+
+def first_layers(model: Canonical) -> Canonical:
+    """Return the shortest beginning of a model that has a layer of each of its kinds."""
+    pattern = model.config.pattern
+    length = max(pattern.index(letter) for letter in set(pattern)) + 1
+    if model.config.arrangement == "parallel":
+        length += length % 2
+    config = model.config.model_copy(update={"pattern": pattern[:length]})
+    return replace(model, config=config, entries={name: model.entries[name] for name in shapes(config)})
+
+
+def _compared(model: Canonical, answer: Answer) -> Comparison:
+    tokenizer = tokenizer_of(model)
+    if tokenizer is not None and answer.text != tokenizer.encode(parity.TEXT):
+        raise WitnessError(f"transformers {answer.version} tokenizes a text otherwise than {model.tokenizer}")
+    expected = through_megatron.observe(model, answer.tokens_BS)
+    comparison = compare(expected, answer.observation, answer.steps_BNV)
+    comparison = replace(comparison, reader=f"transformers {answer.version}")
+    if not comparison.agrees:
+        raise WitnessError(f"its weights are those of {model.source}, its outputs are not: {comparison}")
+    return comparison
+
+
+def _router(layer: int, choice: Tensor) -> Router:
+    choice_BSK = choice if choice.dim() == 3 else choice[..., None]
+    return Router(layer, choice_BSK.sort(dim=-1).values, torch.full(choice_BSK.shape[:2], torch.inf))
+
+
+@contextmanager
+def _modules_cache() -> Iterator[dict[str, str]]:
+    """Yield an environment in which transformers copies the folder's code to a place that is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="blackmamba-modules-") as folder:
+        yield os.environ | {
+            "HF_MODULES_CACHE": folder,
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONDONTWRITEBYTECODE": "1",  # no __pycache__ in the export
+        }
+
+
+def _last_line(output: str) -> dict[str, str]:
+    lines = output.strip().splitlines()
+    try:
+        told = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _last_words(stderr: str) -> str:
+    return (stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def _number(name: str) -> int:
+    return int(name.rsplit(".", 1)[1])
