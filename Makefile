@@ -7,21 +7,35 @@ ARGS ?=
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 TEST_PROCESSES ?= $(shell test $(CORES) -lt 2 && echo 3 || echo 4)
 
-.PHONY: install test test-slurm check bench docs quickstart clean help otherpython
+.PHONY: install lock borders test test-slurm check bench docs quickstart clean help otherpython
 
 help:
-	@echo "make install     the environment in $(VENV), the package in it, the C++ extension if there is a compiler"
+	@echo "make install     the environment in $(VENV), the package in it, the C++ extension if there is a compiler;"
+	@echo "                 exact versions from requirements/lock.txt; NEWEST=1 takes the newest instead"
 	@echo "make quickstart  the whole pipeline on this machine: text → tokens → training → Hugging Face → a sample and a report"
 	@echo "make test        the tests            make check  formatting, lint, types"
 	@echo "make test-slurm  those that start a Slurm cluster of their own; they need root, slurm-wlm and munge"
 	@echo "make docs        the documentation as a site in build/site"
 	@echo "make bench       the CPU benchmarks   PYTHON=python3.12 chooses the interpreter"
+	@echo "make borders     the tests that touch other packages, at their oldest, locked and newest versions"
+	@echo "make lock        requirements/lock.txt anew, from the newest versions"
 
 install: $(VENV)/installed
 
-$(VENV)/installed: setup.py pyproject.toml $(wildcard csrc/*)
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/install.sh
-	@touch $@
+$(VENV)/installed: setup.py pyproject.toml requirements/lock.txt $(wildcard csrc/*)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" NEWEST="$(NEWEST)" bash scripts/install.sh
+	@echo "$(if $(NEWEST),newest,lock)" > $@
+
+# NEWEST=1 on the command line means the newest versions now, also where an environment is ready.
+ifeq ($(origin NEWEST),command line)
+$(VENV)/installed: otherpython
+endif
+
+lock:
+	@PYTHON="$(PYTHON)" bash scripts/lock.sh
+
+borders: install
+	@$(BIN)/python scripts/borders.py $(ARGS)
 
 # PYTHON=… on the command line means this interpreter, also where an environment of another is ready.
 VERSION_OF = $(shell $(1) -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null)
@@ -50,11 +64,11 @@ check: install
 	$(BIN)/mypy
 
 bench: install
-	@$(BIN)/python -c 'import mambapy' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[bench]"
+	@$(BIN)/python -c 'import mambapy' 2>/dev/null || VENV="$(VENV)" PYTHON=$(BIN)/python bash scripts/install.sh dev bench
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 docs: install
-	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[docs]"
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || VENV="$(VENV)" PYTHON=$(BIN)/python bash scripts/install.sh dev docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open build/site/index.html in a browser"
 

@@ -26,8 +26,8 @@ DATA_FOLDERS = {
 
 REQUIREMENTS = [
     "torch>=2.6",
-    "numpy",
-    "psutil",  # megatron-core writes checkpoints with it and does not ask for it
+    "numpy>=1.26",
+    "psutil>=5.9",  # megatron-core writes checkpoints with it and does not ask for it
     "megatron-core>=0.16.1,<0.20",
     "pydantic>=2.7",
     "typer>=0.12",
@@ -44,7 +44,7 @@ REQUIREMENTS = [
     "tensorboard>=2.15",
 ]
 
-DEDUP = ["datatrove>=0.10", "xxhash>=3,<4", "regex"]  # xxhash 4 no longer hashes str, which datatrove gives it
+DEDUP = ["datatrove>=0.10", "xxhash>=3,<4", "regex>=2024.4"]  # xxhash 4 no longer hashes str, which datatrove gives it
 S3 = ["s3fs>=2024.2"]
 EVAL = ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"]
 MUON = ["emerging-optimizers>=0.3,<0.4; python_version >= '3.12'"]
@@ -58,7 +58,7 @@ EXTRAS = {
     "eval": EVAL,
     "chat": CHAT,
     "muon": MUON,
-    "wandb": ["wandb"],
+    "wandb": ["wandb>=0.17"],
     "dev": [
         "pytest>=8,<9.2",  # 9.2 hides the groups of --dist loadgroup from pytest-xdist 3.8
         "pytest-xdist>=3.5",
@@ -74,7 +74,7 @@ EXTRAS = {
         "moto[server,s3]>=5",  # an S3 server for the tests
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions
         "mypy>=1.10",
-        "types-PyYAML",
+        "types-PyYAML>=6",
         "triton>=3.6; sys_platform == 'linux'",  # compiles and interprets the kernels without a GPU
     ],
     "bench": ["mambapy>=1.2"],

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Make the virtual environment and install the project in it, editable, with everything the tests need.
 # Called by `make install`; PYTHON names the interpreter, VENV the folder. What was interrupted goes on when called again.
+# Versions are those of requirements/lock.txt; NEWEST=1 takes the newest that setup.py allows. `install.sh EXTRA...`
+# adds the packages of extras.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -30,17 +32,30 @@ QUIET=--quiet
 [ -t 1 ] && QUIET=--progress-bar=on # gigabytes: who watches sees them come
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@" "$QUIET"; }
 # Python compiles what it imports, a small part of what is installed; pip would compile all of it, for more than a minute.
-install() { pip install --no-compile "$@"; }
+install() { pip install --no-compile "${VERSIONS[@]}" "$@"; }
 no_pip() {
     fail "pip failed, see above. Is there a network, and room ($(df -Ph "$VENV" | awk 'NR == 2 {print $4}') free)? \
 What is installed stays: make install goes on from there."
 }
-"$VENV/bin/python" -c 'import torch; torch.ones(1)' 2>/dev/null || {
+has_torch() { "$VENV/bin/python" -c 'import torch; torch.ones(1)' 2>/dev/null; }
+
+if [ "${NEWEST:-}" = 1 ]; then
+    VERSIONS=(--upgrade --upgrade-strategy eager)
+else
+    LOCK=$(mktemp)
+    trap 'rm -f "$LOCK"' EXIT
+    cp requirements/lock.txt "$LOCK"
+    LOCKED=$(sed -n 's/^torch==//p' "$LOCK")
+    if has_torch && [ "$("$VENV/bin/python" -c 'import torch; print(torch.__version__.split("+")[0])')" != "$LOCKED" ]; then
+        sed -i -E '/^(torch|triton|nvidia-|cuda-)/d' "$LOCK" # a PyTorch of one's own stays, with what belongs to it
+    fi
+    VERSIONS=(--constraint "$LOCK")
+fi
+has_torch ||
     echo "Installing PyTorch and the project's requirements into $VENV (once; minutes; up to 6 GB with CUDA's libraries)..."
-    # One known version, so that a fresh machine gets what the tests ran with; any torch >= 2.6 already there is kept.
-    install "torch==2.13.0" || install torch || no_pip
-}
-install --editable ".[dev]" || no_pip
+install setuptools wheel || no_pip # what builds packages comes from the lock too
+EXTRAS=$(IFS=, && echo "${*:-dev}")
+install --no-build-isolation --editable ".[$EXTRAS]" || no_pip
 
 [ -e megatron_blackmamba/ops/libblackmamba.so ] ||
     echo "Without the C++ kernels: everything works, slower. With a compiler (apt-get install g++): make -B install"
