@@ -161,6 +161,7 @@ setup(
     package_data={
         "megatron_blackmamba.configs": ["**/*.yaml"],
         "megatron_blackmamba.scripts": ["**/*"],
+        "megatron_blackmamba.launch": ["tried.json"],
         "megatron_blackmamba.report": ["vendor/*"],
         "megatron_blackmamba": ["py.typed"],
         "megatron_blackmamba.serving": ["page/*"],

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / "build" / "borders"
 RESULTS = ROOT / "megatron_blackmamba" / "launch" / "tried.json"
 PAGE = ROOT / "docs" / "versions.md"
-PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-q"]
+PYTEST = ["-m", "pytest", "-p", "no:cacheprovider"]
 NEWEST = "newest"
 
 

@@ -2,7 +2,7 @@
 
     python scripts/hf_generic_tests.py [PYTEST OPTIONS]
 
-The tests belong to the installed version: pip fetches its source distribution into .hf_versions/. It lacks the tests of
+The tests belong to the installed version: pip fetches its source distribution into build/borders/sources/. It lacks the tests of
 `generate` and of exporters, which git fetches from GitHub. Without GitHub, name a clone of transformers:
 
     HF_TESTS=FOLDER [HF_TESTS_COMMIT=COMMIT] python scripts/hf_generic_tests.py
@@ -35,7 +35,7 @@ from megatron_blackmamba.hf.cache_blackmamba import BlackMambaCache
 from megatron_blackmamba.hf.configuration_blackmamba import BlackMambaConfig
 from megatron_blackmamba.hf.modeling_blackmamba import BlackMambaForCausalLM, BlackMambaModel
 
-SOURCES = Path(__file__).resolve().parents[1] / ".hf_versions" / "sources"
+SOURCES = Path(__file__).resolve().parents[1] / "build" / "borders" / "sources"
 REPOSITORY = os.environ.get("HF_TESTS", "https://github.com/huggingface/transformers")
 if Path(REPOSITORY).exists():
     REPOSITORY = str(Path(REPOSITORY).resolve())

@@ -3,7 +3,7 @@
     python scripts/hf_training.py            all three, on a tiny model
     python scripts/hf_training.py trainer    one of them: trainer, sft or peft
 
-`scripts/hf_versions.sh` runs it with several versions of transformers. It needs datasets, trl and peft.
+`make borders` runs it with several versions of transformers. It needs datasets, trl and peft.
 """
 
 import atexit

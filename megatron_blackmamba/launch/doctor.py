@@ -104,8 +104,10 @@ def _everything(folder: Path, gpus: int | None, thresholds: Thresholds) -> Itera
     yield from software.interpreter()
     yield from imports
     yield from software.packages(count)
+    yield from software.versions()
     yield from software.programs()
     if works:
+        yield from software.foreign_names()
         yield from software.backends()
     yield from hardware.processors()
     yield from hardware.memory()

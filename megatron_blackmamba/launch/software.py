@@ -1,10 +1,11 @@
 """The doctor's look at what is installed: versions, and for each op the backends found here and why not the others."""
 
+import json
 import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from importlib import metadata
+from importlib import metadata, resources
 
 from megatron_blackmamba.launch.findings import Finding
 
@@ -42,6 +43,42 @@ def packages(gpus: int) -> Iterator[Finding]:
             yield Finding("software", name, f"absent, and of no use without a GPU ({purpose})", "note")
         else:
             yield Finding("software", name, f"absent ({purpose})", "note", f"pip install {_with_flags(name)}")
+
+
+def versions() -> Iterator[Finding]:
+    """Yield a finding for each installed package that is older or newer than every version that was tried."""
+    from packaging.version import Version
+
+    for package, tried in tried_versions().items():
+        version = _version(package)
+        if version is None:
+            continue
+        oldest, newest = min(tried, key=Version), max(tried, key=Version)
+        here = Version(version).release[:2]
+        if not Version(oldest).release[:2] <= here <= Version(newest).release[:2]:
+            side = "newer" if here > Version(newest).release[:2] else "older"
+            found = f"{package} {version} is {side} than everything tried ({oldest} to {newest})"
+            yield Finding("software", "versions", found, "note", "`make -B install` takes the locked versions")
+
+
+def tried_versions() -> dict[str, set[str]]:
+    """Return the versions of each package with which all tests at its border passed (docs/versions.md)."""
+    rows = json.loads((resources.files(__package__) / "tried.json").read_bytes())
+    failed = {(row["package"], row["version"]) for row in rows if not row["passed"]}
+    tried: dict[str, set[str]] = {}
+    for row in rows:
+        if (row["package"], row["version"]) not in failed:
+            tried.setdefault(row["package"], set()).add(row["version"])
+    return tried
+
+
+def foreign_names() -> Iterator[Finding]:
+    """Yield a finding for each private name that an installed package lacks, unless nobody needs it there."""
+    from megatron_blackmamba.runtime import foreign
+
+    for entry, gone in foreign.report():
+        found = f"{entry.package} {foreign.version_of(entry)} has no {', '.join(gone)}: {entry.why}"
+        yield Finding("software", "private names", found, "problem" if entry.needed else "note", entry.instead)
 
 
 def programs() -> Iterator[Finding]:

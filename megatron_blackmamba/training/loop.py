@@ -30,7 +30,7 @@ from megatron_blackmamba.formats import atomic, events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.registry import extensions
-from megatron_blackmamba.runtime import exits, layout, process, world
+from megatron_blackmamba.runtime import exits, foreign, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
 from megatron_blackmamba.runtime.world import World
@@ -106,6 +106,7 @@ def _train(config: RunConfig, trainer: type["Trainer"], stop: StopRequest) -> Ou
     place = world.find_place()
     if place.launcher == "srun":  # or it would train on, unseen, when slurmstepd dies
         die_with_parent(os.getppid())
+    foreign.refuse_missing()
     layout.check(config, place.size)
     optimizers.refuse_missing(config.optimizer)
     refuse_start(config)
