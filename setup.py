@@ -18,10 +18,11 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-# configs/ and scripts/ lie at the top of the repository, and inside the package once installed.
+# At the top of the repository, and inside the package once installed. The other scripts are for maintainers.
 DATA_FOLDERS = {
     "megatron_blackmamba.configs": "configs",
-    "megatron_blackmamba.scripts": "scripts",
+    "megatron_blackmamba.scripts.slurm": "scripts/slurm",
+    "megatron_blackmamba.scripts.container": "scripts/container",
 }
 
 REQUIREMENTS = [
@@ -160,7 +161,8 @@ setup(
     package_dir={"": ".", **DATA_FOLDERS},
     package_data={
         "megatron_blackmamba.configs": ["**/*.yaml"],
-        "megatron_blackmamba.scripts": ["**/*"],
+        "megatron_blackmamba.scripts.slurm": ["*"],
+        "megatron_blackmamba.scripts.container": ["*"],
         "megatron_blackmamba.launch": ["tried.json"],
         "megatron_blackmamba.report": ["vendor/*"],
         "megatron_blackmamba": ["py.typed"],

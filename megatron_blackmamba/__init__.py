@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_blackmamba.ops.ssd import ssd
     from megatron_blackmamba.training.loop import Outcome, Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ConfigError",

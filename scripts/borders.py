@@ -136,7 +136,7 @@ def run(border: Border, version: str, name: str, check: list[str]) -> Result:
         done = subprocess.run([python, *check], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **CAPTURED)
         passed, said = done.returncode == 0, last_words(done.stdout)
         if not passed:
-            (python.parent / f"{re.sub(r'[^a-z0-9]+', '_', name)}.log").write_text(done.stdout)
+            log_of(python, name).write_text(done.stdout)
     return Result(
         *(border.package, version, name, passed, said, round(time.monotonic() - begun)),
         date=datetime.date.today().isoformat(),
@@ -144,6 +144,11 @@ def run(border: Border, version: str, name: str, check: list[str]) -> Result:
         machine=processor(),
         beside={} if problem else versions_in(python, [*border.beside, "torch", "megatron-core"]),
     )
+
+
+def log_of(python: Path, name: str) -> Path:
+    """Return where the output of a failed check is kept, in the environment."""
+    return python.parents[1] / f"{re.sub('[^A-Za-z0-9]+', '_', name)}.log"
 
 
 CAPTURED: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}

@@ -2,8 +2,8 @@
 
     python scripts/hf_generic_tests.py [PYTEST OPTIONS]
 
-The tests belong to the installed version: pip fetches its source distribution into build/borders/sources/. It lacks the tests of
-`generate` and of exporters, which git fetches from GitHub. Without GitHub, name a clone of transformers:
+The tests belong to the installed version: pip fetches its source distribution into build/borders/sources/. It lacks the
+tests of `generate` and of exporters, which git fetches from GitHub. Without GitHub, name a clone of transformers:
 
     HF_TESTS=FOLDER [HF_TESTS_COMMIT=COMMIT] python scripts/hf_generic_tests.py
 
