@@ -15,6 +15,14 @@ def unavailable() -> str | None:
     return None if torch.cuda.is_available() else "needs a CUDA device"
 
 
+def smallest(device: str) -> None:
+    """Scan two tokens of one head, forward and backward."""
+    x_BLHP = torch.ones(1, 2, 1, 16, device=device, requires_grad=True)
+    x_BLGN, dt_BLH = torch.ones(1, 2, 1, 16, device=device), torch.ones(1, 2, 1, device=device)
+    y_BLHP, _ = scan(Inputs(x_BLHP, dt_BLH, -torch.ones(1, device=device), x_BLGN, x_BLGN))
+    y_BLHP.sum().backward()
+
+
 def unsupported(inputs: Inputs) -> str | None:
     if not inputs.x_BLHP.is_cuda:
         return "the tensors are not on a CUDA device"
