@@ -12,5 +12,5 @@ def refuse_lost(config: RunConfig) -> None:
     why = "; ".join(dict.fromkeys(lost.values()))
     raise DeviceError(
         f"the GPU kernels of {', '.join(sorted(lost))} cannot run here: {why}."
-        " `blackmamba doctor` says what to install. kernels.if_missing=pytorch trains without them, several times slower."
+        " `blackmamba doctor` says what to install. kernels.if_missing=pytorch trains without them, far slower."
     )
