@@ -6,6 +6,8 @@ the released checkpoint hold them per expert: fc1 `[E, 2F, D]`, gate rows first;
 Shapes: T tokens, D model, E experts, F expert hidden, G = 2F gate and up, O out.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -146,6 +148,6 @@ def _smallest(device: str) -> None:
     y_TO = F.grouped_mm(x_TD, weight_EDO, offs=ends_E)
     torch.full_like(weight_EDO, float("nan"))  # freed at once, for the gradient to find
     gradients = torch.autograd.grad(y_TO, (x_TD, weight_EDO), torch.ones_like(y_TO))
-    expected = (16, 16, torch.tensor([1, 0, 2], device=device).view(3, 1, 1))
-    if not all(bool((found == wanted).all()) for found, wanted in zip((y_TO, *gradients), expected, strict=True)):
+    expected: tuple[Any, ...] = (16, 16, torch.tensor([1, 0, 2], device=device).view(3, 1, 1))
+    if not all(bool(torch.eq(found, wanted).all()) for found, wanted in zip((y_TO, *gradients), expected, strict=True)):
         raise ArithmeticError("its products with an expert without tokens are wrong")
