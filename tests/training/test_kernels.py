@@ -53,7 +53,7 @@ def test_a_run_starts_with_a_warning(reason):
 
 
 def test_a_run_that_would_lose_kernels_is_refused_in_one_line(reason):
-    with pytest.raises(DeviceError, match="kernels.if_missing=pytorch") as refused:
+    with pytest.raises(DeviceError, match=r"kernels\.if_missing=pytorch") as refused:
         refuse_lost(load("tiny"))
     assert reason in str(refused.value) and "sinkhorn" in str(refused.value) and "\n" not in str(refused.value)
     refuse_lost(load("tiny", ["kernels.if_missing=pytorch"]))
