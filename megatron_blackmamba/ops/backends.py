@@ -119,7 +119,8 @@ def trial(smallest: Callable[[str], None]) -> str | None:
 @cache
 def _tried(smallest: Callable[[str], None], device: str) -> str | None:
     try:
-        smallest(device)
+        with torch.inference_mode(False), torch.enable_grad():  # the first call may be one without gradients
+            smallest(device)
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
         return f"its smallest call fails: {type(error).__name__}: {first_line}"
