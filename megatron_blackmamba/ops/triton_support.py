@@ -27,7 +27,7 @@ def _copy(x, y):
 
 def smallest(device: str) -> None:
     """Compile and run a kernel, which needs a C compiler and a driver that fits."""
-    x = torch.ones(1, device=device)
+    x = torch.ones(1, dtype=torch.float32, device=device)
     y = torch.zeros_like(x)
     _copy[(1,)](x, y)
     if y.item() != 1:

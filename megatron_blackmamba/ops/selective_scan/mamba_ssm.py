@@ -3,6 +3,8 @@
 Shapes: B batch, L length, I inner channels, N state.
 """
 
+from typing import Any
+
 import torch
 from mamba_ssm.ops import selective_scan_interface
 from torch import Tensor
@@ -18,8 +20,9 @@ def unavailable() -> str | None:
 
 def smallest(device: str) -> None:
     """Scan two tokens, forward and backward."""
-    u_BLI = torch.ones(1, 2, 8, device=device, requires_grad=True)
-    x_BLN, A_IN = torch.ones(1, 2, 16, device=device), -torch.ones(8, 16, device=device)
+    new: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    u_BLI = torch.ones(1, 2, 8, **new, requires_grad=True)
+    x_BLN, A_IN = torch.ones(1, 2, 16, **new), -torch.ones(8, 16, **new)
     y_BLI, _ = scan(Inputs(u_BLI, torch.ones_like(u_BLI), A_IN, x_BLN, x_BLN))
     y_BLI.sum().backward()
 
