@@ -1,10 +1,12 @@
 """Calculate the time, launches, waits and memory of a training step on a GPU, without a GPU.
 
-    python -m benchmarks.rehearse CONFIG [a.b=c ...] [--ranks N] [--micro-batches N] [--gpu h200] [--json FILE]
+    python -m benchmarks.rehearse CONFIG [a.b=c ...] [--ranks N] [--micro-batches N] [--gpu h200]
+        [--products SHARE] [--json FILE]
 
 The real trainer takes a step on fake CUDA tensors (benchmarks/rehearsal). Each operation's time is the largest of its
-bytes, arithmetic, issue slots and launches at a GPU's speeds (plan/roofline.py). So the MFU is an upper bound: no
-communication, no waits, products at the share of their peak that large ones reach. Nothing here is measured.
+bytes, arithmetic, issue slots and launches at a GPU's speeds (plan/roofline.py). Without communication and waits this
+makes the MFU an upper bound. The band shows what cautious assumptions make of it. Nothing here is measured. With
+`--products 0.7`, the share of their peak that products were measured to reach, the band becomes narrower.
 """
 
 from benchmarks.rehearsal.requirements import why_not
@@ -30,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import table
+from benchmarks.rehearsal.band import Step, band, if_measured, seconds_of
 from benchmarks.rehearsal.record import Op
 from megatron_blackmamba.config import RunConfig, load
-from megatron_blackmamba.kinds import Work
-from megatron_blackmamba.plan import flops, gpus, memory, roofline
+from megatron_blackmamba.plan import flops, gpus, memory
 from megatron_blackmamba.runtime import layout
 
 GIB = 2**30
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="number of GPUs; default: the fewest of the layout")
     parser.add_argument("--micro-batches", type=int, help="micro-batches per rank; default: as in the global batch")
     parser.add_argument("--gpu", default="h200", choices=gpus.KNOWN, help="GPU of the tables (default h200)")
+    parser.add_argument("--products", type=float, metavar="SHARE", help="measured share of the peak of large products")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     options = parser.parse_intermixed_args()
     overrides = [word for word in options.config if "=" in word]
@@ -57,7 +60,7 @@ def main() -> None:
         config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch": batch})})
     with contextlib.redirect_stdout(io.StringIO()):  # the trainer's own lines
         step = rehearse(config, ranks)
-    figures = figures_of(step, options.gpu)
+    figures = figures_of(step, options.gpu, options.products)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
     show(figures)
@@ -69,17 +72,21 @@ def fewest_ranks(config: RunConfig) -> int:
     return parallel.pipeline * math.lcm(parallel.tensor, parallel.expert * parallel.expert_tensor)
 
 
-def figures_of(step: Rehearsed, gpu: str) -> dict[str, Any]:
+def figures_of(step: Rehearsed, gpu: str, products: float | None = None) -> dict[str, Any]:
     """Return everything that is shown; times for `gpu`, MFU for every known one."""
+    measured = {} if products is None else {"product_share": products}
     config, log = step.config, step.log
     share = len(step.layers) / config.model.layers
     useful = step.tokens * share * flops.training(config.model, config.data.sequence_length) / config.parallel.tensor
-    chosen = gpus.KNOWN[gpu]
+    chosen = gpus.KNOWN[gpu].model_copy(update=measured)
+    waits = sum(step.log.waits.values())
+    whole, precision = Step(log.ops, waits, step.ranks, useful), config.training.precision
     planned = memory.of_stage(config, step.ranks, stage=0)
     bound = []
     for known in gpus.KNOWN.values():
         if known.fp8_tflops is None and config.kernels.linear == "fp8":
             continue
+        known = known.model_copy(update=measured)
         seconds = sum(seconds_of(op, known) for op in log.ops)
         mfu = useful / seconds / known.peak(config.training.precision)
         bound.append(
@@ -89,6 +96,8 @@ def figures_of(step: Rehearsed, gpu: str) -> dict[str, Any]:
         "title": f"{config.name}: rank 0 of {step.ranks}, {step.micro_batches} micro-batches of "
         f"{config.training.micro_batch} sequences, {len(step.layers)} layers",
         "upper bound, before communication": bound,
+        f"MFU between, {chosen.name}": band(whole, chosen, precision, products is not None),
+        f"MFU if the products' share is measured, {chosen.name}": if_measured(whole, chosen, precision),
         f"by part, {chosen.name}": grouped(log.ops, chosen, lambda op: op.place.part),
         f"by operation, {chosen.name}": grouped(log.ops, chosen, lambda op: op.name)[:SHOWN],
         "by phase": grouped(log.ops, chosen, lambda op: op.phase),
@@ -107,10 +116,6 @@ def figures_of(step: Rehearsed, gpu: str) -> dict[str, Any]:
             }
         ],
     }
-
-
-def seconds_of(op: Op, gpu: gpus.Gpu) -> float:
-    return roofline.seconds(Work(op.moved, op.flops, op.slots, op.launches), gpu, op.precision)
 
 
 def by(ops: list[Op], key: Callable[[Op], Any]) -> dict[Any, list[Op]]:

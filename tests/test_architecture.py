@@ -140,10 +140,10 @@ def test_architecture_page_lists_exactly_the_patches():
 
 
 def test_architecture_page_lists_exactly_the_fixes():
-    from megatron_blackmamba.training.fixes import OF_BUFFERS, OF_OPTIMIZER
+    from megatron_blackmamba.training.fixes import FIXES
 
     listed = first_column(section("Fixes of megatron-core's optimizer"))
-    assert listed == [fix.name for fix in (*OF_BUFFERS, *OF_OPTIMIZER)]
+    assert listed == [fix.name for fix in FIXES]
 
 
 def test_architecture_page_lists_exactly_the_plans_files():

@@ -1,11 +1,16 @@
 """One rank's part of a save: a process forked from the rank writes its shard while training continues.
 
+The writer sees the tensors as they were at the fork, because the kernel copies a private page before either process
+changes it. It does not do so for shared pages, which pinned memory consists of. So the writer is only given private
+memory (`_private`), and `Write` keeps it until the writer has ended.
+
 megatron-core plans the shards and writes their bytes. Its own way of running the writer is not used. There, a rank that
 fails between two exchanges leaves the others waiting, a killed writer is waited for without end, and writers survive
 the rank that started them. Here a rank never raises by itself: it says how its part ended, and all ranks decide
 together (`store.py`).
 """
 
+import gc
 import math
 import multiprocessing
 import os
@@ -33,7 +38,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 require(TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks")
 require(filesystem_async, "_results_queue")
-require(FileSystemWriterAsync, "get_save_function_and_args", "write_preloaded_data")
+require(FileSystemWriterAsync, "write_preloaded_data")
 
 BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Requests to stop are the rank's to answer. Its writer, forked with these blocked, finishes what it began."""
@@ -61,14 +66,15 @@ class Write:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._answer: Connection | None = None
         self._part: Part | None = None
+        self._staged: list[Any] = []
+        """What the writer reads."""
 
     def start(self) -> None:
         """Copy the tensors to host memory and fork the process that writes them."""
-        _, stage, _ = self._writer.get_save_function_and_args()
-        if stage is None:  # this rank has nothing to write
+        buckets = self._staged = [_staged(bucket) for bucket in self._writer.write_buckets or []]
+        if not buckets:  # this rank has nothing to write
             self._part = Part()
             return
-        buckets = stage()
         write_bucket = self._writer.write_preloaded_data
         transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
 
@@ -84,6 +90,7 @@ class Write:
                 self._process = context.Process(target=body, args=(theirs, os.getpid()), name="checkpoint-writer")
                 self._process.start()
         except OSError as error:  # no more processes, files or memory
+            self._staged = []
             self._part = Part(problem=f"starting its writer: {error.strerror or error}")
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -102,6 +109,7 @@ class Write:
                 self._part = Part(problem="its writer died before it was done")
             self._process.join()
             self._answer.close()
+            self._staged = []
             if self._process.exitcode and self._part.problem is None:
                 self._part = Part(problem=f"its writer ended with code {self._process.exitcode}")
         return self._part
@@ -142,9 +150,22 @@ def no_results_server() -> Iterator[None]:
         filesystem_async._results_queue = before
 
 
+def _staged(bucket: Any) -> Any:
+    """Return a bucket of megatron-core's plan with its tensors in private host memory."""
+    path, key, (blobs, tensors) = bucket
+    return path, key, (blobs, [(item, _private(tensor)) for item, tensor in tensors])
+
+
+def _private(tensor: Tensor) -> Tensor:
+    """Return a tensor whose values the writer sees as they are now, whatever happens to them here."""
+    host = tensor.to("cpu")  # waits for the GPU, and so gets pageable memory, which is private
+    return host.clone() if host.is_shared() or host.is_pinned() else host
+
+
 def _become_writer(parent: int) -> None:
-    """Set up a forked process: it dies with its rank and uses one thread."""
+    """Set up a forked process: it dies with its rank, uses one thread, and frees nothing of its rank's on the GPU."""
     die_with_parent(parent)
+    gc.disable()
     torch.set_num_threads(1)  # the threads of OpenMP stayed behind in the parent
 
 

@@ -230,6 +230,8 @@ class KernelsConfig(Section):
     """From Hopper GPUs on: keep every fourth state for the backward pass, or recompute it (slower, less memory)."""
     ssd: Literal["auto", "reference", "chunked", "mamba_ssm"] = "auto"
     """The scan of Mamba-2 layers; auto: the fastest one that works here (mamba_ssm is unmeasured)."""
+    if_missing: Literal["stop", "pytorch"] = "stop"
+    """If a GPU kernel of this project cannot run on a GPU: do not start, or use PyTorch, several times slower."""
 
 
 class StartConfig(Section):

@@ -87,8 +87,7 @@ def examine_all(thresholds: Thresholds, limit: float, problems: list[str], unfit
 
 
 def _take_part(place: Place, node: str, meeting: Meeting, chair: "Chair | None", limit: float) -> int:
-    store, gpu = meeting.store, place.local_rank if device.has_cuda() else None
-    device.claim(place.local_rank)
+    store, gpu = meeting.store, device.claim(place.local_rank, place.launcher).index
     report = Report(place.rank, node, gpu is not None, facts(gpu))
     store.set(f"here/{place.rank}", json.dumps({"node": node}))
     if chair:

@@ -3,12 +3,14 @@
 A backend is a module in the op's package, named as the backend, with
     unavailable() -> str | None        why this machine cannot use it at all
     unsupported(*call) -> str | None   why it does not support this call
+    smallest(device) -> None           optional: run the smallest call, or raise
 and the function that does the work, named as its package (or `scan`, `convolve`, ...: the op says which).
 """
 
 import importlib
 import os
 import pkgutil
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -16,8 +18,11 @@ from typing import Any
 import torch
 
 FOR_CPUS = ("cpu", "cpp")
+SUPPORT = "triton_support"
 SINGLE_FILES = ("cross_entropy", "experts", "gated", "rms_norm")
 """Operations that have backends, but no package of their own."""
+TRIAL_DEVICE = "cuda"
+"""Where the smallest call of a backend is tried."""
 FUSED_ADAM = ("transformer_engine.pytorch.optimizers", "apex.optimizers")
 """Where megatron-core looks for FusedAdam, which it prefers to this project's Adam."""
 
@@ -92,7 +97,34 @@ def has_gpu() -> bool:
 
 def why_no_triton() -> str | None:
     """Return why a machine with a GPU runs none of this project's Triton kernels; None if it does, or has no GPU."""
-    return why_not("megatron_blackmamba.ops", "triton_support") if has_gpu() else None
+    return why_not("megatron_blackmamba.ops", SUPPORT) if has_gpu() else None
+
+
+def lost() -> dict[str, str]:
+    """Return the operations that lose this project's GPU kernel on this machine, each with the reason."""
+    ours = {
+        op: why
+        for op, names in of_this_machine().items()
+        for name, why in names.items()
+        if name.startswith("triton") and why
+    }
+    return ours if has_gpu() else {}
+
+
+def trial(smallest: Callable[[str], None]) -> str | None:
+    """Return why the smallest call fails on this machine's GPU, or None. Without a GPU, nothing is tried."""
+    return _tried(smallest, TRIAL_DEVICE) if has_gpu() else None
+
+
+@cache
+def _tried(smallest: Callable[[str], None], device: str) -> str | None:
+    try:
+        with torch.inference_mode(False), torch.enable_grad():  # the first call may be one without gradients
+            smallest(device)
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        return f"its smallest call fails: {type(error).__name__}: {first_line}"
+    return None
 
 
 def triton_of(name: str, *call: Any) -> ModuleType | None:
@@ -119,9 +151,10 @@ def why_not(package: str, name: str) -> str | None:
     Kernels of Triton are loaded only where Triton itself can run: the decorators that read them take a while.
     """
     try:
-        if name.startswith("triton") and (reason := _load("megatron_blackmamba.ops", "triton_support").unavailable()):
+        if name.startswith("triton") and name != SUPPORT and (reason := why_not("megatron_blackmamba.ops", SUPPORT)):
             return reason
-        return _load(package, name).unavailable()
+        module = _load(package, name)
+        return module.unavailable() or (trial(module.smallest) if hasattr(module, "smallest") else None)
     except ImportError as error:
         return str(error)
     except Exception as error:  # a package built for another torch or Triton fails in ways of its own

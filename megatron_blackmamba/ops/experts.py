@@ -6,12 +6,13 @@ the released checkpoint hold them per expert: fc1 `[E, 2F, D]`, gate rows first;
 Shapes: T tokens, D model, E experts, F expert hidden, G = 2F gate and up, O out.
 """
 
-from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
 from megatron_blackmamba.ops.fp8 import fp8_grouped_linear
 from megatron_blackmamba.ops.gated import gated, is_fused
@@ -104,7 +105,7 @@ def grouped_linear(
     if why_not:
         raise ValueError(f"grouped_mm cannot run here: {why_not}")
     ends_E = _ends(tokens_per_expert_E, x_TD, ends_E)
-    y_TO = _grouped_mm()(x_TD.contiguous(), weight_EOD.contiguous().mT, offs=ends_E)
+    y_TO = F.grouped_mm(x_TD.contiguous(), weight_EOD.contiguous().mT, offs=ends_E)
     if y_TO.requires_grad:
         y_TO.register_hook(torch.Tensor.contiguous)  # its backward refuses an expanded gradient
     return y_TO
@@ -116,7 +117,7 @@ def _ends(tokens_per_expert_E: Tensor, x_TD: Tensor, known_E: Tensor | None) -> 
 
 def available_backends() -> dict[str, str | None]:
     """Name -> None where this machine can use it, else the reason why not."""
-    return {"grouped_mm": None if _grouped_mm() else f"torch {torch.__version__} lacks grouped_mm", "loop": None}
+    return {"grouped_mm": _why_no_grouped_mm(), "loop": None}
 
 
 def _why_not_grouped_mm(x_TD: Tensor, weight_EOD: Tensor) -> str | None:
@@ -132,6 +133,21 @@ def _why_not_grouped_mm(x_TD: Tensor, weight_EOD: Tensor) -> str | None:
     return None
 
 
-@cache
-def _grouped_mm():
-    return getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+def _why_no_grouped_mm() -> str | None:
+    """Return why it is not used here. Before it was public, it failed on the GPU for an expert without tokens."""
+    if not hasattr(F, "grouped_mm"):
+        return f"torch {torch.__version__} lacks grouped_mm (torch.nn.functional, from 2.10 on)"
+    return backends.trial(_smallest)
+
+
+def _smallest(device: str) -> None:
+    """Multiply by three experts, of which one has no tokens: its gradient is zero, whatever its memory held before."""
+    x_TD = torch.ones(3, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight_EDO = torch.ones(3, 16, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
+    ends_E = torch.tensor([1, 1, 3], dtype=torch.int32, device=device)
+    y_TO = F.grouped_mm(x_TD, weight_EDO, offs=ends_E)
+    torch.full_like(weight_EDO, float("nan"))  # freed at once, for the gradient to find
+    gradients = torch.autograd.grad(y_TO, (x_TD, weight_EDO), torch.ones_like(y_TO))
+    expected: tuple[Any, ...] = (16, 16, torch.tensor([1, 0, 2], device=device).view(3, 1, 1))
+    if not all(bool(torch.eq(found, wanted).all()) for found, wanted in zip((y_TO, *gradients), expected, strict=True)):
+        raise ArithmeticError("its products with an expert without tokens are wrong")

@@ -30,7 +30,11 @@ def why_not() -> str | None:
         return None
     if torch.cuda.get_device_capability() < HOPPER:
         return f"FP8 products need an H100 or a newer GPU; here is {torch.cuda.get_device_name()}"
-    return None if hasattr(torch, "_scaled_grouped_mm") else f"torch {torch.__version__} has no grouped FP8 products"
+    return (
+        None
+        if hasattr(torch, "_scaled_grouped_mm") and hasattr(F, "grouped_mm")
+        else f"torch {torch.__version__} has no grouped FP8 products"
+    )
 
 
 def fits(weight: Tensor) -> bool:
@@ -116,7 +120,7 @@ class _GroupedLinear(torch.autograd.Function):
         return (
             _times_groups(grad_TO, ends_E, weight_EOD.mT, fast=False) if grad_x else None,
             None,
-            torch._grouped_mm(grad_TO.t(), x_TD, offs=ends_E) if grad_weight else None,
+            F.grouped_mm(grad_TO.t(), x_TD, offs=ends_E) if grad_weight else None,
         )
 
 

@@ -28,18 +28,28 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def claim(local_rank: int) -> torch.device:
+def claim(local_rank: int, launcher: str) -> torch.device:
     """Take the GPU that belongs to this process on its machine; on a machine without GPUs, the CPU."""
     if has_cuda():
-        count = torch.cuda.device_count()
-        if local_rank >= count:
-            raise DeviceError(
-                f"process {local_rank} of this machine finds only {count} GPU(s)"
-                f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}):"
-                " start one process per GPU"
-            )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(gpu_of(local_rank, launcher))
     return device()
+
+
+def gpu_of(local_rank: int, launcher: str) -> int:
+    """Return the number of this process's GPU among those that it sees.
+
+    Under srun that may be one, another one for each task. Of several tasks with the same GPU, NCCL says so.
+    """
+    count = torch.cuda.device_count()
+    if count == 1 and launcher == "srun":
+        return 0
+    if local_rank >= count:
+        raise DeviceError(
+            f"process {local_rank} of this machine finds only {count} GPU(s)"
+            f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')})."
+            " Start one process per GPU, with all GPUs of the machine visible to each, or under srun one"
+        )
+    return local_rank
 
 
 def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -26,8 +26,8 @@ def apply() -> None:
 
     distributed = distrib_optimizer.DistributedOptimizer
     _in_float64(distributed, "_copy_model_grads_to_main_grads", _copy_gradients)
-    for name in ("load_state_dict", "get_parameter_state_dp_zero", "load_parameter_state_from_dp_zero"):
-        _in_float64(distributed, name, _with_float64_buffers(distrib_optimizer, getattr(distributed, name)))
+    load = _with_float64_buffers(distrib_optimizer, distributed.load_state_dict)
+    _in_float64(distributed, "load_state_dict", load)
     for kind in (optimizer.MegatronOptimizer, optimizer.ChainedOptimizer):
         _in_float64(kind, "get_grad_norm", _gradient_norm)
     for name in ("topk_routing_with_score_function", "compute_routing_scores_for_aux_loss"):

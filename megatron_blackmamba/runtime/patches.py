@@ -341,6 +341,33 @@ def _clipping() -> None:
     clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = norm, scale
 
 
+@_patch(
+    "one-type",
+    "the kernels of Transformer Engine and Apex read all tensors of a call as the first one's type",
+    _everywhere,
+)
+def _one_type() -> None:
+    """Call them once for each type: with gradients in bf16, those of fp32 weights would make the norm NaN."""
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    for module in (clip_grads, optimizer):
+        require(module, "multi_tensor_applier")
+        module.multi_tensor_applier = _by_type(module.multi_tensor_applier)
+
+
+def _by_type(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def each(kernel: Any, overflow: Any, columns: list[list[torch.Tensor]], *args: Any) -> Any:
+        rows_of: dict[tuple[torch.dtype, ...], list[tuple[torch.Tensor, ...]]] = {}
+        for row in zip(*columns, strict=True):
+            rows_of.setdefault(tuple(x.dtype for x in row), []).append(row)
+        answers = [apply(kernel, overflow, [*map(list, zip(*rows, strict=True))], *args) for rows in rows_of.values()]
+        if len(answers) < 2 or not isinstance(answers[0], tuple):
+            return answers[0] if answers else apply(kernel, overflow, columns, *args)
+        return torch.linalg.vector_norm(torch.stack([norm.view(1) for norm, *_ in answers])).view(1), None
+
+    return each
+
+
 @_patch("float64", "optimizer, gradient norm, optimizer checkpoint and loss round a float64 model to fp32")
 def _float64() -> None:
     from megatron_blackmamba.runtime import float64

@@ -171,7 +171,7 @@ def _start(
     layout.check_world(parallel, place.size)
     if dist.is_initialized():
         raise RuntimeError("this process already has a process group, and a run starts its own: train in a new process")
-    device.claim(place.local_rank)
+    device.claim(place.local_rank, place.launcher)
     _join(place, timeout)
     failure.report_as(place.rank, place.size)  # after joining: torch puts a hook of its own before ours
     try:

@@ -1,21 +1,22 @@
 """Named fixes of megatron-core's optimizer and checkpoint, as `runtime/patches.py` has for machines without CUDA.
 
-Each changes one wrapped model or optimizer, not megatron-core's classes. `tests/training/test_fixes.py` leaves each out
-in turn and shows what breaks.
+Each changes one optimizer, not megatron-core's classes. `tests/training/test_fixes.py` leaves each out in turn and
+shows what breaks.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
 from megatron_blackmamba import model  # noqa: F401  (its package installs the patches before megatron-core is imported)
+from megatron_blackmamba.checkpoint import optimizer_shards
 from megatron_blackmamba.optimizers import OptimizerKind
 
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -37,48 +38,25 @@ class Fix:
     apply: Callable[..., None]
 
 
-OF_BUFFERS: list[Fix] = []
-"""Applied to the wrapped model, before the optimizer is built over its buffers."""
-OF_OPTIMIZER: list[Fix] = []
-"""Applied to the optimizer and its kind."""
-
-
-def fix_buffers(reduced: DistributedDataParallel, skip: frozenset[str] = frozenset()) -> None:
-    """Apply the fixes of the gradient buffers, except those in `skip`."""
-    for fix in OF_BUFFERS:
-        if fix.name not in skip:
-            fix.apply(reduced)
+FIXES: list[Fix] = []
 
 
 def fix_optimizer(optimizer: MegatronOptimizer, kind: OptimizerKind, skip: frozenset[str] = frozenset()) -> None:
     """Apply the fixes of an optimizer, except those in `skip`."""
-    for fix in OF_OPTIMIZER:
+    for fix in FIXES:
         if fix.name not in skip:
             fix.apply(optimizer, kind)
 
 
-def _fix(fixes: list[Fix], name: str, why: str) -> Callable:
+def _fix(name: str, why: str) -> Callable:
     def register(apply: Callable[..., None]) -> Callable[..., None]:
-        fixes.append(Fix(name, why, apply))
+        FIXES.append(Fix(name, why, apply))
         return apply
 
     return register
 
 
-@_fix(
-    OF_BUFFERS,
-    "bucket-padding",
-    "a save gathers buckets without the padding at their ends but cuts weights out at places that count it",
-)
-def _count_padding(reduced: DistributedDataParallel) -> None:
-    """Count padding as elements; otherwise, from the second bucket on, checkpoints have shifted optimizer state."""
-    for buffer in (*reduced.buffers, *reduced.expert_parallel_buffers):
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-
-
-@_fix(OF_OPTIMIZER, "first-state", "megatron-core makes no state before the first update of its SGD, nor to load into")
+@_fix("first-state", "megatron-core makes no state before the first update of its SGD, nor to load into")
 def _know_first_state(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
     def fill(inner: torch.optim.Optimizer, _: object = None) -> None:
         for group in inner.param_groups:
@@ -91,7 +69,7 @@ def _know_first_state(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None
             part.init_state_fn = fill
 
 
-@_fix(OF_OPTIMIZER, "finite-norm", "megatron-core clips by a gradient norm that is NaN, and so makes every weight NaN")
+@_fix("finite-norm", "megatron-core clips by a gradient norm that is NaN, and so makes every weight NaN")
 def _refuse_non_finite(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
     """Have `optimizer.step` raise before it touches a weight."""
     norm_of = optimizer.get_grad_norm
@@ -106,7 +84,6 @@ def _refuse_non_finite(optimizer: MegatronOptimizer, kind: OptimizerKind) -> Non
 
 
 @_fix(
-    OF_OPTIMIZER,
     "state-order",
     "the distributed optimizer stores fp32 weights of a group before bf16 ones but numbers them as in the buffers",
 )
@@ -120,7 +97,6 @@ def _number_as_stored(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None
 
 
 @_fix(
-    OF_OPTIMIZER,
     "learning-rates",
     "megatron-core notes learning rates in every group, and from 0.17 on finds a checkpoint's groups by them",
 )
@@ -132,7 +108,6 @@ def _forget_rates(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
 
 
 @_fix(
-    OF_OPTIMIZER,
     "settings",
     "loading brings the betas and eps that a checkpoint was made with, where the config decides those",
 )
@@ -149,6 +124,18 @@ def _keep_settings(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
             group.update(settings)
 
     optimizer.load_state_dict = load_state
+
+
+@_fix(
+    "own-shards",
+    "megatron-core gathers the optimizer's whole state on every data-parallel rank, in host memory, to save it",
+)
+def _save_own_shards(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+    """Save and load what each rank holds. A checkpoint made either way loads the same."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            setattr(part, optimizer_shards.SAVE, partial(optimizer_shards.own_shards, part))
+            setattr(part, optimizer_shards.LOAD, partial(optimizer_shards.load_own_shards, part))
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:

@@ -39,6 +39,7 @@ from megatron_blackmamba.training.alike import refuse_unlike_data, refuse_unlike
 from megatron_blackmamba.training.export_checks import ExportChecks
 from megatron_blackmamba.training.exporting import Exporter
 from megatron_blackmamba.training.guard import Action, Cause, Guard, Verdict
+from megatron_blackmamba.training.kernels import refuse_lost
 from megatron_blackmamba.training.lock import Lock
 from megatron_blackmamba.training.loggers import Loggers
 from megatron_blackmamba.training.metrics import Taken, record
@@ -126,6 +127,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, world: World, stop: StopRequest, watchdog: Watchdog) -> None:
         self.config, self.world, self.stop, self.watchdog = config, world, stop, watchdog
+        refuse_lost(config)
         process.be_deterministic(config.training.deterministic)
         watchdog.alive("building the model")
         self.trainable = make_trainable(config, modelling.build(config, world), world)

@@ -60,7 +60,6 @@ def make_trainable(
     """
     how = reduction(config, world.data_context_size)
     reduced = Accumulation(model.config, how, model)
-    fixes.fix_buffers(reduced, skip)
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of the class, in the shape of another optimizer's scale
     settings = config.optimizer
     kind = optimizers.kind_of(settings.kind)

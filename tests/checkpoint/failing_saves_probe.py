@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_blackmamba import model
-from megatron_blackmamba.checkpoint import Checkpoints, manifest
+from megatron_blackmamba.checkpoint import Checkpoints, manifest, safety, sharded
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -19,6 +19,8 @@ from megatron_blackmamba.training.optimizer import make_trainable
 from megatron_blackmamba.training.saving import Saver
 from tests.checkpoint.disk_faults import Disk
 from tests.runtime.ranks import fork_ranks
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 SMALL = [
     *("parallel.expert=2", "model.pattern=ME", "model.hidden_size=32", "model.expert_hidden_size=32"),
@@ -96,6 +98,19 @@ class Rank:
                 ballast.unlink()
         return ends
 
+    def elements(self) -> dict[str, int]:
+        """Return the elements of the optimizer's state: this rank's to save, to load, and those of the checkpoint."""
+        tensors = {
+            "to save": sharded.state_to_save(self.checkpoints.model, self.checkpoints.optimizer)[0],
+            "to load": sharded._state(self.checkpoints.model, self.checkpoints.optimizer, is_loading=True),
+        }
+        counts = {
+            name: sum(entry.data.numel() for entry in nested_values(state) if "optimizer." in getattr(entry, "key", ""))
+            for name, state in tensors.items()
+        }
+        table = safety.read_table(self.run.checkpoint(self.step)).state_dict_metadata
+        return {**counts, "all": sum(entry.size.numel() for name, entry in table.items() if "optimizer." in name)}
+
 
 def body(folder: Path) -> None:
     rank = Rank(folder)
@@ -103,6 +118,7 @@ def body(folder: Path) -> None:
     full = rank.full_file_system() if os.path.ismount(folder) else []
     last = rank.save()
     last["newest"] = rank.checkpoints.newest()
+    last["elements"] = rank.elements()
     rank.checkpoints.load(last["newest"])
     world.shutdown()
     (folder / f"rank_{rank.place.rank}.json").write_text(json.dumps([*ends, last]))

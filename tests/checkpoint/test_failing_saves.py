@@ -91,3 +91,10 @@ def test_file_system_that_fills_up_costs_only_save(answer):
 def test_save_after_all_faults_works(saves):
     last = saves[0][-1]
     assert last["said"] == [f"saved step {last['step']}"] and last["newest"] == last["step"]
+
+
+def test_each_rank_holds_only_its_part_of_the_optimizer(saves):
+    mine, theirs = (rank[-1]["elements"] for rank in saves)
+    for what in ("to save", "to load"):
+        assert mine[what] + theirs[what] == mine["all"] == theirs["all"] > 0, what
+        assert 0 < mine[what] < mine["all"]

@@ -1,10 +1,19 @@
-"""The answer of a writer process about its part of a save."""
+"""A writer process: what it reads, and its answer about its part of a save."""
 
+import gc
+import mmap
+import os
+import weakref
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from megatron_blackmamba.checkpoint.writing import _written
+from megatron_blackmamba.checkpoint import writing
+from megatron_blackmamba.checkpoint.writing import Write, _written
+
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 
 def bucket(path, **tensors):
@@ -25,3 +34,65 @@ def test_a_failing_write_names_file_and_cause(tmp_path):
 
     part = _written(write, [bucket(tmp_path / "a", good=torch.ones(2))])
     assert part.problem == "writing a: No space left on device"
+
+
+class OnGpu(torch.Tensor):
+    """Pretend to lie on a GPU: a copy for which the host does not wait lies in pinned memory, as PyTorch's does.
+
+    Fork shares pinned memory, and a freed block is used again at once: here it is overwritten when it is freed.
+    """
+
+    copies = ()
+
+    def to(self, device, non_blocking=False):
+        values = self.as_subclass(torch.Tensor)
+        copy = values.clone()
+        if non_blocking:
+            block = mmap.mmap(-1, values.nbytes)  # shared by fork
+            copy = torch.frombuffer(block, dtype=values.dtype).copy_(values)
+            weakref.finalize(copy, block.write, b"\x07" * len(block))
+        OnGpu.copies = (*OnGpu.copies, weakref.ref(copy))
+        return copy
+
+
+@pytest.fixture
+def started(place, tmp_path, monkeypatch):
+    """Start a write whose writer waits for a word; return the write, that word and what the file then holds."""
+
+    hold, go = os.pipe()
+
+    def start(tensor):
+        monkeypatch.setattr(writing, "die_with_parent", lambda parent: os.read(hold, 1))
+        writer = FileSystemWriterAsync(str(tmp_path), thread_count=1)
+        path = tmp_path / "shard"
+        item = _create_write_items("weight", torch.ones(len(tensor)))[0]
+        writer.write_buckets = [(str(path), "shard", ([], [(item, tensor)]))]
+        write = Write(writer, None)
+        write.start()
+
+        def written():
+            os.write(go, b"!")
+            assert write.wait().problem is None
+            return torch.load(path)
+
+        return written
+
+    OnGpu.copies = ()
+    yield start
+    os.write(go, b"!")
+
+
+def test_staged_memory_is_not_reused_while_written(started):
+    written = started(torch.ones(4096).as_subclass(OnGpu))
+    gc.collect()
+    assert all(copy() is not None for copy in OnGpu.copies) and len(OnGpu.copies) == 1
+    assert written().unique().tolist() == [1.0]
+    gc.collect()
+    assert OnGpu.copies[0]() is None  # the memory is given back once it is written
+
+
+def test_memory_that_fork_shares_is_copied(started):
+    tensor = torch.ones(4096).share_memory_()
+    written = started(tensor)
+    tensor.fill_(7)
+    assert written().unique().tolist() == [1.0]

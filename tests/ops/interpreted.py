@@ -45,10 +45,11 @@ def _prepare() -> None:
     torch.set_num_threads(1)
     patch = triton_interpreter._patch_lang_tensor
 
-    def patch_for_numpy(tensor, scope):
-        """Triton 3.6 turns one-element arrays into loop bounds by int(), which NumPy 2.4 refuses."""
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patch_for_numpy(tensor, *scope):
+        """Triton up to 3.6 turns one-element arrays into loop bounds by int(), which NumPy 2.4 refuses."""
+        patch(tensor, *scope)
+        set_attribute = scope[0].set_attr if scope else setattr  # 3.4 and 3.5 have no scope
+        set_attribute(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     triton_interpreter._patch_lang_tensor = patch_for_numpy
     _keep_masks_boolean(triton_interpreter.InterpreterBuilder)

@@ -34,6 +34,47 @@ def test_triton_kernels_are_loaded_only_where_they_can_run(tmp_path, monkeypatch
     backends.why_not.cache_clear()
 
 
+def test_a_backend_whose_smallest_call_fails_is_skipped(tmp_path, monkeypatch):
+    body = "def unavailable(): return None\ndef smallest(device): raise TypeError(f'no kernel for {device}')\n"
+    write_op(tmp_path, monkeypatch, "broken", body)
+    assert backends.available("an_op", ("broken",)) == {"broken": None}  # without a GPU nothing is tried
+    backends.why_not.cache_clear()
+    monkeypatch.setattr(backends, "has_gpu", lambda: True)
+    told = "its smallest call fails: TypeError: no kernel for cuda"
+    assert backends.available("an_op", ("broken", "plain")) == {"broken": told, "plain": None}
+    backends.why_not.cache_clear()
+
+
+def mamba_ssm(tmp_path, monkeypatch, interface):
+    """Install a package mamba-ssm whose scan in CUDA is this."""
+    (tmp_path / "mamba_ssm/ops").mkdir(parents=True)
+    (tmp_path / "mamba_ssm/ops/selective_scan_interface.py").write_text(interface)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if "mamba_ssm" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    for cached in (backends.why_not, backends._load):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("interface", "reason"),
+    [
+        ("selective_scan_cuda = None\n", "was built without selective_scan_cuda"),
+        ("selective_scan_cuda = 1\n", "its smallest call fails: RuntimeError: no kernel"),
+    ],
+)
+def test_mamba_ssm_without_its_kernel_is_skipped(tmp_path, monkeypatch, interface, reason):
+    fails = "def selective_scan_fn(*args, **kwargs):\n    raise RuntimeError('no kernel')\n"
+    mamba_ssm(tmp_path, monkeypatch, interface + fails)
+    monkeypatch.setattr(backends, "has_gpu", lambda: True)
+    monkeypatch.setattr(backends, "TRIAL_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    package = "megatron_blackmamba.ops.selective_scan"
+    assert reason in backends.available(package, ("mamba_ssm",))["mamba_ssm"]
+    for cached in (backends.why_not, backends._load):
+        cached.cache_clear()
+
+
 def write_op(tmp_path, monkeypatch, name, body):
     """Write the package `an_op` with a backend of this name and content, and one that always works."""
     (tmp_path / "an_op").mkdir()
@@ -90,8 +131,8 @@ def test_adam_of_installed_package_is_preferred(monkeypatch):
 
 def test_older_triton_is_told_with_its_version(monkeypatch):
     triton_support = pytest.importorskip("megatron_blackmamba.ops.triton_support")
-    monkeypatch.setattr(triton_support.triton, "__version__", "3.5.1")
+    monkeypatch.setattr(triton_support.triton, "__version__", "3.3.1")
     reason = triton_support.unavailable()
-    assert reason == "needs Triton 3.6 or newer, found 3.5.1"
+    assert reason == "needs Triton 3.4 or newer, found 3.3.1"
     line = Kernels(in_use=["gated: pytorch; not triton: too old"], problem=reason).sentence
     assert line.startswith("WARNING: ") and reason in line and "gated: pytorch" in line

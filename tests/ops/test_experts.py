@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops import experts as experts_module
 from megatron_blackmamba.ops import gated as gated_module
 from megatron_blackmamba.ops.experts import available_backends, grouped_experts, grouped_linear
@@ -109,10 +110,39 @@ def test_an_expanded_gradient_is_taken(backend):
     assert leaves["x"].grad.any()
 
 
-def test_grouped_mm_is_found_in_every_torch():
-    """Early versions have it under a private name."""
-    has_it = hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm")
-    assert (available_backends()["grouped_mm"] is None) == has_it
+def test_private_grouped_mm_of_older_torch_is_not_used(monkeypatch):
+    """On a GPU, that of torch 2.8 fails for an expert without tokens."""
+
+    def fail(*_, **__):
+        raise RuntimeError("expected gemm dimensions to be greater 0")
+
+    monkeypatch.delattr(F, "grouped_mm", raising=False)
+    monkeypatch.setattr(torch, "_grouped_mm", fail, raising=False)
+    assert "lacks grouped_mm" in available_backends()["grouped_mm"]
+    tensors, counts = expert_inputs([2, 0, 3])
+    y = grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"])
+    torch.testing.assert_close(y, by_hand(**tensors, tokens_per_expert=counts, activation="silu"))
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason=f"torch {torch.__version__} lacks grouped_mm")
+@pytest.mark.parametrize("right", [True, False])
+def test_grouped_mm_is_tried_with_an_empty_expert(monkeypatch, right):
+    """A B200's (PyTorch issue 172439) leaves what was in memory as the gradient of an expert without tokens."""
+    multiply = F.grouped_mm
+
+    def leave_garbage(x, weight, offs):
+        weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor(1), 3.0))
+        return multiply(x, weight, offs=offs)
+
+    monkeypatch.setattr(backends, "has_gpu", lambda: True)
+    monkeypatch.setattr(backends, "TRIAL_DEVICE", "cpu")
+    if not right:
+        monkeypatch.setattr(F, "grouped_mm", leave_garbage)
+    backends._tried.cache_clear()
+    with torch.inference_mode():
+        reason = available_backends()["grouped_mm"]
+    backends._tried.cache_clear()
+    assert (reason is None) if right else ("expert without tokens" in reason)
 
 
 def test_rows_unfit_for_grouped_mm_use_the_loop():

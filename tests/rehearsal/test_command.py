@@ -1,5 +1,6 @@
 """`python -m benchmarks.rehearse` prints the step's time, launches, waits and memory."""
 
+import re
 import subprocess
 import sys
 
@@ -24,3 +25,5 @@ def test_rehearse_prints_bound_waits_and_memory():
         assert heading in done.stdout
     (bound,) = (line for line in done.stdout.splitlines() if line.startswith("H200 SXM"))
     assert 5 < float(bound.split()[-1].rstrip("%")) < 80
+    rows = dict(re.findall(r"^(none lower|all of them) +([\d.]+)%$", done.stdout, re.MULTILINE))
+    assert float(rows["all of them"]) < float(rows["none lower"]) == float(bound.split()[-1].rstrip("%"))

@@ -19,6 +19,8 @@ from megatron_blackmamba.runtime import patches
 from megatron_blackmamba.runtime.process import freeze_gc
 from tests.runtime.ranks import fork_ranks
 
+MIXED = ((4, torch.bfloat16), (12, torch.float32), (9, torch.bfloat16))
+"""Sizes and types of gradients, as `optimizer.gradients=bf16` has them."""
 SMALL = ["data.sequence_length=16", "training.micro_batch=2", "training.global_batch=8"]
 
 
@@ -117,6 +119,24 @@ def clip() -> dict:
         raise ArithmeticError(f"{reads.count} numbers read")
     clip_grads.clip_grad_by_total_norm_fp32(weights, 2.0, norm)
     return {"norm": norm, "clipped": [float(weight.grad[0]) for weight in weights]}
+
+
+def norm_of_two_types() -> dict:
+    """The norm of gradients in bf16 and fp32, with a kernel that reads as Transformer Engine's does."""
+    from megatron.core.optimizer import clip_grads
+
+    def norm(_: int, __: object, columns: list, *___: object) -> tuple:
+        same = [x.view(columns[0][0].dtype)[: x.numel()] for x in columns[0]]
+        return torch.cat(same).float().norm().view(1), None
+
+    us = world_of_one()
+    clip_grads.l2_norm_impl = norm
+    gradients = [torch.full((n,), 0.1, dtype=dtype) for n, dtype in MIXED]
+    exact = float(torch.cat([x.double() for x in gradients]).norm())
+    found = float(clip_grads.get_grad_norm_fp32(gradients, grad_stats_parallel_group=us))
+    if abs(found - exact) > 1e-6 * exact:
+        raise ArithmeticError(f"a gradient norm of {found} for {exact}")
+    return {"norm": found}
 
 
 def world_of_one() -> object:
@@ -231,6 +251,7 @@ SCENARIOS = {
     "router-gemm": (1, route_as_megatron_does),
     "adam": ONE,
     "clipping": (1, clip),
+    "one-type": (1, norm_of_two_types),
     "float64": (1, train_in_float64),
     "checkpoint-folder": (1, plan_a_save),
     "stored-strides": (1, read_strides),
@@ -238,7 +259,7 @@ SCENARIOS = {
 
 
 COMPLETE = ("jit", "tracer", "synchronize", "streams", "tensor-cuda", "router-gemm", "adam", "clipping", "float64")
-COMPLETE += ("checkpoint-folder", "stored-strides")
+COMPLETE += ("one-type", "checkpoint-folder", "stored-strides")
 
 
 def refuse_to_compile() -> None:

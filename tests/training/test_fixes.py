@@ -5,14 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_blackmamba.checkpoint.sharded import state_to_save
 from megatron_blackmamba.config import ParallelConfig
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.runtime.reduction import reduction
-from megatron_blackmamba.training import fixes, optimizer
+from megatron_blackmamba.training import fixes
 from tests.training.short_runs import Run
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+
 pytestmark = pytest.mark.xdist_group("short_runs")
-NAMES = [fix.name for fix in (*fixes.OF_BUFFERS, *fixes.OF_OPTIMIZER)]
+NAMES = [fix.name for fix in fixes.FIXES]
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +30,6 @@ def differs_after_resume(place, folder, kind, left_out, *overrides):
     first.checkpoints.finish(wait=True)
     resumed = Run(place, folder, kind, *overrides).resumed()
     return not torch.equal(resumed.train(2).weights(), first.train(2).weights())
-
-
-def padding(place, folder, left_out, monkeypatch):
-    monkeypatch.setattr(optimizer, "reduction", lambda config, size: reduction(config, 2))  # several buckets
-    return differs_after_resume(place, folder, "bf16", left_out, "training.overlap=true", "training.bucket_size=100")
 
 
 def order(place, folder, left_out, monkeypatch):
@@ -74,13 +71,29 @@ def rates(place, folder, left_out, monkeypatch):
     return any("max_lr" in group for group in run.trainable.optimizer.param_groups)
 
 
+def copies(place, folder, left_out, monkeypatch):
+    """Return whether a save copies the optimizer's state, as a gather does on every rank."""
+    run = Run(place, folder, "bf16", skip=left_out).train(1)
+    held = {
+        tensor.untyped_storage().data_ptr()
+        for part in run.trainable.optimizer.chained_optimizers
+        for tensors in ([*part.optimizer.state], *(state.values() for state in part.optimizer.state.values()))
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    }
+    tensors, _ = state_to_save(run.trainable.model, run.trainable.optimizer)
+    entries = [entry for entry in nested_values(tensors) if entry.key.startswith("optimizer.")]
+    assert entries
+    return any(entry.data.untyped_storage().data_ptr() not in held for entry in entries)
+
+
 BREAKS = {
-    "bucket-padding": padding,
     "first-state": first_state,
     "finite-norm": norm,
     "state-order": order,
     "learning-rates": rates,
     "settings": settings,
+    "own-shards": copies,
 }
 
 
@@ -100,4 +113,4 @@ def test_non_finite_gradient_norms_are_refused(norm):
 
 def test_every_fix_says_why_it_exists():
     assert len(NAMES) == len(set(NAMES))
-    assert all(len(fix.why) > 40 for fix in (*fixes.OF_BUFFERS, *fixes.OF_OPTIMIZER))
+    assert all(len(fix.why) > 40 for fix in fixes.FIXES)

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_blackmamba.config import load
 from megatron_blackmamba.launch import software
 from megatron_blackmamba.ops import backends
+from megatron_blackmamba.runtime.device import DeviceError
+from megatron_blackmamba.training.kernels import refuse_lost
 from megatron_blackmamba.training.loop import Trainer
 
 OPS = "megatron_blackmamba.ops"
@@ -22,8 +25,8 @@ def missing(monkeypatch):
 
 def older(monkeypatch):
     support = pytest.importorskip("megatron_blackmamba.ops.triton_support")
-    monkeypatch.setattr(support.triton, "__version__", "3.5.1")
-    return "needs Triton 3.6 or newer, found 3.5.1"
+    monkeypatch.setattr(support.triton, "__version__", "3.3.1")
+    return "needs Triton 3.4 or newer, found 3.3.1"
 
 
 @pytest.fixture(params=[missing, older])
@@ -49,6 +52,13 @@ def test_a_run_starts_with_a_warning(reason):
         assert any(line.startswith(f"  {op}: ") and "not triton: " in line and reason in line for line in lines), op
 
 
+def test_a_run_that_would_lose_kernels_is_refused_in_one_line(reason):
+    with pytest.raises(DeviceError, match=r"kernels\.if_missing=pytorch") as refused:
+        refuse_lost(load("tiny"))
+    assert reason in str(refused.value) and "sinkhorn" in str(refused.value) and "\n" not in str(refused.value)
+    refuse_lost(load("tiny", ["kernels.if_missing=pytorch"]))
+
+
 def test_the_doctor_warns_with_advice(reason):
     findings = {finding.name: finding for finding in software.backends()}
     warning = findings["Triton kernels"]
@@ -61,5 +71,6 @@ def test_without_a_gpu_nothing_is_told(monkeypatch):
     monkeypatch.setattr(backends, "has_gpu", lambda: False)
     told = []
     Trainer.report_kernels(SimpleNamespace(event=told.append))
+    refuse_lost(load("tiny"))
     assert not told
     assert "Triton kernels" not in [finding.name for finding in software.backends()]

@@ -95,7 +95,7 @@ RULES = {
     "free, the losses agree within rounding": (
         *("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor", "parallel.context"),
         *("kernels.linear", "kernels.dispatcher", "training.deterministic"),
-        *("kernels.scan", "kernels.scan_states", "kernels.ssd"),
+        *("kernels.scan", "kernels.scan_states", "kernels.ssd", "kernels.if_missing"),
     ),
     "free, but the log tells of it": ("training.micro_batch",),
     "free, with the effect that the docs describe": (

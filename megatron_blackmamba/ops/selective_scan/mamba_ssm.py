@@ -3,15 +3,28 @@
 Shapes: B batch, L length, I inner channels, N state.
 """
 
+from typing import Any
+
 import torch
-from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from mamba_ssm.ops import selective_scan_interface
 from torch import Tensor
 
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 
 
 def unavailable() -> str | None:
+    if getattr(selective_scan_interface, "selective_scan_cuda", None) is None:  # optional from its main branch on
+        return "mamba-ssm was built without selective_scan_cuda"
     return None if torch.cuda.is_available() else "needs a CUDA device"
+
+
+def smallest(device: str) -> None:
+    """Scan two tokens, forward and backward."""
+    new: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    u_BLI = torch.ones(1, 2, 8, **new, requires_grad=True)
+    x_BLN, A_IN = torch.ones(1, 2, 16, **new), -torch.ones(8, 16, **new)
+    y_BLI, _ = scan(Inputs(u_BLI, torch.ones_like(u_BLI), A_IN, x_BLN, x_BLN))
+    y_BLI.sum().backward()
 
 
 def unsupported(inputs: Inputs) -> str | None:
@@ -31,7 +44,7 @@ def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
     def fp32(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.float()
 
-    y_BIL, final_state_BIN = selective_scan_fn(
+    y_BIL, final_state_BIN = selective_scan_interface.selective_scan_fn(
         channel_major(inputs.u_BLI),
         channel_major(inputs.delta_BLI),
         inputs.A_IN.float(),

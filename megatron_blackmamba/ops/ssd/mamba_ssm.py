@@ -3,6 +3,8 @@
 Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state.
 """
 
+from typing import Any
+
 import torch
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
@@ -13,6 +15,15 @@ from megatron_blackmamba.ops.ssd.inputs import Inputs
 
 def unavailable() -> str | None:
     return None if torch.cuda.is_available() else "needs a CUDA device"
+
+
+def smallest(device: str) -> None:
+    """Scan two tokens of one head, forward and backward."""
+    new: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    x_BLHP = torch.ones(1, 2, 1, 16, **new, requires_grad=True)
+    x_BLGN, dt_BLH = torch.ones(1, 2, 1, 16, **new), torch.ones(1, 2, 1, **new)
+    y_BLHP, _ = scan(Inputs(x_BLHP, dt_BLH, -torch.ones(1, **new), x_BLGN, x_BLGN))
+    y_BLHP.sum().backward()
 
 
 def unsupported(inputs: Inputs) -> str | None:

@@ -1,0 +1,38 @@
+"""Which GPU a process takes, by what its launcher lets it see."""
+
+import pytest
+import torch
+
+from megatron_blackmamba.runtime import device
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Claim a GPU where this many are visible; return its number."""
+
+    def claim(visible, local_rank, launcher):
+        numbers = []
+        monkeypatch.setattr(device, "has_cuda", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+        monkeypatch.setattr(torch.cuda, "set_device", numbers.append)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: numbers[-1])
+        found = device.claim(local_rank, launcher)
+        assert found == torch.device("cuda", numbers[-1])
+        return numbers[-1]
+
+    return claim
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_process_takes_the_gpu_of_its_local_rank(taken, launcher):
+    assert [taken(8, rank, launcher) for rank in range(8)] == list(range(8))
+
+
+def test_a_task_of_srun_that_sees_one_gpu_takes_it(taken):
+    assert [taken(1, rank, "srun") for rank in range(8)] == [0] * 8
+
+
+@pytest.mark.parametrize(("visible", "launcher"), [(1, "torchrun"), (2, "srun"), (2, "torchrun")])
+def test_two_processes_never_take_the_same_gpu(taken, visible, launcher):
+    with pytest.raises(device.DeviceError, match=f"process {visible} of this machine finds only {visible} GPU"):
+        taken(visible, visible, launcher)
