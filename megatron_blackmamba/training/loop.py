@@ -141,10 +141,12 @@ class Trainer:
         if world.is_main:
             self.folder.refuse_obstacles()
         self.lock = Lock(self.folder.lock) if world.is_main else None
+        self.has_begun = False
+        """The run has accepted its config, data and checkpoint."""
         try:
             self._open()
-        except BaseException:
-            self._unlock()
+        except BaseException as error:
+            self._unlock(error)
             raise
 
     def _open(self) -> None:
@@ -189,9 +191,10 @@ class Trainer:
             return self.end(Outcome.DONE)
         except BaseException as error:
             self.shard_check.stop()
-            self.event(events.Failed(step=self.progress.step, error=type(error).__name__, message=str(error)))
-            self.loggers.close()
-            self._unlock()
+            if self.has_begun or not exits.refuses(error):  # a refused run leaves no trace
+                self.event(events.Failed(step=self.progress.step, error=type(error).__name__, message=str(error)))
+                self.loggers.close()
+            self._unlock(error)
             raise
 
     def begin(self) -> None:
@@ -199,6 +202,7 @@ class Trainer:
         newest = self.checkpoints.newest()
         if newest is not None:
             allowed = self.resume(newest)
+            self.has_begun = True
             if self.end_of_data != len(self.data.train):  # the batch size changed, or ranges were skipped
                 self.data = self.open_data()
             sample, left, tokens = self.progress.next_sample, self.steps_left, self.config.tokens_per_step
@@ -209,6 +213,7 @@ class Trainer:
             if weights:
                 refuse_start_tokenizer(self.config, self.data.record)
                 self.checkpoints.load_weights(weights)
+            self.has_begun = True
             steps, tokens = self.config.steps, self.config.tokens_per_step
             size = {"tokens_per_step": tokens, "processes": self.world.size}
             multiple = VOCABULARY_MULTIPLE * self.config.parallel.tensor
@@ -225,6 +230,7 @@ class Trainer:
         if self.world.is_main:
             self.folder.requeue.unlink(missing_ok=True)
             self.folder.done.unlink(missing_ok=True)
+            self.folder.failed.unlink(missing_ok=True)
             self.records = self.make_records()
             self.records.write()
 
@@ -469,9 +475,11 @@ class Trainer:
         self._unlock()
         return outcome
 
-    def _unlock(self) -> None:
+    def _unlock(self, error: BaseException | None = None) -> None:
         """Let other jobs train in the folder."""
-        if self.lock:
+        if self.lock and error and not self.has_begun and exits.refuses(error):
+            self.lock.discard()
+        elif self.lock:
             self.lock.release()
 
     def weights_work(self) -> bool:
