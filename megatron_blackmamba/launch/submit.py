@@ -153,8 +153,8 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
 def _take_back(launch: Launch) -> None:
     """Remove a launch that Slurm refused, and the run's folder if there is nothing else in it."""
     shutil.rmtree(launch.folder)
-    with contextlib.suppress(OSError):
-        for folder in (launch.run.logs, launch.run.launches, launch.run.root):
+    for folder in (launch.run.logs, launch.run.launches, launch.run.root):
+        with contextlib.suppress(OSError):
             folder.rmdir()
 
 

@@ -32,7 +32,8 @@ from megatron_blackmamba.ops import backends
 from megatron_blackmamba.registry import extensions
 from megatron_blackmamba.runtime import exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
-from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
+from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest
+from megatron_blackmamba.runtime.watchdog import Watchdog
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training import headline
 from megatron_blackmamba.training.alike import refuse_unlike_data, refuse_unlike_starts
