@@ -394,19 +394,19 @@ def runs(
 ) -> None:
     """List runs: state, step, tokens, losses, speed, time left, evaluations.
 
+    A narrow terminal shows fewer columns: first the scores go, then tokens, validation, tokens/s, loss, to go and step.
+
     [dim]blackmamba runs[/dim]
 
     [dim]blackmamba runs studies/paper/runs --json[/dim]
     """
-    from rich.console import Console
-
     from megatron_blackmamba.report import overview
 
     found = overview.overviews(folder)
     if as_json:
         print(overview.to_json(found))
     elif found:
-        overview.show(found, Console())
+        overview.show(found, overview.console())
     else:
         print(f"{folder}: no runs yet")
 

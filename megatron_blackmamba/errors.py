@@ -3,6 +3,8 @@
 import errno
 import os
 
+from megatron_blackmamba.runtime.exits import refuses
+
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
@@ -20,7 +22,7 @@ def may_pass(error: Exception) -> bool:
 
 def in_words(error: Exception) -> str | None:
     """Return the message for the user, or None for a bug, whose traceback matters."""
-    if isinstance(error, ValueError) and type(error).__module__.startswith("megatron_blackmamba"):
+    if refuses(error):
         return str(error)
     if isinstance(error, OSError) and error.errno in NO_ROOM | NOT_WRITABLE | NOT_THERE:
         where = f"{error.filename}: " if error.filename else ""

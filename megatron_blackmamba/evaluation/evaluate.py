@@ -88,8 +88,8 @@ def evaluate(path: Path, options: Options, progress: Progress = lambda task, don
     existing_folder(path)  # before the tasks and their data
     target = find_target(path, options.out)
     with ExitStack() as stack:
+        tasks = load_tasks(options.tasks, options.data, options.download)  # refused before the claim leaves a trace
         renew = stack.enter_context(claim(target.run, target.step)) if target.run and target.step else lambda: None
-        tasks = load_tasks(options.tasks, options.data, options.download)
         lm = BlackMambaLM(
             target.path,
             dtype=options.dtype,

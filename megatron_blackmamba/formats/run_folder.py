@@ -1,7 +1,11 @@
 """The folder of a run: the paths of all its files, for code that writes them and code that reads them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+WAITING = ".waiting"
+"""End of the name of an empty file: lines of the file beside it wait in memory, as on a full disk."""
 
 
 class RunFolderError(ValueError):
@@ -19,7 +23,8 @@ class RunFolder:
 
     def refuse_obstacles(self) -> None:
         """Raise RunFolderError if a folder stands where a run writes a file, or a file where it needs a folder."""
-        for path in (self.config, self.data_plan, self.tokenizer, self.latest, self.lock, self.done, self.requeue):
+        markers = (self.lock, self.done, self.requeue, self.failed)
+        for path in (self.config, self.data_plan, self.tokenizer, self.latest, *markers):
             if path.is_dir():
                 raise RunFolderError(f"{path}: is a folder, where a run writes a file. Move it away, then start again.")
         for path in (self.root, self.checkpoints, self.exports, self.logs, self.verified):
@@ -118,6 +123,15 @@ class RunFolder:
     def done(self) -> Path:
         """Return the marker for a complete run: all tokens consumed and the last step saved."""
         return self.root / "done"
+
+    @property
+    def failed(self) -> Path:
+        """Return the marker of a job that ended and cannot continue by itself; the next start removes it."""
+        return self.root / "failed"
+
+    def waiting(self) -> Iterator[Path]:
+        """Yield the marker of each file of records whose last lines could not be written yet."""
+        return self.root.glob(f"*{WAITING}")
 
     @property
     def lock(self) -> Path:

@@ -28,6 +28,7 @@ from megatron_blackmamba.launch.snapshot import home, take_snapshot
 from megatron_blackmamba.plan import gpus
 from megatron_blackmamba.plan.estimate import Asked, make_plan
 from megatron_blackmamba.plan.table import refusal, warnings
+from megatron_blackmamba.runtime.slurm import squeue
 
 MIXTURE_FILE = "mixture.yaml"
 """The mixture of a launch as it was, beside its config."""
@@ -152,8 +153,8 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
 def _take_back(launch: Launch) -> None:
     """Remove a launch that Slurm refused, and the run's folder if there is nothing else in it."""
     shutil.rmtree(launch.folder)
-    with contextlib.suppress(OSError):
-        for folder in (launch.run.logs, launch.run.launches, launch.run.root):
+    for folder in (launch.run.logs, launch.run.launches, launch.run.root):
+        with contextlib.suppress(OSError):
             folder.rmdir()
 
 
@@ -198,11 +199,7 @@ def job_body() -> Path:
 
 def _queued(run: RunFolder) -> tuple[str, ...]:
     """Return the jobs of the run that are queued or running, which new ones wait for; empty if Slurm does not say."""
-    command = ["squeue", "--noheader", "--me", f"--name={job_name(run)}", "--format=%A"]
-    try:
-        return tuple(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split())
-    except (OSError, subprocess.SubprocessError):
-        return ()
+    return tuple(squeue("--me", f"--name={job_name(run)}", "--format=%A") or ())
 
 
 def _sbatch(script: Path) -> str:

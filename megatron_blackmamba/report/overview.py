@@ -2,38 +2,33 @@
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
+import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from megatron_blackmamba.config import ConfigError, read_saved
-from megatron_blackmamba.formats import events, step_records
+from megatron_blackmamba.formats import step_records
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.report.history import ReportError, launched
-from megatron_blackmamba.training.lock import is_held
+from megatron_blackmamba.report.history import ReportError
+from megatron_blackmamba.report.state import Queue, last_records, state_of
 
-TAIL = 1 << 18
-"""Bytes at the end of metrics.jsonl, or events.jsonl, in which the last records lie."""
-SILENT_STEPS = 20
-"""A run of which only the age of its last record is known is not training after the time of this many steps."""
-SILENT_SECONDS = 120.0
-SIGNS = ("config.yaml", "metrics.jsonl", "launch/*/job.sbatch")
+SIGNS = ("config.yaml", "metrics.jsonl", "launch/*/job.sbatch", "logs/running_job")
 """Files of which every run's folder has one."""
-STARTS = (events.Started.kind, events.Resumed.kind)
-ENDS = {
-    events.Done.kind: "finished",
-    events.Stopped.kind: "stopped",
-    events.GaveUp.kind: "gave up",
-    events.Failed.kind: "failed",
-}
+TEXTS = ("run", "state")
+"""Columns of words, which every table has; the others have numbers."""
+WIDE = 1000
+GAP = 1
+"""Spaces between columns."""
+DROPPED_FIRST = ("scores", "tokens", "validation", "tokens/s", "loss", "to go", "step")
+"""Columns that a table leaves out, in this order, until it fits the terminal."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +46,22 @@ class Overview:
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     evaluations: int = 0
+    problem: str | None = None
+    """What is wrong with the run, in words."""
 
 
 def overviews(folder: Path) -> list[Overview]:
     """Return the runs in a folder, or the one that it is."""
     if not folder.is_dir():
         raise ReportError(f"{folder}: no such folder. Name a folder of runs, such as runs")
+    queue = Queue()
     if _is_run(folder):
-        return [_overview(RunFolder(folder), folder.resolve().name)]
+        return [_overview(RunFolder(folder), folder.resolve().name, queue)]
     roots = []
     for inside in sorted(folder.iterdir()):
         nested = {inside / path.relative_to(inside).parts[0] for sign in SIGNS for path in inside.glob(f"*/{sign}")}
         roots += [inside] if _is_run(inside) else sorted(filter(_is_run, nested))  # as the quickstart's run
-    return [_overview(RunFolder(root), str(root.relative_to(folder))) for root in roots]
+    return [_overview(RunFolder(root), str(root.relative_to(folder)), queue) for root in roots]
 
 
 def _is_run(folder: Path) -> bool:
@@ -71,48 +69,28 @@ def _is_run(folder: Path) -> bool:
     return not (folder / "manifest.json").exists() and any(next(folder.glob(sign), None) for sign in SIGNS)
 
 
-def _overview(run: RunFolder, name: str) -> Overview:
-    records = list(_last_records(run.metrics, step_records.parse_line))
+def _overview(run: RunFolder, name: str, queue: Queue) -> Overview:
+    records = list(last_records(run.metrics, step_records.parse_line))
     evaluations = len(read_run(run.root))
     last = records[-1] if records else {}
     seconds = float(last.get("speed/step_seconds") or 0.0)
-    state = _state(run, seconds)
+    state = state_of(run, seconds, queue)
     if not records:
-        return Overview(name, state, evaluations=evaluations)
+        return Overview(name, state.name, evaluations=evaluations, problem=state.problem)
     left = _steps_left(run, last)
     return Overview(
         name=name,
-        state=state,
+        state=state.name,
         step=last["step"],
         steps=last["step"] + left if left is not None else None,
         tokens=last.get("consumed_tokens"),
         loss=last.get("loss"),
         validation=step_records.last_value(records, "validation/loss"),
         tokens_per_second=last.get("speed/tokens_per_second"),
-        seconds_left=left * seconds if left and state == "training" else None,
+        seconds_left=left * seconds if left and state.name == "training" else None,
         evaluations=evaluations,
+        problem=state.problem,
     )
-
-
-def _state(run: RunFolder, step_seconds: float) -> str:
-    """Return the state by the run's lock, marker and events; a killed run leaves none of them."""
-    if run.done.exists():
-        return "finished"
-    held = is_held(run.lock)
-    if held:
-        return "training"
-    if run.requeue.exists():
-        return "requeue"
-    if launched(run) and not run.metrics.exists():
-        return "launched"
-    kinds = [event["kind"] for event in _last_records(run.events, events.parse_line)]
-    last = next((kind for kind in reversed(kinds) if kind in STARTS or kind in ENDS), None)
-    if last in ENDS:
-        return ENDS[last]
-    if not run.metrics.exists():
-        return "not started" if last is None else "stopped" if held is False else "training"
-    silent = time.time() - run.metrics.stat().st_mtime
-    return "training" if held is None and silent < max(SILENT_SECONDS, SILENT_STEPS * step_seconds) else "stopped"
 
 
 def _steps_left(run: RunFolder, last: dict[str, Any]) -> int | None:
@@ -123,41 +101,49 @@ def _steps_left(run: RunFolder, last: dict[str, Any]) -> int | None:
     return config.steps_left(last.get("consumed_samples", 0))
 
 
-def _last_records(path: Path, parse: Callable[[bytes], dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
-    """Yield the last records of a file of metrics or events, without reading all of a long one."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
-        for line in file.read().splitlines(keepends=True):
-            record = parse(line)
-            if record is not None:
-                yield record
+def console() -> Console:
+    """Return where to print the table: a file gets all columns unless COLUMNS says how many characters fit a line."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=WIDE)
 
 
 def show(found: list[Overview], console: Console) -> None:
-    """Print the table; it fits a terminal of 80 columns."""
-    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
-    for number, header in enumerate(
-        ["run", "state", "step", "tokens", "loss", "validation", "tokens/s", "to go", "scores"]
-    ):
-        table.add_column(header, justify="left" if number < 2 else "right", no_wrap=number > 0, overflow="fold")
+    """Print the table. If it is too wide for the terminal, leave out columns; names and numbers are never cut."""
+    rows = [_cells(one) for one in found]
+    columns = [[header, *(row[header] for row in rows)] for header in rows[0]]
+    for header in DROPPED_FIRST:
+        if sum(max(map(cell_len, column)) + GAP for column in columns) - GAP <= console.width:
+            break
+        columns = [column for column in columns if column[0] != header]
+    for number, row in enumerate(zip(*map(_aligned, columns), strict=True)):
+        line = (" " * GAP).join(row).rstrip()
+        console.print(Text(line, style="dim" if number == 0 else ""), soft_wrap=True)
     for one in found:
-        step = "–" if one.step is None else f"{one.step:,}" + (f" of {one.steps:,}" if one.steps else "")
-        left = "–" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left)))
-        table.add_row(
-            one.name,
-            one.state,
-            step,
-            _short(one.tokens),
-            _loss(one.loss),
-            _loss(one.validation),
-            _short(one.tokens_per_second),
-            left,
-            str(one.evaluations),
-        )
-    console.print(table)
+        if one.problem:
+            console.print(Text(f"{one.name}: {one.problem}"), soft_wrap=True)
+
+
+def _cells(one: Overview) -> dict[str, str]:
+    """Return the cells of a run by their columns."""
+    step = "–" if one.step is None else f"{one.step:,}" + (f" of {one.steps:,}" if one.steps else "")
+    return {
+        "run": one.name,
+        "state": one.state,
+        "step": step,
+        "tokens": _short(one.tokens),
+        "loss": _loss(one.loss),
+        "validation": _loss(one.validation),
+        "tokens/s": _short(one.tokens_per_second),
+        "to go": "–" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left))),
+        "scores": str(one.evaluations),
+    }
+
+
+def _aligned(column: list[str]) -> list[str]:
+    """Pad the cells of a column: texts on the right, numbers on the left."""
+    width = max(map(cell_len, column))
+    padding = (" " * (width - cell_len(cell)) for cell in column)
+    left = column[0] in TEXTS
+    return [cell + pad if left else pad + cell for cell, pad in zip(column, padding, strict=True)]
 
 
 def to_json(found: list[Overview]) -> str:

@@ -11,6 +11,12 @@ STOPPED_ON_REQUEST = 75
 INTERRUPTED = 130
 """A second Ctrl-C."""
 
+
+def refuses(error: BaseException) -> bool:
+    """Return whether an error says that a command or run was refused, as opposed to one that fails on its way."""
+    return isinstance(error, ValueError) and type(error).__module__.startswith("megatron_blackmamba")
+
+
 FINAL = frozenset({0, BAD_INPUT, GAVE_UP, STOPPED_ON_REQUEST, INTERRUPTED})
 """Another try would end the same way, or nobody wants one. Every other code is a crash or a hang."""
 RESTARTS = 3

@@ -51,6 +51,13 @@ FOREIGN = (
         "leave out the fix: the update is slower, and float64 runs are refused",
     ),
     Foreign(
+        "megatron.core.optimizer.distrib_optimizer",
+        ("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
+        "checkpoint/optimizer_shards.py",
+        "the optimizer's state of one parameter, saved by the rank that holds it",
+        "leave out the fix `own-shards`: megatron-core gathers the state on every rank",
+    ),
+    Foreign(
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
         ("_results_queue",),
         "checkpoint/writing.py",

@@ -18,6 +18,7 @@ from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.events import Event, Failed
 from megatron_blackmamba.formats.step_records import StepRecord
 from megatron_blackmamba.training.metrics import Metric, all_metrics
+from megatron_blackmamba.training.output import Output
 
 STEPS_FOR_ETA = 50
 STEPS_TO_WARM_UP = 1
@@ -35,6 +36,7 @@ class Display:
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self.console = console or Console(file=sys.stdout)
+        self._output = Output(self.console.file)
         self._config = config
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
         self._taken = 0
@@ -59,8 +61,7 @@ class Display:
             self._seconds.append(record.scalars["speed/step_seconds"])
         last = self._config.last_step(record.step, int(record.scalars["consumed_samples"]))
         if not self.console.is_terminal:
-            with contextlib.suppress(OSError):  # as below; laying out a plain line would take longer than the rest
-                print(step_line(record), f" ETA {self._eta(record.step, last)}", file=self.console.file, flush=True)
+            self._output.write(f"{step_line(record)}  ETA {self._eta(record.step, last)}")
             return
         self._bar.update(self._task, completed=record.step, total=last, eta=self._eta(record.step, last))
         self._show(Panel(Group(self._bar, self._table()), border_style="dim"))
@@ -69,7 +70,10 @@ class Display:
         """Show an event. The error that ends a run is printed by the process itself."""
         if isinstance(event, Failed):
             return
-        with contextlib.suppress(OSError):  # standard output may lie on a full disk: log.txt keeps the line
+        if not self.console.is_terminal:
+            self._output.write(event.sentence)
+            return
+        with contextlib.suppress(OSError):  # the terminal may be gone: log.txt keeps the line
             self.console.print(event.sentence, markup=False, highlight=False, soft_wrap=True)
 
     def rewind(self, step: int) -> None:

@@ -4,23 +4,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from megatron_blackmamba.formats.events import Event, NotExported
+from megatron_blackmamba.formats.run_folder import RunFolder
 
 
 class ExportChecks:
     """The exports that wait for their check, and the process that checks the first of them."""
 
-    def __init__(self, how: str, report: Callable[[Event], None]) -> None:
-        self._how, self._report = how, report
-        self._waiting: list[tuple[int, Path]] = []
+    def __init__(self, how: str, folder: RunFolder, report: Callable[[Event], None]) -> None:
+        self._how, self._folder, self._report = how, folder, report
+        self._waiting: list[int] = []
         self._process: subprocess.Popen[str] | None = None
 
-    def add(self, step: int, export: Path) -> None:
+    def add(self, step: int) -> None:
         """Check an export as soon as the earlier ones are checked."""
         if self._how != "none":
-            self._waiting.append((step, export))
+            self._waiting.append(step)
             self.poll()
 
     def poll(self) -> None:
@@ -28,7 +28,14 @@ class ExportChecks:
         if self._process is not None and self._process.poll() is not None:
             self._finish()
         if self._process is None and self._waiting:
-            words = ["-m", "megatron_blackmamba", "verify", str(self._waiting[0][1]), "--check", self._how]
+            words = [
+                "-m",
+                "megatron_blackmamba",
+                "verify",
+                str(self._folder.export(self._waiting[0])),
+                "--check",
+                self._how,
+            ]
             self._process = subprocess.Popen(
                 ["nice", "-n", "19", sys.executable, *words],
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
@@ -55,7 +62,7 @@ class ExportChecks:
 
     def _finish(self) -> None:
         assert self._process is not None
-        step, _ = self._waiting.pop(0)
+        step = self._waiting.pop(0)
         _, errors = self._process.communicate()
         code, self._process = self._process.returncode, None
         if code:

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 from megatron_blackmamba.checkpoint import SaveError
 from megatron_blackmamba.formats.events import Event, Exported, NotExported
+from megatron_blackmamba.training.export_checks import ExportChecks
 
 
 class Exporter:
     """An exporter that exports every `every` steps, and once when the run is done; 0: never.
 
-    It calls `exported` with the step of each export that is on disk.
+    Each export is checked beside the training that goes on (`export_checks.py`).
     """
 
     def __init__(
@@ -19,10 +20,10 @@ class Exporter:
         export: Callable[[int], None],
         is_exported: Callable[[int], bool],
         report: Callable[[Event], None],
-        exported: Callable[[int], None] = lambda step: None,
+        checks: ExportChecks,
     ) -> None:
         self.every, self._export, self._is_exported, self._report = every, export, is_exported, report
-        self._exported = exported
+        self._checks = checks
         self._due = False
         self._newest: int | None = None
         self._trained = False
@@ -36,12 +37,17 @@ class Exporter:
     def postpone(self, step: int) -> None:
         """Note what is due at a bad step: it is exported after the next good one."""
         self._trained = True
+        self._checks.poll()
         self._due |= bool(self.every) and step % self.every == 0
 
     def last(self, step: int) -> None:
         """Export the last step, unless that has happened: now, or when the run ended the first time."""
         if self.every and self._newest != step and (self._trained or not self._is_exported(step)):
             self._run(step)
+
+    def close(self, finish: bool = False) -> None:
+        """Wait for the checks of the exports, or drop them."""
+        self._checks.wait() if finish else self._checks.stop()
 
     def _run(self, step: int) -> None:
         self._due, begun = False, time.perf_counter()
@@ -52,4 +58,4 @@ class Exporter:
         else:
             self._newest = step
             self._report(Exported(step=step, seconds=round(time.perf_counter() - begun, 3)))
-            self._exported(step)
+            self._checks.add(step)

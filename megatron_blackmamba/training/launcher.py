@@ -62,13 +62,13 @@ def launch(
     """
     run.refuse_obstacles()
     lock = Lock(run.lock, launcher=True)  # before anything in the folder changes
-    run.requeue.unlink(missing_ok=True)
-    signals = _Signals()
+    code, signals = 0, _Signals()
     try:
-        return _launch(command, processes, run, restarts, lock, signals, asks_to_stop)
+        code = _launch(command, processes, run, restarts, lock, signals, asks_to_stop)
+        return code
     finally:
         signals.release()
-        lock.release()
+        lock.discard() if code == BAD_INPUT else lock.release()
         if sys.stdout.isatty():  # a worker that was killed could not tidy up its live display
             with contextlib.suppress(OSError):
                 print(end=SHOW_CURSOR, flush=True)
@@ -83,7 +83,7 @@ def _launch(
     signals: "_Signals",
     asks_to_stop: Callable[[], bool],
 ) -> int:
-    left = restarts
+    left, earlier = restarts, _identity(run.requeue)
     while True:
         before = _newest(run)
         group = signals.start(lambda: _Group(command, processes))
@@ -91,7 +91,7 @@ def _launch(
             code = group.wait(lambda: signals.ask(asks_to_stop))
         finally:
             group.kill()
-        if run.requeue.exists():
+        if _identity(run.requeue) not in (None, earlier):
             return STOPPED_ON_REQUEST
         if code in FINAL or signals.interrupts > 1:
             return code
@@ -206,6 +206,15 @@ class _Group:
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(worker.poll() is None for worker in self._workers):
             time.sleep(POLL_SECONDS)
+
+
+def _identity(marker: Path) -> tuple[int, int] | None:
+    """Return what tells a marker from one that is written anew; None if there is none."""
+    try:
+        found = marker.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _newest(run: RunFolder) -> str | None:

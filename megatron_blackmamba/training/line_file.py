@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.run_folder import WAITING
 
 LAST_SECONDS = 5.0
 """How long the end of a run waits for a full disk to take the last lines."""
 
 
 class LineFile:
-    """A file to which whole lines are appended; lines that cannot be written wait in memory."""
+    """A file to which whole lines are appended, made with the first; lines that cannot be written wait in memory."""
 
     def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
         self.path, self._say = path, say
@@ -23,7 +24,9 @@ class LineFile:
         self.problem = ""
         """Why they could not be written."""
         self._file: int | None = None
-        self.flush()
+        self._marker = path.with_name(path.name + WAITING)
+        self._marked = True
+        """The marker exists, or one of an earlier run may."""
 
     def write(self, line: str) -> None:
         self.waiting.append(line.encode() + b"\n")
@@ -43,9 +46,19 @@ class LineFile:
                 self._append(self._file)
         except OSError as error:
             self.problem = error.strerror or str(error)
+        self._mark(bool(self.waiting))
         if removed:
             self._say(f"{self.path}: was removed, with its earlier lines; a new file takes the next ones")
         return not self.waiting
+
+    def _mark(self, waits: bool) -> None:
+        """Let other processes know whether lines wait: a full disk has room for an empty file."""
+        with contextlib.suppress(OSError):
+            if waits and not self._marker.exists():
+                self._marker.touch()
+            elif not waits and self._marked:
+                self._marker.unlink(missing_ok=True)
+            self._marked = waits
 
     def _append(self, file: int) -> None:
         content = b"".join(self.waiting)
@@ -92,6 +105,7 @@ class LineFile:
         missing = (
             f"{self.path}: {len(self.waiting)} lines could not be written: {self.problem}" if self.waiting else None
         )
+        self._mark(False)
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.fsync(self._file)

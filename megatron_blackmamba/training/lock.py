@@ -30,6 +30,7 @@ class Lock:
     def __init__(self, path: Path, launcher: bool = False) -> None:
         self.path, self._bytes = path, (LAUNCHER, RANK) if launcher else (RANK, LAUNCHER)
         self._file: int | None = None
+        self._made = [made for made in (path, path.parent, path.parent.parent) if not made.exists()]
         self._take()
 
     def restore(self) -> bool:
@@ -67,6 +68,13 @@ class Lock:
             f"{self.path.parent} is in use by {who or 'another process'}: wait for it, stop it, or write elsewhere"
             " (train: name=OTHER; quickstart: --folder OTHER)"
         ) from None
+
+    def discard(self) -> None:
+        """Give the lock back. Remove its file and the folders around it if it made them and they hold nothing else."""
+        for made in self._made:
+            with contextlib.suppress(OSError):
+                made.unlink() if made == self.path else made.rmdir()
+        self.release()
 
     def release(self) -> None:
         """Give the lock back; a second call does nothing."""

@@ -1,7 +1,7 @@
 """Loggers of a run: metrics.jsonl, events.jsonl and log.txt always, TensorBoard and wandb when asked for. Rank 0 only.
 
 Logging never stops a run. Lines that a full disk refuses are kept and written later, and the end of the run says which
-are missing. A damaged file is set aside, or its damaged lines are.
+are missing. A damaged file is set aside, or its damaged lines are. No logger writes before the run has begun.
 """
 
 import contextlib
@@ -9,12 +9,11 @@ import functools
 import importlib.util
 import re
 import sys
-import threading
 import uuid
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats import atomic
@@ -24,6 +23,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import StepRecord, parse_line
 from megatron_blackmamba.training.display import Display, step_line
 from megatron_blackmamba.training.line_file import LineFile
+from megatron_blackmamba.training.tensorboard import TensorBoard
 
 WANDB_ID = re.compile(r"[0-9a-z]{6,64}")
 
@@ -58,6 +58,7 @@ class MetricsFile:
         """Keep the records up to `step`. Lines that are no record are set aside."""
         waiting = [line for line in self._lines.waiting if _step_of(line) <= step]
         self._lines.waiting = waiting
+        self._lines.flush()
         try:
             damage = self._lines.set_aside(parse_line)
             if damage:
@@ -97,6 +98,7 @@ class EventsFile:
 
     def rewind(self, step: int) -> None:
         """Set aside the lines that are no events."""
+        self._lines.flush()
         try:
             damage = self._lines.set_aside(parse_event)
         except OSError as error:  # a log is no reason not to train
@@ -131,31 +133,6 @@ class LogText:
             self._lines.write(f"{time:%Y-%m-%d %H:%M:%S}  {line}")
 
 
-class TensorBoard:
-    """The same numbers as curves."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        _silence_writer_threads()
-        self._open = lambda purge: SummaryWriter(str(folder), purge_step=purge)
-        self._writer = self._open(None)
-
-    def step(self, record: StepRecord) -> None:
-        for name, value in record.finite():
-            self._writer.add_scalar(name, value, record.step)
-
-    def event(self, event: Event, time: datetime) -> None:
-        pass
-
-    def rewind(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._open(step + 1)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class Wandb:
     """Weights & Biases; one run there for one run folder here, however often it is resumed."""
 
@@ -165,24 +142,31 @@ class Wandb:
                 f"logging.wandb={config.logging.wandb}, but wandb is not installed:"
                 " pip install 'megatron-blackmamba[wandb]', or logging.wandb=off"
             )
+        self._config, self._folder = config, run.root
+
+    @functools.cached_property
+    def _run(self) -> Any:
+        """Start the run there, with the first record."""
         import wandb
 
-        identity = run.root / "wandb" / "id"
+        config, root = self._config, self._folder
+        identity = root / "wandb" / "id"
         known = identity.read_bytes()[:256].decode(errors="replace") if identity.exists() else ""
         if not WANDB_ID.fullmatch(known):  # missing, or damaged
             identity.parent.mkdir(parents=True, exist_ok=True)
             known = uuid.uuid4().hex[:12]
             atomic.write_text(identity, known)
-        self._run = wandb.init(
+        run = wandb.init(
             project=config.logging.wandb_project,
             name=config.name,
             id=known,
             resume="allow",
             mode="offline" if config.logging.wandb == "offline" else "online",
-            dir=str(run.root),
+            dir=str(root),
             config=config.model_dump(mode="json", by_alias=True),
         )
-        self._run.define_metric("*", step_metric="step")
+        run.define_metric("*", step_metric="step")
+        return run
 
     def step(self, record: StepRecord) -> None:
         self._run.log({"step": record.step, **dict(record.finite())})
@@ -194,7 +178,8 @@ class Wandb:
         pass
 
     def close(self) -> None:
-        self._run.finish()
+        if "_run" in vars(self):
+            self._run.finish()
 
 
 class Loggers:
@@ -212,7 +197,7 @@ class Loggers:
         loggers = cls([], [])
         makers: list[Callable[[], Logger]] = []
         if config.logging.tensorboard:
-            makers.append(lambda: TensorBoard(run.tensorboard))
+            makers.append(lambda: TensorBoard(run.tensorboard, loggers.problem))
         if config.logging.wandb != "off":
             makers.append(lambda: Wandb(config, run))
         files: list[Logger] = [
@@ -258,18 +243,6 @@ class Loggers:
             except Exception as error:  # these may raise anything; none is worth a run of weeks
                 self._optional.remove(logger)
                 self.problem(f"{type(logger).__name__} failed and is off from here on: {error}")
-
-
-@functools.cache
-def _silence_writer_threads() -> None:
-    """Print no traceback when TensorBoard's writer thread fails: the next call raises its error again."""
-    report = threading.excepthook
-
-    def hook(failure: threading.ExceptHookArgs) -> None:
-        if not type(failure.thread).__module__.startswith("tensorboard."):
-            report(failure)
-
-    threading.excepthook = hook
 
 
 def _step_of(line: bytes) -> int:

@@ -32,7 +32,8 @@ from megatron_blackmamba.ops import backends
 from megatron_blackmamba.registry import extensions
 from megatron_blackmamba.runtime import exits, foreign, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
-from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest, Watchdog
+from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest
+from megatron_blackmamba.runtime.watchdog import Watchdog
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training import headline
 from megatron_blackmamba.training.alike import refuse_unlike_data, refuse_unlike_starts
@@ -145,10 +146,12 @@ class Trainer:
         if world.is_main:
             self.folder.refuse_obstacles()
         self.lock = Lock(self.folder.lock) if world.is_main else None
+        self.has_begun = False
+        """The run has accepted its config, data and checkpoint."""
         try:
             self._open()
-        except BaseException:
-            self._unlock()
+        except BaseException as error:
+            self._unlock(error)
             raise
 
     def _open(self) -> None:
@@ -158,14 +161,8 @@ class Trainer:
         model, optimizer = self.trainable.model, self.trainable.optimizer
         self.checkpoints = Checkpoints(self.folder, config, world, model, optimizer, self.event, watchdog.alive)
         self.saver = Saver(config.checkpoint, self.checkpoints, self.state, self.event)
-        self.export_checks = ExportChecks(config.checkpoint.export_check if world.is_main else "none", self.event)
-        self.exporter = Exporter(
-            config.checkpoint.export_every,
-            self.export,
-            self.is_exported,
-            self.event,
-            lambda step: self.export_checks.add(step, self.folder.export(step)),
-        )
+        checks = ExportChecks(config.checkpoint.export_check if world.is_main else "none", self.folder, self.event)
+        self.exporter = Exporter(config.checkpoint.export_every, self.export, self.is_exported, self.event, checks)
         self.utilisation = Utilisation(config, world.size)
         self.tracing = Tracing(config.training.profile, self.folder.profile, world.rank)
         self.records: Records | None = None
@@ -195,16 +192,16 @@ class Trainer:
                 else:
                     self.saver.after_step(self.progress.step)
                     self.exporter.after_step(self.progress.step)
-                self.export_checks.poll()
                 if self.asked_to_stop:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
             return self.end(Outcome.DONE)
         except BaseException as error:
             self.shard_check.stop()
-            self.export_checks.stop()
-            self.event(events.Failed(step=self.progress.step, error=type(error).__name__, message=str(error)))
-            self.loggers.close()
-            self._unlock()
+            self.exporter.close()
+            if self.has_begun or not exits.refuses(error):  # a refused run leaves no trace
+                self.event(events.Failed(step=self.progress.step, error=type(error).__name__, message=str(error)))
+                self.loggers.close()
+            self._unlock(error)
             raise
 
     def begin(self) -> None:
@@ -212,6 +209,7 @@ class Trainer:
         newest = self.checkpoints.newest()
         if newest is not None:
             allowed = self.resume(newest)
+            self.has_begun = True
             if self.end_of_data != len(self.data.train):  # the batch size changed, or ranges were skipped
                 self.data = self.open_data()
             sample, left, tokens = self.progress.next_sample, self.steps_left, self.config.tokens_per_step
@@ -222,6 +220,7 @@ class Trainer:
             if weights:
                 refuse_start_tokenizer(self.config, self.data.record)
                 self.checkpoints.load_weights(weights)
+            self.has_begun = True
             steps, tokens = self.config.steps, self.config.tokens_per_step
             size = {"tokens_per_step": tokens, "processes": self.world.size}
             multiple = VOCABULARY_MULTIPLE * self.config.parallel.tensor
@@ -238,6 +237,7 @@ class Trainer:
         if self.world.is_main:
             self.folder.requeue.unlink(missing_ok=True)
             self.folder.done.unlink(missing_ok=True)
+            self.folder.failed.unlink(missing_ok=True)
             self.records = self.make_records()
             self.records.write()
 
@@ -460,7 +460,7 @@ class Trainer:
         )
         if saved and outcome is Outcome.DONE and not self.steps_left:
             self.exporter.last(self.progress.step)
-        self.export_checks.wait() if outcome is Outcome.DONE else self.export_checks.stop()
+        self.exporter.close(finish=outcome is Outcome.DONE)
         self.batches.close()
         if self.progress.step > self.begun_at:
             self.shard_check.end(self.event, self.config.data.mixture)
@@ -483,9 +483,11 @@ class Trainer:
         self._unlock()
         return outcome
 
-    def _unlock(self) -> None:
+    def _unlock(self, error: BaseException | None = None) -> None:
         """Let other jobs train in the folder."""
-        if self.lock:
+        if self.lock and error and not self.has_begun and exits.refuses(error):
+            self.lock.discard()
+        elif self.lock:
             self.lock.release()
 
     def weights_work(self) -> bool:

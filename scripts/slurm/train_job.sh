@@ -17,7 +17,8 @@
 #
 # A job decides by files in the run folder, since launchers change exit codes: `done` is there when the run is
 # complete, `requeue` when training stopped on request after saving, and `checkpoints/latest` tells whether it got on.
-# Only after a failure it reads the exit code of the task that failed first, from srun's messages.
+# Only after a failure it reads the exit code of the task that failed first, from srun's messages. It leaves `failed` for
+# `blackmamba runs` if it ends and only a person can continue.
 
 BLACKMAMBA=("$PYTHON" -m megatron_blackmamba)
 RESTART=${SLURM_RESTART_COUNT:-0}
@@ -26,7 +27,6 @@ STUCK_SECONDS=${STUCK_SECONDS:-90} # longer than KillWait of Slurm, which is 30 
 PREFLIGHT_SECONDS=${PREFLIGHT_SECONDS:-300}
 TRY=1
 LOGS=$RUN_FOLDER/logs/$SLURM_JOB_ID
-NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 say() { echo "$(date '+%F %T') $*"; }
 
@@ -37,8 +37,8 @@ newest_checkpoint() { cat "$RUN_FOLDER/checkpoints/latest" 2>/dev/null; }
 
 # Notes a start that brought no new checkpoint; the fifth in a row ends the job.
 idle_start() {
-    echo "start $((RESTART + 1)) on $SLURM_JOB_NODELIST" >>"$LOGS/idle_starts"
-    [ "$(wc -l <"$LOGS/idle_starts")" -lt 5 ] && return
+    touch "$LOGS/idle_start-$RESTART" # an empty file can be made on a full disk too
+    [ "$(find "$LOGS" -maxdepth 1 -name 'idle_start-*' | wc -l)" -lt 5 ] && return
     say "five starts in a row without a new checkpoint: giving up. If there was no time for one: a larger --time, or a"
     say "smaller --warn of blackmamba launch (--signal of sbatch)"
     exit 1
@@ -69,11 +69,25 @@ refuse_second_job() {
     echo "$SLURM_JOB_ID" >"$RUN_FOLDER/logs/running_job"
 }
 
+# Without Slurm's programs nothing can start from this node. If scontrol is here, only part of them is missing: the node
+# is broken, and others may not be.
+refuse_missing_programs() {
+    local program missing=()
+    for program in scontrol srun squeue scancel; do
+        command -v "$program" >/dev/null || missing+=("$program")
+    done
+    [ ${#missing[@]} -eq 0 ] && return
+    say "not found on $(hostname): ${missing[*]}. Nothing was started. PATH is $PATH"
+    command -v scontrol >/dev/null || exit 1
+    idle_start
+    requeue "${SLURMD_NODENAME:-}"
+}
+
 # Another port for every step: another job may have the last one, or a rank of the last try.
 new_port() { export MASTER_PORT=$((20000 + RANDOM % 10000)); }
 
 prepare() {
-    rm -f "$RUN_FOLDER/requeue"
+    NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     MASTER_ADDR=$(head -n 1 <<<"$NODES")
     export MASTER_ADDR
     new_port
@@ -92,12 +106,26 @@ prepare() {
     esac
 }
 
-# A run that cannot work is refused before a GPU-hour is spent: batch divisible, memory enough, layout sound.
+# A run that cannot work is refused before a GPU-hour is spent: batch divisible, memory enough, layout sound. It is the
+# plan that refuses only if it says so itself, on two nodes where there are two. Fails if no plan could be made: Python or
+# a disk is missing on a node, or srun cannot start anything. The preflight finds out which.
 check_plan() {
-    local tasks=$((SLURM_NTASKS / SLURM_NNODES))
+    local tasks=$((SLURM_NTASKS / SLURM_NNODES)) node answer="" answers=$LOGS/plan
+    [ -e "$answers/works" ] && return
+    mkdir -p "$answers"
     say "checking the plan on $SLURM_NNODES nodes of $tasks processes"
-    srun --nodes=1 --ntasks=1 --ntasks-per-node=1 "${SRUN_CONTAINER[@]}" "${LAUNCHER[@]}" \
-        "${BLACKMAMBA[@]}" plan "${CONFIG[@]}" --nodes "$SLURM_NNODES" --gpus-per-node "$tasks" --gpu "${GPU:-h100}" --check
+    for node in $(sed -n '1p;$p' <<<"$NODES" | uniq); do
+        rm -f "$answers/$node"
+        srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$node" "${SRUN_CONTAINER[@]}" \
+            bash -c '"${@:2}"; echo $? >"$1"' bash "$answers/$node" "${LAUNCHER[@]}" "${BLACKMAMBA[@]}" \
+            plan "${CONFIG[@]}" --nodes "$SLURM_NNODES" --gpus-per-node "$tasks" --gpu "${GPU:-h100}" --check
+        answer=$(cat "$answers/$node" 2>/dev/null)
+        [ "$answer" != 0 ] || { touch "$answers/works"; return; }
+        [ "$answer" = 2 ] || break
+    done
+    [ "$answer" != 2 ] || { say "the plan says this cannot work: nothing was started"; exit 2; }
+    say "the plan could not be checked on $node (${answer:+exit code }${answer:-srun started nothing there})"
+    return 1
 }
 
 # Every node checks itself, then all ranks are checked together (PREFLIGHT=nodes omits that). Sets UNFIT to the nodes
@@ -230,7 +258,7 @@ end_steps() {
 train() {
     new_port
     SRUN_LOG=$LOGS/srun-$RESTART-$TRY.txt
-    rm -f "$RUN_FOLDER/requeue"
+    touch "$LOGS/try"
     say "training on $SLURM_NNODES nodes, $SLURM_NTASKS processes, head $MASTER_ADDR:$MASTER_PORT, try $TRY"
     say "follow it with: tail -f $LOGS/rank-0.log"
     (
@@ -275,8 +303,11 @@ report_failure() {
     say "the logs of all ranks are in $LOGS"
 }
 
-# Another try would end the same way: refused (2), gave up on bad steps (65), or the command cannot be run.
-final() { case $STATUS in 0 | 2 | 65 | 126 | 127 | 130) true ;; *) false ;; esac; }
+# Another try would end the same way: refused (2), or gave up on bad steps (65).
+final() { case $STATUS in 0 | 2 | 65 | 130) true ;; *) false ;; esac; }
+
+# The run has saved on request in this try. The marker of an earlier job stays if this one is refused.
+stopped_on_request() { [ -e "$RUN_FOLDER/requeue" ] && [ ! "$RUN_FOLDER/requeue" -ot "$LOGS/try" ]; }
 
 saved_since() { [ "$(newest_checkpoint)" != "$1" ]; }
 
@@ -287,12 +318,12 @@ train_with_restarts() {
     while [ "$TIME_IS_UP" -eq 0 ]; do
         before=$(newest_checkpoint)
         train
-        if [ -e "$RUN_FOLDER/done" ] || [ -e "$RUN_FOLDER/requeue" ] || [ "$STATUS" -eq 0 ]; then return; fi
+        if [ -e "$RUN_FOLDER/done" ] || stopped_on_request || [ "$STATUS" -eq 0 ]; then return; fi
         report_failure
         final && return
         if saved_since "$before"; then
             left=$RESTARTS
-            rm -f "$LOGS/idle_starts"
+            rm -f "$LOGS"/idle_start-*
         fi
         end_steps || { say "steps of this job do not end; unreachable nodes: ${UNFIT[*]:-none}"; return; }
         [ "$TIME_IS_UP" -eq 0 ] || break
@@ -340,7 +371,15 @@ submit_evaluations() {
 watch_checkpoints() {
     [ -n "${EVALUATE_JOB:-}" ] || return 0
     WATCHER=$( (trap '' USR1; while sleep "${WATCH_SECONDS:-60}"; do submit_evaluations; done) >&2 & echo $!)
-    trap 'kill "$WATCHER" 2>/dev/null' EXIT
+}
+
+# Ends the watcher, and leaves `failed` unless the run says itself how it ended: complete, requeued or stopped (0), gave
+# up (65), saved on request (75), cancelled (143).
+at_exit() {
+    local code=$?
+    [ -z "${WATCHER:-}" ] || kill "$WATCHER" 2>/dev/null
+    case $code in 0 | 65 | 75 | 143) return ;; esac
+    echo "job $SLURM_JOB_ID ended with exit code $code" >"$RUN_FOLDER/failed"
 }
 
 # The next job of a chain: one of this name that waits in the queue.
@@ -358,16 +397,18 @@ if [ -e "$RUN_FOLDER/done" ]; then
 fi
 refuse_odd_settings
 refuse_second_job
+rm -f "$RUN_FOLDER/failed"
+trap at_exit EXIT
+refuse_missing_programs
 prepare
-if [ "$RESTART" -eq 0 ]; then
-    check_plan || { say "the plan says this cannot work: nothing was started"; exit 2; }
-fi
+check_plan
 preflight || leave_out_unfit
+check_plan || { say "every node passed its preflight, but the plan cannot be checked: nothing was started"; exit 1; }
 SAVED_BEFORE=$(newest_checkpoint)
 watch_checkpoints
 train_with_restarts
 if [ -n "${EVALUATE_JOB:-}" ]; then
-    kill "$WATCHER"
+    kill "$WATCHER" && WATCHER=""
     submit_evaluations
 fi
 
@@ -375,17 +416,17 @@ if [ -e "$RUN_FOLDER/done" ]; then
     say "the run is complete"
     exit 0
 fi
-if [ "${STATUS:-1}" -eq 0 ] && [ ! -e "$RUN_FOLDER/requeue" ]; then
+if [ "${STATUS:-1}" -eq 0 ] && ! stopped_on_request; then
     say "training ended before its last step, as training.stop_after_steps says"
     exit 0
 fi
 if saved_since "$SAVED_BEFORE"; then
     STOPPED="stopped with a new checkpoint, $(newest_checkpoint)"
-    rm -f "$LOGS/idle_starts"
+    rm -f "$LOGS"/idle_start-*
 else
     STOPPED="stopped without a new checkpoint"
 fi
-if [ ! -e "$RUN_FOLDER/requeue" ]; then
+if ! stopped_on_request; then
     final && exit "$STATUS"
     STOPPED="failed; $STOPPED"
 fi
@@ -394,7 +435,7 @@ if [ "$WHEN_TIME_IS_UP" = requeue ]; then
     say "$STOPPED"
     requeue "$(IFS=, && echo "${UNFIT[*]}")"
 fi
-[ -e "$RUN_FOLDER/requeue" ] || exit "$STATUS"
+stopped_on_request || exit "$STATUS"
 NEXT=$(follower)
 if [ -n "$NEXT" ]; then
     say "$STOPPED; job $NEXT continues the run"

@@ -2,12 +2,14 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+BASH = shutil.which("bash")
 SCRIPTS = sorted((REPOSITORY / "scripts/slurm").glob("pretrain_*.sbatch"))
 
 
@@ -28,8 +30,9 @@ def start(tmp_path):
         "scontrol": "echo node1",
         "squeue": 'for job in $RUNNING; do case " $* " in *--jobs=$job*) echo $job;; esac; done',
         "srun": 'echo srun started; eval "${SRUN:-exit 1}"',
+        "scancel": "",
     }.items():
-        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
+        (commands / name).write_text(f"#!{BASH}\n{body}\n")
         (commands / name).chmod(0o755)
 
     def run(*running: str, **settings: str) -> subprocess.CompletedProcess:
@@ -39,9 +42,9 @@ def start(tmp_path):
             "RUN_FOLDER": str(tmp_path / "run"),
             "RUNNING": " ".join(running),
         }
-        settings["PATH"] = f"{commands}:{os.environ['PATH']}"
+        settings = {"PATH": f"{commands}:{os.environ['PATH']}"} | settings
         env = {**os.environ, **slurm, **settings}
-        return subprocess.run(["bash", SCRIPTS[0]], env=env, capture_output=True, text=True)
+        return subprocess.run([BASH, SCRIPTS[0]], env=env, capture_output=True, text=True)
 
     return run
 
@@ -82,9 +85,58 @@ def test_odd_settings_are_refused_by_name(start, tmp_path, setting):
     assert done.stderr == "" and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "srun",
+    [
+        "exit 127",  # no such file on this node
+        'while [ $# -gt 0 ] && [ "$1" != bash ]; do shift; done; PYTHON=/nowhere/python; "${@/*python3/$PYTHON}"',
+    ],
+)
+def test_only_the_plan_can_say_that_a_run_cannot_work(start, tmp_path, srun):
+    done = start(SRUN=f'case " $* " in *" plan "*) {srun} ;; *) exit 1 ;; esac', PYTHON="python3")
+    assert "the plan says" not in done.stdout and "the plan could not be checked on node1" in done.stdout
+    assert "unfit: node1" in done.stdout and "requeueing job 42 without node1" in done.stdout
+    assert not (tmp_path / "run/failed").exists()
+
+
+RUNS_HERE = 'while [ $# -gt 0 ] && [ "$1" != bash ]; do shift; done; "$@"'
+"""What srun does with the check of the plan."""
+
+
+@pytest.mark.parametrize("answers, refused", [("2 2", True), ("2 0", False), ("0", False)])
+def test_two_nodes_must_agree_on_a_refusal(start, tmp_path, answers, refused):
+    (tmp_path / "bin/scontrol").write_text("#!/bin/bash\nprintf 'node1\\nnode2\\n'\n")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\nread -r code rest <{tmp_path}/codes; echo $rest >{tmp_path}/codes; exit $code\n")
+    python.chmod(0o755)
+    (tmp_path / "codes").write_text(f"{answers}\n")
+    srun = f'case " $* " in *" plan "*) {RUNS_HERE} ;; *) exit 1 ;; esac'
+    done = start(SRUN=srun, PYTHON=str(python), SLURM_NNODES="2", SLURM_NTASKS="16")
+    assert ("the plan says this cannot work" in done.stdout, done.returncode) == (refused, 2 if refused else 1)
+    assert ("preflight of 2 nodes" in done.stdout) is not refused
+    assert (tmp_path / "run/failed").read_text() == f"job 42 ended with exit code {done.returncode}\n"
+
+
+def test_node_without_srun_is_named(start, tmp_path):
+    (tmp_path / "bin/srun").unlink()
+    for name in ("cat", "date", "find", "hostname", "mkdir", "rm", "sed", "touch", "wc"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    done = start(PATH=str(tmp_path / "bin"))
+    assert "not found on " in done.stdout and ": srun. Nothing was started" in done.stdout
+    assert "the plan" not in done.stdout and "requeueing job 42" in done.stdout
+
+
+def test_refused_job_keeps_the_marker_of_the_one_before(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/requeue").touch()
+    assert "requeueing job 42" in start(SRUN="exit 1").stdout
+    assert (tmp_path / "run/requeue").exists()
+
+
 CHECKS = """
 reports=$RUN_FOLDER/logs/42/preflight-0
 case " $* " in
+    *" plan "*) mkdir -p "$RUN_FOLDER/logs/42/plan"; touch "$RUN_FOLDER/logs/42/plan/works" ;;
     *" --quick "*) touch "$reports/node1.fit" ;;
     *" --all-ranks "*) echo " $* " >"$reports/call"; printf "$RANKS" | tee "$reports"/rank-{0,1}.txt >/dev/null ;;
 esac
@@ -108,7 +160,7 @@ def test_head_node_that_others_miss_is_left_out(start, tmp_path):
 def test_what_every_node_fails_excludes_none(start, tmp_path):
     """Also what keeps srun from starting anything, such as an environment that does not reach the nodes."""
     (tmp_path / "bin/scontrol").write_text('#!/bin/bash\n[ "$1" = requeue ] || printf "node1\\nnode2\\n"\n')
-    plan = f'echo "$SLURM_EXPORT_ENV" >{tmp_path}/passed; case " $* " in *" plan "*) exit 0;; *) exit 2;; esac'
+    plan = f'echo "$SLURM_EXPORT_ENV" >{tmp_path}/passed; exit 2'
     done = start(SRUN=plan, SLURM_NNODES="2", SLURM_NTASKS="16", SLURM_EXPORT_ENV="NONE")
     assert "every node failed: it is not the nodes. Nothing is excluded" in done.stdout and done.returncode == 1
     assert (tmp_path / "passed").read_text() == "ALL\n"

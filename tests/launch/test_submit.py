@@ -126,6 +126,10 @@ def test_refused_submission_leaves_nothing(tmp_path, monkeypatch, said, advised)
     with pytest.raises(LaunchError):
         submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
     assert [path.name for path in (tmp_path / "runs/tiny/launch").iterdir()] == ["001"]
+    (tmp_path / "runs/tiny/launch").rename(tmp_path / "runs/tiny/logs")  # of a run that was never launched
+    with pytest.raises(LaunchError):
+        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
+    assert [path.name for path in (tmp_path / "runs/tiny").iterdir()] == ["logs"]
 
 
 def test_job_keeps_the_settings_of_its_launch(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Runs in one table, and runs side by side at equal tokens and equal FLOPs."""
 
+import contextlib
 import io
 import json
 import os
@@ -236,17 +237,24 @@ def test_runs_show_how_a_run_ended(two, kind, state):
     assert overviews(two[0])[0].state == "training"
 
 
-def test_runs_show_a_killed_run_as_stopped(two):
-    """The lock tells at once, although the last record is new and no event says that the run has ended."""
-    hold = f"from megatron_blackmamba.training.lock import *\nheld = Lock(Path({str(two[0] / 'lock')!r}))\n"
+@contextlib.contextmanager
+def held_lock(run):
+    """Hold the lock of a run in another process."""
+    hold = f"from megatron_blackmamba.training.lock import *\nheld = Lock(Path({str(run / 'lock')!r}))\n"
     hold += "print(flush=True); input()"
-    record_event(two[0], "started")
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
+        yield
+        holder.kill()
+
+
+def test_runs_show_a_killed_run_as_stopped(two):
+    """The lock tells at once, although the last record is new and no event says that the run has ended."""
+    record_event(two[0], "started")
+    with held_lock(two[0]):
         long_ago = time.time() - 10_000
         os.utime(two[0] / "metrics.jsonl", (long_ago, long_ago))
         assert overviews(two[0])[0].state == "training"
-        holder.kill()
     os.utime(two[0] / "metrics.jsonl")
     assert overviews(two[0])[0].state == "stopped"
 
@@ -265,25 +273,97 @@ def test_comparison_shows_the_number_of_processes(two):
     assert ["processes", "2, 4", "not recorded"] in results
 
 
-def test_runs_fit_a_terminal_of_80_columns():
-    console = Console(width=80, file=io.StringIO())
-    show([Overview("quickstart", "finished", 688, 688, 2_818_048, 3.7123, 4.0312, 16_334.0, 61.0, 2)], console)
+LONG = Overview("study/tuning-mamba-large/seed1", "training", 23, 297_620, 2_818_048, 3.7123, 4.0312, 16_334.0, 61.0, 2)
+
+
+@pytest.mark.parametrize(
+    "width, columns",
+    [
+        (130, ["run", "state", "step", "tokens", "loss", "validation", "tokens/s", "to go", "scores"]),
+        (90, ["run", "state", "step", "loss", "validation", "tokens/s", "to go"]),
+        (80, ["run", "state", "step", "loss", "tokens/s", "to go"]),
+        (60, ["run", "state", "step"]),
+        (20, ["run", "state"]),
+    ],
+)
+def test_narrow_table_drops_columns_but_no_digit(width, columns):
+    console = Console(width=width, file=io.StringIO())
+    show([LONG], console)
     header, row = console.file.getvalue().splitlines()
-    assert header.split() == ["run", "state", "step", "tokens", "loss", "validation", "tokens/s", "to", "go", "scores"]
-    assert row.split()[:5] == ["quickstart", "finished", "688", "of", "688"] and "…" not in row
+    assert header.split() == " ".join(columns).split()
+    assert row.startswith("study/tuning-mamba-large/seed1 training")
+    assert ("step" not in columns or "23 of 297,620" in row) and (width < 50 or len(row) <= width)
 
 
-def test_runs_skip_saved_weights_and_fold_long_names(tmp_path):
+def test_runs_skip_saved_weights(tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights/config.yaml").write_text(to_yaml(load("tiny")))
     (tmp_path / "weights/manifest.json").write_text("{}")
-    name = "a_run_with_a_name_of_many_words_that_is_long"
-    write_run(tmp_path / name, 10)
-    found = overviews(tmp_path)
-    assert [run.name for run in found] == [name]
-    console = Console(record=True, width=80, file=io.StringIO())
-    show(found, console)
-    assert "".join(line.split(" ")[0] for line in console.export_text().splitlines()[1:]) == name
+    write_run(tmp_path / "run", 10)
+    assert [run.name for run in overviews(tmp_path)] == ["run"]
+
+
+@pytest.fixture
+def queued(tmp_path, monkeypatch):
+    """A run that was launched ten minutes ago, and what `squeue` prints."""
+    launch = tmp_path / "runs/queued/launch/001"
+    launch.mkdir(parents=True)
+    (launch / "job.sbatch").write_text("#!/bin/bash\n#SBATCH --job-name=queued-12345678\n#SBATCH --nodes=2\n")
+    os.utime(launch / "job.sbatch", (time.time() - 600,) * 2)
+    (tmp_path / "runs/queued/logs").mkdir()
+    squeue = tmp_path / "squeue"
+
+    def answer(text: str, code: int = 0) -> Overview:
+        squeue.write_text(f"#!/bin/sh\nprintf '{text}'\nexit {code}\n")
+        squeue.chmod(0o755)
+        return overviews(tmp_path / "runs")[0]
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return answer
+
+
+def test_job_that_ended_before_training_is_no_longer_launched(queued, tmp_path):
+    logs = tmp_path / "runs/queued/logs"
+    assert queued("other\nqueued-12345678\n").state == "launched"
+    assert queued("", code=1).state == "launched"  # Slurm does not answer
+    assert queued("other\n").state == "stopped"  # cancelled while it waited
+    (logs / "7.log").touch()
+    found = queued("other\n")
+    assert (found.state, found.problem) == ("failed", f"its last job ended before the first step: {logs / '7.log'}")
+    assert queued("queued-12345678\n").state == "launched"  # requeued
+
+
+def test_marker_of_a_failed_job_is_shown_until_the_next_start(queued, two, tmp_path):
+    for folder in (tmp_path / "runs/queued", two[0]):
+        (folder / "requeue").touch()
+        (folder / "failed").write_text("job 7 ended with exit code 1\n")
+        found = overviews(folder)[0]
+        assert (found.state, found.problem) == ("failed", "job 7 ended with exit code 1")
+    console = Console(width=80, file=io.StringIO())
+    show([found], console)
+    assert console.file.getvalue().splitlines()[-1] == "first: job 7 ended with exit code 1"
+
+
+def test_run_of_a_script_that_failed_at_once_is_listed(tmp_path):
+    (tmp_path / "mine/logs").mkdir(parents=True)
+    (tmp_path / "mine/logs/running_job").write_text("7\n")
+    (tmp_path / "mine/failed").touch()  # on a full disk
+    assert [(run.name, run.state, run.problem) for run in overviews(tmp_path)] == [
+        ("mine", "failed", "its last job failed")
+    ]
+
+
+def test_training_run_that_cannot_record_says_so(two):
+    with held_lock(two[0]):
+        assert overviews(two[0])[0].problem is None
+        (two[0] / "metrics.jsonl.waiting").touch()
+        found = overviews(two[0])[0]
+        assert found.state == "training" and found.problem.startswith("records cannot be written: is the disk full?")
+        (two[0] / "metrics.jsonl.waiting").unlink()
+        for name in ("metrics.jsonl", "lock"):
+            os.utime(two[0] / name, (time.time() - 7200,) * 2)
+        found = overviews(two[0])[0]
+        assert (found.state, found.problem) == ("training", "no step recorded for 120 min")
 
 
 def test_scores_of_different_encodings_are_marked(two):

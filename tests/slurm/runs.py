@@ -48,7 +48,7 @@ def writers(slurm: Cluster, job: str) -> list[int]:
     for children in (file for pid in ranks(slurm, job) for file in Path(f"/proc/{pid}/task").glob("*/children")):
         with contextlib.suppress(OSError):
             found += [int(pid) for pid in children.read_text().split()]
-    return found
+    return [pid for pid in found if "deadman" not in command(pid)]
 
 
 def launchers(slurm: Cluster, job: str) -> list[int]:

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from megatron_blackmamba.launch.snapshot import take_snapshot
+from megatron_blackmamba.report.overview import overviews
 from tests.slurm.cluster import LENIENT
 from tests.slurm.conftest import REPOSITORY
 
@@ -46,11 +47,28 @@ def test_a_node_with_other_code_is_left_out(slurm, tmp_path):
     assert "unfit: node2: our code is " in log.read_text()
 
 
+def test_first_node_without_python_is_left_out(slurm, tmp_path):
+    """The plan is checked there; it has not refused the run, so another start checks it again."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\n[ "$SLURMD_NODENAME" != node1 ] || exec /nowhere/python\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    job, log = submit(slurm, tmp_path, PYTHON=str(python), PREFLIGHT="nodes"), tmp_path / "job.log"
+    shown = slurm.wait(job, log, until=lambda _: log.exists() and "training on 2 nodes" in log.read_text())
+    text = log.read_text()
+    assert (shown["NodeList"], shown["ExcNodeList"], shown["Restarts"]) == ("node[2-3]", "node1", "1"), text
+    assert "the plan could not be checked on node1" in text and "the plan says" not in text
+    assert text.count("checking the plan") == 2
+
+
 def test_small_disk_ends_the_job_without_blame(slurm, tmp_path):
     job, log = submit(slurm, tmp_path, f"{LENIENT} --threshold checkpoints=1e9"), tmp_path / "job.log"
     ended = slurm.wait(job, log)
     assert (ended["JobState"], ended["Restarts"], ended["ExcNodeList"]) == ("FAILED", "0", "(null)"), log.read_text()
     assert "problem: space: " in log.read_text() and "no single node is the cause" in log.read_text()
+    (shown,) = overviews(tmp_path / "run")
+    assert (shown.state, shown.problem) == ("failed", f"job {job} ended with exit code 1")
 
 
 def test_later_start_with_healthy_nodes_is_idle(slurm, tmp_path):
@@ -60,5 +78,4 @@ def test_later_start_with_healthy_nodes_is_idle(slurm, tmp_path):
     shown = slurm.wait(job, log, until=lambda shown: shown["Restarts"] == "1")
     assert shown["ExcNodeList"] == "(null)", log.read_text()
     assert "no single node is the cause" in log.read_text()
-    (idle,) = (tmp_path / "run/logs").glob("*/idle_starts")
-    assert len(idle.read_text().splitlines()) == 1
+    assert len(list((tmp_path / "run/logs").glob("*/idle_start-*"))) == 1

@@ -1,12 +1,11 @@
 """The schedule of the exports that a run writes itself."""
 
-import shutil
-
 import pytest
 
 from megatron_blackmamba.checkpoint import SaveError
 from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.formats.events import Exported
+from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange import hf
 from megatron_blackmamba.training.export_checks import ExportChecks
 from megatron_blackmamba.training.exporting import Exporter
@@ -19,7 +18,8 @@ class Exports:
 
     def __init__(self, every, there=(), failing=()):
         self.done, self.events, self.failing = [], [], failing
-        self.exporter = Exporter(every, self.export, there.__contains__, self.events.append)
+        unchecked = ExportChecks("none", RunFolder("nowhere"), self.events.append)
+        self.exporter = Exporter(every, self.export, there.__contains__, self.events.append, unchecked)
 
     def export(self, step):
         if step in self.failing:
@@ -42,18 +42,18 @@ def test_exports_are_due_at_multiples_and_at_the_end():
 
 
 def test_exports_that_fail_their_check_are_reported(tmp_path):
-    hf.write(canonical(tiny("silu")), tmp_path / "good")
-    shutil.copytree(tmp_path / "good", tmp_path / "bad")
-    with open(tmp_path / "bad/modeling_blackmamba.py", "a") as file:
+    folder, reported = RunFolder(tmp_path), []
+    for step in (1, 2):
+        hf.write(canonical(tiny("silu")), folder.export(step))
+    with open(folder.export(1) / "modeling_blackmamba.py", "a") as file:
         file.write("raise ImportError('no such name')\n")
-    reported = []
-    checks = ExportChecks("short", reported.append)
-    for step, name in ((1, "bad"), (2, "good")):
-        checks.add(step, tmp_path / name)
+    checks = ExportChecks("short", folder, reported.append)
+    for step in (1, 2):
+        checks.add(step)
     checks.wait()
     (failed,) = reported
     assert failed.step == 1 and "ImportError: no such name" in failed.sentence
-    checks.add(3, tmp_path / "bad")
+    checks.add(1)
     checks.stop()
     checks.wait()
     assert len(reported) == 1

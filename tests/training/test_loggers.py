@@ -189,24 +189,72 @@ def test_optional_logger_that_cannot_start_is_off(tmp_path):
     loggers = Loggers.for_run(config, run, first_rank=True)
     loggers.step(metrics(1))
     loggers.close()
-    assert "a logger could not be started and is off" in run.log.read_text() and steps_in(run.metrics) == [1]
+    assert "TensorBoard failed and is off from here on" in run.log.read_text() and steps_in(run.metrics) == [1]
 
 
-def test_tensorboard_fails_without_a_traceback(tmp_path):
+def test_tensorboard_gets_all_steps_after_a_full_disk(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     ended = limited(
         tmp_path,
         """
-import shutil
+from megatron_blackmamba.training import tensorboard
+tensorboard.FLUSH_SECONDS = tensorboard.RETRY_SECONDS = 0
 run = RunFolder(folder / "run")
 both = loggers.Loggers.for_run(load("tiny"), run, first_rank=True)
-shutil.rmtree(run.tensorboard)
-for step in range(1, 200):
-    both.step(metrics(step))
+both.step(metrics(1)); limit(100)
+for step in range(2, 100): both.step(metrics(step))
+limit()
+for step in range(100, 103): both.step(metrics(step))
 both.close()
 """,
     )
-    assert "TensorBoard failed and is off from here on" in (tmp_path / "run" / "log.txt").read_text()
+    run = RunFolder(tmp_path / "run")
+    text = run.log.read_text()
+    assert text.count("TensorBoard cannot be written and is tried again") == 1, text
+    assert "TensorBoard: all curves are written again" in text
     assert "Traceback" not in ended.stderr and "Exception in thread" not in ended.stderr
+    seen = EventAccumulator(str(run.tensorboard)).Reload()
+    assert [event.step for event in seen.Scalars("loss")] == list(range(1, 103))
+
+
+def test_waiting_records_are_visible_from_outside(tmp_path):
+    ended = limited(
+        tmp_path,
+        """
+run = RunFolder(folder)
+both = loggers.Loggers.for_run(load("tiny", ["logging.tensorboard=false"]), run, first_rank=True)
+both.step(metrics(1)); limit(300)
+print([path.name for path in run.waiting()])
+for step in range(2, 4): both.step(metrics(step))
+print(sorted(path.name for path in run.waiting()))
+limit(); both.step(metrics(4))
+print([path.name for path in run.waiting()])
+""",
+    )
+    said = [line for line in ended.stdout.splitlines() if line.startswith("[")]
+    assert said == ["[]", "['log.txt.waiting', 'metrics.jsonl.waiting']", "[]"]
+
+
+def test_standard_output_on_a_full_disk_loses_no_line(tmp_path):
+    output = tmp_path / "rank-0.log"
+    limited(
+        tmp_path,
+        f"""
+import os
+os.dup2(os.open({str(output)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+from megatron_blackmamba.training.display import Display
+from megatron_blackmamba.formats.events import Saved
+from datetime import datetime
+display = Display(load("tiny"))
+display.step(metrics(1)); limit(130)  # within a line
+for step in range(2, 30): display.step(metrics(step))
+display.event(Saved(step=29), datetime.now())
+limit(); display.step(metrics(30))
+""",
+    )
+    lines = output.read_text().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [*(f"step {n}" for n in range(1, 30)), "saved step 29", "step 30"]
 
 
 def test_other_threads_still_report_their_failures(tmp_path):

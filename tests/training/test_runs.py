@@ -261,6 +261,29 @@ def test_start_on_a_full_disk_names_the_file(forks, small_disk, tmp_path):
     assert f"No space left on device: '{run.root}/" in job.output()
 
 
+def contents(folder):
+    """Return every file and folder of a run, but for what the lock and the heartbeats say of the last process."""
+    passing = {"lock", "heartbeats"}
+    found = (path for path in sorted(folder.rglob("*")) if not passing & set(path.parts))
+    return {path.relative_to(folder): path.is_file() and (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+
+def test_refused_run_leaves_no_trace(forks, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    job = forks.run(tmp_path, [*ON_TWO, "training.stop_after_steps=2"])
+    assert job.wait() == [0, 0], job.output()
+    run.requeue.touch()
+    run.failed.touch()
+    before = contents(run.root)
+    job = forks.run(tmp_path, [*ON_TWO, "optimizer.learning_rate=7"])
+    assert job.wait() == [1, 1] and "optimizer.learning_rate" in job.output()
+    assert contents(run.root) == before
+    elsewhere = [f"folder={tmp_path}/more", "logging.tensorboard=true", "model.norm_eps=0.1"]
+    job = forks.run(tmp_path / "job", [*ON_TWO, *elsewhere, f"start.from={run.checkpoint(2)}"])
+    assert job.wait() == [1, 1] and "norm_eps" in job.output()
+    assert not (tmp_path / "more").exists()
+
+
 def fill(path):
     with open(path, "ab", buffering=0) as file, suppress(OSError):
         while True:
