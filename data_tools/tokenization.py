@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.data_tools.finished import refuse_other_settings
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.progress import counted
@@ -175,13 +176,10 @@ def tokenize(
     if remote:
         remote.publish_tokenizer()
     cores = options.workers or usable_cores()
-    try:
+    with interrupts.advice("finished shards are kept, and the same command goes on from there"):
         shards = make_shards(
             planned.mine, tokenizer, cores=cores, overwrite=options.overwrite, quiet=options.quiet, remote=remote
         )
-    except KeyboardInterrupt:
-        say("stopped; finished shards are kept, and the same command goes on from there")
-        raise
     return Summary(shown, shards, time.monotonic() - start, planned.ignored)
 
 

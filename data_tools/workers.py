@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.data_tools.finished import is_finished, with_count
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.progress import Count, Progress
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.shard_writer import ShardJob, write_shard
+from megatron_blackmamba.data_tools.shard_writer import ShardJob, discard_unfinished, write_shard
 from megatron_blackmamba.data_tools.streams import STDIN
 from megatron_blackmamba.formats.shards import ShardManifest
 from megatron_blackmamba.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ def make_shards(
 
     total = sum(job.input_bytes for job in jobs)
     processes = min(cores, len(jobs), 1 + total // BYTES_WORTH_A_PROCESS)
-    with Progress(total, count, quiet=quiet):
+    with Progress(total, count, quiet=quiet), interrupts.undoing(lambda: discard_unfinished(jobs)):
         if processes <= 1:
             for name in THREADS:
                 os.environ.setdefault(name, str(cores))
@@ -147,7 +148,6 @@ class _Crew:
 
 
 def _serve(pipe: Connection, task: _Task, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and tells through the last counter
     os.environ.update(dict.fromkeys(THREADS, str(threads)))  # before the tokenizer libraries start their threads
     while True:
         try:

@@ -11,7 +11,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
 LAYERS = [
-    {"config", "registry", "kinds", "routers", "optimizers", "tokenizer", "short_texts", "formats", "ops", "hf"},
+    {
+        "config",
+        "registry",
+        "kinds",
+        "routers",
+        "optimizers",
+        "tokenizer",
+        "short_texts",
+        "formats",
+        "ops",
+        "hf",
+        "interrupts",
+    },
     {"runtime"},
     {"model", "data"},
     {"checkpoint"},
@@ -23,7 +35,7 @@ LAYERS = [
     {"api", "cli"},
 ]
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
-TOOLS_MAY_USE = {"config", "tokenizer", "formats"}
+TOOLS_MAY_USE = {"config", "tokenizer", "formats", "interrupts"}
 MOST_LINES = 500
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 

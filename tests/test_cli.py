@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from megatron_blackmamba import cli, registry
+from megatron_blackmamba.config import arguments
 from tests.runtime.ranks import ROOT, environment
 
 EXTENSION = """
@@ -131,7 +132,7 @@ def test_later_ranks_pause_before_they_refuse(rank, pauses, monkeypatch, capsys)
 
 @pytest.mark.parametrize(("quiet", "said"), [(False, "blackmamba: an old name\n"), (True, "")])
 def test_notes_are_silenced_by_quiet(quiet, said, capsys):
-    cli._note("an old name", quiet)
+    arguments.note("an old name", quiet)
     assert capsys.readouterr().err == said
 
 

@@ -7,6 +7,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megatron_blackmamba import interrupts
+
 TIMEOUT_S = 90.0
 
 
@@ -17,7 +19,7 @@ class AllReduceError(RuntimeError):
 def time_all_reduce(processes: int, *, on_gpus: bool, mebibytes: int = 16, repeats: int = 5) -> float:
     """Sum a vector over fresh local processes, check the sum, and return the seconds of the fastest repeat."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, interrupts.unfinished(folder):
         pipes, workers = [], []
         for rank in range(processes):
             receiver, sender = context.Pipe(duplex=False)

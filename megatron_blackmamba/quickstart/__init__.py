@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.quickstart.stages import STAGES, QuickstartError, begin
 from megatron_blackmamba.training.launcher import STOPPED_ON_REQUEST
 
@@ -36,7 +37,8 @@ def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) 
         say(f"$ {stage.command(settings).replace('blackmamba', program, 1)}", style="dim")
         started = time.monotonic()
         try:
-            said = stage.work(settings)
+            with interrupts.advice("run the same command again to go on"):
+                said = stage.work(settings)
         except KeyboardInterrupt:
             say("Stopped; nothing is lost: run the same command again to go on.")
             raise SystemExit(STOPPED_ON_REQUEST) from None

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.inference.commands import Device, Dtype, ModelPath, TokenizerFile
 
 KEY = "BLACKMAMBA_API_KEY"
@@ -61,6 +62,7 @@ def chat(
     if key and not os.environ.get(KEY):
         print(f"key of this session: {key}", flush=True)
     create_server(app).run(sockets=[listening])
+    interrupts.leave()  # the server closes its connections and returns after SIGINT only
 
 
 def is_loopback(host: str) -> bool:

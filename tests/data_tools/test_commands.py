@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from megatron_blackmamba.data_tools import tokenization
 from megatron_blackmamba.data_tools.commands import app, run_tokenize
 from megatron_blackmamba.data_tools.progress import Count, Progress, short
-from megatron_blackmamba.data_tools.tokenization import TokenizeOptions
 from megatron_blackmamba.formats.shards import ShardManifest
 
 
@@ -168,13 +167,3 @@ def test_only_errors_of_the_user_become_one_line(corpus, capsys, monkeypatch, tm
     monkeypatch.setattr(tokenization, "plan", fail)
     with pytest.raises(ValueError, match="a bug"):
         run_tokenize()
-
-
-def test_ctrl_c_is_passed_on_with_advice(corpus, capsys, monkeypatch, tmp_path, tokenizer_file):
-    def interrupt(*_, **more):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tokenization, "make_shards", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        tokenization.tokenize([corpus], tmp_path / "out", TokenizeOptions(tokenizer=str(tokenizer_file)))
-    assert "stopped; finished shards are kept" in capsys.readouterr().err
