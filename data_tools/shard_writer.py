@@ -325,18 +325,19 @@ def with_eod(ids: np.ndarray, lengths: np.ndarray, eod_id: int, dtype: np.dtype)
 @contextlib.contextmanager
 def _work_folder(job: ShardJob) -> Iterator[Path]:
     """Yield a locked folder for temporary files of this shard, and remove it with any files of a killed process."""
-    folder = job.work_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(descriptor, folder, job)
+    folder, locked = job.work_folder, False
+    with interrupts.undoing(lambda: _discard(job) if locked else None):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            with interrupts.undoing(lambda: _discard(job)):
+            _lock(descriptor, folder, job)
+            locked = True
+            try:
                 yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
+            os.close(descriptor)
 
 
 def discard_unfinished(jobs: Iterable[ShardJob]) -> None:

@@ -48,7 +48,7 @@ def make_shards(
     remote: RemoteFolder | None = None,
 ) -> list[Made]:
     """Make every shard that is not finished, in this process where one is enough; the first error stops them all."""
-    context = multiprocessing.get_context("spawn")
+    context = interrupts.spawn_context()
     counters = context.RawArray(c_int64, _COUNTERS * len(jobs) + 1)
     task = _Task(tokenizer, counters, os.getpid(), overwrite, remote)
 
@@ -100,7 +100,7 @@ class _Crew:
     def __init__(self, task: _Task, processes: int, threads: int) -> None:
         self.task = task
         self.members: dict[Connection, multiprocessing.process.BaseProcess] = {}
-        context = multiprocessing.get_context("spawn")
+        context = interrupts.spawn_context()
         for _ in range(processes):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, task, threads), daemon=True)
@@ -148,6 +148,7 @@ class _Crew:
 
 
 def _serve(pipe: Connection, task: _Task, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and tells through the last counter
     os.environ.update(dict.fromkeys(THREADS, str(threads)))  # before the tokenizer libraries start their threads
     while True:
         try:

@@ -1,9 +1,13 @@
 """The entry point of `blackmamba` and `python -m megatron_blackmamba`.
 
-Only `interrupts` is imported before SIGINT is handled: every other import takes time in which Ctrl-C may come.
+SIGINT is blocked before the first import that takes time. It stays pending until `interrupts.watch()` takes it.
 """
 
-from megatron_blackmamba import interrupts
+import signal
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+from megatron_blackmamba import interrupts  # noqa: E402
 
 
 def main() -> None:

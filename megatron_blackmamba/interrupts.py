@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 INTERRUPTED = 130
 LONGEST_SECONDS = 5.0
@@ -23,6 +25,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 _undo: list[Callable[[], None]] = []
 _advice: list[str] = []
+_stopped = threading.Event()
 _ending = threading.Lock()
 """Held by the thread that ends the process, or by the interpreter once it shuts down by itself."""
 
@@ -30,8 +33,9 @@ _ending = threading.Lock()
 def watch() -> None:
     """End this process on SIGINT from now on. The main thread calls this first; ignored signals stay ignored."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return
-    signal.signal(signal.SIGINT, lambda *_: leave())  # not the default one, which asyncio would replace
+    signal.signal(signal.SIGINT, _in_main_thread)  # not the default one, which asyncio would replace
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the thread takes none but SIGINT
     warnings = filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"))
     os.environ["PYTHONWARNINGS"] = ",".join(warnings)  # of the process that tidies up after worker pools
@@ -41,14 +45,20 @@ def watch() -> None:
 
 
 def _wait() -> None:
-    ours = signal.getsignal(signal.SIGINT)
     while True:
         signal.sigwait({signal.SIGINT})
-        if signal.getsignal(signal.SIGINT) is ours:
-            leave()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.raise_signal(signal.SIGINT)  # of the training loop or a server: Python calls it in the main thread
+        signal.raise_signal(signal.SIGINT)  # Python calls the handler in the main thread: ours, or a command's own
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        if signal.getsignal(signal.SIGINT) is _in_main_thread:
+            _stopped.wait(LONGEST_SECONDS / 10)  # unless it computes in C
+            leave()
+
+
+def _in_main_thread(*_: object) -> None:
+    """Stop the main thread here for ever, so that it makes no new files while others are removed."""
+    _stopped.set()
+    leave()
 
 
 def leave() -> None:
@@ -101,16 +111,33 @@ def advice(text: str) -> Iterator[None]:
 
 def remove(path: str | os.PathLike[str]) -> None:
     """Remove a file or folder that the main thread may still write into: it is renamed first."""
-    import shutil
-
     path = os.fspath(path)
     aside = f"{path}.{os.getpid()}.tmp"
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
-        if os.path.isdir(aside):
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            os.unlink(aside)
+        for folder, folders, files in os.walk(aside, topdown=False):  # an import could wait for the main thread
+            for name in files:
+                os.unlink(os.path.join(folder, name))
+            for name in folders:
+                inside = os.path.join(folder, name)
+                (os.unlink if os.path.islink(inside) else os.rmdir)(inside)
+        (os.rmdir if os.path.isdir(aside) else os.unlink)(aside)
+
+
+def spawn_context() -> Any:
+    """Return multiprocessing's context for workers that start afresh, and ignore SIGINT: they end with this process."""
+    import multiprocessing
+    from multiprocessing import resource_tracker
+
+    keep_blocked(resource_tracker.ensure_running)
+    return multiprocessing.get_context("spawn")
+
+
+def keep_blocked(start_tracker: Callable[[], None]) -> None:
+    """Start Python's resource tracker, which would otherwise unblock SIGINT when the first worker starts."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    start_tracker()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def say() -> None:
@@ -136,8 +163,6 @@ def _kill_descendants() -> None:
     """Kill the processes that this one has started, and theirs, until none is left. Linux only."""
     if sys.platform != "linux":
         return
-    import time
-
     while found := _descendants():
         for number in found:
             with contextlib.suppress(OSError):

@@ -134,6 +134,15 @@ def test_command_line_and_config_start_without_torch(module):
     assert heavy.strip() == "[]"
 
 
+def test_workers_are_spawned_with_interrupts_blocked():
+    """Python's resource tracker unblocks SIGINT as it starts: `interrupts.spawn_context` blocks it again."""
+    for path in [*files_of(PACKAGE), *files_of(ROOT / "data_tools")]:
+        if path != PACKAGE / "interrupts.py":
+            assert not re.search(
+                r"get_context\(\"(spawn|forkserver)|multiprocessing\.(Process|Pool)", path.read_text()
+            ), path
+
+
 def test_architecture_page_lists_exactly_the_packages():
     packages = {package_of(path) for path in files_of(PACKAGE)} - {"__init__", "__main__"}
     listed = first_column(section("Packages"))

@@ -38,13 +38,14 @@ while True:
 SPAWNS = """
 import multiprocessing
 def serve(pipe):
-    pipe.send(1); pipe.recv()
+    pipe.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())); pipe.recv()
 if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
+    context = interrupts.spawn_context()
     ours, theirs = context.Pipe()
     lock = context.Lock()  # its name is removed afterwards, by a process of Python's
     context.Process(target=serve, args=(theirs,)).start()
-    ready(lock._semlock.name); ours.recv(); ours.recv()
+    blocked = ours.recv()
+    ready(lock._semlock.name if blocked else "it takes interrupts"); ours.recv()
 """
 HAS_FILES = """
 from megatron_blackmamba.formats import atomic
@@ -54,6 +55,7 @@ with interrupts.unfinished("folder"), atomic.atomic_file("file") as file:
     child = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE)
     ready(int(child.stdout.readline()))
     child.wait()
+    os.mkdir("another")
 """
 HOLDS = """
 from megatron_blackmamba.runtime.signals import hold
@@ -112,7 +114,7 @@ def test_an_interrupt_ends_workers_and_their_semaphores(tmp_path):
 
 
 def test_an_interrupt_removes_files_and_ends_descendants(tmp_path):
-    """The main thread sees its child end: it must not publish the file as if the child had succeeded."""
+    """The main thread sees its child end: it must neither publish the file nor make more."""
     process = start(tmp_path, HAS_FILES)
     grandchild = int(wait_for(process))
     assert len(list(tmp_path.iterdir())) == 3

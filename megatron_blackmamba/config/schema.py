@@ -44,5 +44,5 @@ def _as_written(field: dict[str, Any]) -> dict[str, Any]:
     more += [kind["items"] for kind in kinds if kind.get("type") == "array" and "items" in kind]
     if not more:
         return field
-    about = {key: field[key] for key in ("description", "default", "title") if key in field}
+    about: dict[str, Any] = {key: field[key] for key in ("description", "default", "title") if key in field}
     return {**about, "anyOf": [*({k: v for k, v in kind.items() if k not in about} for kind in kinds), *more]}

@@ -1,6 +1,5 @@
 """Do processes on this machine reach each other? An all-reduce between them says so, and how fast."""
 
-import multiprocessing
 import tempfile
 import time
 from datetime import timedelta
@@ -18,7 +17,7 @@ class AllReduceError(RuntimeError):
 
 def time_all_reduce(processes: int, *, on_gpus: bool, mebibytes: int = 16, repeats: int = 5) -> float:
     """Sum a vector over fresh local processes, check the sum, and return the seconds of the fastest repeat."""
-    context = multiprocessing.get_context("spawn")
+    context = interrupts.spawn_context()
     with tempfile.TemporaryDirectory() as folder, interrupts.unfinished(folder):
         pipes, workers = [], []
         for rank in range(processes):
