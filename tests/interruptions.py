@@ -23,8 +23,9 @@ SAVED = 75
 """The code of a training run that has saved its state before it ended."""
 LONGEST = 15.0
 """Seconds of a command in which it is interrupted."""
-STARTS = 0.15
-"""Seconds that Python itself may take to reach the first line of this project."""
+STARTS = 0.5
+"""Seconds in which a busy machine may still be starting Python itself, before the first line of this project."""
+OURS = f'File "{ROOT / "megatron_blackmamba"}/'
 BAD_WORDS = ("Traceback", "Error", "Exception", "Aborted", "Warning", "warnings.warn", "leaked", "rank ", "terminate")
 
 
@@ -187,8 +188,8 @@ def _judge(case: Case, code: int, lines: list[str], seconds: float, delay: float
     bad = [line for line in lines if any(word in line for word in BAD_WORDS)]
     if code == 0 and not bad and not said:
         return ""  # it had ended, or was about to
-    if code == -signal.SIGINT and not lines:
-        return "" if delay is not None and delay < STARTS else "ended without a line"
+    if code in (1, -signal.SIGINT) and delay and delay < STARTS and not any(OURS in line for line in lines):
+        return ""
     if bad:
         return f"code {code}, {len(lines)} lines: {bad[-1][:150]}"
     if case.saves and code == SAVED:
