@@ -22,7 +22,7 @@ class ExportGroup(typer.core.TyperGroup):
     """The group `export`; `export RUN OUT` is answered with the command that was probably meant."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands and not args[0].startswith("-"):
+        if args and args[0] not in self.commands and Path(args[0]).exists():
             raise typer.BadParameter(f"name the format first: blackmamba export hf {' '.join(args)}")
         return super().resolve_command(ctx, args)
 
