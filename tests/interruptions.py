@@ -176,7 +176,7 @@ def interrupt(case: Case, material: Path, delay: float | None, folder: Path) -> 
             wrong = wrong or f"processes live on: {left}"
             _kill(folder)
     hidden = [str(path.relative_to(work)) for path in work.rglob("*") if ".tmp" in path.name or path.name[0] == "."]
-    hidden = [name for name in hidden if Path(name).name not in (".lock", ".cleaning", ".metadata")]
+    hidden = [name for name in hidden if Path(name).name not in (".lock", ".work", ".metadata")]
     left = [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor")]
     if process.returncode and (hidden or left):
         wrong = wrong or f"left behind: {hidden + left}"
