@@ -30,7 +30,7 @@ try:
     from datatrove.utils.word_tokenizers import WordTokenizer
     from loguru import logger
     from multiprocess import resource_tracker
-    from multiprocess.util import register_after_fork
+    from multiprocess.util import get_temp_dir, register_after_fork
 except ImportError:  # said by `require_datatrove`
     Document = Any
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = WordTokenizer = object
@@ -148,6 +148,10 @@ class _Local(LocalPipelineExecutor):
 
     def run(self) -> Any:
         interrupts.keep_blocked(resource_tracker.ensure_running)
+        with interrupts.unfinished(get_temp_dir()):  # of this process and those that it starts
+            return self._run()
+
+    def _run(self) -> Any:
         register_after_fork(self, partial(_end_with, os.getpid()))  # its manager would wait for ever
         return super().run()
 

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_blackmamba import interrupts
 from megatron_blackmamba.data_tools.finished import is_finished, with_count
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
-from megatron_blackmamba.data_tools.progress import Count, Progress
+from megatron_blackmamba.data_tools.progress import Count, reading
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shard_writer import ShardJob, discard_unfinished, write_shard
 from megatron_blackmamba.data_tools.streams import STDIN
@@ -57,7 +57,7 @@ def make_shards(
 
     total = sum(job.input_bytes for job in jobs)
     processes = min(cores, len(jobs), 1 + total // BYTES_WORTH_A_PROCESS)
-    with Progress(total, count, quiet=quiet), interrupts.undoing(lambda: discard_unfinished(jobs)):
+    with reading(total, count, quiet=quiet), interrupts.undoing(lambda: discard_unfinished(jobs)):
         if processes <= 1:
             for name in THREADS:
                 os.environ.setdefault(name, str(cores))

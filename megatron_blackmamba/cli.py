@@ -19,6 +19,7 @@ from megatron_blackmamba.hints import hint
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES
+from megatron_blackmamba.progress import working
 from megatron_blackmamba.registry import import_extensions
 from megatron_blackmamba.runtime.exits import BAD_INPUT, INTERRUPTED, RESTARTS
 from megatron_blackmamba.runtime.failure import SAID, say_once
@@ -157,7 +158,9 @@ def plan(
         if nodes is None
         else estimate.Asked(nodes, gpus_per_node, known, used, suggest, scaling, failures, restart, gpu)
     )
-    made = estimate.make_plan(compose(configs), asked)
+    run = compose(configs)
+    with working("planning"):
+        made = estimate.make_plan(run, asked)
     if as_json:
         print(json.dumps(estimate.as_json(made), indent=2))
     elif not check:
@@ -208,7 +211,8 @@ def doctor(
     thresholds, run = parse(threshold or ()), compose(configs) if configs else None
     if all_ranks:
         raise typer.Exit(run_on_all_ranks(folder, run, thresholds, limit, unfit))
-    examination = examine(folder, quick=quick, gpus=gpus, thresholds=thresholds, config=run)
+    with working("examining this machine"):
+        examination = examine(folder, quick=quick, gpus=gpus, thresholds=thresholds, config=run)
     show(examination, as_json=as_json)
     raise typer.Exit(1 if examination.problems else 0)
 
@@ -278,7 +282,8 @@ def launch(
         options=tuple(sbatch or ()),
     )
     run = compose(configs, to_train=True)
-    done = prepare(run, request) if dry_run else submit(run, request)
+    with working("planning the job"):
+        done = prepare(run, request) if dry_run else submit(run, request)
     for warning in done.warnings:
         print(f"blackmamba: warning: {warning}", file=sys.stderr)
     if as_json:
@@ -306,9 +311,11 @@ def report(
 
     [dim]blackmamba report runs/blackmamba_1.5b --out 1.5b.html --png pictures[/dim]
     """
-    from megatron_blackmamba.report import write_report
+    with working("writing the page"):
+        from megatron_blackmamba.report import write_report
 
-    print(write_report(run, out=out, pictures=png))
+        page = write_report(run, out=out, pictures=png)
+    print(page)
 
 
 @app.command()
@@ -348,9 +355,10 @@ def compare(
 
     [dim]blackmamba compare runs/quickstart runs/quickstart_mamba[/dim]
     """
-    from rich.console import Console
+    with working("starting"):
+        from rich.console import Console
 
-    from megatron_blackmamba.report.compare import compare as compare_runs
+        from megatron_blackmamba.report.compare import compare as compare_runs
 
     print(compare_runs(run, out, Console()))
 

@@ -23,6 +23,7 @@ LAYERS = [
         "ops",
         "hf",
         "interrupts",
+        "progress",
     },
     {"runtime"},
     {"model", "data"},
@@ -35,7 +36,7 @@ LAYERS = [
     {"api", "cli"},
 ]
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
-TOOLS_MAY_USE = {"config", "tokenizer", "formats", "interrupts"}
+TOOLS_MAY_USE = {"config", "tokenizer", "formats", "interrupts", "progress"}
 MOST_LINES = 500
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 

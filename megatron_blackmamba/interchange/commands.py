@@ -1,9 +1,8 @@
 """The verbs `blackmamba export hf|zyphra` and `blackmamba import hf|zyphra`, as the command line has them."""
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
+
+from megatron_blackmamba.progress import Progress, State, working
 
 if TYPE_CHECKING:
     import torch
@@ -208,9 +209,10 @@ def verify(
 
     [dim]blackmamba verify exports/blackmamba_1.5b --against runs/blackmamba_1.5b/checkpoints/step_00010000[/dim]
     """
-    from megatron_blackmamba.interchange import verification
+    with working("comparing weights and outputs"):
+        from megatron_blackmamba.interchange import verification
 
-    found = verification.verify(export, against)
+        found = verification.verify(export, against)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
         return
@@ -226,9 +228,10 @@ def torch_dtype(precision: Precision | None) -> "torch.dtype | None":
 
 
 def _opened(path: Path, tokenizer: Path | None) -> "Canonical":
-    from megatron_blackmamba.interchange.open import open_model
+    with working(f"opening {path}"):
+        from megatron_blackmamba.interchange.open import open_model
 
-    return open_model(path, tokenizer, verify=True)
+        return open_model(path, tokenizer, verify=True)
 
 
 def _with_tokenizer(model: "Canonical", tokenizer: Path | None) -> "Canonical":
@@ -250,12 +253,19 @@ def _run(
     renew = more.pop("renew", lambda: None)
     if model.tokenizer is None and conversion.__name__ != "to_zyphra":  # which has no place for one
         _say(f"{model.source} comes without a tokenizer, and so will {out}: name one with --tokenizer")
-    with _progress(model) as advance:
+    read = 0
 
-        def watch(size: int) -> None:
-            advance(size)
-            renew()
+    def watch(size: int) -> None:
+        nonlocal read
+        read += size
+        renew()
 
+    def state() -> State:
+        if read < model.bytes:
+            return State(read / model.bytes, f"of {model.bytes / 1e9:.3g} GB of weights")
+        return State(0.0, "comparing with the source" if verify else "finishing the folder")
+
+    with Progress(state):
         comparison = conversion(model, out, dtype=torch_dtype(dtype), verify=verify, watch=watch, **options)
     if as_json:
         parity = None if comparison is None else asdict(comparison)
@@ -263,18 +273,6 @@ def _run(
         return
     print(f"{out}: {model.parameters:,} parameters from {model.source}")
     print(f"compared with the source: {comparison}" if comparison else "not compared with the source (--no-verify)")
-
-
-@contextlib.contextmanager
-def _progress(model: "Canonical") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, and nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("weights", total=model.bytes)
-        yield lambda size: bar.advance(task, size)
 
 
 def _say(text: str) -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.data_tools import tokenization
 from megatron_blackmamba.data_tools.commands import app, run_tokenize
-from megatron_blackmamba.data_tools.progress import Count, Progress, short
+from megatron_blackmamba.data_tools.progress import Count, reading, short
 from megatron_blackmamba.formats.shards import ShardManifest
 
 
@@ -131,8 +131,8 @@ def test_help_has_two_examples_and_every_default(verb, call):
 def test_log_file_gets_periodic_lines(monkeypatch):
     said = io.StringIO()  # capsys may lose what another thread prints while it is read
     monkeypatch.setattr("sys.stderr", said)
-    monkeypatch.setattr("megatron_blackmamba.data_tools.progress.LOG_EVERY_SECONDS", 0.01)
-    with Progress(200, lambda: Count(50, 1_230_000, 10)) as progress:
+    monkeypatch.setattr("megatron_blackmamba.progress.LOG_EVERY_SECONDS", 0.01)
+    with reading(200, lambda: Count(50, 1_230_000, 10)) as progress:
         while "\n" not in said.getvalue():
             progress._over.wait(0.01)
     line = said.getvalue().splitlines()[0]

@@ -50,7 +50,7 @@
     const home = (u) => u.setScale("y", { min: given.y0, max: given.y1 });
     const chart = new uPlot({
       width: figure.clientWidth, height: 260, series, bands, cursor: { drag: { x: true, y: true, uni: 20 } },
-      scales: { x: { time: false } }, axes: [{ ...axis, label: given.x_label, labelSize: 16, labelGap: 0, labelFont: axis.font }, { ...axis, size: 52 }], legend: { live: true },
+      scales: { x: { time: false } }, axes: [{ ...axis, size: 22, label: given.x_label, labelSize: 16, labelGap: 0, labelFont: axis.font }, { ...axis, size: 52 }], legend: { live: true },
       hooks: { draw: [marks], ready: [home, last], setCursor: [last] },
     }, uPlot.join(tables), figure);
     chart.over.addEventListener("dblclick", () => home(chart));
