@@ -1,4 +1,4 @@
-"""What a command that takes long is doing, on standard error: a display on a terminal, a line at times in a file."""
+"""The progress of a command, on standard error: a display on a terminal, a line at times in a file."""
 
 import sys
 import threading

@@ -59,7 +59,7 @@ def _left(one: Reached) -> str:
 
 
 def _last_record(metrics: Path) -> dict:
-    """Return the last whole line of a file that is being written; empty if there is none."""
+    """Return the last whole line of a file that is being written; empty without one."""
     try:
         with open(metrics, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))

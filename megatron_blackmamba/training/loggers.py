@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import re
 import sys
+import textwrap
 import threading
 import uuid
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.events import Event, LoggingProblem
 from megatron_blackmamba.formats.events import parse_line as parse_event
@@ -132,14 +133,16 @@ class LogText:
 
 
 class TensorBoard:
-    """The same numbers as curves."""
+    """The same numbers as curves, and the config as a text."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: RunConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         _silence_writer_threads()
         self._open = lambda purge: SummaryWriter(str(folder), purge_step=purge)
         self._writer = self._open(None)
+        indented = textwrap.indent(to_yaml(config), "    ")  # Markdown's code
+        self._writer.add_text("config", indented, 0)
 
     def step(self, record: StepRecord) -> None:
         for name, value in record.finite():
@@ -212,7 +215,7 @@ class Loggers:
         loggers = cls([], [])
         makers: list[Callable[[], Logger]] = []
         if config.logging.tensorboard:
-            makers.append(lambda: TensorBoard(run.tensorboard))
+            makers.append(lambda: TensorBoard(run.tensorboard, config))
         if config.logging.wandb != "off":
             makers.append(lambda: Wandb(config, run))
         files: list[Logger] = [

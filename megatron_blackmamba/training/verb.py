@@ -24,7 +24,7 @@ def train(
             "--nproc", min=1, help="Number of processes on this machine.", show_default="join torchrun or srun"
         ),
     ] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.1, help="Save and stop after this many minutes.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.001, help="Save and stop after this many minutes.")] = None,
     restarts: Annotated[
         int, typer.Option(min=0, help="With --nproc: restarts after a crash or hang between two checkpoints.")
     ] = RESTARTS,
