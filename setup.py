@@ -71,6 +71,7 @@ EXTRAS = {
         *EVAL,
         *CHAT,
         *MUON,
+        "jsonschema>=4.18",  # the schema of run files against what they hold
         "openai>=1.50",  # a client of `blackmamba chat`
         "moto[server,s3]>=5",  # an S3 server for the tests
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions

@@ -29,11 +29,13 @@ try:
     from datatrove.pipeline.base import PipelineStep
     from datatrove.utils.word_tokenizers import WordTokenizer
     from loguru import logger
-    from multiprocess.util import register_after_fork
+    from multiprocess import resource_tracker
+    from multiprocess.util import get_temp_dir, register_after_fork
 except ImportError:  # said by `require_datatrove`
     Document = Any
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = WordTokenizer = object
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.data_tools.cleaning_jobs import JOBS, record_job, refuse_unfinished_jobs
 from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK, CleaningManifest, Cleanings, Part, part_of
 from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
@@ -145,6 +147,11 @@ class _Local(LocalPipelineExecutor):
     """datatrove's local executor, whose log goes to files only, and whose processes end with this one."""
 
     def run(self) -> Any:
+        interrupts.keep_blocked(resource_tracker.ensure_running)
+        with interrupts.unfinished(get_temp_dir()):  # of this process and those that it starts
+            return self._run()
+
+    def _run(self) -> Any:
         register_after_fork(self, partial(_end_with, os.getpid()))  # its manager would wait for ever
         return super().run()
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_blackmamba.progress import Progress, State
+
 if TYPE_CHECKING:
     from megatron_blackmamba.data_tools.cleaning import Cleaning, Slurm
 
@@ -207,8 +209,15 @@ def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
     from megatron_blackmamba.data_tools.origins import refuse_incomplete
     from megatron_blackmamba.data_tools.rejects import InputError
 
+    total = sum(stage.tasks for stage in stages)
+
+    def state() -> State:
+        done = sum(1 for _ in task.work.glob("*/completions/*"))
+        return State(done / total, f"{done} of {total} tasks of {task.name}")
+
     try:
-        stages[-1].run()
+        with Progress(state, quiet=task.slurm is not None):
+            stages[-1].run()
     except OSError as error:  # no space, no permission
         where, why = error.filename or task.out_dir, error.strerror or error
         raise InputError(f"{where}: {why}. Once that is put right, run the same command again") from error

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_blackmamba import __version__
+from megatron_blackmamba import __version__, interrupts
 from megatron_blackmamba.data_tools.origins import Cleanings
 from megatron_blackmamba.data_tools.readers import Batch, Reader, ReadOptions, out_of_memory
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
@@ -81,6 +81,10 @@ class ShardJob:
     @property
     def manifest_path(self) -> Path:
         return beside(self.prefix, MANIFEST_SUFFIX)
+
+    @property
+    def work_folder(self) -> Path:
+        return self.out_dir / f".{self.prefix.name}.tmp"
 
     @property
     def input_bytes(self) -> int:
@@ -321,17 +325,40 @@ def with_eod(ids: np.ndarray, lengths: np.ndarray, eod_id: int, dtype: np.dtype)
 @contextlib.contextmanager
 def _work_folder(job: ShardJob) -> Iterator[Path]:
     """Yield a locked folder for temporary files of this shard, and remove it with any files of a killed process."""
-    folder = job.out_dir / f".{job.prefix.name}.tmp"
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(descriptor, folder, job)
+    folder, locked = job.work_folder, False
+    with interrupts.undoing(lambda: _discard(job) if locked else None):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            yield folder
+            _lock(descriptor, folder, job)
+            locked = True
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
+            os.close(descriptor)
+
+
+def discard_unfinished(jobs: Iterable[ShardJob]) -> None:
+    """Remove what killed processes left of shards, unless another process writes the shard now."""
+    for job in jobs:
+        with contextlib.suppress(OSError, InputError):
+            descriptor = os.open(job.work_folder, os.O_RDONLY)
+            try:
+                _lock(descriptor, job.work_folder, job)
+                _discard(job)
+            finally:
+                os.close(descriptor)
+
+
+def _discard(job: ShardJob) -> None:
+    interrupts.remove(job.work_folder)
+    for draft in job.out_dir.glob(f".{job.manifest_path.name}.*.tmp"):
+        draft.unlink(missing_ok=True)
+    if not job.manifest_path.exists():
+        for suffix in (".bin", ".idx"):
+            beside(job.prefix, suffix).unlink(missing_ok=True)
 
 
 def _lock(descriptor: int, folder: Path, job: ShardJob) -> None:

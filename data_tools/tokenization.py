@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.data_tools.finished import refuse_other_settings
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.progress import counted
@@ -120,6 +121,8 @@ def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -
     found = find_sources(
         inputs, format, match, apart=out_dir, exclude=options.exclude, split=None if split == "all" else split
     )
+    if options.split is None and preset is None:
+        _refuse_several_splits([source.path for source in found.sources])
     _refuse_idle_flags(options, {source.format for source in found.sources})
     settings = ShardSettings(
         read=ReadOptions(
@@ -175,13 +178,10 @@ def tokenize(
     if remote:
         remote.publish_tokenizer()
     cores = options.workers or usable_cores()
-    try:
+    with interrupts.advice("finished shards are kept, and the same command goes on from there"):
         shards = make_shards(
             planned.mine, tokenizer, cores=cores, overwrite=options.overwrite, quiet=options.quiet, remote=remote
         )
-    except KeyboardInterrupt:
-        say("stopped; finished shards are kept, and the same command goes on from there")
-        raise
     return Summary(shown, shards, time.monotonic() - start, planned.ignored)
 
 
@@ -207,6 +207,21 @@ def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say
     folder, most, overwrite = Path(out_dir), options.train_bytes, options.overwrite
     path = train_or_reuse(sources, folder, settings.read, tolerance, size, most, say, overwrite)
     return load_tokenizer(path, eod=options.eod, backend=options.backend)
+
+
+def _refuse_several_splits(paths: Sequence[str]) -> None:
+    """Refuse a `datasets.DatasetDict` as a whole: its validation texts would become training texts."""
+    by_dataset: dict[Path, set[str]] = {}
+    for path in map(Path, paths):
+        if (path.parent.parent / "dataset_dict.json").is_file():
+            by_dataset.setdefault(path.parent.parent, set()).add(path.parent.name)
+    for folder, splits in by_dataset.items():
+        if len(splits) > 1:
+            names = sorted(splits)
+            raise InputError(
+                f"{folder} is a DatasetDict with the splits {', '.join(names)}: choose one with --split"
+                f" {'train' if 'train' in names else names[0]}, or take them together with --split all"
+            )
 
 
 def _refuse_idle_flags(options: TokenizeOptions, formats: set[Format]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_blackmamba.data_tools.overlaps import sample_of
-from megatron_blackmamba.data_tools.progress import Count, Progress
+from megatron_blackmamba.data_tools.progress import Count, reading
 from megatron_blackmamba.data_tools.rejects import EMPTY, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.streams import file_sha256
 from megatron_blackmamba.formats.remote import is_remote, local
@@ -72,7 +72,7 @@ def verify(paths: Sequence[str | Path], *, quick: bool = False, cores: int = 1, 
         return verify_shard(prefixes[slot], quick=quick, advance=advance)
 
     with (
-        Progress(total, lambda: Count(sum(read), 0, 0), quiet=quiet or quick),
+        reading(total, lambda: Count(sum(read), 0, 0), quiet=quiet or quick),
         ThreadPoolExecutor(cores) as pool,
     ):
         verdicts = list(pool.map(check, range(len(prefixes))))

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.data_tools.finished import is_finished, with_count
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
-from megatron_blackmamba.data_tools.progress import Count, Progress
+from megatron_blackmamba.data_tools.progress import Count, reading
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.shard_writer import ShardJob, write_shard
+from megatron_blackmamba.data_tools.shard_writer import ShardJob, discard_unfinished, write_shard
 from megatron_blackmamba.data_tools.streams import STDIN
 from megatron_blackmamba.formats.shards import ShardManifest
 from megatron_blackmamba.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ def make_shards(
     remote: RemoteFolder | None = None,
 ) -> list[Made]:
     """Make every shard that is not finished, in this process where one is enough; the first error stops them all."""
-    context = multiprocessing.get_context("spawn")
+    context = interrupts.spawn_context()
     counters = context.RawArray(c_int64, _COUNTERS * len(jobs) + 1)
     task = _Task(tokenizer, counters, os.getpid(), overwrite, remote)
 
@@ -56,7 +57,7 @@ def make_shards(
 
     total = sum(job.input_bytes for job in jobs)
     processes = min(cores, len(jobs), 1 + total // BYTES_WORTH_A_PROCESS)
-    with Progress(total, count, quiet=quiet):
+    with reading(total, count, quiet=quiet), interrupts.undoing(lambda: discard_unfinished(jobs)):
         if processes <= 1:
             for name in THREADS:
                 os.environ.setdefault(name, str(cores))
@@ -99,7 +100,7 @@ class _Crew:
     def __init__(self, task: _Task, processes: int, threads: int) -> None:
         self.task = task
         self.members: dict[Connection, multiprocessing.process.BaseProcess] = {}
-        context = multiprocessing.get_context("spawn")
+        context = interrupts.spawn_context()
         for _ in range(processes):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, task, threads), daemon=True)

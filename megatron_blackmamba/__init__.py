@@ -4,8 +4,7 @@ The names in `__all__` are the Python API (docs/python.md). Each is imported at 
 megatron_blackmamba` stays quick.
 """
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's, whose import takes as long as all that comes before Ctrl-C is handled
 if TYPE_CHECKING:
     from megatron_blackmamba.api import (
         batches,
@@ -86,7 +85,7 @@ _HOMES = {
 """Name -> the module of this package that defines it, and its name there."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a name of the API when it is first used."""
     from importlib import import_module
 

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 import typer.core
 
+from megatron_blackmamba import interrupts
+from megatron_blackmamba.config.arguments import ConfigArgument, Configs, complete_config, compose
 from megatron_blackmamba.data_tools import commands as data_commands
 from megatron_blackmamba.errors import in_words, may_pass
 from megatron_blackmamba.evaluation.verb import evaluate
@@ -17,12 +19,14 @@ from megatron_blackmamba.hints import hint
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES
+from megatron_blackmamba.progress import working
 from megatron_blackmamba.registry import import_extensions
-from megatron_blackmamba.runtime.exits import BAD_INPUT, RESTARTS
+from megatron_blackmamba.runtime.exits import BAD_INPUT, INTERRUPTED, RESTARTS
 from megatron_blackmamba.runtime.failure import SAID, say_once
 from megatron_blackmamba.serving import commands as serving_commands
 from megatron_blackmamba.study.verb import study
 from megatron_blackmamba.trace import commands as trace_commands
+from megatron_blackmamba.training.verb import train
 
 SECTIONS = {
     "Start": ("quickstart", "new", "config"),
@@ -54,45 +58,7 @@ app = typer.Typer(
 )
 
 
-def _complete_config(incomplete: str) -> list[str]:
-    """Return the shell's completions for CONFIG: shipped runs and keys. Without a match, the shell offers files."""
-    from megatron_blackmamba.config import keys, shipped
-
-    return [word for word in (*shipped(), *(f"{key}=" for key in keys())) if word.startswith(incomplete)]
-
-
-ConfigArgument = typer.Argument(
-    metavar="CONFIG|a.b=c",
-    help="Run files or names of shipped runs (later ones win), then overrides.",
-    autocompletion=_complete_config,
-)
-Configs = Annotated[list[str], ConfigArgument]
-MOST_PER_CORE = 16
-"""Processes of --nproc for each core: more of them end in a machine without memory."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
-def compose(arguments: list[str], quiet: bool = False, to_train: bool = False):
-    """Turn files and overrides from the command line into a RunConfig.
-
-    Args:
-        quiet: Do not print notes about renamed or unread keys; the processes that this one starts print them.
-        to_train: Refuse the config of a run that was moved, which would begin anew in the folder it had before.
-    """
-    from megatron_blackmamba.config.load import load, unread
-
-    overrides = [a for a in arguments if "=" in a and not os.path.exists(a)]
-    quiet |= os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
-    files = [a for a in arguments if a not in overrides]
-    run = load(files, overrides, note=lambda line: _note(line, quiet), to_train=to_train)
-    for line in unread(run, overrides):
-        _note(line, quiet)
-    return run
-
-
-def _note(line: str, quiet: bool) -> None:
-    if not quiet:
-        print(f"blackmamba: {line}", file=sys.stderr, flush=True)
 
 
 def _version(wanted: bool) -> None:
@@ -125,10 +91,11 @@ def config(
     """
     import json
 
-    from megatron_blackmamba.config import RunConfig, to_yaml
+    from megatron_blackmamba.config import to_yaml
+    from megatron_blackmamba.config.schema import run_file_schema
 
     if schema:
-        print(json.dumps(RunConfig.model_json_schema(), indent=2))
+        print(json.dumps(run_file_schema(), indent=2))
     else:
         print(to_yaml(compose(configs or [])), end="")
 
@@ -138,7 +105,7 @@ def new(
     name: Annotated[str, typer.Argument(help="Name of the run; the file is NAME.yaml.")],
     changes: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to change.")] = None,
     source: Annotated[
-        str, typer.Option("--from", metavar="CONFIG", help="Run to begin with.", autocompletion=_complete_config)
+        str, typer.Option("--from", metavar="CONFIG", help="Run to begin with.", autocompletion=complete_config)
     ] = "quickstart",
 ) -> None:
     """Write a run file to edit, in which every key is explained.
@@ -150,48 +117,6 @@ def new(
     file = Path(f"{name}.yaml")
     write_new(name, source, changes or [], file)
     print(f"{file}: edit it, then run blackmamba train {shlex.quote(str(file))}")
-
-
-@app.command()
-def train(
-    configs: Configs,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc", min=1, help="Number of processes on this machine.", show_default="join torchrun or srun"
-        ),
-    ] = None,
-    restarts: Annotated[
-        int, typer.Option(min=0, help="With --nproc: restarts after a crash or hang between two checkpoints.")
-    ] = RESTARTS,
-) -> None:
-    """Train, or resume a run from its newest checkpoint.
-
-    Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal finish the step, save and exit with code 75: run the same command
-    again to resume. With nohup in front, the run continues when the terminal closes.
-
-    [dim]blackmamba train tiny --nproc 2 parallel.expert=2[/dim]
-
-    [dim]srun blackmamba train blackmamba_1.5b data.mixture=mixture.yaml[/dim]
-    """
-    run = compose(configs, quiet=nproc is not None, to_train=True)
-    if nproc is None:
-        from megatron_blackmamba.training.loop import train as train_here
-
-        raise typer.Exit(train_here(run))
-    from megatron_blackmamba.runtime import layout
-    from megatron_blackmamba.training.launcher import launch_training
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if nproc > MOST_PER_CORE * cores:
-        raise layout.LayoutError(
-            f"--nproc {nproc} is too many for {cores} cores: use at most {MOST_PER_CORE * cores}, or more machines with"
-            " torchrun or srun"
-        )
-    layout.check(run, nproc)
-    if nproc > cores:
-        print(f"blackmamba: {nproc} processes share {cores} cores and are no faster than {cores}", file=sys.stderr)
-    raise typer.Exit(launch_training(run, configs, nproc, restarts))
 
 
 @app.command()
@@ -233,7 +158,9 @@ def plan(
         if nodes is None
         else estimate.Asked(nodes, gpus_per_node, known, used, suggest, scaling, failures, restart, gpu)
     )
-    made = estimate.make_plan(compose(configs), asked)
+    run = compose(configs)
+    with working("planning"):
+        made = estimate.make_plan(run, asked)
     if as_json:
         print(json.dumps(estimate.as_json(made), indent=2))
     elif not check:
@@ -284,7 +211,8 @@ def doctor(
     thresholds, run = parse(threshold or ()), compose(configs) if configs else None
     if all_ranks:
         raise typer.Exit(run_on_all_ranks(folder, run, thresholds, limit, unfit))
-    examination = examine(folder, quick=quick, gpus=gpus, thresholds=thresholds, config=run)
+    with working("examining this machine"):
+        examination = examine(folder, quick=quick, gpus=gpus, thresholds=thresholds, config=run)
     show(examination, as_json=as_json)
     raise typer.Exit(1 if examination.problems else 0)
 
@@ -354,7 +282,8 @@ def launch(
         options=tuple(sbatch or ()),
     )
     run = compose(configs, to_train=True)
-    done = prepare(run, request) if dry_run else submit(run, request)
+    with working("planning the job"):
+        done = prepare(run, request) if dry_run else submit(run, request)
     for warning in done.warnings:
         print(f"blackmamba: warning: {warning}", file=sys.stderr)
     if as_json:
@@ -382,9 +311,11 @@ def report(
 
     [dim]blackmamba report runs/blackmamba_1.5b --out 1.5b.html --png pictures[/dim]
     """
-    from megatron_blackmamba.report import write_report
+    with working("writing the page"):
+        from megatron_blackmamba.report import write_report
 
-    print(write_report(run, out=out, pictures=png))
+        page = write_report(run, out=out, pictures=png)
+    print(page)
 
 
 @app.command()
@@ -424,9 +355,10 @@ def compare(
 
     [dim]blackmamba compare runs/quickstart runs/quickstart_mamba[/dim]
     """
-    from rich.console import Console
+    with working("starting"):
+        from rich.console import Console
 
-    from megatron_blackmamba.report.compare import compare as compare_runs
+        from megatron_blackmamba.report.compare import compare as compare_runs
 
     print(compare_runs(run, out, Console()))
 
@@ -453,6 +385,7 @@ def quickstart(
     run_quickstart(folder, minutes, fresh)
 
 
+app.command()(train)
 app.command()(inference_commands.generate)
 app.command()(serving_commands.chat)
 app.command()(interchange_commands.verify)
@@ -473,8 +406,9 @@ def main() -> None:
     try:
         import_extensions()
         app()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    except KeyboardInterrupt:  # in a process that does not watch for it
+        interrupts.say()
+        raise SystemExit(INTERRUPTED) from None
     except SystemExit as ended:
         meant = hint(sys.argv[1:], typer.main.get_command(app)) if ended.code == BAD_INPUT else None
         if meant:

@@ -11,7 +11,10 @@ OTHER_COMMANDS = {
     "chat": "serve server api talk",
     "train": "pretrain resume continue finetune fine-tune fit",
     "evaluate": "eval benchmark score",
-    "export hf": "convert to_hf",
+    "export hf": "convert to_hf huggingface transformers safetensors",
+    "export zyphra": "released original pytorch",
+    "import hf": "huggingface transformers safetensors",
+    "import zyphra": "released original pytorch",
     "new": "init create",
     "plan": "estimate params flops memory",
     "launch": "submit slurm sbatch",
@@ -41,13 +44,14 @@ def hint(arguments: Sequence[str], program: Any) -> str | None:
 
 
 def _command(word: str, group: Any, words: list[str], program: Any) -> str | None:
-    names = [*group.commands]
-    paths = [*_paths(program)]
-    theirs = {other: ours for ours, others in OTHER_COMMANDS.items() for other in others.split()}
+    names = [] if getattr(group, "suggest_commands", False) else [*group.commands]  # or typer has suggested one
     found = (
-        [theirs[word]]
-        if word in theirs and not words
-        else [path for path in paths if path.split()[-1] == word]
+        [
+            ours
+            for ours, others in OTHER_COMMANDS.items()
+            if word in others.split() and (not words or ours.split()[:-1] == words)
+        ]
+        or [path for path in _paths(program) if path.split()[-1] == word]
         or [" ".join([*words, near]) for near in difflib.get_close_matches(word, names, n=1)]
     )
     return f"did you mean blackmamba {found[0]}?" if found else None

@@ -11,7 +11,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
 LAYERS = [
-    {"config", "registry", "kinds", "routers", "optimizers", "tokenizer", "short_texts", "formats", "ops", "hf"},
+    {
+        "config",
+        "registry",
+        "kinds",
+        "routers",
+        "optimizers",
+        "tokenizer",
+        "short_texts",
+        "formats",
+        "ops",
+        "hf",
+        "interrupts",
+        "progress",
+    },
     {"runtime"},
     {"model", "data"},
     {"checkpoint"},
@@ -23,7 +36,7 @@ LAYERS = [
     {"api", "cli"},
 ]
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
-TOOLS_MAY_USE = {"config", "tokenizer", "formats"}
+TOOLS_MAY_USE = {"config", "tokenizer", "formats", "interrupts", "progress"}
 MOST_LINES = 500
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
@@ -120,6 +133,15 @@ def test_command_line_and_config_start_without_torch(module):
     check = f"import sys, {module}; print([m for m in {heavies} if m in sys.modules])"
     heavy = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert heavy.strip() == "[]"
+
+
+def test_workers_are_spawned_with_interrupts_blocked():
+    """Python's resource tracker unblocks SIGINT as it starts: `interrupts.spawn_context` blocks it again."""
+    for path in [*files_of(PACKAGE), *files_of(ROOT / "data_tools")]:
+        if path != PACKAGE / "interrupts.py":
+            assert not re.search(
+                r"get_context\(\"(spawn|forkserver)|multiprocessing\.(Process|Pool)", path.read_text()
+            ), path
 
 
 def test_architecture_page_lists_exactly_the_packages():

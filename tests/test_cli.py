@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from megatron_blackmamba import cli, registry
+from megatron_blackmamba.config import arguments
 from tests.runtime.ranks import ROOT, environment
 
 EXTENSION = """
@@ -85,6 +86,10 @@ def test_broken_extension_is_named_with_its_cause(tmp_path, monkeypatch, content
         ("sample runs/tiny", "generate?"),
         ("tokenize text", "tokenize?"),
         ("data verfy text", "verify?"),
+        ("export huggingface runs/tiny out", "hf?"),
+        ("import transformers out", "hf?"),
+        ("export released out", "zyphra?"),
+        ("trian tiny", "train?"),
         ("zzz", ""),
     ],
 )
@@ -92,8 +97,12 @@ def test_wrong_options_and_commands_are_explained(words, said, monkeypatch, caps
     monkeypatch.setattr("sys.argv", ["blackmamba", *words.split()])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("blackmamba:")]
-    assert [line.rpartition(" ")[2].rstrip(".") for line in found] == ([said] if said else [])
+    lines = capsys.readouterr().err.splitlines()
+    found = [line for line in lines if line.startswith("blackmamba:")]
+    suggested = [
+        line.partition("Did you mean '")[2].partition("'")[0] + "?" for line in lines if "Did you mean" in line
+    ]
+    assert [*suggested, *(line.rpartition(" ")[2].rstrip(".") for line in found)] == ([said] if said else [])
 
 
 def commands(group, words=()):
@@ -131,7 +140,7 @@ def test_later_ranks_pause_before_they_refuse(rank, pauses, monkeypatch, capsys)
 
 @pytest.mark.parametrize(("quiet", "said"), [(False, "blackmamba: an old name\n"), (True, "")])
 def test_notes_are_silenced_by_quiet(quiet, said, capsys):
-    cli._note("an old name", quiet)
+    arguments.note("an old name", quiet)
     assert capsys.readouterr().err == said
 
 

@@ -4,7 +4,7 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-CHECKED = {"torch": ("2.13",), "triton": ("3.9",), "megatron-core": ("0.16",)}
+CHECKED = {"torch": ("2.13",), "triton": ("3.7", "3.9"), "megatron-core": ("0.16",)}
 """Minor versions whose private interfaces `fake_cuda.py` and `record.py` were checked with."""
 
 

@@ -12,6 +12,8 @@ from pydantic.fields import FieldInfo
 
 from megatron_blackmamba.config.base import ConfigError, Section
 from megatron_blackmamba.config.load import load, merge_files, walk
+from megatron_blackmamba.config.schema import MODELINE, NAME, run_file_schema
+from megatron_blackmamba.formats import atomic
 
 WIDTH = 110
 HEADER = """\
@@ -54,7 +56,7 @@ def new_run(name: str, source: str, overrides: list[str], file: Path) -> str:
         given |= {"data.kind", "data.mixture"}
     steps = dict(override.split("=", 1) for override in overrides).get("training.steps")
     quoted = shlex.quote(str(file))
-    lines = [HEADER.format(name=name, command=f"`blackmamba train {quoted}`", file=quoted)]
+    lines = [MODELINE + HEADER.format(name=name, command=f"`blackmamba train {quoted}`", file=quoted)]
     for key in every_key():
         *sections, last = key.path.split(".")
         indent = "  " * len(sections)
@@ -78,13 +80,14 @@ def new_run(name: str, source: str, overrides: list[str], file: Path) -> str:
 
 
 def write_new(name: str, source: str, overrides: list[str], file: Path) -> None:
-    """Write a new run file; refuse to replace one."""
+    """Write a new run file, and the schema for editors beside it; refuse to replace a run file."""
     content = new_run(name, source, overrides, file)
     try:
         with open(file, "x", encoding="utf-8") as out:
             out.write(content)
     except FileExistsError:
         raise ConfigError(f"{file} exists. Choose another name, or delete it.") from None
+    atomic.write_json(file.with_name(NAME), run_file_schema())
 
 
 def _without_empty_sections(text: str) -> str:
@@ -110,8 +113,17 @@ def _yaml(value: Any) -> str:
 
 def _kind(field: FieldInfo) -> str:
     bounds = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-    limits = [f"{sign} {getattr(m, b):g}" for m in field.metadata for b, sign in bounds.items() if hasattr(m, b)]
+    limits = [f"{sign} {_bound(getattr(m, b))}" for m in field.metadata for b, sign in bounds.items() if hasattr(m, b)]
     return ", ".join([_name(field.annotation), *limits])
+
+
+def _bound(limit: float) -> str:
+    """Return a limit as people write it: large integers are powers of two."""
+    for less, text in ((0, ""), (1, " - 1")):
+        power = int(limit) + less
+        if limit >= 2**16 and power == limit + less and power & (power - 1) == 0:
+            return f"2^{power.bit_length() - 1}{text}"
+    return f"{limit:g}" if limit < 10**5 else f"{limit:,}"
 
 
 def _name(annotation: Any) -> str:

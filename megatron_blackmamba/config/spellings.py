@@ -5,7 +5,7 @@ from typing import Any, get_args, get_origin
 
 from megatron_blackmamba.config.base import ConfigError
 
-_NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKMGBT])")
+NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKMGBT])")
 _SCALE = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 OTHER_NAMES = {
@@ -107,7 +107,7 @@ def not_a_key(key: str) -> str | None:
 def number(value: Any, annotation: Any) -> Any:
     """Return 300B as 300 000 000 000 where the field is a whole number."""
     wanted = (annotation, *get_args(annotation))
-    match = _NUMBER.fullmatch(value) if isinstance(value, str) and int in wanted else None
+    match = NUMBER.fullmatch(value) if isinstance(value, str) and int in wanted else None
     if match is None:
         return value
     scaled = float(match[1].replace("_", "")) * _SCALE[match[2]]

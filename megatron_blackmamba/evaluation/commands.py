@@ -2,28 +2,28 @@
 
 import json
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from megatron_blackmamba.evaluation.evaluate import Options, evaluate
 from megatron_blackmamba.evaluation.table import show
 from megatron_blackmamba.formats.evaluations import Evaluation
+from megatron_blackmamba.progress import Progress, State
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-SECONDS_BETWEEN_LINES = 30.0
 WIDTH = 160
 """Columns where the output goes to a file."""
 
 
 def run(path: Path, options: Options, as_json: bool) -> Evaluation:
     """Score, show progress on standard error, and print the result."""
-    with _progress() as told:
+    state = State(0.0, "loading the model and the tasks")
+
+    def told(task: str, done: int, total: int) -> None:
+        nonlocal state
+        state = State(done / total, f"{task}: {total:,} tokens")
+
+    with Progress(lambda: state):
         found = evaluate(path, options, told)
     if as_json:
         print(json.dumps(summary(found), ensure_ascii=False))
@@ -53,37 +53,3 @@ def summary(found: Evaluation) -> dict:
             for result in found.results
         },
     }
-
-
-class _progress:
-    """A bar on a terminal; elsewhere, a line every half minute."""
-
-    def __enter__(self) -> "Callable[[str, int, int], None]":
-        self.bar: Progress | None = None
-        self.rows: dict[str, TaskID] = {}
-        self.begun: dict[str, tuple[float, int]] = {}
-        self.last = time.monotonic()
-        if sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-            self.bar = Progress(*columns, console=Console(stderr=True), speed_estimate_period=600)
-            self.bar.start()
-        return self.told
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def told(self, task: str, done: int, total: int) -> None:
-        """Show how many of a task's tokens are scored."""
-        if self.bar:
-            if task not in self.rows:
-                self.rows[task] = self.bar.add_task(task, total=total)
-            self.bar.update(self.rows[task], completed=done)
-            return
-        now = time.monotonic()
-        since, first = self.begun.setdefault(task, (now, done))
-        if now - self.last >= SECONDS_BETWEEN_LINES and done > first:
-            self.last = now
-            left = (total - done) * (now - since) / (done - first)
-            line = f"blackmamba: {task}: {done / total:.0%} of {total:,} tokens, {left / 60:.0f} min left"
-            print(line, file=sys.stderr, flush=True)

@@ -1,6 +1,5 @@
 """Batches scored by this process, or by several with a copy of the model each: one a GPU, or sharing the cores."""
 
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.evaluation.scoring import Batch, Score, score, score_all
 from megatron_blackmamba.inference import Decoder, load
@@ -38,7 +38,7 @@ class Pool:
         if processes < 1:
             raise EvaluationError(f"--nproc {processes}: use at least one process")
         self.processes = processes
-        context = multiprocessing.get_context("spawn")
+        context = interrupts.spawn_context()
         devices = context.Queue()
         for number in range(processes):
             devices.put(_device(device, number))

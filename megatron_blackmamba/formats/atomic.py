@@ -1,25 +1,31 @@
 """Files that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_blackmamba import interrupts
+
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary neighbour of `path` for writing; it takes its name only if the block ends without an error."""
     path = Path(path)
+    if path.is_dir():  # . and / too, which have no name
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with interrupts.unfinished(temporary):
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
         sync_folder(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import yaml
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from megatron_blackmamba.config import file_kinds
 from megatron_blackmamba.config.base import Section
@@ -67,10 +67,19 @@ class IncompleteError(MixtureError):
     """A folder of shards in which some are missing."""
 
 
+def _source_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise ValueError(
+            "a name of a source begins with a letter or a digit of ASCII and goes on with these, '_', '.' and '-',"
+            " since it becomes part of keys and file names. Choose another name"
+        )
+    return name
+
+
 class Source(Section):
     """One corpus."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: Annotated[str, AfterValidator(_source_name)]
     shards: Paths = Field([])
     """Folders, globs or single shards; relative to `root`."""
     validation: Paths = Field([])

@@ -322,14 +322,14 @@ def shard_prefix(path: str | os.PathLike[str]) -> Path:
     """Return the prefix, such as `pile/shard_00001`, of any of its files."""
     path = Path(path)
     for suffix in SUFFIXES:
-        if path.name.endswith(suffix):
+        if path.name.endswith(suffix) and path.name != suffix:
             return path.with_name(path.name[: -len(suffix)])
     return path
 
 
 def beside(prefix: Path, suffix: str) -> Path:
     """Return prefix + suffix; unlike `with_suffix`, it keeps dots in the name."""
-    return prefix.with_name(prefix.name + suffix)
+    return Path(f"{prefix}{suffix}")  # . and / have no name to append to
 
 
 @dataclass(frozen=True)

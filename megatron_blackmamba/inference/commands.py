@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_blackmamba.interchange.commands import Precision
+from megatron_blackmamba.progress import working
 
 ModelPath = Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")]
 Dtype = Annotated[
@@ -81,7 +82,8 @@ def generate(
         raise typer.BadParameter("--stream and --no-stream exclude each other")
     if stream and not as_json and len(texts) * samples > 1:
         raise typer.BadParameter("--stream prints one text. With several, add --json, or leave it out")
-    writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer)
+    with working(f"loading {model}"):
+        writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": _unescaped(stop or [])}
     if as_json and stream:
         for piece in writer.pieces(texts, samples=samples, **options):

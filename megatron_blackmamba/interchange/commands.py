@@ -1,9 +1,8 @@
 """The verbs `blackmamba export hf|zyphra` and `blackmamba import hf|zyphra`, as the command line has them."""
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
+
+from megatron_blackmamba.progress import Progress, State, working
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,7 @@ class ExportGroup(typer.core.TyperGroup):
     """The group `export`; `export RUN OUT` is answered with the command that was probably meant."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands and not args[0].startswith("-"):
+        if args and args[0] not in self.commands and Path(args[0]).exists():
             raise typer.BadParameter(f"name the format first: blackmamba export hf {' '.join(args)}")
         return super().resolve_command(ctx, args)
 
@@ -279,9 +280,10 @@ def verify(
 
     [dim]blackmamba verify exports/blackmamba_2.8b --check short[/dim]
     """
-    from megatron_blackmamba.interchange import verification
+    with working("comparing weights and outputs"):
+        from megatron_blackmamba.interchange import verification
 
-    found = verification.verify(export, against, check.value)
+        found = verification.verify(export, against, check.value)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
         return
@@ -297,9 +299,10 @@ def torch_dtype(precision: Precision | None) -> "torch.dtype | None":
 
 
 def _opened(path: Path, tokenizer: Path | None) -> "Canonical":
-    from megatron_blackmamba.interchange.open import open_model
+    with working(f"opening {path}"):
+        from megatron_blackmamba.interchange.open import open_model
 
-    return open_model(path, tokenizer, verify=True)
+        return open_model(path, tokenizer, verify=True)
 
 
 def _with_tokenizer(model: "Canonical", tokenizer: Path | None) -> "Canonical":
@@ -321,12 +324,21 @@ def _run(
     """Convert a model as `how` says, and print what was done; JSON contains `said` too."""
     if model.tokenizer is None and conversion.__name__ != "to_zyphra":  # which has no place for one
         _say(f"{model.source} comes without a tokenizer, and so will {out}: name one with --tokenizer")
-    with _progress(model) as advance:
+    read = 0
 
-        def watch(size: int) -> None:
-            advance(size)
-            renew()
+    def watch(size: int) -> None:
+        nonlocal read
+        read += size
+        renew()
 
+    checks = how.get("check", "none") != "none" or how.get("verify", False)
+
+    def state() -> State:
+        if read < model.bytes:
+            return State(read / model.bytes, f"of {model.bytes / 1e9:.3g} GB of weights")
+        return State(0.0, "comparing with the source" if checks else "finishing the folder")
+
+    with Progress(state):
         comparison = conversion(model, out, dtype=torch_dtype(dtype), watch=watch, **how)
     if as_json:
         parity = None if comparison is None else asdict(comparison)
@@ -334,18 +346,6 @@ def _run(
         return
     print(f"{out}: {model.parameters:,} parameters from {model.source}")
     print(f"compared with the source: {comparison}" if comparison else "not compared with the source")
-
-
-@contextlib.contextmanager
-def _progress(model: "Canonical") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, and nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("weights", total=model.bytes)
-        yield lambda size: bar.advance(task, size)
 
 
 def _say(text: str) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.formats.atomic import sync_folder
 from megatron_blackmamba.interchange.canonical import InterchangeError
 
@@ -18,14 +19,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise InterchangeError(f"{path}: already there; name a folder that does not exist or is empty")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-    temporary.mkdir()
     try:
-        yield temporary
-        for inside, _, _ in os.walk(temporary):
-            sync_folder(Path(inside))
-        if path.is_dir():
-            path.rmdir()
-        os.rename(temporary, path)
+        with interrupts.unfinished(temporary):
+            temporary.mkdir()
+            yield temporary
+            for inside, _, _ in os.walk(temporary):
+                sync_folder(Path(inside))
+            if path.is_dir():
+                path.rmdir()
+            os.rename(temporary, path)
         sync_folder(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

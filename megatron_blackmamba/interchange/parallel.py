@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.interchange import safetensors_io
 from megatron_blackmamba.interchange.canonical import Entry, InterchangeError, cast, finite, watched
 
@@ -28,7 +29,7 @@ def write_files(
     prefix: What the names have in front of the canonical ones.
     """
     names = [(path, [name.removeprefix(prefix) for name in entries]) for path, entries in files.items()]
-    context = multiprocessing.get_context("spawn")
+    context = interrupts.spawn_context()
     running: dict[Connection, multiprocessing.process.BaseProcess] = {}
     threads = max(1, (os.cpu_count() or 1) // processes)
     try:

@@ -1,11 +1,12 @@
 """Do processes on this machine reach each other? An all-reduce between them says so, and how fast."""
 
-import multiprocessing
 import tempfile
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from megatron_blackmamba import interrupts
 
 TIMEOUT_S = 90.0
 
@@ -16,8 +17,8 @@ class AllReduceError(RuntimeError):
 
 def time_all_reduce(processes: int, *, on_gpus: bool, mebibytes: int = 16, repeats: int = 5) -> float:
     """Sum a vector over fresh local processes, check the sum, and return the seconds of the fastest repeat."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
+    context = interrupts.spawn_context()
+    with tempfile.TemporaryDirectory() as folder, interrupts.unfinished(folder):
         pipes, workers = [], []
         for rank in range(processes):
             receiver, sender = context.Pipe(duplex=False)

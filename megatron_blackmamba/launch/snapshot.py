@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.formats.atomic import sync_folder
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -16,10 +17,11 @@ def take_snapshot(folder: Path) -> None:
     temporary = folder.with_name(f".{folder.name}.tmp{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        for name in ("megatron_blackmamba", "configs", "scripts"):
-            shutil.copytree(home(name), temporary / name, ignore=UNWANTED)
-        (temporary / "version.txt").write_text(_version(), encoding="utf-8")
-        os.replace(temporary, folder)
+        with interrupts.unfinished(temporary):
+            for name in ("megatron_blackmamba", "configs", "scripts"):
+                shutil.copytree(home(name), temporary / name, ignore=UNWANTED)
+            (temporary / "version.txt").write_text(_version(), encoding="utf-8")
+            os.replace(temporary, folder)
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.quickstart.stages import STAGES, QuickstartError, begin
+from megatron_blackmamba import interrupts
+from megatron_blackmamba.progress import working
+from megatron_blackmamba.quickstart.stages import STAGES, QuickstartError, begin, train
 from megatron_blackmamba.training.launcher import STOPPED_ON_REQUEST
 
 __all__ = ["QuickstartError", "quickstart"]
@@ -36,7 +38,9 @@ def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) 
         say(f"$ {stage.command(settings).replace('blackmamba', program, 1)}", style="dim")
         started = time.monotonic()
         try:
-            said = stage.work(settings)
+            shown = working(stage.title, quiet=stage.work is train)  # which shows its steps
+            with interrupts.advice("run the same command again to go on"), shown:
+                said = stage.work(settings)
         except KeyboardInterrupt:
             say("Stopped; nothing is lost: run the same command again to go on.")
             raise SystemExit(STOPPED_ON_REQUEST) from None

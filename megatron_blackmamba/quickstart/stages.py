@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -318,12 +319,15 @@ def _train(
     silent: bool = False,
     asks_to_stop: Callable[[], bool] = bool,
 ) -> None:
-    from megatron_blackmamba.training.launcher import STOPPED_ON_REQUEST, launch_training
+    from megatron_blackmamba.training.launcher import INTERRUPTED, STOPPED_ON_REQUEST, launch_training
 
     with _muted() if silent else nullcontext():
         code = launch_training(run, arguments, processes, asks_to_stop=asks_to_stop)
     if code == STOPPED_ON_REQUEST:
         raise KeyboardInterrupt
+    if code == INTERRUPTED:
+        interrupts.say()
+        raise SystemExit(code)
     if code:
         raise QuickstartError(f"training ended with code {code}; its log is {run.folder}/{run.name}/log.txt")
 

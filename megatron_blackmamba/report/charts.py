@@ -163,7 +163,7 @@ def bars(title: str, names: Sequence[str], groups: Mapping[str, Sequence[float]]
 
 
 def shares_by_layer(title: str, layers: Sequence[str], shares: np.ndarray) -> str:
-    """Draw one bar per layer with its experts' shares `[layers, experts]`; the white line is an equal share."""
+    """Draw one bar per layer with its experts' shares `[layers, experts]`; the vertical lines are equal shares."""
     if not len(layers):
         return empty(title)
     label, row = 70, 20
@@ -186,6 +186,7 @@ def shares_by_layer(title: str, layers: Sequence[str], shares: np.ndarray) -> st
         drawn.append(f'<line class="equal" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + len(layers) * row - 3}"/>')
     for share in (0, 0.5, 1):
         drawn.append(_text(label + share * span, height - 8, f"{share:.0%}", "middle" if share < 1 else "end"))
+    drawn.append(_text(label - 8, height - 8, "share", "end"))
     keys = [Line(f"expert {j}" if experts <= COLOURS else f"expert {j}, …", [], [], colour=j)
             for j in range(min(experts, COLOURS))]  # fmt: skip
     return _figure(title, "".join(drawn), _legend(keys), height)

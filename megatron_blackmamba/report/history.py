@@ -58,6 +58,7 @@ class History:
     remarks: list[tuple[int, str]] = field(default_factory=list)
     """Other events that a reader should know: spikes, devices that failed, slow ranks, damaged checkpoints."""
     restarts: list[int] = field(default_factory=list)
+    """Steps after which it was started again, other than to change its config."""
     rewinds: list[int] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     """Changes of the config on resumes, each with its step, that influenced the weights or the routing."""
@@ -153,7 +154,9 @@ def read_history(run: Path) -> History:
         last=recorded.last,
         skipped=[(step, bad.get(step) or recorded.notes.get(step, "not applied")) for step in sorted(recorded.skipped)],
         remarks=_remarks(happened, recorded),
-        restarts=[step for e in of_kind(happened, Resumed) if (step := e.step or 0) < recorded.last["step"]],
+        restarts=[
+            step for e in of_kind(happened, Resumed) if (step := e.step or 0) < recorded.last["step"] and not e.changes
+        ],
         rewinds=[event.to for event in of_kind(happened, Rewound)],
         changes=_changes(of_kind(happened, Resumed)),
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},

@@ -17,15 +17,17 @@ from megatron_blackmamba.report.history import History, Series, thin
 from megatron_blackmamba.training.metrics import metric_of
 
 ROUTER_POINTS = 200
+SOURCE_POINTS = 60
+"""Points of the loss by source, each a mean over many steps: a batch has few samples of a source."""
 SHOWN_ELSEWHERE = {
     *("loss", "source/loss/*", "validation/loss", "validation/loss/*"),
     *("experts/*/max_over_mean", "experts/*/share/*"),
 }
 
 BALANCE = (
-    "The share of a layer's tokens that each expert gets. Equal shares are best; the white lines mark them. The busiest"
-    " expert over the mean is 1 in perfect balance, and up to about 1.3 is good. The number of experts is the worst:"
-    " one expert gets all tokens."
+    "The share of a layer's tokens that each expert gets. Equal shares are best; the vertical lines mark them. The"
+    " busiest expert over the mean is 1 in perfect balance, and up to about 1.3 is good. The number of experts is the"
+    " worst: one expert gets all tokens."
 )
 
 
@@ -62,7 +64,7 @@ def source_losses(history: History) -> list[str]:
         return []
     curves = []
     for i, (name, series) in enumerate(losses.items()):
-        thinned = thin(series.step, series.value, 150)
+        thinned = thin(series.step, series.value, SOURCE_POINTS)
         curves.append(Line(name, thinned.x, thinned.mean, colour=i))
     drawn = [charts.lines("Loss by source", curves)]
     validation = [
@@ -220,7 +222,11 @@ def _interruptions(history: History) -> str:
     words += [f"restarted after step {step:,}" for step in history.restarts]
     words += [f"rewound to step {step:,}" for step in history.rewinds]
     if not words:
-        return html.section("Interruptions", [], "None: no step skipped or remarked on, no restart, no rewind.")
+        return html.section(
+            "Interruptions",
+            [],
+            "None: no step skipped or remarked on, no restart except to change the config, no rewind.",
+        )
     shown = "".join(f"<li>{escape(line)}</li>" for line in words[-50:])
     more = f"<p>The last 50 of {len(words):,}.</p>" if len(words) > 50 else ""
     return f"<section><h2>Interruptions</h2>{more}<ul>{shown}</ul></section>"

@@ -1,5 +1,7 @@
 """Exit codes of a training process, and the ones after which a launcher must not restart."""
 
+from megatron_blackmamba import interrupts
+
 BAD_INPUT = 2
 """The run was refused: a wrong config, damaged data, a full disk at the start."""
 GAVE_UP = 65
@@ -8,8 +10,8 @@ HUNG = 70
 """The watchdog ended the process."""
 STOPPED_ON_REQUEST = 75
 """Stopped before its end, or before its last checkpoint was on disk: starting it again resumes."""
-INTERRUPTED = 130
-"""A second Ctrl-C."""
+INTERRUPTED = interrupts.INTERRUPTED
+"""Ctrl-C before there is a state to save, or a second Ctrl-C."""
 
 
 def refuses(error: BaseException) -> bool:

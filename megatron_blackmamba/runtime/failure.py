@@ -13,13 +13,15 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from megatron_blackmamba import interrupts
+
 LOST_CONTACT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out waiting|store->get|socket", re.IGNORECASE
 )
 LET_THE_CAUSE_SPEAK = 5.0
 """Seconds that a rank which merely lost its peers waits, so that the failing rank's message stands on top."""
 
-SAID = "BLACKMAMBA_SAID"
+SAID = interrupts.LAUNCHER_SPEAKS
 """Environment variable: the file in which the ranks of a launcher note the errors that they have printed."""
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Sent by `kill`, by a job script, and when the terminal closes."""
@@ -24,11 +25,19 @@ class StopRequest:
 
     A second Ctrl-C ends the process at once. The other signals may repeat: a job script sends its request until the
     run stops.
+
+    catch: the signals to heed from now on; `heed` adds others later.
     """
 
     def __init__(self, catch: tuple[signal.Signals, ...] = ASKS_TO_STOP) -> None:
         self.received: signal.Signals | None = None
-        self._before = {number: signal.signal(number, self._on_signal) for number in heeded(catch)}
+        self._before: dict[signal.Signals, Any] = {}
+        self.heed(*catch)
+
+    def heed(self, *numbers: signal.Signals) -> None:
+        """Remember these signals too, and let in those that were held."""
+        self._before |= {number: signal.signal(number, self._on_signal) for number in heeded(numbers)}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received == number == signal.SIGINT:

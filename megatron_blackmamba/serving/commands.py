@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from megatron_blackmamba import interrupts
 from megatron_blackmamba.inference.commands import Device, Dtype, ModelPath, TokenizerFile
+from megatron_blackmamba.progress import working
 
 KEY = "BLACKMAMBA_API_KEY"
 
@@ -49,7 +51,9 @@ def chat(
     from megatron_blackmamba.serving.engine import Engine
 
     listening = _listen(host, port)
-    engine = Engine(load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer), max_rows=max_rows)
+    with working(f"loading {model}"):
+        generator = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer)
+    engine = Engine(generator, max_rows=max_rows)
     local = is_loopback(host)
     key = os.environ.get(KEY) or (None if local else secrets.token_urlsafe(24))
     limits = Limits(prompt_tokens=max_prompt_tokens, new_tokens=max_new_tokens, rows=max_rows)
@@ -61,6 +65,7 @@ def chat(
     if key and not os.environ.get(KEY):
         print(f"key of this session: {key}", flush=True)
     create_server(app).run(sockets=[listening])
+    interrupts.leave()  # the server closes its connections and returns after SIGINT only
 
 
 def is_loopback(host: str) -> bool:

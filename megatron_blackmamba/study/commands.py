@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.progress import working
 from megatron_blackmamba.study import corpus, generation
 from megatron_blackmamba.study.config import StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
@@ -52,8 +53,11 @@ def open_study(name: str, folder: Path | None) -> Study:
 def run(study: Study, how: HowToRun) -> bool:
     """Complete the unfinished part of a study and write its page; return whether the study is finished."""
     if not how.page_only:
-        say("gathering text" if not study.mixture.is_file() else f"corpus: {study.corpus}")
-        corpus.build(study.corpus, study.config.corpus_megabytes, study.config.vocabulary)
+        if not study.mixture.is_file():
+            say("gathering text")
+        with working("gathering and tokenizing text"):
+            corpus.build(study.corpus, study.config.corpus_megabytes, study.config.vocabulary)
+        say(f"corpus: {study.corpus}")
     finished = False
     try:
         finished = _train(study, how)
@@ -87,7 +91,8 @@ def write_page(study: Study, png: Path | None = None) -> Path:
     """Write results.json, the page and, into a folder, the main charts of what is finished."""
     rates = study.learning_rates()
     cells = [*study.tuning(), *(study.runs(rates) if rates else ())]
-    generation.measure(study.folder, cells)
+    with working("measuring generation"):
+        generation.measure(study.folder, cells)
     results = [collect(cell) for cell in cells if cell.done]
     atomic.write_json(study.folder / "results.json", to_json(results))
     total = len(study.tuning()) + len(study.runs(dict.fromkeys(study.config.variants, 1e-3)))

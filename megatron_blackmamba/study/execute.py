@@ -13,6 +13,7 @@ from megatron_blackmamba.config import to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
 from megatron_blackmamba.runtime.parent import die_with_parent
+from megatron_blackmamba.study import progress
 from megatron_blackmamba.study.config import StudyError
 from megatron_blackmamba.study.runs import Cell
 
@@ -37,14 +38,15 @@ class Local:
         total, done = len(cells), len(cells) - len(waiting)
         before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            while self.running or (waiting and not self.stopping):
-                if self.until is not None and time.monotonic() > self.until and not self.stopping:
-                    self._stop()
-                while waiting and len(self.running) < self.jobs and not self.stopping:
-                    self._start(waiting.pop(0))
-                for process in [each for each in self.running if each.poll() is not None]:
-                    done += self._ended(process, done, total)
-                time.sleep(POLL_SECONDS)
+            with progress.show(cells, lambda: list(self.running.values())):
+                while self.running or (waiting and not self.stopping):
+                    if self.until is not None and time.monotonic() > self.until and not self.stopping:
+                        self._stop()
+                    while waiting and len(self.running) < self.jobs and not self.stopping:
+                        self._start(waiting.pop(0))
+                    for process in [each for each in self.running if each.poll() is not None]:
+                        done += self._ended(process, done, total)
+                    time.sleep(POLL_SECONDS)
         finally:
             for process in self.running:
                 process.kill()

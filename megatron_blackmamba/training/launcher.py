@@ -177,13 +177,13 @@ class _Group:
             failed = self._failed()
             if failed:
                 rank, code = failed[0]
-                if code == BAD_INPUT:
-                    return code
+                if self._code is not None or code in (BAD_INPUT, INTERRUPTED):
+                    return self._code or code
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
                 _say(f"rank {rank} {how}; ending the others")
                 self._wait_for_all(LAST_WORDS_SECONDS)
                 final = next((code for _, code in self._failed() if code in FINAL), None)
-                return self._code or final or (128 - code if code < 0 else code)
+                return final or (128 - code if code < 0 else code)
             codes = [worker.poll() for worker in self._workers]
             if None not in codes:
                 return max(code or 0 for code in codes)

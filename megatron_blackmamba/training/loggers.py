@@ -197,7 +197,7 @@ class Loggers:
         loggers = cls([], [])
         makers: list[Callable[[], Logger]] = []
         if config.logging.tensorboard:
-            makers.append(lambda: TensorBoard(run.tensorboard, loggers.problem))
+            makers.append(lambda: TensorBoard(run.tensorboard, config, loggers.problem))
         if config.logging.wandb != "off":
             makers.append(lambda: Wandb(config, run))
         files: list[Logger] = [

@@ -32,7 +32,7 @@ from megatron_blackmamba.ops import backends
 from megatron_blackmamba.registry import extensions
 from megatron_blackmamba.runtime import exits, foreign, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
-from megatron_blackmamba.runtime.signals import ASKS_TO_STOP, StopRequest
+from megatron_blackmamba.runtime.signals import StopRequest
 from megatron_blackmamba.runtime.watchdog import Watchdog
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training import headline
@@ -64,7 +64,6 @@ from megatron_blackmamba.training.stragglers import Stragglers
 from megatron_blackmamba.training.tracing import Tracing
 from megatron_blackmamba.training.validation import validate
 
-CATCH = (*ASKS_TO_STOP, signal.SIGINT)
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are often padded to a multiple of this, times the tensor-parallel ranks."""
 BAD_STEP = {
@@ -89,14 +88,12 @@ class Outcome(IntEnum):
 def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
     """Start or resume training, until the last step or a request to stop. Every rank calls this.
 
-    Args:
-        trainer: A Trainer subclass, for an experiment or a test.
+    trainer: a Trainer subclass, for an experiment or a test.
     """
     for package in (r"megatron\.core", r"torch\.distributed"):  # what they warn of is for their developers
         warnings.filterwarnings("ignore", module=package)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    stop = StopRequest(CATCH)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, CATCH)  # the launcher has them wait until someone listens
+    stop = StopRequest()
     try:
         return _train(config, trainer or Trainer, stop)
     finally:
@@ -178,6 +175,7 @@ class Trainer:
         """Train until the run is done, gives up or is asked to stop."""
         try:
             self.begin()
+            self.stop.heed(signal.SIGINT)  # before, there is nothing to save
             if self.world.any_rank(self.stop.asked):  # while the model was built or loaded
                 return self.end(Outcome.STOPPED_ON_REQUEST)
             while self.progress.step < self.config.last_step(self.progress.step, self.progress.consumed_samples):

@@ -1,7 +1,8 @@
-"""TensorBoard: the scalars of a run as curves. What a full disk refuses is written later, to another file."""
+"""TensorBoard: scalars as curves, the config as a text. What a full disk refuses is written later, to another file."""
 
 import contextlib
 import functools
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.formats.step_records import StepRecord
 
@@ -21,11 +23,12 @@ RETRY_SECONDS = 30.0
 class TensorBoard:
     """The records of a run as curves; the folder is made with the first record."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = print) -> None:
+    def __init__(self, folder: Path, config: RunConfig, say: Callable[[str], None] = print) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         _silence_writer_threads()
         self._folder, self._say, self._make = folder, say, SummaryWriter
+        self._config = textwrap.indent(to_yaml(config), "    ")  # Markdown's code
         self._writer: Any = None
         self._kept: list[StepRecord] = []
         """Records that may not be on disk yet."""
@@ -42,9 +45,7 @@ class TensorBoard:
             return
         try:
             if self._writer is None:
-                self._writer = self._make(str(self._folder), purge_step=self._purge)
-                for kept in self._kept:
-                    self._add(kept)
+                self._open()
                 self._flush()
             else:
                 self._add(record)
@@ -65,12 +66,17 @@ class TensorBoard:
         """Write what waits. Raises what keeps it from being written."""
         self._failed = 0.0
         if self._kept and self._writer is None:
-            self._writer = self._make(str(self._folder), purge_step=self._purge)
-            for kept in self._kept:
-                self._add(kept)
+            self._open()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def _open(self) -> None:
+        """Begin a file with the config and the records that wait."""
+        self._writer = self._make(str(self._folder), purge_step=self._purge)
+        self._writer.add_text("config", self._config, 0)
+        for kept in self._kept:
+            self._add(kept)
 
     def _add(self, record: StepRecord) -> None:
         for name, value in record.finite():

@@ -11,6 +11,8 @@ KINDS = {
     "model": "section",
     "model.activation": "silu, gelu",
     "model.conv_kernel": "integer, ≥ 2, ≤ 8",
+    "model.experts": "integer, ≥ 1, ≤ 2^16",
+    "model.vocab_size": "integer, > 0, ≤ 2^31",
     "model.tie_embeddings": "true or false",
     "model.eod_reset": "integer or null, ≥ 0",
     "data.mixture": "text or null",

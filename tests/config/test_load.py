@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_blackmamba import kinds
-from megatron_blackmamba.cli import compose
 from megatron_blackmamba.config import ConfigError, find, keys, load, shipped, spellings, to_yaml
+from megatron_blackmamba.config.arguments import compose
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.data_tools import tokenization
 from megatron_blackmamba.data_tools.commands import app, run_tokenize
-from megatron_blackmamba.data_tools.progress import Count, Progress, short
-from megatron_blackmamba.data_tools.tokenization import TokenizeOptions
+from megatron_blackmamba.data_tools.progress import Count, reading, short
 from megatron_blackmamba.formats.shards import ShardManifest
 
 
@@ -132,8 +131,8 @@ def test_help_has_two_examples_and_every_default(verb, call):
 def test_log_file_gets_periodic_lines(monkeypatch):
     said = io.StringIO()  # capsys may lose what another thread prints while it is read
     monkeypatch.setattr("sys.stderr", said)
-    monkeypatch.setattr("megatron_blackmamba.data_tools.progress.LOG_EVERY_SECONDS", 0.01)
-    with Progress(200, lambda: Count(50, 1_230_000, 10)) as progress:
+    monkeypatch.setattr("megatron_blackmamba.progress.LOG_EVERY_SECONDS", 0.01)
+    with reading(200, lambda: Count(50, 1_230_000, 10)) as progress:
         while "\n" not in said.getvalue():
             progress._over.wait(0.01)
     line = said.getvalue().splitlines()[0]
@@ -168,13 +167,3 @@ def test_only_errors_of_the_user_become_one_line(corpus, capsys, monkeypatch, tm
     monkeypatch.setattr(tokenization, "plan", fail)
     with pytest.raises(ValueError, match="a bug"):
         run_tokenize()
-
-
-def test_ctrl_c_is_passed_on_with_advice(corpus, capsys, monkeypatch, tmp_path, tokenizer_file):
-    def interrupt(*_, **more):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tokenization, "make_shards", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        tokenization.tokenize([corpus], tmp_path / "out", TokenizeOptions(tokenizer=str(tokenizer_file)))
-    assert "stopped; finished shards are kept" in capsys.readouterr().err

@@ -67,7 +67,10 @@ def saved(tmp_path):
 
 
 def test_folders_of_save_to_disk_are_read(run, saved, tmp_path):
-    assert run(saved).documents == 200
+    with pytest.raises(InputError, match=r"the splits train, validation: choose one with --split train, or .* all"):
+        run(saved)
+    assert run(saved, split="all").documents == 200
+    assert run(saved / "train", out="alone").documents == 150
     assert run(saved, out="training", split="train").documents == 150
     manifest = ShardManifest.read(tmp_path / "out/shard_00001.manifest.json")
     assert manifest.options["formats"] == ["arrow"] and manifest.not_taken == 5

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from megatron_blackmamba import cli
-from megatron_blackmamba.evaluation import EvaluationError, commands, evaluate, tasks, watch
+from megatron_blackmamba.evaluation import EvaluationError, evaluate, tasks, watch
 from megatron_blackmamba.evaluation.evaluate import Options
 from megatron_blackmamba.evaluation.evaluate import evaluate as run_evaluation
 from megatron_blackmamba.evaluation.tasks import names_of
@@ -210,30 +210,6 @@ def test_scores_belong_to_weights_and_tokenizer(export, tokenizer, tmp_path):
         file.write("\n")
     models, texts = (export("MEME"), export("ME*-ME")), (None, tokenizer, other)
     assert len({evaluate.identify(model, text) for model in models for text in texts}) == 6
-
-
-def test_progress_is_told_in_lines_without_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(commands, "SECONDS_BETWEEN_LINES", 0)
-    with commands._progress() as told:
-        told("piqa", 50, 200)  # found beside the model: says nothing of the speed
-        told("piqa", 150, 200)
-        told("boolq", 10, 10)
-    assert capsys.readouterr().err == "blackmamba: piqa: 75% of 200 tokens, 0 min left\n"
-
-
-def test_progress_is_a_bar_on_a_terminal(monkeypatch):
-    ours, theirs = os.openpty()
-    with open(ours, "rb", buffering=0) as shown, open(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        with commands._progress() as told:
-            told("piqa", 50, 200)
-            told("boolq", 10, 10)
-        terminal.write("the end")
-        terminal.flush()
-        found = ""
-        while "the end" not in found:  # a read returns what has passed through the terminal so far
-            found += shown.read(1 << 16).decode(errors="replace")
-    assert "piqa" in found and "boolq" in found and "tokens" not in found
 
 
 def test_paper_stands_for_eight_tasks():

@@ -239,3 +239,11 @@ def test_raw_text_as_shards_is_told_how_to_tokenize(tmp_path):
     (tmp_path / "mix.yaml").write_text("sources:\n  - {name: a, shards: a.txt}\n")
     with pytest.raises(MixtureError, match=r"data tokenize \S+/a.txt \S+/a_tokens --tokenizer FILE"):
         Mixture.read(tmp_path / "mix.yaml").prefixes()
+
+
+def test_a_name_of_a_source_is_refused_in_words(tmp_path):
+    file = tmp_path / "mixture.yaml"
+    file.write_text("sources: [{name: 中文, shards: a, weight: 1}]", encoding="utf-8")
+    with pytest.raises(MixtureError) as refused:
+        Mixture.read(file)
+    assert "begins with a letter or a digit" in str(refused.value) and "[A-Z" not in str(refused.value)

@@ -157,7 +157,7 @@ def test_layers_are_divided_into_shares():
     (equal,) = shapes(figure, "line", "equal")
     assert float(equal.get("x1")) == 70 + span / 2
     assert titles(figure, "rect")[1] == "layer 1, expert 1: 75.0%"
-    assert {"0%", "50%", "100%", "layer 1", "layer 3"} == set(texts(figure))
+    assert {"0%", "50%", "100%", "share", "layer 1", "layer 3"} == set(texts(figure))
     assert texts(figure)["layer 1"][0] < 70  # beside its bar
 
 

@@ -1,5 +1,6 @@
 """Studies: equal FLOPs, learning rates chosen alike, confidence over seeds, and a run that goes on after Ctrl-C."""
 
+import io
 import json
 import math
 import re
@@ -11,10 +12,12 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from rich.console import Console
 
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.plan import flops, parameters
-from megatron_blackmamba.study import StudyError, corpus
+from megatron_blackmamba.progress import clock
+from megatron_blackmamba.study import StudyError, corpus, progress
 from megatron_blackmamba.study.commands import show
 from megatron_blackmamba.study.config import read_study, shipped
 from megatron_blackmamba.study.page import render
@@ -178,6 +181,23 @@ def test_a_machine_without_text_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "_code", lambda: iter(["only one document"]))
     with pytest.raises(StudyError, match="no text for the source 'code'"):
         corpus.gather(tmp_path, 1)
+
+
+def test_a_study_shows_its_runs_with_step_and_time_left(tmp_path):
+    study = Study("smoke", read_study("smoke"), tmp_path)
+    first, second, third, *_ = cells = study.tuning()
+    finish(first, 3.0)
+    second.folder.root.mkdir(parents=True)
+    second.folder.metrics.write_text('{"step": 7, "loss": 3.5, "speed/step_seconds": 2.0}\n{"step": 8, "lo')
+    shown = progress.show(cells, lambda: [second, third])
+    left = clock(2 * (second.config.steps - 7))
+    said = shown._state().text
+    assert said.startswith(f"1 of {len(cells)} runs done; {second.name} step 7 of {second.config.steps}, {left} left")
+    assert said.endswith(f"{third.name} step 0 of {third.config.steps}, starting")
+    console = Console(file=io.StringIO(), width=120)
+    console.print(shown._table())
+    drawn = console.file.getvalue()
+    assert re.search(rf"{second.name} +7 of {second.config.steps} +3\.500 +{left} left", drawn), drawn
 
 
 @pytest.mark.xdist_group("pages")  # where a session runs

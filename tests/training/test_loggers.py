@@ -2,9 +2,11 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from datetime import datetime
 
 import pytest
+import yaml
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.events import Resumed, Saved, Spike, parse_line, read_events
@@ -335,7 +337,7 @@ import os; os._exit(0)
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = module.TensorBoard(tmp_path)
+    board = module.TensorBoard(tmp_path, load("tiny"))
     for step in (1, 2, 3):
         board.step(metrics(step, loss=float(step)))
     board.rewind(1)
@@ -343,6 +345,8 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     board.close()
     seen = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in seen.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
+    shown = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert yaml.safe_load(textwrap.dedent(shown))["model"]["pattern"] == "MEME"
     assert {"grad_norm", "learning_rate", "source/loss/pile"} <= set(seen.Tags()["scalars"])
 
 

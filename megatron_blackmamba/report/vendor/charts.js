@@ -41,11 +41,17 @@
       }
       ctx.restore();
     };
+    // Without a pointer over the chart, the legend tells the last values.
+    const last = (u) => {
+      if (u.cursor.left >= 0) return;
+      const idxs = u.data.map((values) => { let i = values.length - 1; while (i > 0 && values[i] == null) i--; return i; });
+      if (u.legend.idxs.some((idx, i) => idx !== idxs[i])) u.setLegend({ idxs }, false);
+    };
     const home = (u) => u.setScale("y", { min: given.y0, max: given.y1 });
     const chart = new uPlot({
       width: figure.clientWidth, height: 260, series, bands, cursor: { drag: { x: true, y: true, uni: 20 } },
-      scales: { x: { time: false } }, axes: [axis, { ...axis, size: 52 }], legend: { live: true },
-      hooks: { draw: [marks], ready: [home] },
+      scales: { x: { time: false } }, axes: [{ ...axis, size: 22, label: given.x_label, labelSize: 16, labelGap: 0, labelFont: axis.font }, { ...axis, size: 52 }], legend: { live: true },
+      hooks: { draw: [marks], ready: [home, last], setCursor: [last] },
     }, uPlot.join(tables), figure);
     chart.over.addEventListener("dblclick", () => home(chart));
     return chart;

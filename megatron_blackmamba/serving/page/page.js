@@ -149,6 +149,9 @@ function choose(index) {
   $("detail").hidden = false;
 }
 
+const gone = (error, written = 0) =>
+  `The server has ended${written ? ` after ${written} tokens` : ""}: start blackmamba chat again (${error.message}).`;
+
 async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -177,7 +180,30 @@ function busy(now) {
   $("keep").disabled = now || tokens.length === 0;
 }
 
+const ENDS = { stop: "the text ends here", length: "the number of new tokens is reached" };
+const KEPT = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop_text"];
+
+// Show what is wrong with a number, also in options that are closed.
+function valid() {
+  const wrong = document.querySelector("#form :invalid");
+  if (!wrong) return true;
+  if (wrong.closest("details")) wrong.closest("details").open = true;
+  say(`${wrong.labels[0].textContent.trim()}: ${wrong.validationMessage}`, true);
+  wrong.focus();
+  return false;
+}
+
+// A reload keeps what was typed, but not the key.
+function restore() {
+  for (const id of KEPT) {
+    const kept = sessionStorage.getItem(id);
+    if (kept !== null) $(id).value = kept;
+    $(id).addEventListener("input", () => sessionStorage.setItem(id, $(id).value));
+  }
+}
+
 async function run() {
+  if (!valid()) return;
   if (!model) await describe();
   if (!model) return;
   tokens = [];
@@ -202,11 +228,12 @@ async function run() {
       first = false;
       finished = event.choices[0].finish_reason;
       const rate = written > 1 ? `, ${(written / ((performance.now() - begun) / 1000)).toFixed(1)} per second` : "";
-      say(`${written} tokens${rate}, seed ${seed}${finished ? `; ended by ${finished}` : ""}`);
+      say(`${written} tokens${rate}, seed ${seed}${finished ? `; ${ENDS[finished] || finished}` : ""}`);
     }
+    if (!finished) throw new TypeError("the connection was closed");
   } catch (error) {
     if (error.name === "AbortError") say(`stopped after ${written} tokens, seed ${seed}`);
-    else say(error.message, true);
+    else say(error instanceof TypeError ? gone(error, written) : error.message, true);
   }
   running = null;
   busy(false);
@@ -214,7 +241,11 @@ async function run() {
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); run(); });
 $("stop").addEventListener("click", () => running && running.abort());
-$("keep").addEventListener("click", () => { $("prompt").value = $("output").textContent; $("prompt").focus(); });
+$("keep").addEventListener("click", () => { 
+  $("prompt").value = $("output").textContent;
+  $("prompt").dispatchEvent(new Event("input"));
+  $("prompt").focus();
+});
 $("colour").addEventListener("change", paint);
 $("key").addEventListener("change", describe);
 $("prompt").addEventListener("keydown", (event) => {
@@ -233,4 +264,5 @@ $("output").addEventListener("keydown", (event) => {
   while (tokens[index] && !tokens[index].span) index += step;
   choose(index);
 });
-describe().catch((error) => say(error.message, true));
+restore();
+describe().catch((error) => say(gone(error), true));

@@ -1,0 +1,69 @@
+"""The runs of a study under way: a table on a terminal, a line a minute in a file."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+
+from megatron_blackmamba.progress import Progress, State, clock
+from megatron_blackmamba.study.runs import Cell
+
+LINE_SECONDS = 60.0
+_TAIL_BYTES = 1 << 16
+
+
+class Reached(NamedTuple):
+    """The progress of one run."""
+
+    name: str
+    step: int
+    steps: int
+    loss: float | None
+    seconds_left: float | None
+
+
+def reached(cell: Cell) -> Reached:
+    """Return the progress of a run, from the last line of its metrics."""
+    record, steps = _last_record(cell.folder.metrics), cell.config.steps
+    step, seconds = int(record.get("step", 0)), record.get("speed/step_seconds")
+    return Reached(cell.name, step, steps, record.get("loss"), None if seconds is None else (steps - step) * seconds)
+
+
+def show(cells: Sequence[Cell], running: Callable[[], Sequence[Cell]]) -> Progress:
+    """Show which of the cells train now, their steps and the time left, and how many are done."""
+
+    def state() -> State:
+        now = [reached(cell) for cell in running()]
+        done = sum(cell.done for cell in cells)
+        steps = sum(cell.config.steps for cell in cells)
+        taken = sum(cell.config.steps for cell in cells if cell.done) + sum(one.step for one in now)
+        runs = "".join(f"; {one.name} step {one.step} of {one.steps}, {_left(one)}" for one in now)
+        return State(taken / steps, f"{done} of {len(cells)} runs done{runs}")
+
+    def table() -> Table:
+        drawn = Table("run", "step", "loss", "time left", box=None, pad_edge=False, header_style="dim")
+        for one in map(reached, running()):
+            loss = "–" if one.loss is None else f"{one.loss:.3f}"
+            drawn.add_row(one.name, f"{one.step} of {one.steps}", loss, _left(one))
+        drawn.caption = f"{sum(cell.done for cell in cells)} of {len(cells)} runs done"
+        return drawn
+
+    return Progress(state, table=table, every=LINE_SECONDS)
+
+
+def _left(one: Reached) -> str:
+    return "starting" if one.seconds_left is None else f"{clock(one.seconds_left)} left"
+
+
+def _last_record(metrics: Path) -> dict:
+    """Return the last whole line of a file that is being written; empty without one."""
+    try:
+        with open(metrics, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            whole = file.read().split(b"\n")[:-1]
+        return json.loads(whole[-1]) if whole else {}
+    except (OSError, ValueError):
+        return {}
