@@ -26,7 +26,7 @@ DATA_FOLDERS = {
 }
 
 REQUIREMENTS = [
-    "torch>=2.6",
+    "torch>=2.9",  # earlier ones lack torch.compiler.is_exporting, and no_dist of distributed checkpoints
     "numpy>=1.26",
     "psutil>=5.9",  # megatron-core writes checkpoints with it and does not ask for it
     "megatron-core>=0.16.1,<0.20",

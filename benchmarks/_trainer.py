@@ -21,7 +21,8 @@ Start = Callable[..., Any]
 def a_run(words: list[str], *overrides: str) -> Iterator[tuple[RunConfig, Any, Start]]:
     """The run that `words` describe as for blackmamba train (tiny if none do), its place in the world, its trainers."""
     from megatron_blackmamba.runtime import world
-    from megatron_blackmamba.runtime.signals import StopRequest, Watchdog
+    from megatron_blackmamba.runtime.signals import StopRequest
+    from megatron_blackmamba.runtime.watchdog import Watchdog
 
     warnings.filterwarnings("ignore")
     files = [word for word in words if "=" not in word] or ["tiny"]

@@ -63,8 +63,11 @@ BORDERS = (
     ),
     Border(
         "torch",
-        (NEWEST,),
-        {"ops, model, decoding": [*PYTEST, "tests/ops", "tests/model", "tests/inference", "--ignore-glob=*triton*"]},
+        ("2.9.1", NEWEST),
+        {
+            "ops, model, decoding": [*PYTEST, "tests/ops", "tests/model", "tests/inference", "--ignore-glob=*triton*"],
+            "checkpoints, exports": [*PYTEST, "tests/checkpoint", "tests/interchange"],
+        },
     ),
     Border("lm-eval", ("0.4.13", NEWEST), {"evaluation": [*PYTEST, "tests/evaluation", "tests/hf/test_lm_eval.py"]}),
     Border("datatrove", ("0.10.0", NEWEST), {"dedup": [*PYTEST, "tests/data_tools", "-k", "dedup or minhash"]}),

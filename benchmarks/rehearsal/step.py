@@ -53,7 +53,7 @@ def rehearse(config: RunConfig, ranks: int = 1) -> Rehearsed:
     warnings.simplefilter("ignore")
     from megatron_blackmamba.ops import backends
     from megatron_blackmamba.runtime import patches, world
-    from megatron_blackmamba.runtime.signals import Watchdog
+    from megatron_blackmamba.runtime.watchdog import Watchdog
 
     applied = patches.install()
     backends.trial = lambda smallest: None  # fake tensors have no values to try a kernel with

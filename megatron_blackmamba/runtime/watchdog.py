@@ -22,7 +22,7 @@ class Watchdog:
     def __init__(self, seconds: float, rank: int = 0, size: int = 1, logs: Path | None = None) -> None:
         self.seconds, self.rank = seconds, rank
         self._what, self._awake, self._since = "starting", 0.0, 0.0
-        self._done = threading.Event()
+        self._done, self._begun = threading.Event(), threading.Event()
         self._beats = None if logs is None else hangs.Heartbeats(logs, rank, size, seconds)
         self._called = False
         self._deadman = Deadman(seconds + hangs.patience(seconds) + 1)
@@ -35,8 +35,13 @@ class Watchdog:
         """Call at every step and before anything long; `what` names it, should it hang."""
         self._what, self._since = what, self._awake
 
+    def begin(self) -> None:
+        """Write the first heartbeat now: the run is not refused. Without this call it comes a little later."""
+        self._begun.set()
+
     def stop(self) -> None:
         self._done.set()
+        self._begun.set()
         self._thread.join()
 
     def __enter__(self) -> "Watchdog":
@@ -68,10 +73,12 @@ class Watchdog:
 
     def _beat(self, beats: hangs.Heartbeats) -> None:
         """Write heartbeats, in a thread of its own: the disk may hang as well. A run refused at once leaves none."""
-        while not self._done.wait(beats.every):
+        self._begun.wait(beats.every)
+        while not self._done.is_set():
             with contextlib.suppress(OSError):  # a full disk; the next beat may get through
                 beats.write(self._what, self._silent)
                 self._called = self._called or beats.another_hangs()
+            self._done.wait(beats.every)
 
     def _end(self, silent: float) -> None:
         first = "another rank reached" if self._called else "longer than"

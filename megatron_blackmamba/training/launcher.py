@@ -209,7 +209,7 @@ class _Group:
 
 
 def _identity(marker: Path) -> tuple[int, int] | None:
-    """Return what tells a marker from one that is written anew; None if there is none."""
+    """Return what tells a marker from one that is written anew; None without one."""
     try:
         found = marker.stat()
     except OSError:

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ from megatron_blackmamba.training.validation import validate
 
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are often padded to a multiple of this, times the tensor-parallel ranks."""
+PATIENCE = timedelta(days=30)
+"""How long a collective may take: the watchdog ends a hang, and does not count the time in which a job is suspended."""
 BAD_STEP = {
     Cause.NOT_FINITE: events.NotFinite,
     Cause.SPIKE: events.Spike,
@@ -114,7 +117,7 @@ def _train(config: RunConfig, trainer: type["Trainer"], stop: StopRequest) -> Ou
             print(*headline.lines(config, place.size, counted=not dist.is_initialized()), sep="\n", flush=True)
     logs = RunFolder(Path(config.folder) / config.name).logs
     with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
-        everyone = world.start(config.parallel, joined=lambda: refuse_unlike_starts(config))
+        everyone = world.start(config.parallel, PATIENCE, joined=lambda: refuse_unlike_starts(config))
         outcome = trainer(config, everyone, stop, watchdog).run()
         world.shutdown()
     return outcome
@@ -231,6 +234,7 @@ class Trainer:
         self.loggers.rewind(self.progress.step)
         self.batches = self.open_batches()
         self.shard_check.start()
+        self.watchdog.begin()
         process.freeze_gc()
         if self.world.is_main:
             self.folder.requeue.unlink(missing_ok=True)

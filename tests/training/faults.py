@@ -220,7 +220,7 @@ class Beating(Trainer):
 
     def hurry(self):
         """Let the watchdog believe that nothing has moved for as long as it waits."""
-        self.watchdog._since = time.monotonic() - self.watchdog.seconds
+        self.watchdog._since = self.watchdog._awake - self.watchdog.seconds
 
 
 class Sleeping(Beating):
