@@ -71,6 +71,8 @@ EXTRAS = {
         *CHAT,
         *MUON,
         "openai>=1.50",  # a client of `blackmamba chat`
+        "jsonschema>=4",  # applies the schema of run files
+        "lxml>=5",  # parses the pages
         "moto[server,s3]>=5",  # an S3 server for the tests
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions
         "mypy>=1.10",

@@ -125,10 +125,11 @@ def config(
     """
     import json
 
-    from megatron_blackmamba.config import RunConfig, to_yaml
+    from megatron_blackmamba.config import to_yaml
+    from megatron_blackmamba.config.schema import run_file_schema
 
     if schema:
-        print(json.dumps(RunConfig.model_json_schema(), indent=2))
+        print(json.dumps(run_file_schema(), indent=2))
     else:
         print(to_yaml(compose(configs or [])), end="")
 

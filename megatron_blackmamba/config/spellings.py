@@ -5,8 +5,11 @@ from typing import Any, get_args, get_origin
 
 from megatron_blackmamba.config.base import ConfigError
 
-_NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKMGBT])")
 _SCALE = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_DIGITS, _UNIT = r"[0-9][0-9_]*(?:\.[0-9]+)?", f"[{''.join(_SCALE)}]"
+_NUMBER = re.compile(f"({_DIGITS})({_UNIT})")
+WHOLE_NUMBER = f"^{_DIGITS}{_UNIT}?$"
+"""A text that stands for a whole number. YAML 1.2, which editors read, takes 409_600 for one."""
 
 OTHER_NAMES = {
     "model.hidden_size": "d_model dim model_dim n_embd n_embed embed_dim embedding_dim emb_dim width hidden_dim",
