@@ -31,7 +31,7 @@ REQUIREMENTS = [
     "psutil>=5.9",  # megatron-core writes checkpoints with it and does not ask for it
     "megatron-core>=0.16.1,<0.20",
     "pydantic>=2.7",
-    "typer>=0.12",
+    "typer>=0.13.1",
     "rich>=13",
     "pyyaml>=6",
     "tokenizers>=0.20",
@@ -73,6 +73,7 @@ EXTRAS = {
         *MUON,
         "jsonschema>=4.18",  # the schema of run files against what they hold
         "openai>=1.50",  # a client of `blackmamba chat`
+        "lxml>=5",  # parses the pages
         "moto[server,s3]>=5",  # an S3 server for the tests
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions
         "mypy>=1.10",

@@ -256,7 +256,10 @@ def _refuse_changed(source: Source, reader: Reader) -> None:
 
 
 class PartWriter(PipelineStep):
-    """A writer of the kept documents as `part_00001.jsonl.zst`; the file appears when it is complete."""
+    """A writer of the kept documents as `part_00001.jsonl.zst`; the file appears when it is complete.
+
+    A part without documents leaves no file: pyarrow refuses to read a JSON file without a line.
+    """
 
     type = "💽 - WRITER"
     name = "part"
@@ -283,6 +286,8 @@ class PartWriter(PipelineStep):
                     notes.write(_line({**where, **found}))
                 kept[where["file"]] += 1
         written = {"name": path.name, "sha256": file_sha256(path), "bytes": path.stat().st_size, "kept": kept}
+        if not kept:
+            path.unlink()
         atomic.write_json(self.notes_dir / f"{rank:05d}.part", written)
 
 
@@ -334,7 +339,7 @@ def finish(out_dir: Path, notes_dir: Path, done: Path, removed: Iterator[Sequenc
     parts = [_described(path) for path in sorted(notes_dir.glob("*.part"))]
     if len(parts) < len([*notes_dir.glob("*.skipped")]):
         raise InputError(f"{out_dir}: an older version began this. Remove the folder, and run the command again")
-    CleaningManifest(parts=parts).write(out_dir)
+    CleaningManifest(parts=[part for part in parts if part.documents]).write(out_dir)
     atomic.write_json(done, {"kept": sum(part.documents for part in parts), **counts})
 
 

@@ -206,7 +206,7 @@ def _cleaning(
 
 def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
     from megatron_blackmamba.data_tools.cleaning import REMOVED, part_name
-    from megatron_blackmamba.data_tools.origins import refuse_incomplete
+    from megatron_blackmamba.data_tools.origins import CleaningManifest, refuse_incomplete
     from megatron_blackmamba.data_tools.rejects import InputError
 
     total = sum(stage.tasks for stage in stages)
@@ -224,7 +224,9 @@ def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
     if task.slurm is not None and not task.done.exists():
         print(f"{task.out_dir}: submitted {len(stages)} Slurm jobs; the last one is {stages[-1].job_id}")
         return
-    for path in (task.out_dir / REMOVED, *(task.out_dir / part_name(rank) for rank in range(len(task.parts)))):
+    manifest = CleaningManifest.read(task.out_dir)  # older versions wrote none
+    parts = [part.name for part in manifest.parts] if manifest else [*map(part_name, range(len(task.parts)))]
+    for path in (task.out_dir / name for name in (REMOVED, *parts)):
         if not path.exists():
             raise InputError(f"{path}: is missing, though this finished. Restore it, or choose another folder")
     refuse_incomplete(task.out_dir)

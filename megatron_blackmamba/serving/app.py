@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_blackmamba.inference.sampling import GenerationError
-from megatron_blackmamba.serving.completion import Completion, Limits, Refused, accept, parse
+from megatron_blackmamba.serving.completion import Completion, Limits, Refused, accept, parse, require_model
 from megatron_blackmamba.serving.engine import Busy, Engine
 from megatron_blackmamba.serving.job import Failed, Written
 
@@ -70,6 +70,7 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
     routes += [
         Route("/health", server.health),
         Route("/v1/models", server.models),
+        Route("/v1/models/{model:path}", server.model),
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
     ]
@@ -128,6 +129,13 @@ class _Server:
         return JSONResponse({"status": "ok", "running": self.engine.running, "waiting": len(self.engine.waiting)})
 
     async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def model(self, request: Request) -> Response:
+        require_model(request.path_params["model"], self.settings.model)
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
         config, limits = self.engine.decoder.config, self.settings.limits
         routed = [i for i, how in enumerate(self.engine.decoder.how) if how.routes]
         described = {
@@ -138,7 +146,7 @@ class _Server:
             "max_tokens": limits.new_tokens,
         }
         model = {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "local"}
-        return JSONResponse({"object": "list", "data": [model | {"blackmamba": described}]})
+        return model | {"blackmamba": described}
 
     async def chat(self, request: Request) -> Response:
         raise Refused("this is a base model without a chat format: it continues text. Use /v1/completions")

@@ -181,10 +181,15 @@ class Completion:
         }
 
 
+def require_model(asked: str | None, model: str) -> None:
+    """Refuse a request for another model than the server's; None asks for the one there is."""
+    if asked not in (None, model):
+        raise Refused(f"no model {asked!r} here; this server has {model!r}", status=404, field="model")
+
+
 def accept(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits, model: str, emit: Any) -> Completion:
     """Tokenize the prompts and check the limits."""
-    if request.model not in (None, model):
-        raise Refused(f"no model {request.model!r} here; this server has {model!r}", status=404, field="model")
+    require_model(request.model, model)
     if request.max_tokens > limits.new_tokens:
         raise Refused(f"max_tokens is {request.max_tokens}; at most {limits.new_tokens}", field="max_tokens")
     if request.max_tokens == 0 and not request.echo:

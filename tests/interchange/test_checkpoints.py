@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_blackmamba.checkpoint import DamagedCheckpoint, manifest
 from megatron_blackmamba.checkpoint.reading import STATE
@@ -59,6 +61,19 @@ def test_weights_are_equal_whatever_layout_saved_them(started, layout):
     files = {path.name: manifest.describe(path) for path in saved.iterdir()}
     manifest.write(saved, 0, files, {})
     assert_same(megatron.read(saved, verify=True), canonical(tiny("silu")))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_reads_what_any_layout_saved(started, layout, tmp_path):
+    """torch's own reader puts the shards of all ranks together, without this project."""
+    found = {}
+    for name in ("silu", f"{layout}_saved"):
+        dcp_to_torch_save(started / name, tmp_path / name)
+        found[name] = torch.load(tmp_path / name, weights_only=True)
+    imported, saved = found.values()
+    weights = {name for name in imported if not name.startswith("optimizer.")}
+    assert len(weights) > 20 and weights <= saved.keys()
+    assert all(torch.equal(imported[name], saved[name]) for name in weights)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -161,6 +176,14 @@ def test_losses_and_scores_reach_the_model_card(silu, tmp_path):
     fields = yaml.safe_load(card.split("---")[1])
     assert fields["license"] == "apache-2.0"
     assert fields["model-index"][0]["results"][0]["metrics"] == [{"type": "acc", "value": 0.625}]
+    read = ModelCard(card).data  # as huggingface_hub reads it
+    (score,) = read.eval_results
+    assert (read.license, score.dataset_type, score.metric_type, score.metric_value) == (
+        "apache-2.0",
+        "piqa",
+        "acc",
+        0.625,
+    )
     assert "| Training loss | 4.2500 at step 0 |" in card
     assert "| Validation loss | 4.5000 at step 0 (web 4.5000) |" in card
     assert "| piqa | acc | 0.6250 | 0.0125 | 100 |" in card

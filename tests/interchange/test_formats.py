@@ -19,6 +19,7 @@ from megatron_blackmamba.interchange.canonical import InterchangeError, Past, ca
 from megatron_blackmamba.interchange.open import open_model
 from tests.reference import tiny, write_released
 from tests.reference.canonical import canonical, config_of
+from tests.reference.checkpoint import released_shapes
 
 
 @pytest.fixture
@@ -55,6 +56,17 @@ def test_weights_survive_every_format_bit_by_bit(silu, tokenizer_file, tmp_path,
     assert again.config == config_of(silu).model_copy(update={"dt_rank": 2})
 
 
+def test_safetensors_reads_every_shard_of_the_index(silu, tmp_path):
+    model = canonical(silu)
+    hf.write(model, tmp_path, shard_bytes=20_000)
+    index = json.loads((tmp_path / hf.INDEX).read_text())
+    shards = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
+    assert {name: file for file, tensors in shards.items() for name in tensors} == index["weight_map"]
+    found = [tensor for tensors in shards.values() for tensor in tensors.values()]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found)
+    assert len(found) > 20 and all(tensor.isfinite().all() for tensor in found)
+
+
 def test_requested_precision_spares_the_recurrence(silu, tmp_path):
     convert.to_hf(canonical(silu), tmp_path / "out", dtype=torch.bfloat16, check="none")
     types = {name: entry.dtype for name, entry in hf.read(tmp_path / "out").entries.items()}
@@ -68,6 +80,32 @@ def test_written_torch_file_loads_with_torch_load(silu, tmp_path):
     assert list(loaded) == ["model"]
     assert all(torch.equal(loaded["model"][name], weight) for name, weight in silu.weights.items())
     assert zipfile.ZipFile(tmp_path / "pytorch_model.bin").testzip() is None
+
+
+def test_released_loader_s_rules_hold(silu, tmp_path):
+    """The released code reads config.json, makes the modules it tells of, and loads "model" with strict names."""
+    zyphra.write(canonical(silu), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    loaded = torch.load(tmp_path / "pytorch_model.bin", map_location="cpu")  # weights_only is torch's default
+    state = loaded["model"]
+    assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in state.values())
+    embedding = state.pop("embedding.word_embeddings.weight").clone()
+    made = torch.nn.Module()
+    for name, shape in released_shapes(config).items():
+        *modules, last = name.split(".")
+        inner = made
+        for part in modules:
+            if not hasattr(inner, part):
+                inner.add_module(part, torch.nn.Module())
+            inner = getattr(inner, part)
+        if name == "embedding.word_embeddings.weight":  # there it is embedding.weight, and the output layer's
+            made.embedding.weight = torch.nn.Parameter(torch.empty(shape))
+            made.output_layer = torch.nn.Linear(shape[1], shape[0], bias=config["add_bias_linear"])
+        else:
+            inner.register_parameter(last, torch.nn.Parameter(torch.empty(shape)))
+    state |= {"embedding.weight": embedding, "output_layer.weight": embedding}
+    made.load_state_dict(state, strict=True)
+    assert torch.equal(made.decoder.final_layernorm.bias, silu.weights["decoder.final_layernorm.bias"])
 
 
 def test_both_checksums_of_a_storage_are_written(silu, tmp_path):

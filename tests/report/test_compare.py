@@ -22,6 +22,7 @@ from megatron_blackmamba.report.compare import compare, render, tables
 from megatron_blackmamba.report.comparison import bootstrap, common_end, paired, read_all
 from megatron_blackmamba.report.history import read_history
 from megatron_blackmamba.report.overview import Overview, overviews, show
+from tests.pages import check_page
 
 SHARES = {"code": "3/4", "prose": "1/4"}
 
@@ -112,6 +113,7 @@ def test_the_page_and_the_tables_show_what_differs(two, tmp_path):
     assert found["Scores on the same questions"][0][:3] == ["piqa acc", "second − first", "+0.2500"]
     console = Console(record=True, width=200, file=io.StringIO())
     text = compare(two, tmp_path / "compare.html", console).read_text()
+    check_page(text)
     assert text.count("chart-data") >= 10
     (row,) = [row for row in found["Results"] if row[0] == "training loss at 81.9k tokens, mean of the last steps"]
     assert row[1:] == ["4.6150 (4 steps)", "3.6150 (4 steps)"]

@@ -18,6 +18,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import ReportError, write_report
 from megatron_blackmamba.report.charts import short, ticks
 from megatron_blackmamba.report.history import read_history, thin
+from tests.pages import check_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -187,6 +188,10 @@ def test_page_is_self_contained_and_escapes_text(page):
     assert text.count("<script") == text.count('<script type="application/json" class="chart-data">') + 2
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert "<b>def f(&lt;b&gt;</b>x &amp; y): return &#x27;&lt;i&gt;&#x27;" in text
+
+
+def test_an_html_parser_reads_the_page(page):
+    check_page(page.read_text())
 
 
 def test_samples_stay_with_the_run(page):

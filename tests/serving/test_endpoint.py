@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from urllib.request import urlopen
 
 import pytest
 from typer.testing import CliRunner
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.inference import Sampling
 from tests.docs.session import ROOT, blocks
+from tests.pages import check_page
 from tests.reference import forward, tiny
 from tests.serving.conftest import serve
 
@@ -25,6 +27,13 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 TEXTS = ["a state", "so", "what then, they said"]
+
+
+@pytest.fixture(scope="module")
+def guarded(generator):
+    """A server that asks for a key."""
+    with serve(generator, "secret") as running:
+        yield running
 
 
 def wait(condition, seconds=120):
@@ -57,6 +66,50 @@ def test_openai_client_gets_models_and_streams(running, generator):
     assert event.usage == whole.usage
     assert whole.usage.prompt_tokens == sum(len(generator.tokenizer.encode(text)) for text in TEXTS)
     assert whole.usage.completion_tokens == 36
+
+
+def test_openai_client_validates_every_answer(running):
+    """The client takes any JSON; its types, applied strictly, do not."""
+    openai = pytest.importorskip("openai")
+    from openai.types import Completion, Model
+
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0) as client:
+        listed = json.loads(client.models.with_raw_response.list().text)["data"]
+        (model,) = (Model.model_validate(each, strict=True) for each in listed)
+        one = client.models.with_raw_response.retrieve(model.id)
+        assert Model.model_validate_json(one.text, strict=True) == model
+        asked = {"model": model.id, "prompt": "a state", "max_tokens": 4, "logprobs": 2, "n": 2, "temperature": 0}
+        whole = client.completions.with_raw_response.create(**asked)
+        choices = Completion.model_validate_json(whole.text, strict=True).choices
+        texts, ends = ["", ""], [None, None]
+        for event in client.completions.create(**asked, stream=True):
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+                ends[choice.index] = choice.finish_reason
+    assert [choice.text for choice in choices] == texts
+    assert [choice.finish_reason for choice in choices] == ends == ["length", "length"]
+    assert [len(choice.logprobs.token_logprobs) for choice in choices] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "error, field, request_of",
+    [
+        ("NotFoundError", "model", lambda client: client.models.retrieve("gpt-5")),
+        ("NotFoundError", "model", lambda client: client.completions.create(model="gpt-5", prompt="a")),
+        ("NotFoundError", None, lambda client: client.embeddings.create(model="tiny", input="a")),
+        ("BadRequestError", "prompt", lambda client: client.completions.create(model="tiny", prompt="a " * 50_000)),
+        ("BadRequestError", "best_of", lambda client: client.completions.create(model="tiny", prompt="a", best_of=2)),
+        ("AuthenticationError", None, lambda client: client.with_options(api_key="wrong").models.list()),
+    ],
+    ids=["another model", "no such model", "no such endpoint", "too long", "not supported", "wrong key"],
+)
+def test_openai_client_raises_its_own_errors(guarded, error, field, request_of):
+    openai = pytest.importorskip("openai")
+    url = f"http://127.0.0.1:{guarded.port}/v1"
+    client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
+    with client, pytest.raises(getattr(openai, error)) as raised:
+        request_of(client)
+    assert raised.value.type == "invalid_request_error" and raised.value.param == field
 
 
 def test_python_block_of_the_page_runs(running, capsys):
@@ -132,6 +185,15 @@ def test_other_methods_types_and_hosts_are_refused(running):
     assert running.ask("/v1/models", Host="[::1]:80")[0] == 200
 
 
+def test_an_html_parser_reads_the_page(running):
+    parts = frozenset({"/page.css", "/page.js"})
+    for path in ("/", *parts):
+        with urlopen(f"http://127.0.0.1:{running.port}{path}") as answer:
+            content = answer.read().decode()
+        if path == "/":
+            check_page(content, own=parts)
+
+
 def test_probabilities_and_experts_are_the_reference_s(running, generator):
     choice = running.complete("a state", max_tokens=6, temperature=0, echo=True, logprobs=3, experts=True)["choices"][0]
     tokens = [i for token in choice["logprobs"]["tokens"] for i in generator.tokenizer.encode(token)]
@@ -147,15 +209,14 @@ def test_probabilities_and_experts_are_the_reference_s(running, generator):
     ]
 
 
-def test_a_key_opens_all_but_the_page(generator):
-    with serve(generator, api_key="secret") as server:
-        with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=120)) as connection:
-            connection.request("GET", "/v1/models")
-            refused = connection.getresponse()
-            assert refused.status == 401 and refused.getheader("WWW-Authenticate") == "Bearer"
-        assert server.ask("/v1/completions", {"prompt": "a"}, Authorization="Bearer wrong")[0] == 401
-        assert server.ask("/v1/models", Authorization="Bearer secret")[0] == 200
-        assert server.ask("/health")[0] == 200
+def test_a_key_opens_all_but_the_page(guarded):
+    with contextlib.closing(HTTPConnection("127.0.0.1", guarded.port, timeout=120)) as connection:
+        connection.request("GET", "/v1/models")
+        refused = connection.getresponse()
+        assert refused.status == 401 and refused.getheader("WWW-Authenticate") == "Bearer"
+    assert guarded.ask("/v1/completions", {"prompt": "a"}, Authorization="Bearer wrong")[0] == 401
+    assert guarded.ask("/v1/models", Authorization="Bearer secret")[0] == 200
+    assert guarded.ask("/health")[0] == 200
 
 
 def test_the_command_serves_until_interrupted(folder):

@@ -24,6 +24,7 @@ from megatron_blackmamba.study.page import render
 from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.results import Result, collect, grouped, half_interval
 from megatron_blackmamba.study.runs import Study, final_loss
+from tests.pages import check_page
 
 
 def finish(cell, loss):
@@ -93,6 +94,7 @@ def test_confidence_over_seeds_is_student_s(tmp_path):
     assert group.mean("validation") == 2.0
     assert group.interval("validation") == pytest.approx(4.303 / 3**0.5)
     text = render(paper(tmp_path), [*results, result("mamba", 1, 2.5, busiest={}), result("x", 1, 2.0, "ablation")], 9)
+    check_page(text)
     assert "2.000 ± 2.484" in text
     assert "5 of 9 runs are finished" in text
 
