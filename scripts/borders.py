@@ -78,7 +78,7 @@ BORDERS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found; `passed` is False too if the environment could not be made."""
+    """The outcome of a check; `passed` is False too if the environment could not be made."""
 
     package: str
     version: str
@@ -268,8 +268,10 @@ skipped where a version lacks what they need. This page is made from its results
 
 {table(results)}
 
-A row of transformers also has what goes with it: {beside(results)}. "generic tests" are transformers' own tests of any
-model and of `generate`, run on our modeling files and on its Mamba; a test that fails with ours alone fails the check.
+A row of transformers also has packages that go with it. The newest row has {beside(results)}.
+
+"generic tests" are [transformers' own tests](conversion.md#transformers-own-tests), run on our modeling files and on its
+Mamba. A test that fails with ours alone fails the check.
 """
 
 

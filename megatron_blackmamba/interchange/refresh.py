@@ -16,7 +16,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Change:
-    """What happened to a code file: "added", "replaced" or "removed", with its lines."""
+    """A change of a code file: added, replaced or removed, and by how many lines."""
 
     file: str
     what: str
