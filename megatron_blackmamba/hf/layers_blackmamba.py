@@ -122,8 +122,8 @@ class TimeStep(nn.Module):
 
     def __init__(self, rank: int, size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size, rank))
-        self.bias = nn.Parameter(torch.zeros(size))
+        self.weight = nn.Parameter(torch.zeros(size, rank, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(size, dtype=torch.float32))
 
     def forward(self, dt_BLR: Tensor) -> tuple[Tensor, Tensor]:
         return F.linear(dt_BLR.to(self.weight.dtype), self.weight), self.bias
@@ -239,8 +239,8 @@ class MambaMixer(Recurrent):
         self.conv1d.fast = self.fast
         self.x_proj = linear(I, sum(self.splits), self.fast)
         self.dt_proj = TimeStep(config.dt_rank, I)
-        self.A_log = nn.Parameter(torch.zeros(I, N))
-        self.D = nn.Parameter(torch.ones(I))
+        self.A_log = nn.Parameter(torch.zeros(I, N, dtype=torch.float32))
+        self.D = nn.Parameter(torch.ones(I, dtype=torch.float32))
         self.out_proj = linear(I, D, self.fast)
 
     def exact(self) -> tuple[nn.Parameter, ...]:
@@ -277,9 +277,9 @@ class Mamba2Mixer(Recurrent):
         self.in_proj = linear(D, 2 * I + 2 * GN + H, self.fast)
         self.conv1d = Convolution(I + 2 * GN, I + 2 * GN, K, groups=I + 2 * GN)
         self.conv1d.fast = self.fast
-        self.dt_bias = nn.Parameter(torch.zeros(H))
-        self.A_log = nn.Parameter(torch.zeros(H))
-        self.D = nn.Parameter(torch.ones(H))
+        self.dt_bias = nn.Parameter(torch.zeros(H, dtype=torch.float32))
+        self.A_log = nn.Parameter(torch.zeros(H, dtype=torch.float32))
+        self.D = nn.Parameter(torch.ones(H, dtype=torch.float32))
         self.norm = GatedNorm(I, self.groups, config.norm_eps)
         self.out_proj = linear(I, D, self.fast)
 
