@@ -75,6 +75,7 @@ CASES = {
     ),
     "data trace": Case("data trace {material}/runs/mine --step 3"),
     "export hf": Case("export hf {material}/runs/mine out --nproc 2"),
+    "export refresh": Case("export refresh {material}/exported --check short"),
     "export zyphra": Case("export zyphra {material}/runs/mine out"),
     "import hf": Case("import hf {material}/exported out"),
     "import zyphra": Case("import zyphra {material}/released out --activation gelu"),

@@ -18,6 +18,8 @@ from megatron_blackmamba.runtime.memory import keep_freed_memory
 
 LOCAL_ADDRESSES = {"localhost", "127.0.0.1", "::1"}
 TIMEOUT = timedelta(minutes=30)
+PATIENCE = timedelta(days=30)
+"""Limit of a collective in training: the watchdog ends a hang, and discounts time in which a job is suspended."""
 
 _alone: "list[World]" = []
 

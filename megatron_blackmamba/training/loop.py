@@ -14,7 +14,6 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import replace
-from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,6 @@ from megatron_blackmamba.training.validation import validate
 
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are often padded to a multiple of this, times the tensor-parallel ranks."""
-PATIENCE = timedelta(days=30)
-"""How long a collective may take: the watchdog ends a hang, and does not count the time in which a job is suspended."""
 BAD_STEP = {
     Cause.NOT_FINITE: events.NotFinite,
     Cause.SPIKE: events.Spike,
@@ -89,10 +86,7 @@ class Outcome(IntEnum):
 
 
 def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
-    """Start or resume training, until the last step or a request to stop. Every rank calls this.
-
-    trainer: a Trainer subclass, for an experiment or a test.
-    """
+    """Start or resume training, by a subclass of Trainer if given, until its end or a request to stop, on every rank."""
     for package in (r"megatron\.core", r"torch\.distributed"):  # what they warn of is for their developers
         warnings.filterwarnings("ignore", module=package)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -117,7 +111,7 @@ def _train(config: RunConfig, trainer: type["Trainer"], stop: StopRequest) -> Ou
             print(*headline.lines(config, place.size, counted=not dist.is_initialized()), sep="\n", flush=True)
     logs = RunFolder(Path(config.folder) / config.name).logs
     with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
-        everyone = world.start(config.parallel, PATIENCE, joined=lambda: refuse_unlike_starts(config))
+        everyone = world.start(config.parallel, world.PATIENCE, joined=lambda: refuse_unlike_starts(config))
         outcome = trainer(config, everyone, stop, watchdog).run()
         world.shutdown()
     return outcome

@@ -177,6 +177,9 @@ def _run(words: list[str], cli) -> int:
     try:
         if program == "blackmamba":
             cli.main()
+        elif words[1] == "-m":
+            sys.argv = words[2:]
+            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as ended:

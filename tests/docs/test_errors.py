@@ -114,7 +114,7 @@ def test_own_bugs_keep_tracebacks_unless_dependencies_are_old(first_hour, monkey
     real = software.metadata.version
     monkeypatch.setattr(software.metadata, "version", lambda name: "2.4.1" if name == "torch" else real(name))
     assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == 2
-    assert "torch 2.4.1 is here, and this project needs >=2.6" in capsys.readouterr().err
+    assert "torch 2.4.1 is here, and this project needs >=2.9" in capsys.readouterr().err
 
 
 def test_memory_that_the_machine_lacks_names_the_micro_batch(first_hour, monkeypatch, capsys):

@@ -30,11 +30,11 @@ ALLOWED = {
     ("ops/selective_scan/triton_forward.py", "S"): "an axis of a kernel's argument",
     ("hints.py", "--"): "the start of an option",
     ("hints.py", "-"): "the start of an option",
+    ("runtime/deadman.py", "-S"): "an option of Python",
     ("interchange/refresh.py", "--"): "a mark in a name of the hub",
     ("config/run.py", "-"): "the start of an option",
     ("data_tools/cleaning_commands.py", "-"): "standard input",
     ("inference/commands.py", "-"): "standard input",
-    ("interchange/commands.py", "-"): "the start of an option",
     ("launch/job.py", "-"): "the start of an option",
     ("training/metrics/base.py", "*"): "a wildcard in a metric's name",
 }
