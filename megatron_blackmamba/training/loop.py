@@ -86,7 +86,7 @@ class Outcome(IntEnum):
 
 
 def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
-    """Start or resume training, by a subclass of Trainer if given, until its end or a request to stop, on every rank."""
+    """Start or resume training, by a subclass of Trainer if given, until its end or a request to stop; on all ranks."""
     for package in (r"megatron\.core", r"torch\.distributed"):  # what they warn of is for their developers
         warnings.filterwarnings("ignore", module=package)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
