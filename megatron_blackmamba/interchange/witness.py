@@ -12,8 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -34,6 +32,13 @@ Check = Literal["full", "short", "none"]
 MARK = "CHECK_FAILED.txt"
 """In the folder of an export that transformers could not load, or that answered otherwise."""
 REFRESH = "Give the folder the installed package's code: blackmamba export refresh"
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONDONTWRITEBYTECODE": "1",  # no __pycache__ in the export
+}
 
 
 class WitnessError(parity.ParityError):
@@ -91,14 +96,13 @@ def ask(folder: Path, model: Canonical, scratch: Path) -> Answer:
     text = parity.TEXT.encode() if tokenizer is not None else b""
     save_file({"prompts": parity.probe_tokens(model), "text": torch.tensor(list(text), dtype=torch.uint8)}, question)
     module = "megatron_blackmamba.interchange.transformers_process"
-    with _modules_cache() as environment:
-        done = subprocess.run(
-            [sys.executable, "-m", module, str(folder.resolve()), str(question), str(destination)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            errors="replace",
-        )
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(folder.resolve()), str(question), str(destination)],
+        env=os.environ | ENVIRONMENT | {"HF_MODULES_CACHE": str(scratch / "modules")},
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
     told = _last_line(done.stdout)
     version = told.get("version", "(not installed)")
     if done.returncode or "error" in told:
@@ -139,19 +143,6 @@ def _compared(model: Canonical, answer: Answer) -> Comparison:
 def _router(layer: int, choice: Tensor) -> Router:
     choice_BSK = choice if choice.dim() == 3 else choice[..., None]
     return Router(layer, choice_BSK.sort(dim=-1).values, torch.full(choice_BSK.shape[:2], torch.inf))
-
-
-@contextmanager
-def _modules_cache() -> Iterator[dict[str, str]]:
-    """Yield an environment in which transformers copies the folder's code to a place that is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="blackmamba-modules-") as folder:
-        yield os.environ | {
-            "HF_MODULES_CACHE": folder,
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_VERBOSITY": "error",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONDONTWRITEBYTECODE": "1",  # no __pycache__ in the export
-        }
 
 
 def _last_line(output: str) -> dict[str, str]:
