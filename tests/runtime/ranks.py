@@ -121,3 +121,14 @@ def _be_rank(launcher: dict[str, str], body: Callable[[], object], write_end: in
     os.write(write_end, json.dumps(answer).encode())  # less than a pipe holds
     multiprocessing.util._exit_function()
     os._exit(0)
+
+
+def run(code, *arguments):
+    """Run code in a Python process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )

@@ -1,10 +1,8 @@
 import os
 import signal
-import subprocess
-import sys
 
 from megatron_blackmamba.runtime import signals
-from tests.runtime.ranks import ROOT, environment
+from tests.runtime.ranks import run
 
 ASKED_TWICE = """
 import os, signal, sys
@@ -15,16 +13,6 @@ stop = StopRequest(catch=(how,))
 os.kill(os.getpid(), how); assert stop.asked
 os.kill(os.getpid(), how); print("still here")
 """
-
-
-def run(code, *arguments):
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
 
 
 def test_a_second_interrupt_ends_the_process_at_once():

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_blackmamba.runtime import watchdog
 from megatron_blackmamba.runtime.exits import HUNG
-from tests.runtime.ranks import ROOT, environment
+from tests.runtime.ranks import ROOT, environment, run
 
 HANGS = """
 import time
@@ -34,16 +34,6 @@ with Watchdog(4, rank=3) as dog:
         dog.alive("starting"); time.sleep(0.05)
     stuck_with_the_lock()
 """
-
-
-def run(code, *arguments):
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
 
 
 def test_each_sign_of_life_counts_anew():
