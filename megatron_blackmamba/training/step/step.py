@@ -17,10 +17,10 @@ from torch import Tensor
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
-from megatron_blackmamba.training.finite import FirstSeen
 from megatron_blackmamba.training.fixes import NonFiniteGradient
-from megatron_blackmamba.training.optimizer import Trainable
-from megatron_blackmamba.training.stragglers import OwnTime
+from megatron_blackmamba.training.step.optimizer import Trainable
+from megatron_blackmamba.training.watch.finite import FirstSeen
+from megatron_blackmamba.training.watch.stragglers import OwnTime
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.moe.router import Router
