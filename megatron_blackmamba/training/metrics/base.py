@@ -55,10 +55,11 @@ class Taken:
 
     @cached_property
     def own_weights(self) -> "list[Tensor]":
-        """This rank's parts of the weights. Each part of a weight is on one rank, whatever the layout."""
+        """This rank's parts of the weights, updated. Each part of a weight is on one rank, whatever the layout."""
         from megatron_blackmamba.model.initialise import shards
 
-        found = shards(self.model.sharded_state_dict())
+        buffers = dict(self.model.named_buffers())
+        found = (shard for shard in shards(self.model.sharded_state_dict()) if shard.key not in buffers)
         return [shard.data.detach() for shard in found if not any(_as_tuple(shard.replica_id))]
 
 
