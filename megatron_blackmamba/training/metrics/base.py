@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from megatron_blackmamba.config import RunConfig
     from megatron_blackmamba.data import DataPlan
     from megatron_blackmamba.model import LanguageModel
-    from megatron_blackmamba.training.record.speed import Utilisation
     from megatron_blackmamba.training.step.optimizer import Trainable
     from megatron_blackmamba.training.step.progress import Progress
     from megatron_blackmamba.training.step.step import Losses, Update
+    from megatron_blackmamba.training.watch.speed import Utilisation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a run leaves for people: a record of each step, its events, and a trace if asked for."""
+"""Records of a run for people: the scalars of each step, the events, and a trace if asked for."""
 
 import time
 from dataclasses import replace
@@ -9,8 +9,8 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.metrics import Taken, record
 from megatron_blackmamba.training.record.loggers import Loggers
-from megatron_blackmamba.training.record.speed import Utilisation
 from megatron_blackmamba.training.record.tracing import Tracing
+from megatron_blackmamba.training.watch.speed import Utilisation
 
 
 class Journal:

@@ -99,7 +99,7 @@ class Watch:
             self._report(event)
 
     def refuses_rewind(self, to: int | None, cause: Cause | None) -> events.NotRewound | None:
-        """Count a rewind to a checkpoint. Return why it must not be: there is none, or it has been too often."""
+        """Count a rewind to a checkpoint. Return why it is refused: no checkpoint exists, or too many rewinds to it."""
         if to is None:
             return events.NotRewound()
         self._rewinds[to] += 1
