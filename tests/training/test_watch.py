@@ -1,4 +1,4 @@
-"""What the watch over a run says: of a step before its update, the samples of bad steps, and when it rewinds."""
+"""Verdicts of the watch over a run: before an update, on the samples of bad steps, and on rewinds."""
 
 import pytest
 
