@@ -35,6 +35,9 @@ LAYERS = [
     {"quickstart", "study", "errors", "hints"},
     {"api", "cli"},
 ]
+TRAINING = [{"start", "watch"}, {"step"}, {"metrics", "keep"}, {"record"}, {"loop", "launcher"}, {"verb"}]
+"""The groups of `training`, lowest first."""
+IN_TRAINING = {group: height for height, groups in enumerate(TRAINING, 1) for group in groups}
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
 TOOLS_MAY_USE = {"config", "tokenizer", "formats", "interrupts", "progress"}
 MOST_LINES = 500
@@ -94,6 +97,14 @@ def test_packages_import_only_lower_layers(path):
         assert LAYER[other] < LAYER[package] or both_at_the_bottom, f"{package} imports {other}"
 
 
+@pytest.mark.parametrize("path", files_of(PACKAGE / "training"), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_training_groups_import_one_way(path):
+    group = path.relative_to(PACKAGE / "training").parts[0].removesuffix(".py")
+    parts = [name.split(".") for name in imported(path) if name.startswith("megatron_blackmamba.training.")]
+    others = {part[2] for part in parts} - {group}
+    assert all(IN_TRAINING.get(other, 0) < IN_TRAINING.get(group, 1) for other in others), f"{group} imports {others}"
+
+
 def test_modeling_files_import_only_ops():
     for path in files_of(PACKAGE / "hf"):
         assert packages_imported(path) <= {"ops", "hf"}, path
@@ -106,7 +117,7 @@ def test_ops_and_kinds_do_not_import_megatron():
 
 @pytest.mark.parametrize("package", sorted({package_of(path) for path in files_of(PACKAGE)} - {"model", "data"}))
 def test_megatron_is_patched_before_it_is_imported(package):
-    patched = ("megatron_blackmamba.model", "megatron_blackmamba.data", "megatron_blackmamba.training.optimizer")
+    patched = ("megatron_blackmamba.model", "megatron_blackmamba.data", "megatron_blackmamba.training.step.optimizer")
     for path in files_of(PACKAGE / package):
         for line in path.read_text().splitlines():
             if line == "patches.install()  # before megatron-core is imported" or line.startswith(

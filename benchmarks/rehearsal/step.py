@@ -70,7 +70,7 @@ def rehearse(config: RunConfig, ranks: int = 1) -> Rehearsed:
         watchdog = stack.enter_context(Watchdog(HOUR, 0, 1, None))
         trainer = _trainer(_with_synthetic_data(config, folder), here, watchdog)
         stack.callback(trainer.batches.close)
-        stack.callback(trainer.loggers.close)  # before the folder is removed
+        stack.callback(trainer.journal.close)  # before the folder is removed
         trainer.take_step()  # makes the optimizer's state
         LOG.on, LOG.peak, before = True, LOG.bytes, LOG.bytes
         trainer.take_step()

@@ -205,7 +205,7 @@ class Checkpoints:
     def _parts(self, step: int, write: Write) -> list[Part]:
         """Wait for every rank's part, and return them on rank 0. If one failed, every rank raises SaveError."""
         mine = write.wait()
-        ends = list(enumerate(gathered(self.world, (mine.not_finite, mine.problem))))
+        ends = list(enumerate(gathered((mine.not_finite, mine.problem))))
         for rank, (not_finite, _) in ends:
             if not_finite is not None:
                 raise NotFiniteError(f"step {step}: {not_finite} is not finite on rank {rank}")
@@ -320,7 +320,7 @@ class Checkpoints:
                 safety.refuse_code(folder, content["files"])
         except manifest.CheckpointError as error:
             problem = error
-        problems = [found for found in gathered(self.world, problem) if found is not None]
+        problems = [found for found in gathered(problem) if found is not None]
         for found in sorted(problems, key=lambda found: not isinstance(found, manifest.DamagedCheckpoint)):
             raise found
 

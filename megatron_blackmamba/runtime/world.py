@@ -69,6 +69,14 @@ class World:
         return bool(together)
 
 
+def gathered(value: Any) -> list[Any]:
+    """Return every rank's value, by rank. Every rank calls this."""
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 class PlaceError(ValueError):
     """The launcher's variables do not say which rank this process is, or where rank 0 listens."""
 

@@ -1,6 +1,8 @@
-"""The rules for config changes on resume: FIXED keys may not change, BY_NAME keys only if allowed, FREE keys may.
+"""The rules for config changes on resume: FIXED keys may not change, BY_NAME keys only if allowed, all others may.
 
-Every config key is in one of the three groups; the table is in tests/training/test_resume.py.
+The others decide how numbers are computed, watched and saved, not which numbers. data.mixture is a path, and its content
+is compared on its own. start.from is read only when a run starts. A router may balance other tokens together in another
+micro-batch or layout, which the log then says. tests/training/test_resume.py has the rule for each key.
 """
 
 import hashlib
@@ -25,36 +27,6 @@ FIXED = (
 """Another model, other data or other optimizer state: the checkpoint does not fit."""
 BY_NAME = ("optimizer.", "training.tokens", "training.global_batch")
 """May change from here on, if resume.allow names them."""
-FREE = (
-    *(
-        "name",
-        "folder",
-        "parallel.",
-        "data.mixture",
-        "data.workers",
-        "data.verify_rate",
-        "checkpoint.",
-        "logging.",
-        "kernels.",
-        "start.",
-        "resume.",
-    ),
-    *("training.micro_batch", "training.recompute"),
-    *(
-        "training.overlap",
-        "training.bucket_size",
-        "training.deterministic",
-        "training.evaluate_every",
-        "training.evaluate_batches",
-        "training.validate_balanced",
-    ),
-    *("training.router_every", "training.stop_after_steps", "training.profile", "training.guard."),
-)
-"""May change at any time: they decide how numbers are computed, watched and saved, not which numbers.
-
-data.mixture is a path: its content is compared on its own. start.from is read only when a run starts. A router may
-balance other tokens together in another micro-batch or layout, which the log then says.
-"""
 
 
 class ResumeError(ValueError):
@@ -67,7 +39,7 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
     Returns one line for each change that was allowed by name, or that changes the routing.
     """
     changes = list(_differences(saved, config.model_dump(mode="json", by_alias=True)))
-    fixed = [change for change in changes if _under(change[0], FIXED) and not _under(change[0], FREE)]
+    fixed = [change for change in changes if _under(change[0], FIXED)]
     if fixed:
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(fixed)}\n"
