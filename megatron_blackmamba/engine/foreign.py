@@ -1,7 +1,8 @@
 """Private names of other packages that this project uses: who needs them, why, and what to do when one is gone.
 
-A private name may vanish in any release. `tests/runtime/test_foreign.py` compares this list with the code, so a new
-use needs an entry. `refuse_missing` looks for the names in the installed packages before a run begins.
+`changes.py` has the names of megatron-core. A private name may vanish in any release. `tests/engine/test_foreign.py`
+compares both lists with the code, so a new use needs an entry. `refuse_missing` looks for all of these names in the
+installed packages before a run begins.
 """
 
 import importlib.util
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+
+from megatron_blackmamba.engine.changes import CHANGES
 
 
 class ForeignNameError(ValueError):
@@ -42,166 +45,65 @@ CHECKPOINT_NAMES = (
     "names that a checkpoint's metadata may contain; nothing calls them",
     "metadata with other names is refused: add those of the new release",
 )
+# fmt: off
 FOREIGN = (
-    Foreign(
-        "megatron.core.optimizer.distrib_optimizer",
-        ("_copy_main_params_to_model_params", "_copy_model_grads_to_main_grads", "_get_model_param_range_map"),
-        "runtime/float64.py, training/fused_update.py, training/redundant.py",
-        "megatron-core copies and casts weights and gradients that the fused update reads where they are",
-        "leave out the fix: the update is slower, and float64 runs are refused",
-    ),
-    Foreign(
-        "megatron.core.optimizer.distrib_optimizer",
-        ("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
-        "checkpoint/optimizer_shards.py",
-        "the optimizer's state of one parameter, saved by the rank that holds it",
-        "leave out the fix `own-shards`: megatron-core gathers the state on every rank",
-    ),
-    Foreign(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async",
-        ("_results_queue",),
-        "checkpoint/writing.py",
-        "the results of the forked writers, which megatron-core keeps in a module variable",
-        "checkpoint.asynchronous=false writes in the foreground",
-        needed=False,
-    ),
-    Foreign(
-        "megatron.core.transformer.moe.token_dispatcher",
-        ("_maybe_dtoh_and_synchronize",),
-        "model/dispatcher.py",
-        "the one copy of split sizes to the host that expert parallelism needs",
-        "copy the split sizes in dispatch_preprocess",
-    ),
-    Foreign(
-        "megatron.core.tensor_parallel.random",
-        ("_MODEL_PARALLEL_RNG_TRACKER_NAME", "_get_cuda_rng_state", "_set_cuda_rng_state"),
-        "runtime/patches.py",
-        "seeding and recomputation on a machine without CUDA",
-        "the public names of the release, if it has a CPU generator",
-    ),
-    Foreign(
-        "megatron.core.tensor_parallel.layers",
-        ("_forward_impl",),
-        "model/linears.py",
-        "the product of a tensor-parallel linear layer, replaced for kernels.linear=fp8",
-        "kernels.linear=fp8 is refused",
-        needed=False,
-    ),
-    Foreign(
-        "megatron.core.optimizer.emerging_optimizers",
-        ("_EMERGING_OPTIMIZERS", "_muon_config_to_kwargs"),
-        "training/muon.py",
-        "the settings of Muon, which megatron-core 0.17 and later build",
-        "optimizer.kind=muon is refused",
-        needed=False,
-    ),
-    Foreign(
-        "torch",
-        ("_foreach_copy_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "_fused_adam_", "_fused_adamw_"),
-        "runtime/adam.py, runtime/patches.py, model/language_model.py, training/accumulation.py",
-        "one call for many tensors: the update, the gradient norm and clipping",
-        "torch.optim.AdamW(fused=True) and a loop over the tensors",
-    ),
-    Foreign(
-        "torch",
-        ("_scaled_mm", "_scaled_grouped_mm"),
-        "ops/fp8.py",
-        "products of 8-bit floats",
-        "torch.nn.functional has public forms in newer releases; kernels.linear=fp8 is refused without them",
-        needed=False,
-    ),
-    Foreign(
-        "torch",
-        ("_cdata",),
-        "ops/causal_conv1d/halves.py",
-        "whether two tensors share memory",
-        "untyped_storage().data_ptr()",
-    ),
-    Foreign(
-        "torch._dynamo.eval_frame",
-        ("_torchdynamo_orig_callable",),
-        "runtime/patches.py",
-        "the function below a compiled one, for the patch `jit`",
-        "leave out that patch: megatron-core's small functions are compiled on CPUs",
-        needed=False,
-    ),
-    Foreign(
-        "torch.distributed.distributed_c10d",
-        ("_world", "_get_sequence_number_for_group", "_distributed_c10d", "_dump_fr_trace", "_dump_nccl_trace"),
-        "runtime/hangs.py",
-        "the report of a hang: which collective each rank is in",
-        "the report names ranks and stacks only",
-        needed=False,
-    ),
-    Foreign(
-        "torch.distributed.checkpoint.metadata",
-        ("_MEM_FORMAT_ENCODING",),
-        *CHECKPOINT_NAMES,
-        needed=False,
-    ),
-    Foreign(
-        "torch.distributed.checkpoint.filesystem",
-        ("_StorageInfo", "_StoragePrefix"),
-        *CHECKPOINT_NAMES,
-        needed=False,
-    ),
-    Foreign(
-        "torch.serialization",
-        ("_get_layout",),
-        *CHECKPOINT_NAMES,
-        needed=False,
-    ),
-    Foreign(
-        "torch._utils",
-        ("_rebuild_tensor_v2",),
-        *CHECKPOINT_NAMES,
-        needed=False,
-    ),
-    Foreign(
-        "torch._subclasses.fake_tensor",
-        ("FakeTensorMode",),
-        "interchange/torch_file.py",
-        "list the tensors of a .bin file without reading them",
-        "torch.load(mmap=True), which maps the file",
-        needed=False,
-    ),
-    Foreign(
-        "torch.utils._pytree",
-        ("tree_leaves",),
-        "training/gathering.py",
-        "the tensors among the arguments of a module",
-        "optree, or a loop over tuples and dicts",
-    ),
-    Foreign(
-        "lm_eval.tasks._yaml_loader",
-        ("load_yaml",),
-        "evaluation/tasks.py",
-        "a task's definition without loading all of them, which takes seconds",
-        "lm_eval.tasks.TaskManager",
-        needed=False,
-    ),
-    Foreign(
-        "lm_eval.__main__",
-        ("cli_evaluate",),
-        "evaluation/__main__.py",
-        "lm-eval's command line with our model registered",
-        "the public console script lm-eval --include_path",
-        needed=False,
-    ),
-    Foreign(
-        "transformers.modeling_utils",
-        ("_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
-        "hf/modeling_blackmamba.py",
-        "marks that from_pretrained reads: weights that are loaded, and modules that stay in fp32",
-        "the check of every export finds wrong weights or precision",
-        needed=False,
-    ),
+    Foreign("torch",
+            ("_foreach_copy_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "_fused_adam_", "_fused_adamw_"),
+            "engine/adam.py, engine/everywhere.py, model/language_model.py, engine/parts/accumulation.py",
+            "one call for many tensors: the update, the gradient norm and clipping",
+            "torch.optim.AdamW(fused=True) and a loop over the tensors"),
+    Foreign("torch", ("_scaled_mm", "_scaled_grouped_mm"),
+            "ops/fp8.py", "products of 8-bit floats",
+            "torch.nn.functional has public forms in newer releases; kernels.linear=fp8 is refused without",
+            needed=False),
+    Foreign("torch", ("_cdata",),
+            "ops/causal_conv1d/halves.py", "whether two tensors share memory",
+            "untyped_storage().data_ptr()"),
+    Foreign("torch._dynamo.eval_frame", ("_torchdynamo_orig_callable",),
+            "engine/cpu.py", "the function below a compiled one, for the change `jit`",
+            "leave out that change: megatron-core's small functions are compiled on CPUs", needed=False),
+    Foreign("torch.distributed.distributed_c10d",
+            ("_world", "_get_sequence_number_for_group", "_distributed_c10d", "_dump_fr_trace", "_dump_nccl_trace"),
+            "runtime/hangs.py", "the report of a hang: which collective each rank is in",
+            "the report names ranks and stacks only", needed=False),
+    Foreign("torch.distributed.checkpoint.metadata", ("_MEM_FORMAT_ENCODING",), *CHECKPOINT_NAMES, needed=False),
+    Foreign("torch.distributed.checkpoint.filesystem", ("_StorageInfo", "_StoragePrefix"),
+            *CHECKPOINT_NAMES, needed=False),
+    Foreign("torch.serialization", ("_get_layout",), *CHECKPOINT_NAMES, needed=False),
+    Foreign("torch._utils", ("_rebuild_tensor_v2",), *CHECKPOINT_NAMES, needed=False),
+    Foreign("torch._subclasses.fake_tensor", ("FakeTensorMode",),
+            "interchange/torch_file.py", "list the tensors of a .bin file without reading them",
+            "torch.load(mmap=True), which maps the file", needed=False),
+    Foreign("torch.utils._pytree", ("tree_leaves",),
+            "engine/parts/gathering.py", "the tensors among the arguments of a module",
+            "optree, or a loop over tuples and dicts"),
+    Foreign("lm_eval.tasks._yaml_loader", ("load_yaml",),
+            "evaluation/tasks.py", "a task's definition without loading all of them, which takes seconds",
+            "lm_eval.tasks.TaskManager", needed=False),
+    Foreign("lm_eval.__main__", ("cli_evaluate",),
+            "evaluation/__main__.py", "lm-eval's command line with our model registered",
+            "the public console script lm-eval --include_path", needed=False),
+    Foreign("transformers.modeling_utils",
+            ("_is_hf_initialized", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+            "hf/modeling_blackmamba.py",
+            "marks that from_pretrained reads: weights that are loaded, and modules that stay in fp32",
+            "the check of every export finds wrong weights or precision", needed=False),
 )
+# fmt: on
+
+
+def touched() -> Iterator[Foreign]:
+    """Yield the names of megatron-core that the changes touch, and the private ones of other packages."""
+    for change in CHANGES:
+        for module, names in change.touches.items():
+            where, needed = f"megatron.core.{module}", not change.optional
+            yield Foreign(where, tuple(names.split()), change.file, change.why, change.instead, needed)
+    yield from FOREIGN
 
 
 def refuse_missing() -> None:
     """Refuse installed packages that lack a name which training needs, before anything is built."""
-    for foreign in FOREIGN:
+    for foreign in touched():
         if foreign.needed and (gone := missing(foreign)):
             raise ForeignNameError(
                 f"{foreign.package} {version_of(foreign)} has no {', '.join(gone)} ({foreign.module}), which this "
@@ -250,6 +152,6 @@ def is_compiled(module: str, name: str) -> bool:
 
 def report() -> Iterator[tuple[Foreign, tuple[str, ...]]]:
     """Yield the entries whose names the installed packages lack."""
-    for foreign in FOREIGN:
+    for foreign in touched():
         if gone := missing(foreign):
             yield foreign, gone

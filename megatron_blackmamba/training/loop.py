@@ -26,11 +26,12 @@ from megatron_blackmamba import model as modelling
 from megatron_blackmamba.checkpoint import Checkpoints, SaveError
 from megatron_blackmamba.checkpoint.reading import saved_config
 from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
+from megatron_blackmamba.engine import foreign
 from megatron_blackmamba.formats import atomic, events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.registry import extensions
-from megatron_blackmamba.runtime import exits, foreign, layout, process, world
+from megatron_blackmamba.runtime import exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import StopRequest
 from megatron_blackmamba.runtime.watchdog import Watchdog

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.engine.parts.optimizer import NonFiniteGradient
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.finite import FirstSeen
-from megatron_blackmamba.training.fixes import NonFiniteGradient
 from megatron_blackmamba.training.optimizer import Trainable
 from megatron_blackmamba.training.stragglers import OwnTime
 

@@ -1,24 +1,27 @@
-"""Named fixes of megatron-core's optimizer and checkpoint, as `runtime/patches.py` has for machines without CUDA.
-
-Each changes one optimizer, not megatron-core's classes. `tests/training/test_fixes.py` leaves each out in turn and
-shows what breaks.
-"""
+"""megatron-core's optimizer: how it is built, and what changes in the one that it has built."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 
-from megatron_blackmamba import model  # noqa: F401  (its package installs the patches before megatron-core is imported)
-from megatron_blackmamba.checkpoint import optimizer_shards
+from megatron_blackmamba.config.run import OptimizerConfig
+from megatron_blackmamba.engine.adam import Adam
+from megatron_blackmamba.engine.checked import private, replace
 from megatron_blackmamba.optimizers import OptimizerKind
 
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -29,50 +32,70 @@ class NonFiniteGradient(ArithmeticError):
         self.norm = norm
 
 
-@dataclass(frozen=True)
-class Fix:
-    """One change to what megatron-core built, with the reason for it."""
+@dataclass
+class Built:
+    """Optimizer and wrapper as megatron-core has built them, with what the changes of them need to know."""
 
-    name: str
-    why: str
-    apply: Callable[..., None]
+    optimizer: MegatronOptimizer
+    reduced: DistributedDataParallel
+    """The wrapper that reduces the gradients of `model`."""
+    model: nn.Module
+    kind: OptimizerKind
+    settings: OptimizerConfig
 
+    @property
+    def parts(self) -> list[Any]:
+        """The optimizers of a chain, or the only one."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
-FIXES: list[Fix] = []
-
-
-def fix_optimizer(optimizer: MegatronOptimizer, kind: OptimizerKind, skip: frozenset[str] = frozenset()) -> None:
-    """Apply the fixes of an optimizer, except those in `skip`."""
-    for fix in FIXES:
-        if fix.name not in skip:
-            fix.apply(optimizer, kind)
-
-
-def _fix(name: str, why: str) -> Callable:
-    def register(apply: Callable[..., None]) -> Callable[..., None]:
-        FIXES.append(Fix(name, why, apply))
-        return apply
-
-    return register
+    @property
+    def distributed(self) -> list[DistributedOptimizer]:
+        return [part for part in self.parts if isinstance(part, DistributedOptimizer)]
 
 
-@_fix("first-state", "megatron-core makes no state before the first update of its SGD, nor to load into")
-def _know_first_state(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+@contextmanager
+def built_by_kind(kind: OptimizerKind, settings: OptimizerConfig) -> Iterator[None]:
+    """Have megatron-core wrap the kind's own optimizer, if it has one, where it would build its SGD."""
+
+    def build(groups: list[dict], lr: float, weight_decay: float, momentum: float) -> torch.optim.Optimizer:
+        own = kind.build(groups, settings)
+        return built_in(groups, lr=lr, weight_decay=weight_decay, momentum=momentum) if own is None else own
+
+    built_in = private(megatron_optimizer, "SGD")
+    with mock.patch.object(megatron_optimizer, "SGD", build):
+        yield
+
+
+@contextmanager
+def bf16_by_our_adam(kind: OptimizerKind, settings: OptimizerConfig) -> Iterator[None]:
+    """Take this project's Adam for moments or gradients in bf16."""
+    with ExitStack() as replaced:
+        if "bf16" in (settings.moments, settings.gradients):
+            ours = partial(Adam, moments=torch.bfloat16 if settings.moments == "bf16" else None)
+            replaced.enter_context(mock.patch.object(megatron_optimizer, "Adam", ours))
+            replaced.enter_context(mock.patch.object(distrib_optimizer, "Adam", Adam))  # which it checks
+        yield
+
+
+def forget_loss_scale(built: Built) -> None:
+    replace(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+
+
+def know_first_state(built: Built) -> None:
     def fill(inner: torch.optim.Optimizer, _: object = None) -> None:
         for group in inner.param_groups:
             for weight in group["params"]:
                 if not inner.state[weight]:
-                    inner.state[weight].update(kind.first_state(weight))
+                    inner.state[weight].update(built.kind.first_state(weight))
 
-    for part in _parts(optimizer):
+    for part in built.parts:
         if part.init_state_fn is None:
-            part.init_state_fn = fill
+            replace(part, "init_state_fn", fill)
 
 
-@_fix("finite-norm", "megatron-core clips by a gradient norm that is NaN, and so makes every weight NaN")
-def _refuse_non_finite(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+def refuse_non_finite(built: Built) -> None:
     """Have `optimizer.step` raise before it touches a weight."""
-    norm_of = optimizer.get_grad_norm
+    norm_of: Callable[[], Any] = private(built.optimizer, "get_grad_norm")
 
     def finite_norm() -> float:
         norm = float(norm_of())
@@ -80,40 +103,27 @@ def _refuse_non_finite(optimizer: MegatronOptimizer, kind: OptimizerKind) -> Non
             raise NonFiniteGradient(norm)
         return norm
 
-    optimizer.get_grad_norm = finite_norm
+    replace(built.optimizer, "get_grad_norm", finite_norm)
 
 
-@_fix(
-    "state-order",
-    "the distributed optimizer stores fp32 weights of a group before bf16 ones but numbers them as in the buffers",
-)
-def _number_as_stored(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+def number_as_stored(built: Built) -> None:
     """Number weights in stored order; otherwise fp32 and bf16 weights of one group are saved under wrong names."""
-    for part in _parts(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            for group, weights in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
-                for place, weight in enumerate(chain(*weights)):
-                    part.model_param_group_index_map[weight] = (group, place)
+    for part in built.distributed:
+        for group, weights in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+            for place, weight in enumerate(chain(*weights)):
+                part.model_param_group_index_map[weight] = (group, place)
 
 
-@_fix(
-    "learning-rates",
-    "megatron-core notes learning rates in every group, and from 0.17 on finds a checkpoint's groups by them",
-)
-def _forget_rates(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+def forget_rates(built: Built) -> None:
     """Remove learning rates from the groups, which would block loading with other rates; the schedule sets them."""
-    for group in optimizer.param_groups:
+    for group in built.optimizer.param_groups:
         group.pop("max_lr", None)
         group.pop("min_lr", None)
 
 
-@_fix(
-    "settings",
-    "loading brings the betas and eps that a checkpoint was made with, where the config decides those",
-)
-def _keep_settings(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
+def keep_settings(built: Built) -> None:
     """Load moments and step count alone. Resuming compares the configs and refuses or announces each difference."""
-    load = optimizer.load_state_dict
+    optimizer, load = built.optimizer, private(built.optimizer, "load_state_dict")
 
     def load_state(state: dict) -> None:
         configured = [
@@ -123,20 +133,4 @@ def _keep_settings(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
         for group, settings in zip(optimizer.param_groups, configured, strict=True):
             group.update(settings)
 
-    optimizer.load_state_dict = load_state
-
-
-@_fix(
-    "own-shards",
-    "megatron-core gathers the optimizer's whole state on every data-parallel rank, in host memory, to save it",
-)
-def _save_own_shards(optimizer: MegatronOptimizer, kind: OptimizerKind) -> None:
-    """Save and load what each rank holds. A checkpoint made either way loads the same."""
-    for part in _parts(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            setattr(part, optimizer_shards.SAVE, partial(optimizer_shards.own_shards, part))
-            setattr(part, optimizer_shards.LOAD, partial(optimizer_shards.load_own_shards, part))
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+    replace(optimizer, "load_state_dict", load_state)
