@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine import changes_table
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
 LAYERS = [
@@ -25,6 +27,7 @@ LAYERS = [
         "interrupts",
         "progress",
     },
+    {"engine"},
     {"runtime"},
     {"model", "data"},
     {"checkpoint"},
@@ -115,16 +118,23 @@ def test_ops_and_kinds_do_not_import_megatron():
         assert not any(name.split(".")[0] == "megatron" for name in imported(path)), path
 
 
-@pytest.mark.parametrize("package", sorted({package_of(path) for path in files_of(PACKAGE)} - {"model", "data"}))
-def test_megatron_is_patched_before_it_is_imported(package):
-    patched = ("megatron_blackmamba.model", "megatron_blackmamba.data", "megatron_blackmamba.training.step.optimizer")
-    for path in files_of(PACKAGE / package):
-        for line in path.read_text().splitlines():
-            if line == "patches.install()  # before megatron-core is imported" or line.startswith(
-                ("from megatron_blackmamba import model ", *(f"from {name}{end}" for name in patched for end in " ."))
-            ):
-                break
-            assert not re.match(r"(from|import) megatron\.", line), path
+CHANGING = ("megatron_blackmamba.engine.parts", "megatron_blackmamba.model", "megatron_blackmamba.data.")
+"""Packages whose import changes megatron-core."""
+
+
+@pytest.mark.parametrize("path", files_of(PACKAGE), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_megatron_is_changed_before_it_is_imported(path):
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for name in (module, *imported(path, at_import=True)):
+        if name.startswith(CHANGING):
+            return
+        assert name.split(".")[0] != "megatron", f"import {CHANGING[0]} first"
+
+
+def test_packages_that_change_megatron_do_so_first():
+    for package in ("model", "data"):
+        first = next(imported(PACKAGE / package / "__init__.py", at_import=True))
+        assert first == "megatron_blackmamba.engine.parts", package
 
 
 def test_kinds_import_torch_only_inside_methods():
@@ -166,17 +176,18 @@ def test_architecture_page_shows_exactly_the_layers():
     assert [set(line.split()) for line in drawn] == LAYERS
 
 
-def test_architecture_page_lists_exactly_the_patches():
-    from megatron_blackmamba.runtime.patches import PATCHES
-
-    assert first_column(section("The runtime")) == [patch.name for patch in PATCHES]
+def test_architecture_page_has_the_table_of_changes():
+    assert changes_table.table() in section("The engine"), "python -m tests.engine.changes_table prints it"
 
 
-def test_architecture_page_lists_exactly_the_fixes():
-    from megatron_blackmamba.training.fixes import FIXES
+def test_changes_name_their_reason_code_and_test():
+    from megatron_blackmamba.engine.changes import CHANGES
 
-    listed = first_column(section("Fixes of megatron-core's optimizer"))
-    assert listed == [fix.name for fix in FIXES]
+    assert len({change.name for change in CHANGES}) == len(CHANGES)
+    for change in CHANGES:
+        assert len(change.why) > 40 and (ROOT / change.test).is_file(), change.name
+        defined = {getattr(node, "name", "") for node in ast.parse((PACKAGE / change.file).read_text()).body}
+        assert change.place.partition(":")[2] in defined, change.name
 
 
 def test_architecture_page_lists_exactly_the_plans_files():

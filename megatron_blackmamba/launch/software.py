@@ -74,7 +74,7 @@ def tried_versions() -> dict[str, set[str]]:
 
 def foreign_names() -> Iterator[Finding]:
     """Yield a finding for each private name that an installed package lacks, unless nobody needs it there."""
-    from megatron_blackmamba.runtime import foreign
+    from megatron_blackmamba.engine import foreign
 
     for entry, gone in foreign.report():
         found = f"{entry.package} {foreign.version_of(entry)} has no {', '.join(gone)}: {entry.why}"

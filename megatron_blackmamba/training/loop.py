@@ -20,9 +20,10 @@ import torch.distributed as dist
 from megatron_blackmamba import data, model, optimizers
 from megatron_blackmamba.checkpoint import SaveError
 from megatron_blackmamba.config import RunConfig, to_saved
+from megatron_blackmamba.engine import foreign
 from megatron_blackmamba.formats import events
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.runtime import exits, foreign, layout, process, world
+from megatron_blackmamba.runtime import exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import StopRequest
 from megatron_blackmamba.runtime.watchdog import Watchdog

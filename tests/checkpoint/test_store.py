@@ -19,7 +19,6 @@ from megatron_blackmamba.checkpoint import (
     SaveError,
     common,
     manifest,
-    writing,
 )
 from megatron_blackmamba.checkpoint.store import Checkpoints
 from megatron_blackmamba.config import load
@@ -190,7 +189,9 @@ def test_left_overs_are_removed_by_the_next_save(checkpoints):
     assert names(made) == ["latest", "step_00000003"]
 
 
-@pytest.mark.parametrize("fails", [(common, "write"), (manifest, "write"), (writing, "_results_of")])
+@pytest.mark.parametrize(
+    "fails", [(common, "write"), (manifest, "write"), (filesystem_async.FileSystemWriterAsync, "write_preloaded_data")]
+)
 def test_a_failed_save_leaves_no_files(checkpoints, monkeypatch, fails):
     made = checkpoints()
     save(made, 1)

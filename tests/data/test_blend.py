@@ -2,7 +2,7 @@
 
 import logging
 
-from megatron_blackmamba.data.blend import _without_warnings
+from megatron_blackmamba.engine.parts.data import _without_warnings
 
 
 def test_warnings_are_silenced_only_inside(caplog):

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from megatron_blackmamba.routers import Use
-from megatron_blackmamba.training.step.optimizer import MoEAuxLossAutoScaler
 from tests.reference import routing
+
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 RATE = 0.25
 BIAS_E = np.linspace(0.3, -0.3, 8)

@@ -7,12 +7,10 @@ batch leaves the curve over the samples as it was.
 from types import SimpleNamespace
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.runtime import patches
+from megatron_blackmamba.engine.parts import replace
 
-patches.install()  # before megatron-core is imported
-
-from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 class Schedule:
@@ -40,7 +38,7 @@ class Schedule:
 
         The step is given the rate at its end, so that the first one is not lost to a rate of 0.
         """
-        self.scheduler.num_steps = consumed_samples + self.batch
+        replace(self.scheduler, "num_steps", consumed_samples + self.batch)
         self.scheduler.step(0)
         return self.scheduler.get_lr({})
 

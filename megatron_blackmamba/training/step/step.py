@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.engine.parts.optimizer import NonFiniteGradient
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
-from megatron_blackmamba.training.fixes import NonFiniteGradient
 from megatron_blackmamba.training.step.optimizer import Trainable
 from megatron_blackmamba.training.watch.finite import FirstSeen
 from megatron_blackmamba.training.watch.stragglers import OwnTime

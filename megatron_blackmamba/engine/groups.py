@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from megatron_blackmamba.runtime import device, patches
+from megatron_blackmamba.engine.checked import private
 
 
 @contextmanager
@@ -18,8 +18,7 @@ def shared_alone() -> Iterator[None]:
     """
     from megatron.core import parallel_state
 
-    patches.require(parallel_state, "create_group")
-    create = parallel_state.create_group
+    create = private(parallel_state, "create_group")
     of_rank: dict[int, Any] = {}
 
     def create_once(ranks: Any = None, *args: Any, **options: Any) -> Any:
@@ -29,8 +28,5 @@ def shared_alone() -> Iterator[None]:
             of_rank[ranks[0]] = create(ranks, *args, **options)
         return of_rank[ranks[0]]
 
-    if device.has_cuda():
+    with mock.patch.object(parallel_state, "create_group", create_once):
         yield
-    else:
-        with mock.patch.object(parallel_state, "create_group", create_once):
-            yield

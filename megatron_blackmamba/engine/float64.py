@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_blackmamba.engine.checked import private, replace, torch_with
+
 
 def apply() -> None:
     """Replace the methods that round."""
@@ -26,25 +28,30 @@ def apply() -> None:
 
     distributed = distrib_optimizer.DistributedOptimizer
     _in_float64(distributed, "_copy_model_grads_to_main_grads", _copy_gradients)
-    load = _with_float64_buffers(distrib_optimizer, distributed.load_state_dict)
-    _in_float64(distributed, "load_state_dict", load)
+    load = private(distributed, "load_state_dict")
+
+    def load_float64(*args: Any) -> None:
+        with mock.patch.object(distrib_optimizer, "torch", torch_with(float32=torch.float64)):
+            load(*args)
+
+    _in_float64(distributed, "load_state_dict", load_float64)
     for kind in (optimizer.MegatronOptimizer, optimizer.ChainedOptimizer):
         _in_float64(kind, "get_grad_norm", _gradient_norm)
     for name in ("topk_routing_with_score_function", "compute_routing_scores_for_aux_loss"):
-        setattr(router, name, _of_float64_logits(moe_utils, getattr(moe_utils, name)))
-    VocabParallelCrossEntropy.calculate_logits_max = staticmethod(_logits_max)
+        replace(router, name, _of_float64_logits(moe_utils, private(moe_utils, name)))
+    replace(VocabParallelCrossEntropy, "calculate_logits_max", staticmethod(_logits_max))
 
 
 def _in_float64(kind: type, name: str, replacement: Callable) -> None:
     """Give optimizers of float64 models another method, and leave the others as they are."""
-    original = getattr(kind, name)
+    original = private(kind, name)
 
     @wraps(original)
     def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
         float64 = getattr(self.config, "params_dtype", None) is torch.float64
         return (replacement if float64 else original)(self, *args, **kwargs)
 
-    setattr(kind, name, choose)
+    replace(kind, name, choose)
 
 
 def _copy_gradients(self: Any) -> None:
@@ -55,46 +62,27 @@ def _copy_gradients(self: Any) -> None:
             shard.grad = parameter.main_grad.view(-1)[here.start : here.end]
 
 
-def _with_float64_buffers(module: types.ModuleType, original: Callable) -> Callable:
-    """Run a function of `module` that builds buffers with dtype=torch.float32 as if it asked for float64."""
-    namespace = _torch_without_fp32()
-
-    @wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(module, "torch", namespace):
-            return original(*args, **kwargs)
-
-    return run
-
-
 @contextmanager
 def as_if_fp32(module: types.ModuleType, x: Tensor) -> Iterator[None]:
     """Have functions of `module` that ask for fp32 take float64, if `x` is float64."""
     if x.dtype is not torch.float64:
         yield
         return
-    with mock.patch.object(module, "torch", _torch_without_fp32()):
+    with mock.patch.object(module, "torch", torch_with(float32=torch.float64)):
         yield
 
 
 def _of_float64_logits(module: types.ModuleType, original: Callable) -> Callable:
     """Run a function of `module` on float64 logits without its casts to fp32."""
-    namespace = _torch_without_fp32()
 
     @wraps(original)
     def run(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         if logits.dtype is not torch.float64:
             return original(logits, *args, **kwargs)
-        with mock.patch.object(module, "torch", namespace), mock.patch.object(Tensor, "float", Tensor.double):
+        with as_if_fp32(module, logits), mock.patch.object(Tensor, "float", Tensor.double):
             return original(logits, *args, **kwargs)
 
     return run
-
-
-def _torch_without_fp32() -> types.ModuleType:
-    namespace = types.ModuleType("torch")
-    vars(namespace).update(vars(torch), float32=torch.float64)
-    return namespace
 
 
 def _gradient_norm(self: Any) -> float:

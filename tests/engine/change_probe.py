@@ -1,6 +1,6 @@
-"""Leaves out one patch after another and tells what a few steps of the tiny model then run into.
+"""Leaves out one change after another and tells what a few steps of the tiny model then run into.
 
-A process that has loaded torch and megatron-core, unpatched, forks one rank or two for each patch.
+A process that has loaded torch and megatron-core, unpatched, forks one rank or two for each change.
 """
 
 import importlib
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from megatron_blackmamba.config import load
-from megatron_blackmamba.runtime import patches
+from megatron_blackmamba.engine import changes
 from megatron_blackmamba.runtime.process import freeze_gc
 from tests.runtime.ranks import fork_ranks
 
@@ -190,11 +190,11 @@ def save() -> dict:
 
 
 def attempt(skip: frozenset[str], scenario: tuple[int, Callable[[], dict]]) -> list[dict]:
-    """One scenario with some patches left out, in ranks of its own."""
+    """One scenario with some changes left out, in ranks of its own."""
     count, run = scenario
 
     def body() -> dict:
-        patches.install(skip)
+        changes.install(skip)
         return run()
 
     return fork_ranks(count, body)
@@ -283,7 +283,7 @@ def main() -> None:
     for module in ("optimizer", "distributed", "transformer.moe.moe_layer", "pipeline_parallel", "dist_checkpointing"):
         importlib.import_module(f"megatron.core.{module}")
     freeze_gc()  # before the forks, which would each look through all of it
-    needed = [patch.name for patch in patches.PATCHES if patch.needed()]
+    needed = [change.name for change in changes.CHANGES if change.when == changes.IMPORT and change.needed()]
     complete = {name: attempt(frozenset(), SCENARIOS[name]) for name in COMPLETE}
     left_out = {name: attempt(frozenset({name}), SCENARIOS[name]) for name in needed}
     print(json.dumps({"needed": needed, "complete": complete, "without": left_out}))

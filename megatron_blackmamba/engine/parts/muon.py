@@ -10,20 +10,15 @@ import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from torch import Tensor
 
-from megatron_blackmamba import model  # noqa: F401  (its package installs the patches before megatron-core is imported)
+from megatron_blackmamba.engine.checked import private
+from megatron_blackmamba.engine.float64 import as_if_fp32
 from megatron_blackmamba.optimizers.muon import orthogonalizes
-from megatron_blackmamba.runtime.float64 import as_if_fp32
 
-from megatron.core.optimizer.emerging_optimizers import (
-    _EMERGING_OPTIMIZERS,
-    EmergingOptimizerEntry,
-    TensorParallelMuon,
-    _muon_config_to_kwargs,
-)
+from megatron.core.optimizer import emerging_optimizers
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 
-class StackedMuon(TensorParallelMuon):
+class StackedMuon(emerging_optimizers.TensorParallelMuon):
     """Muon that makes the matrix of each expert orthogonal by itself, where megatron-core takes Adam."""
 
     def orthogonalize(self, p: Any, grad: Tensor, **kwargs: Any) -> Tensor:
@@ -44,6 +39,8 @@ class StackedMuon(TensorParallelMuon):
 def register() -> None:
     """Add it to megatron-core's optimizers, with Adam for all other weights."""
     others = ParamKey(predicate=ParamPredicate("updated_by_adam", lambda weight: not orthogonalizes(weight)))
-    _EMERGING_OPTIMIZERS["stacked_muon"] = EmergingOptimizerEntry(
-        StackedMuon, config_to_kwargs=_muon_config_to_kwargs, default_param_overrides={others: {"optimizer": "adam"}}
+    private(emerging_optimizers, "_EMERGING_OPTIMIZERS")["stacked_muon"] = emerging_optimizers.EmergingOptimizerEntry(
+        StackedMuon,
+        config_to_kwargs=private(emerging_optimizers, "_muon_config_to_kwargs"),
+        default_param_overrides={others: {"optimizer": "adam"}},
     )

@@ -5,16 +5,17 @@ and a checkpoint takes boxes of any size. The files therefore describe whole par
 megatron-core gathers the whole state on every data-parallel rank instead, in host memory, and saves whole parameters.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_blackmamba import model  # noqa: F401  (its package installs the patches before megatron-core is imported)
-from megatron_blackmamba.runtime.patches import require
+from megatron_blackmamba.engine.checked import replace, require
+from megatron_blackmamba.engine.parts.optimizer import Built
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -30,6 +31,13 @@ require(
 Boxes = dict[int, ShardedTensor]
 Shards = dict[int, dict[str, Boxes]]
 """For each parameter that the rank owns a part of, in order: the boxes of that part for each state, such as exp_avg."""
+
+
+def save_own_shards(built: Built) -> None:
+    """Save and load what each rank holds. A checkpoint made either way loads the same."""
+    for part in built.distributed:
+        replace(part, SAVE, partial(own_shards, part))
+        replace(part, LOAD, partial(load_own_shards, part))
 
 
 def own_shards(optimizer: DistributedOptimizer, weights: dict, is_loading: bool = False, *_: Any, **__: Any) -> Shards:
@@ -130,7 +138,9 @@ def _boxes_of(
 def _pieces(weight: ShardedTensor | ShardedTensorFactory, dtype: torch.dtype) -> Iterator[tuple[ShardedTensor, int]]:
     """Yield the boxes of the unsharded weight that a rank's weight consists of, each with its place in the latter."""
     whole = torch.empty(weight.data.shape, dtype=dtype, device="meta")
-    entry = replace(weight, data=whole, **({} if isinstance(weight, ShardedTensorFactory) else {"dtype": dtype}))
+    entry = dataclasses.replace(
+        weight, data=whole, **({} if isinstance(weight, ShardedTensorFactory) else {"dtype": dtype})
+    )
     for piece in nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]:
         if not piece.data.is_contiguous() or piece.prepend_axis_num:
             raise NotImplementedError(

@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from megatron_blackmamba.runtime import patches
+from megatron_blackmamba.engine import changes, checked
 from tests.runtime.ranks import run_script
 
 pytestmark = pytest.mark.xdist_group("patches")  # its processes start once, not once a worker
@@ -29,12 +29,12 @@ WHAT_BREAKS = {
     "checkpoint-folder": "NotADirectoryError|FileExistsError",
     "stored-strides": "unexpected keyword argument 'strides'",
 }
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA needs none of these patches")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA needs none of these changes")
 
 
 @pytest.fixture(scope="module")
 def probe():
-    return run_script("tests.runtime.patch_probe")
+    return run_script("tests.engine.change_probe")
 
 
 def errors(ranks):
@@ -42,7 +42,7 @@ def errors(ranks):
 
 
 @without_cuda
-def test_every_patch_together_trains_saves_and_resumes(probe):
+def test_all_together_train_save_and_resume(probe):
     assert [error for ranks in probe["complete"].values() for error in errors(ranks)] == []
     one, stages, experts = (
         [rank["answer"]["losses"] for rank in probe["complete"][name] if rank["answer"]["losses"]]
@@ -61,32 +61,31 @@ def test_clipping_gives_the_norm_and_scales_by_it(probe):
 
 
 @without_cuda
-@pytest.mark.parametrize("name", [patch.name for patch in patches.PATCHES])
-def test_every_patch_is_necessary(probe, name):
+@pytest.mark.parametrize("name", WHAT_BREAKS)
+def test_every_change_on_import_is_necessary(probe, name):
     if name not in probe["needed"]:
-        pytest.skip(f"this megatron-core does not need the patch {name!r}")
+        pytest.skip(f"this megatron-core does not need the change {name!r}")
     broken = errors(probe["without"][name])
-    assert broken, f"without {name!r} everything still works: is the patch needed?"
+    assert broken, f"without {name!r} everything still works: is the change needed?"
     assert re.search(WHAT_BREAKS[name], broken[0]), broken[0]
 
 
-def test_every_patch_says_why_it_exists():
-    assert {patch.name for patch in patches.PATCHES} == set(WHAT_BREAKS)
-    assert all(len(patch.why) > 40 for patch in patches.PATCHES)
+def test_every_change_on_import_is_tried():
+    assert [change.name for change in changes.CHANGES if change.when == changes.IMPORT] == list(WHAT_BREAKS)
 
 
-def test_unknown_patch_name_is_refused():
+def test_unknown_name_is_refused():
     with pytest.raises(ValueError, match=r"fusion.*current-device"):
-        patches.install(frozenset({"fusion"}))
+        changes.install(frozenset({"fusion"}))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_missing_library_patches_leave_torch_unchanged_on_cuda():
+def test_changes_for_missing_libraries_leave_torch_on_cuda():
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream", "Event")}
     tensor = torch.Tensor.cuda, torch.Tensor.type
     everywhere = {"one-type", "checkpoint-folder", "stored-strides"}
-    assert set(patches.install()) <= {"router-gemm", "adam", "clipping"} | everywhere
+    assert set(changes.install()) <= {"router-gemm", "adam", "clipping"} | everywhere
     assert before == {name: getattr(torch.cuda, name) for name in before}
     assert (torch.Tensor.cuda, torch.Tensor.type) == tensor
 
@@ -95,7 +94,17 @@ def test_missing_private_name_is_refused_with_the_version():
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     version = re.escape(importlib.metadata.version("megatron-core"))
-    with pytest.raises(patches.PatchError, match=rf"megatron-core {version} has no _gone in megatron\.core\.dist_chec"):
-        patches.require(filesystem_async, "_results_queue", "_gone")
-    with pytest.raises(patches.PatchError, match=r"filesystem_async\.FileSystemWriterAsync"):
-        patches.require(filesystem_async.FileSystemWriterAsync, "_gone")
+    writer = filesystem_async.FileSystemWriterAsync
+    for attempt in (
+        lambda: checked.replace(filesystem_async, "_gone", None),
+        lambda: checked.private(filesystem_async, "_gone"),
+        lambda: checked.require(filesystem_async, "_results_queue", "_gone"),
+    ):
+        with pytest.raises(
+            checked.EngineError, match=rf"megatron-core {version} has no _gone in megatron\.core\.dist_"
+        ):
+            attempt()
+    for owner in (writer, writer.__new__(writer)):
+        with pytest.raises(checked.EngineError, match=r"filesystem_async\.FileSystemWriterAsync"):
+            checked.replace(owner, "_gone", None)
+    assert not hasattr(filesystem_async, "_gone") and not hasattr(writer, "_gone")

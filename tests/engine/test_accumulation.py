@@ -5,9 +5,8 @@ import torch
 
 from megatron_blackmamba import model
 from megatron_blackmamba.config import load
+from megatron_blackmamba.engine.parts.accumulation import Accumulation, reduction
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.runtime.reduction import reduction
-from megatron_blackmamba.training.accumulation import Accumulation
 from tests.training.short_runs import SMALL
 
 from megatron.core.distributed import DistributedDataParallel

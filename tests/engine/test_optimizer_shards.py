@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_blackmamba.checkpoint.optimizer_shards import boxes
+from megatron_blackmamba.engine.parts.optimizer_shards import boxes
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (1, 3, 1), (2, 1, 3, 2)])

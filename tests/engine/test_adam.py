@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_blackmamba.runtime.adam import Adam
+from megatron_blackmamba.engine.adam import Adam
 
 
 def train(optimizer_class, steps=5, seed=0, **options):

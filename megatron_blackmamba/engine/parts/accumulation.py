@@ -14,22 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.runtime import patches
-from megatron_blackmamba.runtime.device import has_cuda
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.engine.checked import replace, require
 
-patches.install()  # before megatron-core is imported
-
-from megatron.core.distributed import DistributedDataParallel  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 Weight = Any
 """A Parameter to which megatron-core has added `main_grad`."""
-patches.require(
-    DistributedDataParallel,
-    "_make_backward_post_hook",
-    "zero_grad_buffer",
-    "start_grad_sync",
-    "finish_grad_sync",
-)
+require(DistributedDataParallel, "_make_backward_post_hook", "zero_grad_buffer", "start_grad_sync", "finish_grad_sync")
+
+
+def reduction(config: RunConfig, ranks: int) -> DistributedDataParallelConfig:
+    """Return the settings for gradients that are reduced over this many ranks."""
+    in_fp32 = config.training.precision != "fp64" and config.optimizer.gradients == "fp32"
+    overlap = config.training.overlap and ranks > 1
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=in_fp32,  # else in the parameters' precision
+        use_distributed_optimizer=config.optimizer.distributed,
+        overlap_grad_reduce=overlap,
+        bucket_size=config.training.bucket_size,
+        overlap_param_gather=overlap and config.optimizer.distributed,
+        check_for_nan_in_grad=False,  # the optimizer's norm tells, and the step is skipped
+    )
 
 
 class Accumulation(DistributedDataParallel):
@@ -55,12 +61,13 @@ class Accumulation(DistributedDataParallel):
                         continue
                     shared = as_tensor.setdefault(factor, parameter.main_grad.new_full((1,), factor))
                     self._weights[id(parameter)], self._factors[id(parameter)] = parameter, (factor, shared)
-                bucket.gradient_scaling_factor = 1.0
+                replace(bucket, "gradient_scaling_factor", 1.0)
         if not self._weights:
             self.grad_accs.clear()  # and with them the hooks, of which none has anything to add
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
             if _ranks_of(group).size() == 1:
-                group.start_grad_sync = group.finish_grad_sync = group.start_param_sync = _nothing
+                for exchange in ("start_grad_sync", "finish_grad_sync", "start_param_sync"):
+                    replace(group, exchange, _nothing)
 
     def zero_grad_buffer(self) -> None:
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
@@ -106,7 +113,7 @@ class Accumulation(DistributedDataParallel):
 
         On a GPU they do not, and setting the buffers to zero would.
         """
-        return not self.ddp_config.overlap_grad_reduce and not has_cuda()
+        return not self.ddp_config.overlap_grad_reduce and not torch.cuda.is_available()
 
     def _add(self, parameter: Weight, gradient: Tensor) -> None:
         """Add the gradient of a micro-batch. Called for each weight in the backward pass, where autograd is off."""

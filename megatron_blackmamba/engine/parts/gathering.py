@@ -11,9 +11,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_blackmamba.engine.parts.optimizer import Built
+
 
 class UngatheredParameter(RuntimeError):
     """A forward pass that does not wait for its weights; the message names them."""
+
+
+def watch_first_forward(built: Built) -> None:
+    """Watch where the forward pass gathers weights."""
+    if built.reduced.ddp_config.overlap_param_gather:
+        FirstForward(built.reduced, built.model)
 
 
 class FirstForward(TorchFunctionMode):
