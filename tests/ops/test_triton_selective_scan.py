@@ -201,15 +201,6 @@ def test_extreme_time_steps_neither_overflow_nor_vanish(interpreted):
     assert ((actual["ddelta"][0, :, 2].double() - tiny).abs() < 1e-4 * tiny.abs().max()).all()
 
 
-def test_inconsistent_plan_is_refused():
-    from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
-
-    with pytest.raises(ValueError, match="divide"):
-        Plan(chunk=10, steps=4)
-    with pytest.raises(ValueError, match="interval"):
-        Plan(keep=True, steps=2)
-
-
 @pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("segment", [0, 8], ids=["one pass", "segments"])
 def test_a_chain_of_parts_replaces_start_and_end(interpreted, segment, keep):
