@@ -44,12 +44,6 @@ def test_curve_goes_from_corner_to_corner():
     assert (inner.get("y"), inner.get("height")) == (str(Y1), str(Y0 - Y1))
 
 
-def test_curve_without_zero_has_air_below():
-    (curve,) = shapes(charts.lines("loss", [Line("a", [0, 10], [2, 4])]), "polyline", "line")
-    unit = (Y0 - Y1) / 2.2
-    assert points(curve) == [(X0, round(Y0 - 0.1 * unit, 1)), (X1, round(Y0 - 2.1 * unit, 1))]
-
-
 def test_band_of_a_short_curve_is_drawn_whole():
     band = Line("a", [0, 10], [2, 4], low=np.array([1.0, 3.0]), high=np.array([3.0, 9.0]))
     (shape,) = shapes(charts.lines("loss", [band]), "polygon", "band")
