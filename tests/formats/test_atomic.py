@@ -23,12 +23,6 @@ def test_failed_write_keeps_the_old_file_only(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_finished_temporary_takes_its_place(tmp_path):
-    (tmp_path / "work").write_text("whole")
-    atomic.publish(tmp_path / "work", tmp_path / "a")
-    assert (tmp_path / "a").read_text() == "whole" and not (tmp_path / "work").exists()
-
-
 @pytest.fixture
 def disk(monkeypatch):
     """Record what reaches the disk and in which order: (call, name, bytes that were in the file by then)."""
