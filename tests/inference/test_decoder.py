@@ -35,10 +35,6 @@ def test_steps_without_compiled_blocks_agree_with_reference(model, decoder, monk
     assert_close(torch.cat([decoder.step(state, torch.tensor([token])) for token in TOKENS]), reference(model))
 
 
-def test_reading_in_parallel_agrees_with_the_reference(model, decoder):
-    assert_close(decoder.read_all(decoder.start(1), torch.tensor([TOKENS]))[0], reference(model), 1e-5)
-
-
 def test_tokens_of_another_shape_are_refused(decoder):
     state = decoder.start(2)
     for shape in ((3, 4), (2, 0), (2,)):
