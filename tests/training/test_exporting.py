@@ -59,12 +59,6 @@ def test_exports_that_fail_their_check_are_reported(tmp_path):
     assert len(reported) == 1
 
 
-def test_zero_exports_nothing():
-    exports = Exports(0).train(range(1, 8))
-    exports.exporter.last(7)
-    assert exports.done == exports.events == []
-
-
 def test_bad_steps_postpone_an_export():
     assert Exports(3).train(range(1, 7), bad=[3, 4]).done == [5, 6]
 
