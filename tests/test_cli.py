@@ -32,18 +32,6 @@ def test_commands_import_extensions(tmp_path):
     assert done.returncode == 0 and "pattern: MA" in done.stdout, done.stderr
 
 
-def test_missing_extension_is_named(tmp_path):
-    done = run_with_extension("my_lairs", tmp_path, "config", "tiny")
-    assert done.returncode == 2
-    assert "BLACKMAMBA_IMPORT=my_lairs: No module named 'my_lairs'. Add the folder" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_file_in_place_of_a_module_is_named(tmp_path):
-    done = run_with_extension("my_layers.py", tmp_path, "config", "tiny")
-    assert "BLACKMAMBA_IMPORT=my_layers.py: give the name of the module, my_layers, not its file." in done.stderr
-
-
 def test_a_run_names_the_module_that_its_layers_need(tmp_path):
     train = ("train", "tiny", "model.pattern=MA", "name=mean", "training.steps=1", "training.global_batch=1")
     done = run_with_extension("my_layers", tmp_path, *train, "training.micro_batch=1")
