@@ -42,21 +42,28 @@ def test_a_run_names_the_module_that_its_layers_need(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    ("module", "content", "said"),
     [
-        ("import nowhere_at_all", "the module imports what is missing: No module named 'nowhere_at_all'. Install it"),
-        ("1 / 0", "the module cannot be imported: ZeroDivisionError: division by zero. Correct"),
-        ("def broken(:", "the module cannot be imported: SyntaxError: "),
-        ("from os import nothing", "the module cannot be imported: ImportError: cannot import name 'nothing'"),
+        (
+            "mine",
+            "import nowhere_at_all",
+            "the module imports what is missing: No module named 'nowhere_at_all'. ",
+        ),
+        ("mine", "1 / 0", "the module cannot be imported: ZeroDivisionError: division by zero. Correct"),
+        ("mine", "def broken(:", "the module cannot be imported: SyntaxError: "),
+        ("mine", "from os import nothing", "the module cannot be imported: ImportError: cannot import name 'nothing'"),
+        ("my_lairs", "", "No module named 'my_lairs'. Add the folder"),
+        ("mine.py", "", "give the name of the module, mine, not its file."),
     ],
 )
-def test_broken_extension_is_named_with_its_cause(tmp_path, monkeypatch, content, said):
-    (tmp_path / "broken_extension.py").write_text(content)
+def test_broken_extension_is_named_with_its_cause(tmp_path, monkeypatch, module, content, said):
+    (tmp_path / "mine.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("BLACKMAMBA_IMPORT", "broken_extension")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setenv("BLACKMAMBA_IMPORT", module)
     with pytest.raises(registry.ImportFailed) as refused:
         registry.import_extensions.__wrapped__()
-    assert str(refused.value).startswith(f"BLACKMAMBA_IMPORT=broken_extension: {said}")
+    assert str(refused.value).startswith(f"BLACKMAMBA_IMPORT={module}: {said}")
     assert "\n" not in str(refused.value)
 
 

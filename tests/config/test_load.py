@@ -164,11 +164,6 @@ def test_impossible_combinations_are_refused_with_their_numbers(overrides, says)
     assert says in refusal("tiny", overrides)
 
 
-def test_patterns_need_no_quotes_on_the_command_line():
-    run = load("tiny", ["model.pattern=*-*-", "model.mlp_hidden_size=128"])
-    assert run.model.pattern == "*-*-"
-
-
 DOUBLED = "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
 
 

@@ -21,28 +21,28 @@ def test_the_papers_models_have_exactly_their_parameters(name, total):
         assert sum(parameter.numel() for parameter in built.parameters()) == total
 
 
-def test_parameter_of_another_shape_than_told_is_refused(build):
-    class Misshapen(RunningMean):
-        letter = "W"
+class Misshapen(RunningMean):
+    letter = "W"
 
-        def shapes(self, model):
-            return super().shapes(model) | {"gain": (128,)}
+    def shapes(self, model):
+        return super().shapes(model) | {"gain": (128,)}
 
-    kinds.register(Misshapen)
+
+class Blockless(RunningMean):
+    letter, block = "W", "tests.kinds.running_mean:blok"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Misshapen, r"layers\.1\.mixer\.gain: .* \(64,\), and Misshapen.shapes says \(128,\)"),
+        (Blockless, r"Blockless.block='tests.kinds.running_mean:blok' cannot be imported"),
+    ],
+)
+def test_wrong_kind_is_named_when_its_layer_is_built(build, kind, said):
+    kinds.register(kind)
     try:
-        with pytest.raises(KindError, match=r"layers\.1\.mixer\.gain: .* \(64,\), and Misshapen.shapes says \(128,\)"):
-            build("model.pattern=MW")
-    finally:
-        kinds.unregister("W")
-
-
-def test_a_block_that_cannot_be_imported_is_named(build):
-    class Blockless(RunningMean):
-        letter, block = "W", "tests.kinds.running_mean:blok"
-
-    kinds.register(Blockless)
-    try:
-        with pytest.raises(KindError, match=r"Blockless.block='tests.kinds.running_mean:blok' cannot be imported"):
+        with pytest.raises(KindError, match=said):
             build("model.pattern=MW")
     finally:
         kinds.unregister("W")

@@ -175,14 +175,6 @@ def test_the_window_slides():
     assert judged(guard_that_saw(old + new, spike="skip", spike_window=48), 4.0).action is Action.APPLY
 
 
-def test_a_restored_window_slides_too():
-    guard = Guard(GuardConfig(spike="skip", spike_window=8))
-    guard.restore({"losses": [6.0, 6.1] * 4, "bad_in_a_row": 0, "spikes_in_a_row": 0, "skipped": 0})
-    for loss in [2.0, 2.1] * 4:
-        judged(guard, loss)
-    assert len(guard.losses) == 8 and judged(guard, 4.0).action is Action.SKIP
-
-
 def test_eight_losses_are_enough_to_judge_by():
     assert judged(guard_that_saw([2.0] * 7, spike="skip"), 50.0).action is Action.APPLY
     assert judged(guard_that_saw([2.0] * 8, spike="skip"), 50.0).action is Action.SKIP

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.config import load
-from tests.checkpoint.release import RELEASED, digests, keep
+from tests.checkpoint.release import RELEASED, digests
 from tests.training.runs import log, losses
 
 pytestmark = pytest.mark.xdist_group("forks")
@@ -48,5 +48,3 @@ def test_released_run_resumes_with_equal_losses(forks, checkpoint, found, tmp_pa
     assert job.wait() == [0], job.output()
     assert "resumes after step 5" in log(tmp_path)
     assert losses(tmp_path) == pytest.approx(found["losses_after"], abs=1e-4)
-
-
