@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SCAN_CHUNK = {"cpu": 16, "cuda": 64}
 """Tokens between the states that the scan keeps."""
 FORWARD_SLOTS, BACKWARD_SLOTS, KEPT_SLOTS = 10, (12.3, 26), (10, 27.4)
-"""Issue slots per state and token of the scan's kernels on GPUs (docs/performance.md), the last if states are kept."""
+"""Issue slots per state and token of the scan's kernels on GPUs (docs/kernels.md), the last if states are kept."""
 FULL = 16_896
 """Sequences times channels below which the scan runs in segments, which takes a second pass forward."""
 BACKWARD_STEPS, BACKWARD_BLOCK = 4, 32

@@ -1,4 +1,4 @@
-"""Every block of docs/data.md and docs/mixtures.md runs as printed, in order, in one folder that is empty at first."""
+"""Every block of the four pages about data runs as printed, in order, in one folder that is empty at first."""
 
 import re
 from importlib.util import find_spec
@@ -8,7 +8,8 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("pages")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-TEXT = "".join((DOCS / page).read_text() for page in ("data.md", "mixtures.md"))
+PAGES = ("data.md", "storage.md", "cleaning.md", "mixtures.md")
+TEXT = "".join((DOCS / page).read_text() for page in PAGES)
 BLOCK = re.compile(r"^```(bash|shell|python|yaml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^```\n\$ (blackmamba [^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS = {"s3://": "moto", "datatrove": "datatrove", "dedup": "datatrove"}

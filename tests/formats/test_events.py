@@ -20,7 +20,7 @@ from megatron_blackmamba.formats.events import (
 )
 
 TIME = datetime(2026, 1, 31, 12, tzinfo=timezone(timedelta(hours=1)))
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "records.md"
 VALUES = {int: 7, str: "text", float: 1.5, bool: True, events.Samples: [[0, 15]], Sequence[str]: ["text"]}
 
 

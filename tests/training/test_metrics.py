@@ -111,7 +111,7 @@ def test_metric_needs_a_unique_name_and_valid_value():
 
 
 def test_docs_list_exactly_the_metrics():
-    table = (DOCS / "training.md").read_text().split("| Scalar | Meaning |")[1].split("\n\n")[0]
+    table = (DOCS / "records.md").read_text().split("| Scalar | Meaning |")[1].split("\n\n")[0]
     listed = [line.split("|")[1].strip(" `") for line in table.splitlines()[2:]]
     assert listed == [each.name for each in all_metrics()]
 
