@@ -65,7 +65,6 @@ EXTRAS = {
         "pytest-xdist>=3.5",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
-        "coverage>=7.10",  # scripts/mutate.py
         *DEDUP,
         *S3,
         *EVAL,

@@ -13,8 +13,6 @@ from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.tokenizer import load_tokenizer
 
-SHARED = Path(__file__).resolve().parents[2] / ".." / "shared"
-
 
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory):

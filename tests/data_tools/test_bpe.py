@@ -42,11 +42,6 @@ def test_training_twice_gives_the_same_tokenizer(text, tmp_path):
     assert first.tokenizer_sha256 == second.tokenizer_sha256
 
 
-def test_second_call_uses_the_existing_tokenizer(text, tmp_path):
-    run(text, tmp_path / "out")
-    assert run(text, tmp_path / "out").written == []
-
-
 def test_what_cannot_be_trained_is_refused(text, tmp_path):
     for options, message in (
         ({"train_tokenizer": 100}, "at least 257"),

@@ -1,4 +1,3 @@
-import io
 import json
 import re
 import subprocess
@@ -9,7 +8,7 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.data_tools import tokenization
 from megatron_blackmamba.data_tools.commands import app, run_tokenize
-from megatron_blackmamba.data_tools.progress import Count, reading, short
+from megatron_blackmamba.data_tools.progress import short
 from megatron_blackmamba.formats.shards import ShardManifest
 
 
@@ -78,12 +77,6 @@ def test_a_dry_run_names_shards_and_writes_nothing(call, corpus, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_json_is_one_object(call, corpus, tmp_path, tokenizer_file):
-    done = call("tokenize", corpus, tmp_path / "out", "-t", tokenizer_file, "--json")
-    result = json.loads(done.output)
-    assert result["documents"] == 31 and result["written"] == 1 and len(result["shards"]) == 1
-
-
 def test_ignored_files_are_in_json_and_manifest(call, corpus, tmp_path, tokenizer_file):
     (corpus / "2.jsonl.7z").touch()
     done = call("tokenize", corpus, tmp_path / "out", "-t", tokenizer_file, "--json", "--exclude", "b.*")
@@ -100,7 +93,6 @@ def test_ignored_files_are_in_json_and_manifest(call, corpus, tmp_path, tokenize
         (["raw", "raw/a.jsonl"], "the last argument is the folder for the shards"),
         (["raw", "out"], "name a tokenizer with --tokenizer .* --train-tokenizer 8192"),
         (["raw", "out", "-t", "x.json", "--format", "csv"], "--format csv: choose jsonl, parquet, arrow or text"),
-        (["raw", "out", "-t", "x.json", "--backend", "magic"], "--backend magic: choose auto, fastokens or tokenizers"),
         (["raw", "out", "-t", "x.json"], "x.json: no such tokenizer file"),
     ],
 )
@@ -126,17 +118,6 @@ def test_inspect_refuses_other_tokenizers_and_missing_documents(call, corpus, tm
 def test_help_has_two_examples_and_every_default(verb, call):
     text = call(verb, "--help").output
     assert text.count(f"blackmamba data {verb}") == 2
-
-
-def test_log_file_gets_periodic_lines(monkeypatch):
-    said = io.StringIO()  # capsys may lose what another thread prints while it is read
-    monkeypatch.setattr("sys.stderr", said)
-    monkeypatch.setattr("megatron_blackmamba.progress.LOG_EVERY_SECONDS", 0.01)
-    with reading(200, lambda: Count(50, 1_230_000, 10)) as progress:
-        while "\n" not in said.getvalue():
-            progress._over.wait(0.01)
-    line = said.getvalue().splitlines()[0]
-    assert re.match(r" 25\.0%  1\.23M tokens, .* tokens/s, \d+:\d\d:\d\d left", line)
 
 
 @pytest.mark.parametrize(

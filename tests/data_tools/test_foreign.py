@@ -68,12 +68,6 @@ def test_bare_npy_files_are_adopted_in_place(tmp_path, documents, tokenizer_file
     assert same(shard, documents) and shard.bin_path.samefile(path)
 
 
-def test_npy_files_with_a_header_are_copied(tmp_path, documents, tokenizer_file):
-    np.save(tmp_path / "a.npy", np.concatenate(documents).astype("uint32"))
-    shard = adopt(tmp_path / "a.npy", tokenizer_file)
-    assert same(shard, documents) and not shard.bin_path.samefile(tmp_path / "a.npy")
-
-
 def test_wide_tokens_are_not_read_as_narrow_ones(tmp_path, documents, tokenizer_file):
     path = tmp_path / "a.npy"
     np.concatenate(documents).astype("uint32").tofile(path)

@@ -24,7 +24,10 @@ def installed(tmp_path_factory):
 
 def test_nothing_but_the_package_is_installed(installed):
     assert [path.name for path in installed.iterdir()] == ["megatron_blackmamba"]
-    tools = installed / "megatron_blackmamba/data_tools"
+    package, tools = installed / "megatron_blackmamba", installed / "megatron_blackmamba/data_tools"
+    assert {path.name for path in (package / "scripts").iterdir()} == {"slurm", "container"}  # none of maintainers
+    for needed in ("launch/tried.json", "scripts/slurm/train_job.sh", "configs/run/tiny.yaml"):
+        assert (package / needed).is_file(), needed
     assert {path.name for path in tools.glob("*.py")} == {path.name for path in (ROOT / "data_tools").glob("*.py")}
     assert not tools.is_symlink()
 

@@ -187,18 +187,6 @@ def test_an_object_replaced_while_it_is_tokenized_is_noticed(
     assert len(tokenize([url], tmp_path / "out", options(tokenizer_file)).written) == 1
 
 
-def test_shards_in_s3_are_verified(s3, shards):
-    _, there = shards
-    verdicts = verify(["s3://bucket/tokens/web"])
-    assert len(verdicts) == len(there.shards) > 2
-    assert [verdict.problems for verdict in verdicts] == [[] for _ in verdicts]
-    for suffix in (".bin", ".idx", ".manifest.json"):
-        s3.rm(f"bucket/tokens/web/shard_00002{suffix}")
-    assert "lacks shard_00002" in verify(["s3://bucket/tokens/web"])[-1].problems[-1]
-    with pytest.raises(ShardError, match="s3://bucket/nowhere: no shard in this folder"):
-        verify(["s3://bucket/nowhere"])
-
-
 def test_training_from_s3_matches_training_from_disk(shards, tmp_path):
     losses = []
     for number, (root, inside) in enumerate([(tmp_path, "here"), ("s3://bucket", "tokens/web")]):

@@ -29,7 +29,7 @@ OTHER_TESTS = {  # page -> the test that runs its blocks
     "storage.md": "tests/docs/test_data_page.py",
     "cleaning.md": "tests/docs/test_data_page.py",
     "mixtures.md": "tests/docs/test_data_page.py",
-    "extending.md": "tests/docs/test_extending.py",
+    "extending.md": "tests/docs/test_data_page.py",
     "python.md": "tests/docs/test_blocks.py",
     "evaluation.md": "tests/docs/test_blocks.py",
     "reproduction.md": "tests/docs/test_commands.py",

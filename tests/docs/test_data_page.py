@@ -64,3 +64,13 @@ def test_printed_answers_are_what_commands_print(session, tmp_path, environment,
     assert done.returncode == 0, done.stdout
     words = answer.split()
     assert done.stdout.split()[: len(words)] == words
+
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.splitlines()[-1])
+def test_examples_of_extending_run_as_printed(code, session, tmp_path):
+    done = session.run(code, tmp_path, "python")
+    assert done.returncode == 0, done.stdout

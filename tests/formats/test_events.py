@@ -65,12 +65,6 @@ def test_a_line_starts_with_time_step_and_kind():
     assert datetime.fromisoformat(line["time"]) == TIME and line["problem"] == "the disk is full"
 
 
-def test_failed_save_tells_what_is_left():
-    failed = NotSaved(step=5, problem="the disk is full")
-    assert failed.text.endswith("(the disk is full); there is none before it, and the save is tried again")
-    assert "; the one of step 4 stays, " in dataclasses.replace(failed, newest=4).text
-
-
 def test_unknown_kinds_and_damaged_lines_are_skipped(tmp_path):
     path = tmp_path / "events.jsonl"
     saved = Saved(step=5).to_json(TIME)

@@ -103,35 +103,3 @@ def test_no_file_decides_by_a_letter(found):
 
 def test_every_allowed_constant_is_still_there(found):
     assert [place for place in ALLOWED if place not in found] == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        'letter == "M"',
-        'letter != "M"',
-        'letter in ("M", "*")',
-        'letter in ["-"]',
-        'letter in {"*"}',
-        'letter in "ME"',
-        '"*" in pattern',
-        'pattern.count("E")',
-        'pattern.count("*")',
-        'pattern.startswith("-")',
-        'COST = {"*": 3}[letter]',
-        'COST.get("*")',
-        'COST["-"]',
-        'kind.name == "dense MLP"',
-        'kind.name in ("Mamba", "Mamba-2")',
-        'MOE = "E"\nletter == MOE',
-        'SHAPES = {(1152, "ME" * 15): 1}',
-        'match letter:\n    case "*" | "-":\n        pass',
-        'match layer:\n    case {"kind": "*"}:\n        pass',
-    ],
-)
-def test_every_way_to_decide_is_found(source):
-    assert letters_in(source)
-
-
-def test_text_that_happens_to_hold_a_letter_is_ignored():
-    assert not letters_in('"""M: Mamba."""\nprint("-", *folder.glob("*"), "An E here")')
