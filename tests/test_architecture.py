@@ -24,6 +24,7 @@ LAYERS = [
         "hf",
         "interrupts",
         "progress",
+        "options",
     },
     {"runtime"},
     {"model", "data"},
@@ -36,7 +37,7 @@ LAYERS = [
     {"api", "cli"},
 ]
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
-TOOLS_MAY_USE = {"config", "tokenizer", "formats", "interrupts", "progress"}
+TOOLS_MAY_USE = {"config", "tokenizer", "formats", "interrupts", "progress", "options"}
 MOST_LINES = 500
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 

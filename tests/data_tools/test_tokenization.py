@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from megatron_blackmamba.data_tools import shard_writer, shuffle, workers
 from megatron_blackmamba.data_tools.provenance import origin
-from megatron_blackmamba.data_tools.readers import ReadOptions
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shuffle import document_order
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, plan
@@ -350,10 +349,9 @@ shard_writer._Writing._encode = encode_and_die
 def command(tokenizer_file, *arguments, first=""):
     """The command line, in small batches: there is time to kill it between two of them."""
     program = first + (
-        "from megatron_blackmamba.data_tools import commands, readers; readers.BATCH_BYTES = 200_000; "
-        "commands.run_tokenize()"
+        "from megatron_blackmamba.data_tools import commands, readers; readers.BATCH_BYTES = 200_000; commands.app()"
     )
-    return [sys.executable, "-c", program, *map(str, arguments), "-t", str(tokenizer_file)]
+    return [sys.executable, "-c", program, "tokenize", *map(str, arguments), "-t", str(tokenizer_file)]
 
 
 def large_file(path, megabytes):
@@ -494,6 +492,8 @@ def test_a_giant_document_is_rechecked_by_its_beginning(run, tmp_path, monkeypat
     assert lengths == [1000]
 
 
-def test_shards_are_shuffled_from_plain_files_by_default():
-    recorded = shard_writer.ShardSettings().recorded([])
-    assert recorded == shard_writer.ShardSettings(read=ReadOptions(), shuffle=True, seed=0).recorded([])
+def test_shards_are_shuffled_from_plain_files_by_default(tmp_path):
+    options = TokenizeOptions()
+    assert options.shuffle and options.seed == 0
+    recorded = shard_writer.ShardJob(1, 1, (), tmp_path, options).recorded_options
+    assert recorded == {"formats": [], "fields": ["text"], "joiner": "\n\n", "marker": None, "special_text": False}
