@@ -12,6 +12,16 @@ class RunFolderError(ValueError):
     """A run folder in which no run can write."""
 
 
+class _Inside:
+    """The path of a file or folder inside a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: "RunFolder", _: type) -> Path:
+        return folder.root / self.name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths of one run; nothing is created by asking for a path."""
@@ -38,112 +48,72 @@ class RunFolder:
                 " it was started in. For a new run, name another folder=DIR."
             )
 
-    @property
-    def config(self) -> Path:
-        """Return the file of the complete config, exactly as run."""
-        return self.root / "config.yaml"
+    config = _Inside("config.yaml")
+    """The file of the complete config, exactly as run."""
 
-    @property
-    def data_plan(self) -> Path:
-        """Seed, fingerprints and phases of the data."""
-        return self.root / "data_plan.json"
+    data_plan = _Inside("data_plan.json")
+    """Seed, fingerprints and phases of the data."""
 
-    @property
-    def tokenizer(self) -> Path:
-        """Return the file of the data's tokenizer."""
-        return self.root / "tokenizer.json"
+    tokenizer = _Inside("tokenizer.json")
+    """The file of the data's tokenizer."""
 
-    @property
-    def verified(self) -> Path:
-        """Return the folder that records which token shards were verified, one small file each."""
-        return self.root / "verified"
+    verified = _Inside("verified")
+    """The folder that records which token shards were verified, one small file each."""
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+    checkpoints = _Inside("checkpoints")
 
-    @property
-    def latest(self) -> Path:
-        """Return the file that names the newest complete checkpoint."""
-        return self.checkpoints / "latest"
+    latest = _Inside("checkpoints/latest")
+    """The file that names the newest complete checkpoint."""
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
 
-    @property
-    def exports(self) -> Path:
-        """Return the folder of the Hugging Face exports that the run itself writes."""
-        return self.root / "exports"
+    exports = _Inside("exports")
+    """The folder of the Hugging Face exports that the run itself writes."""
 
     def export(self, step: int) -> Path:
         return self.exports / f"step_{step:08d}"
 
-    @property
-    def metrics(self) -> Path:
-        """Return the metrics file, with one JSON object per step."""
-        return self.root / "metrics.jsonl"
+    metrics = _Inside("metrics.jsonl")
+    """The metrics file, with one JSON object per step."""
 
-    @property
-    def events(self) -> Path:
-        """Return the events file, with one JSON object per event."""
-        return self.root / "events.jsonl"
+    events = _Inside("events.jsonl")
+    """The events file, with one JSON object per event."""
 
-    @property
-    def log(self) -> Path:
-        """Return the log file, with steps and events as text."""
-        return self.root / "log.txt"
+    log = _Inside("log.txt")
+    """The log file, with steps and events as text."""
 
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
+    tensorboard = _Inside("tensorboard")
 
-    @property
-    def profile(self) -> Path:
-        """Return the folder for profiler traces."""
-        return self.root / "profile"
+    profile = _Inside("profile")
+    """The folder for profiler traces."""
 
-    @property
-    def evaluations(self) -> Path:
-        """Return the folder of scores, with one JSON file per checkpoint."""
-        return self.root / "evaluations"
+    evaluations = _Inside("evaluations")
+    """The folder of scores, with one JSON file per checkpoint."""
 
     def evaluation(self, step: int) -> Path:
         return self.evaluations / f"step_{step:08d}.json"
 
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
+    report = _Inside("report.html")
 
-    @property
-    def requeue(self) -> Path:
-        """Return the marker for "saved on request, start me again"; launchers change exit codes."""
-        return self.root / "requeue"
+    requeue = _Inside("requeue")
+    """The marker for "saved on request, start me again"; launchers change exit codes."""
 
-    @property
-    def done(self) -> Path:
-        """Return the marker for a complete run: all tokens consumed and the last step saved."""
-        return self.root / "done"
+    done = _Inside("done")
+    """The marker for a complete run: all tokens consumed and the last step saved."""
 
-    @property
-    def failed(self) -> Path:
-        """Return the marker of a job that ended and cannot continue by itself; the next start removes it."""
-        return self.root / "failed"
+    failed = _Inside("failed")
+    """The marker of a job that ended and cannot continue by itself; the next start removes it."""
 
     def waiting(self) -> Iterator[Path]:
         """Yield the marker of each file of records whose last lines could not be written yet."""
         return self.root.glob(f"*{WAITING}")
 
-    @property
-    def lock(self) -> Path:
-        """Return the lock file, held by the job that trains in this folder."""
-        return self.root / "lock"
+    lock = _Inside("lock")
+    """The lock file, held by the job that trains in this folder."""
 
-    @property
-    def launches(self) -> Path:
-        """Return the folder of launches, one numbered folder each with code, config and job as submitted."""
-        return self.root / "launch"
+    launches = _Inside("launch")
+    """The folder of launches, one numbered folder each with code, config and job as submitted."""
 
-    @property
-    def logs(self) -> Path:
-        """Return the folder for output, heartbeats and hang reports of each rank of each job."""
-        return self.root / "logs"
+    logs = _Inside("logs")
+    """The folder for output, heartbeats and hang reports of each rank of each job."""
