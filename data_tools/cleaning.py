@@ -43,10 +43,9 @@ from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK, Cleanin
 from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.sources import Source
-from megatron_blackmamba.data_tools.streams import file_sha256
 from megatron_blackmamba.data_tools.workers import usable_cores
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.formats.remote import is_remote
+from megatron_blackmamba.formats.remote import file_sha256, is_remote
 from megatron_blackmamba.formats.shards import RawFile
 
 Note = Callable[[Any], dict[str, Any] | None]

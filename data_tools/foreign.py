@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.streams import file_sha256
 from megatron_blackmamba.formats.atomic import atomic_file
+from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.shards import beside, token_dtype, write_idx
 from megatron_blackmamba.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shuffle import document_order
-from megatron_blackmamba.data_tools.streams import file_sha256
+from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.shards import ShardManifest, SourceFile
 
 _order = lru_cache(maxsize=4)(document_order)

@@ -12,8 +12,8 @@ import orjson
 from megatron_blackmamba.data_tools import rejects
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream, file_sha256
-from megatron_blackmamba.formats.remote import size_of, version_of
+from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream
+from megatron_blackmamba.formats.remote import file_sha256, size_of, version_of
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
 TABLES = ("parquet", "arrow")

@@ -91,13 +91,3 @@ class InputStream(AbstractContextManager["InputStream"]):
                 block = rest if rest.strip(b"\0") else self._read()  # some writers pad with zeros
         if inside:
             raise Damage(TRUNCATED_FILE, f"the file ends inside a {kind.member}, after {self.bytes_read} bytes")
-
-
-def file_sha256(path: str | Path, start: int = 0) -> str:
-    """Return the SHA-256 of a file from byte `start` on."""
-    digest = hashlib.sha256()
-    with open_any(path) as file:
-        file.seek(start)
-        while block := file.read(8 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -19,7 +19,8 @@ from megatron_blackmamba.data_tools.progress import Count, counted, reading
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shard_writer import ShardJob, discard_unfinished, write_shard
 from megatron_blackmamba.data_tools.sources import Source
-from megatron_blackmamba.data_tools.streams import STDIN, file_sha256
+from megatron_blackmamba.data_tools.streams import STDIN
+from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.shards import Shard, ShardError, ShardManifest, SourceFile
 from megatron_blackmamba.tokenizer import Tokenizer
 
