@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 WAITING = ".waiting"
 """End of the name of an empty file: lines of the file beside it wait in memory, as on a full disk."""
@@ -12,14 +13,14 @@ class RunFolderError(ValueError):
     """A run folder in which no run can write."""
 
 
-class _Inside:
-    """The path of a file or folder inside a run folder."""
+class Inside:
+    """The path of a file or folder inside a folder: that of a run, or the one that `of` names."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, of: str = "root") -> None:
+        self.name, self.of = name, of
 
-    def __get__(self, folder: "RunFolder", _: type) -> Path:
-        return folder.root / self.name
+    def __get__(self, owner: Any, _: type) -> Path:
+        return getattr(owner, self.of) / self.name
 
 
 @dataclass(frozen=True)
@@ -48,72 +49,72 @@ class RunFolder:
                 " it was started in. For a new run, name another folder=DIR."
             )
 
-    config = _Inside("config.yaml")
+    config = Inside("config.yaml")
     """The file of the complete config, exactly as run."""
 
-    data_plan = _Inside("data_plan.json")
+    data_plan = Inside("data_plan.json")
     """Seed, fingerprints and phases of the data."""
 
-    tokenizer = _Inside("tokenizer.json")
+    tokenizer = Inside("tokenizer.json")
     """The file of the data's tokenizer."""
 
-    verified = _Inside("verified")
+    verified = Inside("verified")
     """The folder that records which token shards were verified, one small file each."""
 
-    checkpoints = _Inside("checkpoints")
+    checkpoints = Inside("checkpoints")
 
-    latest = _Inside("checkpoints/latest")
+    latest = Inside("checkpoints/latest")
     """The file that names the newest complete checkpoint."""
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
 
-    exports = _Inside("exports")
+    exports = Inside("exports")
     """The folder of the Hugging Face exports that the run itself writes."""
 
     def export(self, step: int) -> Path:
         return self.exports / f"step_{step:08d}"
 
-    metrics = _Inside("metrics.jsonl")
+    metrics = Inside("metrics.jsonl")
     """The metrics file, with one JSON object per step."""
 
-    events = _Inside("events.jsonl")
+    events = Inside("events.jsonl")
     """The events file, with one JSON object per event."""
 
-    log = _Inside("log.txt")
+    log = Inside("log.txt")
     """The log file, with steps and events as text."""
 
-    tensorboard = _Inside("tensorboard")
+    tensorboard = Inside("tensorboard")
 
-    profile = _Inside("profile")
+    profile = Inside("profile")
     """The folder for profiler traces."""
 
-    evaluations = _Inside("evaluations")
+    evaluations = Inside("evaluations")
     """The folder of scores, with one JSON file per checkpoint."""
 
     def evaluation(self, step: int) -> Path:
         return self.evaluations / f"step_{step:08d}.json"
 
-    report = _Inside("report.html")
+    report = Inside("report.html")
 
-    requeue = _Inside("requeue")
+    requeue = Inside("requeue")
     """The marker for "saved on request, start me again"; launchers change exit codes."""
 
-    done = _Inside("done")
+    done = Inside("done")
     """The marker for a complete run: all tokens consumed and the last step saved."""
 
-    failed = _Inside("failed")
+    failed = Inside("failed")
     """The marker of a job that ended and cannot continue by itself; the next start removes it."""
 
     def waiting(self) -> Iterator[Path]:
         """Yield the marker of each file of records whose last lines could not be written yet."""
         return self.root.glob(f"*{WAITING}")
 
-    lock = _Inside("lock")
+    lock = Inside("lock")
     """The lock file, held by the job that trains in this folder."""
 
-    launches = _Inside("launch")
+    launches = Inside("launch")
     """The folder of launches, one numbered folder each with code, config and job as submitted."""
 
-    logs = _Inside("logs")
+    logs = Inside("logs")
     """The folder for output, heartbeats and hang reports of each rank of each job."""
