@@ -15,6 +15,8 @@ from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import dataclass_transform
 
+from megatron_blackmamba.formats.step_records import records_in
+
 Samples = Sequence[Sequence[int]]
 """First and last sample of each range."""
 KINDS: dict[str, type["Event"]] = {}
@@ -401,15 +403,10 @@ class Occurrence:
 
 def read_events(path: str | Path) -> Iterator[Occurrence]:
     """Yield the events of a run in order. Skip damaged lines and kinds that this version does not know."""
-    path = Path(path)
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            fields = parse_line(line)
-            event = fields and _event(fields)
-            if fields and event:
-                yield Occurrence(datetime.fromisoformat(fields["time"]), event)
+    for fields in records_in(Path(path), parse_line):
+        event = _event(fields)
+        if event:
+            yield Occurrence(datetime.fromisoformat(fields["time"]), event)
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
