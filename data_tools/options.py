@@ -19,7 +19,7 @@ def _unescape(text: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class InputOptions:
-    """What to read from raw files."""
+    """Options that select what is read from raw files."""
 
     format: Annotated[str | None, reading(help="jsonl, parquet, arrow or text. Default: by file name.")] = None
     fields: Annotated[
@@ -85,7 +85,7 @@ class TokenizeOptions(InputOptions):
 
 @dataclass(frozen=True)
 class CleaningOptions(InputOptions):
-    """What `dedup` and `decontaminate` have in common."""
+    """Options that `dedup` and `decontaminate` share."""
 
     language: Annotated[
         str | None, reading(help="Language of datatrove's word splitter. Default: split at spaces.")
@@ -99,7 +99,7 @@ class CleaningOptions(InputOptions):
 
 @dataclass(frozen=True)
 class DedupOptions(CleaningOptions):
-    """The options of `dedup`: what similar documents are, and where it runs."""
+    """The options of `dedup`: which documents are similar, and where it runs."""
 
     n_grams: Annotated[int, typer.Option(help="Words per n-gram.")] = 2
     buckets: Annotated[int, typer.Option(help="Number of MinHash groups; more find less similar duplicates.")] = 60

@@ -116,7 +116,7 @@ class Found:
 
 
 class Listed(NamedTuple):
-    """What one input stands for: all visible files of a folder, or the file itself."""
+    """The files of one input: all visible ones of a folder, or the file itself."""
 
     folder: str
     """Absolute path or URL."""
