@@ -282,9 +282,10 @@ def decontaminate(
 
     cleaning.require_datatrove()
     from megatron_blackmamba.data_tools.decontamination import ItemIndex, stages
-    from megatron_blackmamba.data_tools.evaluation_items import PAPER_TASKS, contents_of, read_items
+    from megatron_blackmamba.data_tools.evaluation_items import contents_of, read_items
+    from megatron_blackmamba.formats.evaluations import PAPER
 
-    names = tuple(against or PAPER_TASKS)
+    names = tuple(against or PAPER)
     task = _cleaning("decontaminate", paths, {"against": list(names), "n_grams": n_grams}, options)
     items = read_items(names, task_folder)
     task = replace(task, settings={**task.settings, **contents_of(items)})

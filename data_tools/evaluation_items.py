@@ -13,11 +13,6 @@ from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.data_tools.streams import Damage, InputStream
 
-PAPER_TASKS = (
-    *("hellaswag", "piqa", "winogrande", "lambada_openai"),
-    *("arc_easy", "arc_challenge", "openbookqa", "boolq"),
-)
-
 
 @dataclass(frozen=True)
 class Item:
