@@ -1,12 +1,10 @@
-"""Raw files and shards of `tokenize` in object storage."""
+"""Shards of `tokenize` in object storage."""
 
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from megatron_blackmamba.data_tools.selection import Selection
-from megatron_blackmamba.formats.remote import cached, download, file_system, files_below, is_folder, size_of, upload
+from megatron_blackmamba.formats.remote import cached, download, file_system, files_below, upload
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, SUFFIXES, ShardManifest, beside, idx_bytes
 
 if TYPE_CHECKING:
@@ -15,15 +13,6 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TRAINED = "tokenizer.trained.json"
 """The record of what --train-tokenizer was asked for."""
-
-
-class RemoteInput(NamedTuple):
-    """A raw file in object storage."""
-
-    url: str
-    name: str
-    bytes: int
-    modified_ns: int
 
 
 @dataclass(frozen=True)
@@ -89,22 +78,3 @@ def _is_being_published(manifest_path: Path) -> bool:
     """Return whether the tokens of a manifest are here: another process (of --array) uploads them, or was killed."""
     name = manifest_path.name
     return name.endswith(MANIFEST_SUFFIX) and manifest_path.with_name(name.replace(MANIFEST_SUFFIX, ".bin")).exists()
-
-
-def remote_files(url: str, selection: Selection) -> tuple[list[RemoteInput], list[str]]:
-    """Return the objects taken below a URL, and the URLs of those that are not. Hidden ones are skipped."""
-    url = url.rstrip("/")
-    if not is_folder(url):
-        return [RemoteInput(url, url.rpartition("/")[2], size_of(url), 0)], []
-    taken, ignored = [], []
-    for name, info in files_below(url).items():
-        inside = name.removeprefix(url + "/")
-        if any(part.startswith(".") for part in inside.split("/")):
-            continue
-        modified = info.get("LastModified")
-        stamp = int(modified.timestamp() * 1e9) if isinstance(modified, datetime) else 0
-        if selection.takes(Path("/", inside), Path("/")):
-            taken.append(RemoteInput(name, inside, int(info["size"]), stamp))
-        else:
-            ignored.append(name)
-    return taken, ignored

@@ -12,8 +12,8 @@ import orjson
 from megatron_blackmamba.data_tools import rejects
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream, file_sha256
-from megatron_blackmamba.formats.remote import size_of, version_of
+from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream
+from megatron_blackmamba.formats.remote import file_sha256, size_of, version_of
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
 TABLES = ("parquet", "arrow")
@@ -90,7 +90,7 @@ class Reader:
                     yield from parser.feed(block)
                 yield from parser.finish()
             except Damage as damage:
-                yield from parser.abandon()
+                yield from parser.finish(cut=True)
                 self.reject(parser.number + 1, damage.reason, damage.detail)
             self.sha256, self.unpacked_sha256 = stream.sha256(), stream.unpacked_sha256
             self.bytes_read = stream.bytes_read
@@ -117,12 +117,8 @@ class Parser:
     def feed(self, block: bytes) -> Iterator[Batch]:
         raise NotImplementedError
 
-    def finish(self) -> Iterator[Batch]:
-        """Handle the regular end of the input."""
-        raise NotImplementedError
-
-    def abandon(self) -> Iterator[Batch]:
-        """Handle a truncated input: return its complete records, but not the last, incomplete one."""
+    def finish(self, cut: bool = False) -> Iterator[Batch]:
+        """Handle the end of the input; the last record of a cut one is incomplete, and not returned."""
         raise NotImplementedError
 
 
@@ -145,18 +141,12 @@ class JsonLines(Parser):
         if self.pending_bytes >= BATCH_BYTES and b"\n" in block:
             yield self._parse(self._take_complete_lines().split(b"\n"))
 
-    def finish(self) -> Iterator[Batch]:
-        lines = b"".join(self.pending).split(b"\n")
+    def finish(self, cut: bool = False) -> Iterator[Batch]:
+        *lines, unterminated = b"".join(self.pending).split(b"\n")
         self.pending = []
-        unterminated = lines.pop()
         yield self._parse(lines)
-        if unterminated:
+        if unterminated and not cut:
             yield self._parse([unterminated], terminated=False)
-
-    def abandon(self) -> Iterator[Batch]:
-        lines = b"".join(self.pending).split(b"\n")
-        self.pending = []
-        yield self._parse(lines[:-1])
 
     def _take_complete_lines(self) -> bytes:
         block = b"".join(self.pending)
@@ -264,16 +254,11 @@ class Text(Parser):
         self.pending, self.searched = bytearray(rest), 0
         yield self._documents(pieces)
 
-    def finish(self) -> Iterator[Batch]:
+    def finish(self, cut: bool = False) -> Iterator[Batch]:
         pieces = bytes(self.pending).split(self.marker) if self.marker else [bytes(self.pending)]
         self.pending = bytearray()
-        if self.marker and not pieces[-1].strip():
+        if cut or (self.marker and not pieces[-1].strip()):
             pieces.pop()  # what follows the last marker is the end of the file, not a document
-        yield self._documents(pieces)
-
-    def abandon(self) -> Iterator[Batch]:
-        pieces = bytes(self.pending).split(self.marker)[:-1] if self.marker else []
-        self.pending = bytearray()
         yield self._documents(pieces)
 
     def _documents(self, pieces: Iterable[bytes]) -> Batch:

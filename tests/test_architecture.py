@@ -26,6 +26,7 @@ LAYERS = [
         "hf",
         "interrupts",
         "progress",
+        "options",
     },
     {"engine"},
     {"runtime"},
@@ -42,7 +43,7 @@ TRAINING = [{"start", "watch"}, {"step"}, {"metrics", "keep"}, {"record"}, {"loo
 """The groups of `training`, lowest first."""
 IN_TRAINING = {group: height for height, groups in enumerate(TRAINING, 1) for group in groups}
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
-TOOLS_MAY_USE = {"config", "tokenizer", "formats", "interrupts", "progress"}
+TOOLS_MAY_USE = {"config", "tokenizer", "formats", "interrupts", "progress", "options"}
 MOST_LINES = 500
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 

@@ -83,31 +83,12 @@ class Decoder:
 
         `lengths_B` gives the number of tokens in each row; the positions to their left are padding and are ignored.
         """
-        return self._logits(self._hidden(state, tokens_BL, lengths_B)[:, -1])
+        return self.logits(self.hidden(state, tokens_BL, lengths_B)[:, -1])
 
     @torch.inference_mode()
     def read_all(self, state: State, tokens_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
         """Read tokens like `read`, and return the logits after every token, `[B, L, V]`."""
-        return self._logits(self._hidden(state, tokens_BL, lengths_B).flatten(0, 1)).unflatten(0, tokens_BL.shape)
-
-    @torch.inference_mode()
-    def hidden(
-        self,
-        state: State,
-        tokens_BL: Tensor,
-        lengths_B: Tensor | None = None,
-        choices: list[Tensor] | None = None,
-    ) -> Tensor:
-        """Take in tokens as `read` does, and return what the head reads after every token, `[B, L, D]` fp32.
-
-        choices: receives the experts of each token, `[B, L, K]`, of each routed layer.
-        """
-        return self._hidden(state, tokens_BL, lengths_B, choices)
-
-    @torch.inference_mode()
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Apply the head to some rows of `hidden`: `[T, V]` fp32."""
-        return self._logits(hidden_TD)
+        return self.logits(self.hidden(state, tokens_BL, lengths_B).flatten(0, 1)).unflatten(0, tokens_BL.shape)
 
     @torch.inference_mode()
     def step(self, state: State, tokens_B: Tensor, choices: list[Tensor] | None = None) -> Tensor:
@@ -126,7 +107,7 @@ class Decoder:
             compiled = decoding.why_not(self.weights.embedding_VD) is None
             self._layers(state, residual_BD, compiled, choices)
             state.last_B.copy_(tokens_B)
-            return self._logits(self._final_norm(residual_BD))
+            return self.logits(self._final_norm(residual_BD))
 
     def _layers(self, state: State, residual_BD: Tensor, compiled: bool, choices: list[Tensor] | None) -> None:
         weights = self.weights
@@ -153,13 +134,18 @@ class Decoder:
         for how, memory in zip(self.how, state.memories, strict=True):
             how.restart(memory, going_on_B)
 
-    def _hidden(
+    @torch.inference_mode()
+    def hidden(
         self,
         state: State,
         tokens_BL: Tensor,
-        lengths_B: Tensor | None,
+        lengths_B: Tensor | None = None,
         choices: list[Tensor] | None = None,
     ) -> Tensor:
+        """Take in tokens as `read` does, and return what the head reads after every token, `[B, L, D]` fp32.
+
+        choices: receives the experts of each token, `[B, L, K]`, of each routed layer.
+        """
         weights, batch = self.weights, len(state.last_B)
         if tokens_BL.dim() != 2 or len(tokens_BL) != batch or tokens_BL.shape[1] == 0:
             raise ValueError(
@@ -200,7 +186,9 @@ class Decoder:
         weight, bias = self.weights.final_norm_D, self.weights.final_bias_D
         return F.layer_norm(residual, weight.shape, weight, bias, self.config.norm_eps)
 
-    def _logits(self, hidden_TD: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Apply the head to some rows of `hidden`: `[T, V]` fp32."""
         return self.times(hidden_TD, self.weights.embedding_VD)
 
 

@@ -1,7 +1,6 @@
 """Check a conversion: bit-equal weights, and equal outputs from two implementations."""
 
 import random
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ class ParityError(InterchangeError):
     """The converted model is not the one it came from."""
 
 
-def check(ours: Canonical, theirs: Canonical, modeling: Path | None = None) -> Comparison:
+def check(ours: Canonical, theirs: Canonical) -> Comparison:
     """Compare one model, run by our megatron-core modules, with the other, run by the Hugging Face modeling files.
 
     If those have no class for one of its layers, the megatron-core modules run both.
@@ -31,7 +30,7 @@ def check(ours: Canonical, theirs: Canonical, modeling: Path | None = None) -> C
     if obstacles(theirs.config):
         found = through_megatron.observe(theirs, tokens_BS)
     else:
-        found = through_hf.observe(theirs, tokens_BS, modeling)
+        found = through_hf.observe(theirs, tokens_BS)
     comparison = compare(expected, found)
     if not comparison.agrees:
         raise ParityError(f"{theirs.source}: its weights are those of {ours.source}, its outputs do not: {comparison}")

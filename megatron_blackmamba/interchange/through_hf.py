@@ -1,13 +1,8 @@
-"""A model's answer by the modeling files of an export, a layer in memory at a time, in fp32 and plain PyTorch.
+"""A model's answer by the modeling files of exports, a layer in memory at a time, in fp32 and plain PyTorch.
 
 Shapes: B batch, S sequence, V vocabulary.
 """
 
-import importlib
-import itertools
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,14 +14,13 @@ from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
 from megatron_blackmamba.kinds import layers_of
 
-_NUMBERS = itertools.count()
-
 
 @torch.inference_mode()
-def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -> Observation:
-    """Return the outputs of the Hugging Face modeling code, from the folder `modeling` or from this package."""
-    code = _modeling(modeling)
-    config = code.BlackMambaConfig(
+def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
+    """Return the outputs of the Hugging Face modeling code."""
+    from megatron_blackmamba.hf.modeling_blackmamba import BlackMambaConfig
+
+    config = BlackMambaConfig(
         **{**to_json(model.config, model.sequence_length, torch.float32), "kernels": "torch", "auto_map": None}
     )
     embedding_VD = model.entries["embedding.word_embeddings.weight"].load().float()
@@ -34,7 +28,7 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
     reset_BS, segment_BS = _resets(model, tokens_BS), torch.zeros_like(tokens_BS)
     routers = []
     for i, kind in enumerate(layers_of(model.config.pattern)):
-        layer = _layer(code, config, model, i)
+        layer = _layer(config, model, i)
         if layer.norm is not None:
             shared = layer.norm(residual)
         if kind.routed:
@@ -46,9 +40,11 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
     return Observation(F.linear(hidden, embedding_VD), routers)
 
 
-def _layer(code: ModuleType, config: Any, model: Canonical, index: int) -> Any:
+def _layer(config: Any, model: Canonical, index: int) -> Any:
+    from megatron_blackmamba.hf.modeling_blackmamba import Layer
+
     with torch.device("meta"):
-        layer = code.Layer(config, index)
+        layer = Layer(config, index)
     prefix = f"decoder.layers.{index}."
     weights = {
         name.removeprefix(prefix): entry.load().float()
@@ -63,19 +59,3 @@ def _resets(model: Canonical, tokens_BS: Tensor) -> Tensor | None:
     if model.config.eod_reset is None:
         return None
     return F.pad(tokens_BS[:, :-1], (1, 0), value=-1) == model.config.eod_reset
-
-
-def _modeling(folder: Path | None) -> ModuleType:
-    if folder is None:
-        from megatron_blackmamba.hf import modeling_blackmamba
-
-        return modeling_blackmamba
-    # Not by transformers' loader: it makes the folder's name part of a module's, which not every name can be.
-    package = ModuleType(f"_exported_{next(_NUMBERS)}")
-    package.__path__ = [str(folder)]
-    sys.modules[package.__name__] = package
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # no __pycache__ in the export
-    try:
-        return importlib.import_module(f"{package.__name__}.modeling_blackmamba")
-    finally:
-        sys.dont_write_bytecode = before

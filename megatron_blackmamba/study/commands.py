@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -18,23 +17,10 @@ from megatron_blackmamba.study.page import COLUMNS, render, rows
 from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.results import collect, grouped, to_json
 from megatron_blackmamba.study.runs import Cell, Study
+from megatron_blackmamba.study.verb import HowToRun
 
 SHOWN = ("model", "size", "validation loss", "experts balanced", "training loss", "tokens/s")
 """Columns of the table on the terminal."""
-
-
-@dataclass(frozen=True)
-class HowToRun:
-    """Options of `blackmamba study`."""
-
-    jobs: int | None = None
-    minutes: float | None = None
-    slurm: bool = False
-    gpus: str = "1"
-    time: str = "4:00:00"
-    sbatch: Sequence[str] = ()
-    page_only: bool = False
-    png: Path | None = None
 
 
 def open_study(name: str, folder: Path | None) -> Study:

@@ -63,7 +63,7 @@ def request(text, out, size=500, **options):
     ("change", "message"),
     [
         ({"size": 300}, "was trained with --train-tokenizer 500, not 300"),
-        ({"train_bytes": 100}, "was trained with --train-bytes 1073741824, not 100"),
+        ({"train_bytes": 100}, "was trained with --train-bytes 1000000000, not 100"),
         ({"marker": "def "}, "was trained with marker = None, not 'def '"),
     ],
 )

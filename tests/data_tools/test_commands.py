@@ -6,8 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from megatron_blackmamba.data_tools import tokenization
-from megatron_blackmamba.data_tools.commands import app, run_tokenize
+from megatron_blackmamba.data_tools.commands import app
 from megatron_blackmamba.data_tools.progress import short
 from megatron_blackmamba.formats.shards import ShardManifest
 
@@ -133,18 +132,3 @@ def test_unwritable_folder_is_one_line_and_code_2(corpus, tokenizer_file):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2
         assert "/dev/null/x: Not a directory" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_only_errors_of_the_user_become_one_line(corpus, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["tokenize", str(corpus), str(tmp_path / "out"), "-t", "x.json"])
-    with pytest.raises(SystemExit) as ended:
-        run_tokenize()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("tokenize: x.json: no such tokenizer file")
-
-    def fail(*_):
-        raise ValueError("a bug")
-
-    monkeypatch.setattr(tokenization, "plan", fail)
-    with pytest.raises(ValueError, match="a bug"):
-        run_tokenize()

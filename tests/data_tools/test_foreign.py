@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools.foreign import expose
-from megatron_blackmamba.data_tools.lengths import by_source
+from megatron_blackmamba.data_tools.inspection import by_source
 from megatron_blackmamba.data_tools.provenance import Origin, origin, places_of, source_called
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.shards import Shard, find_shards

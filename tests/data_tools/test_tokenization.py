@@ -298,10 +298,9 @@ shard_writer._Writing._encode = encode_and_die
 def command(tokenizer_file, *arguments, first=""):
     """The command line, in small batches: there is time to kill it between two of them."""
     program = first + (
-        "from megatron_blackmamba.data_tools import commands, readers; readers.BATCH_BYTES = 200_000; "
-        "commands.run_tokenize()"
+        "from megatron_blackmamba.data_tools import commands, readers; readers.BATCH_BYTES = 200_000; commands.app()"
     )
-    return [sys.executable, "-c", program, *map(str, arguments), "-t", str(tokenizer_file)]
+    return [sys.executable, "-c", program, "tokenize", *map(str, arguments), "-t", str(tokenizer_file)]
 
 
 def large_file(path, megabytes):

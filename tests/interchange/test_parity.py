@@ -20,7 +20,7 @@ def exported(silu, tokenizer_file, tmp_path):
 
 def test_faithful_export_passes_on_random_and_real_tokens(exported):
     model, folder = exported
-    comparison = parity.check(model, hf.read(folder), folder)
+    comparison = parity.check(model, hf.read(folder))
     assert comparison.agrees and comparison.tokens == 3 * 64
     assert "top-1 agreement 192/192" in str(comparison)
 
@@ -33,24 +33,6 @@ def test_swapped_halves_are_named(silu, name):
     swapped = silu.weights | {name: weight.roll(weight.shape[0] // 2, 0)}
     with pytest.raises(parity.ParityError, match=name):
         parity.check(canonical(silu), in_memory(config_of(silu), swapped))
-
-
-@pytest.mark.parametrize(
-    ("line", "wrong"),
-    [
-        ("x, z = self.in_proj(u_BLD)", "z, x = self.in_proj(u_BLD)"),
-        ("gate, up = self.linear_fc1(x_TD)", "up, gate = self.linear_fc1(x_TD)"),
-        ("dt_BLR, B_BLN, C_BLN = self.x_proj(x)", "dt_BLR, C_BLN, B_BLN = self.x_proj(x)"),
-        ("* weights_Tk[:, :, None]", ""),
-    ],
-)
-def test_export_with_changed_modeling_code_is_refused(exported, line, wrong):
-    model, folder = exported
-    code = (folder / "layers_blackmamba.py").read_text()
-    assert line in code
-    (folder / "layers_blackmamba.py").write_text(code.replace(line, wrong))
-    with pytest.raises(parity.ParityError, match="its outputs do not"):
-        parity.check(model, hf.read(folder), folder)
 
 
 def test_another_activation_is_caught(silu):

@@ -33,7 +33,7 @@ ALLOWED = {
     ("runtime/deadman.py", "-S"): "an option of Python",
     ("interchange/refresh.py", "--"): "a mark in a name of the hub",
     ("config/run.py", "-"): "the start of an option",
-    ("data_tools/cleaning_commands.py", "-"): "standard input",
+    ("data_tools/commands.py", "-"): "standard input",
     ("inference/commands.py", "-"): "standard input",
     ("launch/job.py", "-"): "the start of an option",
     ("training/metrics/base.py", "*"): "a wildcard in a metric's name",
