@@ -36,9 +36,10 @@ except ImportError:  # said by `require_datatrove`
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = WordTokenizer = object
 
 from megatron_blackmamba import interrupts
+from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.cleaning_jobs import JOBS, record_job, refuse_unfinished_jobs
 from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK, CleaningManifest, Cleanings, Part, part_of
-from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
+from megatron_blackmamba.data_tools.readers import Reader
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.sources import Source
 from megatron_blackmamba.data_tools.streams import file_sha256

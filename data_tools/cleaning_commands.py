@@ -178,8 +178,8 @@ def _cleaning(
     workers: int,
     slurm: "Slurm | None",
 ) -> "Cleaning":
+    from megatron_blackmamba.data_tools.batches import ReadOptions
     from megatron_blackmamba.data_tools.cleaning import Cleaning
-    from megatron_blackmamba.data_tools.readers import ReadOptions
     from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
     from megatron_blackmamba.data_tools.sources import find_sources, parse_size, plan_shards
     from megatron_blackmamba.data_tools.tokenization import usable_cores

@@ -365,7 +365,7 @@ app.command()(cleaning_commands.decontaminate)
 
 
 def run_tokenize() -> None:
-    """Run `python -m data_tools.tokenization`."""
+    """Run `python -m megatron_blackmamba.data_tools`."""
     alone = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
     alone.command()(tokenize)
     try:

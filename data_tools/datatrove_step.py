@@ -68,7 +68,7 @@ class ShardWriter(PipelineStep):
                 tokenizer.save(beside)
             if remote:
                 remote.publish_tokenizer()
-                remote.publish(job)
+                remote.publish(job.prefix)
         finally:
             if waiting.exists():
                 os.unlink(waiting)

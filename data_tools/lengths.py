@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_blackmamba.formats.find_shards import find_shards
 from megatron_blackmamba.formats.mixture import Mixture
-from megatron_blackmamba.formats.shards import Idx, find_shards
+from megatron_blackmamba.formats.shards import Idx
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 _BAR = 40

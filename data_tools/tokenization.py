@@ -1,6 +1,6 @@
 """Raw files to token shards: plans the shards, spreads them over processes, skips what is finished.
 
-`python -m data_tools.tokenization` is `blackmamba data tokenize`.
+`python -m megatron_blackmamba.data_tools` is `blackmamba data tokenize`.
 """
 
 import os
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import get_args
 
 from megatron_blackmamba import interrupts
+from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.finished import refuse_other_settings
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.progress import counted
-from megatron_blackmamba.data_tools.readers import Format, ReadOptions
+from megatron_blackmamba.data_tools.readers import Format
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance, require_choice
 from megatron_blackmamba.data_tools.selection import SPLITS, split_of
 from megatron_blackmamba.data_tools.shard_writer import ShardJob, ShardSettings
@@ -281,9 +282,3 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))  # what Slurm or a container leaves us
     return os.cpu_count() or 1
-
-
-if __name__ == "__main__":
-    from megatron_blackmamba.data_tools.commands import run_tokenize
-
-    run_tokenize()

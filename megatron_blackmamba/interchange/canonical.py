@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.evaluations import Evaluation
-from megatron_blackmamba.kinds import Cannot, kinds_in, layers_of
+from megatron_blackmamba.kinds import kinds_in, layers_of, obstacles
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -193,11 +193,6 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             result[f"decoder.layers.{i}.norm.weight"] = (D,)
         result |= {f"decoder.layers.{i}.mixer.{name}": shape for name, shape in kind.shapes(config).items()}
     return result | {"decoder.final_layernorm.weight": (D,), "decoder.final_layernorm.bias": (D,)}
-
-
-def obstacles(config: ModelConfig) -> list[str]:
-    """Return why layers of a model have no class in the modeling files; empty if all have one."""
-    return [answer.reason for kind in kinds_in(config.pattern) if isinstance(answer := kind.exported(config), Cannot)]
 
 
 def require_convertible(config: ModelConfig, source: str) -> None:

@@ -14,26 +14,16 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba import routers
-from megatron_blackmamba.kinds.base import (
-    FP32,
-    INT64,
-    Cannot,
-    Decoding,
-    Division,
-    LayerKind,
-    Runner,
-    Sizes,
-    Stack,
-    Work,
-)
+from megatron_blackmamba.costs import FP32, INT64, Sizes, Work
+from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, LayerKind, Runner, Stack
 from megatron_blackmamba.kinds.mlp import GLU_KEEPS
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
     from megatron_blackmamba.ops.decoding import Step
+    from megatron_blackmamba.settings import ModelConfig
 
 
 SMALL_KERNELS = (30, 20)

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import FP32, SMALL_KERNELS, Decoding, Division, LayerKind, Runner, Sizes, Work
+from megatron_blackmamba.costs import FP32, SMALL_KERNELS, Sizes, Work
+from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Runner
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
     from megatron_blackmamba.ops.decoding import Step
+    from megatron_blackmamba.settings import ModelConfig
 
 SCAN_CHUNK = {"cpu": 16, "cuda": 64}
 """Tokens between the states that the scan keeps."""

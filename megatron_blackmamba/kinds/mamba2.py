@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import FP32, Decoding, Division, LayerKind, Runner, Sizes
+from megatron_blackmamba.costs import FP32, Sizes
+from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Runner
 from megatron_blackmamba.kinds.mamba import initial_dt_bias
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
     from megatron_blackmamba.ops.decoding import Step
+    from megatron_blackmamba.settings import ModelConfig
 
 A_RANGE = (1.0, 16.0)
 """Initial decay rates, as in mamba-ssm."""

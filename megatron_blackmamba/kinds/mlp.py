@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Runner, Sizes
+from megatron_blackmamba.costs import Sizes
+from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Runner
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.settings import ModelConfig
 
 
 GLU_KEEPS = 5

@@ -11,7 +11,7 @@ from megatron_blackmamba.registry import Cannot, Registry
 from megatron_blackmamba.routers.base import RouterKind, Tokens, Use
 
 if TYPE_CHECKING:
-    from megatron_blackmamba.config.model import RouterConfig
+    from megatron_blackmamba.settings import RouterConfig
 
 __all__ = [
     "Cannot",

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from megatron_blackmamba.kinds.base import BOOL, FP32, Sizes
+from megatron_blackmamba.costs import BOOL, FP32, Sizes
 from megatron_blackmamba.registry import Cannot, Kind
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.settings import ModelConfig
 
 __all__ = ["Cannot", "RouterKind", "Sizes", "Tokens", "Use"]
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_blackmamba import __version__, optimizers
 from megatron_blackmamba import data as serving
 from megatron_blackmamba import model as modelling
+from megatron_blackmamba import optimizers
 from megatron_blackmamba.checkpoint import Checkpoints, SaveError
 from megatron_blackmamba.checkpoint.reading import saved_config
 from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
@@ -63,6 +63,7 @@ from megatron_blackmamba.training.step import Step, Update
 from megatron_blackmamba.training.stragglers import Stragglers
 from megatron_blackmamba.training.tracing import Tracing
 from megatron_blackmamba.training.validation import validate
+from megatron_blackmamba.version import __version__
 
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are often padded to a multiple of this, times the tensor-parallel ranks."""

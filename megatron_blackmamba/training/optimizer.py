@@ -11,13 +11,13 @@ import torch
 
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.config.run import OptimizerConfig as Settings
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.optimizers import OptimizerKind
 from megatron_blackmamba.optimizers.base import NO_DECAY
 from megatron_blackmamba.runtime.adam import Adam
 from megatron_blackmamba.runtime.reduction import reduction
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.settings import OptimizerConfig as Settings
 from megatron_blackmamba.training import fixes
 from megatron_blackmamba.training.accumulation import Accumulation
 from megatron_blackmamba.training.fused_update import fuse_update

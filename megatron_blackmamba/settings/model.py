@@ -3,11 +3,9 @@
 import math
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from megatron_blackmamba import kinds, routers
-from megatron_blackmamba.config.base import Section
-from megatron_blackmamba.registry import own_module
+from megatron_blackmamba.settings.base import Section
 
 Activation = Literal["silu", "gelu"]
 WIDEST = 2**24
@@ -35,12 +33,6 @@ class RouterConfig(Section):
     """Weight of the load-balancing loss of the softmax router."""
     bias_update_rate: float = Field(0.001, gt=0)
     """Amount by which expert_bias changes the bias of an expert after each step."""
-
-    @model_validator(mode="after")
-    def _fits_kind(self) -> "RouterConfig":
-        if problems := routers.problems(self):
-            raise ValueError(" ".join(problems))
-        return self
 
 
 class AttentionConfig(Section):
@@ -135,20 +127,8 @@ class ModelConfig(Section):
     init: InitConfig = InitConfig()
     """Initial weights."""
 
-    @field_validator("pattern")
-    @classmethod
-    def _letters(cls, pattern: str) -> str:
-        wrong = sorted(set(pattern) - {kind.letter for kind in kinds.all_kinds()})
-        if wrong or not pattern:
-            own = f". {own_module()}" if wrong else ""
-            raise ValueError(f"a pattern is made of {kinds.described()}; found {wrong or 'nothing'}{own}")
-        return pattern
-
     @model_validator(mode="after")
     def _widths(self) -> "ModelConfig":
-        for kind in kinds.kinds_in(self.pattern):
-            if problems := kind.problems(self):
-                raise ValueError("; ".join(problems))
         if self.arrangement == "parallel" and self.layers % 2:
             raise ValueError(
                 f"model.arrangement=parallel pairs layers, and the pattern has {self.layers}: make it even"
