@@ -159,14 +159,14 @@ class Router(nn.Linear):
     def scored(self, logits_TE: Tensor) -> Tensor:
         return torch.sigmoid(logits_TE) if self.scores == "sigmoid" else torch.softmax(logits_TE, dim=-1)
 
-    def selecting(self, logits_TE: Tensor) -> Tensor:
+    def selecting(self, logits_TE: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return the numbers whose largest are chosen. Not the scores, since large logits have equal sigmoids."""
         return logits_TE if self.expert_bias is None else self.scored(logits_TE) + self.expert_bias
 
-    def choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, logits_TE: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, `[T, k]`."""
         balance = self.balanced and self.training
-        selecting_TE = sinkhorn(logits_TE, **self.plan_options) if balance else self.selecting(logits_TE)
+        selecting_TE = sinkhorn(logits_TE, **self.plan_options) if balance else self.selecting(logits_TE, ids)
         if self.top_k == 1:  # of equal experts the first, as in training; topk may take another
             choice_Tk = selecting_TE.max(dim=-1, keepdim=True).indices
         else:
@@ -176,6 +176,10 @@ class Router(nn.Linear):
             sum_T1 = weights_Tk.sum(dim=-1, keepdim=True)
             weights_Tk = weights_Tk / sum_T1.where(sum_T1 > 0, 1)
         return weights_Tk, choice_Tk
+
+
+ROUTERS: dict[str, Any] = {}
+"""By router_kind the routers that choose otherwise than by logits."""
 
 
 class Recurrent(nn.Module):
@@ -368,15 +372,15 @@ class GatedMLP(nn.Module):
 class Experts(nn.Module):
     def __init__(self, config: Any, experts: int):
         super().__init__()
-        self.router = Router(config, experts)
+        self.router = ROUTERS.get(config.router_kind, Router)(config, experts)
         self.local_experts = nn.ModuleList([GatedMLP(config, config.ffn_hidden_size) for _ in range(experts)])
         shared = config.shared_expert_hidden_size
         self.shared_experts = GatedMLP(config, shared) if shared else None
 
-    def forward(self, u_BLD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, u_BLD: Tensor, ids_BL: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TD = u_BLD.flatten(0, 1)
         router = getattr(self.router, "base_layer", self.router)  # an adapter may wrap it
-        weights_Tk, choice_Tk = router.choose(self.router(x_TD))
+        weights_Tk, choice_Tk = router.choose(self.router(x_TD), ids_BL)
         y_TkD = self._by_all(x_TD, choice_Tk) if torch.compiler.is_exporting() else self._by_choice(x_TD, choice_Tk)
         y_TD = (widen(y_TkD) * weights_Tk[:, :, None]).sum(dim=1).to(u_BLD.dtype)
         if self.shared_experts is not None:
@@ -430,6 +434,7 @@ class Layer(GradientCheckpointingLayer):
         segment_BL: Tensor,
         cache: Any,
         shared_BLD: Tensor | None = None,
+        ids_BL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the residual stream, of a mixture of experts each token's expert, and the stream as it was normalized.
 
@@ -443,5 +448,5 @@ class Layer(GradientCheckpointingLayer):
         elif self.kind == "mlp":
             y = self.mixer(x)
         else:
-            y, choice_BLk = self.mixer(x)
+            y, choice_BLk = self.mixer(x, ids_BL)
         return residual_BLD + y, choice_BLk, x

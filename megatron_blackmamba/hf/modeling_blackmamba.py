@@ -175,7 +175,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         for layer in self.decoder.layers:
             if output_hidden_states:
                 hidden_states.append(residual.to(embeds.dtype))
-            residual, choice_BLk, shared = layer(residual, keep_BL1, reset_BL, segment_BL, cache, shared)
+            residual, choice_BLk, shared = layer(residual, keep_BL1, reset_BL, segment_BL, cache, shared, input_ids)
             choices += [] if choice_BLk is None else [choice_BLk]
         if self.config.num_experts_per_tok == 1:
             choices = [choice_BLk[..., 0] for choice_BLk in choices]

@@ -18,6 +18,7 @@ from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
 from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.routers import kind_of
 
 _NUMBERS = itertools.count()
 
@@ -32,6 +33,7 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
     embedding_VD = model.entries["embedding.word_embeddings.weight"].load().float()
     residual = embedding_VD[tokens_BS]
     reset_BS, segment_BS = _resets(model, tokens_BS), torch.zeros_like(tokens_BS)
+    ids = [tokens_BS] if kind_of(model.config.router.kind).reads_ids else []  # older modeling files take none
     routers = []
     for i, kind in enumerate(layers_of(model.config.pattern)):
         layer = _layer(code, config, model, i)
@@ -39,8 +41,10 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
             shared = layer.norm(residual)
         if kind.routed:
             router = layer.mixer.router
-            routers.append(Router.of(i, router.selecting(router(shared)), model.config.top_k))
-        residual, _, _ = layer(residual, None, reset_BS, segment_BS, None, shared)
+            logits_BSE = router(shared)
+            selecting_BSE = router.selecting(logits_BSE, *ids).view_as(logits_BSE)
+            routers.append(Router.of(i, selecting_BSE, model.config.top_k))
+        residual, _, _ = layer(residual, None, reset_BS, segment_BS, None, shared, *ids)
     weight, bias = (model.entries[f"decoder.final_layernorm.{name}"].load().float() for name in ("weight", "bias"))
     hidden = F.layer_norm(residual, weight.shape, weight, bias, model.config.norm_eps)
     return Observation(F.linear(hidden, embedding_VD), routers)

@@ -34,8 +34,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
             if model.config.has_norm(i):
                 hidden = block.norm(residual)
             if kind.routed:
-                router = block.mixer.router
-                selecting_SBE = router.use.selecting(router.gating(hidden), getattr(router, "expert_bias", None))
+                selecting_SBE = block.mixer.router.selecting(hidden, inputs)
                 routers.append(Router.of(i, selecting_SBE.transpose(0, 1), model.config.top_k))
             residual, branch = block(residual, None, inputs, hidden)
             residual = residual + branch

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_blackmamba.costs import Sizes, Work
-from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Stack
+from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Stack
 from megatron_blackmamba.registry import Cannot, Registry
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ __all__ = [
     "Cannot",
     "Decoding",
     "Division",
+    "Inputs",
     "LayerKind",
     "Sizes",
     "Stack",

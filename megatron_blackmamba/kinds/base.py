@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -34,6 +35,18 @@ class Stack(NamedTuple):
     """Of the stack. A part is one entry of the first axis, viewed in the parameter's own shape."""
     parts: tuple[str, ...]
     """Canonical names, in order."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a layer that decodes may read of the tokens beside their hidden states."""
+
+    ids: Tensor
+    """`[B]` for one token of each sequence, or `[B, L]`."""
+    keep_BL1: Tensor | None = None
+    """0 at padding, which must leave no trace."""
+    reset_BL: Tensor | None = None
+    """True where the memory restarts first."""
 
 
 class Runner(Protocol):
@@ -68,25 +81,14 @@ class Decoding(ABC):
         """Return the memory of `batch` sequences before their first token; the first axis is the batch."""
 
     @abstractmethod
-    def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         """Return the output for one token of each sequence; update `memory` in place."""
 
     @abstractmethod
-    def read(
-        self,
-        run: Runner,
-        layer: Any,
-        memory: list[Tensor],
-        x_BLD: Tensor,
-        keep_BL1: Tensor | None,
-        reset_BL: Tensor | None,
-    ) -> Tensor:
-        """Return the outputs for many tokens at once; update `memory` in place.
+    def read(self, run: Runner, layer: Any, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
+        """Return the outputs for many tokens at once; update `memory` in place."""
 
-        keep_BL1 is 0 at padding, which must leave no trace. reset_BL is true where the memory restarts first.
-        """
-
-    def choice(self, layer: Any, x_TD: Tensor, model: ModelConfig) -> Tensor:
+    def choice(self, layer: Any, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> Tensor:
         """Return the experts of each token, `[T, K]`; x_TD is the layer's input in fp32."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.costs import FP32, SMALL_KERNELS, Sizes, Work
-from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Runner
+from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +243,7 @@ class MambaDecoding(Decoding):
 
         return mamba_step(norm_D=norm_D, **vars(layer), eps=model.norm_eps)
 
-    def step(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
         from megatron_blackmamba.ops.selective_scan import selective_scan_step
 
@@ -264,19 +264,12 @@ class MambaDecoding(Decoding):
         )
         return run.times(y_BI, layer.out_proj)
 
-    def read(
-        self,
-        run: Runner,
-        layer: MambaLayer,
-        memory: list[Tensor],
-        x_BLD: Tensor,
-        keep_BL1: Tensor | None,
-        reset_BL: Tensor | None,
-    ) -> Tensor:
+    def read(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
         from megatron_blackmamba.ops.matvec import product
         from megatron_blackmamba.ops.selective_scan import selective_scan
 
+        keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
         window_BWI, state_BIN = memory
         x_BLI, z_BLI = product(x_BLD, layer.in_proj).chunk(2, dim=-1)
         if keep_BL1 is not None:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.costs import FP32, Sizes
-from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Runner
+from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
 from megatron_blackmamba.kinds.mamba import initial_dt_bias
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class Mamba2Decoding(Decoding):
 
         return mamba2_step(norm_D=norm_D, **vars(layer), groups=model.mamba2.groups, eps=model.norm_eps)
 
-    def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
         from megatron_blackmamba.ops.ssd import ssd_step
 
@@ -231,19 +231,12 @@ class Mamba2Decoding(Decoding):
         y_BHP = ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
         return run.times(_normed(y_BHP, z_BI, layer, run.config), layer.out_proj)
 
-    def read(
-        self,
-        run: Runner,
-        layer: Mamba2Layer,
-        memory: list[Tensor],
-        x_BLD: Tensor,
-        keep_BL1: Tensor | None,
-        reset_BL: Tensor | None,
-    ) -> Tensor:
+    def read(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
         from megatron_blackmamba.ops.matvec import product
         from megatron_blackmamba.ops.ssd import ssd
 
+        keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
         window_BWQ, state_BHPN = memory
         z_BLI, xBC_BLQ, dt_BLH = _parts(product(x_BLD, layer.in_proj), run.config)
         if keep_BL1 is not None:

@@ -27,26 +27,26 @@ def expert_of(chosen_TE):
 
 def test_in_training_sinkhorn_chooses_and_balances(router, hidden_SBD):
     logits = router.gating(hidden_SBD).flatten(0, 1)
-    _, chosen = router.train()(hidden_SBD)
+    _, chosen = router.train()(hidden_SBD).as_map()
     assert torch.equal(expert_of(chosen), sinkhorn_choice(logits))
     assert load_imbalance(expert_of(chosen), 8) < 1.3 < load_imbalance(logits.argmax(1), 8)
 
 
 def test_in_use_the_largest_logit_chooses(router, hidden_SBD):
-    _, chosen = router.eval()(hidden_SBD)
+    _, chosen = router.eval()(hidden_SBD).as_map()
     assert torch.equal(expert_of(chosen), router.gating(hidden_SBD).flatten(0, 1).argmax(1))
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_chosen_expert_is_weighted_by_its_sigmoid(router, hidden_SBD, training):
-    weights, chosen = router.train(training)(hidden_SBD)
+    weights, chosen = router.train(training)(hidden_SBD).as_map()
     logits = hidden_SBD.flatten(0, 1) @ router.weight.t() + router.bias
     assert torch.allclose(weights[chosen], 1 / (1 + torch.exp(-logits[chosen])), atol=1e-6)
     assert (weights[~chosen] == 0).all()
 
 
 def test_only_the_chosen_weight_carries_gradient(router, hidden_SBD):
-    weights, chosen = router.train()(hidden_SBD)
+    weights, chosen = router.train()(hidden_SBD).as_map()
     router.zero_grad()
     weights.sum().backward()
     probability = weights.detach()[chosen]

@@ -108,7 +108,7 @@ def test_the_tokens_of_each_expert_are_counted(kind, registered, build):
     registered(type("Choosy", (Unbalanced,), {"name": "choosy", "choose": choose, **few}))
     model = build("model.pattern=E", "model.top_k=2", f"model.router.kind={kind}")
     router = model.decoder.layers[0].mixer.router
-    _, chosen_TE = router.train()(torch.randn(6, 4, 64))
+    _, chosen_TE = router.train()(torch.randn(6, 4, 64)).as_map()
     assert router.tokens_E.tolist() == chosen_TE.sum(0).tolist() and chosen_TE.any()
 
 
