@@ -14,7 +14,7 @@ LAYERS = [
     {"version", "settings", "registry", "interrupts", "progress", "short_texts"},
     {"costs", "formats", "optimizers"},
     {"ops", "tokenizer"},
-    {"routers", "hf"},
+    {"routers", "norms", "hf"},
     {"kinds"},
     {"config"},
     {"runtime"},
@@ -133,7 +133,9 @@ def test_modeling_files_import_only_ops():
 
 
 def test_ops_and_kinds_do_not_import_megatron():
-    for path in [path for package in ("ops", "kinds", "routers", "optimizers") for path in files_of(PACKAGE / package)]:
+    for path in [
+        path for package in ("ops", "kinds", "routers", "norms", "optimizers") for path in files_of(PACKAGE / package)
+    ]:
         assert not any(name.split(".")[0] == "megatron" for name in imported(path)), path
 
 
@@ -150,7 +152,9 @@ def test_megatron_is_patched_before_it_is_imported(package):
 
 
 def test_kinds_import_torch_only_inside_methods():
-    for path in [path for package in ("kinds", "routers", "optimizers") for path in files_of(PACKAGE / package)]:
+    for path in [
+        path for package in ("kinds", "routers", "norms", "optimizers") for path in files_of(PACKAGE / package)
+    ]:
         assert not any(name.split(".")[0] == "torch" for name in imported(path, at_import=True)), path
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron_blackmamba import kinds, optimizers, routers
+from megatron_blackmamba import kinds, norms, optimizers, routers
 from megatron_blackmamba.registry import ImportFailed, UnknownKind, own_module
 from megatron_blackmamba.settings import ModelConfig, RunConfig
 
@@ -27,6 +27,7 @@ def problem_of_model(model: ModelConfig) -> Problem | None:
     """Return what is wrong with a model first, or None."""
     return _first(
         ("model.pattern", lambda: _letters(model.pattern)),
+        ("model.final_norm", lambda: _norm(model.final_norm)),
         ("model.router", lambda: [" ".join(routers.problems(model.router))]),
         ("model", lambda: ("; ".join(kind.problems(model)) for kind in kinds.kinds_in(model.pattern))),
     )
@@ -49,6 +50,11 @@ def _letters(pattern: str) -> Iterator[str]:
     if wrong or not pattern:
         own = f". {own_module()}" if wrong else ""
         yield f"a pattern is made of {kinds.described()}; found {wrong or 'nothing'}{own}"
+
+
+def _norm(name: str) -> Iterator[str]:
+    norms.kind_of(name)  # refuses an unknown one
+    yield from ()
 
 
 def _without_experts(run: RunConfig) -> Iterator[str]:

@@ -105,6 +105,10 @@ class GatedNorm(RMSNorm):
         return (x_GC.flatten(-2) * widen(self.weight)).to(x.dtype)
 
 
+FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": FinalNorm}
+"""By config.final_norm."""
+
+
 class Convolution(nn.Conv1d):
     fast = False
 
@@ -163,7 +167,7 @@ class Router(nn.Linear):
         """Return the numbers whose largest are chosen. Not the scores, since large logits have equal sigmoids."""
         return logits_TE if self.expert_bias is None else self.scored(logits_TE) + self.expert_bias
 
-    def choose(self, logits_TE: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def choose(self, logits_TE: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, `[T, k]`."""
         balance = self.balanced and self.training
         selecting_TE = sinkhorn(logits_TE, **self.plan_options) if balance else self.selecting(logits_TE, ids)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.inference.linear import linear, threads_for_matrices_alone
 from megatron_blackmamba.inference.weights import Weights, decodings
 from megatron_blackmamba.kinds import Inputs
@@ -59,6 +60,7 @@ class Decoder:
         self.threads: int | None = None
         self.gate: Callable[[Tensor], Tensor] = F.silu if weights.config.activation == "silu" else F.gelu
         self.how = decodings(weights.config)
+        self.final_norm = norms.kind_of(weights.config.final_norm)
         compiles = decoding.why_not(weights.embedding_VD) is None and self.config.arrangement == "sequential"
         self.compiled = [
             how.compiled(layer, norm_D, self.config) if compiles and norm_D is not None else None
@@ -199,8 +201,7 @@ class Decoder:
         return torch.cat((state.last_B[:, None], tokens_BL[:, :-1]), dim=1) == self.config.eod_reset
 
     def _final_norm(self, residual: Tensor) -> Tensor:
-        weight, bias = self.weights.final_norm_D, self.weights.final_bias_D
-        return F.layer_norm(residual, weight.shape, weight, bias, self.config.norm_eps)
+        return self.final_norm.apply(residual, self.weights.final_norm_D, self.config.norm_eps)
 
     def _logits(self, hidden_TD: Tensor) -> Tensor:
         return self.times(hidden_TD, self.weights.embedding_VD)

@@ -52,6 +52,7 @@ _SAME = {
     "activation": "activation",
     "eod_reset": "eod_reset",
     "norm_eps": "norm_eps",
+    "final_norm": "final_norm",
     "arrangement": "arrangement",
 }
 

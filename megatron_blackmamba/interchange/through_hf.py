@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
@@ -45,8 +46,9 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
             selecting_BSE = router.selecting(logits_BSE, *ids).view_as(logits_BSE)
             routers.append(Router.of(i, selecting_BSE, model.config.top_k))
         residual, _, _ = layer(residual, None, reset_BS, segment_BS, None, shared, *ids)
-    weight, bias = (model.entries[f"decoder.final_layernorm.{name}"].load().float() for name in ("weight", "bias"))
-    hidden = F.layer_norm(residual, weight.shape, weight, bias, model.config.norm_eps)
+    norm = norms.kind_of(model.config.final_norm)
+    parameters_D = tuple(model.entries[f"{norms.PREFIX}{name}"].load().float() for name in norm.parameters)
+    hidden = norm.apply(residual, parameters_D, model.config.norm_eps)
     return Observation(F.linear(hidden, embedding_VD), routers)
 
 

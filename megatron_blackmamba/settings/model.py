@@ -111,6 +111,8 @@ class ModelConfig(Section):
     """Inner width of a dense MLP; needed when the pattern has -."""
     activation: Activation = "silu"
     """The gate of experts and MLPs. The paper says SwiGLU (silu); the released inference code gates with erf-GELU."""
+    final_norm: str = "layer"
+    """The norm before the head. layer: LayerNorm with a bias (the released code's)."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in every norm."""
     tie_embeddings: bool = True
