@@ -4,8 +4,6 @@ The names in `__all__` are the Python API (docs/python.md). Each is imported at 
 megatron_blackmamba` stays quick.
 """
 
-from megatron_blackmamba.version import __version__ as __version__
-
 TYPE_CHECKING = False  # typing's, whose import takes as long as all that comes before Ctrl-C is handled
 if TYPE_CHECKING:
     from megatron_blackmamba.api import (
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
     from megatron_blackmamba.ops.sinkhorn import load_imbalance, sinkhorn_choice
     from megatron_blackmamba.ops.ssd import ssd
     from megatron_blackmamba.training.loop import Outcome, Trainer
+
+__version__: str
 
 __all__ = [
     "ConfigError",
@@ -57,6 +57,7 @@ __all__ = [
     "update_expert_bias",
 ]
 _HOMES = {
+    "__version__": "version:__version__",
     "ConfigError": "config:ConfigError",
     "Outcome": "training.loop:Outcome",
     "RunConfig": "config:RunConfig",

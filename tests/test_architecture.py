@@ -28,6 +28,7 @@ LAYERS = [
     {"api", "cli"},
 ]
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
+KINDS = ("kinds", "routers", "norms", "optimizers")
 TOOLS_MAY_USE = {"version", "config", "tokenizer", "formats", "interrupts", "progress"}
 MOST_LINES = 500
 UNDER_REPAIR = "megatron_blackmamba.training."
@@ -133,9 +134,7 @@ def test_modeling_files_import_only_ops():
 
 
 def test_ops_and_kinds_do_not_import_megatron():
-    for path in [
-        path for package in ("ops", "kinds", "routers", "norms", "optimizers") for path in files_of(PACKAGE / package)
-    ]:
+    for path in [path for package in ("ops", *KINDS) for path in files_of(PACKAGE / package)]:
         assert not any(name.split(".")[0] == "megatron" for name in imported(path)), path
 
 
@@ -152,9 +151,7 @@ def test_megatron_is_patched_before_it_is_imported(package):
 
 
 def test_kinds_import_torch_only_inside_methods():
-    for path in [
-        path for package in ("kinds", "routers", "norms", "optimizers") for path in files_of(PACKAGE / package)
-    ]:
+    for path in [path for package in KINDS for path in files_of(PACKAGE / package)]:
         assert not any(name.split(".")[0] == "torch" for name in imported(path, at_import=True)), path
 
 
