@@ -51,7 +51,7 @@ class BlackMambaConfig(PretrainedConfig):
         balance_in_training: In training, route by Sinkhorn over the tokens of the batch, as in pretraining.
         shared_expert_hidden_size: Hidden size of an additional expert applied to every token. None: no shared expert.
         activation: Activation of the expert gates: "silu" as in the paper, "gelu" as in the released code.
-        final_norm: Norm before the head: "layer", LayerNorm with a bias.
+        final_norm: Norm before the head: "layer" (LayerNorm with a bias) or "rms".
         arrangement: "sequential", or "parallel": both layers of a pair share one norm, and their outputs are added.
         eod_reset: Token id after which the state is reset. None: the state continues across documents, as in the paper.
         output_router_choices: Return the chosen expert of every token from each forward pass.

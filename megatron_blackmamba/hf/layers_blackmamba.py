@@ -105,7 +105,7 @@ class GatedNorm(RMSNorm):
         return (x_GC.flatten(-2) * widen(self.weight)).to(x.dtype)
 
 
-FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": FinalNorm}
+FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": FinalNorm, "rms": RMSNorm}
 """By config.final_norm."""
 
 
@@ -182,7 +182,35 @@ class Router(nn.Linear):
         return weights_Tk, choice_Tk
 
 
-ROUTERS: dict[str, Any] = {}
+class HashRouter(nn.Module):
+    """The router that hashes token ids, without weights; the outputs of a token's experts are averaged."""
+
+    def __init__(self, config: Any, experts: int):
+        super().__init__()
+        self.top_k, self.experts = config.num_experts_per_tok, experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return widen(x).new_zeros(*x.shape[:-1], self.experts)
+
+    def selecting(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
+        if ids is None:
+            raise ValueError("this model chooses experts by token ids, so it needs input_ids, not inputs_embeds")
+        return _mixed(_mixed(ids.flatten())[:, None] ^ torch.arange(1, self.experts + 1, device=ids.device)) / 2.0**32
+
+    def choose(self, logits_TE: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weights and numbers of each token's experts, `[T, k]`."""
+        choice_Tk = self.selecting(logits_TE, ids).topk(self.top_k, dim=-1).indices
+        return torch.full_like(choice_Tk, 1, dtype=logits_TE.dtype) / self.top_k, choice_Tk
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Return 32-bit hashes of 32-bit numbers, as pretraining computes them."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
+
+
+ROUTERS: dict[str, Any] = {"hash": HashRouter}
 """By router_kind the routers that choose otherwise than by logits."""
 
 

@@ -19,7 +19,8 @@ class RouterConfig(Section):
     """sinkhorn: balanced choice in training, sigmoid(logit) scales the output (the paper).
     softmax: an auxiliary loss balances the experts.
     expert_bias: a bias that follows the experts' loads balances them, without an auxiliary loss.
-    expert_choice: in training each expert takes its best tokens, so training is not causal."""
+    expert_choice: in training each expert takes its best tokens, so training is not causal.
+    hash: a hash of the token id chooses, without weights; the outputs of several experts are averaged."""
     iterations: int = Field(1, ge=1)
     """Sinkhorn iterations in training. With start=balanced, one is enough at the logit scales of training."""
     temperature: float = Field(2.0, gt=0)
@@ -112,7 +113,8 @@ class ModelConfig(Section):
     activation: Activation = "silu"
     """The gate of experts and MLPs. The paper says SwiGLU (silu); the released inference code gates with erf-GELU."""
     final_norm: str = "layer"
-    """The norm before the head. layer: LayerNorm with a bias (the released code's)."""
+    """The norm before the head. layer: LayerNorm with a bias (the released code's).
+    rms: RMSNorm, as before the layers."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in every norm."""
     tie_embeddings: bool = True
