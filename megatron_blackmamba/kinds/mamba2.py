@@ -125,20 +125,11 @@ class Mamba2(LayerKind):
         return at.here * at.width * at.model.hidden_size + each // at.tensor
 
     def working(self, at: Sizes) -> int:
-        """Return the gradients of what it keeps, or what the gated norm or PyTorch's scan needs in its backward pass.
-
-        All is counted in fp32. The norm needs 8 numbers a channel. The scan needs copies of x, decays, scores, B and C
-        for each token of a segment, and the states of its chunks.
-        """
-        from megatron_blackmamba.ops.ssd.chunked import CHUNK, DECAYS
+        """Return the gradients of what it keeps, or what PyTorch's scan or the gated norm needs: 8 numbers a channel."""
+        from megatron_blackmamba.ops.ssd import costs
 
         I, H, GN = (number // at.tensor for number in _sizes(at.model))
-        length = at.sequence // at.context
-        batch = at.whole // length
-        segment = CHUNK * max(1, DECAYS[at.device] // (batch * H * CHUNK**2))
-        numbers = 9 * I + 2 * H * CHUNK + 3 * I * at.model.mamba2.state_size // CHUNK + 8 * GN
-        beside = at.width * at.whole * (I + 2 * GN + H)  # gradients of the whole sequence
-        scan = beside + max(FP32, at.width) * batch * min(length, segment) * numbers
+        scan = costs.working(at, I, H, GN, at.model.mamba2.state_size)
         norm = at.whole * I * (at.width + 8 * max(FP32, at.width))
         return max(self.kept(at), scan, norm)
 
