@@ -125,7 +125,7 @@ class Mamba2(LayerKind):
         return at.here * at.width * at.model.hidden_size + each // at.tensor
 
     def working(self, at: Sizes) -> int:
-        """Return the gradients of what it keeps, or what PyTorch's scan or the gated norm needs: 8 numbers a channel."""
+        """Return the gradients of what it keeps, or the needs of PyTorch's scan or of the gated norm."""
         from megatron_blackmamba.ops.ssd import costs
 
         I, H, GN = (number // at.tensor for number in _sizes(at.model))

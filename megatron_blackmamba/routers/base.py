@@ -194,8 +194,13 @@ class RouterKind(Kind, ABC):
         """Return True where every layout balances the same tokens together, so that all have one loss curve."""
 
     def exported(self, model: ModelConfig) -> bool | Cannot:
-        """Return whether exports and decoding, which route as `use` says, serve a model trained with this kind."""
-        return True
+        """Return whether exports and decoding serve a model trained with this kind; exports need a class in hf/.
+
+        The class there for all kinds routes as `use` says.
+        """
+        if type(self).selecting is RouterKind.selecting:
+            return True
+        return Cannot(f"the modeling files have no class for model.router.kind={self.name}")
 
     def flops(self, model: ModelConfig) -> int:
         """Return the forward FLOPs of one layer's router per token; a choice is left out."""

@@ -42,6 +42,9 @@ class Hash(RouterKind):
     def layouts(self, model: ModelConfig) -> bool:
         return True
 
+    def exported(self, model: ModelConfig) -> bool:
+        return True
+
 
 def mixed(x: Tensor) -> Tensor:
     """Return 32-bit hashes of 32-bit numbers, in int64, whose products do not overflow; hf/ has the same function."""

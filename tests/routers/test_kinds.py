@@ -135,6 +135,12 @@ def test_a_key_that_no_section_has_is_refused(registered):
             load("tiny", overrides)
 
 
+def test_a_choice_that_modeling_files_lack_is_not_exported(registered):
+    registered(type("Own", (Unbalanced,), {"name": "own", "selecting": lambda self, logits_TE, at: -logits_TE}))
+    with pytest.raises(ConfigError, match=r"cannot export this model: the modeling files have no class for .*=own"):
+        load("tiny", ["model.router.kind=own", "checkpoint.export_every=5"])
+
+
 def test_registry_refuses_taken_names():
     class Second(Unbalanced):
         name = "sinkhorn"
