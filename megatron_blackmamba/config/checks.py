@@ -1,4 +1,4 @@
-"""What the kinds of layers, routers, norms and optimizers say of a run's settings, which know no kinds."""
+"""Checks of a run's settings by the kinds of layers, routers, norms and optimizers, which settings do not know."""
 
 from collections.abc import Callable, Iterable, Iterator
 

@@ -39,7 +39,7 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a layer that decodes may read of the tokens beside their hidden states."""
+    """The inputs of a layer that decodes, beside hidden states."""
 
     ids: Tensor
     """`[B]` for one token of each sequence, or `[B, L]`."""

@@ -82,7 +82,7 @@ def _divided_by_sum(weights_TE: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a router reads of the tokens of a micro-batch on one rank, or of a call of the decoder, beside logits."""
+    """The inputs of a router beside logits: the tokens of a micro-batch on one rank, or of a call of the decoder."""
 
     model: ModelConfig
     ids_T: Tensor | None = None

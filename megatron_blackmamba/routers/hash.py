@@ -1,7 +1,7 @@
 """Experts by a hash of the token id, without any weights: the random hash of Hash Layers (arXiv 2106.04426).
 
 A token id has a pseudo-random number for each expert, and goes to the experts with the largest ones, in every layer,
-in training as in use. Their outputs are averaged.
+in training and inference. Their outputs are averaged.
 
 Shapes: T tokens, E experts, K experts of a token.
 """

@@ -1,4 +1,4 @@
-"""What the scan keeps and how much its kernels do, for plans: arithmetic without torch.
+"""The bytes that the scan keeps and the work of its kernels, for plans: arithmetic without torch.
 
 Shapes: I inner channels of this rank, N state; cells are tokens times channels.
 """

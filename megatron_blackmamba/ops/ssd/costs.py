@@ -1,4 +1,4 @@
-"""What PyTorch's SSD scan needs in its backward pass, for plans.
+"""The memory that PyTorch's SSD scan needs in its backward pass, for plans.
 
 Shapes: I inner channels of this rank, H heads, GN groups times state, N state.
 """
