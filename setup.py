@@ -14,7 +14,7 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).parent
 VERSION = next(
     line.split('"')[1]
-    for line in (ROOT / "megatron_blackmamba/__init__.py").read_text().splitlines()
+    for line in (ROOT / "megatron_blackmamba/version.py").read_text().splitlines()
     if line.startswith("__version__")
 )
 

@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.object_storage import TRAINED
 from megatron_blackmamba.data_tools.progress import listed, short
-from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
+from megatron_blackmamba.data_tools.readers import Reader
 from megatron_blackmamba.data_tools.rejects import InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.sources import Source
 from megatron_blackmamba.data_tools.streams import STDIN

@@ -67,7 +67,7 @@ class ShardWriter(PipelineStep):
             tokenizer.save(out_dir / "tokenizer.json")
             if remote:
                 remote.publish_tokenizer()
-                remote.publish(job)
+                remote.publish(job.prefix)
         finally:
             if waiting.exists():
                 os.unlink(waiting)

@@ -2,13 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_blackmamba.formats.remote import cached, download, file_system, files_below, upload
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, SUFFIXES, ShardManifest, beside, idx_bytes
-
-if TYPE_CHECKING:
-    from megatron_blackmamba.data_tools.shard_writer import ShardJob
 
 TOKENIZER = "tokenizer.json"
 TRAINED = "tokenizer.trained.json"
@@ -38,27 +34,28 @@ class RemoteFolder:
                     download(name, local)
         return remote
 
-    def has(self, job: "ShardJob") -> bool:
+    def has(self, prefix: Path) -> bool:
         """Return whether a shard is there, by its manifest and the sizes of its files."""
-        if not job.manifest_path.exists():
+        manifest_path = beside(prefix, MANIFEST_SUFFIX)
+        if not manifest_path.exists():
             return False
-        manifest = ShardManifest.read(job.manifest_path)
+        manifest = ShardManifest.read(manifest_path)
         wanted = {".bin": manifest.bin_bytes, ".idx": idx_bytes(manifest.documents, manifest.documents)}
-        return all(self._size(job.prefix, suffix) == size for suffix, size in wanted.items())
+        return all(self._size(prefix, suffix) == size for suffix, size in wanted.items())
 
     def _size(self, prefix: Path, suffix: str) -> int | None:
         url = f"{self.url}/{prefix.name}{suffix}"
         found = files_below(url).get(url)
         return None if found is None else int(found["size"])
 
-    def publish(self, job: "ShardJob") -> None:
+    def publish(self, prefix: Path) -> None:
         """Upload a finished shard, its manifest last, and remove the local tokens."""
         for suffix in (".bin", ".idx", MANIFEST_SUFFIX):
-            local = beside(job.prefix, suffix)
+            local = beside(prefix, suffix)
             if local.exists():
-                upload(local, f"{self.url}/{job.prefix.name}{suffix}")
+                upload(local, f"{self.url}/{prefix.name}{suffix}")
         for suffix in (".idx", ".bin"):
-            beside(job.prefix, suffix).unlink(missing_ok=True)
+            beside(prefix, suffix).unlink(missing_ok=True)
 
     def publish_tokenizer(self) -> None:
         """Upload the tokenizer, and the record of its training if it has one."""

@@ -1,8 +1,7 @@
 """Read documents from raw files in batches of about a megabyte: JSON Lines and plain text; tables are in tables.py."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import orjson
 
 from megatron_blackmamba.data_tools import rejects
+from megatron_blackmamba.data_tools.batches import BATCH_BYTES, Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream
@@ -17,37 +17,7 @@ from megatron_blackmamba.formats.remote import file_sha256, size_of, version_of
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
 TABLES = ("parquet", "arrow")
-Rejecter = Callable[[int, str, str], None]  # record number, reason, detail
-
-BATCH_BYTES = 1 << 20  # what one step works on stays in the cache of a core
 _BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """Options that select the text of a document in a file."""
-
-    fields: tuple[str, ...] = ("text",)
-    joiner: str = "\n\n"
-    marker: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.fields or not all(self.fields):
-            raise InputError("--field needs the name of a field")
-        if self.marker == "":
-            raise InputError("--marker needs some text to split on")
-
-
-@dataclass
-class Batch:
-    """Documents in the order of the file, each with its record number counted from 1."""
-
-    texts: list[str] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-
-    def add(self, number: int, text: str) -> None:
-        self.texts.append(text)
-        self.numbers.append(number)
 
 
 class Reader:

@@ -12,11 +12,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_blackmamba import __version__, interrupts
+from megatron_blackmamba import interrupts
+from megatron_blackmamba.data_tools.batches import Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.options import TokenizeOptions
 from megatron_blackmamba.data_tools.origins import Cleanings
 from megatron_blackmamba.data_tools.progress import listed
-from megatron_blackmamba.data_tools.readers import Batch, Reader, ReadOptions, Rejecter, out_of_memory
+from megatron_blackmamba.data_tools.readers import Reader, out_of_memory
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.shuffle import DocumentShuffler, order_keys
 from megatron_blackmamba.data_tools.sources import NotTaken, Source
@@ -32,6 +33,7 @@ from megatron_blackmamba.formats.shards import (
     write_idx,
 )
 from megatron_blackmamba.tokenizer import Tokenizer
+from megatron_blackmamba.version import __version__
 
 RECHECKED_ONE_IN = 1024
 _RECHECKED_AT_FIRST_BYTES = 64 << 10

@@ -1,6 +1,6 @@
 """Raw files to token shards: plans the shards, spreads them over processes, skips what is finished.
 
-`python -m data_tools.tokenization` is `blackmamba data tokenize`.
+`python -m megatron_blackmamba.data_tools` is `blackmamba data tokenize`.
 """
 
 import os
@@ -17,7 +17,8 @@ from megatron_blackmamba import interrupts
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.options import TokenizeOptions
 from megatron_blackmamba.data_tools.progress import counted, listed
-from megatron_blackmamba.data_tools.readers import Format, ReadOptions
+from megatron_blackmamba.data_tools.batches import ReadOptions
+from megatron_blackmamba.data_tools.readers import Format
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance, require_choice
 from megatron_blackmamba.data_tools.shard_writer import ShardJob
 from megatron_blackmamba.data_tools.sources import (

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_blackmamba.data_tools.overlaps import sample_of
 from megatron_blackmamba.data_tools.progress import Count, reading
 from megatron_blackmamba.data_tools.rejects import EMPTY, RejectLog, Tolerance
+from megatron_blackmamba.formats.find_shards import shards_at
 from megatron_blackmamba.formats.remote import file_sha256, is_remote, local
 from megatron_blackmamba.formats.shards import (
     MANIFEST_SUFFIX,
@@ -27,7 +28,6 @@ from megatron_blackmamba.formats.shards import (
     read_idx,
     shard_names,
     shard_prefix,
-    shards_at,
 )
 from megatron_blackmamba.tokenizer import Tokenizer
 

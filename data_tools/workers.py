@@ -86,11 +86,11 @@ class _Task:
         else:
             made = Made(write_shard(job, self.tokenizer, lambda *so_far: self._report(slot, *so_far)), written=True)
         if self.remote:
-            self.remote.publish(job)
+            self.remote.publish(job.prefix)
         return made
 
     def _is_finished(self, job: ShardJob) -> bool:
-        return self.remote.has(job) if self.remote else is_finished(job, self.tokenizer)
+        return self.remote.has(job.prefix) if self.remote else is_finished(job, self.tokenizer)
 
     def _report(self, slot: int, input_bytes: int, tokens: int, documents: int) -> None:
         self.counters[slot * _COUNTERS : (slot + 1) * _COUNTERS] = (input_bytes, tokens, documents)

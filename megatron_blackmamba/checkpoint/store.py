@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_blackmamba import __version__
 from megatron_blackmamba.checkpoint import common, manifest, safety, sharded
 from megatron_blackmamba.checkpoint.agreement import SaveError, gathered, together
 from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_state
@@ -34,6 +33,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.version import __version__
 
 from megatron.core.optimizer import MegatronOptimizer
 

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
 from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.routers import kind_of
 
 
 @torch.inference_mode()
@@ -26,6 +28,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     embedding_VD = model.entries["embedding.word_embeddings.weight"].load().float()
     residual = embedding_VD[tokens_BS]
     reset_BS, segment_BS = _resets(model, tokens_BS), torch.zeros_like(tokens_BS)
+    ids = [tokens_BS] if kind_of(model.config.router.kind).reads_ids else []  # older modeling files take none
     routers = []
     for i, kind in enumerate(layers_of(model.config.pattern)):
         layer = _layer(config, model, i)
@@ -33,10 +36,13 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
             shared = layer.norm(residual)
         if kind.routed:
             router = layer.mixer.router
-            routers.append(Router.of(i, router.selecting(router(shared)), model.config.top_k))
-        residual, _, _ = layer(residual, None, reset_BS, segment_BS, None, shared)
-    weight, bias = (model.entries[f"decoder.final_layernorm.{name}"].load().float() for name in ("weight", "bias"))
-    hidden = F.layer_norm(residual, weight.shape, weight, bias, model.config.norm_eps)
+            logits_BSE = router(shared)
+            selecting_BSE = router.selecting(logits_BSE, *ids).view_as(logits_BSE)
+            routers.append(Router.of(i, selecting_BSE, model.config.top_k))
+        residual, _, _ = layer(residual, None, reset_BS, segment_BS, None, shared, *ids)
+    norm = norms.kind_of(model.config.final_norm)
+    parameters_D = tuple(model.entries[f"{norms.PREFIX}{name}"].load().float() for name in norm.parameters)
+    hidden = norm.apply(residual, parameters_D, model.config.norm_eps)
     return Observation(F.linear(hidden, embedding_VD), routers)
 
 

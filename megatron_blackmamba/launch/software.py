@@ -24,7 +24,7 @@ GPU_ONLY = {"triton", "mamba-ssm", "transformer-engine"}
 
 
 def interpreter() -> Iterator[Finding]:
-    from megatron_blackmamba import __version__
+    from megatron_blackmamba.version import __version__
 
     python = f"{platform.python_version()} at {sys.prefix}, {platform.system()} {platform.machine()}"
     yield Finding("software", "megatron_blackmamba", __version__)

@@ -58,14 +58,9 @@ class SortedAllToAll(AllToAll):
     megatron-core finds the order of the tokens by `masked_select`, whose size the host waits for.
     """
 
-    read_SBD: Tensor | None = None
-    """The hidden states as the router returned them; megatron-core passes on those that it gave the router."""
-
     def dispatch_preprocess(self, hidden_SBD: Tensor, choice_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens and their weights in the order of the experts; the split sizes are on their way."""
         self.hidden_shape, self.probs = hidden_SBD.shape, weights_TK
-        if self.read_SBD is not None:
-            hidden_SBD, self.read_SBD = self.read_SBD, None
         as_map_1E = tokens_of(choice_TK, self.num_experts)[None]  # read only for its sum over the first axis
         self.tokens_per_expert = self.fetch_split_sizes(self.preprocess(as_map_1E))
         self.order = Order.of(choice_TK)

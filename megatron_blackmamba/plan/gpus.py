@@ -4,8 +4,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from megatron_blackmamba.config.base import Section
-from megatron_blackmamba.config.load import read_yaml
+from megatron_blackmamba.settings import Section
+from megatron_blackmamba.settings.yaml_files import read_yaml
 
 
 class GpuError(ValueError):

@@ -4,10 +4,10 @@ import shutil
 import pytest
 import torch
 
-from megatron_blackmamba.config.run import DataConfig
 from megatron_blackmamba.data import BatchStream, DataError, build, refuse_changed_data
+from megatron_blackmamba.formats.find_shards import find_shards
 from megatron_blackmamba.formats.mixture import MixtureError
-from megatron_blackmamba.formats.shards import find_shards
+from megatron_blackmamba.settings import DataConfig
 from tests.data.corpus import VOCAB, data_config, three_sources, write_mixture, write_shard
 
 from megatron.core.datasets.blended_dataset import BlendedDataset

@@ -13,7 +13,8 @@ from megatron_blackmamba.data_tools.foreign import expose
 from megatron_blackmamba.data_tools.inspection import by_source
 from megatron_blackmamba.data_tools.provenance import Origin, origin, places_of, source_called
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.formats.shards import Shard, find_shards
+from megatron_blackmamba.formats.find_shards import find_shards
+from megatron_blackmamba.formats.shards import Shard
 
 TEXTS = [f"document {i}: " + "import json and read the text " * (i % 9) for i in range(50)]
 

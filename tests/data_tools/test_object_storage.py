@@ -25,9 +25,10 @@ from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.data_tools.verification import verify
 from megatron_blackmamba.formats import remote
+from megatron_blackmamba.formats.find_shards import find_shards
 from megatron_blackmamba.formats.mixture import IncompleteError, Mixture
 from megatron_blackmamba.formats.remote import RemoteError, cached
-from megatron_blackmamba.formats.shards import ShardError, find_shards
+from megatron_blackmamba.formats.shards import ShardError
 from megatron_blackmamba.formats.step_records import read_metrics
 from megatron_blackmamba.runtime.ports import free_port
 
@@ -342,7 +343,7 @@ def test_a_cache_that_cannot_be_written_is_named(s3, shards, tmp_path, monkeypat
         find_shards("s3://bucket/tokens/web")
 
 
-FETCH = "import sys; from megatron_blackmamba.formats.shards import find_shards; find_shards(sys.argv[1])"
+FETCH = "import sys; from megatron_blackmamba.formats.find_shards import find_shards; find_shards(sys.argv[1])"
 
 
 def test_a_process_killed_while_it_fetches_leaves_the_cache_to_another(s3, server, shards, tmp_path):

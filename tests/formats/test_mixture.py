@@ -3,8 +3,10 @@ from fractions import Fraction
 
 import pytest
 
+from megatron_blackmamba.config import find
+from megatron_blackmamba.formats.find_shards import find_shards
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError, content_fingerprint
-from megatron_blackmamba.formats.shards import Shard, ShardError, find_shards
+from megatron_blackmamba.formats.shards import Shard, ShardError
 from tests.data.corpus import write_mixture, write_shard
 
 PAPER = {

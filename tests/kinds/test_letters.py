@@ -18,7 +18,7 @@ NAMES = {kind.name for kind in kinds.all_kinds()}
 QUESTIONS = {"count", "endswith", "find", "get", "index", "pop", "startswith"}
 """Methods of strings and dicts that answer for the constant in them."""
 ALLOWED = {
-    ("config/spellings.py", "M"): "a million",
+    ("settings/values.py", "M"): "a million",
     ("data_tools/progress.py", "M"): "a million",
     ("plan/table.py", "M"): "a million",
     ("report/charts.py", "M"): "a million",
@@ -32,7 +32,7 @@ ALLOWED = {
     ("hints.py", "-"): "the start of an option",
     ("runtime/deadman.py", "-S"): "an option of Python",
     ("interchange/refresh.py", "--"): "a mark in a name of the hub",
-    ("config/run.py", "-"): "the start of an option",
+    ("settings/run.py", "-"): "the start of an option",
     ("data_tools/commands.py", "-"): "standard input",
     ("inference/commands.py", "-"): "standard input",
     ("launch/job.py", "-"): "the start of an option",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_blackmamba.config.run import GuardConfig
+from megatron_blackmamba.settings import GuardConfig
 from megatron_blackmamba.training.watch.guard import Action, Guard
 
 

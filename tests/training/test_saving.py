@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_blackmamba.checkpoint import NotFiniteError, SaveError
-from megatron_blackmamba.config.run import CheckpointConfig
+from megatron_blackmamba.settings import CheckpointConfig
 from megatron_blackmamba.training.keep import saving
 from megatron_blackmamba.training.keep.saving import Saver
 

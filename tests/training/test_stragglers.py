@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from megatron_blackmamba.config.run import GuardConfig
 from megatron_blackmamba.formats.events import SlowRank
+from megatron_blackmamba.settings import GuardConfig
 from megatron_blackmamba.training.watch.ranks import Ranks
 from megatron_blackmamba.training.watch.stragglers import Slowest, Stragglers, slowest
 from tests.training.runs import ON_TWO, events_of, log, metrics

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from megatron_blackmamba.config.run import OptimizerConfig
+from megatron_blackmamba.settings import OptimizerConfig
 from megatron_blackmamba.engine.adam import Adam
 from megatron_blackmamba.engine.checked import private, replace
 from megatron_blackmamba.optimizers import OptimizerKind

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from megatron_blackmamba import kinds, routers
 from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
 from megatron_blackmamba.config import ModelConfig, RunConfig
+from megatron_blackmamba.config.checks import problem_of_model
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange.canonical import shapes
 from megatron_blackmamba.interchange.hf import function_of
@@ -146,7 +147,8 @@ def _changes_function(model: ModelConfig, key: str, old: Any) -> bool:
         section = section[name]
     section[last] = old
     try:
-        return function_of(ModelConfig.model_validate(content)) != function_of(model)
+        before = ModelConfig.model_validate(content)
+        return problem_of_model(before) is not None or function_of(before) != function_of(model)
     except ValidationError:  # the old value needs others that changed too
         return True
 

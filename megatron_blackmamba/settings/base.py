@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
+from megatron_blackmamba.settings.values import listed, number
+
 
 def _path(text: str) -> str:
     if "\0" in text:
@@ -36,12 +38,10 @@ class Section(BaseModel):
     @classmethod
     def _as_people_write(cls, content: Any) -> Any:
         """Take 300B for a whole number, and one value for a list of one."""
-        from megatron_blackmamba.config import spellings
-
         if not isinstance(content, dict):
             return content
         fields = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
         return {
-            key: spellings.listed(spellings.number(value, fields[key]), fields[key]) if key in fields else value
+            key: listed(number(value, fields[key]), fields[key]) if key in fields else value
             for key, value in content.items()
         }

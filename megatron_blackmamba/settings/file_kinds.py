@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_blackmamba.config.base import ConfigError
+from megatron_blackmamba.settings.base import ConfigError
 
 RUN_KEYS = {"include", "name", "folder", "model", "data", "training", "optimizer", "parallel", "checkpoint"}
 

@@ -4,12 +4,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_blackmamba import kinds, optimizers
-from megatron_blackmamba.config.base import Section, UserPath
-from megatron_blackmamba.config.model import ModelConfig
+from megatron_blackmamba.settings.base import Section, UserPath
+from megatron_blackmamba.settings.model import ModelConfig
 
-FP8_MULTIPLE = 16
-"""Sides of matrices that are multiplied in FP8 are multiples of this."""
 LONGEST_NAME = 200
 """Bytes. File systems take 255 for the name of a folder."""
 
@@ -95,12 +92,6 @@ class OptimizerConfig(Section):
     """Largest gradient norm; 0 switches clipping off."""
     distributed: bool = True
     """Shard the optimizer state over the data-parallel group."""
-
-    @model_validator(mode="after")
-    def _fits_kind(self) -> "OptimizerConfig":
-        if problems := optimizers.problems(self):
-            raise ValueError(" ".join(problems))
-        return self
 
     @model_validator(mode="after")
     def _minimum(self) -> "OptimizerConfig":
@@ -288,10 +279,6 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
         parallel, model, training = self.parallel, self.model, self.training
-        if parallel.expert > 1 and not kinds.routes(model.pattern):
-            raise ValueError(
-                f"parallel.expert={parallel.expert}, but the pattern {model.pattern!r} has no layer with experts"
-            )
         if model.experts % parallel.expert:
             divisors = ", ".join(str(size) for size in range(1, model.experts + 1) if model.experts % size == 0)
             raise ValueError(
@@ -310,68 +297,13 @@ class RunConfig(Section):
                 f"optimizer.gradients=bf16 needs training.precision=bf16, not {training.precision}: gradients have the"
                 " precision of the weights. Set both, or leave optimizer.gradients=fp32."
             )
-        self._supports_fp8()
         self._supports_float64()
-        self._can_export()
         if self.data.sequence_length % parallel.tensor:
             raise ValueError(
                 f"data.sequence_length={self.data.sequence_length} is not divisible by"
                 f" parallel.tensor={parallel.tensor} (sequence parallelism splits it)"
             )
-        self._can_cut_sequences()
         return self
-
-    def _can_cut_sequences(self) -> None:
-        """Refuse parallel.context with layers or implementations that pass no state on."""
-        context = self.parallel.context
-        if context == 1:
-            return
-        for kind in kinds.kinds_in(self.model.pattern):
-            if kind.cut is not None:
-                raise ValueError(
-                    f"parallel.context={context} cannot cut the sequences of {kind.name} layers ({kind.letter}):"
-                    f" {kind.cut.reason}. Use parallel.context=1."
-                )
-        if self.kernels.scan == "mamba_ssm":
-            raise ValueError(
-                f"kernels.scan=mamba_ssm takes no initial state: parallel.context={context} needs kernels.scan=auto"
-            )
-
-    def _can_export(self) -> None:
-        """Refuse exports of models that a Hugging Face folder cannot hold, before the first one is due."""
-        if not self.checkpoint.export_every:
-            return
-        reasons = [
-            answer.reason
-            for kind in kinds.kinds_in(self.model.pattern)
-            if isinstance(answer := kind.exported(self.model), kinds.Cannot)
-        ]
-        if self.training.precision == "fp64":
-            reasons.append("training.precision=fp64 has no place in a Hugging Face model")
-        if not self.model.tie_embeddings:
-            reasons.append("model.tie_embeddings=false does not convert")
-        if reasons:
-            raise ValueError(f"checkpoint.export_every cannot export this model: {'; '.join(reasons)}. Set it to 0.")
-
-    def _supports_fp8(self) -> None:
-        """Refuse FP8 products of other precisions, and of sizes that GPUs do not multiply."""
-        if self.kernels.linear != "fp8":
-            return
-        if self.training.precision != "bf16":
-            raise ValueError(
-                f"kernels.linear=fp8 rounds bf16 tensors: it needs training.precision=bf16, not"
-                f" {self.training.precision}. Set both, or leave kernels.linear=local."
-            )
-        sizes = [("model.hidden_size", self.model.hidden_size, 1)]
-        if any(kind.routed for kind in kinds.kinds_in(self.model.pattern)):
-            sizes.append(("model.expert_hidden_size", self.model.expert_hidden_size or 0, self.parallel.expert_tensor))
-        for key, size, ranks in sizes:
-            if size % (FP8_MULTIPLE * ranks):
-                parts = f" / parallel.expert_tensor={ranks}" if ranks > 1 else ""
-                raise ValueError(
-                    f"{key}={size}{parts} must be a multiple of {FP8_MULTIPLE} for kernels.linear=fp8. Change the size,"
-                    " or use kernels.linear=local."
-                )
 
     def _supports_float64(self) -> None:
         """Refuse fp64 with implementations that would compute in a lower precision."""

@@ -3,11 +3,9 @@
 import math
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from megatron_blackmamba import kinds, routers
-from megatron_blackmamba.config.base import Section
-from megatron_blackmamba.registry import own_module
+from megatron_blackmamba.settings.base import Section
 
 Activation = Literal["silu", "gelu"]
 WIDEST = 2**24
@@ -21,7 +19,8 @@ class RouterConfig(Section):
     """sinkhorn: balanced choice in training, sigmoid(logit) scales the output (the paper).
     softmax: an auxiliary loss balances the experts.
     expert_bias: a bias that follows the experts' loads balances them, without an auxiliary loss.
-    expert_choice: in training each expert takes its best tokens, so training is not causal."""
+    expert_choice: in training each expert takes its best tokens, so training is not causal.
+    hash: a hash of the token id chooses, without weights; the outputs of several experts are averaged."""
     iterations: int = Field(1, ge=1)
     """Sinkhorn iterations in training. With start=balanced, one is enough at the logit scales of training."""
     temperature: float = Field(2.0, gt=0)
@@ -35,12 +34,6 @@ class RouterConfig(Section):
     """Weight of the load-balancing loss of the softmax router."""
     bias_update_rate: float = Field(0.001, gt=0)
     """Amount by which expert_bias changes the bias of an expert after each step."""
-
-    @model_validator(mode="after")
-    def _fits_kind(self) -> "RouterConfig":
-        if problems := routers.problems(self):
-            raise ValueError(" ".join(problems))
-        return self
 
 
 class AttentionConfig(Section):
@@ -119,6 +112,9 @@ class ModelConfig(Section):
     """Inner width of a dense MLP; needed when the pattern has -."""
     activation: Activation = "silu"
     """The gate of experts and MLPs. The paper says SwiGLU (silu); the released inference code gates with erf-GELU."""
+    final_norm: str = "layer"
+    """The norm before the head. layer: LayerNorm with a bias (the released code's).
+    rms: RMSNorm, as before the layers."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in every norm."""
     tie_embeddings: bool = True
@@ -135,20 +131,8 @@ class ModelConfig(Section):
     init: InitConfig = InitConfig()
     """Initial weights."""
 
-    @field_validator("pattern")
-    @classmethod
-    def _letters(cls, pattern: str) -> str:
-        wrong = sorted(set(pattern) - {kind.letter for kind in kinds.all_kinds()})
-        if wrong or not pattern:
-            own = f". {own_module()}" if wrong else ""
-            raise ValueError(f"a pattern is made of {kinds.described()}; found {wrong or 'nothing'}{own}")
-        return pattern
-
     @model_validator(mode="after")
     def _widths(self) -> "ModelConfig":
-        for kind in kinds.kinds_in(self.pattern):
-            if problems := kind.problems(self):
-                raise ValueError("; ".join(problems))
         if self.arrangement == "parallel" and self.layers % 2:
             raise ValueError(
                 f"model.arrangement=parallel pairs layers, and the pattern has {self.layers}: make it even"
