@@ -38,9 +38,9 @@ except ImportError:  # said by `require_datatrove`
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = WordTokenizer = object
 
 from megatron_blackmamba import interrupts
+from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.options import CleaningOptions
 from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK, CleaningManifest, Cleanings, Part, part_of
-from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.readers import Reader
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.sources import Source

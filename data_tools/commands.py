@@ -324,8 +324,8 @@ def _sentence(summary: "Summary") -> str:
 
 
 def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options: CleaningOptions) -> "Cleaning":
-    from megatron_blackmamba.data_tools.cleaning import Cleaning
     from megatron_blackmamba.data_tools.batches import ReadOptions
+    from megatron_blackmamba.data_tools.cleaning import Cleaning
     from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
     from megatron_blackmamba.data_tools.sources import find_sources, parse_size, plan_shards
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from megatron_blackmamba.data_tools.provenance import Origin, origin
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.find_shards import find_shards
+from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.shards import Idx, Shard, ShardError
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 

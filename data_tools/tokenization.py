@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import cast, get_args
 
 from megatron_blackmamba import interrupts
+from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.options import TokenizeOptions
 from megatron_blackmamba.data_tools.progress import counted, listed
-from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.readers import Format
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance, require_choice
 from megatron_blackmamba.data_tools.shard_writer import ShardJob

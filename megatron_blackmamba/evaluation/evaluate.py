@@ -17,9 +17,9 @@ from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import find_checkpoint
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.evaluation.journal import Journal
+from megatron_blackmamba.evaluation.options import Options
 from megatron_blackmamba.evaluation.scoring import VERSION
 from megatron_blackmamba.evaluation.tasks import LoadedTask, does_not_fit, load_tasks, quiet
-from megatron_blackmamba.evaluation.verb import Options
 from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult, claim, read_evaluation
 from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.run_folder import RunFolder

@@ -13,11 +13,11 @@ from megatron_blackmamba.progress import working
 from megatron_blackmamba.study import corpus, generation
 from megatron_blackmamba.study.config import StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
+from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.page import COLUMNS, render, rows
 from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.results import collect, grouped, to_json
 from megatron_blackmamba.study.runs import Cell, Study
-from megatron_blackmamba.study.verb import HowToRun
 
 SHOWN = ("model", "size", "validation loss", "experts balanced", "training loss", "tokens/s")
 """Columns of the table on the terminal."""

@@ -3,7 +3,6 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_blackmamba.config import find
 from megatron_blackmamba.formats.find_shards import find_shards
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError, content_fingerprint
 from megatron_blackmamba.formats.shards import Shard, ShardError

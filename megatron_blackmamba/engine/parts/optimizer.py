@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from megatron_blackmamba.settings import OptimizerConfig
 from megatron_blackmamba.engine.adam import Adam
 from megatron_blackmamba.engine.checked import private, replace
 from megatron_blackmamba.optimizers import OptimizerKind
+from megatron_blackmamba.settings import OptimizerConfig
 
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba import __version__
 from megatron_blackmamba.checkpoint import Checkpoints
 from megatron_blackmamba.checkpoint.reading import saved_config
 from megatron_blackmamba.config import RunConfig
@@ -20,6 +19,7 @@ from megatron_blackmamba.training.keep.lock import Lock
 from megatron_blackmamba.training.keep.records import contents
 from megatron_blackmamba.training.keep.saving import Saver
 from megatron_blackmamba.training.step.optimizer import Trainable
+from megatron_blackmamba.version import __version__
 
 
 class Keeper:
