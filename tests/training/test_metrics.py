@@ -159,6 +159,7 @@ def test_a_mean_of_nothing_is_nan():
 def test_a_count_needs_a_mean():
     with pytest.raises(MetricError, match="needs reduce='mean'"):
         Metric("odd", lambda taken: (1.0, 2.0), "An odd one", reduce="sum").scalars(None)
+    assert Metric("even", lambda taken: (1.0, 2.0), "An even one", reduce="mean").scalars(None) == {"even": (1.0, 2.0)}
 
 
 @pytest.mark.xdist_group("forks")

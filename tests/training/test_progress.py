@@ -25,7 +25,7 @@ def test_read_samples_are_all_but_the_skipped(ranges, first, length):
 
 
 def test_the_end_of_a_run_is_that_of_its_last_batch():
-    config = load("tiny", ["training.steps=3", "training.global_batch=4", "training.micro_batch=4"])
+    config = load("tiny", ["training.steps=3", "training.global_batch=4", "training.micro_batch=2"])
     assert Progress().end_of_data(config) == 12
     assert Progress(1, 8, 4, [(4, 7), (9, 10)]).end_of_data(config) == 18
     assert Progress(3, 20, 12).end_of_data(config) == 20

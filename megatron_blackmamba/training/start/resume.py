@@ -1,8 +1,8 @@
 """The rules for config changes on resume: FIXED keys may not change, BY_NAME keys only if allowed, all others may.
 
-The others decide how numbers are computed, watched and saved, not which numbers. data.mixture is a path, and its
-content is compared on its own. start.from is read only when a run starts. A router may balance other tokens together in
-another micro-batch or layout, which the log then says. tests/training/test_resume.py has the rule for each key.
+The others decide how numbers are computed, watched and saved, not which numbers. data.mixture is a path: its content is
+compared on its own. start.from is read only when a run starts. A router may balance other tokens in another micro-batch
+or layout, which the log then says. tests/training/test_resume.py has the rule for each key.
 """
 
 import hashlib
