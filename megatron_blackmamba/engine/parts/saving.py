@@ -45,8 +45,8 @@ WRITER = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(_P
 def plan_save(state: dict, folder: str, replicas: ProcessGroup | None) -> Planned:
     """Plan who writes what; `replicas` share the writing of the state.
 
-    megatron-core would start a server process for a queue that nothing here uses, so another queue stands in for it while
-    it plans. A save by megatron-core itself needs its own.
+    megatron-core would start a server process for a queue that nothing here uses, so another queue stands in for it
+    while it plans. A save by megatron-core itself needs its own.
     """
     strategy: Any = _Plan()
     if replicas is not None:
