@@ -231,6 +231,5 @@ def _remove(manifest_paths: Sequence[Path], remote: RemoteFolder | None) -> None
             remote.remove(prefix)
 
 
-if __name__ == "__main__":
-    sys.argv[1:1] = ["data", "tokenize"]
-    runpy.run_module("megatron_blackmamba", run_name="__main__")
+if __name__ == "__main__":  # the name of this command in older versions
+    runpy.run_module("megatron_blackmamba.data_tools", run_name="__main__")
