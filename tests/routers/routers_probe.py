@@ -15,7 +15,6 @@ from megatron_blackmamba.config import load
 from tests.routers.unbalanced import Unbalanced
 from tests.runtime.ranks import fork_ranks, import_once
 
-routers.register(Unbalanced)
 STEPS = 6
 RUN = ["model.pattern=MEME", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
 RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "model.top_k=2", "training.router_every=1"]
@@ -75,6 +74,7 @@ def exported(folder: Path) -> dict:
 
 
 def main(folder: Path) -> dict:
+    routers.register(Unbalanced)
     torch.set_num_threads(1)
     import_once()
     for name, ranks, overrides in JOBS:
