@@ -13,6 +13,11 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(logits / cap), or without a cap the logits themselves."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 def causal_conv1d(
     x_BLI: Tensor, weight_IK: Tensor, bias_I: Tensor, *, initial_window: Tensor, reset_BL: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_blackmamba.inference.linear import linear, threads_for_matrices_alone
 from megatron_blackmamba.inference.weights import Weights, decodings
 from megatron_blackmamba.ops import decoding
+from megatron_blackmamba.ops.softcap import capped
 
 
 @dataclass
@@ -201,7 +202,7 @@ class Decoder:
         return F.layer_norm(residual, weight.shape, weight, bias, self.config.norm_eps)
 
     def _logits(self, hidden_TD: Tensor) -> Tensor:
-        return self.times(hidden_TD, self.weights.embedding_VD)
+        return capped(self.times(hidden_TD, self.weights.embedding_VD), self.config.logit_softcap)
 
 
 def _rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -53,6 +53,7 @@ _SAME = {
     "eod_reset": "eod_reset",
     "norm_eps": "norm_eps",
     "arrangement": "arrangement",
+    "logit_softcap": "logit_softcap",
 }
 
 

@@ -18,6 +18,7 @@ from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
 from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.ops.softcap import capped
 
 _NUMBERS = itertools.count()
 
@@ -43,7 +44,7 @@ def observe(model: Canonical, tokens_BS: Tensor, modeling: Path | None = None) -
         residual, _, _ = layer(residual, None, reset_BS, segment_BS, None, shared)
     weight, bias = (model.entries[f"decoder.final_layernorm.{name}"].load().float() for name in ("weight", "bias"))
     hidden = F.layer_norm(residual, weight.shape, weight, bias, model.config.norm_eps)
-    return Observation(F.linear(hidden, embedding_VD), routers)
+    return Observation(capped(F.linear(hidden, embedding_VD), model.config.logit_softcap), routers)
 
 
 def _layer(code: ModuleType, config: Any, model: Canonical, index: int) -> Any:

@@ -31,6 +31,7 @@ __all__ = [
     "routes",
     "stacks_of",
     "unread_keys",
+    "unread_switches",
     "unregister",
 ]
 
@@ -63,6 +64,22 @@ def unread_keys(pattern: str) -> dict[str, str]:
         for key, readers in _KINDS.readers().items()
         if key not in read
     }
+
+
+SWITCHES = ("attention.qk_norm", "mamba_norms", "router.z_loss")
+"""Keys of `model:` that add something to layers. Adding it to layers that a model does not have is an error."""
+
+
+def unread_switches(model: "ModelConfig") -> dict[str, str]:
+    """Return the switches that are on although no layer of the pattern has them, and the kinds that do."""
+    content, unread = model.model_dump(), unread_keys(model.pattern)
+    found = {}
+    for switch in SWITCHES:
+        section, _, key = switch.rpartition(".")
+        readers = unread.get(section or key)
+        if readers and (content[section] if section else content)[key]:
+            found[switch] = readers
+    return found
 
 
 def can_cut(pattern: str) -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.kinds import kind_of, layers_of
+from megatron_blackmamba.routers.base import Z_LOSS
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.training.metrics.base import Key, MetricError, Taken, metric
 
@@ -39,7 +40,7 @@ def shares(taken: Taken) -> dict[Key, float]:
 def router(taken: Taken) -> dict[Key, float]:
     """Return by layer the numbers that the router kind's `metrics` names."""
     model = taken.trainer.config.model
-    names = sorted(routers.kind_of(model.router.kind).metrics)
+    names = sorted([*routers.kind_of(model.router.kind).metrics, *([Z_LOSS] if model.router.z_loss else [])])
     if not names:
         return {}
     sums_LN2 = torch.zeros(model.layers, len(names), 2, dtype=torch.float64, device=device.device())
