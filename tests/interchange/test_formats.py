@@ -371,6 +371,16 @@ def test_released_format_refuses_other_routers(router, field, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [({"mamba_norms": True}, "model.mamba_norms is true"), ({"logit_softcap": 30.0}, "model.logit_softcap is 30")],
+)
+def test_released_format_refuses_norms_and_caps(option, field, tmp_path):
+    with pytest.raises(InterchangeError, match=field):
+        zyphra.write(canonical(tiny(layers="r4", **option)), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_left_when_a_conversion_fails_midway(silu, tmp_path):
     def interrupted(_):
         raise KeyboardInterrupt

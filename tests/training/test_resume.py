@@ -75,6 +75,7 @@ RULES = {
         *("model.router.kind", "model.router.iterations", "model.router.temperature", "model.router.start"),
         *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
         *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
+        *("model.z_loss", "model.router.z_loss", "model.attention.qk_norm", "model.mamba_norms", "model.logit_softcap"),
         *("model.mamba2.head_dim", "model.mamba2.state_size", "model.mamba2.groups"),
         *("model.attention.rotary_base", "model.init.std", "model.init.scale_outputs_by_depth", "model.init.dt_min"),
         *("model.init.dt_max", "model.init.dt_floor", "data.kind", "data.sequence_length", "data.seed"),
