@@ -39,8 +39,10 @@ NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 
 class Mamba(LayerKind):
     letter, name = "M", "Mamba"
-    keys = ("state_size", "dt_rank", "expand", "conv_kernel", "init.dt_min", "init.dt_max", "init.dt_floor")
-    keys += ("mamba_norms",)
+    keys = (
+        *("state_size", "dt_rank", "expand", "conv_kernel", "mamba_norms"),
+        *("init.dt_min", "init.dt_max", "init.dt_floor"),
+    )
     cut = None
     block = "megatron_blackmamba.model.specs:mamba_block"
     writes_to_residual = ("out_proj.weight",)

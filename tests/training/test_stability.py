@@ -59,8 +59,8 @@ def test_twenty_steps_match_plain_pytorch(name, place):
             if with_losses:
                 assert measured["z_loss"][0] / measured["z_loss"][1] == pytest.approx(mean, abs=1e-10)
     trainable.settle()
-    for name, weight in trainable.model.named_parameters():
-        torch.testing.assert_close(weight, plain.weights[name], atol=1e-10, rtol=0, msg=lambda text: f"{name}: {text}")
+    furthest = {name: float((w - plain.weights[name]).abs().max()) for name, w in trainable.model.named_parameters()}
+    assert max(furthest.values()) < 1e-10, furthest
 
 
 def _batch(random: torch.Generator) -> dict[str, torch.Tensor]:
