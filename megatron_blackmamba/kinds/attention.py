@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import FP32, Cannot, Decoding, Division, LayerKind, Runner, Sizes
+from megatron_blackmamba.kinds.base import (
+    FP32,
+    Cannot,
+    Decoding,
+    Division,
+    LayerKind,
+    Runner,
+    Sizes,
+    kept_by_norms,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +104,7 @@ class Attention(LayerKind):
         kept = at.width * channels + FP32 * heads // at.tensor
         if model.attention.qk_norm:
             normed = heads + _kv_heads(model)
-            kept += max(at.width, FP32) * (D // heads * normed + normed // at.tensor)
+            kept += kept_by_norms(at, D * normed // heads) + FP32 * normed // at.tensor
         tables = 4 * at.width * at.sequence * model.hidden_size // heads
         return at.width * at.here * model.hidden_size + at.whole * kept + tables
 

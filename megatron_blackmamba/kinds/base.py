@@ -91,6 +91,11 @@ SMALL_KERNELS = (10, 25)
 """Launches forward and backward that last as long as a launch, in a layer of a few modules."""
 
 
+def kept_by_norms(at: Sizes, numbers: int) -> int:
+    """Return the bytes that norms inside a mixer keep: their fp32 inputs, and from bf16 on CPUs the normalised values."""
+    return max(at.width, FP32) * numbers * (2 if at.device == "cpu" and at.width < FP32 else 1)
+
+
 class Runner(Protocol):
     """The parts of a decoder that its layers use."""
 

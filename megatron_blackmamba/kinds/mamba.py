@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import FP32, SMALL_KERNELS, Decoding, Division, LayerKind, Runner, Sizes, Work
+from megatron_blackmamba.kinds.base import (
+    FP32,
+    SMALL_KERNELS,
+    Decoding,
+    Division,
+    LayerKind,
+    Runner,
+    Sizes,
+    Work,
+    kept_by_norms,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +123,7 @@ class Mamba(LayerKind):
             channels = at.width * (6 * I + N * I / BACKWARD_STEPS)
         shared = at.width * (R + 2 * N) + FP32 * 2 * N
         if at.model.mamba_norms:
-            shared += max(at.width, FP32) * (R + 2 * N + len(NORMS))
+            shared += kept_by_norms(at, R + 2 * N) + FP32 * len(NORMS)
         weights = FP32 * I * (2 * N + K + 1)
         return int(at.here * at.width * D + at.whole * (channels + shared)) + weights + self._kept_of_parts(at)
 
