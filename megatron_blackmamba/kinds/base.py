@@ -92,7 +92,7 @@ SMALL_KERNELS = (10, 25)
 
 
 def kept_by_norms(at: Sizes, numbers: int) -> int:
-    """Return the bytes that norms inside a mixer keep: their fp32 inputs, and from bf16 on CPUs the normalised values."""
+    """Return the bytes that norms in a mixer keep: fp32 inputs, and with bf16 on CPUs the normalised values too."""
     return max(at.width, FP32) * numbers * (2 if at.device == "cpu" and at.width < FP32 else 1)
 
 
