@@ -4,6 +4,7 @@ A file in this package that defines a LayerKind is found by itself; `register` a
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Sizes, Stack, Work
@@ -72,14 +73,9 @@ SWITCHES = ("attention.qk_norm", "mamba_norms", "router.z_loss")
 
 def unread_switches(model: "ModelConfig") -> dict[str, str]:
     """Return the switches that are on although no layer of the pattern has them, and the kinds that do."""
-    content, unread = model.model_dump(), unread_keys(model.pattern)
-    found = {}
-    for switch in SWITCHES:
-        section, _, key = switch.rpartition(".")
-        readers = unread.get(section or key)
-        if readers and (content[section] if section else content)[key]:
-            found[switch] = readers
-    return found
+    unread = unread_keys(model.pattern)
+    on = [(switch, switch.partition(".")[0]) for switch in SWITCHES if attrgetter(switch)(model)]
+    return {switch: unread[key] for switch, key in on if key in unread}
 
 
 def can_cut(pattern: str) -> bool:
