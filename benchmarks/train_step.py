@@ -3,7 +3,7 @@
     python -m benchmarks.train_step [CONFIG] [a.b=c ...] [--nproc 2] [--repeats 20] [--scans] [--json]
 
 - the loop: a step of `blackmamba train`: data, gradients, guard, update, records
-- the step: training/step.py alone: megatron-core's schedule, gradient reduction, distributed optimizer
+- the step: training/step/step.py alone: megatron-core's schedule, gradient reduction, distributed optimizer
 - bare: forward, backward, clipping and AdamW by PyTorch, with the same model on the same batch
 
 With several processes, the bare step performs the same all-reduces as any correct step: the gradients, once and in one
@@ -113,7 +113,7 @@ def peer_scan(scan: Callable, u, delta, A, B, C, D, *, z_BLI, delta_bias_I, **ig
 def step_of_loop(trainer: Any) -> None:
     """Take one step as Trainer.run does."""
     trainer.take_step()
-    trainer.saver.after_step(trainer.progress.step)
+    trainer.keeper.after_step(trainer.progress.step)
 
 
 def bare_step(config: RunConfig, here: Any, batch: list[dict]) -> Callable[[], None]:

@@ -63,7 +63,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from megatron_blackmamba import __version__
+        from megatron_blackmamba.version import __version__
 
         print(__version__)
         raise typer.Exit

@@ -51,11 +51,12 @@ def rehearse(config: RunConfig, ranks: int = 1) -> Rehearsed:
     if not torch.cuda.is_available():
         fake_cuda.become_gpu()
     warnings.simplefilter("ignore")
+    from megatron_blackmamba.engine import changes
     from megatron_blackmamba.ops import backends
-    from megatron_blackmamba.runtime import patches, world
+    from megatron_blackmamba.runtime import world
     from megatron_blackmamba.runtime.watchdog import Watchdog
 
-    applied = patches.install()
+    applied = changes.install()
     backends.trial = lambda smallest: None  # fake tensors have no values to try a kernel with
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=ranks)
     experts, top_k = config.model.experts, config.model.top_k
@@ -70,7 +71,7 @@ def rehearse(config: RunConfig, ranks: int = 1) -> Rehearsed:
         watchdog = stack.enter_context(Watchdog(HOUR, 0, 1, None))
         trainer = _trainer(_with_synthetic_data(config, folder), here, watchdog)
         stack.callback(trainer.batches.close)
-        stack.callback(trainer.loggers.close)  # before the folder is removed
+        stack.callback(trainer.journal.close)  # before the folder is removed
         trainer.take_step()  # makes the optimizer's state
         LOG.on, LOG.peak, before = True, LOG.bytes, LOG.bytes
         trainer.take_step()

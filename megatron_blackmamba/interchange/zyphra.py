@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json
 from megatron_blackmamba.interchange import files, torch_file
@@ -130,6 +131,8 @@ def require_expressible(config: ModelConfig, source: str) -> None:
         and f"{config.eod_reset}; the released code lets the state run across documents",
         "mamba_norms": config.mamba_norms and "true; the released code has no norms in a Mamba layer",
         "logit_softcap": config.logit_softcap and f"{config.logit_softcap}; the released code does not cap logits",
+        "final_norm": not norms.kind_of(config.final_norm).released
+        and f"{config.final_norm}; the released code has layer",
         "norm_eps": config.norm_eps != 1e-5 and f"{config.norm_eps}; the released code has 1e-5",
     }
     for field, problem in problems.items():

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_blackmamba.engine.checked import replace
 from megatron_blackmamba.kinds.mamba import NORMS
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.norms import RMSNorm
@@ -137,7 +138,7 @@ class MambaMixer(MegatronModule):
             **linear,
         )
         # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
-        self.x_proj.sequence_parallel = False
+        replace(self.x_proj, "sequence_parallel", False)
         self.parts = [self.dt_rank, model.state_size, model.state_size]
         self.norms = dict(zip(NORMS, self.parts, strict=True)) if model.mamba_norms else {}
         for name, size in self.norms.items():

@@ -48,10 +48,6 @@ class Compared:
         tokens = np.interp(steps, self.tokens.step, self.tokens.value)
         return tokens * self.flops_per_token if axis == "flops" else tokens
 
-    def loss_at(self, axis: str, place: float) -> float:
-        """Return the training loss up to a place on an axis, averaged over the last steps before it."""
-        return self.averaged_loss(axis, place)[0]
-
     def averaged_loss(self, axis: str, place: float) -> tuple[float, int]:
         """Return the training loss up to a place on an axis, and the number of last steps it is averaged over."""
         series = self.history.scalars["loss"]

@@ -20,9 +20,9 @@ from megatron_blackmamba import data, model
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.model.initialise import shards
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.training.optimizer import make_trainable
-from megatron_blackmamba.training.schedule import Schedule
-from megatron_blackmamba.training.step import Batch, Step
+from megatron_blackmamba.training.step.optimizer import make_trainable
+from megatron_blackmamba.training.step.schedule import Schedule
+from megatron_blackmamba.training.step.step import Batch, Step
 from tests.runtime.ranks import fork_ranks, import_once
 
 SMALL = ["data.sequence_length=32", "training.global_batch=8", "training.micro_batch=2", "training.tokens=51200"]
@@ -135,7 +135,7 @@ class Choices:
         self.calls: dict[str, int] = {}
         self.hooks = [
             block.mixer.router.register_forward_hook(
-                lambda router, _inputs, output, name=name: self.keep(name, router, output[1])
+                lambda router, _inputs, output, name=name: self.keep(name, router, output.chosen)
             )
             for name, block in language_model.decoder.layers.named_children()
             if hasattr(block.mixer, "router")

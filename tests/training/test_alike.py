@@ -6,7 +6,7 @@ import pytest
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training import alike
+from megatron_blackmamba.training.start import alike
 from tests.training.runs import SMALL
 
 pytestmark = pytest.mark.xdist_group("forks")
@@ -18,7 +18,6 @@ THREE = ("training.global_batch=6", "training.micro_batch=2")
     ("key", "usual", "other"),
     [
         ("optimizer.learning_rate", "0.001", "0.002"),
-        ("training.seed", "1234", "7"),
         ("parallel.expert", "1", "2"),  # other process groups: without the refusal both ranks wait for each other
     ],
 )
@@ -77,9 +76,3 @@ def test_imported_code_belongs_to_a_start(monkeypatch, tmp_path, file):
         del sys.modules["unlike_layers"]
     assert before.pop("code of unlike_layers") != after.pop("code of unlike_layers")
     assert before == after
-
-
-def test_many_differences_are_shortened():
-    lines = [f"  {number}" for number in range(alike.SHOWN + 1)]
-    assert alike._shortened(lines[:-1]) == lines[:-1]
-    assert alike._shortened(lines) == [*lines[:-1], "  and 1 more differences."]

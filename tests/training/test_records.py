@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training.line_file import LineFile
-from megatron_blackmamba.training.lock import Lock
+from megatron_blackmamba.training.keep.lock import Lock
+from megatron_blackmamba.training.record.line_file import LineFile
 from tests.training.runs import SMALL, log, metrics
 from tests.waiting import wait_until
 
@@ -48,14 +48,6 @@ def test_run_whose_folder_another_took_stops(waiting):
         other.release()
     assert f"{run.root} is in use by process" in job.output()
     assert not run.latest.exists()
-
-
-def test_removed_lock_is_taken_again(tmp_path):
-    lock = Lock(tmp_path / "lock")
-    assert not lock.restore()
-    lock.path.unlink()
-    assert lock.restore() and lock.path.exists() and not lock.restore()
-    lock.release()
 
 
 def test_lines_continue_in_new_file_if_theirs_is_removed(tmp_path):

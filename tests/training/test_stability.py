@@ -5,9 +5,9 @@ import torch
 
 from megatron_blackmamba import model
 from megatron_blackmamba.config import ConfigError, load
-from megatron_blackmamba.training.optimizer import make_trainable
-from megatron_blackmamba.training.schedule import Schedule
-from megatron_blackmamba.training.step import Step
+from megatron_blackmamba.training.step.optimizer import make_trainable
+from megatron_blackmamba.training.step.schedule import Schedule
+from megatron_blackmamba.training.step.step import Step
 from tests.model.conftest import place
 from tests.reference.training import Plain, Recipe
 
@@ -114,6 +114,10 @@ def test_recomputation_counts_each_token_once(recompute, place):
         (
             ["model.pattern=M", "model.router.z_loss=0.1"],
             r"model\.router\.z_loss: only mixture of experts layers \(E\)",
+        ),
+        (
+            ["model.router.kind=hash", "model.router.z_loss=1"],
+            r"model\.router\.z_loss: the router kind hash has no logits",
         ),
         (["model.z_loss=-1"], r"model\.z_loss"),
         (["model.logit_softcap=0"], r"model\.logit_softcap"),

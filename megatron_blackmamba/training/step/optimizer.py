@@ -1,0 +1,77 @@
+"""A model made trainable: megatron-core's gradient reduction around it, and its optimizer over it."""
+
+from dataclasses import dataclass
+from pkgutil import resolve_name
+
+from megatron_blackmamba import optimizers
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.engine import changes
+from megatron_blackmamba.engine.checked import replace
+from megatron_blackmamba.engine.parts.accumulation import Accumulation, reduction
+from megatron_blackmamba.engine.parts.optimizer import Built
+from megatron_blackmamba.model import LanguageModel
+from megatron_blackmamba.optimizers.base import NO_DECAY
+from megatron_blackmamba.runtime.world import World
+
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    get_megatron_optimizer,
+)
+
+
+@dataclass
+class Trainable:
+    """The model, its gradient-reducing wrapper, and the optimizer."""
+
+    model: LanguageModel
+    reduced: Accumulation
+    optimizer: MegatronOptimizer
+
+    def settle(self) -> None:
+        """Gather the updated weights now; with overlap they would otherwise be gathered in the next forward pass."""
+        if self.reduced.ddp_config.overlap_param_gather:
+            self.reduced.start_param_sync(force_sync=True)
+
+
+def make_trainable(
+    config: RunConfig, model: LanguageModel, world: World, skip: frozenset[str] = frozenset()
+) -> Trainable:
+    """Wrap the model and build its optimizer; afterwards the model's config knows how to reduce, scale and overlap.
+
+    skip: names of changes of megatron-core to leave out, for tests.
+    """
+    how = reduction(config, world.data_context_size)
+    reduced = Accumulation(model.config, how, model)
+    settings = config.optimizer
+    kind = optimizers.kind_of(settings.kind)
+    if kind.extends:
+        resolve_name(kind.extends)()
+    with changes.during(changes.BUILDING, kind, settings, skip=skip):
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                lr=settings.learning_rate,
+                min_lr=settings.min_learning_rate,
+                weight_decay=settings.weight_decay,
+                clip_grad=settings.clip,
+                bf16=model.config.bf16,
+                params_dtype=model.config.params_dtype,
+                use_distributed_optimizer=how.use_distributed_optimizer,
+                overlap_param_gather=how.overlap_param_gather,
+                **kind.megatron(settings),
+            ),
+            [reduced],
+            config_overrides={ParamKey(attr=NO_DECAY): ParamGroupOverride(wd_mult=0.0)},
+            use_gloo_process_groups=False,
+        )
+    changes.apply(changes.OPTIMIZER, Built(optimizer, reduced, model, kind, settings), skip=skip)
+    replace(model.config, "finalize_model_grads_func", finalize_model_grads)
+    replace(model.config, "grad_scale_func", optimizer.scale_loss)
+    if how.overlap_grad_reduce:
+        replace(model.config, "no_sync_func", reduced.no_sync)
+        if how.overlap_param_gather:
+            replace(model.config, "param_sync_func", reduced.start_param_sync)
+    return Trainable(model, reduced, optimizer)

@@ -1,0 +1,203 @@
+"""One training step: gradients of a global batch, then an update. The trainer, the tests and the quickstart share it.
+
+The two are apart so that whoever guards the run can look at the loss before a weight changes.
+
+Shapes: B batch, S sequence, L layers, E experts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.engine.parts.optimizer import NonFiniteGradient
+from megatron_blackmamba.runtime import device
+from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.step.optimizer import Trainable
+from megatron_blackmamba.training.watch.finite import FirstSeen
+from megatron_blackmamba.training.watch.stragglers import OwnTime
+
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.moe.router import Router
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of a global batch, equal on every rank."""
+
+    loss: float
+    tokens: int
+    source_loss: list[float]
+    """Mean loss of each source; NaN where the batch has none of it."""
+    source_tokens: list[int]
+    expert_tokens: list[list[int]]
+    """`[L][E]`: tokens each expert of each layer got."""
+    computing: list[float]
+    """By rank: seconds of the backward pass of a layer that waits for no other rank."""
+    reading: list[float]
+    """By rank: seconds spent waiting for micro-batches."""
+    asked_to_stop: bool
+    """Whether any rank said so."""
+    shards: tuple[int, int]
+    """`ShardCheck.findings`, summed over all ranks."""
+    z_loss: float | None = None
+    """Mean squared log-sum of the counted tokens' logits, of a training step with model.z_loss."""
+
+
+@dataclass(frozen=True)
+class Update:
+    applied: bool
+    grad_norm: float
+
+
+class ExpertBiases:
+    """The routers' expert biases, which megatron-core changes as it reduces the gradients, kept until the update.
+
+    A step that is not applied, or computed again, must leave them as they were.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        found = (getattr(module, "expert_bias", None) for module in model.modules())
+        self.here: list[Tensor] = [bias for bias in found if bias is not None]
+        self.next: list[Tensor] = []
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Take back what changes inside."""
+        before = [bias.clone() for bias in self.here]
+        yield
+        self.next = [bias.clone() for bias in self.here]
+        self._set(before)
+
+    def apply(self) -> None:
+        """Set what was held back."""
+        self._set(self.next)
+
+    @torch.no_grad()
+    def _set(self, biases: list[Tensor]) -> None:
+        for bias, value in zip(self.here, biases, strict=True):
+            bias.copy_(value)
+
+
+class Step:
+    def __init__(self, config: RunConfig, world: World, trainable: Trainable, sources: int):
+        self.config, self.world, self.trainable, self.sources = config, world, trainable, sources
+        self.model = trainable.model
+        self.micro_batches = config.training.global_batch // (config.training.micro_batch * world.data_size)
+        self.forward_backward = get_forward_backward_func()
+        self.own_time = OwnTime(trainable.model, world.size)
+        self.first_seen = FirstSeen(world, trainable.model)
+        self.expert_biases = ExpertBiases(trainable.model)
+
+    def gradients(
+        self, batches: Iterator[Batch], asked_to_stop: bool = False, shards: tuple[int, int] = (0, 0)
+    ) -> Losses:
+        """Forward and backward over this rank's micro-batches of a global batch; gradients are reduced over all.
+
+        asked_to_stop, shards: what this rank knows. All ranks learn it here, without an exchange of its own.
+        """
+        self.own_time.take()
+        self.first_seen.begin()
+        if not self.trainable.reduced.training:
+            self.trainable.reduced.train()
+        self.trainable.optimizer.zero_grad()
+        self.trainable.reduced.zero_grad_buffer()  # the last of the two: it may set `grad`
+        with self.expert_biases.held_back():
+            return self._run(batches, forward_only=False, known=(asked_to_stop, *shards))
+
+    def update(self) -> Update:
+        """Update the weights with the current gradients, or leave them unchanged if these are not finite."""
+        try:
+            applied, norm, _ = self.trainable.optimizer.step()
+        except NonFiniteGradient as bad:
+            return Update(False, bad.norm)
+        if applied:
+            self.expert_biases.apply()
+        return Update(bool(applied), float(norm))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], routed_as_trained: bool = False) -> Losses:
+        """Return the losses of a global batch, the router choosing as in inference, or as in training."""
+        self.trainable.reduced.eval()
+        routers = [module for module in self.trainable.reduced.modules() if isinstance(module, Router)]
+        if routed_as_trained:
+            for router in routers:
+                router.train()
+        counts = [router.unrouted for router in routers if hasattr(router, "unrouted")]
+        of_training = [count.clone() for count in counts]
+        try:
+            return self._run(batches, forward_only=True)
+        finally:
+            self.trainable.reduced.train()
+            for count, before in zip(counts, of_training, strict=True):
+                count.copy_(before)
+
+    def _run(self, batches: Iterator[Batch], forward_only: bool, known: tuple[int, ...] = (0, 0, 0)) -> Losses:
+        sums = self.forward_backward(
+            forward_step_func=self._forward,
+            data_iterator=batches,
+            model=[self.trainable.reduced],
+            num_microbatches=self.micro_batches,
+            seq_length=self.config.data.sequence_length,
+            micro_batch_size=self.config.training.micro_batch,
+            forward_only=forward_only,
+        )
+        return self._over_the_world(sums, forward_only, known)
+
+    def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
+        read = self.own_time.read(batches)
+        self.first_seen.batch(read["sample_ids"])
+        batch = device.copied(read)
+        return model(batch["tokens"], batch["labels"], batch.get("before")), partial(self._loss, batch)
+
+    def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mask_BS = batch["loss_mask"]
+        masked_BS = losses_BS * mask_BS
+        sums_2B = torch.stack([masked_BS.detach().sum(dim=1), mask_BS.sum(dim=1)]).double()
+        of_source = sums_2B.new_zeros(2, self.sources).index_add_(1, batch["source_ids"], sums_2B)
+        loss = masked_BS.mean() / self.world.parallel.context  # the mean over all parts of the sequences
+        self.first_seen.loss(loss)
+        seen = {"of_source": of_source}
+        if (log_sums_BS := self.model.log_sums_BS) is not None:
+            seen["squares"] = (log_sums_BS.double().square() * mask_BS).sum()
+        return loss, seen
+
+    def _over_the_world(self, sums: list[dict[str, Tensor]], forward_only: bool, known_here: tuple[int, ...]) -> Losses:
+        """Add up over all ranks what each counted, in one exchange."""
+        of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=device.device())
+        squares = of_source.new_zeros(1)
+        if self.world.is_last_stage and self.world.tensor_rank == 0:
+            for micro_batch in sums:
+                of_source += micro_batch["of_source"]
+                squares += micro_batch.get("squares", 0.0)
+        expert_tokens_LE = self.model.take_expert_tokens()
+        seconds = [0.0] * (2 * self.world.size)
+        seconds[self.world.rank :: self.world.size] = self.own_time.take()
+        known = of_source.new_tensor([*known_here, *seconds])
+        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), squares, known])
+        if self.world.size > 1:
+            dist.all_reduce(together)
+        source_sums, source_tokens, experts, squares, known = together.cpu().split(
+            [self.sources, self.sources, expert_tokens_LE.numel(), 1, len(known)]
+        )
+        asked, different, pending, *seconds = known.tolist()
+        tokens = source_tokens.sum()
+        return Losses(
+            loss=float(source_sums.sum() / tokens),
+            tokens=int(tokens),
+            source_loss=(source_sums / source_tokens).tolist(),
+            source_tokens=source_tokens.long().tolist(),
+            expert_tokens=experts.view_as(expert_tokens_LE).long().tolist(),
+            computing=seconds[: self.world.size],
+            reading=seconds[self.world.size :],
+            asked_to_stop=bool(asked),
+            shards=(int(different), int(pending)),
+            z_loss=float(squares / tokens) if self.config.model.z_loss and not forward_only else None,
+        )
