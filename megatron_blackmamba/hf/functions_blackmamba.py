@@ -122,3 +122,10 @@ def sinkhorn(logits_TE: Tensor, iterations: int, temperature: float, start: str)
         plan_TE = plan_TE.log_softmax(dim=1)
         plan_TE = plan_TE - plan_TE.logsumexp(dim=0)
     return plan_TE
+
+
+def hashed(x: Tensor) -> Tensor:
+    """Return 32-bit hashes of 32-bit numbers, as pretraining computes them."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)

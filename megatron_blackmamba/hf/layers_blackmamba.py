@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions_blackmamba import causal_conv1d, selective_scan, sinkhorn, ssd, widen
+from .functions_blackmamba import causal_conv1d, hashed, selective_scan, sinkhorn, ssd, widen
 
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -202,19 +202,12 @@ class HashRouter(nn.Module):
     def selecting(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
         if ids is None:
             raise ValueError("this model chooses experts by token ids, so it needs input_ids, not inputs_embeds")
-        return _mixed(_mixed(ids.flatten())[:, None] ^ torch.arange(1, self.experts + 1, device=ids.device)) / 2.0**32
+        return hashed(hashed(ids.flatten())[:, None] ^ torch.arange(1, self.experts + 1, device=ids.device)) / 2.0**32
 
     def choose(self, logits_TE: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, `[T, k]`."""
         choice_Tk = self.selecting(logits_TE, ids).topk(self.top_k, dim=-1).indices
         return torch.full_like(choice_Tk, 1, dtype=logits_TE.dtype) / self.top_k, choice_Tk
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Return 32-bit hashes of 32-bit numbers, as pretraining computes them."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-    return x ^ (x >> 15)
 
 
 ROUTERS: dict[str, Any] = {"hash": HashRouter}
