@@ -13,6 +13,12 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def normalized(x: Tensor, eps: float) -> Tensor:
+    """Return x, in at least fp32, over the root mean square of its last axis."""
+    x = widen(x)
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+
+
 def capped(logits: Tensor, cap: float | None) -> Tensor:
     """Return cap * tanh(logits / cap), or without a cap the logits themselves."""
     return logits if cap is None else torch.tanh(logits / cap) * cap

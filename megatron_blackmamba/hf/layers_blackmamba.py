@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions_blackmamba import causal_conv1d, hashed, selective_scan, sinkhorn, ssd, widen
+from .functions_blackmamba import causal_conv1d, hashed, normalized, selective_scan, sinkhorn, ssd, widen
 
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -87,9 +87,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x = widen(x)
-        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (x * widen(self.weight)).to(self.weight.dtype)
+        return (normalized(x, self.eps) * widen(self.weight)).to(self.weight.dtype)
 
 
 class GroupNorm(RMSNorm):
@@ -100,8 +98,7 @@ class GroupNorm(RMSNorm):
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        x_GC = widen(x).unflatten(-1, (self.groups, -1))
-        x_GC = x_GC * torch.rsqrt(x_GC.square().mean(dim=-1, keepdim=True) + self.eps)
+        x_GC = normalized(x.unflatten(-1, (self.groups, -1)), self.eps)
         return (x_GC.flatten(-2) * widen(self.weight)).to(x.dtype)
 
 
