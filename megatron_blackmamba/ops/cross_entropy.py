@@ -57,6 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, labels, log_sum)
         ctx.overwritten, ctx.z_loss = False, z_loss
         ctx.mark_non_differentiable(log_sum)
+        ctx.set_materialize_grads(False)  # the second result has none
         return loss, log_sum
 
     @staticmethod

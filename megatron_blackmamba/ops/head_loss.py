@@ -64,6 +64,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight_VD, *gradients)
         loss_T, log_sum_T = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (losses, log_sums))
         ctx.mark_non_differentiable(log_sum_T)
+        ctx.set_materialize_grads(False)  # the second result has none
         return loss_T, log_sum_T
 
     @staticmethod

@@ -42,6 +42,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(softmax_SBV, own_SB1, here_SB1, log_sum_SB)
         ctx.z_loss, ctx.dtype = z_loss, logits_SBV.dtype
         ctx.mark_non_differentiable(log_sum_SB)
+        ctx.set_materialize_grads(False)  # the second result has none
         return loss_SB, log_sum_SB
 
     @staticmethod
