@@ -62,3 +62,8 @@ WRITTEN_AND_READ, READ_WITH_GRADIENTS = 1.4, 2.4
 """Bytes that the elementwise kernels of a layer move per byte that it keeps, forward and backward."""
 SMALL_KERNELS = (10, 25)
 """Launches forward and backward that last as long as a launch, in a layer of a few modules."""
+
+
+def kept_by_norms(at: Sizes, numbers: int) -> int:
+    """Return the bytes that norms in a mixer keep: fp32 inputs, and with bf16 on CPUs the normalised values too."""
+    return max(at.width, FP32) * numbers * (2 if at.device == "cpu" and at.width < FP32 else 1)

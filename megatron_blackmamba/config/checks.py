@@ -30,6 +30,7 @@ def problem_of_model(model: ModelConfig) -> Problem | None:
         ("model.final_norm", lambda: _norm(model.final_norm)),
         ("model.router", lambda: [" ".join(routers.problems(model.router))]),
         ("model", lambda: ("; ".join(kind.problems(model)) for kind in kinds.kinds_in(model.pattern))),
+        ("", lambda: _without_layers(model)),
     )
 
 
@@ -55,6 +56,12 @@ def _letters(pattern: str) -> Iterator[str]:
 def _norm(name: str) -> Iterator[str]:
     norms.kind_of(name)  # refuses an unknown one
     yield from ()
+
+
+def _without_layers(model: ModelConfig) -> Iterator[str]:
+    """Refuse what is added to layers that the model does not have."""
+    for key, readers in kinds.unread_switches(model).items():
+        yield f"model.{key}: only {readers} have it, and model.pattern={model.pattern} has none. Remove the key."
 
 
 def _without_experts(run: RunConfig) -> Iterator[str]:

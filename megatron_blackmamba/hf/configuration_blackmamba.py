@@ -41,6 +41,7 @@ class BlackMambaConfig(PretrainedConfig):
         num_attention_heads: Query heads of an "attention" layer.
         num_key_value_heads: Key and value heads of an "attention" layer. Default: num_attention_heads.
         rope_theta: Base of the rotary position embedding of an "attention" layer.
+        qk_norm: Normalise queries and keys of each head by RMSNorm before the rotation.
         mlp_hidden_size: Hidden size of an "mlp" layer.
         num_experts_per_tok: Number of experts per token.
         router_scores: Weights of the expert outputs: "sigmoid" or "softmax" of the router logits.
@@ -50,6 +51,8 @@ class BlackMambaConfig(PretrainedConfig):
         router_options: Settings of that router. None: the defaults.
         balance_in_training: In training, route by Sinkhorn over the tokens of the batch, as in pretraining.
         shared_expert_hidden_size: Hidden size of an additional expert applied to every token. None: no shared expert.
+        mamba_norms: Normalise dt, B and C of a Mamba layer by RMSNorm, and in a "mamba2" layer B and C of each group.
+        logit_softcap: Cap of the logits, which become cap * tanh(logits / cap). None: no cap.
         activation: Activation of the expert gates: "silu" as in the paper, "gelu" as in the released code.
         final_norm: Norm before the head: "layer" (LayerNorm with a bias) or "rms".
         arrangement: "sequential", or "parallel": both layers of a pair share one norm, and their outputs are added.
@@ -101,6 +104,9 @@ class BlackMambaConfig(PretrainedConfig):
         initializer_range: float = 0.02,
         kernels: str = "auto",
         output_router_choices: bool = False,
+        qk_norm: bool = False,
+        mamba_norms: bool = False,
+        logit_softcap: float | None = None,
         use_cache: bool = True,
         bos_token_id: int = 0,
         eos_token_id: int = 0,
@@ -143,6 +149,9 @@ class BlackMambaConfig(PretrainedConfig):
         self.initializer_range = initializer_range
         self.kernels = kernels
         self.output_router_choices = output_router_choices
+        self.qk_norm = qk_norm
+        self.mamba_norms = mamba_norms
+        self.logit_softcap = logit_softcap
         self.use_cache = use_cache
         general: dict[str, Any] = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
         general |= {"pad_token_id": pad_token_id, "tie_word_embeddings": tie_word_embeddings}
@@ -183,6 +192,8 @@ class BlackMambaConfig(PretrainedConfig):
             raise ValueError(f'router_scores must be "sigmoid" or "softmax", not {self.router_scores!r}')
         if self.balance_in_training and self.router_kind != "sinkhorn":
             raise ValueError(f"balance_in_training needs a model trained with Sinkhorn, not {self.router_kind!r}")
+        if self.logit_softcap is not None and self.logit_softcap <= 0:
+            raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
         if self.kernels not in ("auto", "torch"):
             raise ValueError(f'kernels must be "auto" or "torch", not {self.kernels!r}')
 

@@ -13,6 +13,17 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def normalized(x: Tensor, eps: float) -> Tensor:
+    """Return x, in at least fp32, over the root mean square of its last axis."""
+    x = widen(x)
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(logits / cap), or without a cap the logits themselves."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 def causal_conv1d(
     x_BLI: Tensor, weight_IK: Tensor, bias_I: Tensor, *, initial_window: Tensor, reset_BL: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -117,3 +128,10 @@ def sinkhorn(logits_TE: Tensor, iterations: int, temperature: float, start: str)
         plan_TE = plan_TE.log_softmax(dim=1)
         plan_TE = plan_TE - plan_TE.logsumexp(dim=0)
     return plan_TE
+
+
+def hashed(x: Tensor) -> Tensor:
+    """Return 32-bit hashes of 32-bit numbers, as pretraining computes them."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)

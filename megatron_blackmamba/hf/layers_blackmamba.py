@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions_blackmamba import causal_conv1d, selective_scan, sinkhorn, ssd, widen
+from .functions_blackmamba import causal_conv1d, hashed, normalized, selective_scan, sinkhorn, ssd, widen
 
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -87,22 +87,26 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x = widen(x)
-        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (x * widen(self.weight)).to(self.weight.dtype)
+        return (normalized(x, self.eps) * widen(self.weight)).to(self.weight.dtype)
 
 
-class GatedNorm(RMSNorm):
-    """The norm of gated channels, each group by itself."""
+class GroupNorm(RMSNorm):
+    """The norm of each group of channels by itself."""
 
     def __init__(self, size: int, groups: int, eps: float):
         super().__init__(size, eps)
         self.groups = groups
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        x_GC = (widen(x) * F.silu(widen(gate))).unflatten(-1, (self.groups, -1))
-        x_GC = x_GC * torch.rsqrt(x_GC.square().mean(dim=-1, keepdim=True) + self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        x_GC = normalized(x.unflatten(-1, (self.groups, -1)), self.eps)
         return (x_GC.flatten(-2) * widen(self.weight)).to(x.dtype)
+
+
+class GatedNorm(GroupNorm):
+    """The norm of gated channels, each group by itself."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(widen(x) * F.silu(widen(gate))).to(x.dtype)
 
 
 FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": FinalNorm, "rms": RMSNorm}
@@ -195,19 +199,12 @@ class HashRouter(nn.Module):
     def selecting(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
         if ids is None:
             raise ValueError("this model chooses experts by token ids, so it needs input_ids, not inputs_embeds")
-        return _mixed(_mixed(ids.flatten())[:, None] ^ torch.arange(1, self.experts + 1, device=ids.device)) / 2.0**32
+        return hashed(hashed(ids.flatten())[:, None] ^ torch.arange(1, self.experts + 1, device=ids.device)) / 2.0**32
 
     def choose(self, logits_TE: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, `[T, k]`."""
         choice_Tk = self.selecting(logits_TE, ids).topk(self.top_k, dim=-1).indices
         return torch.full_like(choice_Tk, 1, dtype=logits_TE.dtype) / self.top_k, choice_Tk
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Return 32-bit hashes of 32-bit numbers, as pretraining computes them."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-    return x ^ (x >> 15)
 
 
 ROUTERS: dict[str, Any] = {"hash": HashRouter}
@@ -274,6 +271,10 @@ class MambaMixer(Recurrent):
         self.conv1d = Convolution(I, I, K, groups=I)
         self.conv1d.fast = self.fast
         self.x_proj = linear(I, sum(self.splits), self.fast)
+        sizes = dict(zip(("dt_layernorm", "b_layernorm", "c_layernorm"), self.splits, strict=True))
+        self.norms = sizes if config.mamba_norms else {}
+        for name, size in self.norms.items():
+            self.add_module(name, RMSNorm(size, config.norm_eps))
         self.dt_proj = TimeStep(config.dt_rank, I)
         self.A_log = nn.Parameter(torch.zeros(I, N, dtype=torch.float32))
         self.D = nn.Parameter(torch.ones(I, dtype=torch.float32))
@@ -285,7 +286,10 @@ class MambaMixer(Recurrent):
     def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
         x, z = self.in_proj(u_BLD).chunk(2, dim=-1)
         x, window, state = self.convolved(x, keep_BL1, reset_BL, cache, self.A_log.shape)
-        dt_BLR, B_BLN, C_BLN = self.x_proj(x).split(self.splits, dim=-1)
+        parts = self.x_proj(x).split(self.splits, dim=-1)
+        if self.norms:
+            parts = tuple(getattr(self, name)(part) for name, part in zip(self.norms, parts, strict=True))
+        dt_BLR, B_BLN, C_BLN = parts
         delta_BLI, bias_I = self.dt_proj(dt_BLR)
         scan = _fast_scan if may_run(self.fast) else selective_scan
         y, state = scan(x, delta_BLI, -torch.exp(self.A_log), B_BLN, C_BLN, self.D, z, bias_I, state, reset_BL)
@@ -317,6 +321,9 @@ class Mamba2Mixer(Recurrent):
         self.A_log = nn.Parameter(torch.zeros(H, dtype=torch.float32))
         self.D = nn.Parameter(torch.ones(H, dtype=torch.float32))
         self.norm = GatedNorm(I, self.groups, config.norm_eps)
+        self.b_layernorm, self.c_layernorm = (
+            GroupNorm(GN, self.groups, config.norm_eps) if config.mamba_norms else None for _ in range(2)
+        )
         self.out_proj = linear(I, D, self.fast)
 
     def exact(self) -> tuple[nn.Parameter, ...]:
@@ -327,6 +334,8 @@ class Mamba2Mixer(Recurrent):
         z, x, dt_BLH = self.in_proj(u_BLD).split((self.splits[0], sum(self.splits), heads), dim=-1)
         x, window, state = self.convolved(x, keep_BL1, reset_BL, cache, self.state_shape)
         x, B, C = x.split(self.splits, dim=-1)
+        if self.b_layernorm is not None and self.c_layernorm is not None:
+            B, C = self.b_layernorm(B), self.c_layernorm(C)
         x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
         scan = _fast_ssd if may_run(self.fast) else ssd
         y, state = scan(x, dt_BLH, -torch.exp(self.A_log), B, C, self.D, self.dt_bias, state, reset_BL)
@@ -356,10 +365,15 @@ class Attention(nn.Module):
         # For each group of heads the rows are its queries, one key and one value.
         self.linear_qkv = linear(D, (self.heads + 2 * self.groups) * self.channels, fast)
         self.linear_proj = linear(D, D, fast)
+        self.q_layernorm, self.k_layernorm = (
+            RMSNorm(self.channels, config.norm_eps) if config.qk_norm else None for _ in range(2)
+        )
 
     def forward(self, u_BLD: Tensor, segment_BL: Tensor, cache: Any) -> Tensor:
         L = u_BLD.shape[1]
         q, k, v = self._heads(self.linear_qkv(u_BLD))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
         before = 0 if cache is None else cache.get_seq_length()
         q, k = (self._rotated(x, before) for x in (q, k))
         segment_BS = segment_BL

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput, logging
 
 from .cache_blackmamba import CACHE, BlackMambaCache
 from .configuration_blackmamba import BlackMambaConfig
-from .functions_blackmamba import widen
+from .functions_blackmamba import capped, widen
 from .layers_blackmamba import (
     FINAL_NORMS,
     Layer,
@@ -340,7 +340,7 @@ class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
             return_dict=True,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(body.last_hidden_state[:, kept])
+        logits = capped(self.lm_head(body.last_hidden_state[:, kept]), self.config.logit_softcap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -16,6 +16,7 @@ from megatron_blackmamba.inference.linear import linear, threads_for_matrices_al
 from megatron_blackmamba.inference.weights import Weights, decodings
 from megatron_blackmamba.kinds import Inputs
 from megatron_blackmamba.ops import decoding
+from megatron_blackmamba.ops.softcap import capped
 
 
 @dataclass
@@ -192,7 +193,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Apply the head to some rows of `hidden`: `[T, V]` fp32."""
-        return self.times(hidden_TD, self.weights.embedding_VD)
+        return capped(self.times(hidden_TD, self.weights.embedding_VD), self.config.logit_softcap)
 
 
 def _rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

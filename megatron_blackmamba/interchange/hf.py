@@ -54,6 +54,7 @@ _SAME = {
     "norm_eps": "norm_eps",
     "final_norm": "final_norm",
     "arrangement": "arrangement",
+    "logit_softcap": "logit_softcap",
 }
 
 

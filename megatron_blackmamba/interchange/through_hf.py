@@ -14,6 +14,7 @@ from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
 from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.ops.softcap import capped
 from megatron_blackmamba.routers import kind_of
 
 
@@ -43,7 +44,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     norm = norms.kind_of(model.config.final_norm)
     parameters_D = tuple(model.entries[f"{norms.PREFIX}{name}"].load().float() for name in norm.parameters)
     hidden = norm.apply(residual, parameters_D, model.config.norm_eps)
-    return Observation(F.linear(hidden, embedding_VD), routers)
+    return Observation(capped(F.linear(hidden, embedding_VD), model.config.logit_softcap), routers)
 
 
 def _layer(config: Any, model: Canonical, index: int) -> Any:

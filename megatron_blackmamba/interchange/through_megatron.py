@@ -40,8 +40,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
             residual, branch = block(residual, None, inputs, hidden)
             residual = residual + branch
         hidden = network.decoder.final_layernorm(residual)
-        logits_SBV, _ = network.output_layer(hidden, weight=network.shared_embedding_or_output_weight())
-        return Observation(logits_SBV.transpose(0, 1).clone(), routers)
+        return Observation(network.logits(hidden).transpose(0, 1).clone(), routers)
 
 
 def _run(config: ModelConfig, tokens_BS: Tensor) -> RunConfig:

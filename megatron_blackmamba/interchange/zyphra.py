@@ -129,6 +129,8 @@ def require_expressible(config: ModelConfig, source: str) -> None:
         and f"{config.dt_rank}; the released code computes it as hidden_size / 16, rounded up ({default_rank})",
         "eod_reset": config.eod_reset is not None
         and f"{config.eod_reset}; the released code lets the state run across documents",
+        "mamba_norms": config.mamba_norms and "true; the released code has no norms in a Mamba layer",
+        "logit_softcap": config.logit_softcap and f"{config.logit_softcap}; the released code does not cap logits",
         "final_norm": not norms.kind_of(config.final_norm).released
         and f"{config.final_norm}; the released code has layer",
         "norm_eps": config.norm_eps != 1e-5 and f"{config.norm_eps}; the released code has 1e-5",

@@ -4,6 +4,7 @@ A file in this package that defines a LayerKind is found by itself; `register` a
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from megatron_blackmamba.costs import Sizes, Work
@@ -34,6 +35,7 @@ __all__ = [
     "routes",
     "stacks_of",
     "unread_keys",
+    "unread_switches",
     "unregister",
 ]
 
@@ -66,6 +68,17 @@ def unread_keys(pattern: str) -> dict[str, str]:
         for key, readers in _KINDS.readers().items()
         if key not in read
     }
+
+
+SWITCHES = ("attention.qk_norm", "mamba_norms", "router.z_loss")
+"""Keys of `model:` that add something to layers. Adding it to layers that a model does not have is an error."""
+
+
+def unread_switches(model: "ModelConfig") -> dict[str, str]:
+    """Return the switches that are on although no layer of the pattern has them, and the kinds that do."""
+    unread = unread_keys(model.pattern)
+    on = [(switch, switch.partition(".")[0]) for switch in SWITCHES if attrgetter(switch)(model)]
+    return {switch: unread[key] for switch, key in on if key in unread}
 
 
 def can_cut(pattern: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.costs import FP32, Sizes
+from megatron_blackmamba.costs import FP32, Sizes, kept_by_norms
 from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, Inputs, LayerKind, Runner
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_blackmamba.settings import ModelConfig
+
+
+QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
+"""With model.attention.qk_norm: one weight for a channel of a head, which all heads share."""
 
 
 class Attention(LayerKind):
@@ -66,7 +70,9 @@ class Attention(LayerKind):
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         D = model.hidden_size
-        return {"linear_qkv.weight": (D + 2 * _key_values(model), D), "linear_proj.weight": (D, D)}
+        shapes = {"linear_qkv.weight": (D + 2 * _key_values(model), D), "linear_proj.weight": (D, D)}
+        norms = dict.fromkeys(QK_NORMS, (D // model.attention.heads,)) if model.attention.qk_norm else {}
+        return {**shapes, **norms}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         return None
@@ -82,12 +88,15 @@ class Attention(LayerKind):
         """Return the bytes saved for the backward pass.
 
         They are the input, the projected queries, keys and values, the rotated queries and keys, the output and its
-        log-sums, and the tables of the rotation.
+        log-sums, and the tables of the rotation. Norms keep their inputs, queries and keys, and a number for each head.
         """
         model, heads = at.model, at.model.attention.heads
         D = model.hidden_size // at.tensor
         channels = 3 * D + 3 * D * _kv_heads(model) // heads
         kept = at.width * channels + FP32 * heads // at.tensor
+        if model.attention.qk_norm:
+            normed = heads + _kv_heads(model)
+            kept += kept_by_norms(at, D * normed // heads) + FP32 * normed // at.tensor
         tables = 4 * at.width * at.sequence * model.hidden_size // heads
         return at.width * at.here * model.hidden_size + at.whole * kept + tables
 
@@ -107,10 +116,12 @@ class Attention(LayerKind):
             "num_attention_heads": attention.heads,
             "num_key_value_heads": _kv_heads(model),
             "rope_theta": attention.rotary_base,
+            "qk_norm": attention.qk_norm,
         }
 
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
         names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "rotary_base": "rope_theta"}
+        names |= {"qk_norm": "qk_norm"}
         return {"attention": {ours: content[theirs] for ours, theirs in names.items() if theirs in content}}
 
     def decoding(self, model: ModelConfig) -> Decoding:
@@ -132,6 +143,8 @@ class AttentionLayer:
 
     linear_qkv: Tensor
     linear_proj: Tensor
+    norms_2C: Tensor
+    """Of queries and keys; empty without model.attention.qk_norm."""
 
 
 class AttentionDecoding(Decoding):
@@ -143,7 +156,11 @@ class AttentionDecoding(Decoding):
     grows = True
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> AttentionLayer:
-        return AttentionLayer(get("linear_qkv.weight", dtype), get("linear_proj.weight", dtype))
+        import torch
+
+        norms = [get(name) for name in QK_NORMS] if model.attention.qk_norm else []
+        norms_2C = torch.stack(norms) if norms else torch.empty(0, device=device)
+        return AttentionLayer(get("linear_qkv.weight", dtype), get("linear_proj.weight", dtype), norms_2C)
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch
@@ -157,16 +174,18 @@ class AttentionDecoding(Decoding):
 
     def step(self, run: Runner, layer: AttentionLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         qkv_B1Q = run.times(x_BD, layer.linear_qkv)[:, None]
-        return run.times(_attend(run.config, memory, qkv_B1Q, None)[:, 0].float(), layer.linear_proj)
+        return run.times(_attend(run.config, layer, memory, qkv_B1Q, None)[:, 0].float(), layer.linear_proj)
 
     def read(self, run: Runner, layer: AttentionLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.matvec import product
 
-        y_BLD = _attend(run.config, memory, product(x_BLD, layer.linear_qkv), inputs.keep_BL1)
+        y_BLD = _attend(run.config, layer, memory, product(x_BLD, layer.linear_qkv), inputs.keep_BL1)
         return product(y_BLD, layer.linear_proj)
 
 
-def _attend(model: ModelConfig, memory: list[Tensor], qkv_BLQ: Tensor, keep_BL1: Tensor | None) -> Tensor:
+def _attend(
+    model: ModelConfig, layer: AttentionLayer, memory: list[Tensor], qkv_BLQ: Tensor, keep_BL1: Tensor | None
+) -> Tensor:
     """Append keys and values to the memory and return `[B, L, D]`, what the queries find in it."""
     import torch
     import torch.nn.functional as F
@@ -177,6 +196,9 @@ def _attend(model: ModelConfig, memory: list[Tensor], qkv_BLQ: Tensor, keep_BL1:
     of_groups = qkv_BLQ.view(B, L, groups, -1, model.hidden_size // heads).permute(0, 2, 3, 1, 4)
     q, k, v = of_groups.split([heads // groups, 1, 1], dim=2)
     q, k, v = q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
+    if model.attention.qk_norm:
+        norms = layer.norms_2C
+        q, k = (F.rms_norm(x.float(), w.shape, w, model.norm_eps) for x, w in zip((q, k), norms, strict=True))
     before = keys.shape[2]
     cos_LC, sin_LC = _rotation(model, before, L, q.device)
     q, k = (x.float() * cos_LC + _half_turned(x.float()) * sin_LC for x in (q, k))

@@ -50,6 +50,8 @@ class Experts(LayerKind):
         found = [] if model.expert_hidden_size else ["the pattern has E layers: set model.expert_hidden_size"]
         if router.use(model).biased and "expert_bias" not in router.state:
             found.append(f"the router kind {router.name} uses a bias: its state and module must have expert_bias")
+        if model.router.z_loss and not router.learned:
+            found.append(f"model.router.z_loss: the router kind {router.name} has no logits. Remove the key")
         return found + router.problems(model)
 
     def megatron(self, model: ModelConfig) -> dict[str, Any]:

@@ -6,11 +6,12 @@ Shapes: B batch, L length, D model, I inner, N state, R rank of dt, K convolutio
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.costs import FP32, SMALL_KERNELS, Sizes, Work
+from megatron_blackmamba.costs import FP32, SMALL_KERNELS, Sizes, Work, kept_by_norms
 from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
 
 if TYPE_CHECKING:
@@ -21,9 +22,16 @@ if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
 
+NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
+"""With model.mamba_norms: behind x_proj, with Jamba's names. Mamba-2 has the last two, in front of its scan."""
+
+
 class Mamba(LayerKind):
     letter, name = "M", "Mamba"
-    keys = ("state_size", "dt_rank", "expand", "conv_kernel", "init.dt_min", "init.dt_max", "init.dt_floor")
+    keys = (
+        *("state_size", "dt_rank", "expand", "conv_kernel", "mamba_norms"),
+        *("init.dt_min", "init.dt_max", "init.dt_floor"),
+    )
     cut = None
     block = "megatron_blackmamba.model.specs:mamba_block"
     writes_to_residual = ("out_proj.weight",)
@@ -43,6 +51,7 @@ class Mamba(LayerKind):
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         D, I, N, K, R = _sizes(model)
+        norms = {f"{name}.weight": (size,) for name, size in zip(NORMS, (R, N, N), strict=True)}
         return {
             "in_proj.weight": (2 * I, D),  # rows [x | z]
             "conv1d.weight": (I, 1, K),
@@ -53,6 +62,7 @@ class Mamba(LayerKind):
             "A_log": (I, N),
             "D": (I,),
             "out_proj.weight": (D, I),
+            **(norms if model.mamba_norms else {}),
         }
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
@@ -83,6 +93,7 @@ class Mamba(LayerKind):
         They are in_proj's input, x before and after the convolution, delta, z, y, dt, B and C, and the scan's states
         between chunks. B and C are also saved in fp32. On GPUs, states of every few tokens and y before the gate may be
         kept instead of the states between chunks. A is saved twice, and so is a copy of the convolution's weights.
+        Norms keep dt, B and C as they were, in fp32, and a number for each of the three.
         """
         from megatron_blackmamba.ops.selective_scan import costs
 
@@ -90,6 +101,8 @@ class Mamba(LayerKind):
         I = inner // at.tensor
         channels = at.width * 5 * I + costs.kept(at, I, N)
         shared = at.width * (R + 2 * N) + FP32 * 2 * N
+        if at.model.mamba_norms:
+            shared += kept_by_norms(at, R + 2 * N) + FP32 * len(NORMS)
         weights = FP32 * I * (2 * N + K + 1)
         return int(at.here * at.width * D + at.whole * (channels + shared)) + weights + self._kept_of_parts(at)
 
@@ -151,6 +164,12 @@ class Mamba(LayerKind):
     def imported(self, entry: str) -> dict[str, Any] | None:
         return {} if entry == "r" else None
 
+    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
+        return {"mamba_norms": model.mamba_norms}
+
+    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        return {"mamba_norms": content.get("mamba_norms", False)}
+
     def decoding(self, model: ModelConfig) -> Decoding:
         return MambaDecoding()
 
@@ -184,21 +203,34 @@ class MambaLayer:
     out_proj: Tensor
 
 
+@dataclass(frozen=True)
+class NormedMambaLayer(MambaLayer):
+    """The weights of one layer with model.mamba_norms."""
+
+    dt_norm_R: Tensor
+    B_norm_N: Tensor
+    C_norm_N: Tensor
+
+
 class MambaDecoding(Decoding):
     """The memory is the last inputs of the convolution `[B, W, I]` and the fp32 state of the scan `[B, I, N]`."""
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> MambaLayer:
-        return MambaLayer(
-            in_proj=get("in_proj.weight", dtype),
-            conv_weight_IK=get("conv1d.weight")[:, 0].contiguous(),
-            conv_bias_I=get("conv1d.bias"),
-            x_proj=get("x_proj.weight", dtype),
-            dt_proj_IR=get("dt_proj.weight", dtype),
-            dt_bias_I=get("dt_proj.bias"),
-            A_IN=-get("A_log").exp(),
-            D_I=get("D"),
-            out_proj=get("out_proj.weight", dtype),
-        )
+        weights = {
+            "in_proj": get("in_proj.weight", dtype),
+            "conv_weight_IK": get("conv1d.weight")[:, 0].contiguous(),
+            "conv_bias_I": get("conv1d.bias"),
+            "x_proj": get("x_proj.weight", dtype),
+            "dt_proj_IR": get("dt_proj.weight", dtype),
+            "dt_bias_I": get("dt_proj.bias"),
+            "A_IN": -get("A_log").exp(),
+            "D_I": get("D"),
+            "out_proj": get("out_proj.weight", dtype),
+        }
+        if not model.mamba_norms:
+            return MambaLayer(**weights)
+        dt_norm_R, B_norm_N, C_norm_N = (get(f"{name}.weight") for name in NORMS)
+        return NormedMambaLayer(**weights, dt_norm_R=dt_norm_R, B_norm_N=B_norm_N, C_norm_N=C_norm_N)
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch
@@ -209,9 +241,11 @@ class MambaDecoding(Decoding):
             torch.zeros(batch, I, N, dtype=torch.float32, device=device),
         ]
 
-    def compiled(self, layer: MambaLayer, norm_D: Tensor, model: ModelConfig) -> Step:
+    def compiled(self, layer: MambaLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
         from megatron_blackmamba.ops.decoding import mamba_step
 
+        if model.mamba_norms:
+            return None
         return mamba_step(norm_D=norm_D, **vars(layer), eps=model.norm_eps)
 
     def step(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
@@ -221,7 +255,7 @@ class MambaDecoding(Decoding):
         window_BWI, state_BIN = memory
         x_BI, z_BI = run.times(x_BD, layer.in_proj).chunk(2, dim=-1)
         x_BI = causal_conv1d_step(window_BWI, x_BI, layer.conv_weight_IK, layer.conv_bias_I)
-        dt_BR, B_BN, C_BN = _dt_B_C(run.times(x_BI, layer.x_proj), run.config)
+        dt_BR, B_BN, C_BN = _dt_B_C(run.times(x_BI, layer.x_proj), layer, run.config)
         y_BI = selective_scan_step(
             state_BIN,
             x_BI,
@@ -255,7 +289,7 @@ class MambaDecoding(Decoding):
         )
         if keep_BL1 is not None:
             x_BLI = x_BLI * keep_BL1  # the convolution's bias alone must not feed the state at padding
-        dt_BLR, B_BLN, C_BLN = _dt_B_C(product(x_BLI, layer.x_proj), run.config)
+        dt_BLR, B_BLN, C_BLN = _dt_B_C(product(x_BLI, layer.x_proj), layer, run.config)
         y_BLI, last_state_BIN = selective_scan(
             x_BLI,
             product(dt_BLR, layer.dt_proj_IR),
@@ -274,5 +308,16 @@ class MambaDecoding(Decoding):
         return product(y_BLI, layer.out_proj)
 
 
-def _dt_B_C(x: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-    return x.split([model.dt_rank_or_default, model.state_size, model.state_size], dim=-1)
+def _dt_B_C(x: Tensor, layer: MambaLayer, model: ModelConfig) -> tuple[Tensor, ...]:
+    dt, B, C = x.split([model.dt_rank_or_default, model.state_size, model.state_size], dim=-1)
+    if not isinstance(layer, NormedMambaLayer):
+        return dt, B, C
+    weights = (layer.dt_norm_R, layer.B_norm_N, layer.C_norm_N)
+    return tuple(normed(part, weight, model.norm_eps) for part, weight in zip((dt, B, C), weights, strict=True))
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm over as many channels as the last axis of the weight has, in x's dtype."""
+    import torch.nn.functional as F
+
+    return (F.rms_norm(x.float(), weight.shape[-1:], None, eps) * weight).to(x.dtype)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.costs import FP32, Sizes
 from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
-from megatron_blackmamba.kinds.mamba import initial_dt_bias
+from megatron_blackmamba.kinds.mamba import NORMS, initial_dt_bias, normed
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ _FIELDS = ("head_dim", "state_size", "groups")
 
 class Mamba2(LayerKind):
     letter, name = "S", "Mamba-2"
-    keys = ("mamba2", "expand", "conv_kernel", "init.dt_min", "init.dt_max", "init.dt_floor")
+    keys = ("mamba2", "expand", "conv_kernel", "init.dt_min", "init.dt_max", "init.dt_floor", "mamba_norms")
     block = "megatron_blackmamba.model.specs:mamba2_block"
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_bias")
@@ -64,8 +64,8 @@ class Mamba2(LayerKind):
         return "mamba2"
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        I, H, _ = _sizes(model)
-        Q = I + 2 * model.mamba2.groups * model.mamba2.state_size
+        I, H, GN = _sizes(model)
+        Q = I + 2 * GN
         return {
             "in_proj.weight": (I + Q + H, model.hidden_size),  # rows [z | x | B | C | dt]
             "conv1d.weight": (Q, 1, model.conv_kernel),  # rows [x | B | C]
@@ -75,6 +75,7 @@ class Mamba2(LayerKind):
             "D": (H,),
             "norm.weight": (I,),
             "out_proj.weight": (model.hidden_size, I),
+            **({f"{name}.weight": (GN,) for name in NORMS[1:]} if model.mamba_norms else {}),
         }
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
@@ -114,11 +115,14 @@ class Mamba2(LayerKind):
         Saved are in_proj's input and output, x, B and C after the convolution, and the scan's output before and after
         the norm. One number per group of the norm, A, and a copy of the convolution's weights are saved too. Context
         parallelism adds the last inputs of the part before, the state at the start, and the decays of all parts.
+        Norms of B and C keep these, their normalised values and results, and a number for each group.
         """
         I, H, GN = _sizes(at.model)
         split = 2 * I + 2 * GN + H + (I + 2 * GN) + 2 * I
         each = at.whole * (at.width * split + FP32 * at.model.mamba2.groups) + 2 * FP32 * H
         each += FP32 * (at.model.conv_kernel + 1) * (I + 2 * GN)
+        if at.model.mamba_norms:
+            each += at.whole * max(at.width, FP32) * 2 * (2 * GN + at.model.mamba2.groups)
         if at.context > 1:
             states = FP32 * (I * at.model.mamba2.state_size + at.context * H)
             each += at.sequences * (at.width * (at.model.conv_kernel - 1) * (I + 2 * GN) + states)
@@ -153,10 +157,12 @@ class Mamba2(LayerKind):
         return {} if entry == "mamba2" else None
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
-        return {f"mamba2_{field}": getattr(model.mamba2, field) for field in _FIELDS}
+        fields = {f"mamba2_{field}": getattr(model.mamba2, field) for field in _FIELDS}
+        return {**fields, "mamba_norms": model.mamba_norms}
 
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        return {"mamba2": {field: content[name] for field in _FIELDS if (name := f"mamba2_{field}") in content}}
+        fields = {field: content[name] for field in _FIELDS if (name := f"mamba2_{field}") in content}
+        return {"mamba2": fields, "mamba_norms": content.get("mamba_norms", False)}
 
     def decoding(self, model: ModelConfig) -> Decoding:
         return Mamba2Decoding()
@@ -182,20 +188,33 @@ class Mamba2Layer:
     out_proj: Tensor
 
 
+@dataclass(frozen=True)
+class NormedMamba2Layer(Mamba2Layer):
+    """The weights of one layer with model.mamba_norms."""
+
+    B_norm_GN: Tensor
+    C_norm_GN: Tensor
+
+
 class Mamba2Decoding(Decoding):
     """The memory is the last inputs of the convolution `[B, W, Q]` and the fp32 state of the scan `[B, H, P, N]`."""
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> Mamba2Layer:
-        return Mamba2Layer(
-            in_proj=get("in_proj.weight", dtype),
-            conv_weight_QK=get("conv1d.weight")[:, 0].contiguous(),
-            conv_bias_Q=get("conv1d.bias"),
-            dt_bias_H=get("dt_bias"),
-            A_H=-get("A_log").exp(),
-            D_H=get("D"),
-            norm_I=get("norm.weight"),
-            out_proj=get("out_proj.weight", dtype),
-        )
+        weights = {
+            "in_proj": get("in_proj.weight", dtype),
+            "conv_weight_QK": get("conv1d.weight")[:, 0].contiguous(),
+            "conv_bias_Q": get("conv1d.bias"),
+            "dt_bias_H": get("dt_bias"),
+            "A_H": -get("A_log").exp(),
+            "D_H": get("D"),
+            "norm_I": get("norm.weight"),
+            "out_proj": get("out_proj.weight", dtype),
+        }
+        if not model.mamba_norms:
+            return Mamba2Layer(**weights)
+        groups = (model.mamba2.groups, -1)
+        B_norm_GN, C_norm_GN = (get(f"{name}.weight").view(groups) for name in NORMS[1:])
+        return NormedMamba2Layer(**weights, B_norm_GN=B_norm_GN, C_norm_GN=C_norm_GN)
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch
@@ -206,9 +225,11 @@ class Mamba2Decoding(Decoding):
             torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, dtype=torch.float32, device=device),
         ]
 
-    def compiled(self, layer: Mamba2Layer, norm_D: Tensor, model: ModelConfig) -> Step:
+    def compiled(self, layer: Mamba2Layer, norm_D: Tensor, model: ModelConfig) -> Step | None:
         from megatron_blackmamba.ops.decoding import mamba2_step
 
+        if model.mamba_norms:
+            return None
         return mamba2_step(norm_D=norm_D, **vars(layer), groups=model.mamba2.groups, eps=model.norm_eps)
 
     def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
@@ -218,7 +239,7 @@ class Mamba2Decoding(Decoding):
         window_BWQ, state_BHPN = memory
         z_BI, xBC_BQ, dt_BH = _parts(run.times(x_BD, layer.in_proj), run.config)
         xBC_BQ = causal_conv1d_step(window_BWQ, xBC_BQ, layer.conv_weight_QK, layer.conv_bias_Q)
-        x_BHP, B_BGN, C_BGN = _x_B_C(xBC_BQ, run.config)
+        x_BHP, B_BGN, C_BGN = _x_B_C(xBC_BQ, layer, run.config)
         y_BHP = ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
         return run.times(_normed(y_BHP, z_BI, layer, run.config), layer.out_proj)
 
@@ -242,7 +263,7 @@ class Mamba2Decoding(Decoding):
         )
         if keep_BL1 is not None:
             xBC_BLQ = xBC_BLQ * keep_BL1  # the convolution's bias alone must not feed the state at padding
-        x_BLHP, B_BLGN, C_BLGN = _x_B_C(xBC_BLQ, run.config)
+        x_BLHP, B_BLGN, C_BLGN = _x_B_C(xBC_BLQ, layer, run.config)
         y_BLHP, last_state_BHPN = ssd(
             x_BLHP,
             dt_BLH,
@@ -266,11 +287,14 @@ def _parts(zxBCdt: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
     return zxBCdt.split([I, I + 2 * GN, H], dim=-1)
 
 
-def _x_B_C(xBC: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+def _x_B_C(xBC: Tensor, layer: Mamba2Layer, model: ModelConfig) -> tuple[Tensor, ...]:
     I, H, GN = _sizes(model)
     x, B, C = xBC.split([I, GN, GN], dim=-1)
     groups = (model.mamba2.groups, -1)
-    return x.unflatten(-1, (H, -1)), B.unflatten(-1, groups), C.unflatten(-1, groups)
+    B, C = B.unflatten(-1, groups), C.unflatten(-1, groups)
+    if isinstance(layer, NormedMamba2Layer):
+        B, C = normed(B, layer.B_norm_GN, model.norm_eps), normed(C, layer.C_norm_GN, model.norm_eps)
+    return x.unflatten(-1, (H, -1)), B, C
 
 
 def _normed(y: Tensor, z: Tensor, layer: Mamba2Layer, model: ModelConfig) -> Tensor:

@@ -15,7 +15,9 @@ from megatron_blackmamba.model.linears import ColumnLinear
 from megatron_blackmamba.model.stack import LayerInputs
 from megatron_blackmamba.ops import head_loss
 from megatron_blackmamba.ops.arguments import require_shape
-from megatron_blackmamba.ops.cross_entropy import cross_entropy, why_not
+from megatron_blackmamba.ops.cross_entropy import cross_entropy_and_log_sum, why_not
+from megatron_blackmamba.ops.softcap import capped
+from megatron_blackmamba.ops.split_loss import split_cross_entropy
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -66,6 +68,8 @@ class LanguageModel(LanguageModule):
                 skip_weight_param_allocation=self.pre_process and model.tie_embeddings,
                 tp_group=pg_collection.tp,
             )
+        self.log_sums_BS: Tensor | None = None
+        """With model.z_loss, the log-sums of the logits in the last forward pass of training, on the last stage."""
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
         self.register_state_dict_post_hook(_without_nothing)
@@ -76,6 +80,8 @@ class LanguageModel(LanguageModule):
 
     def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None, before_B: Tensor | None = None) -> Tensor:
         """Return the residual stream; on the last stage the loss of each token `[B, S]`, or logits `[B, S, V]`.
+
+        In training, the gradient of a token's loss has that of its z-loss too, which the value leaves out.
 
         before_B: The token before this rank's part of each sequence under `parallel.context`; -1 means none.
         """
@@ -90,14 +96,27 @@ class LanguageModel(LanguageModule):
         x_SBD = self.decoder(residual_SBD, self._layer_inputs(tokens_BS, before_B))
         if not self.post_process:
             return x_SBD
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if labels_BS is not None and self._head_computes_losses(x_SBD, weight):
-            losses_T, _ = self.output_layer(x_SBD, weight=weight, labels_T=labels_BS.t().flatten())
-            return losses_T.view(x_SBD.shape[:2]).t()
-        logits_SBV, _ = self.output_layer(x_SBD, weight=weight)
         if labels_BS is None:
-            return logits_SBV.transpose(0, 1)
-        return self._losses(logits_SBV, labels_BS)
+            return self.logits(x_SBD).transpose(0, 1)
+        model = self.config.described
+        z_loss = model.z_loss if self.training else 0.0
+        weight = self._head_weight()
+        if self._head_computes_losses(x_SBD, weight):
+            loss = {"z_loss": z_loss, "softcap": model.logit_softcap}
+            both = self.output_layer(x_SBD, weight=weight, labels_T=labels_BS.t().flatten(), **loss)
+            losses_BS, log_sums_BS = (each_T.view(x_SBD.shape[:2]).t() for each_T in both)
+        else:
+            losses_BS, log_sums_BS = self._losses(self.logits(x_SBD), labels_BS, z_loss)
+        self.log_sums_BS = log_sums_BS if z_loss else None
+        return losses_BS
+
+    def logits(self, x_SBD: Tensor) -> Tensor:
+        """Return this rank's logits of normalised hidden states, `[S, B, V]`."""
+        logits_SBV, _ = self.output_layer(x_SBD, weight=self._head_weight())
+        return capped(logits_SBV, self.config.described.logit_softcap)
+
+    def _head_weight(self) -> Tensor | None:
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
     def _refuse_unknown_ids(self, name: str, ids_BS: Tensor) -> None:
         """Refuse ids outside the vocabulary. GPUs are not asked: reading the result would stall each step."""
@@ -140,11 +159,17 @@ class LanguageModel(LanguageModule):
         weight_VD = self.output_layer.weight if weight_VD is None else weight_VD
         return self.pg_collection.tp.size() == 1 and head_loss.applies(x_SBD, weight_VD)
 
-    def _losses(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
-        if self.pg_collection.tp.size() > 1 or why_not(logits_SBV):
-            return self.compute_language_model_loss(labels_BS, logits_SBV)
-        losses_T = cross_entropy(logits_SBV.flatten(0, 1), labels_BS.t().flatten())
-        return losses_T.view(logits_SBV.shape[:2]).t()
+    def _losses(self, logits_SBV: Tensor, labels_BS: Tensor, z_loss: float) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of each token, and the log-sum of its logits where a z-loss needs it."""
+        group = self.pg_collection.tp
+        if group.size() == 1 and not why_not(logits_SBV):
+            both = cross_entropy_and_log_sum(logits_SBV.flatten(0, 1), labels_BS.t().flatten(), z_loss)
+            losses_BS, log_sums_BS = (each_T.view(logits_SBV.shape[:2]).t() for each_T in both)
+            return losses_BS, log_sums_BS
+        if z_loss:
+            loss_SB, log_sum_SB = split_cross_entropy(logits_SBV, labels_BS.t(), group, z_loss)
+            return loss_SB.t(), log_sum_SB.t()
+        return self.compute_language_model_loss(labels_BS, logits_SBV), None
 
     def take_expert_tokens(self) -> Tensor:
         """Return this rank's tokens per expert and layer of the whole model since the last call, `[L, E]`."""

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.engine.parts.layers import multiply_by
 from megatron_blackmamba.ops import fp8
-from megatron_blackmamba.ops.head_loss import head_loss
+from megatron_blackmamba.ops.head_loss import head_loss_and_log_sum
 
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -20,11 +20,12 @@ from megatron.core.tensor_parallel import (
 
 class ColumnLinear(ColumnParallelLinear):
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, labels_T: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        """Return the product; with labels, the loss of each token over the whole vocabulary."""
+        self, input_: Tensor, weight: Tensor | None = None, labels_T: Tensor | None = None, **loss: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the product; with labels, what `head_loss_and_log_sum` says of each token."""
         if labels_T is not None:
-            return head_loss(input_.flatten(0, -2), self.weight if weight is None else weight, labels_T), None
+            weight = self.weight if weight is None else weight
+            return head_loss_and_log_sum(input_.flatten(0, -2), weight, labels_T, **loss)
         if self.tp_group.size() > 1:
             return super().forward(input_, weight)
         return F.linear(input_, self.weight if weight is None else weight), None

@@ -2,7 +2,7 @@
 
 Each tensor-parallel rank owns a slice of the inner channels from in_proj to out_proj. Only x_proj mixes channels: its
 output (dt, B, C) is summed over the ranks. Every rank uses the whole sum for its own channels, so the gradients of the
-sum are also added over the ranks.
+sum are also added over the ranks. `model.mamba_norms` stands between the two sums, equal on every rank.
 
 Under context parallelism each rank has a contiguous part of every sequence. The convolution then starts with the last
 inputs of the previous part, and the scan with its final state (`ops/context.py`).
@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.engine.checked import replace
+from megatron_blackmamba.kinds.mamba import NORMS
 from megatron_blackmamba.model.config import MegatronConfig
-from megatron_blackmamba.model.sharding import empty, sharded, without_decay
+from megatron_blackmamba.model.norms import RMSNorm
+from megatron_blackmamba.model.sharding import empty, replicated, sharded, without_decay
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
 from megatron_blackmamba.ops.causal_conv1d.halves import Halves, convolve_first_half
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
@@ -137,6 +139,12 @@ class MambaMixer(MegatronModule):
         )
         # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
         replace(self.x_proj, "sequence_parallel", False)
+        self.parts = [self.dt_rank, model.state_size, model.state_size]
+        self.norms = dict(zip(NORMS, self.parts, strict=True)) if model.mamba_norms else {}
+        for name, size in self.norms.items():
+            norm = RMSNorm(config, size, config.layernorm_epsilon)
+            replicated(norm.weight, sequence_parallel=False)  # every rank has the whole sum of the whole sequence
+            self.add_module(name, norm)
         self.dt_proj = DeltaProjection(
             empty(local, self.dt_rank, dtype=config.params_dtype), empty(local, dtype=config.full_precision)
         )
@@ -157,8 +165,11 @@ class MambaMixer(MegatronModule):
         halves = self.conv1d(xz_SBI.transpose(0, 1), reset_BS, self.context)
 
         dtBC_SB, _ = self.x_proj(halves.x_BLI.transpose(0, 1))
+        if self.norms:
+            parts = zip(self.norms, dtBC_SB.split(self.parts, dim=-1), strict=True)
+            dtBC_SB = torch.cat([getattr(self, name)(part) for name, part in parts], dim=-1)
         dtBC_SB = copy_to_tensor_model_parallel_region(dtBC_SB, group=self.tp_group)
-        dt_SBR, B_SBN, C_SBN = dtBC_SB.split([self.dt_rank, self.state_size, self.state_size], dim=-1)
+        dt_SBR, B_SBN, C_SBN = dtBC_SB.split(self.parts, dim=-1)
         delta_SBI, delta_bias_I = self.dt_proj(dt_SBR)
 
         scan: Any = selective_scan
@@ -194,7 +205,7 @@ class MambaMixer(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
-        for name in ("in_proj", "x_proj", "out_proj"):
+        for name in ("in_proj", "x_proj", "out_proj", *self.norms):
             state |= sharded_state_dict_default(
                 getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
             )

@@ -18,8 +18,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_blackmamba.kinds.mamba import NORMS
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.mamba import Convolution
 from megatron_blackmamba.model.sharding import empty, sharded, sharded_by_parts, without_decay
@@ -49,6 +51,21 @@ class GatedNorm(nn.Module):
 
     def forward(self, x_BSI: Tensor, gate_BSI: Tensor) -> Tensor:
         return gated_rms_norm(x_BSI, gate_BSI, self.weight, self.groups, self.eps)
+
+
+class GroupNorm(nn.Module):
+    """The RMS norm of B or C, each group by itself."""
+
+    def __init__(self, channels: int, groups: int, config: MegatronConfig):
+        super().__init__()
+        self.groups, self.eps = groups, config.layernorm_epsilon
+        self.weight = without_decay(sharded(empty(channels, dtype=config.params_dtype), 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        compute = torch.promote_types(x.dtype, torch.float32)
+        x_GN = x.to(compute).unflatten(-1, (self.groups, -1))
+        normal_GN = F.rms_norm(x_GN, x_GN.shape[-1:], None, self.eps)
+        return (normal_GN.flatten(-2) * self.weight.to(compute)).to(x.dtype)
 
 
 class Mamba2Mixer(MegatronModule):
@@ -93,6 +110,9 @@ class Mamba2Mixer(MegatronModule):
         self.dt_bias, self.A_log, self.D = (
             without_decay(sharded(empty(self.heads, dtype=config.full_precision), 0)) for _ in range(3)
         )
+        self.norms = NORMS[1:] if model.mamba_norms else ()
+        for name in self.norms:
+            self.add_module(name, GroupNorm(shared, self.groups, config))
         self.norm = GatedNorm(self.inner, self.groups, config)
         self.out_proj = build_module(
             submodules.out_proj,
@@ -108,6 +128,8 @@ class Mamba2Mixer(MegatronModule):
         zxBCdt_SB, _ = self.in_proj(hidden_SBD)
         z_BSI, xBC_BSQ, dt_BSH = zxBCdt_SB.transpose(0, 1).split([self.inner, sum(self.convolved), self.heads], dim=-1)
         x_BSI, B_BS, C_BS = self.conv1d(xBC_BSQ, reset_BS, self.context).split(self.convolved, dim=-1)
+        if self.norms:
+            B_BS, C_BS = (getattr(self, name)(part) for name, part in zip(self.norms, (B_BS, C_BS), strict=True))
         scan: Any = partial(ssd_part, group=self.context) if self.context.size() > 1 else ssd
         y_BSHP = scan(
             x_BSI.unflatten(2, (self.heads, -1)),
@@ -126,6 +148,7 @@ class Mamba2Mixer(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         own = {"dt_bias": self.dt_bias, "A_log": self.A_log, "D": self.D, "norm.weight": self.norm.weight}
+        own |= {f"{name}.weight": getattr(self, name).weight for name in self.norms}
         own |= {f"conv1d.{name}": parameter for name, parameter in self.conv1d.named_parameters()}
         state = make_sharded_tensors_for_checkpoint(
             own,

@@ -18,9 +18,11 @@ from megatron_blackmamba.model.stack import LayerInputs
 from megatron_blackmamba.ops.fp32_linear import applies, fp32_linear, fp32_linear_and_input
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.routers import Routed, Tokens, largest
+from megatron_blackmamba.routers.base import Z_LOSS
 from megatron_blackmamba.runtime import device
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router, TopKRouter
 
 Measured = dict[str, tuple[Tensor | float, float]]
@@ -44,6 +46,9 @@ class _Counted(Router):
         # With recomputation a forward runs twice, the first time without gradients; count that one.
         self.runs_twice = config.recompute != "none"
         self.register_buffer("tokens_E", self._counts(config.num_moe_experts), persistent=False)
+        self.z_loss = config.described.router.z_loss
+        if self.z_loss:
+            self.register_buffer("log_sums", self._counts(2).double(), persistent=False)  # of squares, and tokens
 
     def _counts(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device.device())
@@ -74,9 +79,28 @@ class _Counted(Router):
         """Return the counts that this forward pass adds to, or None if it must not count."""
         return None if self.runs_twice and torch.is_grad_enabled() else self.tokens_E
 
+    def with_z_loss(self, logits: Tensor) -> Tensor:
+        """Return the logits; in training their gradient then has that of the z-loss too.
+
+        As megatron-core's own, it is the mean over the tokens of a micro-batch on all tensor- and context-parallel
+        ranks, scaled like auxiliary losses. That one is only for its top-k router, and its metric is fp32.
+        """
+        if not (self.z_loss and self.training and torch.is_grad_enabled()):
+            return logits
+        squares_T = logits.logsumexp(-1).square()
+        self.log_sums[0] += squares_T.detach().sum()
+        self.log_sums[1] += squares_T.numel()
+        term = self.z_loss / self.tp_cp_group.size() * squares_T.mean()
+        scaled: Tensor = MoEAuxLossAutoScaler.apply(logits, term)
+        return scaled
+
     def measured(self) -> Measured:
         """Return the numbers that the kind's `metrics` names, of the last steps, and begin anew."""
-        return {}
+        if not self.z_loss:
+            return {}
+        squares, tokens = self.log_sums.tolist()
+        self.log_sums.zero_()
+        return {Z_LOSS: (squares, tokens)}
 
 
 class KindRouter(_Counted):
@@ -97,7 +121,7 @@ class KindRouter(_Counted):
             logits_SBE, hidden_SBD = fp32_linear_and_input(hidden_SBD, self.weight, self.bias)
         else:
             logits_SBE = self.gating(hidden_SBD)
-        logits_TE = logits_SBE.flatten(0, 1)
+        logits_TE = self.with_z_loss(logits_SBE).flatten(0, 1)
         chosen = self.routing(logits_TE.detach(), self.tokens(hidden_SBD, inputs))
         weigh = self.use.weight_map if chosen.dtype == torch.bool else self.use.weights
         return Routed(self.num_experts, chosen, weigh(logits_TE, chosen), hidden_SBD)
@@ -138,10 +162,10 @@ class KindRouter(_Counted):
 
     def measured(self) -> Measured:
         if self.kind.every_token_gets_k:
-            return {}
+            return super().measured()
         without, of = self.unrouted.tolist()
         self.unrouted.zero_()
-        return {"unrouted": (without, of)}
+        return super().measured() | {"unrouted": (without, of)}
 
 
 def _count(chosen: Tensor, tokens_E: Tensor) -> None:
@@ -160,6 +184,9 @@ class MegatronRouter(_Counted, TopKRouter):
         super().__init__(config, pg_collection)
         self._complete(config)
 
+    def gating(self, hidden_SBD: Tensor) -> Tensor:
+        return self.with_z_loss(super().gating(hidden_SBD))
+
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
         weights_TE, chosen_TE = super().forward(hidden_SBD)
         if (counter_E := self.counter_E) is not None:
@@ -168,5 +195,5 @@ class MegatronRouter(_Counted, TopKRouter):
 
     def measured(self) -> Measured:
         if self.expert_bias is None:
-            return {}
-        return {"bias_range": (self.expert_bias.max() - self.expert_bias.min(), 1.0)}
+            return super().measured()
+        return super().measured() | {"bias_range": (self.expert_bias.max() - self.expert_bias.min(), 1.0)}

@@ -64,10 +64,13 @@ def experts_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
 
 def attention_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
     column, row = linears(kernels.linear)
+    norm = RMSNorm if model.attention.qk_norm else None
     mixer = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(linear_qkv=column, core_attention=CausalAttention, linear_proj=row),
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=column, core_attention=CausalAttention, linear_proj=row, q_layernorm=norm, k_layernorm=norm
+        ),
     )
     return block(AttentionBlock, mixer)
 

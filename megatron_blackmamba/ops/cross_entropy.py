@@ -26,6 +26,14 @@ def why_not(logits: Tensor) -> str | None:
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """Return the fp32 loss of each token. The backward pass overwrites the logits: nobody may need them after it."""
+    return cross_entropy_and_log_sum(logits_TV, labels_T)[0]
+
+
+def cross_entropy_and_log_sum(logits_TV: Tensor, labels_T: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the fp32 loss of each token as `cross_entropy` does, and the logarithm of its sum of exponentials.
+
+    The gradient of a loss is that of loss + z_loss * log_sum². The second result has no gradient.
+    """
     require_floats("cross_entropy", logits=logits_TV)
     require_dimensions("cross_entropy", "logits", logits_TV, 2)
     require_shape("cross_entropy", "labels", labels_T, len(logits_TV))
@@ -33,12 +41,13 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         raise ValueError(f"cross_entropy: labels are {labels_T.dtype}. Pass int64.")
     if reason := why_not(logits_TV):
         raise ValueError(f"cross_entropy cannot run here: {reason}")
-    return _CrossEntropy.apply(logits_TV, labels_T)
+    both: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits_TV, labels_T, z_loss)
+    return both
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels):
+    def forward(ctx, logits, labels, z_loss):
         logits, labels = logits.contiguous(), labels.contiguous()
         low, high = labels.aminmax() if len(labels) else (0, 0)
         if low < 0 or high >= logits.shape[1]:
@@ -46,19 +55,25 @@ class _CrossEntropy(torch.autograd.Function):
         loss, log_sum = logits.new_empty((2, len(labels)), dtype=torch.float32)
         library.call("cross_entropy_forward", _arguments(logits, labels, log_sum, loss=loss), library.isa())
         ctx.save_for_backward(logits, labels, log_sum)
-        ctx.overwritten = False
-        return loss
+        ctx.overwritten, ctx.z_loss = False, z_loss
+        ctx.mark_non_differentiable(log_sum)
+        ctx.set_materialize_grads(False)  # the second result has none
+        return loss, log_sum
 
     @staticmethod
     @first_order
-    def backward(ctx, grad_loss):
+    def backward(ctx, grad_loss, _):
         if ctx.overwritten:
             raise RuntimeError("cross_entropy: its gradient overwrites the logits, so backward runs only once")
         ctx.overwritten = True
         logits, labels, log_sum = ctx.saved_tensors
-        gradients = {"grad_loss": grad_loss.contiguous(), "grad_logits": logits}
-        library.call("cross_entropy_backward", _arguments(logits, labels, log_sum, **gradients), library.isa())
-        return logits, None
+        of_sum = 2 * ctx.z_loss * log_sum * grad_loss if ctx.z_loss else None
+        gradients = {"grad_loss": (grad_loss if of_sum is None else grad_loss + of_sum).contiguous()}
+        arguments = _arguments(logits, labels, log_sum, **gradients, grad_logits=logits)
+        library.call("cross_entropy_backward", arguments, library.isa())
+        if of_sum is not None:  # the kernel has subtracted it from the label's share
+            logits.scatter_add_(1, labels[:, None], of_sum.to(logits.dtype)[:, None])
+        return logits, None, None
 
 
 def _arguments(logits, labels, log_sum, **others):

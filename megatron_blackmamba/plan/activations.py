@@ -66,8 +66,13 @@ class Activations:
         return self._norm(statistics=2) + self.width * self.model.hidden_size * self.sizes.here
 
     def logits(self) -> int:
-        """Return the bytes of the logits, which the loss keeps; with a split vocabulary, of their fp32 softmax."""
+        """Return the bytes of the logits, which the loss keeps; with a split vocabulary, of their fp32 softmax.
+
+        A soft cap keeps its tangents too, except in the fused loss on a GPU.
+        """
         width = FP32 if self.tensor > 1 else self.width
+        if self.model.logit_softcap and (self.device == "cpu" or self.tensor > 1):
+            width += self.width
         return self.sizes.whole * (width * self.model.vocab_size // self.tensor + INT64 + BOOL)
 
     def logits_peak(self) -> int:

@@ -24,6 +24,8 @@ __all__ = ["Cannot", "Routed", "RouterKind", "Sizes", "Tokens", "Use", "largest"
 
 OWN_MODULE = "megatron_blackmamba.model.router:KindRouter"
 MEGATRON_MODULE = "megatron_blackmamba.model.router:MegatronRouter"
+Z_LOSS = "z_loss"
+"""The name of what `measured` says of model.router.z_loss, whichever the kind."""
 
 
 @dataclass(frozen=True)

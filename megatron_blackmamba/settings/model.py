@@ -34,6 +34,8 @@ class RouterConfig(Section):
     """Weight of the load-balancing loss of the softmax router."""
     bias_update_rate: float = Field(0.001, gt=0)
     """Amount by which expert_bias changes the bias of an expert after each step."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of the squared log-sum of each token's router logits in the loss (ST-MoE: 0.001). 0: none."""
 
 
 class AttentionConfig(Section):
@@ -45,6 +47,8 @@ class AttentionConfig(Section):
     """Number of groups of heads that share keys and values, a divisor of heads. null: as many as heads."""
     rotary_base: int = Field(10000, gt=0, le=2**53)
     """Base of the rotary position embedding."""
+    qk_norm: bool = False
+    """Normalise the queries and keys of each head by RMSNorm before the rotation, as Qwen3 does."""
 
 
 class Mamba2Config(Section):
@@ -119,6 +123,12 @@ class ModelConfig(Section):
     """Added to the variance in every norm."""
     tie_embeddings: bool = True
     """Use the embedding as the output layer too."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of the squared log-sum of each token's output logits in the loss (PaLM: 0.0001). 0: none."""
+    logit_softcap: float | None = Field(None, gt=0)
+    """Output logits become cap * tanh(logits / cap), as in Gemma 2 (30). null: no cap."""
+    mamba_norms: bool = False
+    """Normalise what a Mamba layer's scan reads by RMSNorm: dt, B and C as in Jamba; in Mamba-2, B and C by group."""
     eod_reset: int | None = Field(None, ge=0)
     """Id of the end-of-document token after which state and convolution restart.
     null, as in the paper: states run across documents."""

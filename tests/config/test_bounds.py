@@ -9,6 +9,7 @@ from megatron_blackmamba.config.load import walk
 
 ABOVE_ZERO = [
     "model.router.temperature",
+    "model.logit_softcap",
     "model.router.bias_update_rate",
     "model.init.std",
     "model.init.dt_min",
@@ -22,6 +23,8 @@ ABOVE_ZERO = [
 ]
 FROM_ZERO = [
     "model.router.aux_loss",
+    "model.router.z_loss",
+    "model.z_loss",
     "model.eod_reset",
     "data.workers",
     "data.verify_rate",

@@ -57,10 +57,14 @@ ROUTER_LAYOUTS = {
     "cp2_ep2": (2, ["parallel.context=2", "parallel.expert=2"]),
     "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),
 }
+STABLE = [*MAMBA2, "model.pattern=MESE", "model.mamba_norms=true", "model.z_loss=0.02", "model.router.z_loss=0.03"]
+STABLE += ["model.logit_softcap=3"]
+ATTENTIVE = [*TRANSFORMER_MOE, "model.attention.kv_heads=2", "model.attention.qk_norm=true", "model.z_loss=0.02"]
+ATTENTIVE += ["model.router.kind=softmax", "model.router.z_loss=0.03"]
 FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
 LONG = ("dp2", "ep2", "pp2", "tp2")
-LONG_FAMILIES = ("mamba2", "parallel", "transformer")
+LONG_FAMILIES = ("mamba2", "parallel", "transformer", "stable", "attentive")
 LONG_ROUTERS = ("solo", "cp2_ep2")
 
 RUNS: dict[str, tuple[int, list[str]]] = {
@@ -105,6 +109,14 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "transformer_tp2": (2, [*TRANSFORMER, "parallel.tensor=2"]),
     "transformer_moe_solo": (1, TRANSFORMER_MOE),
     "transformer_moe_ep2": (2, [*TRANSFORMER_MOE, "parallel.expert=2"]),
+    "stable_solo": (1, STABLE),
+    "stable_tp2": (2, [*STABLE, "parallel.tensor=2"]),
+    "stable_pp2": (2, [*STABLE, "parallel.pipeline=2", "training.recompute=layers"]),
+    "stable_ep2": (2, [*STABLE, "parallel.expert=2"]),
+    "stable_cp2": (2, [*STABLE, "parallel.context=2"]),
+    "attentive_solo": (1, ATTENTIVE),
+    "attentive_tp2_ep2": (4, [*ATTENTIVE, "parallel.tensor=2", "parallel.expert=2"]),
+    "attentive_pp2": (2, [*ATTENTIVE, "parallel.pipeline=2"]),
     **{
         f"{router}_{layout}": (ranks, ["model.top_k=2", *settings, *overrides])
         for router, settings in ROUTERS.items()
@@ -185,7 +197,7 @@ def describe(run: RunConfig, steps: int) -> dict:
         workers=0,
     )
     choices = Choices(language_model, place.context_rank * run.parallel.tensor + place.tensor_rank)
-    losses, norms, expert_tokens = [], [], []
+    losses, norms, expert_tokens, z_losses = [], [], [], []
     for number in range(steps):
         schedule.set(number * run.training.global_batch)
         found = step.gradients(choices.watch(batches) if number == 0 else batches)
@@ -193,15 +205,24 @@ def describe(run: RunConfig, steps: int) -> dict:
             chosen = choices.done()
         losses.append(found.loss)
         expert_tokens.append(found.expert_tokens)
+        z_losses.append(found.z_loss)
         norms.append(step.update().grad_norm)
     trainable.settle()
-    seen = _gather({"initial": initial, "final": _digests(language_model), "choices": chosen})
+    log_sums = {
+        layer: block.mixer.router.measured().get("z_loss", (0.0, 0.0))
+        for layer, block in language_model.decoder.layers.named_children()
+        if hasattr(block.mixer, "router")
+    }
+    digests = {"initial": initial, "final": _digests(language_model)}
+    seen = _gather({**digests, "choices": chosen, "log_sums": log_sums})
     decay = [group["wd_mult"] for group in trainable.optimizer.param_groups]
     world.shutdown()
     return {
         "losses": losses,
         "norms": norms,
         "expert_tokens": expert_tokens,
+        "z_losses": z_losses,
+        "log_sums": [rank["log_sums"] for rank in seen],
         "choices": _join_choices([rank["choices"] for rank in seen]),
         "initial": [rank["initial"] for rank in seen],
         "final": [rank["final"] for rank in seen],

@@ -29,6 +29,8 @@ def alone(name: str) -> str:
         "parallel",
         "transformer_moe",
         "transformer",
+        "stable",
+        "attentive",
         *ROUTERS,
     )
     family = next((f for f in families if name.startswith(f)), "")
@@ -65,6 +67,25 @@ def test_float64_losses_match_one_process(runs, name):
 def test_float64_routing_matches_one_process(runs, name):
     assert runs[name]["choices"] == runs[alone(name)]["choices"]
     assert runs[name]["expert_tokens"] == runs[alone(name)]["expert_tokens"][: steps_of(name)]
+
+
+def mean_squares(run):
+    """By layer the mean squared log-sum of a router's logits, over the tokens of all ranks."""
+    sums: dict = {}
+    for of_rank in run["log_sums"]:
+        for layer, (squares, tokens) in of_rank.items():
+            before = sums.get(layer, (0.0, 0.0))
+            sums[layer] = before[0] + squares, before[1] + tokens
+    return {layer: squares / tokens for layer, (squares, tokens) in sums.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name.startswith(("stable", "attentive"))])
+def test_z_losses_match_one_process(runs, name):
+    one, many = runs[alone(name)], runs[name]
+    assert furthest(many["z_losses"], one["z_losses"]) < 1e-10
+    squares, expected = mean_squares(many), mean_squares(one)
+    assert squares.keys() == expected.keys() and len(squares) == 2
+    assert furthest(squares.values(), expected.values()) < 1e-10
 
 
 @pytest.mark.parametrize("name", ["fp32_ep2", "fp32_cp2"])

@@ -33,6 +33,8 @@ ARCHITECTURES = {
         "router_biased": True,
         "router_normalized": True,
     },
+    "mamba_norms": {"layers": "r4r4", "mamba_norms": True, "eod_reset": 7},
+    "every_norm": {"layers": "rsa4", "mamba_norms": True, "qk_norm": True, "logit_softcap": 3.0},
     "expert_choice": {"layers": "r4", "router_kind": "expert_choice", "router_scores": "softmax"},
 }
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(1, 64, size=24)]

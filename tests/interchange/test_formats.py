@@ -332,6 +332,8 @@ def test_another_model_s_config_is_refused(silu, tmp_path):
         ({"num_experts_per_tok": 2}, "model.top_k is 2"),
         ({"router_kind": "softmax", "router_scores": "softmax"}, "model.router.kind is softmax"),
         ({"shared_expert_hidden_size": 24}, "model.shared_expert_hidden_size is 24"),
+        ({"mamba_norms": True}, "model.mamba_norms is true"),
+        ({"logit_softcap": 30.0}, "model.logit_softcap is 30"),
     ],
 )
 def test_released_format_refuses_other_models(model, named, tmp_path):

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_blackmamba.ops.cross_entropy import cross_entropy, why_not
+from megatron_blackmamba.ops.cross_entropy import cross_entropy, cross_entropy_and_log_sum, why_not
 from tests.ops.implementations import CPP, PROPERTY, assert_close, implementation
 
 
@@ -67,3 +67,23 @@ def test_wrong_labels_and_a_second_backward_are_refused(name):
 def test_labels_of_another_type_are_refused():
     with pytest.raises(ValueError, match=r"labels are torch\.int32\. Pass int64"):
         cross_entropy(torch.zeros(2, 5), torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", CPP)
+def test_gradient_has_that_of_the_z_loss(name):
+    g = torch.Generator().manual_seed(0)
+    logits, labels, grad = torch.randn(21, 37, generator=g) * 3, torch.arange(21), torch.rand(21, generator=g)
+    exact = logits.double().requires_grad_()
+    log_sum = exact.logsumexp(-1)
+    loss = F.cross_entropy(exact, labels, reduction="none")
+    ((loss + 0.1 * log_sum**2) * grad).sum().backward()
+    with implementation(name):
+        leaf = logits.clone().requires_grad_()
+        found, found_sum = cross_entropy_and_log_sum(leaf * 1.0, labels, z_loss=0.1)
+        found.backward(grad)
+    assert not found_sum.requires_grad
+    assert_close(
+        {"loss": found.detach(), "log_sum": found_sum, "gradient": leaf.grad},
+        {"loss": loss.detach(), "log_sum": log_sum.detach(), "gradient": exact.grad},
+        tolerance=5e-6,
+    )

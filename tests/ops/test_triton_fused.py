@@ -121,6 +121,30 @@ def test_head_loss_agrees_with_float64(interpreted, dtype, chunk, equal):
     assert_close(actual, named([losses], exact), TOLERANCE[dtype])
 
 
+def run_head_loss_with(x, weight, labels, grad, how):
+    from megatron_blackmamba.ops import head_loss, triton_cross_entropy
+
+    triton_cross_entropy.BLOCK_V = 16
+    leaves = leaves_of([x, weight])
+    losses, log_sums = head_loss.head_loss_and_log_sum(*leaves, labels, **how)
+    losses.backward(grad)
+    return named([losses, log_sums], leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", [{"z_loss": 0.1}, {"softcap": 2.0}, {"z_loss": 0.1, "softcap": 2.0}])
+def test_head_loss_caps_logits_and_pulls_on_log_sums(interpreted, dtype, how):
+    x, weight = random(6, 24, seed=0, dtype=dtype), random(75, 24, seed=1, dtype=dtype, scale=0.7)
+    labels, grad, cap = torch.tensor([0, 74, 3, 16, 15, 40]), random(6, seed=2), how.get("softcap")
+    actual = interpreted(run_head_loss_with, x, weight, labels, grad, how)
+    exact = leaves_of([x, weight], torch.float64)
+    logits = exact[0] @ exact[1].t()
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    losses, log_sums = F.cross_entropy(logits, labels, reduction="none"), logits.logsumexp(-1)
+    (losses + how.get("z_loss", 0.0) * log_sums**2).backward(grad.double())
+    assert_close(actual, named([losses, log_sums], exact), TOLERANCE[dtype])
+
+
 def test_head_loss_keeps_what_is_not_finite(interpreted):
     """A guard looks at the loss and at the norm of the gradients: neither may look healthy."""
     x = random(3, 8, seed=0)

@@ -18,6 +18,7 @@ from megatron_blackmamba.runtime import world
 from tests.runtime.ranks import fork_ranks, import_once
 
 MAMBA2 = ["model.pattern=SES", "model.mamba2.head_dim=16", "model.mamba2.state_size=32", "model.mamba2.groups=2"]
+NORMS = ["model.mamba_norms=true", "model.attention.heads=4", "model.logit_softcap=30", "model.z_loss=0.01"]
 PARALLEL = ["model.pattern=MEMEME", "model.arrangement=parallel"]
 BIG_MLP = ["model.pattern=--", "model.hidden_size=256", "model.mlp_hidden_size=1024"]
 SHAPES = {
@@ -48,6 +49,8 @@ CASES = {
     "mamba2_cp2": (2, "tiny", [*MAMBA2, "model.pattern=SS", "parallel.context=2"]),
     "mamba2_tp2": (2, "tiny", [*MAMBA2, "parallel.tensor=2", "training.precision=bf16"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
+    "norms": (1, "tiny", [*MAMBA2, *NORMS, 'model.pattern="MS*"', "model.attention.qk_norm=true"]),
+    "norms_tp2": (2, "tiny", [*MAMBA2, *NORMS, "model.pattern=MS", "parallel.tensor=2", "training.precision=bf16"]),
     "mlp": (1, "tiny", BIG_MLP),
     "mlp_tp2": (2, "tiny", [*BIG_MLP, "parallel.tensor=2"]),
 }

@@ -30,6 +30,7 @@ def config_of(model: Tiny) -> ModelConfig:
             heads=given.get("num_attention_heads", 16),
             kv_heads=given.get("num_key_value_heads"),
             rotary_base=given.get("rope_theta", 10000),
+            qk_norm=given.get("qk_norm", False),
         ),
         mamba2=Mamba2Config(
             **{name[7:]: given[name] for name in given if name.startswith("mamba2_")},
@@ -37,6 +38,8 @@ def config_of(model: Tiny) -> ModelConfig:
         expert_hidden_size=given["ffn_hidden_size"],
         activation=given["activation"],
         eod_reset=given["eod_reset"],
+        mamba_norms=given.get("mamba_norms", False),
+        logit_softcap=given.get("logit_softcap"),
     )
 
 

@@ -95,6 +95,9 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 "mixer.D": (inner,),
                 "mixer.out_proj.weight": (D, inner),
             }
+            if config.get("mamba_norms"):
+                sizes = {"dt": rank, "b": N, "c": N}
+                layer |= {f"mixer.{part}_layernorm.weight": (size,) for part, size in sizes.items()}
         elif kind == "mamba2":
             heads, shared = inner // config["mamba2_head_dim"], config["mamba2_groups"] * config["mamba2_state_size"]
             layer |= {
@@ -107,10 +110,14 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 "mixer.norm.weight": (inner,),
                 "mixer.out_proj.weight": (D, inner),
             }
+            if config.get("mamba_norms"):
+                layer |= {f"mixer.{part}_layernorm.weight": (shared,) for part in "bc"}
         elif kind == "attention":
             channels = D // config["num_attention_heads"]
             rows = channels * (config["num_attention_heads"] + 2 * config["num_key_value_heads"])
             layer |= {"mixer.linear_qkv.weight": (rows, D), "mixer.linear_proj.weight": (D, D)}
+            if config.get("qk_norm"):
+                layer |= {f"mixer.{part}_layernorm.weight": (channels,) for part in "qk"}
         elif kind == "mlp":
             hidden = config["mlp_hidden_size"]
             layer |= {"mixer.linear_fc1.weight": (2 * hidden, D), "mixer.linear_fc2.weight": (D, hidden)}

@@ -7,6 +7,9 @@ and the row order of fused matrices match the released checkpoint: in_proj [x | 
 The released checkpoint has no attention and no dense MLP; they follow the paper's baselines. In linear_qkv, each
 key-value head has its queries, then the key and the value. Rotary positions rotate channel c together with c + C/2.
 
+The norms of `mamba_norms` and `qk_norm` follow Jamba, Mamba-3 and Qwen3: of dt, B and C behind x_proj, of B and C in
+front of Mamba-2's scan, of each head's query and key before the rotation.
+
 Mamba-2 follows mamba-ssm: in_proj [z | x | B | C | dt], and a norm of each group's gated channels.
 
 Shapes: S sequence, V vocabulary, D model, I inner, N state, K taps, C channels of a head. In Mamba-2: H heads, G
@@ -70,6 +73,8 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
                 residual_D += _experts(mixer, int(kind), config, x_D, trace, i)
         final_D = _layer_norm(residual_D, w["decoder.final_layernorm.weight"], w["decoder.final_layernorm.bias"])
         trace.logits_SV[t] = embedding_VD @ final_D
+        if config.get("logit_softcap"):
+            trace.logits_SV[t] = config["logit_softcap"] * np.tanh(trace.logits_SV[t] / config["logit_softcap"])
     return trace
 
 
@@ -95,6 +100,10 @@ def _mamba(m: dict[str, np.ndarray], state: _State, u_D: np.ndarray) -> np.ndarr
     dt_B_C = m["x_proj.weight"] @ x_I
     rank = len(dt_B_C) - 2 * states
     dt_R, B_N, C_N = dt_B_C[:rank], dt_B_C[rank : rank + states], dt_B_C[rank + states :]
+    if "dt_layernorm.weight" in m:
+        dt_R = _rms_norm(dt_R, m["dt_layernorm.weight"])
+        B_N = _rms_norm(B_N, m["b_layernorm.weight"])
+        C_N = _rms_norm(C_N, m["c_layernorm.weight"])
     delta_I = np.logaddexp(0.0, m["dt_proj.weight"] @ dt_R + m["dt_proj.bias"])
 
     y_I = np.empty(inner)
@@ -112,6 +121,10 @@ def _mamba2(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, 
     z_I, dt_H = projected[:inner], projected[-heads:]
     xBC = _convolved(m, state, projected[inner:-heads])
     x_I, B_GN, C_GN = xBC[:inner], *xBC[inner:].reshape(2, groups, N)
+    if "b_layernorm.weight" in m:
+        b_GN, c_GN = m["b_layernorm.weight"].reshape(groups, N), m["c_layernorm.weight"].reshape(groups, N)
+        B_GN = np.array([_rms_norm(B_GN[g], b_GN[g]) for g in range(groups)])
+        C_GN = np.array([_rms_norm(C_GN[g], c_GN[g]) for g in range(groups)])
     y_I = np.empty(inner)
     for h in range(heads):
         g = h // (heads // groups)
@@ -160,6 +173,11 @@ def _attention(
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     C, each = len(x_D) // heads, heads // groups
     qkv = (m["linear_qkv.weight"] @ x_D).reshape(groups, each + 2, C)
+    if "q_layernorm.weight" in m:
+        for g in range(groups):
+            qkv[g, each] = _rms_norm(qkv[g, each], m["k_layernorm.weight"])
+            for i in range(each):
+                qkv[g, i] = _rms_norm(qkv[g, i], m["q_layernorm.weight"])
     position = len(past)
     keys = np.array([_turned(qkv[g, each], position, config["rope_theta"]) for g in range(groups)])
     past.append(np.stack([keys, qkv[:, each + 1]]))

@@ -12,9 +12,16 @@ def logits(model: Tiny) -> np.ndarray:
     return forward(model.weights, model.config, TOKENS).logits_SV
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_every_parameter_reaches_the_logits(activation):
-    model = tiny(activation)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"activation": "silu"}, {"activation": "gelu"}),
+        {"layers": "rsa", "mamba_norms": True, "qk_norm": True, "logit_softcap": 3.0},
+    ],
+    ids=["silu", "gelu", "norms"],
+)
+def test_every_parameter_reaches_the_logits(options):
+    model = tiny(**options)
     expected = logits(model)
     for name, weight in model.weights.items():
         moved = logits(model.with_weights(**{name: weight * 1.05 + 0.01}))

@@ -21,6 +21,7 @@ RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "model.top_k=
 RUN += ["logging.tensorboard=false", "training.evaluate_every=0"]
 FP64 = ["training.precision=fp64"]
 BIAS = ["model.router.kind=expert_bias", "model.router.bias_update_rate=0.05", "model.shared_expert_hidden_size=64"]
+Z_LOSS = ["model.z_loss=0.01", "model.router.z_loss=0.01"]
 CHOICE = ("model.router.kind=expert_choice", "parallel.pipeline=2")
 UNBALANCED = ["model.router.kind=unbalanced"]
 HALF = "training.stop_after_steps=3"
@@ -28,9 +29,9 @@ JOBS = [
     ("bias", 1, [*BIAS]),
     ("bias_again", 1, [*BIAS, HALF]),
     ("bias_again", 1, [*BIAS]),
-    ("bias_fp64", 1, [*BIAS, *FP64]),
-    ("bias_resharded", 4, [*BIAS, *FP64, HALF, "parallel.tensor=2", "parallel.pipeline=2"]),
-    ("bias_resharded", 2, [*BIAS, *FP64, "parallel.expert=2"]),
+    ("bias_fp64", 1, [*BIAS, *FP64, *Z_LOSS]),
+    ("bias_resharded", 4, [*BIAS, *FP64, *Z_LOSS, HALF, "parallel.tensor=2", "parallel.pipeline=2"]),
+    ("bias_resharded", 2, [*BIAS, *FP64, *Z_LOSS, "parallel.expert=2"]),
     ("choice", 2, [*CHOICE, HALF]),
     ("choice_validated", 2, [*CHOICE, HALF, "training.validate_balanced=true", "training.evaluate_every=3"]),
     ("unbalanced", 1, [*UNBALANCED]),
@@ -82,7 +83,10 @@ def main(folder: Path) -> dict:
         assert not any("error" in answer for answer in answers), (name, answers)
     names = dict.fromkeys(name for name, _, _ in JOBS)
     found = {"losses": {name: [line["loss"] for line in recorded(folder, name)] for name in names}}
-    found["last"] = {name: recorded(folder, name)[-1] for name in ("bias", "choice", "choice_validated")}
+    found["last"] = {
+        name: recorded(folder, name)[-1]
+        for name in ("bias", "bias_fp64", "bias_resharded", "choice", "choice_validated")
+    }
     read = [partial(biases, folder, "bias"), partial(biases, folder, "bias_again"), partial(exported, folder)]
     for name, body in zip(("biases", "biases_again", "exported"), read, strict=True):
         answer = fork_ranks(1, body)[0]

@@ -52,6 +52,15 @@ def test_expert_bias_resumes_on_other_layouts(went):
     assert went["losses"]["bias_resharded"] == pytest.approx(went["losses"]["bias_fp64"], abs=1e-9)
 
 
+def test_z_losses_are_metrics_under_every_layout(went):
+    one, many = went["last"]["bias_fp64"], went["last"]["bias_resharded"]
+    names = {name for name in one if name.endswith("z_loss")}
+    assert names == {"z_loss", "experts/1/router/z_loss", "experts/3/router/z_loss"}
+    for name in names:
+        assert one[name] > 1 and many[name] == pytest.approx(one[name], abs=1e-9)
+    assert not any(name.endswith("z_loss") for name in went["last"]["bias"])
+
+
 def test_routers_measure_themselves_on_every_pipeline_stage(went):
     for layer, bias in zip((1, 3), went["biases"], strict=True):
         assert went["last"]["bias"][f"experts/{layer}/router/bias_range"] == pytest.approx(max(bias) - min(bias))

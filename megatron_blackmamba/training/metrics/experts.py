@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.kinds import kind_of, layers_of
+from megatron_blackmamba.routers.base import Z_LOSS
 from megatron_blackmamba.training.metrics.base import Key, MetricError, Number, Taken, metric
 
 
@@ -32,7 +33,7 @@ def shares(taken: Taken) -> dict[Key, float]:
 def router(taken: Taken) -> dict[Key, Number]:
     """Return by layer the numbers that the router kind's `metrics` names, as sums and what to divide them by."""
     model = taken.config.model
-    names = sorted(routers.kind_of(model.router.kind).metrics)
+    names = sorted([*routers.kind_of(model.router.kind).metrics, *([Z_LOSS] if model.router.z_loss else [])])
     if not names:
         return {}
     found: dict[Key, Number] = {}

@@ -9,6 +9,12 @@ def loss(taken: Taken) -> float:
     return taken.losses.loss
 
 
+@metric("z_loss", "Z-loss", format=".3f", in_table=True, order=31)
+def z_loss(taken: Taken) -> float | None:
+    """Return the mean squared log-sum of the batch's output logits, without its weight; None without model.z_loss."""
+    return taken.losses.z_loss
+
+
 @metric("grad_norm", "Gradient norm", format=".3f", label="gradient norm", in_line=True, from_zero=True, order=3)
 def grad_norm(taken: Taken) -> float:
     """Return the norm of all gradients before clipping; NaN if no update was tried."""

@@ -47,6 +47,8 @@ class Losses:
     """Whether any rank said so."""
     shards: tuple[int, int]
     """`ShardCheck.findings`, summed over all ranks."""
+    z_loss: float | None = None
+    """Mean squared log-sum of the counted tokens' logits, of a training step with model.z_loss."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class Step:
             micro_batch_size=self.config.training.micro_batch,
             forward_only=forward_only,
         )
-        return self._over_the_world(sums, known)
+        return self._over_the_world(sums, forward_only, known)
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
         read = self.own_time.read(batches)
@@ -162,23 +164,28 @@ class Step:
         of_source = sums_2B.new_zeros(2, self.sources).index_add_(1, batch["source_ids"], sums_2B)
         loss = masked_BS.mean() / self.world.parallel.context  # the mean over all parts of the sequences
         self.first_seen.loss(loss)
-        return loss, {"of_source": of_source}
+        seen = {"of_source": of_source}
+        if (log_sums_BS := self.model.log_sums_BS) is not None:
+            seen["squares"] = (log_sums_BS.double().square() * mask_BS).sum()
+        return loss, seen
 
-    def _over_the_world(self, sums: list[dict[str, Tensor]], known_here: tuple[int, ...]) -> Losses:
+    def _over_the_world(self, sums: list[dict[str, Tensor]], forward_only: bool, known_here: tuple[int, ...]) -> Losses:
         """Add up over all ranks what each counted, in one exchange."""
         of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=device.device())
+        squares = of_source.new_zeros(1)
         if self.world.is_last_stage and self.world.tensor_rank == 0:
             for micro_batch in sums:
                 of_source += micro_batch["of_source"]
+                squares += micro_batch.get("squares", 0.0)
         expert_tokens_LE = self.model.take_expert_tokens()
         seconds = [0.0] * (2 * self.world.size)
         seconds[self.world.rank :: self.world.size] = self.own_time.take()
         known = of_source.new_tensor([*known_here, *seconds])
-        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), known])
+        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), squares, known])
         if self.world.size > 1:
             dist.all_reduce(together)
-        source_sums, source_tokens, experts, known = together.cpu().split(
-            [self.sources, self.sources, expert_tokens_LE.numel(), len(known)]
+        source_sums, source_tokens, experts, squares, known = together.cpu().split(
+            [self.sources, self.sources, expert_tokens_LE.numel(), 1, len(known)]
         )
         asked, different, pending, *seconds = known.tolist()
         tokens = source_tokens.sum()
@@ -192,4 +199,5 @@ class Step:
             reading=seconds[self.world.size :],
             asked_to_stop=bool(asked),
             shards=(int(different), int(pending)),
+            z_loss=float(squares / tokens) if self.config.model.z_loss and not forward_only else None,
         )

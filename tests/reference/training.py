@@ -1,0 +1,209 @@
+"""Training in plain PyTorch and float64, token by token, from the description of a model alone.
+
+It shares no code with the package: autograd, loops over tokens, and Adam written out. Weights have the package's names
+with one process; experts are stacked, `[E, 2, F, D]` and `[E, D, F]`.
+
+Shapes: B batch, S sequence, T = B * S tokens, V vocabulary, D model, I inner, N state, K taps, C channels of a head. In
+Mamba-2: H heads of P channels in G groups.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = 1e-5
+
+
+@dataclass
+class Recipe:
+    """A model of `pattern`, and what is added to its loss."""
+
+    pattern: str
+    groups: int
+    heads: int
+    kv_heads: int
+    router: str
+    z_loss: float = 0.0
+    router_z_loss: float = 0.0
+    logit_softcap: float | None = None
+    rate: float = 3e-3
+    decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    rotary_base: float = 10000.0
+
+
+@dataclass
+class Plain:
+    """A run: its weights, and Adam's moments."""
+
+    recipe: Recipe
+    weights: dict[str, Tensor]
+    moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    steps: int = 0
+
+    def step(self, micro_batches: list[dict[str, Tensor]]) -> tuple[float, float, dict[int, float]]:
+        """Return the mean loss, and the mean squared log-sum of the logits and of each router, and update."""
+        for weight in self.weights.values():
+            weight.requires_grad_()
+            weight.grad = None
+        loss = squares = counted = 0.0
+        of_routers: dict[int, list[float]] = {}
+        for batch in micro_batches:
+            mask_BS = batch["loss_mask"].double()
+            logits_BSV, routers = logits_of(self.weights, self.recipe, batch["tokens"])
+            log_sum_BS = logits_BSV.logsumexp(-1)
+            losses_BS = log_sum_BS - logits_BSV.gather(-1, batch["labels"][..., None])[..., 0]
+            total = ((losses_BS + self.recipe.z_loss * log_sum_BS**2) * mask_BS).mean()
+            for layer, mean in routers.items():
+                total = total + self.recipe.router_z_loss * mean
+                of_routers.setdefault(layer, []).append(float(mean.detach()))
+            (total / len(micro_batches)).backward()
+            loss += float((losses_BS * mask_BS).detach().sum())
+            squares += float((log_sum_BS**2 * mask_BS).detach().sum())
+            counted += float(mask_BS.sum())
+        self._update()
+        return loss / counted, squares / counted, {layer: sum(x) / len(x) for layer, x in of_routers.items()}
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        self.steps += 1
+        (b1, b2), recipe = self.recipe.betas, self.recipe
+        gradients = {name: weight.grad for name, weight in self.weights.items()}
+        norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        scale = min(1.0, recipe.clip / (norm + 1e-6))
+        for name, weight in self.weights.items():
+            gradient = gradients[name] * scale
+            first, second = self.moments.get(name, (torch.zeros_like(weight), torch.zeros_like(weight)))
+            first, second = b1 * first + (1 - b1) * gradient, b2 * second + (1 - b2) * gradient**2
+            self.moments[name] = first, second
+            if not name.endswith((".bias", "norm.weight", "A_log", ".D", "dt_bias")):
+                weight -= recipe.rate * recipe.decay * weight
+            denominator = (second / (1 - b2**self.steps)).sqrt() + 1e-8
+            weight -= recipe.rate * (first / (1 - b1**self.steps)) / denominator
+
+
+def logits_of(w: dict[str, Tensor], recipe: Recipe, tokens_BS: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return the logits, and of each router the mean squared log-sum of its logits."""
+    embedding_VD = w["embedding.word_embeddings.weight"]
+    x_BSD, routers = embedding_VD[tokens_BS], {}
+    for i, letter in enumerate(recipe.pattern):
+        start = f"decoder.layers.{i}."
+        m = {name.removeprefix(start + "mixer."): value for name, value in w.items() if name.startswith(start)}
+        u_BSD = _rms(x_BSD, w[start + "norm.weight"])
+        if letter == "M":
+            y_BSD = _mamba(m, u_BSD)
+        elif letter == "S":
+            y_BSD = _mamba2(m, recipe, u_BSD)
+        elif letter == "*":
+            y_BSD = _attention(m, recipe, u_BSD)
+        else:
+            y_BSD, routers[i] = _experts(m, recipe, u_BSD)
+        x_BSD = x_BSD + y_BSD
+    mean = x_BSD.mean(-1, keepdim=True)
+    variance = ((x_BSD - mean) ** 2).mean(-1, keepdim=True)
+    x_BSD = (x_BSD - mean) / (variance + EPS).sqrt() * w["decoder.final_layernorm.weight"]
+    logits_BSV = (x_BSD + w["decoder.final_layernorm.bias"]) @ embedding_VD.T
+    cap = recipe.logit_softcap
+    return (logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)), routers
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / ((x**2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def _convolved(m: dict[str, Tensor], x_BSI: Tensor) -> Tensor:
+    taps = m["conv1d.weight"][:, 0]
+    past = [torch.zeros_like(x_BSI[:, 0])] * (taps.shape[1] - 1) + list(x_BSI.unbind(1))
+    rows = [
+        m["conv1d.bias"] + sum(taps[:, k] * past[t + k] for k in range(taps.shape[1])) for t in range(x_BSI.shape[1])
+    ]
+    y_BSI = torch.stack(rows, 1)
+    return y_BSI * torch.sigmoid(y_BSI)
+
+
+def _mamba(m: dict[str, Tensor], u_BSD: Tensor) -> Tensor:
+    x_BSI, z_BSI = (u_BSD @ m["in_proj.weight"].T).chunk(2, -1)
+    x_BSI = _convolved(m, x_BSI)
+    A_IN = -m["A_log"].exp()
+    N = A_IN.shape[1]
+    low = x_BSI @ m["x_proj.weight"].T
+    dt, B, C = low[..., : -2 * N], low[..., -2 * N : -N], low[..., -N:]
+    if "dt_layernorm.weight" in m:
+        dt, B, C = (_rms(part, m[f"{name}_layernorm.weight"]) for name, part in (("dt", dt), ("b", B), ("c", C)))
+    delta_BSI = (1 + (dt @ m["dt_proj.weight"].T + m["dt_proj.bias"]).exp()).log()
+    state, rows = 0.0, []
+    for t in range(u_BSD.shape[1]):
+        delta, x = delta_BSI[:, t, :, None], x_BSI[:, t]
+        state = (delta * A_IN).exp() * state + delta * B[:, t, None] * x[..., None]
+        rows.append((state * C[:, t, None]).sum(-1) + m["D"] * x)
+    return (torch.stack(rows, 1) * z_BSI * torch.sigmoid(z_BSI)) @ m["out_proj.weight"].T
+
+
+def _mamba2(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
+    I, H, G = len(m["norm.weight"]), len(m["A_log"]), recipe.groups
+    projected = u_BSD @ m["in_proj.weight"].T
+    z_BSI, dt_BSH = projected[..., :I], projected[..., -H:]
+    xBC = _convolved(m, projected[..., I:-H])
+    N = (xBC.shape[-1] - I) // (2 * G)
+    parts = xBC[..., I:].unflatten(-1, (2, G, N))
+    B, C = parts[..., 0, :, :], parts[..., 1, :, :]
+    if "b_layernorm.weight" in m:
+        B, C = (_rms(x, m[f"{name}_layernorm.weight"].view(G, N)) for name, x in (("b", B), ("c", C)))
+    x_BSHP = xBC[..., :I].unflatten(-1, (H, -1))
+    dt_BSH = (1 + (dt_BSH + m["dt_bias"]).exp()).log()
+    group = [h // (H // G) for h in range(H)]
+    state, rows = 0.0, []
+    for t in range(u_BSD.shape[1]):
+        dt, x = dt_BSH[:, t, :, None, None], x_BSHP[:, t]
+        decay = (-m["A_log"].exp()[:, None, None] * dt).exp()
+        state = decay * state + dt * x[..., None] * B[:, t, group, None]
+        rows.append((state * C[:, t, group, None]).sum(-1) + m["D"][:, None] * x)
+    y_BSI = torch.stack(rows, 1).flatten(2) * z_BSI * torch.sigmoid(z_BSI)
+    weight = m["norm.weight"].view(G, -1)
+    return _rms(y_BSI.unflatten(-1, (G, -1)), weight).flatten(-2) @ m["out_proj.weight"].T
+
+
+def _attention(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
+    B, S, D = u_BSD.shape
+    each, C = recipe.heads // recipe.kv_heads, D // recipe.heads
+    qkv = (u_BSD @ m["linear_qkv.weight"].T).view(B, S, recipe.kv_heads, each + 2, C)
+    rates = 1.0 / recipe.rotary_base ** (torch.arange(0, C, 2).float() / C)  # fp32 in every precision
+    angle_SC = torch.arange(S).float()[:, None] * rates
+    found = []
+    for head in range(recipe.heads):
+        g = head // each
+        q, k, v = qkv[:, :, g, head % each], qkv[:, :, g, each], qkv[:, :, g, each + 1]
+        if "q_layernorm.weight" in m:
+            q, k = _rms(q, m["q_layernorm.weight"]), _rms(k, m["k_layernorm.weight"])
+        q, k = _turned(q, angle_SC), _turned(k, angle_SC)
+        scores = (q @ k.transpose(1, 2)) / math.sqrt(C)
+        scores = scores + torch.full((S, S), -torch.inf, dtype=torch.float64).triu(1)
+        found.append(torch.softmax(scores, -1) @ v)
+    return torch.cat(found, -1) @ m["linear_proj.weight"].T
+
+
+def _turned(x: Tensor, angle: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    cos, sin = angle.cos().double(), angle.sin().double()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _experts(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    x_TD = u_BSD.flatten(0, 1)
+    logits_TE = x_TD @ m["router.weight"].T + m["router.bias"]
+    scores_TE, ranking_TE = torch.softmax(logits_TE, -1), logits_TE.detach()
+    if recipe.router == "sinkhorn":
+        scores_TE, plan = torch.sigmoid(logits_TE), (2 * logits_TE.detach()).exp()
+        for axis in (0, 1, 0):
+            plan = plan / plan.sum(axis, keepdim=True)
+        ranking_TE = plan
+    rows = []
+    for x_D, scores_E, expert in zip(x_TD, scores_TE, ranking_TE.argmax(-1).tolist(), strict=True):
+        gate, up = m["experts.fc1"][expert] @ x_D
+        rows.append(scores_E[expert] * (m["experts.fc2"][expert] @ (F.silu(gate) * up)))
+    return torch.stack(rows).view_as(u_BSD), (logits_TE.logsumexp(-1) ** 2).mean()
