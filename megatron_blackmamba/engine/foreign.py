@@ -6,6 +6,7 @@ installed packages before a run begins.
 """
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -117,7 +118,8 @@ def missing(foreign: Foreign) -> tuple[str, ...]:
     if version_of(foreign) is None:
         return ()
     text = source_of(foreign.module)
-    return tuple(name for name in foreign.names if not (name in text or is_compiled(foreign.module, name)))
+    written = set(re.findall(r"\w+", text))
+    return tuple(name for name in foreign.names if not (name in written or is_compiled(foreign.module, name)))
 
 
 def version_of(foreign: Foreign) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.costs import Sizes, Work
 from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Stack
 from megatron_blackmamba.registry import Cannot, Registry
@@ -98,8 +99,9 @@ def stacks_of(model: "ModelConfig") -> dict[str, Stack]:
 
 
 def obstacles(model: "ModelConfig") -> list[str]:
-    """Return why layers of a model have no class in the modeling files; empty if all have one."""
-    return [answer.reason for kind in kinds_in(model.pattern) if isinstance(answer := kind.exported(model), Cannot)]
+    """Return why layers of a model, or its last norm, have no class in the modeling files; empty if all have one."""
+    answers = [*(kind.exported(model) for kind in kinds_in(model.pattern)), norms.kind_of(model.final_norm).exported]
+    return [answer.reason for answer in answers if isinstance(answer, Cannot)]
 
 
 def described() -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.kinds import Stack, kind_of, stacks_of
 from megatron_blackmamba.registry import KindError
@@ -59,6 +60,9 @@ def _check(name: str, shape: tuple[int, ...], model: ModelConfig, stacks: Mappin
 def draw(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int, number: int | None = None) -> Tensor:
     """Return the initial value of a whole parameter, fp32; of a stack, that of one entry."""
     init, random = model.init, generator(seed, name if number is None else f"{name}.{number}")
+    if name.startswith(norms.PREFIX):
+        ones = name.removeprefix(norms.PREFIX) in norms.kind_of(model.final_norm).ones
+        return torch.ones(shape) if ones else torch.zeros(shape)
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if name.endswith("norm.bias"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_blackmamba.registry import Kind
+from megatron_blackmamba.registry import Cannot, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,10 @@ class NormKind(Kind, ABC):
     """Names of its parameters, of the shape `[D]`, in the order in which `apply` takes them."""
     released: ClassVar[bool] = False
     """Whether the released BlackMamba format has it."""
+    exported: ClassVar[bool | Cannot] = True
+    """Whether the modeling files have a class for it."""
+    ones: ClassVar[tuple[str, ...]] = ("weight",)
+    """Parameters that are one at first; the others are zero."""
 
     @abstractmethod
     def apply(self, x: Tensor, parameters_D: tuple[Tensor, ...], eps: float) -> Tensor:

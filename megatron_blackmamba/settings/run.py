@@ -276,6 +276,16 @@ class RunConfig(Section):
             raise ValueError(f"a run's name has at most {LONGEST_NAME} bytes; this one has {len(name.encode())}")
         return name
 
+    @field_validator("folder")
+    @classmethod
+    def _a_local_folder(cls, folder: str) -> str:
+        if "://" in folder:
+            raise ValueError(
+                f"folder={folder}: a run writes to a folder of a file system, not to object storage. Write to such a"
+                " folder, and copy what you want to keep"
+            )
+        return folder
+
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
         parallel, model, training = self.parallel, self.model, self.training

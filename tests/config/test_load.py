@@ -450,3 +450,8 @@ def test_invalid_yaml_is_named_by_file_and_line(tmp_path):
     with pytest.raises(ConfigError, match=r"mine\.yaml: not valid YAML: .* on line 3, column 1") as error:
         load(file)
     assert "unicode string" not in str(error.value)
+
+
+def test_a_run_writes_to_no_object_storage():
+    with pytest.raises(ConfigError, match=r"folder=s3://bucket/runs: a run writes to a folder of a file system"):
+        load("tiny", ["folder=s3://bucket/runs"])

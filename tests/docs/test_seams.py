@@ -15,6 +15,7 @@ CODE = [path for folder in ("megatron_blackmamba", "data_tools") for path in (RO
 EXAMPLES = {  # the example's file, and a pattern for its names
     "layer kind": ("tests/kinds/running_mean.py", r"running.?mean"),
     "router": ("tests/routers/unbalanced.py", r"\bunbalanced\b"),
+    "last norm": ("tests/model/shifted_norm.py", r"\bshifted.?norm\b"),
     "optimizer": ("tests/optimizers/lion.py", r"\blion\b"),
     "metric": ("tests/training/weight_norm.py", r"\bweights/norm\b"),
     "data preset": ("tests/data_tools/new_preset.py", r"\bforum\b"),

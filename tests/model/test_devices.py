@@ -19,7 +19,8 @@ def test_no_tensor_is_made_elsewhere(router, precision):
     elsewhere = torch.device("meta")  # stands for a GPU: what names no device is made on the CPU
     place = world.start(ParallelConfig())
     try:
-        with mock.patch.object(device, "_placed", [elsewhere]):
+        where = mock.patch.object(torch.cuda, "current_device", lambda: elsewhere)
+        with mock.patch.object(device, "_placed", [elsewhere]), where:
             built = model.build(config, place)
     finally:
         world.shutdown()

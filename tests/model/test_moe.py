@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron_blackmamba.model.stack import LayerInputs
+
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 
-def values_and_gradients(mixer, forward, hidden_SBD):
+def values_and_gradients(mixer, hidden_SBD):
     mixer.zero_grad()
+    mixer.router.tokens_E.zero_()
     leaf = hidden_SBD.clone().requires_grad_()
-    out, _ = forward(leaf)
+    out = mixer(leaf, LayerInputs(torch.zeros(4, 32, dtype=torch.long)))
     (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
     parameters = {name: parameter.grad for name, parameter in mixer.named_parameters()}
     return {"out": out.detach(), "hidden": leaf.grad} | parameters | {"counted": mixer.router.tokens_E.clone()}
@@ -24,18 +26,16 @@ def test_sorting_gives_what_dispatching_gives(build, training, top_k):
         mixer.router.weight.normal_(generator=torch.Generator().manual_seed(0))
     hidden_SBD = torch.randn(32, 4, 64, generator=torch.Generator().manual_seed(1))
 
-    def run(forward):
-        mixer.router.tokens_E.zero_()
-        return values_and_gradients(mixer, forward, hidden_SBD)
-
-    sorts = run(mixer)
-    assert mixer.sorts and sorts["counted"].sum() == 128 * top_k
-    through_dispatcher = run(lambda x: MoELayer.forward(mixer, x))
+    assert mixer.sorts
+    sorts = values_and_gradients(mixer, hidden_SBD)
+    assert sorts["counted"].sum() == 128 * top_k
+    mixer.sorts = False
+    through_dispatcher = values_and_gradients(mixer, hidden_SBD)
     mixer.dispatches_sorted = False
     mixer.token_dispatcher = MoEAlltoAllTokenDispatcher(
         mixer.num_local_experts, mixer.local_expert_indices, mixer.config, mixer.experts.groups
     )
-    as_megatron = run(lambda x: MoELayer.forward(mixer, x))
+    as_megatron = values_and_gradients(mixer, hidden_SBD)
     for name, value in as_megatron.items():
         torch.testing.assert_close(sorts[name], value, rtol=1e-5, atol=1e-5, msg=name)
         torch.testing.assert_close(through_dispatcher[name], value, rtol=1e-5, atol=1e-5, msg=name)

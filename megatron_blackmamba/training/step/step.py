@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_blackmamba import routers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.engine.parts.optimizer import NonFiniteGradient
+from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.step.optimizer import Trainable
@@ -57,23 +59,25 @@ class Update:
     grad_norm: float
 
 
-class ExpertBiases:
-    """The routers' expert biases, which megatron-core changes as it reduces the gradients, kept until the update.
+class RouterState:
+    """What routers keep beside weights (`RouterKind.state`) and change during the gradients, kept until the update.
 
-    A step that is not applied, or computed again, must leave them as they were.
+    A step that is not applied, or computed again, must leave it as it was. megatron-core changes expert biases as it
+    reduces the gradients.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        found = (getattr(module, "expert_bias", None) for module in model.modules())
-        self.here: list[Tensor] = [bias for bias in found if bias is not None]
+    def __init__(self, model: LanguageModel) -> None:
+        names = routers.kind_of(model.config.described.router.kind).state
+        found = [module for module in model.modules() if isinstance(module, Router)]
+        self.here: list[Tensor] = [getattr(router, name) for router in found for name in names]
         self.next: list[Tensor] = []
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Take back what changes inside."""
-        before = [bias.clone() for bias in self.here]
+        before = [buffer.clone() for buffer in self.here]
         yield
-        self.next = [bias.clone() for bias in self.here]
+        self.next = [buffer.clone() for buffer in self.here]
         self._set(before)
 
     def apply(self) -> None:
@@ -81,9 +85,9 @@ class ExpertBiases:
         self._set(self.next)
 
     @torch.no_grad()
-    def _set(self, biases: list[Tensor]) -> None:
-        for bias, value in zip(self.here, biases, strict=True):
-            bias.copy_(value)
+    def _set(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self.here, values, strict=True):
+            buffer.copy_(value)
 
 
 class Step:
@@ -94,7 +98,7 @@ class Step:
         self.forward_backward = get_forward_backward_func()
         self.own_time = OwnTime(trainable.model, world.size)
         self.first_seen = FirstSeen(world, trainable.model)
-        self.expert_biases = ExpertBiases(trainable.model)
+        self.router_state = RouterState(trainable.model)
 
     def gradients(
         self, batches: Iterator[Batch], asked_to_stop: bool = False, shards: tuple[int, int] = (0, 0)
@@ -109,7 +113,7 @@ class Step:
             self.trainable.reduced.train()
         self.trainable.optimizer.zero_grad()
         self.trainable.reduced.zero_grad_buffer()  # the last of the two: it may set `grad`
-        with self.expert_biases.held_back():
+        with self.router_state.held_back():
             return self._run(batches, forward_only=False, known=(asked_to_stop, *shards))
 
     def update(self) -> Update:
@@ -119,7 +123,7 @@ class Step:
         except NonFiniteGradient as bad:
             return Update(False, bad.norm)
         if applied:
-            self.expert_biases.apply()
+            self.router_state.apply()
         return Update(bool(applied), float(norm))
 
     @torch.no_grad()
