@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import exits
 from tests.waiting import Command, wait_until
 
@@ -79,7 +80,7 @@ names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".sp
 def test_signal_reaches_every_worker_and_exits_with_75(tmp_path, number):
     process = start(tmp_path, SAVES_WHEN_ASKED)
     wait_for(process, tmp_path / "ready_0", tmp_path / "ready_1")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     assert finish(process)[0] == 75
     assert {(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)} == {
         "SIGTERM" if number == signal.SIGHUP else number.name
@@ -124,6 +125,11 @@ def test_a_killed_launcher_takes_its_workers_along(tmp_path):
     process.communicate()
     pids = [int(path.read_text()) for path in paths]
     wait_until(lambda: not any(running(pid, str(tmp_path)) for pid in pids))
+
+
+def test_marker_of_an_earlier_job_is_ignored(tmp_path):
+    RunFolder(tmp_path).requeue.write_text("")
+    assert finish(start(tmp_path, ""))[0] == 0
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(70)"])
