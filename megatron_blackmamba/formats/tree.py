@@ -1,5 +1,6 @@
 """List all files under a folder."""
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 def files_under(folder: Path, _above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
     """Yield every file under a folder, recursively and sorted by name.
 
-    Links to folders are followed, and broken links are yielded like files. An unreadable folder raises OSError.
+    Links to folders are followed. Broken links and links to themselves are yielded like files. An unreadable folder raises OSError.
     `Path.rglob` would silently skip all three.
     """
     status = folder.stat()
@@ -18,7 +19,16 @@ def files_under(folder: Path, _above: tuple[tuple[int, int], ...] = ()) -> Itera
     with os.scandir(folder) as entries:
         inside = sorted(entries, key=lambda entry: entry.name)
     for entry in inside:
-        if entry.is_dir():
+        if _is_folder(entry):
             yield from files_under(Path(entry.path), (*_above, here))
         else:
             yield Path(entry.path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False

@@ -120,3 +120,8 @@ def test_a_full_disk_names_the_file(tmp_path):
     with pytest.raises(OSError) as failed, atomic.atomic_file(tmp_path / "a"), open("/dev/full", "wb", 0) as full:
         full.write(b"x")
     assert (failed.value.errno, failed.value.filename) == (errno.ENOSPC, str(tmp_path / "a"))
+
+
+def test_a_link_to_itself_is_no_folder(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert list(files_under(tmp_path)) == [tmp_path / "loop"]

@@ -13,7 +13,7 @@ from megatron_blackmamba.training.watch.finite import FirstSeen
 @pytest.fixture
 def first_seen(monkeypatch):
     """A FirstSeen of rank 0 alone and the layers that it watches."""
-    monkeypatch.setattr(finite.dist, "all_gather_object", lambda everywhere, here: everywhere.__setitem__(0, here))
+    monkeypatch.setattr(finite, "gathered", lambda here: [here])
     decoder = torch.nn.Linear(2, 2)
     decoder.pre_process = True
     return FirstSeen(SimpleNamespace(rank=0, size=1), SimpleNamespace(decoder=decoder)), decoder
