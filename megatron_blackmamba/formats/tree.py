@@ -9,8 +9,8 @@ from pathlib import Path
 def files_under(folder: Path, _above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
     """Yield every file under a folder, recursively and sorted by name.
 
-    Links to folders are followed. Broken links and links to themselves are yielded like files. An unreadable folder raises OSError.
-    `Path.rglob` would silently skip all three.
+    Links to folders are followed. Broken links and links to themselves are yielded like files. An unreadable folder
+    raises OSError. `Path.rglob` would silently skip all three.
     """
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
