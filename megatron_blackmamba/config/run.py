@@ -1,5 +1,8 @@
 """The config of a run: every section except `model:`, and checks of invalid combinations."""
 
+import math
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -75,8 +78,16 @@ class OptimizerConfig(Section):
     """Learning rate of the last step."""
     warmup_fraction: float = Field(0.01, ge=0, lt=1)
     """Part of the run over which the learning rate rises linearly from 0."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the schedule after the warm-up."""
+    warmup_tokens: int | None = Field(None, ge=0)
+    """Tokens of the warm-up, which then does not depend on the length of the run. null: warmup_fraction decides."""
+    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the schedule after the warm-up. wsd (warm-up, stable, decay): constant, then a decay at the end."""
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Part of the run over which wsd decays."""
+    decay_tokens: int | None = Field(None, gt=0)
+    """Tokens over which wsd decays. null: decay_fraction decides."""
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = "linear"
+    """Shape of the decay of wsd. sqrt: 1 - sqrt(part of the decay). exponential: halves, then goes to the minimum."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay rate of Adam's first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -137,11 +148,22 @@ class GuardConfig(Section):
     """Seconds without progress after which every rank writes a report and exits with 70."""
 
 
+class RampStage(Section):
+    """A global batch for the beginning of a run."""
+
+    batch: int = Field(gt=0)
+    """Sequences per step."""
+    until: int = Field(gt=0)
+    """Tokens of the run after which the next stage begins; the last stage is followed by training.global_batch."""
+
+
 class TrainingConfig(Section):
     tokens: int = Field(gt=0)
     """Tokens of the whole run, which stops after the first full batch that reaches this number."""
     global_batch: int = Field(gt=0)
     """Sequences per step, over all ranks."""
+    batch_ramp: list[RampStage] = Field([])
+    """Smaller batches at the beginning, such as [{batch: 256, until: 10B}, {batch: 512, until: 30B}]."""
     micro_batch: int = Field(1, gt=0)
     """Sequences that a rank processes at once; it accumulates gradients over its share of the batch."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
@@ -171,6 +193,17 @@ class TrainingConfig(Section):
     """First and last step to trace."""
     guard: GuardConfig = GuardConfig()
     """Reactions to bad steps, slow ranks and hangs."""
+
+    @field_validator("batch_ramp")
+    @classmethod
+    def _rises(cls, ramp: list[RampStage]) -> list[RampStage]:
+        for before, after in pairwise(ramp):
+            if after.until <= before.until:
+                raise ValueError(
+                    f"training.batch_ramp: the stage until {after.until} tokens follows the one until {before.until}:"
+                    " list stages in order"
+                )
+        return ramp
 
     @field_validator("profile")
     @classmethod
@@ -298,8 +331,10 @@ class RunConfig(Section):
                 f"model.experts={model.experts} cannot be spread evenly over parallel.expert={parallel.expert},"
                 f" only over {divisors}"
             )
-        if training.global_batch % training.micro_batch:
-            raise ValueError(_unequal_micro_batches(training.global_batch, training.micro_batch))
+        for batch in self.batches:
+            if batch % training.micro_batch:
+                raise ValueError(_unequal_micro_batches(batch, training.micro_batch))
+        self._fits_schedule()
         if training.precision == "bf16" and not self.optimizer.distributed:
             raise ValueError(
                 "optimizer.distributed=false needs training.precision=fp32: megatron-core's plain optimizer cannot save"
@@ -320,6 +355,23 @@ class RunConfig(Section):
             )
         self._can_cut_sequences()
         return self
+
+    def _fits_schedule(self) -> None:
+        """Refuse a decay that does not fit behind the warm-up."""
+        optimizer = self.optimizer
+        warmup, decay = self.warmup_samples, self.decay_samples
+        if optimizer.warmup_tokens is not None and warmup >= self.samples:
+            raise ValueError(
+                f"optimizer.warmup_tokens={optimizer.warmup_tokens} is not less than the run's"
+                f" training.tokens={self.training.tokens}"
+            )
+        if optimizer.decay == "wsd" and warmup + decay > self.samples:
+            length = self.data.sequence_length
+            raise ValueError(
+                f"the decay of {decay * length} tokens does not fit behind the warm-up of {warmup * length} in"
+                f" training.tokens={self.training.tokens}. Shorten it with optimizer.decay_tokens or"
+                " optimizer.decay_fraction."
+            )
 
     def _can_cut_sequences(self) -> None:
         """Refuse parallel.context with layers or implementations that pass no state on."""
@@ -397,20 +449,54 @@ class RunConfig(Section):
 
     @property
     def warmup_samples(self) -> int:
+        if self.optimizer.warmup_tokens is not None:
+            return self.optimizer.warmup_tokens // self.data.sequence_length
         return int(self.optimizer.warmup_fraction * self.samples)
 
     @property
+    def decay_samples(self) -> int:
+        """Return the samples of the decay at the end, if optimizer.decay is wsd; at least one."""
+        tokens = self.optimizer.decay_tokens
+        if tokens is not None:
+            return -(-tokens // self.data.sequence_length)
+        return max(1, round(self.optimizer.decay_fraction * (self.samples - self.warmup_samples)))
+
+    @property
+    def batches(self) -> list[int]:
+        """Return the global batches of the run, in order."""
+        return [*(stage.batch for stage in self.training.batch_ramp), self.training.global_batch]
+
+    def batch_at(self, consumed_samples: int) -> int:
+        """Return the global batch of the step after `consumed_samples`."""
+        tokens = consumed_samples * self.data.sequence_length
+        return next((s.batch for s in self.training.batch_ramp if tokens < s.until), self.training.global_batch)
+
+    @property
     def steps(self) -> int:
-        """Return the number of steps of the whole run, if it uses this global batch from the start."""
+        """Return the number of steps of the whole run, if it uses these batches from the start."""
         return self.steps_left(0)
 
     @property
     def warmup_steps(self) -> int:
-        return round(self.warmup_samples / self.training.global_batch)
+        return self._path(0, self.warmup_samples, round)[0]
 
     def steps_left(self, consumed_samples: int) -> int:
         """Return the steps until all samples are consumed; the last batch is complete and may exceed `tokens`."""
-        return -(-max(0, self.samples - consumed_samples) // self.training.global_batch)
+        return self._path(consumed_samples, self.samples)[0]
+
+    def samples_left(self, consumed_samples: int) -> int:
+        """Return the samples of the steps that are left."""
+        return self._path(consumed_samples, self.samples)[1] - consumed_samples
+
+    def _path(self, first: int, end: int, whole: Callable[[float], int] = math.ceil) -> tuple[int, int]:
+        """Return the steps from sample `first` to `end`, and the sample behind the last of them."""
+        steps, at = 0, first
+        for stage in self.training.batch_ramp:
+            until = min(end, -(-stage.until // self.data.sequence_length))
+            taken = -(-max(0, until - at) // stage.batch)
+            steps, at = steps + taken, at + taken * stage.batch
+        taken = whole(max(0, end - at) / self.training.global_batch)
+        return steps + taken, at + taken * self.training.global_batch
 
     def last_step(self, step: int, consumed_samples: int) -> int:
         """Return the last step of a job that is at `step`: the end of the run, or training.stop_after_steps."""

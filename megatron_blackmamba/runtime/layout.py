@@ -110,7 +110,7 @@ def problems(config: RunConfig, world_size: int) -> list[str]:
 def working_layouts(config: RunConfig, world_size: int, most_tensor: int = LARGEST_TENSOR) -> Iterator[Layout]:
     """Yield every valid layout of this many processes with at most the config's micro-batch, unless that is refused."""
     experts = config.model.experts if kinds.routes(config.model.pattern) else 1
-    batch = config.training.global_batch
+    batch = math.gcd(*config.batches)
     for tensor in [size for size in _divisors(world_size) if size <= most_tensor]:
         for pipeline, context in product(_divisors(world_size // tensor), _contexts(config)):
             dense = tensor * pipeline * context
@@ -269,13 +269,18 @@ def _cut_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
 
 
 def _batch_problems(config: RunConfig, world_size: int) -> list[str]:
-    parallel = config.parallel
-    batch, micro = config.training.global_batch, config.training.micro_batch
+    keys = {stage.batch: "training.batch_ramp: batch" for stage in config.training.batch_ramp}
+    keys[config.training.global_batch] = "training.global_batch"
+    return [problem for batch, key in keys.items() for problem in _problems_of(batch, key, config, world_size)]
+
+
+def _problems_of(batch: int, key: str, config: RunConfig, world_size: int) -> list[str]:
+    parallel, micro = config.parallel, config.training.micro_batch
     data = data_parallel_size(parallel, world_size)
     if batch % data:
         near = sorted({data * max(1, batch // data), data * -(-batch // data)})
         return [
-            f"training.global_batch={batch} sequences cannot be divided by {data} data-parallel ranks"
+            f"{key}={batch} sequences cannot be divided by {data} data-parallel ranks"
             f" ({_processes(world_size)} / parallel.tensor={parallel.tensor} / parallel.pipeline={parallel.pipeline}"
             f"{f' / parallel.context={parallel.context}' if parallel.context > 1 else ''});"
             f" {_listed(near)} could."
@@ -284,7 +289,7 @@ def _batch_problems(config: RunConfig, world_size: int) -> list[str]:
         fitting = _divisors(batch // data)
         return [
             f"training.micro_batch={micro} does not divide the {batch // data} sequences of each data-parallel rank"
-            f" (training.global_batch={batch} / {data}); {_listed(fitting)} would."
+            f" ({key}={batch} / {data}); {_listed(fitting)} would."
         ]
     if loses_bits(config, batch // data // micro):
         return [

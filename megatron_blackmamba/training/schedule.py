@@ -15,11 +15,15 @@ from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 
+STYLES = {"wsd": "WSD", "sqrt": "minus_sqrt"}
+"""megatron-core's names of shapes, where they differ from the config's."""
+
+
 class Schedule:
     """Warm-up from 0, then the decay to the minimum, which the run's last step reaches."""
 
     def __init__(self, config: RunConfig, optimizer: MegatronOptimizer) -> None:
-        self.batch = config.training.global_batch
+        self.config = config
         decay = config.optimizer.weight_decay
         self.scheduler = OptimizerParamScheduler(
             optimizer,
@@ -28,7 +32,9 @@ class Schedule:
             min_lr=config.optimizer.min_learning_rate,
             lr_warmup_steps=config.warmup_samples,
             lr_decay_steps=config.samples,
-            lr_decay_style=config.optimizer.decay,
+            lr_decay_style=STYLES.get(config.optimizer.decay, config.optimizer.decay),
+            wsd_decay_steps=config.decay_samples,
+            lr_wsd_decay_style=STYLES.get(config.optimizer.decay_shape, config.optimizer.decay_shape),
             start_wd=decay,
             end_wd=decay,
             wd_incr_steps=0,
@@ -40,7 +46,11 @@ class Schedule:
 
         The step is given the rate at its end, so that the first one is not lost to a rate of 0.
         """
-        self.scheduler.num_steps = consumed_samples + self.batch
+        return self.at_end_of_step(consumed_samples + self.config.batch_at(consumed_samples))
+
+    def at_end_of_step(self, samples: int) -> float:
+        """Set the rate of a step that ends at `samples`, and return it."""
+        self.scheduler.num_steps = samples
         self.scheduler.step(0)
         return self.scheduler.get_lr({})
 
@@ -48,8 +58,8 @@ class Schedule:
 def rate_change(before: RunConfig, now: RunConfig, step: int, consumed_samples: int) -> list[str]:
     """Return a line with both learning rates of the next step if a changed config gives it another one."""
     old, new = (Schedule(config, SimpleNamespace(param_groups=[])) for config in (before, now))
-    old.batch = new.batch  # the same place on both curves
-    was, becomes = old.set(consumed_samples), new.set(consumed_samples)
+    end = consumed_samples + now.batch_at(consumed_samples)
+    was, becomes = old.at_end_of_step(end), new.at_end_of_step(end)  # the same place on both curves
     if was == becomes:
         return []
     return [f"learning rate: {becomes:.3g} at step {step + 1}, where the schedule before the change has {was:.3g}"]
