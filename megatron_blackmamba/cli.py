@@ -33,7 +33,7 @@ SECTIONS = {
     "Data": ("data",),
     "Train": ("plan", "doctor", "train", "launch"),
     "Compare": ("runs", "report", "compare", "evaluate", "study"),
-    "Use": ("generate", "chat", "export", "import", "verify"),
+    "Use": ("generate", "chat", "average", "export", "import", "verify"),
 }
 """The commands in the order of a user's work, as --help shows them."""
 
@@ -389,6 +389,7 @@ app.command()(train)
 app.command()(inference_commands.generate)
 app.command()(serving_commands.chat)
 app.command()(interchange_commands.verify)
+app.command()(interchange_commands.average)
 data_commands.app.command()(trace_commands.trace)
 app.command()(evaluate)
 app.command()(study)

@@ -268,10 +268,18 @@ class KernelsConfig(Section):
 
 
 class StartConfig(Section):
-    """The initial weights."""
+    """What a new run starts with; not read on resume."""
 
     from_: UserPath | None = Field(None, alias="from")
-    """A checkpoint whose weights start this run, with a fresh optimizer and schedule; not read on resume."""
+    """A checkpoint whose weights start this run, with a fresh optimizer and schedule."""
+    branch: UserPath | None = None
+    """RUN or RUN@STEP: go on from a checkpoint of another run, with its optimizer, steps and place in the data."""
+
+    @model_validator(mode="after")
+    def _one_start(self) -> "StartConfig":
+        if self.from_ and self.branch:
+            raise ValueError("start.from takes weights alone, and start.branch all of a checkpoint: set one of the two")
+        return self
 
 
 class ResumeConfig(Section):

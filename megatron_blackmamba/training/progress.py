@@ -47,6 +47,10 @@ class Progress:
                 seen = last + 1
         return end
 
+    def at_length(self, before: int, now: int) -> "Progress":
+        """Return this progress for sequences of another length: as many tokens consumed, and data in a new order."""
+        return Progress(self.step, 0, -(-self.consumed_samples * before // now))
+
     def state(self) -> dict[str, Any]:
         return {
             "step": self.step,

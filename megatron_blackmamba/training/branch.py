@@ -1,0 +1,117 @@
+"""A run that begins as another one was at a checkpoint: weights, optimizer, progress and place in the data.
+
+`start.branch=RUN@STEP` leaves the trunk RUN after STEP. Steps, tokens and samples go on counting, so the schedule of
+the learning rate does too. The branch says how it goes on: schedule, length, batch and data. It needs the trunk only
+until its own first checkpoint.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.data import refuse_changed_data
+from megatron_blackmamba.data.branch import continued
+from megatron_blackmamba.formats.mixture import Mixture, MixtureError
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.training.progress import Progress
+from megatron_blackmamba.training.resume import FREE, ResumeError, differing_keys, refuse_tokenizer, under
+
+MAY_DIFFER = (
+    *("optimizer.", "training.tokens", "training.global_batch", "training.batch_ramp"),
+    *("data.mixture", "data.sequence_length", "data.mask_first_token"),
+    *("model.attention.rotary_base", "model.eod_reset"),
+)
+"""What a branch may change beside the keys that a resumed run may."""
+MUST_STAY = ("optimizer.kind", "optimizer.distributed")
+"""Of those: the checkpoint's optimizer state would not fit."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The place where a run leaves its trunk, and what it takes over from there."""
+
+    checkpoint: Path
+    step: int
+    trunk: RunConfig
+    state: dict[str, Any]
+    """What the checkpoint holds beside tensors."""
+    mixture: Mixture | None
+    """The data of the branch, if it is neither the trunk's alone nor synthetic."""
+    relength: bool
+    """The branch has another sequence length, and therefore an order of samples of its own."""
+    progress: Progress
+
+    @property
+    def changes_data(self) -> bool:
+        return self.relength or self.mixture is not None
+
+    def refuse_data(self, record: dict[str, Any]) -> None:
+        """Raise an error if the branch's data (as DataPlan.record) is of another tokenizer, or not the trunk's so far."""
+        refuse_tokenizer(self.state["data"], record, self.step)
+        if not self.relength:
+            refuse_changed_data(self.state["data"], record, self.progress.next_sample)
+
+
+def trunk_of(spec: str) -> tuple[Path, int | None]:
+    """Return the run, or checkpoint, and the step that a start.branch names."""
+    path, at, step = spec.rpartition("@")
+    if at and step.isdecimal() and not Path(spec).exists():
+        return Path(path), int(step)
+    return Path(spec), None
+
+
+def find_branch(config: RunConfig) -> Branch | None:
+    """Return where a new run leaves its trunk; None if it does not branch, or has a checkpoint of its own.
+
+    Raises ResumeError if the trunk is gone, or if the branch changes what it may not. Nothing is written.
+    """
+    if config.start.branch is None or RunFolder(Path(config.folder) / config.name).latest.is_file():
+        return None
+    run, step = trunk_of(config.start.branch)
+    checkpoint = find_checkpoint(run if step is None else RunFolder(run).checkpoint(step))
+    state = read_state(checkpoint, ("config", "progress", "guard", "data"))
+    trunk = saved_config(checkpoint, state)
+    progress = Progress.restored(state["progress"])
+    _refuse_changes(config, trunk, checkpoint)
+    relength = config.data.sequence_length != trunk.data.sequence_length
+    if relength:
+        progress = progress.at_length(trunk.data.sequence_length, config.data.sequence_length)
+    if progress.consumed_samples >= config.samples:
+        done = progress.consumed_samples * config.data.sequence_length
+        raise ResumeError(
+            f"start.branch={config.start.branch}: the trunk has consumed {done} tokens there, and"
+            f" training.tokens={config.training.tokens} of this run counts them. Set training.tokens above {done}."
+        )
+    mixture = None if relength else _mixture(config, trunk, progress)
+    return Branch(checkpoint, progress.step, trunk, state, mixture, relength, progress)
+
+
+def _refuse_changes(config: RunConfig, trunk: RunConfig, checkpoint: Path) -> None:
+    fixed = [
+        (key, old, new)
+        for key, old, new in differing_keys(trunk, config)
+        if under(key, MUST_STAY) or not under(key, (*MAY_DIFFER, *FREE))
+    ]
+    if fixed:
+        said = "; ".join(f"{key}={old} there, and {new} here" for key, old, new in fixed)
+        raise ResumeError(
+            f"start.branch={config.start.branch}: {checkpoint} was made with {said}. A branch goes on with the trunk's"
+            " model and optimizer. Restore these values, or use start.from, which takes the weights alone."
+        )
+
+
+def _mixture(config: RunConfig, trunk: RunConfig, progress: Progress) -> Mixture | None:
+    """Return the trunk's mixture up to the branch and the branch's after it; None if they are the same."""
+    ours, theirs = config.data.mixture, trunk.data.mixture
+    if ours is None or theirs is None or ours == theirs:
+        return None
+    try:
+        before = Mixture.read(theirs)
+    except MixtureError as error:
+        raise ResumeError(f"start.branch={config.start.branch}: the trunk's mixture is needed too. {error}") from None
+    then = Mixture.read(ours)
+    if before.independent() == then.independent():
+        return None
+    return continued(before, then, progress.next_sample, config.data.sequence_length)
