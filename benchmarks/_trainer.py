@@ -49,7 +49,7 @@ def on_random_tokens(
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return functions for the gradients and the update of a step on one micro-batch of random tokens."""
     from megatron_blackmamba.runtime.device import device
-    from megatron_blackmamba.training.step import Step
+    from megatron_blackmamba.training.step.step import Step
 
     data = config.data.model_copy(update={"sequence_length": length})
     training = config.training.model_copy(update={"global_batch": sequences, "micro_batch": sequences})

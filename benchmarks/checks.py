@@ -66,8 +66,8 @@ def measure(options: Any) -> dict[str, Any]:
 @contextmanager
 def no_checks() -> Iterator[None]:
     """Build a trainer whose hooks do nothing."""
-    from megatron_blackmamba.training import stragglers
-    from megatron_blackmamba.training.finite import FirstSeen
+    from megatron_blackmamba.training.watch import stragglers
+    from megatron_blackmamba.training.watch.finite import FirstSeen
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(stragglers, "_timed", lambda model: []))

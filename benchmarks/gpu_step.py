@@ -4,7 +4,7 @@
 
 First, MODEL (blackmamba_340m_1.5b) runs alone, with as many sequences per micro-batch as fit into memory. Then it takes
 turns with dense models of equal active size, or with those of --beside, all with the same number of sequences. A step
-is training/step.py's: gradients of one micro-batch of random tokens, then the update, in bf16, without data and
+is training/step/step.py's: gradients of one micro-batch of random tokens, then the update, in bf16, without data and
 records. Without a GPU, --sequences is required and there is no MFU.
 """
 
@@ -73,7 +73,7 @@ class Subject:
 
     def __init__(self, name: str, config: RunConfig, here: Any):
         from megatron_blackmamba import model as modelling
-        from megatron_blackmamba.training.optimizer import make_trainable
+        from megatron_blackmamba.training.step.optimizer import make_trainable
 
         self.name, self.config, self.here = name, config, here
         self.trainable = make_trainable(config, modelling.build(config, here), here)
@@ -174,7 +174,7 @@ def clocked(*calls: Callable[[], Any]) -> tuple[float, ...]:
 
 def utilisation(flops_a_second: float) -> str | None:
     """Return the fraction of the GPU's bf16 peak, or None if the peak is unknown."""
-    from megatron_blackmamba.training.speed import known_gpu
+    from megatron_blackmamba.training.record.speed import known_gpu
 
     gpu = known_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return f"{flops_a_second / gpu.peak('bf16'):.1%}" if gpu else None

@@ -87,8 +87,8 @@ def _ranks(words: list[str], count: int) -> list[dict[str, float]]:
 def _rank(words: list[str], place: dict[str, str], answer: Connection) -> None:
     from megatron_blackmamba import model
     from megatron_blackmamba.runtime import memory, world
-    from megatron_blackmamba.training.optimizer import make_trainable
-    from megatron_blackmamba.training.step import Step
+    from megatron_blackmamba.training.step.optimizer import make_trainable
+    from megatron_blackmamba.training.step.step import Step
 
     os.environ.update(place)
     memory.keep_freed_memory = lambda: None  # or the peak of the first step would stay

@@ -3,7 +3,7 @@
     python -m benchmarks.train_step [CONFIG] [a.b=c ...] [--nproc 2] [--repeats 20] [--scans] [--json]
 
 - the loop: a step of `blackmamba train`: data, gradients, guard, update, records
-- the step: training/step.py alone: megatron-core's schedule, gradient reduction, distributed optimizer
+- the step: training/step/step.py alone: megatron-core's schedule, gradient reduction, distributed optimizer
 - bare: forward, backward, clipping and AdamW by PyTorch, with the same model on the same batch
 
 With several processes, the bare step performs the same all-reduces as any correct step: the gradients, once and in one
@@ -81,7 +81,7 @@ def measure(options: Any) -> dict[str, Any]:
 def against_bare_arithmetic(config: RunConfig, here: Any, start: Start) -> Ways:
     """The loop, its step, and what PyTorch alone needs for the same model and batch."""
     trainer, other = start(name="loop"), start(name="step")
-    batch = [next(other.batches) for _ in range(other.batches.micro_batches)]
+    batch = [next(other.batches) for _ in range(other.step.micro_batches())]
 
     def step() -> None:
         other.step.gradients(iter(batch))
@@ -113,7 +113,7 @@ def peer_scan(scan: Callable, u, delta, A, B, C, D, *, z_BLI, delta_bias_I, **ig
 def step_of_loop(trainer: Any) -> None:
     """Take one step as Trainer.run does."""
     trainer.take_step()
-    trainer.saver.after_step(trainer.progress.step)
+    trainer.keeper.after_step(trainer.progress.step)
 
 
 def bare_step(config: RunConfig, here: Any, batch: list[dict]) -> Callable[[], None]:

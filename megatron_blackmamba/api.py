@@ -35,7 +35,7 @@ def build(config: RunConfig) -> "LanguageModel":
     """
     from megatron_blackmamba import model
     from megatron_blackmamba.interchange.open import copy_into, weights_of
-    from megatron_blackmamba.training.resume import refuse_start
+    from megatron_blackmamba.training.start.resume import refuse_start
 
     _require_config(config)
     if config.start.from_ is not None:
@@ -67,7 +67,7 @@ def load_weights(model: "LanguageModel", folder: str | Path) -> None:
     Weights of another model are refused. They are rounded to the model's precision where theirs differs.
     """
     from megatron_blackmamba.interchange.open import copy_into, weights_of
-    from megatron_blackmamba.training.resume import ResumeError, other_function
+    from megatron_blackmamba.training.start.resume import ResumeError, other_function
 
     _require_model(model)
     theirs, entries = weights_of(Path(folder))

@@ -26,8 +26,8 @@ from megatron_blackmamba import (
 )
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.data import BatchStream
-from megatron_blackmamba.training.guard import Verdict
 from megatron_blackmamba.training.loop import Trainer
+from megatron_blackmamba.training.watch.guard import Verdict
 
 
 def random_numbers(folder: Path) -> list[bool]:

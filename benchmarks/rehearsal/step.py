@@ -70,14 +70,14 @@ def rehearse(config: RunConfig, ranks: int = 1) -> Rehearsed:
         watchdog = stack.enter_context(Watchdog(HOUR, 0, 1, None))
         trainer = _trainer(_with_synthetic_data(config, folder), here, watchdog)
         stack.callback(trainer.batches.close)
-        stack.callback(trainer.loggers.close)  # before the folder is removed
+        stack.callback(trainer.journal.close)  # before the folder is removed
         trainer.take_step()  # makes the optimizer's state
         LOG.on, LOG.peak, before = True, LOG.bytes, LOG.bytes
         trainer.take_step()
         LOG.on = False
         numbers = (int(name) for name, _ in trainer.trainable.model.decoder.layers.named_children())
         layers = {number: config.model.pattern[number] for number in numbers}
-        return Rehearsed(config, ranks, LOG, applied, trainer.step.micro_batches, layers, before)
+        return Rehearsed(config, ranks, LOG, applied, trainer.step.micro_batches(), layers, before)
 
 
 def warm_up() -> None:

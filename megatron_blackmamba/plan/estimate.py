@@ -164,7 +164,7 @@ def _most_useful(config: RunConfig, world_size: int) -> int:
 def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | None]:
     if config.data.kind == "synthetic":
         share = 1 / config.data.synthetic.sources
-        tokens = config.steps * config.tokens_per_step
+        tokens = config.planned_tokens
         names = [f"synthetic_{i}" for i in range(config.data.synthetic.sources)]
         return tuple(Source(name, share, round(share * tokens), 0.0) for name in names), None, None
     from megatron_blackmamba.data_tools.mixture import plan_mixture
@@ -176,7 +176,7 @@ def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | N
     length = config.data.sequence_length
     read = Mixture.read(mixture)
     try:
-        planned = plan_mixture(read, config.steps * config.tokens_per_step, length, run=config)
+        planned = plan_mixture(read, config.planned_tokens, length, run=config)
     except MixtureError as error:
         return (), None, str(error)
     missing = "; ".join(dict.fromkeys("\n".join(planned.missing.values()).splitlines())) or None
@@ -200,7 +200,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     length = config.data.sequence_length
     per_token = flops.training(model, length)
     paper = flops.paper_formula(model, config.tokens_per_step)
-    tokens = config.steps * config.tokens_per_step
+    tokens = config.planned_tokens
     answer: dict[str, Any] = {
         "name": config.name,
         "parameters": asdict(plan.parameters),
@@ -256,7 +256,7 @@ def _placed_as_json(placed: Placed, config: RunConfig) -> dict[str, Any]:
             how: round(size / memory.GIB, 3) for how, size in placed.activations_by_recompute.items()
         },
     }
-    seconds = placed.seconds_per_step * config.steps
+    seconds = placed.seconds_per_step * config.planned_tokens / config.tokens_per_step
     answer["traffic_per_gpu_per_step"] = {axis: asdict(flow) for axis, flow in placed.flows.items()}
     lost = placed.goodput
     answer["time"] = {

@@ -75,7 +75,7 @@ def _parameters(plan: Plan) -> Table:
 def _flops(plan: Plan) -> Table:
     config = plan.config
     parts = flops.forward_by_part(config.model, config.data.sequence_length)
-    tokens = config.steps * config.tokens_per_step
+    tokens = config.planned_tokens
     total = flops.training(config.model, config.data.sequence_length)
     table = _grid("\nFLOPs", "\nforward, a token", "\nshare")
     for part, count in parts.items():
@@ -97,7 +97,7 @@ def _training(plan: Plan) -> Table:
     table = _grid("\nTraining", "")
     table.add_row("steps", f"{config.steps:,}")
     table.add_row("warm-up steps", f"{config.warmup_steps:,}")
-    table.add_row("tokens", f"{config.steps * config.tokens_per_step:,}")
+    table.add_row("tokens", f"{config.planned_tokens:,}")
     table.add_row("tokens a step", f"{config.tokens_per_step:,} ({config.training.global_batch} sequences)")
     return table
 

@@ -13,7 +13,7 @@ from megatron_blackmamba.formats import events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.history import launched
 from megatron_blackmamba.runtime.slurm import squeue
-from megatron_blackmamba.training.lock import is_held
+from megatron_blackmamba.training.keep.lock import is_held
 
 TAIL = 1 << 18
 """Bytes at the end of metrics.jsonl, or events.jsonl, in which the last records lie."""

@@ -1,1 +1,1 @@
-"""The training loop, and one module each for the step, the guard, the checks and the display."""
+"""Training: `loop.py` is the run. A package each says how it starts, takes a step, watches, records and keeps it."""

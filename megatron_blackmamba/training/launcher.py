@@ -23,7 +23,7 @@ from megatron_blackmamba.runtime.failure import SAID
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.ports import free_port
 from megatron_blackmamba.runtime.signals import heeded
-from megatron_blackmamba.training.lock import LAUNCHED_BY, Lock
+from megatron_blackmamba.training.keep.lock import LAUNCHED_BY, Lock
 
 FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,

@@ -29,7 +29,7 @@ def place():
 
 @pytest.fixture(scope="module")
 def trainable(place):
-    from megatron_blackmamba.training.optimizer import make_trainable
+    from megatron_blackmamba.training.step.optimizer import make_trainable
 
     config = load("tiny", SMALL)
     made = make_trainable(config, model.build(config, place), place)

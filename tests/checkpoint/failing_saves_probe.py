@@ -15,8 +15,8 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.training.optimizer import make_trainable
-from megatron_blackmamba.training.saving import Saver
+from megatron_blackmamba.training.keep.saving import Saver
+from megatron_blackmamba.training.step.optimizer import make_trainable
 from tests.checkpoint.disk_faults import Disk
 from tests.runtime.ranks import fork_ranks
 

@@ -26,7 +26,7 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.evaluations import claim
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import build
-from megatron_blackmamba.training.optimizer import make_trainable
+from megatron_blackmamba.training.step.optimizer import make_trainable
 from tests.checkpoint.conftest import SMALL, STATE
 from tests.checkpoint.files import replace_file
 

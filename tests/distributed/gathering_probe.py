@@ -15,8 +15,8 @@ from megatron_blackmamba import model as modelling
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.runtime import world
 from megatron_blackmamba.training.gathering import UngatheredParameter
-from megatron_blackmamba.training.optimizer import Trainable, make_trainable
-from megatron_blackmamba.training.step import Batch, Step
+from megatron_blackmamba.training.step.optimizer import Trainable, make_trainable
+from megatron_blackmamba.training.step.step import Batch, Step
 from tests.runtime.ranks import fork_ranks, import_once
 
 STEPS = 3

@@ -20,9 +20,9 @@ from megatron_blackmamba import data, model
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.model.initialise import shards
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.training.optimizer import make_trainable
-from megatron_blackmamba.training.schedule import Schedule
-from megatron_blackmamba.training.step import Batch, Step
+from megatron_blackmamba.training.step.optimizer import make_trainable
+from megatron_blackmamba.training.step.schedule import Schedule
+from megatron_blackmamba.training.step.step import Batch, Step
 from tests.runtime.ranks import fork_ranks, import_once
 
 SMALL = ["data.sequence_length=32", "training.global_batch=8", "training.micro_batch=2", "training.tokens=51200"]

@@ -91,7 +91,7 @@ def cases() -> dict[str, tuple[int, list[str]]]:
 def measure(overrides: list[str]) -> dict:
     """Bytes of distinct storages after one real step, and kept by one micro-batch for the backward pass."""
     from megatron_blackmamba.model import build
-    from megatron_blackmamba.training.optimizer import make_trainable
+    from megatron_blackmamba.training.step.optimizer import make_trainable
 
     torch.set_num_threads(1)
     config = load("tiny", overrides)

@@ -242,7 +242,7 @@ def test_runs_show_how_a_run_ended(two, kind, state):
 @contextlib.contextmanager
 def held_lock(run):
     """Hold the lock of a run in another process."""
-    hold = f"from megatron_blackmamba.training.lock import *\nheld = Lock(Path({str(run / 'lock')!r}))\n"
+    hold = f"from megatron_blackmamba.training.keep.lock import *\nheld = Lock(Path({str(run / 'lock')!r}))\n"
     hold += "print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()

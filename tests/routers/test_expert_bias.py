@@ -6,8 +6,8 @@ import torch
 
 from megatron_blackmamba import data, model
 from megatron_blackmamba.config import load
-from megatron_blackmamba.training.optimizer import make_trainable
-from megatron_blackmamba.training.step import Step
+from megatron_blackmamba.training.step.optimizer import make_trainable
+from megatron_blackmamba.training.step.step import Step
 from tests.reference import routing
 
 RATE = 0.05

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_blackmamba.routers import Use
-from megatron_blackmamba.training.optimizer import MoEAuxLossAutoScaler
+from megatron_blackmamba.training.step.optimizer import MoEAuxLossAutoScaler
 from tests.reference import routing
 
 RATE = 0.25

@@ -150,7 +150,7 @@ def train_in_float64() -> dict:
     from megatron_blackmamba import model
     from megatron_blackmamba.checkpoint import sharded
     from megatron_blackmamba.runtime import world
-    from megatron_blackmamba.training.optimizer import make_trainable
+    from megatron_blackmamba.training.step.optimizer import make_trainable
 
     config = load("tiny", [*SMALL, "training.precision=fp64"])
     us = world.start(config.parallel)

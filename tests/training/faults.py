@@ -13,8 +13,9 @@ from megatron_blackmamba.checkpoint import SaveError, manifest, store
 from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import hangs
-from megatron_blackmamba.training import saving, stragglers
+from megatron_blackmamba.training.keep import saving
 from megatron_blackmamba.training.loop import Trainer
+from megatron_blackmamba.training.watch import stragglers
 
 __all__ = [
     *(
@@ -114,7 +115,7 @@ class MovingSource(Trainer):
         store.find_checkpoint = find
         super().begin()
         loaded = [weight.detach().clone() for weight in self.trainable.model.parameters()]
-        self.checkpoints.load_weights(source.checkpoint(1))  # ranks share the reading, so a mixture is alike on all
+        self.keeper.load_weights(source.checkpoint(1))  # ranks share the reading, so a mixture is alike on all
         assert all(map(torch.equal, loaded, self.trainable.model.parameters()))
 
 
@@ -196,7 +197,7 @@ class Recording(Spike):
     def take_step(self):
         self.read.clear()
         verdict = super().take_step()
-        torch.save(torch.cat(self.read), self.folder.root / f"read_{self.progress.step}_{self.world.rank}.pt")
+        torch.save(torch.cat(self.read), self.keeper.folder.root / f"read_{self.progress.step}_{self.world.rank}.pt")
         return verdict
 
 
@@ -300,10 +301,9 @@ class Narrating(Trainer):
 class Watchful(Trainer):
     """A trainer that looks at its shards ten times a second instead of once a minute."""
 
-    def open_shard_check(self):
-        check = super().open_shard_check()
-        check.look_again_seconds = 0.1
-        return check
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.watch.shards.look_again_seconds = 0.1
 
 
 class NaNOnce(NaN):

@@ -7,9 +7,9 @@ from megatron_blackmamba.checkpoint import Checkpoints
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.optimizers.muon import Muon
-from megatron_blackmamba.training.optimizer import make_trainable
-from megatron_blackmamba.training.schedule import Schedule
-from megatron_blackmamba.training.step import Step
+from megatron_blackmamba.training.step.optimizer import make_trainable
+from megatron_blackmamba.training.step.schedule import Schedule
+from megatron_blackmamba.training.step.step import Step
 
 SMALL = [
     *("model.pattern=ME", "model.hidden_size=16", "model.expert_hidden_size=16", "model.vocab_size=32"),

@@ -19,7 +19,7 @@ def worker(folder: Path) -> None:
     from megatron_blackmamba.checkpoint import Checkpoints, manifest
     from megatron_blackmamba.config import load
     from megatron_blackmamba.runtime import world
-    from megatron_blackmamba.training.optimizer import make_trainable
+    from megatron_blackmamba.training.step.optimizer import make_trainable
 
     def write_on(path: Path) -> None:
         while True:

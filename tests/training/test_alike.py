@@ -6,7 +6,7 @@ import pytest
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training import alike
+from megatron_blackmamba.training.start import alike
 from tests.training.runs import SMALL
 
 pytestmark = pytest.mark.xdist_group("forks")

@@ -6,7 +6,7 @@ import torch
 from megatron_blackmamba.config import ParallelConfig, load
 from megatron_blackmamba.config.run import OptimizerConfig
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.training.resume import ResumeError, refuse_changes
+from megatron_blackmamba.training.start.resume import ResumeError, refuse_changes
 from tests.training.short_runs import BEFORE, KINDS, Run
 
 pytestmark = pytest.mark.xdist_group("short_runs")  # its checkpoints are saved once, not once a worker

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.events import LoggingProblem
-from megatron_blackmamba.training.display import Display, step_line
+from megatron_blackmamba.training.record.display import Display, step_line
 from tests.training.test_metrics import metrics
 
 

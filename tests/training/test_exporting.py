@@ -7,8 +7,8 @@ from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.formats.events import Exported
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange import hf
-from megatron_blackmamba.training.export_checks import ExportChecks
-from megatron_blackmamba.training.exporting import Exporter
+from megatron_blackmamba.training.keep.export_checks import ExportChecks
+from megatron_blackmamba.training.keep.exporting import Exporter
 from tests.reference import tiny
 from tests.reference.canonical import canonical
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_blackmamba.training import finite
-from megatron_blackmamba.training.finite import FirstSeen, Sighting
+from megatron_blackmamba.training.watch import finite
+from megatron_blackmamba.training.watch.finite import FirstSeen, Sighting
 
 
 @pytest.fixture

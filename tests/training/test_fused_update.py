@@ -22,7 +22,7 @@ def run_updates(folder, how, gradients="fp32"):
     from megatron_blackmamba.config import ParallelConfig
     from megatron_blackmamba.runtime import world
     from megatron_blackmamba.runtime.adam import Adam
-    from megatron_blackmamba.training import optimizer
+    from megatron_blackmamba.training.step import optimizer
     from tests.training.short_runs import Run
 
     place = world.start(ParallelConfig())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_blackmamba.config.run import GuardConfig
-from megatron_blackmamba.training.guard import Action, Guard
+from megatron_blackmamba.training.watch.guard import Action, Guard
 
 
 def judged(guard, loss, norm=1.0):

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_blackmamba.config import load
-from megatron_blackmamba.training import headline
+from megatron_blackmamba.training.start import headline
 
 WITHOUT_GPU = "small models learn more with training.precision=fp32"
 

@@ -1,7 +1,6 @@
 """A GPU without a usable Triton: the log of a run and the doctor say loudly what replaces its kernels, and why."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -9,8 +8,7 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.launch import software
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.runtime.device import DeviceError
-from megatron_blackmamba.training.kernels import refuse_lost
-from megatron_blackmamba.training.loop import Trainer
+from megatron_blackmamba.training.start.kernels import in_use, refuse_lost
 
 OPS = "megatron_blackmamba.ops"
 WITH_TRITON = ("cross_entropy", "gated", "rms_norm", "sinkhorn")
@@ -43,10 +41,7 @@ def reason(request, monkeypatch):
 
 
 def test_a_run_starts_with_a_warning(reason):
-    told = []
-    Trainer.report_kernels(SimpleNamespace(event=told.append))
-    (kernels,) = told
-    lines = kernels.sentence.splitlines()
+    lines = in_use().sentence.splitlines()
     assert lines[0].startswith("WARNING: operations of PyTorch replace the Triton kernels") and reason in lines[0]
     for op in WITH_TRITON:
         assert any(line.startswith(f"  {op}: ") and "not triton: " in line and reason in line for line in lines), op
@@ -69,8 +64,6 @@ def test_the_doctor_warns_with_advice(reason):
 
 def test_without_a_gpu_nothing_is_told(monkeypatch):
     monkeypatch.setattr(backends, "has_gpu", lambda: False)
-    told = []
-    Trainer.report_kernels(SimpleNamespace(event=told.append))
+    assert in_use() is None
     refuse_lost(load("tiny"))
-    assert not told
     assert "Triton kernels" not in [finding.name for finding in software.backends()]

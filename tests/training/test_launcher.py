@@ -223,7 +223,7 @@ import subprocess, sys
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.training import launcher
 free_port, tries = launcher.free_port, []
-TAKE = "import sys, pathlib; from megatron_blackmamba.training import lock; lock.Lock(pathlib.Path(sys.argv[1]))"
+TAKE = "import sys, pathlib; from megatron_blackmamba.training.keep import lock; lock.Lock(pathlib.Path(sys.argv[1]))"
 def meanwhile():
     tries.append(0)
     if len(tries) == 2:
@@ -232,7 +232,7 @@ def meanwhile():
 launcher.free_port = meanwhile
 sys.exit(launcher.launch([sys.executable, "-c", sys.argv[1]], 1, RunFolder(sys.argv[2]), restarts=1))
 """
-    lock = "from megatron_blackmamba.training.lock import Lock; Lock(folder / 'lock')\n"
+    lock = "from megatron_blackmamba.training.keep.lock import Lock; Lock(folder / 'lock')\n"
     worker = WORKER.format(folder=str(tmp_path)) + TRIES + lock + "sys.exit(this_try == 1)"
     done = subprocess.run(
         [sys.executable, "-c", code, worker, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_blackmamba.training.lock import Lock, RunInUse
+from megatron_blackmamba.training.keep.lock import Lock, RunInUse
 
 ROOT = Path(__file__).resolve().parents[2]
-HOLD = "import sys, time; from pathlib import Path; from megatron_blackmamba.training.lock import Lock\n"
+HOLD = "import sys, time; from pathlib import Path; from megatron_blackmamba.training.keep.lock import Lock\n"
 
 
 @pytest.fixture

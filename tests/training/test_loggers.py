@@ -11,9 +11,9 @@ import yaml
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.events import Resumed, Saved, Spike, parse_line, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training import loggers as module
-from megatron_blackmamba.training.line_file import LineFile
-from megatron_blackmamba.training.loggers import EventsFile, Loggers, LoggingError, LogText, MetricsFile
+from megatron_blackmamba.training.record import loggers as module
+from megatron_blackmamba.training.record.line_file import LineFile
+from megatron_blackmamba.training.record.loggers import EventsFile, Loggers, LoggingError, LogText, MetricsFile
 from tests.training.test_metrics import metrics
 
 
@@ -61,7 +61,7 @@ def test_lines_refused_by_full_disk_are_written_later(tmp_path):
     program = f"""
 import resource, signal, sys
 sys.path.insert(0, {os.getcwd()!r})
-from megatron_blackmamba.training.line_file import LineFile
+from megatron_blackmamba.training.record.line_file import LineFile
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -124,8 +124,8 @@ from pathlib import Path
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.events import LoggingProblem
-from megatron_blackmamba.training import loggers
-from megatron_blackmamba.training import line_file
+from megatron_blackmamba.training.record import loggers
+from megatron_blackmamba.training.record import line_file
 from tests.training.test_metrics import metrics
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -200,7 +200,7 @@ def test_tensorboard_gets_all_steps_after_a_full_disk(tmp_path):
     ended = limited(
         tmp_path,
         """
-from megatron_blackmamba.training import tensorboard
+from megatron_blackmamba.training.record import tensorboard
 tensorboard.FLUSH_SECONDS = tensorboard.RETRY_SECONDS = 0
 run = RunFolder(folder / "run")
 both = loggers.Loggers.for_run(load("tiny"), run, first_rank=True)
@@ -245,7 +245,7 @@ def test_standard_output_on_a_full_disk_loses_no_line(tmp_path):
         f"""
 import os
 os.dup2(os.open({str(output)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-from megatron_blackmamba.training.display import Display
+from megatron_blackmamba.training.record.display import Display
 from megatron_blackmamba.formats.events import Saved
 from datetime import datetime
 display = Display(load("tiny"))

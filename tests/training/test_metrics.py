@@ -6,10 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_blackmamba.checkpoint import CheckpointReader
+from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.step_records import StepRecord, metrics_so_far, read_metrics
 from megatron_blackmamba.report import write_report
-from megatron_blackmamba.training.metrics import Metric, MetricError, Taken, all_metrics, metric, metric_of, unregister
+from megatron_blackmamba.training.metrics import (
+    Metric,
+    MetricError,
+    Taken,
+    all_metrics,
+    base,
+    metric,
+    metric_of,
+    unregister,
+)
+from megatron_blackmamba.training.step.progress import Progress
 from tests.training import runs
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -121,15 +133,50 @@ def test_docs_list_exactly_the_metrics():
     assert listed == [each.name for each in all_metrics()]
 
 
+def taken_of(**known):
+    """Return a step of which only this is known."""
+    fields = ("trainable", "utilisation", "losses", "update", "learning_rate", "seconds")
+    return Taken(**{"config": load("tiny"), "progress": Progress(), "data": None, **dict.fromkeys(fields), **known})
+
+
+@pytest.mark.parametrize(
+    ("how", "value"), [("sum", 10.0), ("mean", 10 / 3), ("max", 5.0), ("norm", 38**0.5), ("weighted", 7 / 12)]
+)
+def test_reductions_over_ranks(how, value):
+    """Of four ranks one has no value and one another key, as on the stages of a pipeline."""
+    weighted = [{"a": (1.0, 2)}, {"a": (5.0, 9)}, {"b": (7.0, 7)}, {"a": (1.0, 1)}]
+    plain = [{"a": 2.0}, {"a": 5.0}, {"b": 7.0}, {"a": 3.0}]
+    if how == "weighted":
+        assert base._reduced("mean", weighted) == pytest.approx({"a": value, "b": 1.0})
+    else:
+        assert base._reduced(how, plain) == pytest.approx({"a": value, "b": 7.0})
+
+
+def test_a_maximum_over_ranks_keeps_nan():
+    for values in ([math.nan, 1.0], [1.0, math.nan]):
+        assert math.isnan(base._reduced("max", [{"a": value} for value in values])["a"])
+
+
+def test_a_mean_of_nothing_is_nan():
+    assert math.isnan(base._reduced("mean", [{"a": (0.0, 0)}, {"a": (0.0, 0)}])["a"])
+
+
+def test_a_count_needs_a_mean():
+    with pytest.raises(MetricError, match="needs reduce='mean'"):
+        Metric("odd", lambda taken: (1.0, 2.0), "An odd one", reduce="sum").scalars(None)
+
+
 @pytest.mark.xdist_group("forks")
 def test_metric_in_its_own_file_is_shown_everywhere(forks, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings = ["training.stop_after_steps=4", "logging.tensorboard=true"]
-    job = forks.run(tmp_path, [*runs.SMALL, *settings], trainer="Weighing", ranks=1)
-    assert job.wait() == [0], job.output()
+    job = forks.run(tmp_path, [*runs.ON_TWO, *settings], trainer="Weighing")  # with training.overlap
+    assert job.wait() == [0, 0], job.output()
     values = {record["step"]: record.get("weights/norm") for record in runs.metrics(tmp_path)}
-    assert values[2] > 1 and values[4] > 1 and values[1] is values[3] is None
+    assert values[2] > 1 and values[1] is values[3] is None
+    saved = CheckpointReader(tmp_path / "run")
+    assert values[4] == pytest.approx(math.hypot(*(saved.tensor(name).double().norm() for name in saved.shapes())))
     for shown in (job.output(), runs.log(tmp_path)):
         assert f"weight norm {values[4]:.2f}" in shown
     board = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
@@ -146,7 +193,8 @@ def test_validation_loss_is_weighted_by_the_mixture():
     """Three sources serve 300, 60 and 40 of 400 samples; the last one has no validation data."""
     train = SimpleNamespace(schedule=Schedule([[15, 3, 2]]))
     data = SimpleNamespace(train=train, source_names=["pile", "code", "none"])
-    taken = Taken(SimpleNamespace(data=data, end_of_data=400), None, None, 0.0, 1.0, {"pile": 2.0, "code": 3.0})
+    taken = taken_of(data=data, progress=Progress(next_sample=400, consumed_samples=10**9))
+    taken = replace(taken, validation={"pile": 2.0, "code": 3.0})
     found = metric_of("validation/loss").scalars(taken) | metric_of("validation/loss/*").scalars(taken)
     weighted = (300 * 2.0 + 60 * 3.0) / 360
     assert found == {"validation/loss": weighted, "validation/loss/pile": 2.0, "validation/loss/code": 3.0}

@@ -7,8 +7,8 @@ from megatron_blackmamba import model
 from megatron_blackmamba.config import ParallelConfig, load
 from megatron_blackmamba.optimizers.muon import Muon
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.training.optimizer import make_trainable
-from megatron_blackmamba.training.schedule import Schedule
+from megatron_blackmamba.training.step.optimizer import make_trainable
+from megatron_blackmamba.training.step.schedule import Schedule
 
 pytestmark = pytest.mark.skipif(bool(Muon().missing()), reason="megatron-core's Muon cannot run here")
 

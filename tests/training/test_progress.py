@@ -3,7 +3,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_blackmamba.training.progress import Progress
+from megatron_blackmamba.training.step.progress import Progress
 
 
 def test_skipped_samples_leave_the_learning_rate_unchanged():

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training.line_file import LineFile
-from megatron_blackmamba.training.lock import Lock
+from megatron_blackmamba.training.keep.lock import Lock
+from megatron_blackmamba.training.record.line_file import LineFile
 from tests.training.runs import SMALL, log, metrics
 from tests.waiting import wait_until
 

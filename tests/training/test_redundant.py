@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_blackmamba import model
 from megatron_blackmamba.config import load
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.training import optimizer
+from megatron_blackmamba.training.step import optimizer
 from tests.training.short_runs import SMALL
 
 pytestmark = pytest.mark.xdist_group("short_runs")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training.replicas import fingerprint
+from megatron_blackmamba.training.watch.replicas import fingerprint
 from tests.training.runs import ON_TWO, SMALL, log, losses
 
 BOTH = f"ranks 0 ({socket.gethostname()}), 1 ({socket.gethostname()})"

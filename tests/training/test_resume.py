@@ -8,7 +8,7 @@ import pytest
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import STATE
 from megatron_blackmamba.config import from_saved, keys, load, to_saved
-from megatron_blackmamba.training.resume import (
+from megatron_blackmamba.training.start.resume import (
     ResumeError,
     refuse_changes,
     refuse_start,

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_blackmamba.checkpoint import NotFiniteError, SaveError
 from megatron_blackmamba.config.run import CheckpointConfig
-from megatron_blackmamba.training import saving
-from megatron_blackmamba.training.saving import Saver
+from megatron_blackmamba.training.keep import saving
+from megatron_blackmamba.training.keep.saving import Saver
 
 
 class Scripted:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_blackmamba.config import ConfigError, load
-from megatron_blackmamba.training.schedule import Schedule, rate_change
+from megatron_blackmamba.training.step.schedule import Schedule, rate_change
 
 
 def schedule(*overrides):

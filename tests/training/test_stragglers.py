@@ -8,8 +8,8 @@ import torch
 
 from megatron_blackmamba.config.run import GuardConfig
 from megatron_blackmamba.formats.events import SlowRank
-from megatron_blackmamba.training.ranks import Ranks
-from megatron_blackmamba.training.stragglers import Slowest, Stragglers, _now, slowest
+from megatron_blackmamba.training.watch.ranks import Ranks
+from megatron_blackmamba.training.watch.stragglers import Slowest, Stragglers, _now, slowest
 from tests.training.runs import ON_TWO, events_of, log, metrics
 
 NOTHING = [0.0] * 4

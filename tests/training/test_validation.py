@@ -7,7 +7,8 @@ import torch
 
 from megatron_blackmamba.config import ParallelConfig
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.training import loop, validation
+from megatron_blackmamba.training import loop
+from megatron_blackmamba.training.step import validation
 from tests.training.short_runs import Run
 
 from megatron.core.transformer.moe.router import Router

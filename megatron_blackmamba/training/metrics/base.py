@@ -1,38 +1,80 @@
 """The metric class, the registry of metrics, and the record of a step."""
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from megatron_blackmamba.formats.step_records import StepRecord
 
 if TYPE_CHECKING:
-    from megatron_blackmamba.training.loop import Trainer
-    from megatron_blackmamba.training.step import Losses, Update
+    from torch import Tensor
+
+    from megatron_blackmamba.config import RunConfig
+    from megatron_blackmamba.data import DataPlan
+    from megatron_blackmamba.model import LanguageModel
+    from megatron_blackmamba.training.record.speed import Utilisation
+    from megatron_blackmamba.training.step.optimizer import Trainable
+    from megatron_blackmamba.training.step.progress import Progress
+    from megatron_blackmamba.training.step.step import Losses, Update
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Taken:
     """A step just taken: all that a metric may look at."""
 
-    trainer: "Trainer"
+    config: "RunConfig"
+    progress: "Progress"
+    """The position of the run after the step."""
+    data: "DataPlan"
+    trainable: "Trainable"
+    """Its weights may be those of the step before: metrics read `model` or `own_weights`."""
+    utilisation: "Utilisation"
     losses: "Losses"
     update: "Update"
     learning_rate: float
+    tokens: int
+    """Tokens of the step's batch."""
     seconds: float
-    validation: Mapping[str, float]
+    validation: Mapping[str, float] = field(default_factory=dict)
     """Validation loss by source; empty unless it was due."""
     validation_as_trained: Mapping[str, float] = field(default_factory=dict)
     """The same with the experts balanced as in training; empty unless training.validate_balanced asks for it."""
 
+    @property
+    def step(self) -> int:
+        """Return the number of the step."""
+        return self.progress.step
+
+    @cached_property
+    def model(self) -> "LanguageModel":
+        """This rank's part of the model, all its weights updated. Read it on every rank or on none: ranks exchange."""
+        self.trainable.settle()
+        return self.trainable.model
+
+    @cached_property
+    def own_weights(self) -> "list[Tensor]":
+        """This rank's parts of the weights, updated. Each part of a weight is on one rank, whatever the layout."""
+        from megatron_blackmamba.model.initialise import shards
+
+        buffers = dict(self.model.named_buffers())
+        found = (shard for shard in shards(self.model.sharded_state_dict()) if shard.key not in buffers)
+        return [shard.data.detach() for shard in found if not any(_as_tuple(shard.replica_id))]
+
 
 Key = str | tuple[str, ...]
-Value = float | Mapping[str, float] | Mapping[Key, float] | None
+Number = float | tuple[float, float]
+"""A pair is a sum and a count: a mean over ranks that counts as much."""
+Value = Number | Mapping[str, Number] | Mapping[Key, Number] | None
 """None is left out. A mapping gives one scalar a key: it fills the `*` of the name, a tuple several."""
+Scalars = dict[str, Any]
+"""Numbers by name."""
 Due = Callable[[Taken], bool]
+Measure = TypeVar("Measure", bound=Callable[[Taken], Value])
+Reduce = Literal["sum", "mean", "max", "norm"]
 
 
 class MetricError(ValueError):
@@ -52,7 +94,9 @@ class Metric:
     """A format specification of Python, or a function; empty text is not shown."""
     unit: str = ""
     due: Due = lambda taken: True
-    """Says at which steps to measure."""
+    """Says at which steps to measure; with `reduce`, the same on every rank."""
+    reduce: Reduce | None = None
+    """How the values of all ranks become one: a `norm` is the root of the sum of squares. None: rank 0's counts."""
     label: str = ""
     """Words before the value in the one-line log; the unit stands behind it."""
     in_line: bool = False
@@ -82,8 +126,8 @@ class Metric:
         found = self.pattern.fullmatch(scalar)
         return None if found is None else "/".join(found.groups())
 
-    def scalars(self, taken: Taken) -> dict[str, float]:
-        """Measure, if it is due."""
+    def scalars(self, taken: Taken) -> Scalars:
+        """Measure on this rank, if it is due."""
         value = self.measure(taken) if self.due(taken) else None
         if value is None:
             return {}
@@ -91,9 +135,12 @@ class Metric:
             raise MetricError(
                 f"{self.name} has the value {value!r}: a mapping fills a `*` in the name, a number has none"
             )
-        if not isinstance(value, Mapping):
-            return {self.name: value}
-        return {self._scalar(key): one for key, one in value.items()}
+        found = (
+            {self._scalar(key): one for key, one in value.items()} if isinstance(value, Mapping) else {self.name: value}
+        )
+        if self.reduce != "mean" and any(isinstance(one, tuple) for one in found.values()):
+            raise MetricError(f"{self.name} has the value {value!r}: a sum with a count needs reduce='mean'")
+        return found
 
     def _scalar(self, key: Key) -> str:
         """Return the name with the parts of a key in place of the stars."""
@@ -122,10 +169,10 @@ class Metric:
 _METRICS: dict[str, Metric] = {}
 
 
-def metric(name: str, title: str, **shown: Any) -> Callable[[Callable[[Taken], Value]], Callable[[Taken], Value]]:
+def metric(name: str, title: str, **shown: Any) -> Callable[[Measure], Measure]:
     """Register the decorated function as a metric; the keywords are fields of Metric."""
 
-    def register(measure: Callable[[Taken], Value]) -> Callable[[Taken], Value]:
+    def register(measure: Measure) -> Measure:
         if name in _METRICS:
             raise MetricError(f"two metrics have the name {name}: give one of them another")
         _METRICS[name] = Metric(name, measure, title, **shown)
@@ -152,8 +199,46 @@ def metric_of(scalar: str) -> Metric:
 
 
 def record(taken: Taken) -> StepRecord:
-    """Return the record of a step: every metric that is due."""
-    scalars: dict[str, float] = {}
-    for each in all_metrics():
-        scalars |= each.scalars(taken)
-    return StepRecord(taken.trainer.progress.step, scalars)
+    """Return the record of a step: every metric that is due, over all ranks if it says how. Every rank calls this."""
+    found = {each: each.scalars(taken) for each in all_metrics() if each.due(taken)}
+    if shared := {each.name: scalars for each, scalars in found.items() if each.reduce}:
+        everywhere = _of_all_ranks(shared)
+        for each in found:
+            if each.reduce:
+                found[each] = _reduced(each.reduce, [of_rank[each.name] for of_rank in everywhere])
+    return StepRecord(taken.step, {name: value for scalars in found.values() for name, value in scalars.items()})
+
+
+def _of_all_ranks(mine: dict[str, Scalars]) -> list[dict[str, Scalars]]:
+    import torch.distributed as dist
+
+    everywhere = [mine] * dist.get_world_size()
+    if len(everywhere) > 1:
+        dist.all_gather_object(everywhere, mine)
+    return everywhere
+
+
+def _reduced(how: Reduce, everywhere: Iterable[Scalars]) -> Scalars:
+    """Reduce each scalar over the ranks that have it."""
+    values: dict[str, list[Number]] = {}
+    for scalars in everywhere:
+        for name, value in scalars.items():
+            values.setdefault(name, []).append(value)
+    return {name: _REDUCTIONS[how](some) for name, some in values.items()}
+
+
+def _mean(values: list[Number]) -> float:
+    sums, counts = zip(*(value if isinstance(value, tuple) else (value, 1.0) for value in values), strict=True)
+    return math.fsum(sums) / math.fsum(counts) if any(counts) else math.nan
+
+
+def _as_tuple(numbers: int | tuple[int, ...]) -> tuple[int, ...]:
+    return numbers if isinstance(numbers, tuple) else (numbers,)
+
+
+_REDUCTIONS: dict[str, Callable[[list[Any]], float]] = {
+    "sum": math.fsum,
+    "mean": _mean,
+    "max": lambda values: math.nan if any(map(math.isnan, values)) else max(values),
+    "norm": lambda values: math.hypot(*values),
+}

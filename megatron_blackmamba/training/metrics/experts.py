@@ -1,22 +1,15 @@
-"""Balance of the experts of each layer, every training.router_every steps.
-
-Shapes: L layers, N numbers that the router kind measures, each a sum and what to divide it by.
-"""
+"""Balance of the experts of each layer, every training.router_every steps."""
 
 from collections.abc import Iterator
 
-import torch
-import torch.distributed as dist
-
 from megatron_blackmamba import routers
 from megatron_blackmamba.kinds import kind_of, layers_of
-from megatron_blackmamba.runtime import device
-from megatron_blackmamba.training.metrics.base import Key, MetricError, Taken, metric
+from megatron_blackmamba.training.metrics.base import Key, MetricError, Number, Taken, metric
 
 
 def due(taken: Taken) -> bool:
     """Return whether the router is looked at in this step."""
-    return taken.trainer.progress.step % taken.trainer.config.training.router_every == 0
+    return taken.step % taken.config.training.router_every == 0
 
 
 @metric("experts/*/max_over_mean", "Busiest expert over the mean", due=due, order=70)
@@ -35,15 +28,15 @@ def shares(taken: Taken) -> dict[Key, float]:
     }
 
 
-@metric("experts/*/router/*", "Router", due=due, order=72)
-def router(taken: Taken) -> dict[Key, float]:
-    """Return by layer the numbers that the router kind's `metrics` names."""
-    model = taken.trainer.config.model
+@metric("experts/*/router/*", "Router", due=due, reduce="mean", order=72)
+def router(taken: Taken) -> dict[Key, Number]:
+    """Return by layer the numbers that the router kind's `metrics` names, as sums and what to divide them by."""
+    model = taken.config.model
     names = sorted(routers.kind_of(model.router.kind).metrics)
     if not names:
         return {}
-    sums_LN2 = torch.zeros(model.layers, len(names), 2, dtype=torch.float64, device=device.device())
-    for layer, block in taken.trainer.trainable.model.decoder.layers.named_children():
+    found: dict[Key, Number] = {}
+    for layer, block in taken.trainable.model.decoder.layers.named_children():  # counts, which nothing gathers
         if kind_of(model.pattern[int(layer)]).routed:
             every = block.mixer.router.measured()
             if sorted(every) != names:
@@ -51,16 +44,11 @@ def router(taken: Taken) -> dict[Key, float]:
                     f"the router kind {model.router.kind} names the metrics {names}, but its module measures"
                     f" {sorted(every)}. Make `metrics` and `measured` agree"
                 )
-            for name, measured in every.items():
-                sums_LN2[int(layer), names.index(name)] += sums_LN2.new_tensor([float(x) for x in measured])
-    if taken.trainer.world.size > 1:
-        dist.all_reduce(sums_LN2)
-    values_LN = (sums_LN2[..., 0] / sums_LN2[..., 1]).tolist()
-    routed = [layer for layer, kind in enumerate(layers_of(model.pattern)) if kind.routed]
-    return {(str(layer), name): value for layer in routed for name, value in zip(names, values_LN[layer], strict=True)}
+            found |= {(layer, name): (float(every[name][0]), float(every[name][1])) for name in names}
+    return found
 
 
 def expert_tokens(taken: Taken) -> Iterator[tuple[str, list[int]]]:
     """Yield the layers with experts, by their number in the pattern, and the tokens that each expert got."""
-    layers = zip(layers_of(taken.trainer.config.model.pattern), taken.losses.expert_tokens, strict=True)
+    layers = zip(layers_of(taken.config.model.pattern), taken.losses.expert_tokens, strict=True)
     return ((str(number), counts) for number, (kind, counts) in enumerate(layers) if kind.routed)

@@ -34,24 +34,22 @@ def skipped(taken: Taken) -> int:
 @metric("consumed_samples", "Samples", in_report=False, order=40)
 def consumed_samples(taken: Taken) -> int:
     """Return the samples in the batches of all steps."""
-    return taken.trainer.progress.consumed_samples
+    return taken.progress.consumed_samples
 
 
 @metric("next_sample", "Next sample", in_report=False, order=40)
 def next_sample(taken: Taken) -> int:
     """Return the first sample that the step after this one reads, in the order of the data."""
-    return taken.trainer.progress.next_sample
+    return taken.progress.next_sample
 
 
 @metric("consumed_tokens", "Tokens", in_report=False, order=41)
 def consumed_tokens(taken: Taken) -> int:
     """Return the tokens in the batches of all steps."""
-    return taken.trainer.progress.consumed_samples * taken.trainer.config.data.sequence_length
+    return taken.progress.consumed_samples * taken.config.data.sequence_length
 
 
 @metric("consumed_flops", "Training FLOPs", format=".3e", in_table=True, in_report=False, order=42)
 def consumed_flops(taken: Taken) -> float:
     """Return the model's FLOPs for all consumed tokens, without recomputation."""
-    trainer = taken.trainer
-    tokens = trainer.progress.consumed_samples * trainer.config.data.sequence_length
-    return trainer.utilisation.flops_per_token * tokens
+    return taken.utilisation.flops_per_token * consumed_tokens(taken)

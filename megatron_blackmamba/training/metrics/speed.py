@@ -7,7 +7,7 @@ from megatron_blackmamba.training.metrics.base import Taken, metric
         order=4)  # fmt: skip
 def tokens_per_second(taken: Taken) -> float:
     """Return the tokens of a step over its time, on all ranks together."""
-    return taken.trainer.config.tokens_per_step / taken.seconds
+    return taken.tokens / taken.seconds
 
 
 @metric("speed/step_seconds", "Seconds a step", format=".3f", unit="s", in_line=True, in_report=False, order=5)
@@ -20,7 +20,7 @@ def step_seconds(taken: Taken) -> float:
         in_report=False, order=7)  # fmt: skip
 def memory(taken: Taken) -> int:
     """Return the peak memory of this rank so far: GPU memory, or the memory of the process without a GPU."""
-    from megatron_blackmamba.training.speed import memory_bytes
+    from megatron_blackmamba.training.record.speed import memory_bytes
 
     return memory_bytes()
 
@@ -29,13 +29,13 @@ def memory(taken: Taken) -> int:
         order=6)  # fmt: skip
 def mfu(taken: Taken) -> float | None:
     """Return the part of the GPU's peak that the model's own arithmetic used; None where the peak is not known."""
-    return taken.trainer.utilisation.of(taken.seconds)
+    return taken.utilisation.of(taken.tokens, taken.seconds)
 
 
 @metric("speed/slowest_rank", "Slowest rank", in_report=False, order=80)
 def slowest_rank(taken: Taken) -> int | None:
     """Return the rank that took the most time for its own work, if there are several."""
-    from megatron_blackmamba.training.stragglers import slowest
+    from megatron_blackmamba.training.watch.stragglers import slowest
 
     slow = slowest(taken.losses.computing)
     return slow.rank if slow else None
@@ -44,7 +44,7 @@ def slowest_rank(taken: Taken) -> int | None:
 @metric("speed/slowest_over_median", "Slowest rank over the median rank", order=81)
 def slowest_over_median(taken: Taken) -> float | None:
     """Return its time over the median of the other ranks' times."""
-    from megatron_blackmamba.training.stragglers import slowest
+    from megatron_blackmamba.training.watch.stragglers import slowest
 
     slow = slowest(taken.losses.computing)
     return slow.over_median if slow else None

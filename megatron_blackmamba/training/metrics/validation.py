@@ -31,9 +31,8 @@ def validation_loss_as_trained(taken: Taken) -> float:
 
 def weighted(taken: Taken, losses: Mapping[str, float]) -> float:
     """Return the mean of losses by source, weighted by the samples that the whole run takes from each."""
-    trainer = taken.trainer
-    counts = trainer.data.train.schedule.counts(trainer.end_of_data)
-    samples = dict(zip(trainer.data.source_names, counts, strict=True))
+    counts = taken.data.train.schedule.counts(taken.progress.end_of_data(taken.config))
+    samples = dict(zip(taken.data.source_names, counts, strict=True))
     weights = {name: samples[name] for name in losses}
     total = sum(weights.values())
     if not total:  # a mixture may leave out all sources with validation data

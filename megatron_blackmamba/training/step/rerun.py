@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_blackmamba.training.finite import FirstSeen, described
-from megatron_blackmamba.training.guard import Action, Verdict
-from megatron_blackmamba.training.ranks import Ranks
-from megatron_blackmamba.training.step import Losses, Update
+from megatron_blackmamba.training.step.step import Losses, Update
+from megatron_blackmamba.training.watch.finite import FirstSeen, described
+from megatron_blackmamba.training.watch.guard import Action, Verdict
+from megatron_blackmamba.training.watch.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,12 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_blackmamba.config import RunConfig, to_yaml
+from megatron_blackmamba.data import DataPlan
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.training.lock import Lock
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.registry import extensions
+from megatron_blackmamba.training.keep.lock import Lock
 
 
 class Records:
@@ -33,3 +37,17 @@ class Records:
                     atomic.write_bytes(path, content)
                     names.append(path.name)
         return f"{self.lock.path.parent}: {', '.join(names)} had been removed and is written again" if names else ""
+
+
+def contents(folder: RunFolder, config: RunConfig, data: DataPlan) -> dict[Path, bytes]:
+    """Return what the folder says of a run: its config, its data and their tokenizer."""
+    used = ",".join(extensions())
+    needs = f"# trained with BLACKMAMBA_IMPORT={used}\n" if used else ""
+    found = {
+        folder.config: (needs + to_yaml(config)).encode(),
+        folder.data_plan: atomic.json_bytes(data.describe()),
+    }
+    tokenizer = data.record["tokenizer"]
+    if tokenizer and tokenizer["file"]:
+        found[folder.tokenizer] = Path(tokenizer["file"]).read_bytes()
+    return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime.world import World
-from megatron_blackmamba.training.ranks import Ranks
+from megatron_blackmamba.training.watch.ranks import Ranks
 
 
 @dataclass(frozen=True)

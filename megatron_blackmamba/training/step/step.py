@@ -17,10 +17,10 @@ from torch import Tensor
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
-from megatron_blackmamba.training.finite import FirstSeen
 from megatron_blackmamba.training.fixes import NonFiniteGradient
-from megatron_blackmamba.training.optimizer import Trainable
-from megatron_blackmamba.training.stragglers import OwnTime
+from megatron_blackmamba.training.step.optimizer import Trainable
+from megatron_blackmamba.training.watch.finite import FirstSeen
+from megatron_blackmamba.training.watch.stragglers import OwnTime
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.moe.router import Router
@@ -88,14 +88,22 @@ class Step:
     def __init__(self, config: RunConfig, world: World, trainable: Trainable, sources: int):
         self.config, self.world, self.trainable, self.sources = config, world, trainable, sources
         self.model = trainable.model
-        self.micro_batches = config.training.global_batch // (config.training.micro_batch * world.data_size)
         self.forward_backward = get_forward_backward_func()
         self.own_time = OwnTime(trainable.model, world.size)
         self.first_seen = FirstSeen(world, trainable.model)
         self.expert_biases = ExpertBiases(trainable.model)
 
+    def micro_batches(self, global_batch: int | None = None) -> int:
+        """Return the number of this rank's micro-batches of a global batch, by default training.global_batch."""
+        training = self.config.training
+        return (global_batch or training.global_batch) // (training.micro_batch * self.world.data_size)
+
     def gradients(
-        self, batches: Iterator[Batch], asked_to_stop: bool = False, shards: tuple[int, int] = (0, 0)
+        self,
+        batches: Iterator[Batch],
+        asked_to_stop: bool = False,
+        shards: tuple[int, int] = (0, 0),
+        global_batch: int | None = None,
     ) -> Losses:
         """Forward and backward over this rank's micro-batches of a global batch; gradients are reduced over all.
 
@@ -108,7 +116,7 @@ class Step:
         self.trainable.optimizer.zero_grad()
         self.trainable.reduced.zero_grad_buffer()  # the last of the two: it may set `grad`
         with self.expert_biases.held_back():
-            return self._run(batches, forward_only=False, asked_to_stop=asked_to_stop, shards=shards)
+            return self._run(batches, self.micro_batches(global_batch), False, asked_to_stop, shards)
 
     def update(self) -> Update:
         """Update the weights with the current gradients, or leave them unchanged if these are not finite."""
@@ -131,7 +139,7 @@ class Step:
         counts = [router.unrouted for router in routers if hasattr(router, "unrouted")]
         of_training = [count.clone() for count in counts]
         try:
-            return self._run(batches, forward_only=True)
+            return self._run(batches, self.micro_batches(), forward_only=True)
         finally:
             self.trainable.reduced.train()
             for count, before in zip(counts, of_training, strict=True):
@@ -140,6 +148,7 @@ class Step:
     def _run(
         self,
         batches: Iterator[Batch],
+        micro_batches: int,
         forward_only: bool,
         asked_to_stop: bool = False,
         shards: tuple[int, int] = (0, 0),
@@ -149,7 +158,7 @@ class Step:
             forward_step_func=self._forward,
             data_iterator=batches,
             model=[self.trainable.reduced],
-            num_microbatches=self.micro_batches,
+            num_microbatches=micro_batches,
             seq_length=data.sequence_length,
             micro_batch_size=self.config.training.micro_batch,
             forward_only=forward_only,

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.data import BatchStream, DataPlan
+from megatron_blackmamba.data import DataPlan
 from megatron_blackmamba.runtime.world import World
-from megatron_blackmamba.training.step import Step
+from megatron_blackmamba.training.step.feed import micro_batches
+from megatron_blackmamba.training.step.step import Step
 
 
 def validate(
@@ -33,18 +34,7 @@ def _of_source(
     batch = config.training.global_batch
     held_out = data.validation[data.source_names[source]]
     samples = min(len(held_out), batch * config.training.evaluate_batches)
-    stream = BatchStream(
-        held_out,
-        global_batch=batch,
-        micro_batch=config.training.micro_batch,
-        dp_rank=world.data_rank,
-        dp_size=world.data_size,
-        part=(world.context_rank, world.parallel.context),
-        workers=config.data.workers,
-        stop_sample=samples,
-        source_id=source,
-    )
-    with stream:
+    with micro_batches(config, world, held_out, stop_sample=samples, source_id=source) as stream:
         results = [step.evaluate(stream, routed_as_trained) for _ in range(-(-samples // batch))]
     tokens = sum(result.tokens for result in results)
     return sum(result.loss * result.tokens for result in results) / tokens

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from megatron_blackmamba.checkpoint import SaveError
 from megatron_blackmamba.formats.events import Event, Exported, NotExported
-from megatron_blackmamba.training.export_checks import ExportChecks
+from megatron_blackmamba.training.keep.export_checks import ExportChecks
 
 
 class Exporter:

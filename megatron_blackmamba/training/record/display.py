@@ -18,7 +18,7 @@ from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.events import Event, Failed
 from megatron_blackmamba.formats.step_records import StepRecord
 from megatron_blackmamba.training.metrics import Metric, all_metrics
-from megatron_blackmamba.training.output import Output
+from megatron_blackmamba.training.record.output import Output
 
 STEPS_FOR_ETA = 50
 STEPS_TO_WARM_UP = 1

@@ -17,7 +17,7 @@ from megatron_blackmamba.config.run import GuardConfig
 from megatron_blackmamba.formats.events import Event, RankRecovered, SlowRank
 from megatron_blackmamba.kinds import kinds_in
 from megatron_blackmamba.model import LanguageModel
-from megatron_blackmamba.training.ranks import Ranks
+from megatron_blackmamba.training.watch.ranks import Ranks
 
 
 class OwnTime:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_blackmamba.config import RunConfig
+
 
 @dataclass
 class Progress:
@@ -18,9 +20,13 @@ class Progress:
     passed_over: list[tuple[int, int]] = field(default_factory=list)
     """First and last sample of each range that rewinds pass over."""
 
+    last_batch: tuple[int, int] = (0, 0)
+    """First sample of the batch of the last step, and the one after its last; not saved."""
+
     def advance(self, next_sample: int, samples: int) -> None:
         """Count one step with a batch of `samples`."""
         self.step += 1
+        self.last_batch = (self.next_sample, next_sample)
         self.next_sample = next_sample
         self.consumed_samples += samples
 
@@ -35,6 +41,10 @@ class Progress:
         if start < end:
             spans.append((start, end - 1))
         return spans
+
+    def end_of_data(self, config: RunConfig) -> int:
+        """Return the index behind the last sample of the run."""
+        return self.end_after(config.samples_left(self.consumed_samples))
 
     def end_after(self, samples: int) -> int:
         """Return the index behind the last sample if `samples` more are read: skipped ranges ahead count."""

@@ -21,9 +21,9 @@ from megatron_blackmamba.formats.events import Event, LoggingProblem
 from megatron_blackmamba.formats.events import parse_line as parse_event
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import StepRecord, parse_line
-from megatron_blackmamba.training.display import Display, step_line
-from megatron_blackmamba.training.line_file import LineFile
-from megatron_blackmamba.training.tensorboard import TensorBoard
+from megatron_blackmamba.training.record.display import Display, step_line
+from megatron_blackmamba.training.record.line_file import LineFile
+from megatron_blackmamba.training.record.tensorboard import TensorBoard
 
 WANDB_ID = re.compile(r"[0-9a-z]{6,64}")
 

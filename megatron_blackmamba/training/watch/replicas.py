@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.model.initialise import shards
 from megatron_blackmamba.runtime.world import World
-from megatron_blackmamba.training.ranks import Ranks
+from megatron_blackmamba.training.watch.ranks import Ranks
 
 Piece = tuple[str, tuple[int, ...]]
 """A weight's key, and the offset of a shard in it."""

@@ -1,0 +1,1 @@
+"""Keeps a run: its locked folder, when checkpoints and exports are written, and the files that describe it."""

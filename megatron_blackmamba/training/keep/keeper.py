@@ -1,0 +1,137 @@
+"""All that keeps a run, as one: its locked folder with the checkpoints, the exports, the records and the markers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_blackmamba import __version__
+from megatron_blackmamba.checkpoint import Checkpoints
+from megatron_blackmamba.checkpoint.reading import saved_config
+from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.data import DataPlan
+from megatron_blackmamba.formats.events import Event, LoggingProblem
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.keep.export_checks import ExportChecks
+from megatron_blackmamba.training.keep.exporting import Exporter
+from megatron_blackmamba.training.keep.lock import Lock
+from megatron_blackmamba.training.keep.records import Records, contents
+from megatron_blackmamba.training.keep.saving import Saver
+from megatron_blackmamba.training.step.optimizer import Trainable
+
+
+class Keeper:
+    """The folder of a run, locked. Every rank has one and calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        trainable: Trainable,
+        state: Callable[[], dict[str, Any]],
+        report: Callable[[Event], None],
+        alive: Callable[[str], None],
+    ) -> None:
+        """Lock the folder. `state` returns what a checkpoint holds beside tensors; `alive` is for a watchdog."""
+        self.folder = folder = RunFolder(Path(config.folder) / config.name)
+        self._config, self._world, self._model = config, world, trainable.model
+        self._run_state, self._report, self._alive = state, report, alive
+        self._records: Records | None = None
+        self._checkpoints = Checkpoints(folder, config, world, trainable.model, trainable.optimizer, report, alive)
+        self._saver = Saver(config.checkpoint, self._checkpoints, self._state, report)
+        checks = ExportChecks(config.checkpoint.export_check if world.is_main else "none", folder, report)
+        every = config.checkpoint.export_every
+        self._exporter = Exporter(every, self._export, self._is_exported, report, checks)
+        if world.is_main:
+            folder.refuse_obstacles()
+        self._lock = Lock(folder.lock) if world.is_main else None
+
+    def newest(self) -> int | None:
+        """Return the step of the newest good checkpoint."""
+        return self._checkpoints.newest()
+
+    def saved(self, step: int) -> tuple[RunConfig, dict[str, Any]]:
+        """Return the config of a checkpoint, and what it holds beside tensors."""
+        state = self._checkpoints.state(step)
+        return saved_config(self.folder.checkpoint(step), state), state
+
+    def load(self, step: int) -> None:
+        """Load the weights and the optimizer's state of a checkpoint of this run."""
+        self._checkpoints.load(step)
+        self._saver.resumed_at(step)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Load the weights of a checkpoint of any run."""
+        self._checkpoints.load_weights(path)
+
+    def begin(self, data: DataPlan) -> None:
+        """Note in the folder that the run goes on, with which config and data."""
+        if self._lock:
+            for marker in (self.folder.requeue, self.folder.done, self.folder.failed):
+                marker.unlink(missing_ok=True)
+            self._records = Records(self._lock, contents(self.folder, self._config, data))
+            self._records.write()
+
+    def after_step(self, step: int, good: bool = True) -> None:
+        """Save and export what is due. What is due at a bad step waits for the next good one."""
+        for each in (self._saver, self._exporter):
+            (each.after_step if good else each.postpone)(step)
+
+    def wait(self) -> None:
+        """Wait for the save under way."""
+        self._saver.wait()
+
+    def settled(self) -> int | None:
+        """Finish the save under way, and return the newest checkpoint."""
+        return self._saver.settled()
+
+    def last(self, step: int) -> bool:
+        """Save the last step of this job, and return whether it is on disk."""
+        return self._saver.last(step)
+
+    @property
+    def another_start_may_save(self) -> bool:
+        """Return whether it was the disk that refused the last step, not the weights."""
+        return self._saver.last_failed
+
+    def export_last(self, step: int) -> None:
+        """Export the last step of the run, unless that has happened."""
+        self._exporter.last(step)
+
+    def stop(self, finish: bool = False) -> None:
+        """Drop the checks of exports, or finish them."""
+        self._exporter.close(finish)
+
+    def mark(self, done: bool, requeue: bool) -> None:
+        """Leave the marker that scripts decide by: an empty file can be made on a full disk too."""
+        if self._world.is_main and (done or requeue):
+            (self.folder.done if done else self.folder.requeue).touch()
+
+    def unlock(self, leave_no_trace: bool = False) -> None:
+        """Let other jobs train in the folder, and remove it if it was made for a run that is refused."""
+        if self._lock:
+            self._lock.discard() if leave_no_trace else self._lock.release()
+
+    def _state(self) -> dict[str, Any]:
+        if self._records and (restored := self._records.restore()):
+            self._report(LoggingProblem(problem=restored))
+        return self._run_state()
+
+    def _export(self, step: int) -> None:
+        """Write the weights as they are as a Hugging Face model, every rank its part."""
+        from megatron_blackmamba.interchange import live, megatron
+
+        self._alive(f"exporting step {step}")
+        state, folder = self._state(), self.folder
+        live.export(
+            self._model,
+            self._world,
+            folder.export(step),
+            source=f"step {step} of {folder.root}",
+            tokenizer=folder.tokenizer if folder.tokenizer.is_file() else None,
+            sequence_length=self._config.data.sequence_length,
+            past=lambda: megatron.past(self._config, state, step, folder, __version__),
+        )
+
+    def _is_exported(self, step: int) -> bool:
+        return self._world.any_rank(self._world.is_main and self.folder.export(step).exists())
