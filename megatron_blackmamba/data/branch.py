@@ -1,7 +1,7 @@
 """The mixture of a branch: what its trunk read up to the branch, then the sources and weights of another mixture.
 
 A source that both hold goes on where the trunk left it, so that none of its text is read twice before an epoch ends.
-The other sources of the new mixture begin. The position in the data stays the trunk's: earlier samples keep their number.
+The other sources of the new mixture begin. The position in the data stays the trunk's, as do sample numbers.
 """
 
 from collections.abc import Mapping

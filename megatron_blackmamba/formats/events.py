@@ -76,6 +76,30 @@ class Started(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Branched(Event):
+    """The run begins at a checkpoint of another run."""
+
+    trunk: str
+    """The checkpoint."""
+    sample: int
+    consumed_samples: int
+    steps_left: int
+    tokens_per_step: int
+    mixture: str | None = None
+    """The mixture that was composed of the trunk's and the run's own."""
+    protected: bool = True
+    """The trunk keeps the checkpoint until the branch has one of its own."""
+    processes: int | None = None
+
+    @property
+    def text(self) -> str:
+        line = f"branches from {self.trunk}: {self.steps_left} steps of {self.tokens_per_step} tokens to go"
+        reads = f"; reads {self.mixture}" if self.mixture else ""
+        lost = "" if self.protected else "\nnote: the trunk may delete that checkpoint: its folder cannot be written to"
+        return f"{line}{reads}{lost}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kernels(Event):
     """The kernels that this run uses on GPUs."""
 

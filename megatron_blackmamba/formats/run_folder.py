@@ -49,6 +49,16 @@ class RunFolder:
         return self.root / "data_plan.json"
 
     @property
+    def mixture(self) -> Path:
+        """Return the mixture that a branch composed of its trunk's and its own."""
+        return self.root / "mixture.yaml"
+
+    @property
+    def branches(self) -> Path:
+        """Return the folder with a file for each run that branches from this one, which names its step."""
+        return self.root / "branches"
+
+    @property
     def tokenizer(self) -> Path:
         """Return the file of the data's tokenizer."""
         return self.root / "tokenizer.json"

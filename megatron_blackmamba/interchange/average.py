@@ -1,4 +1,4 @@
-"""The average of several checkpoints of one model, weight by weight, as another model to start from, score or export."""
+"""The average of several checkpoints of one model, weight by weight, as a model to start from, score or export."""
 
 from collections.abc import Sequence
 from dataclasses import replace

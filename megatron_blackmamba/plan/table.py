@@ -214,7 +214,7 @@ def _parts(placed: Placed) -> Table:
 def _time(plan: Plan, placed: Placed) -> Table:
     assert placed.goodput
     config, lost = plan.config, placed.goodput
-    seconds = placed.seconds_per_step * config.steps
+    seconds = placed.seconds_per_step * config.planned_tokens / config.tokens_per_step
     how = "at best, calculated: a run is slower, give its own with --mfu" if placed.mfu_is_calculated else "given"
     table = _grid(f"\nTime at {placed.mfu:.1%} MFU ({how})", "")
     table.add_row("a step", f"{placed.seconds_per_step:.3f} s")

@@ -32,6 +32,7 @@ from megatron_blackmamba.training.metrics import Taken
 from megatron_blackmamba.training.record.journal import Journal
 from megatron_blackmamba.training.start import headline, kernels
 from megatron_blackmamba.training.start.alike import refuse_unlike_data, refuse_unlike_starts
+from megatron_blackmamba.training.start.branch import Branch, find_branch, with_own_data
 from megatron_blackmamba.training.start.resume import (
     refuse_changes,
     refuse_start,
@@ -84,6 +85,7 @@ def _train(config: RunConfig, trainer: type["Trainer"], stop: StopRequest) -> Ou
     layout.check(config, place.size)
     optimizers.refuse_missing(config.optimizer)
     refuse_start(config)
+    find_branch(config)
     if place.rank == 0:
         with contextlib.suppress(OSError):  # standard output may lie on a full disk
             print(*headline.lines(config, place.size, counted=not dist.is_initialized()), sep="\n", flush=True)
@@ -99,14 +101,16 @@ class Trainer:
     """One rank of a run. Its parts are public: a test or an experiment may put its own in their place."""
 
     def __init__(self, config: RunConfig, world: World, stop: StopRequest, watchdog: Watchdog) -> None:
+        self.branch = find_branch(config)
+        config, mixture = with_own_data(config, self.branch)
         self.config, self.world, self.stop, self.watchdog = config, world, stop, watchdog
         kernels.refuse_lost(config)
         process.be_deterministic(config.training.deterministic)
         watchdog.alive("building the model")
         self.trainable = make_trainable(config, model.build(config, world), world)
-        self.progress = Progress()
+        self.progress = self.branch.progress if self.branch else Progress()
         watchdog.alive("opening the data")
-        self.data = self.open_data()
+        self.data = open_plan(config, self.progress.end_of_data(config), mixture)
         refuse_unlike_data(self.data.record)
         self.step = Step(config, world, self.trainable, len(self.data.source_names))
         self.schedule = Schedule(config, self.trainable.optimizer)
@@ -114,10 +118,10 @@ class Trainer:
         """The step at which this job begins; None until its config, data and checkpoint are accepted."""
         self.asked_to_stop = False
         """Set this to end the run after the step, with a checkpoint."""
-        self.keeper = Keeper(config, world, self.trainable, self.state, self.event, watchdog.alive)
+        self.keeper = Keeper(config, world, self.trainable, self.state, self.event, watchdog.alive, mixture)
         try:  # in the folder that is now locked
             self.watch = Watch(config, world, self.trainable.model, self.data.shards, self.keeper.folder, self.event)
-            self.journal = Journal(config, world, self.keeper.folder)
+            self.journal = Journal(config, world, self.keeper.folder, self.progress.step)
             self.batches = self.open_batches()
         except BaseException as error:
             self.keeper.unlock(leave_no_trace=exits.refuses(error))
@@ -161,6 +165,8 @@ class Trainer:
                 self.data = self.open_data()
             at = {"sample": self.progress.next_sample, "steps_left": self.steps_left}
             self.event(events.Resumed(changes=changes, **at, **size))
+        elif self.branch:
+            self.leave_trunk(self.branch)
         else:
             if weights:
                 refuse_start_tokenizer(self.config, self.data.record)
@@ -179,6 +185,15 @@ class Trainer:
         self.watchdog.begin()
         process.freeze_gc()
         self.keeper.begin(self.data)
+
+    def leave_trunk(self, branch: Branch) -> None:
+        """Take over a checkpoint of another run."""
+        branch.refuse_data(self.data.record)
+        protected = self.keeper.load_from(branch.checkpoint, branch.step)
+        if branch.reads_on(self.data.record):  # the losses of other data say nothing of a spike
+            self.watch.restore(branch.state["guard"])
+        self.begun_at = branch.step
+        self.event(branch.event(self.config, processes=self.world.size, protected=protected))
 
     def resume(self, step: int) -> list[str]:
         """Take over a checkpoint of this run, or refuse to; returns the changes that were allowed by name."""

@@ -25,7 +25,7 @@ def test_gpu_is_recognised_by_its_driver_name(driver_says, name):
     ],
 )
 def test_a_gpu_of_unknown_peak_gets_no_utilisation(driver_says):
-    assert Utilisation(load("tiny"), 8, driver_says).of(1.0) is None
+    assert Utilisation(load("tiny"), 8, driver_says).of(2048, 1.0) is None
 
 
 def test_utilisation_is_model_flops_over_all_gpu_peaks():

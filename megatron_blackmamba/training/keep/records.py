@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_blackmamba.config import RunConfig, to_yaml
 from megatron_blackmamba.data import DataPlan
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.registry import extensions
 from megatron_blackmamba.training.keep.lock import Lock
@@ -39,7 +40,7 @@ class Records:
         return f"{self.lock.path.parent}: {', '.join(names)} had been removed and is written again" if names else ""
 
 
-def contents(folder: RunFolder, config: RunConfig, data: DataPlan) -> dict[Path, bytes]:
+def contents(folder: RunFolder, config: RunConfig, data: DataPlan, mixture: Mixture | None = None) -> dict[Path, bytes]:
     """Return what the folder says of a run: its config, its data and their tokenizer."""
     used = ",".join(extensions())
     needs = f"# trained with BLACKMAMBA_IMPORT={used}\n" if used else ""
@@ -47,6 +48,8 @@ def contents(folder: RunFolder, config: RunConfig, data: DataPlan) -> dict[Path,
         folder.config: (needs + to_yaml(config)).encode(),
         folder.data_plan: atomic.json_bytes(data.describe()),
     }
+    if mixture:
+        found[folder.mixture] = mixture.to_yaml().encode()
     tokenizer = data.record["tokenizer"]
     if tokenizer and tokenizer["file"]:
         found[folder.tokenizer] = Path(tokenizer["file"]).read_bytes()

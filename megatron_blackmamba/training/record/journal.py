@@ -16,8 +16,9 @@ from megatron_blackmamba.training.record.tracing import Tracing
 class Journal:
     """The loggers of a run, the clock of its steps and the profiler. Every rank has one; rank 0 alone writes logs."""
 
-    def __init__(self, config: RunConfig, world: World, folder: RunFolder) -> None:
-        self._loggers = Loggers.for_run(config, folder, world.is_main)
+    def __init__(self, config: RunConfig, world: World, folder: RunFolder, begins_after: int = 0) -> None:
+        """Open the logs of a run that begins after a step of its trunk, or after 0."""
+        self._loggers = Loggers.for_run(config, folder, world.is_main, begins_after)
         self._tracing = Tracing(config.training.profile, folder.profile, world.rank)
         self.utilisation = Utilisation(config, world.size)
         self._traced: Event | None = None

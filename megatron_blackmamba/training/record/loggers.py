@@ -44,8 +44,9 @@ class Logger(Protocol):
 class MetricsFile:
     """metrics.jsonl: one object a step, each step once, whatever happened in between."""
 
-    def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
-        self._lines, self._say = LineFile(path, say), say
+    def __init__(self, path: Path, say: Callable[[str], None] = print, begins_after: int = 0) -> None:
+        """Open the file of a run that begins after a step: that of its trunk, or 0."""
+        self._lines, self._say, self._begins_after = LineFile(path, say), say, begins_after
 
     def step(self, record: StepRecord) -> None:
         self._lines.write(record.to_json())
@@ -73,7 +74,7 @@ class MetricsFile:
         except OSError as error:  # a log is no reason not to train
             self._say(f"{self._lines.path}: cannot be read: {error.strerror}; steps may be in it twice")
             return
-        if max([last, *map(_step_of, waiting)]) < step:
+        if max([self._begins_after, last, *map(_step_of, waiting)]) < step:
             self._say(f"{self._lines.path}: ends at step {last}; the records up to step {step} are missing")
 
     def close(self) -> None:
@@ -191,7 +192,7 @@ class Loggers:
         self._step = 0
 
     @classmethod
-    def for_run(cls, config: RunConfig, run: RunFolder, first_rank: bool) -> "Loggers":
+    def for_run(cls, config: RunConfig, run: RunFolder, first_rank: bool, begins_after: int = 0) -> "Loggers":
         if not first_rank:
             return cls([], [])
         loggers = cls([], [])
@@ -201,7 +202,7 @@ class Loggers:
         if config.logging.wandb != "off":
             makers.append(lambda: Wandb(config, run))
         files: list[Logger] = [
-            MetricsFile(run.metrics, loggers.problem),
+            MetricsFile(run.metrics, loggers.problem, begins_after),
             EventsFile(run.events, loggers.problem),
             LogText(run.log, loggers.problem),
         ]

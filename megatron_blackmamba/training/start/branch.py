@@ -13,10 +13,11 @@ from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.data import refuse_changed_data
 from megatron_blackmamba.data.branch import continued
+from megatron_blackmamba.formats.events import Branched
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training.progress import Progress
-from megatron_blackmamba.training.resume import FREE, ResumeError, differing_keys, refuse_tokenizer, under
+from megatron_blackmamba.training.start.resume import FREE, ResumeError, differences, refuse_tokenizer, under
+from megatron_blackmamba.training.step.progress import Progress
 
 MAY_DIFFER = (
     *("optimizer.", "training.tokens", "training.global_batch", "training.batch_ramp"),
@@ -37,21 +38,49 @@ class Branch:
     trunk: RunConfig
     state: dict[str, Any]
     """What the checkpoint holds beside tensors."""
-    mixture: Mixture | None
-    """The data of the branch, if it is neither the trunk's alone nor synthetic."""
     relength: bool
     """The branch has another sequence length, and therefore an order of samples of its own."""
     progress: Progress
 
-    @property
-    def changes_data(self) -> bool:
-        return self.relength or self.mixture is not None
+    def mixture(self, config: RunConfig) -> Mixture | None:
+        """Return the trunk's mixture up to the branch and the branch's after it; None if data.mixture says it all."""
+        ours, theirs = config.data.mixture, self.trunk.data.mixture
+        if self.relength or ours is None or theirs is None or ours == theirs:
+            return None
+        try:
+            before = Mixture.read(theirs)
+        except MixtureError as error:
+            raise ResumeError(
+                f"start.branch={config.start.branch}: needs the trunk's mixture as well as its own: {error}"
+            ) from None
+        then = Mixture.read(ours)
+        if before.independent() == then.independent():
+            return None
+        return continued(before, then, self.progress.next_sample, config.data.sequence_length)
 
     def refuse_data(self, record: dict[str, Any]) -> None:
-        """Raise an error if the branch's data (as DataPlan.record) is of another tokenizer, or not the trunk's so far."""
+        """Refuse data (as DataPlan.record) of another tokenizer, or other data than the trunk's before the branch."""
         refuse_tokenizer(self.state["data"], record, self.step)
         if not self.relength:
             refuse_changed_data(self.state["data"], record, self.progress.next_sample)
+
+    def reads_on(self, record: dict[str, Any]) -> bool:
+        """Return whether the branch goes on with the trunk's data."""
+        kept = ("sequence_length", "phases", "sources")
+        return all(record[key] == self.state["data"][key] for key in kept)
+
+    def event(self, config: RunConfig, **more: Any) -> Branched:
+        """Describe the beginning of the branch."""
+        progress, own = self.progress, RunFolder(Path(config.folder) / config.name).mixture
+        return Branched(
+            trunk=str(self.checkpoint),
+            sample=progress.next_sample,
+            consumed_samples=progress.consumed_samples,
+            steps_left=config.steps_left(progress.consumed_samples),
+            tokens_per_step=config.batch_at(progress.consumed_samples) * config.data.sequence_length,
+            mixture=str(own) if config.data.mixture == str(own.resolve()) else None,
+            **more,
+        )
 
 
 def trunk_of(spec: str) -> tuple[Path, int | None]:
@@ -84,14 +113,25 @@ def find_branch(config: RunConfig) -> Branch | None:
             f"start.branch={config.start.branch}: the trunk has consumed {done} tokens there, and"
             f" training.tokens={config.training.tokens} of this run counts them. Set training.tokens above {done}."
         )
-    mixture = None if relength else _mixture(config, trunk, progress)
-    return Branch(checkpoint, progress.step, trunk, state, mixture, relength, progress)
+    return Branch(checkpoint, progress.step, trunk, state, relength, progress)
+
+
+def with_own_data(config: RunConfig, branch: Branch | None) -> tuple[RunConfig, Mixture | None]:
+    """Return the config with the mixture in its folder that a branch reads, and its content if it is not written yet.
+
+    A branch that resumes reads what it composed at its start, whatever data.mixture has become.
+    """
+    own = RunFolder(Path(config.folder) / config.name).mixture
+    mixture = branch.mixture(config) if branch else None
+    if mixture is None and (branch or config.start.branch is None or not own.is_file()):
+        return config, None
+    return config.model_copy(update={"data": config.data.model_copy(update={"mixture": str(own.resolve())})}), mixture
 
 
 def _refuse_changes(config: RunConfig, trunk: RunConfig, checkpoint: Path) -> None:
     fixed = [
         (key, old, new)
-        for key, old, new in differing_keys(trunk, config)
+        for key, old, new in differences(*(each.model_dump(mode="json", by_alias=True) for each in (trunk, config)))
         if under(key, MUST_STAY) or not under(key, (*MAY_DIFFER, *FREE))
     ]
     if fixed:
@@ -100,18 +140,3 @@ def _refuse_changes(config: RunConfig, trunk: RunConfig, checkpoint: Path) -> No
             f"start.branch={config.start.branch}: {checkpoint} was made with {said}. A branch goes on with the trunk's"
             " model and optimizer. Restore these values, or use start.from, which takes the weights alone."
         )
-
-
-def _mixture(config: RunConfig, trunk: RunConfig, progress: Progress) -> Mixture | None:
-    """Return the trunk's mixture up to the branch and the branch's after it; None if they are the same."""
-    ours, theirs = config.data.mixture, trunk.data.mixture
-    if ours is None or theirs is None or ours == theirs:
-        return None
-    try:
-        before = Mixture.read(theirs)
-    except MixtureError as error:
-        raise ResumeError(f"start.branch={config.start.branch}: the trunk's mixture is needed too. {error}") from None
-    then = Mixture.read(ours)
-    if before.independent() == then.independent():
-        return None
-    return continued(before, then, progress.next_sample, config.data.sequence_length)

@@ -14,7 +14,6 @@ patches.install()  # before megatron-core is imported
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
-
 STYLES = {"wsd": "WSD", "sqrt": "minus_sqrt"}
 """megatron-core's names of shapes, where they differ from the config's."""
 
