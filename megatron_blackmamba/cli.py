@@ -26,12 +26,13 @@ from megatron_blackmamba.runtime.failure import SAID, say_once
 from megatron_blackmamba.serving import commands as serving_commands
 from megatron_blackmamba.study.verb import study
 from megatron_blackmamba.trace import commands as trace_commands
+from megatron_blackmamba.training.anneal import anneal
 from megatron_blackmamba.training.verb import train
 
 SECTIONS = {
     "Start": ("quickstart", "new", "config"),
     "Data": ("data",),
-    "Train": ("plan", "doctor", "train", "launch"),
+    "Train": ("plan", "doctor", "train", "anneal", "launch"),
     "Compare": ("runs", "report", "compare", "evaluate", "study"),
     "Use": ("generate", "chat", "average", "export", "import", "verify"),
 }
@@ -148,6 +149,7 @@ def plan(
     from megatron_blackmamba.formats.mixture import MixtureError
     from megatron_blackmamba.plan import estimate, gpus, measured, table
     from megatron_blackmamba.runtime.layout import LayoutError
+    from megatron_blackmamba.training.start.begins import beginning
 
     if nodes is None and (check or suggest or scaling or mfu is not None):
         raise typer.BadParameter("--check, --suggest, --scaling and --mfu need --nodes N")
@@ -160,7 +162,7 @@ def plan(
     )
     run = compose(configs)
     with working("planning"):
-        made = estimate.make_plan(run, asked)
+        made = estimate.make_plan(run, asked, beginning(run))
     if as_json:
         print(json.dumps(estimate.as_json(made), indent=2))
     elif not check:
@@ -386,6 +388,7 @@ def quickstart(
 
 
 app.command()(train)
+app.command()(anneal)
 app.command()(inference_commands.generate)
 app.command()(serving_commands.chat)
 app.command()(interchange_commands.verify)

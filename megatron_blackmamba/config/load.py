@@ -20,10 +20,11 @@ from megatron_blackmamba import kinds, optimizers, routers
 from megatron_blackmamba.config import file_kinds, migrations, spellings
 from megatron_blackmamba.config.base import ConfigError, Section, UserPath
 from megatron_blackmamba.config.run import DataConfig, RunConfig
+from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.run_folder import RunFolder
 
 OVERRIDE = "the command line"
-PATH_KEYS = {"data.mixture"}
+PATH_KEYS = ("data.mixture", "start.from", "start.branch")
 
 
 MOST_LEVELS, MOST_VALUES = 50, 100_000
@@ -147,8 +148,7 @@ def load(
             raise ConfigError(f"an override has the form a.b=value; {override!r} does not")
         content = _nested(key.split("."), _typed(_parse(value), value, fields.get(key)))
         migrations.accept_old_names(content, OVERRIDE, note)
-        if key in PATH_KEYS:
-            _resolve_shipped(content, key)
+        _resolve_shipped(content)
         spellings.accept(content)
         _merge(content, merged, origin, OVERRIDE, "")
     spellings.steps_as_tokens(merged, origin, DataConfig.model_fields["sequence_length"].default)
@@ -229,7 +229,7 @@ def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...],
         _merge_file(_included(path, include), merged, origin, (*above, path), note)
     for key in PATH_KEYS:
         _resolve(content, key, path.parent)
-        _resolve_shipped(content, key)
+    _resolve_shipped(content)
     spellings.accept(content)
     _merge(content, merged, origin, str(path), "")
 
@@ -330,13 +330,13 @@ def _resolve(content: dict, key: str, folder: Path) -> None:
     """Make a path absolute that is relative to the file's folder."""
     section, last = _holder(content, key)
     value = section.get(last)
-    if isinstance(value, str) and (folder / value).exists():
-        section[last] = str((folder / value).resolve())
+    if isinstance(value, str):
+        section[last] = branches.absolute(value, folder)
 
 
-def _resolve_shipped(content: dict, key: str) -> None:
+def _resolve_shipped(content: dict) -> None:
     """Replace the name of a shipped mixture by its file, unless a file here has that name."""
-    section, last = _holder(content, key)
+    section, last = _holder(content, "data.mixture")
     value = section.get(last)
     if isinstance(value, str) and value in shipped("data") and not Path(value).exists():
         section[last] = str(find(f"data/{value}").resolve())

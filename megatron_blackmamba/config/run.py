@@ -341,7 +341,8 @@ class RunConfig(Section):
             )
         for batch in self.batches:
             if batch % training.micro_batch:
-                raise ValueError(_unequal_micro_batches(batch, training.micro_batch))
+                key = "training.global_batch" if batch == training.global_batch else "training.batch_ramp: batch"
+                raise ValueError(_unequal_micro_batches(key, batch, training.micro_batch))
         self._fits_schedule()
         if training.precision == "bf16" and not self.optimizer.distributed:
             raise ValueError(
@@ -492,25 +493,34 @@ class RunConfig(Section):
 
     @property
     def warmup_steps(self) -> int:
-        return self._path(0, self.warmup_samples, round)[0]
+        return sum(steps for _, steps in self._stages(0, self.warmup_samples, round))
+
+    @property
+    def decay_steps(self) -> int:
+        """Return the number of steps of the decay of wsd."""
+        return sum(steps for _, steps in self._stages(self.samples - self.decay_samples, self.samples, round))
 
     def steps_left(self, consumed_samples: int) -> int:
         """Return the steps until all samples are consumed; the last batch is complete and may exceed `tokens`."""
-        return self._path(consumed_samples, self.samples)[0]
+        return sum(steps for _, steps in self.stages_left(consumed_samples))
 
     def samples_left(self, consumed_samples: int) -> int:
         """Return the samples of the steps that are left."""
-        return self._path(consumed_samples, self.samples)[1] - consumed_samples
+        return sum(batch * steps for batch, steps in self.stages_left(consumed_samples))
 
-    def _path(self, first: int, end: int, whole: Callable[[float], int] = math.ceil) -> tuple[int, int]:
-        """Return the steps from sample `first` to `end`, and the sample behind the last of them."""
-        steps, at = 0, first
+    def stages_left(self, consumed_samples: int) -> list[tuple[int, int]]:
+        """Return the global batches of the steps that are left, in order, each with its number of steps."""
+        return self._stages(consumed_samples, self.samples)
+
+    def _stages(self, first: int, end: int, whole: Callable[[float], int] = math.ceil) -> list[tuple[int, int]]:
+        """Return the global batches and steps from sample `first` to `end`."""
+        found, at = [], first
         for stage in self.training.batch_ramp:
             until = min(end, -(-stage.until // self.data.sequence_length))
-            taken = -(-max(0, until - at) // stage.batch)
-            steps, at = steps + taken, at + taken * stage.batch
-        taken = whole(max(0, end - at) / self.training.global_batch)
-        return steps + taken, at + taken * self.training.global_batch
+            found.append((stage.batch, -(-max(0, until - at) // stage.batch)))
+            at += stage.batch * found[-1][1]
+        found.append((self.training.global_batch, whole(max(0, end - at) / self.training.global_batch)))
+        return [(batch, steps) for batch, steps in found if steps]
 
     def last_step(self, step: int, consumed_samples: int) -> int:
         """Return the last step of a job that is at `step`: the end of the run, or training.stop_after_steps."""
@@ -518,9 +528,9 @@ class RunConfig(Section):
         return min(end, self.training.stop_after_steps or end)
 
 
-def _unequal_micro_batches(global_batch: int, micro_batch: int) -> str:
+def _unequal_micro_batches(key: str, global_batch: int, micro_batch: int) -> str:
     """Return what is wrong with a global batch that micro-batches do not fill, and the nearest sizes that do."""
     less = next(size for size in range(min(micro_batch, global_batch), 0, -1) if global_batch % size == 0)
     more = next(size for size in range(min(micro_batch, global_batch), global_batch + 1) if global_batch % size == 0)
     works = " or ".join(f"training.micro_batch={size}" for size in dict.fromkeys((less, more)))
-    return f"training.global_batch={global_batch} is not a multiple of training.micro_batch={micro_batch}. Use {works}."
+    return f"{key}={global_batch} is not a multiple of training.micro_batch={micro_batch}. Use {works}."

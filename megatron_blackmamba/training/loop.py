@@ -32,7 +32,7 @@ from megatron_blackmamba.training.metrics import Taken
 from megatron_blackmamba.training.record.journal import Journal
 from megatron_blackmamba.training.start import headline, kernels
 from megatron_blackmamba.training.start.alike import refuse_unlike_data, refuse_unlike_starts
-from megatron_blackmamba.training.start.branch import Branch, find_branch, with_own_data
+from megatron_blackmamba.training.start.branch import Branch, find_branch, pinned, with_own_data
 from megatron_blackmamba.training.start.resume import (
     refuse_changes,
     refuse_start,
@@ -101,6 +101,7 @@ class Trainer:
     """One rank of a run. Its parts are public: a test or an experiment may put its own in their place."""
 
     def __init__(self, config: RunConfig, world: World, stop: StopRequest, watchdog: Watchdog) -> None:
+        config = pinned(config, world)
         self.branch = find_branch(config)
         config, mixture = with_own_data(config, self.branch)
         self.config, self.world, self.stop, self.watchdog = config, world, stop, watchdog

@@ -77,7 +77,12 @@ class Keeper:
     def load_from(self, checkpoint: Path, step: int) -> bool:
         """Load all of another run's checkpoint. Return whether that run keeps it until this one has one of its own."""
         protected = not self._world.is_main or branches.protect(checkpoint, step, self.folder)
-        self._checkpoints.load_from(checkpoint)
+        try:
+            self._checkpoints.load_from(checkpoint)
+        except BaseException:
+            if self._world.is_main:
+                branches.release(checkpoint, self.folder)
+            raise
         return protected
 
     def begin(self, data: DataPlan) -> None:

@@ -9,15 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.data import refuse_changed_data
 from megatron_blackmamba.data.branch import continued
+from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.events import Branched
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.training.start.resume import FREE, ResumeError, differences, refuse_tokenizer, under
+from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.start.resume import FREE, ResumeError, differences, refuse_tokenizer, shown, under
 from megatron_blackmamba.training.step.progress import Progress
+from megatron_blackmamba.training.step.schedule import rate_change
 
 MAY_DIFFER = (
     *("optimizer.", "training.tokens", "training.global_batch", "training.batch_ramp"),
@@ -41,6 +47,8 @@ class Branch:
     relength: bool
     """The branch has another sequence length, and therefore an order of samples of its own."""
     progress: Progress
+    changes: tuple[str, ...] = ()
+    """What the branch changes of what decides the weights, and the learning rate if that jumps."""
 
     def mixture(self, config: RunConfig) -> Mixture | None:
         """Return the trunk's mixture up to the branch and the branch's after it; None if data.mixture says it all."""
@@ -78,17 +86,27 @@ class Branch:
             consumed_samples=progress.consumed_samples,
             steps_left=config.steps_left(progress.consumed_samples),
             tokens_per_step=config.batch_at(progress.consumed_samples) * config.data.sequence_length,
+            relength=self.relength,
+            changes=list(self.changes),
             mixture=str(own) if config.data.mixture == str(own.resolve()) else None,
             **more,
         )
 
 
-def trunk_of(spec: str) -> tuple[Path, int | None]:
-    """Return the run, or checkpoint, and the step that a start.branch names."""
-    path, at, step = spec.rpartition("@")
-    if at and step.isdecimal() and not Path(spec).exists():
-        return Path(path), int(step)
-    return Path(spec), None
+def pinned(config: RunConfig, world: World) -> RunConfig:
+    """Return the config with the checkpoint that rank 0 finds for start.branch: RUN may go on and save another one."""
+    if config.start.branch is None or not _begins(config):
+        return config
+    found: list[str | Exception | None] = [None]
+    if world.is_main:
+        try:
+            found[0] = branches.place_of(*checkpoint_at(config.start.branch))
+        except ValueError as error:
+            found[0] = error
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return config.model_copy(update={"start": config.start.model_copy(update={"branch": found[0]})})
 
 
 def find_branch(config: RunConfig) -> Branch | None:
@@ -96,14 +114,13 @@ def find_branch(config: RunConfig) -> Branch | None:
 
     Raises ResumeError if the trunk is gone, or if the branch changes what it may not. Nothing is written.
     """
-    if config.start.branch is None or RunFolder(Path(config.folder) / config.name).latest.is_file():
+    if config.start.branch is None or not _begins(config):
         return None
-    run, step = trunk_of(config.start.branch)
-    checkpoint = find_checkpoint(run if step is None else RunFolder(run).checkpoint(step))
+    checkpoint, step = checkpoint_at(config.start.branch)
     state = read_state(checkpoint, ("config", "progress", "guard", "data"))
     trunk = saved_config(checkpoint, state)
     progress = Progress.restored(state["progress"])
-    _refuse_changes(config, trunk, checkpoint)
+    changes = _changes(config, trunk, checkpoint)
     relength = config.data.sequence_length != trunk.data.sequence_length
     if relength:
         progress = progress.at_length(trunk.data.sequence_length, config.data.sequence_length)
@@ -113,7 +130,26 @@ def find_branch(config: RunConfig) -> Branch | None:
             f"start.branch={config.start.branch}: the trunk has consumed {done} tokens there, and"
             f" training.tokens={config.training.tokens} of this run counts them. Set training.tokens above {done}."
         )
-    return Branch(checkpoint, progress.step, trunk, state, relength, progress)
+    changes += rate_change(trunk, config, step, progress.consumed_samples)
+    return Branch(checkpoint, step, trunk, state, relength, progress, tuple(changes))
+
+
+def _begins(config: RunConfig) -> bool:
+    """Return whether the run has no checkpoint of its own yet."""
+    return not RunFolder(Path(config.folder) / config.name).latest.is_file()
+
+
+def checkpoint_at(spec: str) -> tuple[Path, int]:
+    """Return the checkpoint that a start.branch names, and its step."""
+    path, step = branches.split(spec)
+    run = RunFolder(Path(path))
+    folder = run.root if step is None else run.checkpoint(step)
+    if step is not None and run.checkpoints.is_dir() and not folder.is_dir():
+        kept = [known for each in run.checkpoints.iterdir() if (known := manifest.step_in_name(each)) is not None]
+        said = f"has those of steps {', '.join(map(str, sorted(kept)))}" if kept else "has none"
+        raise ResumeError(f"start.branch={spec}: {path} has no checkpoint of step {step}; it {said}.")
+    found = find_checkpoint(folder).resolve()
+    return found, Progress.restored(read_state(found, ("progress",))["progress"]).step
 
 
 def with_own_data(config: RunConfig, branch: Branch | None) -> tuple[RunConfig, Mixture | None]:
@@ -128,11 +164,11 @@ def with_own_data(config: RunConfig, branch: Branch | None) -> tuple[RunConfig, 
     return config.model_copy(update={"data": config.data.model_copy(update={"mixture": str(own.resolve())})}), mixture
 
 
-def _refuse_changes(config: RunConfig, trunk: RunConfig, checkpoint: Path) -> None:
+def _changes(config: RunConfig, trunk: RunConfig, checkpoint: Path) -> list[str]:
+    """Return a line for each change of what decides the weights; refuse what a branch may not change."""
+    found = list(differences(*(each.model_dump(mode="json", by_alias=True) for each in (trunk, config))))
     fixed = [
-        (key, old, new)
-        for key, old, new in differences(*(each.model_dump(mode="json", by_alias=True) for each in (trunk, config)))
-        if under(key, MUST_STAY) or not under(key, (*MAY_DIFFER, *FREE))
+        (key, old, new) for key, old, new in found if under(key, MUST_STAY) or not under(key, (*MAY_DIFFER, *FREE))
     ]
     if fixed:
         said = "; ".join(f"{key}={old} there, and {new} here" for key, old, new in fixed)
@@ -140,3 +176,4 @@ def _refuse_changes(config: RunConfig, trunk: RunConfig, checkpoint: Path) -> No
             f"start.branch={config.start.branch}: {checkpoint} was made with {said}. A branch goes on with the trunk's"
             " model and optimizer. Restore these values, or use start.from, which takes the weights alone."
         )
+    return [f"{key}: {shown(new)}, in the trunk {shown(old)}" for key, old, new in found if under(key, MAY_DIFFER)]

@@ -85,7 +85,7 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
         )
     told = [(change, "") for change in named]
     told += [(change, why) for change in changes if (why := _changes_routing(change[0], config.model))]
-    return [f"{key}: {_shown(new)} from step {step + 1} on, {_shown(old)} before{why}" for (key, old, new), why in told]
+    return [f"{key}: {shown(new)} from step {step + 1} on, {shown(old)} before{why}" for (key, old, new), why in told]
 
 
 def _in_steps(saved: Mapping[str, Any], config: RunConfig, keys: str) -> str:
@@ -210,10 +210,11 @@ def _prefixes(names: list[str]) -> tuple[str, ...]:
 
 
 def _listed(changes: list[tuple[str, Any, Any]]) -> str:
-    return ";\n".join(f"  {key}={_shown(old)}, and now it is {_shown(new)}" for key, old, new in changes) + "."
+    return ";\n".join(f"  {key}={shown(old)}, and now it is {shown(new)}" for key, old, new in changes) + "."
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return the value of a key for people."""
     return "nothing" if value is None else str(value)
 
 

@@ -1,7 +1,7 @@
 """The learning rate, on megatron-core's scheduler: a function of the samples consumed and of nothing else.
 
 Having no state of its own, it resumes exactly, and a changed learning rate acts from the next step on. A changed global
-batch leaves the curve over the samples as it was.
+batch leaves the curve over the samples as it was, and so does a ramp.
 """
 
 from types import SimpleNamespace
@@ -54,11 +54,16 @@ class Schedule:
         return self.scheduler.get_lr({})
 
 
+def rate_at(config: RunConfig, consumed_samples: int) -> float:
+    """Return the learning rate of the step that ends at `consumed_samples`."""
+    return Schedule(config, SimpleNamespace(param_groups=[])).at_end_of_step(consumed_samples)
+
+
 def rate_change(before: RunConfig, now: RunConfig, step: int, consumed_samples: int) -> list[str]:
     """Return a line with both learning rates of the next step if a changed config gives it another one."""
-    old, new = (Schedule(config, SimpleNamespace(param_groups=[])) for config in (before, now))
     end = consumed_samples + now.batch_at(consumed_samples)
-    was, becomes = old.at_end_of_step(end), new.at_end_of_step(end)  # the same place on both curves
+    same = end * now.data.sequence_length // before.data.sequence_length  # the same place on both curves
+    was, becomes = f"{rate_at(before, same):.3g}", f"{rate_at(now, end):.3g}"
     if was == becomes:
         return []
-    return [f"learning rate: {becomes:.3g} at step {step + 1}, where the schedule before the change has {was:.3g}"]
+    return [f"learning rate: {becomes} at step {step + 1}, where the schedule before the change has {was}"]
