@@ -2,7 +2,7 @@
 
 from megatron_blackmamba.config.load import ConfigError, find, keys, load, shipped
 from megatron_blackmamba.config.model import ModelConfig
-from megatron_blackmamba.config.run import KernelsConfig, ParallelConfig, RunConfig
+from megatron_blackmamba.config.run import KernelsConfig, ParallelConfig, RampStage, RunConfig
 from megatron_blackmamba.config.saved import from_saved, read_saved, to_saved, to_yaml
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "KernelsConfig",
     "ModelConfig",
     "ParallelConfig",
+    "RampStage",
     "RunConfig",
     "find",
     "from_saved",

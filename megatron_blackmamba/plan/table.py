@@ -101,7 +101,8 @@ def _training(plan: Plan) -> Table:
         table.add_row("branches from", f"{begins.trunk}, after step {begins.step:,}")
         table.add_row("consumed there", f"{begins.consumed_samples * config.data.sequence_length:,} tokens")
     table.add_row("steps", f"{plan.steps:,}")
-    table.add_row("warm-up steps", f"{config.warmup_steps:,}")
+    if begins.consumed_samples < config.warmup_samples:
+        table.add_row("warm-up steps", f"{config.warmup_steps:,}")
     if config.optimizer.decay == "wsd":
         table.add_row("decay steps, at the end", f"{config.decay_steps:,} ({config.optimizer.decay_shape})")
     table.add_row("tokens", f"{plan.tokens:,}")
