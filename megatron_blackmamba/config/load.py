@@ -10,7 +10,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -366,7 +366,9 @@ def _merge(new: dict, into: dict, origin: dict, source: str, prefix: str) -> Non
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section that a field holds, if it is one."""
+    """Return the section that a field holds, if it is one; a list of sections is a value."""
+    if get_origin(annotation) is list:
+        return None
     types = [annotation, *get_args(annotation)]
     return next((kind for kind in types if isinstance(kind, type) and issubclass(kind, Section)), None)
 

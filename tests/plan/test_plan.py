@@ -416,3 +416,29 @@ def test_kept_checkpoints_are_those_that_a_run_saves():
     settings = ["training.steps=20", "checkpoint.every=4", "checkpoint.keep_every=6", "checkpoint.keep_last=1"]
     assert storage.kept_steps(load("tiny", settings)) == {6, 12, 18, 20}
     assert storage.kept_steps(load("tiny", [*settings, "checkpoint.every=0"])) == {20}
+
+
+def test_ramp_is_planned_stage_by_stage():
+    """A smaller batch does not become faster by as much: each stage has its own time of a step."""
+    ramp = "training.batch_ramp=[{batch: 252, until: 2B}, {batch: 504, until: 5B}]"
+    settings = [ramp, "training.tokens=10B", "optimizer.decay=wsd", "optimizer.decay_tokens=2B"]
+    answer, error = plan("blackmamba_1.5b", *settings, "--nodes", "7")
+    assert error is None
+    stages, training = answer["training"]["stages"], answer["training"]
+    assert [stage["global_batch"] for stage in stages] == [252, 504, 1008]
+    assert [stage["first"] for stage in stages] == [
+        1,
+        1 + stages[0]["steps"],
+        1 + stages[0]["steps"] + stages[1]["steps"],
+    ]
+    assert sum(stage["steps"] for stage in stages) == training["steps"] == load("blackmamba_1.5b", settings).steps
+    assert sum(stage["tokens"] for stage in stages) == training["tokens"]
+    assert training["decay_steps"] == round(2e9 / training["tokens_per_step"])
+    seconds = sum(stage["steps"] * stage["seconds_per_step"] for stage in stages)
+    assert answer["time"]["days"] == pytest.approx(seconds / 86400)
+    assert stages[0]["seconds_per_step"] > stages[2]["seconds_per_step"] / 4
+    assert stages[2]["seconds_per_step"] == answer["time"]["seconds_per_step"]
+    shown = CliRunner().invoke(app, ["plan", "blackmamba_1.5b", *settings, "--nodes", "7"]).output
+    assert "252 sequences" in shown and "decay steps, at the end" in shown
+    given, _ = plan("blackmamba_1.5b", *settings, "--nodes", "7", "--mfu", "0.2")
+    assert given["training"]["stages"][0]["seconds_per_step"] * 4 == pytest.approx(given["time"]["seconds_per_step"])

@@ -1,9 +1,11 @@
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_blackmamba.config import ConfigError, load
+from megatron_blackmamba.runtime import layout
 from megatron_blackmamba.training.step.schedule import Schedule, rate_change
 
 
@@ -136,11 +138,36 @@ def test_ramp_leaves_the_curve_over_samples():
         assert plan.set(consumed) == usual.at_end_of_step(consumed + config.batch_at(consumed))
 
 
+def test_steps_of_a_ramp_are_those_it_takes():
+    for steps in (1, 7, 20, 200):
+        for until in (10240, 10241):
+            ramp = f"training.batch_ramp=[{{batch: 4, until: {until}}}, {{batch: 8, until: 50K}}]"
+            assert load("tiny", [ramp, f"training.steps={steps}"]).steps == steps
+
+
+def test_ramp_that_no_rank_can_divide_names_the_nearest():
+    config = load("tiny", ["training.batch_ramp=[{batch: 6, until: 1000}]", "training.micro_batch=2"])
+    with pytest.raises(layout.LayoutError) as refused:
+        layout.check(config, 4)
+    wrong, works = str(refused.value).splitlines()
+    assert wrong.startswith("training.batch_ramp: batch=6 sequences cannot be divided by 4") and "4 or 8 could" in wrong
+    (suggested,) = re.findall(r"'(training\.batch_ramp=[^']*)' training\.micro_batch=1;", works)
+    layout.check(load("tiny", [suggested, "training.micro_batch=1"]), 4)
+
+
+def test_changed_length_is_the_same_place_on_the_curve():
+    keys = ("optimizer.decay=linear", "training.tokens=102400")
+    before, now = load("tiny", list(keys)), load("tiny", [*keys, "data.sequence_length=256"])
+    assert rate_change(before, now, 20, 160) == []
+    shorter = load("tiny", ["optimizer.decay=linear", "training.tokens=81920", "data.sequence_length=256"])
+    assert len(rate_change(before, shorter, 20, 160)) == 1
+
+
 def test_ramp_and_decay_that_do_not_fit_are_refused():
     cases = {
         ("optimizer.decay=wsd", "optimizer.decay_tokens=409000"): "does not fit behind the warm-up of 20480",
         ("optimizer.warmup_tokens=409600",): "is not less than the run's training.tokens=409600",
-        ("training.batch_ramp=[{batch: 6, until: 1000}]",): "training.global_batch=6 is not a multiple of",
+        ("training.batch_ramp=[{batch: 6, until: 1000}]",): "training.batch_ramp: batch=6 is not a multiple of",
         ("training.batch_ramp=[{batch: 4, until: 90}, {batch: 8, until: 90}]",): "list stages in order",
     }
     for overrides, message in cases.items():

@@ -164,12 +164,15 @@ def with_own_data(config: RunConfig, branch: Branch | None) -> tuple[RunConfig, 
     return config.model_copy(update={"data": config.data.model_copy(update={"mixture": str(own.resolve())})}), mixture
 
 
+def may_differ(key: str) -> bool:
+    """Return whether a branch may have another value of a key than its trunk."""
+    return under(key, (*MAY_DIFFER, *FREE)) and not under(key, MUST_STAY)
+
+
 def _changes(config: RunConfig, trunk: RunConfig, checkpoint: Path) -> list[str]:
     """Return a line for each change of what decides the weights; refuse what a branch may not change."""
     found = list(differences(*(each.model_dump(mode="json", by_alias=True) for each in (trunk, config))))
-    fixed = [
-        (key, old, new) for key, old, new in found if under(key, MUST_STAY) or not under(key, (*MAY_DIFFER, *FREE))
-    ]
+    fixed = [change for change in found if not may_differ(change[0])]
     if fixed:
         said = "; ".join(f"{key}={old} there, and {new} here" for key, old, new in fixed)
         raise ResumeError(
