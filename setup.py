@@ -14,7 +14,7 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).parent
 VERSION = next(
     line.split('"')[1]
-    for line in (ROOT / "megatron_blackmamba/__init__.py").read_text().splitlines()
+    for line in (ROOT / "megatron_blackmamba/version.py").read_text().splitlines()
     if line.startswith("__version__")
 )
 
@@ -65,7 +65,6 @@ EXTRAS = {
         "pytest-xdist>=3.5",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
-        "coverage>=7.10",  # scripts/mutate.py
         *DEDUP,
         *S3,
         *EVAL,

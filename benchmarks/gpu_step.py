@@ -174,7 +174,7 @@ def clocked(*calls: Callable[[], Any]) -> tuple[float, ...]:
 
 def utilisation(flops_a_second: float) -> str | None:
     """Return the fraction of the GPU's bf16 peak, or None if the peak is unknown."""
-    from megatron_blackmamba.training.record.speed import known_gpu
+    from megatron_blackmamba.training.watch.speed import known_gpu
 
     gpu = known_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return f"{flops_a_second / gpu.peak('bf16'):.1%}" if gpu else None

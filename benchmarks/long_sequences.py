@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 def main() -> None:
-    from megatron_blackmamba.runtime import patches
+    from megatron_blackmamba.engine import changes
 
     parser = _common.arguments(__doc__)
     parser.add_argument("config", nargs="*", help="as for blackmamba train")
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=(1, 2))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    patches.install()  # imports megatron-core once, for all ranks
+    changes.install()  # imports megatron-core once, for all ranks
     words = options.config if any("=" not in word for word in options.config) else ["tiny", *TINY, *options.config]
     rows = []
     for length in options.lengths:

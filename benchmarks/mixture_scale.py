@@ -224,8 +224,8 @@ class Usage:
 
 def ours(folder: Path, samples: int) -> tuple[Usage, Any]:
     """Build the training data and read a first batch; return the usage, and the data."""
-    from megatron_blackmamba.config.run import DataConfig
     from megatron_blackmamba.data import BatchStream, build
+    from megatron_blackmamba.settings import DataConfig
 
     config = DataConfig(kind="mixture", mixture=str(folder / "mixture.yaml"), sequence_length=SEQUENCE_LENGTH)
     usage = Usage()

@@ -87,7 +87,7 @@ def trained_on(corpus: Path) -> bytes:
     from megatron_blackmamba.data_tools.sources import find_sources
 
     sources = find_sources([str(corpus)], None, None).sources
-    return bpe.train(sources, ReadOptions(fields=("text",)), Tolerance.parse("0"), 16_384, 1 << 30)
+    return bpe.train(bpe.sample(sources, ReadOptions(fields=("text",)), Tolerance.parse("0"), 1 << 30), 16_384)
 
 
 def compare(corpus: Path, tokenizer: Path, folder: Path, repeats: int, ways: list[str]) -> dict[str, Any]:

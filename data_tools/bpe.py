@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.object_storage import TRAINED
-from megatron_blackmamba.data_tools.progress import short
-from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
+from megatron_blackmamba.data_tools.progress import listed, short
+from megatron_blackmamba.data_tools.readers import Reader
 from megatron_blackmamba.data_tools.rejects import InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.sources import Source
 from megatron_blackmamba.data_tools.streams import STDIN
@@ -45,7 +46,7 @@ def train_or_reuse(
         raise InputError(f"--train-tokenizer {vocab_size}: at least {_BYTES_AND_EOD}, every byte and {EOD_TOKEN}")
     request = _request(sources, read, vocab_size, train_bytes)
     if path.exists():
-        difference = _difference(path, request, _sample(sources, read, tolerance, train_bytes))
+        difference = _difference(path, request, sample(sources, read, tolerance, train_bytes))
         if difference is None:
             say(f"{path}: trained earlier, used again ({load_tokenizer(path).vocab_size} tokens)")
             return path
@@ -58,10 +59,10 @@ def train_or_reuse(
     if any(source.path == STDIN for source in sources):
         raise InputError("--train-tokenizer reads its input twice, which standard input does not allow. Give files")
     say(f"training a tokenizer of {vocab_size} tokens on up to {short(train_bytes)} characters of the inputs")
-    text = _Digest(_sample(sources, read, tolerance, train_bytes))
-    content = _train(text, vocab_size)
+    text = _Digest(sample(sources, read, tolerance, train_bytes))
+    content = train(text, vocab_size)
     if not text.characters:
-        raise InputError(f"--train-tokenizer: there is no text in {', '.join(source.path for source in sources[:3])}")
+        raise InputError(f"--train-tokenizer: there is no text in {listed([s.path for s in sources])}")
     (out_dir / TRAINED).unlink(missing_ok=True)  # never the record of another tokenizer
     atomic.write_bytes(path, content)
     tokenizer = load_tokenizer(path)
@@ -101,12 +102,8 @@ def _difference(path: Path, request: dict[str, Any], texts: Iterable[list[str]])
             return f"was trained with {key} = {made['read'].get(key)!r}, not {value!r}"
     if made["inputs"] == request["inputs"] or made["text_sha256"] == _Digest(texts).hexdigest():
         return None
-    before, now = (_listed([name for name, *_ in inputs]) for inputs in (made["inputs"], request["inputs"]))
+    before, now = (listed([name for name, *_ in inputs]) for inputs in (made["inputs"], request["inputs"]))
     return f"was trained on {before}, " + ("whose text has changed" if before == now else f"not on {now}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
 
 
 class _Digest:
@@ -129,14 +126,8 @@ class _Digest:
         return self.hash.hexdigest()
 
 
-def train(
-    sources: Sequence[Source], read: ReadOptions, tolerance: Tolerance, vocab_size: int, train_bytes: int
-) -> bytes:
+def train(texts: Iterable[list[str]], vocab_size: int) -> bytes:
     """Train a byte-level BPE, which encodes any text without loss, and return its tokenizer.json."""
-    return _train(_sample(sources, read, tolerance, train_bytes), vocab_size)
-
-
-def _train(texts: Iterable[list[str]], vocab_size: int) -> bytes:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -152,9 +143,7 @@ def _train(texts: Iterable[list[str]], vocab_size: int) -> bytes:
     return tokenizer.to_str(pretty=True).encode()
 
 
-def _sample(
-    sources: Sequence[Source], read: ReadOptions, tolerance: Tolerance, train_bytes: int
-) -> Iterator[list[str]]:
+def sample(sources: Sequence[Source], read: ReadOptions, tolerance: Tolerance, train_bytes: int) -> Iterator[list[str]]:
     """Yield the beginning of every file, in proportion to its size, `train_bytes` of text in total."""
     total = sum(source.bytes for source in sources)
     log = RejectLog(tolerance)

@@ -10,11 +10,13 @@ import fcntl
 import io
 import json
 import os
+import shutil
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,33 +38,32 @@ except ImportError:  # said by `require_datatrove`
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = WordTokenizer = object
 
 from megatron_blackmamba import interrupts
-from megatron_blackmamba.data_tools.cleaning_jobs import JOBS, record_job, refuse_unfinished_jobs
+from megatron_blackmamba.data_tools.batches import ReadOptions
+from megatron_blackmamba.data_tools.options import CleaningOptions
 from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK, CleaningManifest, Cleanings, Part, part_of
-from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
+from megatron_blackmamba.data_tools.readers import Reader
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.sources import Source
-from megatron_blackmamba.data_tools.streams import file_sha256
+from megatron_blackmamba.data_tools.workers import usable_cores
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.formats.remote import is_remote
+from megatron_blackmamba.formats.remote import file_sha256, is_remote
 from megatron_blackmamba.formats.shards import RawFile
 
+Note = Callable[[Any], dict[str, Any] | None]
+"""Returns what to note of a document."""
+Row = tuple[str, int, str, str, str]
 REMOVED = "removed.tsv"
 COLUMNS = ("file", "record", "reason", "resembles", "detail")
 _LEVEL = 3
+JOBS = "slurm_jobs"
+"""The file with the ids of the Slurm jobs that work in an output folder."""
+_NEVER = "DependencyNeverSatisfied"
+"""The reason of a pending job whose predecessor failed."""
 
 
 def part_name(rank: int) -> str:
     """Return the name of the part that a task writes."""
     return f"part_{rank + 1:05d}.jsonl.zst"
-
-
-@dataclass(frozen=True)
-class Slurm:
-    """The Slurm partition and limits for tasks that do not run on this machine."""
-
-    partition: str
-    time: str = "12:00:00"
-    memory_gb: int = 4
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class Cleaning:
     out_dir: Path
     read: ReadOptions
     tolerance: Tolerance
-    workers: int
+    options: CleaningOptions
     settings: dict[str, Any]
-    slurm: Slurm | None = None
+    """What the result depends on, apart from the inputs."""
 
     @property
     def work(self) -> Path:
@@ -86,6 +87,11 @@ class Cleaning:
     @property
     def done(self) -> Path:
         return self.work / DONE
+
+    @property
+    def notes(self) -> Path:
+        """Return the folder for what the tasks note of documents and parts."""
+        return self.work / "notes"
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -123,19 +129,19 @@ class Cleaning:
     def executor(self, stage: str, steps: Sequence[Any], tasks: int, after: Any = None) -> Any:
         """Return datatrove's executor of one stage, which skips tasks that are done."""
         logs = str(self.work / stage)
-        if self.slurm is None:
-            workers = max(1, min(self.workers, tasks))
+        if self.options.slurm is None:
+            workers = min(self.options.workers or usable_cores(), tasks)
             return _Local(list(steps), tasks=tasks, workers=workers, logging_dir=logs, depends=after)
         bin_dir = Path(sys.executable).parent
         return SlurmPipelineExecutor(
             list(steps),
             tasks=tasks,
-            time=self.slurm.time,
-            partition=self.slurm.partition,
-            mem_per_cpu_gb=self.slurm.memory_gb,
+            time=self.options.time,
+            partition=self.options.slurm,
+            mem_per_cpu_gb=self.options.memory,
             job_name=f"{self.name}_{stage}",
             qos="",
-            workers=self.workers,
+            workers=self.options.workers or -1,
             env_command=f'export PATH="{bin_dir}:$PATH"',
             logging_dir=logs,
             depends=after,
@@ -193,30 +199,23 @@ class RawDocuments(PipelineStep):
     type = "📖 - READER"
     name = "raw documents"
 
-    def __init__(
-        self,
-        parts: Sequence[Sequence[Source]],
-        read: ReadOptions,
-        tolerance: Tolerance,
-        notes_dir: Path | None = None,
-    ) -> None:
-        """Set up the step; records that do not become documents are noted in `notes_dir`, if it is given."""
+    def __init__(self, cleaning: Cleaning, *, noted: bool = True) -> None:
+        """Set up the step; with `noted`, records that do not become documents are noted, and the files read."""
         super().__init__()
-        self.parts, self.read, self.tolerance, self.notes_dir = parts, read, tolerance, notes_dir
+        self.cleaning, self.noted = cleaning, noted
 
     def run(self, data: Any, rank: int, world_size: int) -> Iterator[Any]:
         """Yield the documents of one part; `metadata` holds the raw file and the record."""
-        with self._notes(rank) as notes:
-            yield from self._documents(rank, notes)
+        if not self.noted:
+            yield from self._documents(rank, io.BytesIO())
+            return
+        with atomic.atomic_file(self.cleaning.notes / f"{rank:05d}.skipped") as notes:
+            raw = yield from self._documents(rank, notes)
+        atomic.write_json(self.cleaning.notes / f"{rank:05d}.raw", raw)
 
-    def _notes(self, rank: int) -> contextlib.AbstractContextManager[Any]:
-        if self.notes_dir is None:
-            return contextlib.nullcontext(io.BytesIO())
-        self.notes_dir.mkdir(parents=True, exist_ok=True)
-        return atomic.atomic_file(self.notes_dir / f"{rank:05d}.skipped")
-
-    def _documents(self, rank: int, notes: Any) -> Iterator[Any]:
-        log, parent, records = RejectLog(self.tolerance, unit="part", listed_in=REMOVED), os.getppid(), 0
+    def _documents(self, rank: int, notes: Any) -> Generator[Any, None, list[dict[str, Any]]]:
+        log = RejectLog(self.cleaning.tolerance, unit="part", listed_in=REMOVED)
+        parent, records = os.getppid(), 0
 
         def note(source: Source, record: int, reason: str, detail: str) -> None:
             notes.write(_line({"file": source.name, "record": record, "reason": reason, "detail": detail}))
@@ -227,8 +226,8 @@ class RawDocuments(PipelineStep):
 
         raw: list[dict[str, Any]] = []
         cleanings = Cleanings()
-        for source in self.parts[rank]:
-            reader = Reader(source.path, source.format, self.read, partial(reject, source))
+        for source in self.cleaning.parts[rank]:
+            reader = Reader(source.path, source.format, self.cleaning.read, partial(reject, source))
             for batch in reader.batches():
                 if os.getppid() != parent:
                     raise InputError("the program that started this task has ended")
@@ -244,8 +243,7 @@ class RawDocuments(PipelineStep):
             behind = [each.model_dump() for each in origins]
             raw.append({"name": source.name, "sha256": reader.sha256, "origins": behind})
         log.check(records + log.total)
-        if self.notes_dir is not None:
-            atomic.write_json(self.notes_dir / f"{rank:05d}.raw", raw)
+        return raw
 
 
 def _refuse_changed(source: Source, reader: Reader) -> None:
@@ -264,22 +262,21 @@ class PartWriter(PipelineStep):
     type = "💽 - WRITER"
     name = "part"
 
-    def __init__(self, out_dir: Path, notes_dir: Path, note: Callable[[Any], dict[str, Any] | None]) -> None:
-        """Set up the step; `note` returns data to keep of each document, saved as JSON lines in `notes_dir`."""
+    def __init__(self, cleaning: Cleaning, note: Note = lambda _: None) -> None:
+        """Set up the step; `note` returns data to note of each document."""
         super().__init__()
-        self.out_dir, self.notes_dir, self.note = out_dir, notes_dir, note
+        self.out_dir, self.notes, self.note = cleaning.out_dir, cleaning.notes, note
 
     def run(self, data: Any, rank: int, world_size: int) -> None:
         kept: Counter[str] = Counter()
         path = self.out_dir / part_name(rank)
-        self.notes_dir.mkdir(parents=True, exist_ok=True)
         with (
-            atomic.atomic_file(self.notes_dir / f"{rank:05d}.kept") as notes,
+            atomic.atomic_file(self.notes / f"{rank:05d}.kept") as notes,
             atomic.atomic_file(path) as file,
             zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False) as out,
         ):
             for document in data:
-                where = {"file": document.metadata["file"], "record": document.metadata["record"]}
+                where = _where(document)
                 out.write(_line({"text": document.text, **where}))
                 found = self.note(document)
                 if found is not None:
@@ -288,14 +285,14 @@ class PartWriter(PipelineStep):
         written = {"name": path.name, "sha256": file_sha256(path), "bytes": path.stat().st_size, "kept": kept}
         if not kept:
             path.unlink()
-        atomic.write_json(self.notes_dir / f"{rank:05d}.part", written)
+        atomic.write_json(self.notes / f"{rank:05d}.part", written)
 
 
 class RemovalLog:
     """A log of the documents removed from a part; datatrove's filters use it as their exclusion writer."""
 
-    def __init__(self, notes_dir: Path, note: Callable[[Any], dict[str, Any]]) -> None:
-        self.notes_dir, self.note = notes_dir, note
+    def __init__(self, notes: Path, note: Note) -> None:
+        self.notes, self.note = notes, note
         self._file: Any = None
 
     def __enter__(self) -> "RemovalLog":
@@ -308,10 +305,13 @@ class RemovalLog:
 
     def write(self, document: Any, rank: int = 0, **_: Any) -> None:
         if self._file is None:
-            self.notes_dir.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.notes_dir / f"{rank:05d}.removed", "wb")  # noqa: SIM115
-        where = {"file": document.metadata["file"], "record": document.metadata["record"]}
-        self._file.write(_line({**where, **self.note(document)}))
+            self.notes.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.notes / f"{rank:05d}.removed", "wb")  # noqa: SIM115
+        self._file.write(_line({**_where(document), **(self.note(document) or {})}))
+
+
+def _where(document: Any) -> dict[str, Any]:
+    return {key: document.metadata[key] for key in ("file", "record")}
 
 
 def _line(value: dict[str, Any]) -> bytes:
@@ -325,22 +325,46 @@ def read_notes(folder: Path, suffix: str) -> Iterator[dict[str, Any]]:
             yield from map(json.loads, file)
 
 
-def finish(out_dir: Path, notes_dir: Path, done: Path, removed: Iterator[Sequence[Any]]) -> None:
-    """List the removed documents, then the records that were skipped; leave the counts in `done`."""
-    skipped = (
-        (note["file"], note["record"], note["reason"], "", note["detail"]) for note in read_notes(notes_dir, "skipped")
-    )
-    with atomic.atomic_file(out_dir / REMOVED) as file:
-        text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
-        table = csv.writer(text, delimiter="\t", lineterminator="\n")
-        table.writerow(COLUMNS)
-        counts = {kind: _write_rows(table, rows) for kind, rows in (("removed", removed), ("skipped", skipped))}
-        text.detach()
-    parts = [_described(path) for path in sorted(notes_dir.glob("*.part"))]
-    if len(parts) < len([*notes_dir.glob("*.skipped")]):
-        raise InputError(f"{out_dir}: an older version began this. Remove the folder, and run the command again")
-    CleaningManifest(parts=[part for part in parts if part.documents]).write(out_dir)
-    atomic.write_json(done, {"kept": sum(part.documents for part in parts), **counts})
+class Listing(PipelineStep):
+    """The last stage: the list of the removed documents, then of the records that were skipped; and the counts."""
+
+    type = "📋 - LIST"
+    name = "removals"
+
+    def __init__(self, cleaning: Cleaning, rows: Callable[[Path], Iterator[Row]], spent: Sequence[Path] = ()) -> None:
+        """Set up the step.
+
+        Args:
+            rows: From the folder of the notes: the rows of the removed documents.
+            spent: Folders as large as the text, which nothing reads again.
+        """
+        super().__init__()
+        self.cleaning, self.rows, self.spent = cleaning, rows, spent
+
+    def run(self, data: Any, rank: int, world_size: int) -> None:
+        out_dir, notes = self.cleaning.out_dir, self.cleaning.notes
+        counts: Counter[str] = Counter(removed=0, skipped=0)
+        with atomic.atomic_file(out_dir / REMOVED) as file:
+            text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
+            table = csv.writer(text, delimiter="\t", lineterminator="\n")
+            table.writerow(COLUMNS)
+            for kind, rows in (("removed", self.rows(notes)), ("skipped", _skipped(notes))):
+                for row in rows:
+                    table.writerow(row)
+                    counts[kind] += 1
+            text.detach()
+        parts = [_described(path) for path in sorted(notes.glob("*.part"))]
+        if len(parts) < len([*notes.glob("*.skipped")]):
+            raise InputError(f"{out_dir}: an older version began this. Remove the folder, and run the command again")
+        CleaningManifest(parts=[part for part in parts if part.documents]).write(out_dir)
+        atomic.write_json(self.cleaning.done, {"kept": sum(part.documents for part in parts), **counts})
+        for folder in self.spent:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _skipped(notes: Path) -> Iterator[Row]:
+    for note in read_notes(notes, "skipped"):
+        yield note["file"], note["record"], note["reason"], "", note["detail"]
 
 
 def _described(notes: Path) -> Part:
@@ -355,16 +379,49 @@ def _described(notes: Path) -> Part:
     return part_of(written["name"], written["sha256"], written["bytes"], kept, files)
 
 
-def _write_rows(table: Any, rows: Iterator[Sequence[Any]]) -> int:
-    count = 0
-    for row in rows:
-        table.writerow(row)
-        count += 1
-    return count
-
-
 def require_datatrove() -> None:
     """Refuse to start without datatrove; keep its log off the terminal."""
     if PipelineStep is object:
         raise InputError("datatrove is not installed. Install it with: pip install 'megatron-blackmamba[dedup]'")
     logger.remove()
+
+
+def record_job(path: Path, output: str) -> str:
+    """Return the job id that sbatch printed, after adding it to the file at `path`."""
+    job = output.split()[-1]
+    with open(path, "a") as file:
+        file.write(f"{job}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return job
+
+
+def refuse_unfinished_jobs(work: Path) -> None:
+    """Refuse a folder in which Slurm jobs run or wait; forget those that have ended, however they did."""
+    path = work / JOBS
+    jobs = path.read_text().split() if path.exists() else []
+    if not jobs:
+        return
+    queued = _queued(path, jobs)
+    waiting = [job for job in dict.fromkeys(jobs) if job in queued]
+    if waiting:
+        raise InputError(
+            f"{work.parent}: Slurm jobs {', '.join(waiting)} work in this folder. Let them finish, or end them with: "
+            f"scancel {' '.join(waiting)}"
+        )
+    path.unlink()
+
+
+def _queued(path: Path, jobs: list[str]) -> set[str]:
+    """Return the ids of all jobs that run or can still start; the tasks of an array have one id."""
+    command = ["squeue", "--noheader", "--all", "--format=%F %r"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        raise InputError(
+            f"{path}: lists Slurm jobs {', '.join(jobs)}, and squeue cannot tell whether they have ended "
+            f"({str(detail).strip()}). Run this where squeue works, or remove the file once they have"
+        ) from None
+    rows = (line.split(maxsplit=1) for line in listed.splitlines() if line.strip())
+    return {job for job, *reason in rows if _NEVER not in reason}

@@ -1,21 +1,21 @@
-"""The verbs `blackmamba data tokenize`, `mixture`, `inspect`, `verify` and `adopt`, as the command line has them."""
+"""The verbs of `blackmamba data`, as the command line has them."""
 
 import json
-import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from megatron_blackmamba.data_tools import cleaning_commands
-from megatron_blackmamba.data_tools.progress import counted, short
+from megatron_blackmamba.data_tools.options import CleaningOptions, DedupOptions, TokenizeOptions, sharding
+from megatron_blackmamba.data_tools.progress import counted, listed, short
+from megatron_blackmamba.options import taking
+from megatron_blackmamba.progress import Progress, State
 
 if TYPE_CHECKING:
+    from megatron_blackmamba.data_tools.cleaning import Cleaning
     from megatron_blackmamba.data_tools.tokenization import Summary
-
-FROM = "Input"
-TEXT = "Tokenization"
-SHARDS = "Shards"
 
 app = typer.Typer(
     name="data",
@@ -24,112 +24,21 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+Paths = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="INPUT... OUT_DIR", help="Files or folders (tokenize: - is standard input); last, the output folder."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
+@taking(TokenizeOptions)
 def tokenize(
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT... OUT_DIR", help="Files or folders (- is standard input); last, the output folder."
-        ),
-    ],
-    tokenizer: Annotated[
-        str | None,
-        typer.Option("--tokenizer", "-t", help="A tokenizer.json, a folder with one, or a Hugging Face name."),
-    ] = None,
-    train_tokenizer: Annotated[
-        int | None, typer.Option(metavar="SIZE", help="Train a byte-level BPE of SIZE tokens on the inputs instead.")
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="pile, slimpajama, starcoder, pes2o, proofpile or pg19: format, field and training files.",
-            rich_help_panel=FROM,
-        ),
-    ] = None,
-    format: Annotated[
-        str | None,
-        typer.Option(help="jsonl, parquet, arrow or text. Default: by file name.", rich_help_panel=FROM),
-    ] = None,
-    field: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Field with the text \\[text]: a.b goes down, a\\[].b through a list, a? is optional; repeat to join.",
-            rich_help_panel=FROM,
-        ),
-    ] = None,
-    joiner: Annotated[str, typer.Option(help="Text between joined fields.", rich_help_panel=FROM)] = r"\n\n",
-    marker: Annotated[
-        str | None,
-        typer.Option(help="End of each document in text files. Default: end of file.", rich_help_panel=FROM),
-    ] = None,
-    match: Annotated[
-        str | None,
-        typer.Option(
-            help="Files to read in folders, such as '*.md|*.rst'; a pattern with a slash matches the path.",
-            rich_help_panel=FROM,
-        ),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Files to skip in folders, such as 'drafts/*'; repeat for more.",
-            rich_help_panel=FROM,
-        ),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(
-            help="train, validation, test or all, by the path \\[train with --preset, else all].", rich_help_panel=FROM
-        ),
-    ] = None,
-    max_bad: Annotated[
-        str,
-        typer.Option(
-            metavar="N|FRACTION",
-            help="Bad records allowed per shard; they are skipped and listed.",
-            rich_help_panel=FROM,
-        ),
-    ] = "0",
-    eod: Annotated[
-        str | None,
-        typer.Option(help="End-of-document token or id, if the tokenizer does not define it.", rich_help_panel=TEXT),
-    ] = None,
-    special_text: Annotated[
-        bool,
-        typer.Option(
-            "--special-text", help="Encode text such as <|endoftext|> as the special token.", rich_help_panel=TEXT
-        ),
-    ] = False,
-    backend: Annotated[
-        str, typer.Option(help="Tokenizer library: auto, fastokens or tokenizers (Hugging Face).", rich_help_panel=TEXT)
-    ] = "auto",
-    train_bytes: Annotated[
-        str, typer.Option(help="Amount of text for --train-tokenizer.", rich_help_panel=TEXT)
-    ] = "1GB",
-    shuffle: Annotated[
-        bool, typer.Option(help="Shuffle the documents within each shard.", rich_help_panel=SHARDS)
-    ] = True,
-    seed: Annotated[int, typer.Option(help="Shuffle seed.", rich_help_panel=SHARDS)] = 0,
-    shard_size: Annotated[
-        str, typer.Option(help="Input per shard; a larger file gets its own shard.", rich_help_panel=SHARDS)
-    ] = "4GB",
-    workers: Annotated[
-        int, typer.Option(min=0, help="Number of worker processes; 0 means one per core.", rich_help_panel=SHARDS)
-    ] = 0,
-    array: Annotated[
-        str | None,
-        typer.Option(metavar="INDEX/COUNT", help="Build only this part of the shards.", rich_help_panel=SHARDS),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Rebuild existing shards.", rich_help_panel=SHARDS)
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the shards and their files; write nothing.", rich_help_panel=SHARDS)
-    ] = False,
+    paths: Paths,
+    options: TokenizeOptions,
+    dry_run: Annotated[bool, sharding("--dry-run", help="Print the shards and their files; write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Tokenize raw text into shards that Megatron reads. An interrupted call resumes when repeated.
@@ -139,8 +48,8 @@ def tokenize(
     [dim]blackmamba data tokenize notes.jsonl tokens/notes --train-tokenizer 8192 --field title --field body[/dim]
     """
     from megatron_blackmamba.data_tools.rejects import InputError
-    from megatron_blackmamba.data_tools.sources import parse_size, printable
-    from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, plan
+    from megatron_blackmamba.data_tools.sources import printable
+    from megatron_blackmamba.data_tools.tokenization import plan
     from megatron_blackmamba.data_tools.tokenization import tokenize as run
 
     if len(paths) < 2:
@@ -148,36 +57,12 @@ def tokenize(
     *inputs, out_dir = paths
     if Path(out_dir).is_file():
         raise InputError(f"{out_dir}: the last argument is the folder for the shards, and this is a file")
-    options = TokenizeOptions(
-        tokenizer=tokenizer,
-        train_tokenizer=train_tokenizer,
-        train_bytes=parse_size(train_bytes),
-        preset=preset,
-        format=cast("Any", format),
-        fields=tuple(field or ()),
-        joiner=_unescape(joiner),
-        marker=None if marker is None else _unescape(marker),
-        match=match,
-        exclude=tuple(exclude or ()),
-        split=split,
-        eod=eod,
-        backend=cast("Any", backend),
-        special_text=special_text,
-        shuffle=shuffle,
-        seed=seed,
-        max_bad=max_bad,
-        shard_size=shard_size,
-        workers=workers,
-        array=array,
-        overwrite=overwrite,
-        quiet=as_json,
-    )
     if dry_run:
         for job in plan(inputs, out_dir, options).mine:
-            names = ", ".join(source.path for source in job.sources[:3]) + (", ..." if len(job.sources) > 3 else "")
+            names = listed([source.path for source in job.sources])
             print(f"{job.prefix}  {counted(len(job.sources), 'file')}, {job.input_bytes / 1e6:.1f} MB: {names}")
         return
-    summary = run(inputs, out_dir, options)
+    summary = run(inputs, out_dir, replace(options, quiet=as_json))
     if as_json:
         shards = [
             {"shard": m.shard, "tokens": m.tokens, "documents": m.documents, "bin_sha256": m.bin_sha256}
@@ -244,10 +129,12 @@ def inspect(
 
     [dim]blackmamba data inspect tokens/pile/shard_00003 --document 1234 --chars 0[/dim]
     """
-    from megatron_blackmamba.data_tools.inspection import read_documents
+    from megatron_blackmamba.data_tools.inspection import by_source, histogram, read_documents
 
     if lengths:
-        _show_lengths(paths, as_json)
+        measured = by_source(paths)
+        lines = [line for each in measured for line in histogram(each)]
+        print(json.dumps([each.described() for each in measured]) if as_json else "\n".join(lines))
         return
     found = read_documents(paths, numbers=document or (), count=count, seed=seed, tokenizer=tokenizer)
     for each in found:
@@ -260,17 +147,6 @@ def inspect(
         if tokens:
             print(" ".join(map(str, each.ids.tolist())))
         print(each.text if not chars or len(each.text) <= chars else each.text[:chars] + " [...]")
-
-
-def _show_lengths(paths: list[str], as_json: bool) -> None:
-    from megatron_blackmamba.data_tools.lengths import by_source, histogram
-
-    found = by_source(paths)
-    if as_json:
-        print(json.dumps([each.described() for each in found]))
-        return
-    for each in found:
-        print("\n".join(histogram(each)))
 
 
 @app.command()
@@ -293,8 +169,8 @@ def verify(
     [dim]blackmamba data verify mixture.yaml --quick[/dim]
     """
     from megatron_blackmamba.data_tools.mixture import read_mixtures, verify_mixture
-    from megatron_blackmamba.data_tools.tokenization import usable_cores
     from megatron_blackmamba.data_tools.verification import verify as run
+    from megatron_blackmamba.data_tools.workers import usable_cores
     from megatron_blackmamba.formats.mixture import Mixture, collect
 
     mixtures = read_mixtures(paths)
@@ -360,27 +236,71 @@ def adopt(
             print(f"    {open_ended:,} of them do not end with {loaded.eod_token}; they run into the next document")
 
 
-app.command()(cleaning_commands.dedup)
-app.command()(cleaning_commands.decontaminate)
+@app.command()
+@taking(DedupOptions)
+def dedup(paths: Paths, options: DedupOptions, as_json: Json = False) -> None:
+    """Remove near-duplicate documents with datatrove's MinHash; one document of each cluster is kept.
+
+    [dim]blackmamba data dedup pile/train clean/pile[/dim]
+
+    [dim]blackmamba data dedup pile/train clean/pile --slurm cpu --workers 64[/dim]
+    """
+    from megatron_blackmamba.data_tools import cleaning
+
+    cleaning.require_datatrove()
+    from megatron_blackmamba.data_tools.deduplication import stages
+
+    decisive = {"n_grams": options.n_grams, "buckets": options.buckets, "hashes": options.hashes}
+    task = _cleaning("dedup", paths, decisive, options)
+    with task.alone():
+        task.refuse_other_settings()
+        _run(task, stages(task, options), as_json)
 
 
-def run_tokenize() -> None:
-    """Run `python -m data_tools.tokenization`."""
-    alone = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
-    alone.command()(tokenize)
-    try:
-        alone()
-    except OSError as error:  # an output that cannot be written, as the rule
-        print(f"tokenize: {error.filename or ''}: {error.strerror}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except ValueError as error:
-        if not type(error).__module__.startswith("megatron_blackmamba"):
-            raise
-        print(f"tokenize: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+@app.command()
+@taking(CleaningOptions)
+def decontaminate(
+    paths: Paths,
+    options: CleaningOptions,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TASK|FILE", help="lm-eval task or JSON lines; repeat for more \\[the paper's eight]."),
+    ] = None,
+    task_folder: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Folder with lm-eval task definitions of your own.")
+    ] = None,
+    n_grams: Annotated[int, typer.Option(help="Number of consecutive words that make a match.")] = 12,
+    as_json: Json = False,
+) -> None:
+    """Remove documents that contain items of evaluation tasks, with datatrove's n-gram filter.
+
+    [dim]blackmamba data decontaminate clean/pile final/pile[/dim]
+
+    [dim]blackmamba data decontaminate clean/pile final/pile --against piqa --against my_test.jsonl[/dim]
+    """
+    from megatron_blackmamba.data_tools import cleaning
+
+    cleaning.require_datatrove()
+    from megatron_blackmamba.data_tools.decontamination import ItemIndex, stages
+    from megatron_blackmamba.data_tools.evaluation_items import contents_of, read_items
+    from megatron_blackmamba.formats.evaluations import PAPER
+
+    names = tuple(against or PAPER)
+    task = _cleaning("decontaminate", paths, {"against": list(names), "n_grams": n_grams}, options)
+    items = read_items(names, task_folder)
+    task = replace(task, settings={**task.settings, **contents_of(items)})
+    with task.alone():
+        task.refuse_other_settings()
+        index = ItemIndex(items, n_grams, options.language)
+        if not as_json:
+            short = f", of which {index.too_short} are too short to look for" if index.too_short else ""
+            print(f"looking for {index.items} evaluation items{short}")
+        _run(task, stages(task, index), as_json)
 
 
 def _sentence(summary: "Summary") -> str:
+    from megatron_blackmamba.formats.remote import is_remote
+
     written, shards = len(summary.written), len(summary.shards)
     sizes = [counted(shards, "shard"), counted(summary.documents, "document"), counted(summary.tokens, "token")]
     lines = [f"{summary.out_dir}: {', '.join(sizes)}"]
@@ -388,7 +308,10 @@ def _sentence(summary: "Summary") -> str:
         rate = short(sum(manifest.tokens for manifest in summary.written) / max(summary.seconds, 1e-9))
         lines.append(f"written: {written}, in {summary.seconds:.1f} s ({rate} tokens/s)")
     if shards > written:
-        lines.append(f"already complete, {_how_checked(summary)}: {shards - written}")
+        verified = (
+            "of the right sizes (`blackmamba data verify` reads them)" if is_remote(summary.out_dir) else "and verified"
+        )
+        lines.append(f"already complete, {verified}: {shards - written}")
     bad = ", ".join(f"{count:,} {reason}" for reason, count in summary.rejected.items())
     if bad:
         lines.append(f"skipped records, listed in the manifests: {bad}")
@@ -400,13 +323,64 @@ def _sentence(summary: "Summary") -> str:
     return "\n".join(lines)
 
 
-def _how_checked(summary: "Summary") -> str:
-    """Return how finished shards were compared with their manifests."""
-    from megatron_blackmamba.formats.remote import is_remote
+def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options: CleaningOptions) -> "Cleaning":
+    from megatron_blackmamba.data_tools.batches import ReadOptions
+    from megatron_blackmamba.data_tools.cleaning import Cleaning
+    from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
+    from megatron_blackmamba.data_tools.sources import find_sources, parse_size, plan_shards
 
-    return "of the right sizes (`blackmamba data verify` reads them)" if is_remote(summary.out_dir) else "and verified"
+    if len(paths) < 2:
+        raise InputError(f"{paths[0]}: name at least one input and, last, the output folder")
+    *inputs, out_dir = paths
+    if "://" in out_dir:
+        raise InputError(f"{out_dir}: this writes to a local folder only. Copy it to object storage afterwards")
+    if "-" in inputs:
+        raise InputError("standard input (-) can be read only once, but this reads it twice. Give files")
+    found = find_sources(inputs, cast("Any", options.format), options.match, apart=out_dir, exclude=options.exclude)
+    fields = options.fields or ("text",)
+    return Cleaning(
+        name,
+        plan_shards(found.sources, parse_size(options.part_size)),
+        Path(out_dir).absolute(),
+        ReadOptions(fields),
+        Tolerance.parse(options.max_bad),
+        options,
+        {**settings, "language": options.language, "field": list(fields), "max_bad": options.max_bad},
+    )
 
 
-def _unescape(text: str) -> str:
-    """Replace `\\n` and `\\t`, as passed by a shell, by the characters."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
+    from megatron_blackmamba.data_tools.cleaning import REMOVED, part_name
+    from megatron_blackmamba.data_tools.origins import CleaningManifest, refuse_incomplete
+    from megatron_blackmamba.data_tools.rejects import InputError
+
+    total = sum(stage.tasks for stage in stages)
+
+    def state() -> State:
+        done = sum(1 for _ in task.work.glob("*/completions/*"))
+        return State(done / total, f"{done} of {total} tasks of {task.name}")
+
+    try:
+        with Progress(state, quiet=task.options.slurm is not None):
+            stages[-1].run()
+    except OSError as error:  # no space, no permission
+        where, why = error.filename or task.out_dir, error.strerror or error
+        raise InputError(f"{where}: {why}. Once that is put right, run the same command again") from error
+    if task.options.slurm is not None and not task.done.exists():
+        print(f"{task.out_dir}: submitted {len(stages)} Slurm jobs; the last one is {stages[-1].job_id}")
+        return
+    manifest = CleaningManifest.read(task.out_dir)  # older versions wrote none
+    parts = [part.name for part in manifest.parts] if manifest else [*map(part_name, range(len(task.parts)))]
+    for path in (task.out_dir / name for name in (REMOVED, *parts)):
+        if not path.exists():
+            raise InputError(f"{path}: is missing, though this finished. Restore it, or choose another folder")
+    refuse_incomplete(task.out_dir)
+    counts = json.loads(task.done.read_bytes())
+    if as_json:
+        print(json.dumps({**counts, "out_dir": str(task.out_dir), "removed_list": str(task.out_dir / REMOVED)}))
+    else:
+        skipped = f", skipped {counts['skipped']:,} records without a text" if counts.get("skipped") else ""
+        print(
+            f"{task.out_dir}: kept {counts['kept']:,} documents, removed {counts['removed']:,}{skipped} "
+            f"({REMOVED} lists them)"
+        )

@@ -11,8 +11,9 @@ from typing import Any
 from datatrove.pipeline.base import PipelineStep
 
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
-from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
-from megatron_blackmamba.data_tools.shard_writer import ShardJob, ShardSettings, write_shard
+from megatron_blackmamba.data_tools.options import TokenizeOptions
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.shard_writer import ShardJob, write_shard
 from megatron_blackmamba.data_tools.sources import Source
 from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.tokenizer import load_tokenizer
@@ -38,7 +39,7 @@ class ShardWriter(PipelineStep):
         """
         super().__init__()
         self.out_dir, self.tokenizer, self.eod = out_dir, tokenizer, eod
-        self.settings = ShardSettings(shuffle=shuffle, seed=seed)
+        self.options = TokenizeOptions(shuffle=shuffle, seed=seed)
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         """Write one shard of `world_size`."""
@@ -60,15 +61,13 @@ class ShardWriter(PipelineStep):
             status = waiting.stat()
             source = Source(str(waiting), f"task_{rank:05d}", "jsonl", status.st_size, status.st_mtime_ns)
             with self.track_time():
-                job = ShardJob(rank + 1, world_size, (source,), out_dir, self.settings, Tolerance())
+                job = ShardJob(rank + 1, world_size, (source,), out_dir, self.options)
                 manifest = write_shard(job, tokenizer)
             self.stat_update("tokens", value=manifest.tokens)
-            beside = out_dir / "tokenizer.json"
-            if not beside.exists() or beside.read_bytes() != tokenizer.content:
-                tokenizer.save(beside)
+            tokenizer.save(out_dir / "tokenizer.json")
             if remote:
                 remote.publish_tokenizer()
-                remote.publish(job)
+                remote.publish(job.prefix)
         finally:
             if waiting.exists():
                 os.unlink(waiting)

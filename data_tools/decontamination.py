@@ -6,22 +6,22 @@ from typing import Any
 
 from megatron_blackmamba.data_tools.cleaning import (
     Cleaning,
+    Listing,
     PartWriter,
     RawDocuments,
     RemovalLog,
+    Row,
     SpacedWords,
-    finish,
     read_notes,
 )
 from megatron_blackmamba.data_tools.evaluation_items import Item
 from megatron_blackmamba.data_tools.rejects import InputError
 
 try:
-    from datatrove.pipeline.base import PipelineStep
     from datatrove.pipeline.decont import NGramsDecontConfig, NGramsDecontFilter
     from datatrove.utils.text import ngrams, simplify_text
 except ImportError:  # said by `require_datatrove`
-    NGramsDecontFilter = PipelineStep = object
+    NGramsDecontFilter = object
 
 FEWEST_WORDS = 4
 """Texts of fewer words are everywhere: they are not looked for."""
@@ -88,38 +88,18 @@ class _Filter(NGramsDecontFilter):
         super().stat_update(*(label for label in labels if not label.startswith("contaminated_")), **more)
 
 
-class _Listing(PipelineStep):
-    """The last stage: the list of removed documents, each with the item that it holds."""
-
-    type = "🦠 - DECONT"
-    name = "removals"
-
-    def __init__(self, out_dir: Path, notes_dir: Path, done: Path) -> None:
-        super().__init__()
-        self.out_dir, self.notes_dir, self.done = out_dir, notes_dir, done
-
-    def run(self, data: Any, rank: int, world_size: int) -> None:
-        def rows() -> Iterator[tuple[Any, ...]]:
-            for note in read_notes(self.notes_dir, "removed"):
-                yield note["file"], note["record"], "evaluation item", note["item"], note["words"]
-
-        finish(self.out_dir, self.notes_dir, self.done, rows())
-
-
 def stages(cleaning: Cleaning, index: ItemIndex) -> list[Any]:
     """Return the executors of both stages in order."""
-    notes = cleaning.work / "notes"
-    read = RawDocuments(cleaning.parts, cleaning.read, cleaning.tolerance, notes)
-    drop = _Filter(index, RemovalLog(notes, _found))
-    keep = PartWriter(cleaning.out_dir, notes, _nothing)
-    first = cleaning.executor("1_documents", [read, drop, keep], len(cleaning.parts))
-    listing = _Listing(cleaning.out_dir, notes, cleaning.done)
-    return [first, cleaning.executor("2_removals", [listing], 1, first)]
+    drop = _Filter(index, RemovalLog(cleaning.notes, _found))
+    steps = [RawDocuments(cleaning), drop, PartWriter(cleaning)]
+    first = cleaning.executor("1_documents", steps, len(cleaning.parts))
+    return [first, cleaning.executor("2_removals", [Listing(cleaning, _rows)], 1, first)]
 
 
 def _found(document: Any) -> dict[str, Any]:
     return {"item": document.metadata["contaminated_task"], "words": document.metadata["contaminated_ngram"]}
 
 
-def _nothing(document: Any) -> None:
-    return None
+def _rows(notes: Path) -> Iterator[Row]:
+    for note in read_notes(notes, "removed"):
+        yield note["file"], note["record"], "evaluation item", note["item"], note["words"]

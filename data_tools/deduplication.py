@@ -1,8 +1,6 @@
 """Near-duplicates removed with datatrove's four MinHash stages."""
 
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +8,18 @@ import numpy as np
 
 from megatron_blackmamba.data_tools.cleaning import (
     Cleaning,
+    Listing,
     PartWriter,
     RawDocuments,
     RemovalLog,
+    Row,
     SpacedWords,
-    finish,
     read_notes,
 )
+from megatron_blackmamba.data_tools.options import DedupOptions
 from megatron_blackmamba.data_tools.rejects import InputError
 
 try:
-    from datatrove.pipeline.base import PipelineStep
     from datatrove.pipeline.dedup import (
         MinhashDedupBuckets,
         MinhashDedupCluster,
@@ -30,25 +29,12 @@ try:
     from datatrove.pipeline.dedup.minhash import MinhashConfig
     from datatrove.utils.hashing import HashConfig
 except ImportError:  # said by `require_datatrove`
-    MinhashDedupSignature = MinhashDedupFilter = PipelineStep = object
+    MinhashDedupSignature = MinhashDedupFilter = object
 
 _SHINGLES_AT_ONCE = 128
 """N-grams hashed in one piece, which stays in the cache of a core."""
 _PRIME = np.uint64((1 << 61) - 1)
 CLUSTER = "minhash_cluster_id"
-
-
-@dataclass(frozen=True)
-class Similarity:
-    """The similarity threshold of duplicates: `buckets` groups of `hashes` MinHashes of word n-grams."""
-
-    n_grams: int = 2
-    buckets: int = 60
-    hashes: int = 7
-
-    def chance(self, similarity: float) -> float:
-        """Return the chance that documents of this Jaccard similarity are found to be duplicates."""
-        return 1 - (1 - similarity**self.hashes) ** self.buckets
 
 
 class _Signature(MinhashDedupSignature):
@@ -86,55 +72,37 @@ class _Filter(MinhashDedupFilter):
         return super().run(data, rank, world_size)
 
 
-class _Listing(PipelineStep):
-    """The last stage: the list of removed documents, each with the one of its cluster that is kept."""
-
-    type = "🫂 - DEDUP"
-    name = "removals"
-
-    def __init__(self, out_dir: Path, notes_dir: Path, done: Path) -> None:
-        super().__init__()
-        self.out_dir, self.notes_dir, self.done = out_dir, notes_dir, done
-
-    def run(self, data: Any, rank: int, world_size: int) -> None:
-        kept = {note["cluster"]: f"{note['file']}:{note['record']}" for note in read_notes(self.notes_dir, "kept")}
-
-        def rows() -> Iterator[tuple[Any, ...]]:
-            for note in read_notes(self.notes_dir, "removed"):
-                resembles = kept[note["cluster"]]
-                yield note["file"], note["record"], "near-duplicate", resembles, f"cluster {note['cluster']}"
-
-        finish(self.out_dir, self.notes_dir, self.done, rows())
-        for folder in ("signatures", "pairs"):  # as large as the text; nothing reads them again
-            shutil.rmtree(self.done.parent / folder, ignore_errors=True)
-
-
-def stages(cleaning: Cleaning, similarity: Similarity, language: str | None = None) -> list[Any]:
+def stages(cleaning: Cleaning, options: DedupOptions) -> list[Any]:
     """Return the executors of all stages in order; each depends on the one before."""
-    if similarity.n_grams < 1 or similarity.buckets < 1 or similarity.hashes < 1:
+    if options.n_grams < 1 or options.buckets < 1 or options.hashes < 1:
         raise InputError("--n-grams, --buckets and --hashes are at least 1")
     config = MinhashConfig(
-        n_grams=similarity.n_grams,
-        num_buckets=similarity.buckets,
-        hashes_per_bucket=similarity.hashes,
+        n_grams=options.n_grams,
+        num_buckets=options.buckets,
+        hashes_per_bucket=options.hashes,
         hash_config=HashConfig(precision=32),
     )
-    work, parts = cleaning.work, len(cleaning.parts)
-    signatures, pairs, clusters, notes = (str(work / name) for name in ("signatures", "pairs", "clusters", "notes"))
-    read = RawDocuments(cleaning.parts, cleaning.read, cleaning.tolerance)
-    words: Any = language or SpacedWords()  # datatrove has taken the punctuation out
+    parts = len(cleaning.parts)
+    signatures, pairs, clusters = (str(cleaning.work / name) for name in ("signatures", "pairs", "clusters"))
+    words: Any = options.language or SpacedWords()  # datatrove has taken the punctuation out
     sign = _Signature(signatures, config=config, language=words)
-    first = cleaning.executor("1_signatures", [read, sign], parts)
+    first = cleaning.executor("1_signatures", [RawDocuments(cleaning, noted=False), sign], parts)
     match = MinhashDedupBuckets(signatures, pairs, config=config, lines_to_buffer=1000)
-    second = cleaning.executor("2_pairs", [match], similarity.buckets, first)
+    second = cleaning.executor("2_pairs", [match], options.buckets, first)
     join = MinhashDedupCluster(pairs, clusters, config=config, save_cluster_id=True, lines_to_buffer=1000)
     third = cleaning.executor("3_clusters", [join], 1, second)
-    drop = _Filter(clusters, RemovalLog(Path(notes), _cluster), load_cluster_ids=True)
-    keep = PartWriter(cleaning.out_dir, Path(notes), _cluster_of_kept)
-    again = RawDocuments(cleaning.parts, cleaning.read, cleaning.tolerance, Path(notes))
-    fourth = cleaning.executor("4_documents", [again, drop, keep], parts, third)
-    listing = _Listing(cleaning.out_dir, Path(notes), cleaning.done)
+    drop = _Filter(clusters, RemovalLog(cleaning.notes, _cluster), load_cluster_ids=True)
+    steps = [RawDocuments(cleaning), drop, PartWriter(cleaning, _cluster_of_kept)]
+    fourth = cleaning.executor("4_documents", steps, parts, third)
+    listing = Listing(cleaning, _rows, spent=[Path(signatures), Path(pairs)])
     return [first, second, third, fourth, cleaning.executor("5_removals", [listing], 1, fourth)]
+
+
+def _rows(notes: Path) -> Iterator[Row]:
+    kept = {note["cluster"]: f"{note['file']}:{note['record']}" for note in read_notes(notes, "kept")}
+    for note in read_notes(notes, "removed"):
+        cluster = note["cluster"]
+        yield note["file"], note["record"], "near-duplicate", kept[cluster], f"cluster {cluster}"
 
 
 def _cluster(document: Any) -> dict[str, Any]:

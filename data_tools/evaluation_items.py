@@ -13,11 +13,6 @@ from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.data_tools.streams import Damage, InputStream
 
-PAPER_TASKS = (
-    *("hellaswag", "piqa", "winogrande", "lambada_openai"),
-    *("arc_easy", "arc_challenge", "openbookqa", "boolq"),
-)
-
 
 @dataclass(frozen=True)
 class Item:
@@ -100,11 +95,14 @@ def _known(record: Mapping[str, Any]) -> tuple[str, ...] | None:
     if {"passage", "question"} <= keys:  # BoolQ
         return _string(record, "passage"), _string(record, "question")
     if {"goal", "sol1", "sol2"} <= keys:  # PIQA
-        return (f"{_string(record, 'goal')} {_right(record, 'label', ('sol1', 'sol2'), first=0)}",)
+        return (f"{_string(record, 'goal')} {_chosen(record, 'label', {'0': record['sol1'], '1': record['sol2']})}",)
     if {"sentence", "option1", "option2"} <= keys:  # WinoGrande
-        return (_string(record, "sentence").replace("_", _right(record, "answer", ("option1", "option2"), first=1)),)
+        answer = _chosen(record, "answer", {"1": record["option1"], "2": record["option2"]})
+        return (_string(record, "sentence").replace("_", answer),)
     if {"ctx", "endings"} <= keys:  # HellaSwag
-        return (_without_marks(f"{_string(record, 'ctx')} {_listed(record, 'label', 'endings')}"),)
+        shown = f"{_string(record, 'ctx')} {_listed(record, 'label', 'endings')}"
+        shown = re.sub(r"\[(header|title|step|substeps)\]", " ", shown)  # marks, which no page shows
+        return (" ".join(shown.split()),)
     if {"choices", "label"} <= keys and keys & {"query", "ctx"}:  # HellaSwag as lm-eval prepares it
         question = _string(record, "query" if "query" in keys else "ctx")
         return (f"{question} {_listed(record, 'label', 'choices')}",)
@@ -122,12 +120,6 @@ def _string(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"`{key}` is {json.dumps(value)[:60]}, not a string. Correct or remove the line")
     return value
-
-
-def _right(record: Mapping[str, Any], key: str, options: Sequence[str], first: int) -> str:
-    """Return the field among `options` whose number, counted from `first`, stands in the field `key`."""
-    numbers = {str(number): option for number, option in enumerate(options, start=first)}
-    return _string(record, _chosen(record, key, numbers))
 
 
 def _listed(record: Mapping[str, Any], key: str, answers: str) -> str:
@@ -170,11 +162,6 @@ def _chosen(record: Mapping[str, Any], key: str, answers: Mapping[str, Any]) -> 
     return answer
 
 
-def _without_marks(text: str) -> str:
-    """Return a HellaSwag text without its marks such as `[header]`, which no page shows."""
-    return " ".join(re.sub(r"\[(header|title|step|substeps)\]", " ", text).split())
-
-
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -201,7 +188,7 @@ def _from_lm_eval(names: Sequence[str], task_folder: str | None) -> list[Item]:
     return [
         Item(f"{name}:{number}", _texts_of_task(task, document))
         for name, task in _tasks(get_task_dict(list(names), manager))
-        for number, document in enumerate(_documents(task), start=1)
+        for number, document in enumerate(task.test_docs() if task.has_test_docs() else task.validation_docs(), start=1)
     ]
 
 
@@ -219,10 +206,6 @@ def _tasks(found: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield from _tasks(task)
         else:
             yield str(name), task[1] if isinstance(task, tuple) else task
-
-
-def _documents(task: Any) -> Any:
-    return task.test_docs() if task.has_test_docs() else task.validation_docs()
 
 
 def _texts_of_task(task: Any, document: Any) -> tuple[str, ...]:

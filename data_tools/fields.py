@@ -39,7 +39,7 @@ def root_columns(fields: Sequence[str], available: Sequence[str]) -> tuple[list[
     columns: dict[str, bool] = {}  # whether it may be missing
     for field in fields:
         name = field.removesuffix(OPTIONAL)
-        column = name if name in available else _steps(name)[0].removesuffix("[]")
+        column = name if name in available else name.split(".")[0].removesuffix("[]")
         columns[column] = columns.get(column, True) and field.endswith(OPTIONAL)
     there = [column for column in columns if column in available]
     absent = [column for column, optional in columns.items() if column not in available and not optional]
@@ -61,7 +61,7 @@ def _optional(field: str, joiner: str) -> Callable[[Any], str | None]:
 
 
 def _single(field: str, joiner: str) -> TakeText:
-    steps = _steps(field)
+    steps = field.split(".")
 
     def take(record: Any) -> str:
         try:
@@ -99,10 +99,6 @@ def _walk(value: Any, steps: Sequence[str], field: str, joiner: str) -> Any:
                 raise FieldError(NOT_A_STRING, f"`{field}`: an item is {_kind(odd[0])}")
             return joiner.join(items)
     return value
-
-
-def _steps(field: str) -> list[str]:
-    return field.split(".")
 
 
 def _kind(value: Any) -> str:

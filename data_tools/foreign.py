@@ -3,15 +3,15 @@
 import csv
 import gzip
 import os
+import shutil
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.atomic import atomic_file
+from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.shards import beside, token_dtype, write_idx
 from megatron_blackmamba.tokenizer import Tokenizer
 
@@ -22,16 +22,10 @@ _STORED: dict[int, np.dtype] = {2: np.dtype("uint16"), 4: np.dtype("int32")}
 """By bytes of a token. Ids are far below 2^31: uint32 reads the same as int32, which Megatron's index knows."""
 
 
-class Exposed(NamedTuple):
-    """A token file that has a `.bin` and an `.idx`."""
-
-    prefix: Path
-    empty: list[int]
-    """Its documents without a token, which an index cannot hold, counted from 1."""
-
-
-def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Exposed:
+def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> tuple[Path, list[int]]:
     """Give a token file a `.bin`, a link if possible, and an `.idx`.
+
+    Returns their prefix, and the documents without a token, which an index cannot hold, counted from 1.
 
     dtype: uint16 or uint32, for a file that does not tell its type, nor a file beside it.
     """
@@ -58,7 +52,7 @@ def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Expose
     _link(path, beside(prefix, ".bin"), header)
     with atomic_file(beside(prefix, ".idx")) as file:
         write_idx(file, _STORED[item], lengths[lengths > 0])
-    return Exposed(prefix, (1 + np.flatnonzero(lengths == 0)).tolist())
+    return prefix, (1 + np.flatnonzero(lengths == 0)).tolist()
 
 
 def _guessed_item(path: Path, tokenizer: Tokenizer) -> int:
@@ -115,40 +109,25 @@ def _listed_ends(path: Path) -> np.ndarray | None:
 def _ends_by_eod(path: Path, header: int, dtype: np.dtype, eod_id: int) -> np.ndarray:
     """Return where documents end by their EOD; tokens after the last one are a document too."""
     tokens = np.memmap(path, dtype, mode="r", offset=header)
-    found = [start + 1 + np.flatnonzero(piece == eod_id) for start, piece in _pieces(tokens)]
+    starts = range(0, len(tokens), _PIECE)
+    found = [start + 1 + np.flatnonzero(tokens[start : start + _PIECE] == eod_id) for start in starts]
     ends = np.concatenate(found) if found else np.empty(0, np.int64)
     return ends if len(ends) and ends[-1] == len(tokens) else np.append(ends, len(tokens))
-
-
-def _pieces(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    return ((start, tokens[start : start + _PIECE]) for start in range(0, len(tokens), _PIECE))
 
 
 def _link(path: Path, bin_path: Path, header: int) -> None:
     """Make the `.bin`: the same file under another name, or, behind a header, a copy."""
     if bin_path.exists():
-        if not bin_path.samefile(path) and not (header and _same_tokens(path, bin_path, header)):
+        copied = header and file_sha256(bin_path) == file_sha256(path, header)
+        if not copied and not bin_path.samefile(path):
             raise InputError(f"{bin_path}: is there, and is not {path.name}. Move one of them to another folder")
         return
     if header:
         with open(path, "rb") as source, atomic_file(bin_path) as file:
             source.seek(header)
-            while block := source.read(_PIECE):
-                file.write(block)
+            shutil.copyfileobj(source, file, _PIECE)
         return
     try:
         os.link(path, bin_path)
     except OSError:  # a file system without hard links
         bin_path.symlink_to(path.name)
-
-
-def _same_tokens(path: Path, bin_path: Path, header: int) -> bool:
-    """Return whether a `.bin` is an earlier copy of the tokens behind a header."""
-    if bin_path.stat().st_size != path.stat().st_size - header:
-        return False
-    with open(path, "rb") as source, open(bin_path, "rb") as copy:
-        source.seek(header)
-        while block := source.read(_PIECE):
-            if copy.read(_PIECE) != block:
-                return False
-    return True

@@ -1,6 +1,7 @@
 """The plan of a mixture for a number of tokens: probability, samples and epochs of every source."""
 
 import bisect
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -257,9 +258,7 @@ def print_plan(plan: MixturePlan, path: Path) -> None:
         table.add_row(*row)
     table.add_section()
     table.add_row(*(footers.get(heading, "") for heading in columns))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)  # a file or a pipe has no width to keep to
+    console = Console(width=None if sys.stdout.isatty() else 120)  # a file or a pipe has no width to keep to
     console.print(table)
     for phase in plan.phases[1:]:
         shares = ", ".join(f"{name} {p:.6f}" for name, p in phase["probabilities"].items())

@@ -1,29 +1,14 @@
-"""Raw files and shards of `tokenize` in object storage."""
+"""Shards of `tokenize` in object storage."""
 
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_blackmamba.data_tools.selection import Selection
-from megatron_blackmamba.formats.remote import cached, download, file_system, files_below, is_folder, size_of, upload
+from megatron_blackmamba.formats.remote import cached, download, file_system, files_below, upload
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, SUFFIXES, ShardManifest, beside, idx_bytes
-
-if TYPE_CHECKING:
-    from megatron_blackmamba.data_tools.shard_writer import ShardJob
 
 TOKENIZER = "tokenizer.json"
 TRAINED = "tokenizer.trained.json"
 """The record of what --train-tokenizer was asked for."""
-
-
-class RemoteInput(NamedTuple):
-    """A raw file in object storage."""
-
-    url: str
-    name: str
-    bytes: int
-    modified_ns: int
 
 
 @dataclass(frozen=True)
@@ -49,27 +34,28 @@ class RemoteFolder:
                     download(name, local)
         return remote
 
-    def has(self, job: "ShardJob") -> bool:
+    def has(self, prefix: Path) -> bool:
         """Return whether a shard is there, by its manifest and the sizes of its files."""
-        if not job.manifest_path.exists():
+        manifest_path = beside(prefix, MANIFEST_SUFFIX)
+        if not manifest_path.exists():
             return False
-        manifest = ShardManifest.read(job.manifest_path)
+        manifest = ShardManifest.read(manifest_path)
         wanted = {".bin": manifest.bin_bytes, ".idx": idx_bytes(manifest.documents, manifest.documents)}
-        return all(self._size(job.prefix, suffix) == size for suffix, size in wanted.items())
+        return all(self._size(prefix, suffix) == size for suffix, size in wanted.items())
 
     def _size(self, prefix: Path, suffix: str) -> int | None:
         url = f"{self.url}/{prefix.name}{suffix}"
         found = files_below(url).get(url)
         return None if found is None else int(found["size"])
 
-    def publish(self, job: "ShardJob") -> None:
+    def publish(self, prefix: Path) -> None:
         """Upload a finished shard, its manifest last, and remove the local tokens."""
         for suffix in (".bin", ".idx", MANIFEST_SUFFIX):
-            local = beside(job.prefix, suffix)
+            local = beside(prefix, suffix)
             if local.exists():
-                upload(local, f"{self.url}/{job.prefix.name}{suffix}")
+                upload(local, f"{self.url}/{prefix.name}{suffix}")
         for suffix in (".idx", ".bin"):
-            beside(job.prefix, suffix).unlink(missing_ok=True)
+            beside(prefix, suffix).unlink(missing_ok=True)
 
     def publish_tokenizer(self) -> None:
         """Upload the tokenizer, and the record of its training if it has one."""
@@ -89,22 +75,3 @@ def _is_being_published(manifest_path: Path) -> bool:
     """Return whether the tokens of a manifest are here: another process (of --array) uploads them, or was killed."""
     name = manifest_path.name
     return name.endswith(MANIFEST_SUFFIX) and manifest_path.with_name(name.replace(MANIFEST_SUFFIX, ".bin")).exists()
-
-
-def remote_files(url: str, selection: Selection) -> tuple[list[RemoteInput], list[str]]:
-    """Return the objects taken below a URL, and the URLs of those that are not. Hidden ones are skipped."""
-    url = url.rstrip("/")
-    if not is_folder(url):
-        return [RemoteInput(url, url.rpartition("/")[2], size_of(url), 0)], []
-    taken, ignored = [], []
-    for name, info in files_below(url).items():
-        inside = name.removeprefix(url + "/")
-        if any(part.startswith(".") for part in inside.split("/")):
-            continue
-        modified = info.get("LastModified")
-        stamp = int(modified.timestamp() * 1e9) if isinstance(modified, datetime) else 0
-        if selection.takes(Path("/", inside), Path("/")):
-            taken.append(RemoteInput(name, inside, int(info["size"]), stamp))
-        else:
-            ignored.append(name)
-    return taken, ignored

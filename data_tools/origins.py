@@ -44,7 +44,7 @@ class CleaningManifest(BaseModel):
     @classmethod
     def read(cls, folder: str | Path) -> "CleaningManifest | None":
         """Read the manifest of a folder, or return None if no cleaning wrote the folder."""
-        place = _join(folder, CLEANING)
+        place = os.path.join(folder, CLEANING)
         if not (files_below(place) if is_remote(place) else os.path.exists(place)):
             return None
         try:
@@ -69,14 +69,16 @@ class Cleanings:
 
         These are the files that a cleaning read, or the decompressed content of a compressed file.
         """
-        name = _split(path)[1]
-        unpacked = [RawFile(name=f"{name}, unpacked", sha256=unpacked_sha256)] if unpacked_sha256 else []
+        unpacked = (
+            [RawFile(name=f"{os.path.basename(path)}, unpacked", sha256=unpacked_sha256)] if unpacked_sha256 else []
+        )
         return self._cleaned_from(path, sha256) or unpacked
 
     def _cleaned_from(self, path: str, sha256: str) -> list[RawFile]:
         if path == STDIN:
             return []
-        folder, name = _split(path)
+        folder, name = os.path.split(path)
+        folder = folder or "."
         if folder not in self._known:
             self._known[folder] = CleaningManifest.read(folder)
         manifest = self._known[folder]
@@ -100,10 +102,10 @@ def refuse_incomplete(folder: str | Path) -> None:
     for part in manifest.parts if manifest else ():
         size = sizes.get(part.name)
         if size != part.bytes:
-            wrong = "is missing" if size is None else f"has {size} bytes, not {part.bytes}"
+            path, wrong = os.path.join(folder, part.name), f"has {size} bytes, not {part.bytes}"
+            wrong = "is missing" if size is None else wrong
             raise InputError(
-                f"{_join(folder, part.name)}: {wrong}, though the cleaning finished. Restore it, or clean again into "
-                "another folder"
+                f"{path}: {wrong}, though the cleaning finished. Restore it, or clean again into another folder"
             )
 
 
@@ -111,18 +113,6 @@ def part_of(name: str, sha256: str, size: int, documents: int, read: Iterable[tu
     """Return the entry of a part that holds documents of the files `read`, each with its own origins."""
     origins = {raw.sha256: raw for file, earlier in read for raw in (file, *earlier)}
     return Part(name=name, sha256=sha256, bytes=size, documents=documents, origins=list(origins.values()))
-
-
-def _split(path: str) -> tuple[str, str]:
-    """Return the folder of a file and its name."""
-    if not is_remote(path):
-        return str(Path(path).parent), Path(path).name
-    folder, _, name = path.rpartition("/")
-    return folder, name
-
-
-def _join(folder: str | Path, name: str) -> str:
-    return f"{folder}/{name}" if is_remote(folder) else os.path.join(folder, name)
 
 
 def _sizes(folder: str | Path) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The progress of reading raw text or shards, and numbers as people read them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_blackmamba.progress import Progress, State
@@ -22,18 +22,20 @@ def reading(total_bytes: int, count: Callable[[], Count], *, quiet: bool = False
     def state() -> State:
         so_far = count()
         done = so_far.input_bytes / total_bytes if total_bytes else 0.0
-        return State(min(done, 1.0), _rate(so_far, time.monotonic() - begun))
+        rate = short(so_far.tokens / max(time.monotonic() - begun, 1e-9))
+        return State(min(done, 1.0), f"{short(so_far.tokens)} tokens, {rate} tokens/s")
 
     return Progress(state, quiet=quiet)
-
-
-def _rate(count: Count, seconds: float) -> str:
-    return f"{short(count.tokens)} tokens, {short(count.tokens / max(seconds, 1e-9))} tokens/s"
 
 
 def counted(number: int, what: str) -> str:
     """Return a number with its noun: 1 shard, 2 shards."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more files" if len(names) > most else "")
 
 
 def short(number: float) -> str:

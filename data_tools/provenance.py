@@ -9,8 +9,10 @@ import numpy as np
 
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shuffle import document_order
-from megatron_blackmamba.data_tools.streams import file_sha256
+from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.shards import ShardManifest, SourceFile
+
+_order = lru_cache(maxsize=4)(document_order)
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,3 @@ def _number_of(manifest: ShardManifest, source: SourceFile, record: int) -> int 
         raise InputError(f"{source.name}: its shard has several files of this name, and does not say whose it skipped")
     number = record - 1 - sum(other < record for other in skipped)
     return number if record not in skipped and 0 <= number < source.documents else None
-
-
-@lru_cache(maxsize=4)
-def _order(seed: int, shard: int, documents: int) -> np.ndarray:
-    return document_order(seed, shard, documents)

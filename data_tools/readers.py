@@ -1,8 +1,7 @@
 """Read documents from raw files in batches of about a megabyte: JSON Lines and plain text; tables are in tables.py."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -10,44 +9,15 @@ from typing import Literal
 import orjson
 
 from megatron_blackmamba.data_tools import rejects
+from megatron_blackmamba.data_tools.batches import BATCH_BYTES, Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream, file_sha256
-from megatron_blackmamba.formats.remote import size_of, version_of
+from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream
+from megatron_blackmamba.formats.remote import file_sha256, size_of, version_of
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
 TABLES = ("parquet", "arrow")
-Rejecter = Callable[[int, str, str], None]  # record number, reason, detail
-
-BATCH_BYTES = 1 << 20  # what one step works on stays in the cache of a core
 _BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """Options that select the text of a document in a file."""
-
-    fields: tuple[str, ...] = ("text",)
-    joiner: str = "\n\n"
-    marker: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.fields or not all(self.fields):
-            raise InputError("--field needs the name of a field")
-        if self.marker == "":
-            raise InputError("--marker needs some text to split on")
-
-
-@dataclass
-class Batch:
-    """Documents in the order of the file, each with its record number counted from 1."""
-
-    texts: list[str] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-
-    def add(self, number: int, text: str) -> None:
-        self.texts.append(text)
-        self.numbers.append(number)
 
 
 class Reader:
@@ -90,7 +60,7 @@ class Reader:
                     yield from parser.feed(block)
                 yield from parser.finish()
             except Damage as damage:
-                yield from parser.abandon()
+                yield from parser.finish(cut=True)
                 self.reject(parser.number + 1, damage.reason, damage.detail)
             self.sha256, self.unpacked_sha256 = stream.sha256(), stream.unpacked_sha256
             self.bytes_read = stream.bytes_read
@@ -117,12 +87,8 @@ class Parser:
     def feed(self, block: bytes) -> Iterator[Batch]:
         raise NotImplementedError
 
-    def finish(self) -> Iterator[Batch]:
-        """Handle the regular end of the input."""
-        raise NotImplementedError
-
-    def abandon(self) -> Iterator[Batch]:
-        """Handle a truncated input: return its complete records, but not the last, incomplete one."""
+    def finish(self, cut: bool = False) -> Iterator[Batch]:
+        """Handle the end of the input; the last record of a cut one is incomplete, and not returned."""
         raise NotImplementedError
 
 
@@ -145,18 +111,12 @@ class JsonLines(Parser):
         if self.pending_bytes >= BATCH_BYTES and b"\n" in block:
             yield self._parse(self._take_complete_lines().split(b"\n"))
 
-    def finish(self) -> Iterator[Batch]:
-        lines = b"".join(self.pending).split(b"\n")
+    def finish(self, cut: bool = False) -> Iterator[Batch]:
+        *lines, unterminated = b"".join(self.pending).split(b"\n")
         self.pending = []
-        unterminated = lines.pop()
         yield self._parse(lines)
-        if unterminated:
+        if unterminated and not cut:
             yield self._parse([unterminated], terminated=False)
-
-    def abandon(self) -> Iterator[Batch]:
-        lines = b"".join(self.pending).split(b"\n")
-        self.pending = []
-        yield self._parse(lines[:-1])
 
     def _take_complete_lines(self) -> bytes:
         block = b"".join(self.pending)
@@ -264,16 +224,11 @@ class Text(Parser):
         self.pending, self.searched = bytearray(rest), 0
         yield self._documents(pieces)
 
-    def finish(self) -> Iterator[Batch]:
+    def finish(self, cut: bool = False) -> Iterator[Batch]:
         pieces = bytes(self.pending).split(self.marker) if self.marker else [bytes(self.pending)]
         self.pending = bytearray()
-        if self.marker and not pieces[-1].strip():
+        if cut or (self.marker and not pieces[-1].strip()):
             pieces.pop()  # what follows the last marker is the end of the file, not a document
-        yield self._documents(pieces)
-
-    def abandon(self) -> Iterator[Batch]:
-        pieces = bytes(self.pending).split(self.marker)[:-1] if self.marker else []
-        self.pending = bytearray()
         yield self._documents(pieces)
 
     def _documents(self, pieces: Iterable[bytes]) -> Batch:

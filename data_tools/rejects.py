@@ -50,9 +50,6 @@ class Tolerance:
             pass
         raise InputError(f"--max-bad {text}: give a number of records (100) or a fraction of them (0.001, 0.1%)")
 
-    def allows(self, bad: int, records: int) -> bool:
-        return bad <= (self.count if self.fraction is None else self.fraction * records)
-
 
 @dataclass
 class RejectLog:
@@ -84,7 +81,8 @@ class RejectLog:
 
     def check(self, records: int) -> None:
         """Raise InputError where the tolerance is a fraction and the whole shard is worse."""
-        if self.tolerance.allows(self.bad, records):
+        allowed = self.tolerance.count if self.tolerance.fraction is None else self.tolerance.fraction * records
+        if self.bad <= allowed:
             return
         worst = ", ".join(f"{count} {reason}" for reason, count in self.counts.items() if reason != BLANK)
         examples = [reject for reject in self.first if reject.reason != BLANK]

@@ -12,9 +12,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_blackmamba import __version__, interrupts
+from megatron_blackmamba import interrupts
+from megatron_blackmamba.data_tools.batches import Batch, ReadOptions, Rejecter
+from megatron_blackmamba.data_tools.options import TokenizeOptions
 from megatron_blackmamba.data_tools.origins import Cleanings
-from megatron_blackmamba.data_tools.readers import Batch, Reader, ReadOptions, out_of_memory
+from megatron_blackmamba.data_tools.progress import listed
+from megatron_blackmamba.data_tools.readers import Reader, out_of_memory
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.shuffle import DocumentShuffler, order_keys
 from megatron_blackmamba.data_tools.sources import NotTaken, Source
@@ -30,6 +33,7 @@ from megatron_blackmamba.formats.shards import (
     write_idx,
 )
 from megatron_blackmamba.tokenizer import Tokenizer
+from megatron_blackmamba.version import __version__
 
 RECHECKED_ONE_IN = 1024
 _RECHECKED_AT_FIRST_BYTES = 64 << 10
@@ -39,26 +43,7 @@ _LONGEST_DOCUMENT = (1 << 31) - 1  # lengths are int32 in an index
 _TOKEN_BYTES_PER_INPUT_BYTE = {False: 0.6, True: 2.5}  # of plain and of compressed text; only sizes the buckets
 
 Report = Callable[[int, int, int], None]  # input bytes, tokens, documents: so far
-
-
-@dataclass(frozen=True)
-class ShardSettings:
-    """The settings that determine the content of shards, apart from raw files and tokenizer."""
-
-    read: ReadOptions = field(default_factory=ReadOptions)
-    special_text: bool = False
-    shuffle: bool = True
-    seed: int = 0
-
-    def recorded(self, sources: Iterable[Source]) -> dict[str, Any]:
-        """Return the settings as recorded in manifests, to detect whether a shard was made with them."""
-        return {
-            "formats": sorted({source.format for source in sources}),
-            "fields": list(self.read.fields),
-            "joiner": self.read.joiner,
-            "marker": self.read.marker,
-            "special_text": self.special_text,
-        }
+Add = Callable[[np.ndarray, np.ndarray, np.ndarray], None]  # tokens, lengths and keys of adjacent documents
 
 
 @dataclass(frozen=True)
@@ -70,9 +55,21 @@ class ShardJob:
     """Shards of the whole plan."""
     sources: tuple[Source, ...]
     out_dir: Path
-    settings: ShardSettings
-    tolerance: Tolerance
+    options: TokenizeOptions
+    read: ReadOptions = field(default_factory=ReadOptions)
+    tolerance: Tolerance = field(default_factory=Tolerance)
     not_taken: NotTaken = field(default_factory=NotTaken)
+
+    @property
+    def recorded_options(self) -> dict[str, Any]:
+        """Return the options as recorded in the manifest, to detect whether the shard was made with them."""
+        return {
+            "formats": sorted({source.format for source in self.sources}),
+            "fields": list(self.read.fields),
+            "joiner": self.read.joiner,
+            "marker": self.read.marker,
+            "special_text": self.options.special_text,
+        }
 
     @property
     def prefix(self) -> Path:
@@ -104,7 +101,7 @@ def write_shard(job: ShardJob, tokenizer: Tokenizer, report: Report = lambda *_:
 class _Writing:
     def __init__(self, job: ShardJob, tokenizer: Tokenizer, report: Report, folder: Path) -> None:
         self.job, self.tokenizer, self.report, self.folder = job, tokenizer, report, folder
-        self.settings = job.settings
+        self.options = job.options
         self.dtype = token_dtype(tokenizer.vocab_size)
         self.rejects = RejectLog(job.tolerance)
         self.cleanings = Cleanings()
@@ -117,15 +114,16 @@ class _Writing:
 
     def run(self) -> ShardManifest:
         bin_path, idx_path = self.folder / "bin", self.folder / "idx"
-        with open(bin_path, "wb") as file, self._sink(file) as sink:
+        with open(bin_path, "wb") as file, self._shuffler() as shuffler:
+            add = shuffler.add if shuffler else lambda tokens, lengths, _: self._write(file, tokens.data, lengths)
             for source in self.job.sources:
-                self._read(source, sink)
-            sink.finish()
+                self._read(source, add)
+            for data, lengths in shuffler.drain(self.dtype.itemsize) if shuffler else ():
+                self._write(file, data, lengths)
         self.rejects.check(self.documents + self.rejects.bad)
         if not self.documents:
             paths = ["standard input" if source.path == STDIN else source.path for source in self.job.sources]
-            names = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
-            raise InputError(f"{names}: not one document in {self.job.prefix.name}: leave these files out")
+            raise InputError(f"{listed(paths)}: not one document in {self.job.prefix.name}: leave these files out")
         lengths = np.concatenate(self.lengths)
         with open(idx_path, "wb") as file:
             idx_sha256 = write_idx(file, self.dtype, lengths)
@@ -136,17 +134,17 @@ class _Writing:
         manifest.write(self.job.manifest_path)
         return manifest
 
-    def _read(self, source: Source, sink: "_Sink") -> None:
+    def _read(self, source: Source, add: Add) -> None:
         documents, bad = self.documents, self.rejects.total
 
         def reject(record: int, reason: str, detail: str) -> None:
             self.rejects.add(source.name, source.path, record, reason, detail)
 
-        reader = Reader(source.path, source.format, self.settings.read, reject)
+        reader = Reader(source.path, source.format, self.job.read, reject)
         for batch in reader.batches():
             if batch.texts:
                 try:
-                    self._encode(batch, source, sink, reject)
+                    self._encode(batch, source, add, reject)
                 except MemoryError:
                     raise InputError(out_of_memory(source.path, reader.bytes_read)) from None
             self.report(self.finished_bytes + reader.bytes_read, self.tokens, self.documents)
@@ -169,25 +167,22 @@ class _Writing:
             )
         )
 
-    def _encode(self, batch: Batch, source: Source, sink: "_Sink", reject: Callable[[int, str, str], None]) -> None:
-        ids, lengths = self.tokenizer.encode_batch(batch.texts, special_text=self.settings.special_text)
+    def _encode(self, batch: Batch, source: Source, add: Add, reject: Rejecter) -> None:
+        ids, lengths = self.tokenizer.encode_batch(batch.texts, special_text=self.options.special_text)
         if int(lengths.min()) == 0:
-            kept = []
-            for i, (number, length) in enumerate(zip(batch.numbers, lengths.tolist(), strict=True)):
-                if length:
-                    kept.append(i)
-                else:
-                    reject(number, EMPTY, "the text makes no token")
+            for i in np.flatnonzero(lengths == 0):
+                reject(batch.numbers[i], EMPTY, "the text makes no token")
+            kept = np.flatnonzero(lengths)
             batch = Batch([batch.texts[i] for i in kept], [batch.numbers[i] for i in kept])
             lengths = lengths[kept]
-            if not kept:
+            if not len(kept):
                 return
         self._check_ids(ids, lengths, batch, source)
-        keys = order_keys(self.settings.seed, self.job.number, self.documents, len(lengths))
+        keys = order_keys(self.options.seed, self.job.number, self.documents, len(lengths))
         self._recheck(ids, lengths, keys, batch, source)
         self.sampler.add(ids, lengths)
         tokens = with_eod(ids, lengths, self.tokenizer.eod_id, self.dtype)
-        sink.add(tokens, lengths + 1, keys)
+        add(tokens, lengths + 1, keys)
         self.documents += len(lengths)
         self.tokens += len(tokens)
         self.text_bytes += utf8_bytes(batch.texts)
@@ -201,7 +196,7 @@ class _Writing:
         if int(lengths.max()) >= _LONGEST_DOCUMENT:
             record = batch.numbers[int(np.argmax(lengths))]
             raise InputError(f"{source.path}, record {record}: {lengths.max()} tokens; an index holds at most 2^31 - 1")
-        if not self.settings.special_text:
+        if not self.options.special_text:
             ends = np.flatnonzero(ids == self.tokenizer.eod_id)
             if len(ends):
                 record = batch.numbers[int(np.searchsorted(np.cumsum(lengths), ends[0], side="right"))]
@@ -219,7 +214,7 @@ class _Writing:
             sample.add(i)
             self.first_bytes += len(text)
         ends = np.cumsum(lengths)
-        special_text = self.settings.special_text
+        special_text = self.options.special_text
         chosen = sorted(sample)
         texts = [batch.texts[i][:_RECHECKED_CHARACTERS] for i in chosen]
         expected = self.tokenizer.encode_each(texts, special_text=special_text)
@@ -234,21 +229,18 @@ class _Writing:
                 )
         self.rechecked += len(sample)
 
-    @contextlib.contextmanager
-    def _sink(self, file: BinaryIO) -> Iterator["_Sink"]:
-        if not self.settings.shuffle:
-            yield _Sink(self, file, None)
-            return
+    def _shuffler(self) -> contextlib.AbstractContextManager[DocumentShuffler | None]:
+        if not self.options.shuffle:
+            return contextlib.nullcontext()
         expected = sum(
             source.bytes * _TOKEN_BYTES_PER_INPUT_BYTE[not source.path.endswith((".jsonl", ".txt"))]
             for source in self.job.sources
         )
         if self.job.sources[0].path == STDIN:
             expected = 1 << 33
-        with DocumentShuffler(self.folder, int(expected) * self.dtype.itemsize // 2) as shuffler:
-            yield _Sink(self, file, shuffler)
+        return DocumentShuffler(self.folder, int(expected) * self.dtype.itemsize // 2)
 
-    def write(self, data: bytes | memoryview, file: BinaryIO, lengths: np.ndarray) -> None:
+    def _write(self, file: BinaryIO, data: bytes | memoryview, lengths: np.ndarray) -> None:
         file.write(data)
         self.digest.update(data)
         self.lengths.append(lengths.astype(np.int32))
@@ -274,32 +266,12 @@ class _Writing:
             rechecked=self.rechecked,
             shard=self.job.number,
             shards=self.job.of,
-            shuffled=self.settings.shuffle,
-            seed=self.settings.seed if self.settings.shuffle else 0,
+            shuffled=self.options.shuffle,
+            seed=self.options.seed if self.options.shuffle else 0,
             sample=self.sampler.sample(),
-            options=self.settings.recorded(self.job.sources),
+            options=self.job.recorded_options,
             versions={"blackmamba": __version__, **tokenizer.versions},
         )
-
-
-@dataclass
-class _Sink:
-    """The destination of encoded documents: the file, directly or through the shuffler."""
-
-    writing: _Writing
-    file: BinaryIO
-    shuffler: DocumentShuffler | None
-
-    def add(self, tokens: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> None:
-        if self.shuffler is None:
-            self.writing.write(tokens.data, self.file, lengths)
-        else:
-            self.shuffler.add(tokens, lengths, keys)
-
-    def finish(self) -> None:
-        if self.shuffler is not None:
-            for data, lengths in self.shuffler.drain(self.writing.dtype.itemsize):
-                self.writing.write(data, self.file, lengths)
 
 
 def utf8_bytes(texts: Sequence[str]) -> int:

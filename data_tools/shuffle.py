@@ -20,6 +20,7 @@ _SHORT_BYTES = 400
 _GATHERED_AT_ONCE = 4096
 """Short documents gathered with one index, which stays in the cache."""
 _MASK = (1 << 64) - 1
+_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def order_keys(seed: int, shard: int, first: int, count: int) -> np.ndarray:
@@ -27,13 +28,8 @@ def order_keys(seed: int, shard: int, first: int, count: int) -> np.ndarray:
 
     No two documents have the same key, since every step can be undone: any way of sorting gives the same order.
     """
-    stream = _mix_int(_mix_int(seed & _MASK) ^ shard)
-    numbers = np.arange(first, first + count, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        z = np.uint64(stream) + (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    stream = _mixed(_mixed(np.array([seed & _MASK], np.uint64)) ^ np.uint64(shard))
+    return _mixed(stream + np.arange(first, first + count, dtype=np.uint64) * _STEP)
 
 
 def document_order(seed: int, shard: int, count: int) -> np.ndarray:
@@ -147,8 +143,9 @@ class _Bucket:
             self.lengths, self.keys = [], []
 
 
-def _mix_int(z: int) -> int:
-    z = (z + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+def _mixed(z: np.ndarray) -> np.ndarray:
+    """Return the number after each of these in the sequence of splitmix64."""
+    z = z + _STEP
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,23 +1,24 @@
 """Find the raw files and their formats, and group them into shards."""
 
+import fnmatch
 import os
 import re
 import stat
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_blackmamba.data_tools.compression import SUFFIXES as COMPRESSION_SUFFIXES
-from megatron_blackmamba.data_tools.object_storage import remote_files
 from megatron_blackmamba.data_tools.origins import refuse_incomplete
 from megatron_blackmamba.data_tools.readers import TABLES, Format
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.selection import Selection, split_of
 from megatron_blackmamba.data_tools.streams import STDIN
-from megatron_blackmamba.formats.remote import is_remote
+from megatron_blackmamba.formats.remote import files_below, is_folder, is_remote, size_of
 from megatron_blackmamba.formats.tree import files_under
 
 _FORMAT_OF_SUFFIX: dict[str, Format] = {
@@ -31,6 +32,14 @@ _FORMAT_OF_SUFFIX: dict[str, Format] = {
 }
 
 NOT_TAKEN_LISTED = 100
+SPLITS = ("train", "validation", "test")
+
+_SPLIT_OF_WORD = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_WORD = re.compile(r"(?:^|[-_.])(" + "|".join(_SPLIT_OF_WORD) + r")(?=$|[-_.])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -81,10 +90,42 @@ PRESETS = {
 
 
 @dataclass(frozen=True)
+class Selection:
+    """The rule that selects files in input folders; files given by name are always read."""
+
+    match: str | None = None
+    """Patterns separated by |; without one, what has the suffix of a known format."""
+    exclude: tuple[str, ...] = ()
+    split: str | None = None
+    """Take this split only. A file whose path names none counts as train."""
+
+    def takes(self, inside: str, folder: str) -> bool:
+        """Return whether a file in a folder of this name passes `match`, `exclude` and `split`."""
+        if self.match and not any(_fits(inside, pattern) for pattern in self.match.split("|")):
+            return False
+        if any(_fits(inside, pattern) for patterns in self.exclude for pattern in patterns.split("|")):
+            return False
+        return self.split is None or (split_of(inside) or split_of(folder) or "train") == self.split
+
+
+@dataclass(frozen=True)
 class Found:
     sources: list[Source]
     ignored: list[Path | str]
     """Files in the given folders that are not taken for text; those in object storage by URL."""
+
+
+class Listed(NamedTuple):
+    """The files of one input: all visible ones of a folder, or the file itself."""
+
+    folder: str
+    """Absolute path or URL."""
+    files: dict[str, str]
+    """The path or URL of each file, and its path in the folder."""
+    alone: bool = False
+    """The input is a file, which is taken whatever its name."""
+    facts: dict[str, tuple[int, int]] = {}  # noqa: RUF012
+    """Bytes and time of change of objects."""
 
 
 def find_sources(
@@ -108,86 +149,77 @@ def find_sources(
     if not inputs:
         raise InputError("no input: name files or folders, or - for standard input")
     if STDIN in inputs:
-        if len(inputs) > 1:
-            raise InputError("standard input (-) cannot be combined with files. Pipe the files too, or leave out the -")
-        if sys.stdin is None:
-            raise InputError("standard input (-) is closed: pipe the records in, or name a file")
-        if sys.stdin.isatty():
-            raise InputError("standard input (-) is this terminal: pipe the records in, or name a file")
-        return Found([Source(STDIN, "stdin", _format_of_stdin(format), 0, 0)], [])
+        return Found([_standard_input(inputs, format)], [])
     remote = [given for given in inputs if is_remote(given)]
-    taken, ignored = _remote(remote, selection, format, alone=len(remote) == len(inputs))
     local = [given for given in inputs if given not in remote]
-    if not local:
-        return Found(taken, ignored)
-    paths: list[Path] = []
-    for given in local:
-        path = Path(given)
-        if path.is_dir():
-            inside = sorted(_visible(path, apart), key=_natural)
-            wanted = [p for p in inside if _wanted(p, path, format, selection)]
-            dangling = next((p for p in wanted if not p.exists()), None)
-            if dangling:
-                raise InputError(
-                    f"{dangling}: a link to nothing ({os.readlink(dangling)}): fetch the file, or remove it"
-                )
-            if not wanted:
-                raise InputError(
-                    f"{path}: no input in this folder among its {len(inside)} files"
-                    + _advice(path, inside, format, selection)
-                )
-            for folder in {path.parent: None for path in wanted}:
-                refuse_incomplete(folder)
-            paths += wanted
-            ignored += sorted(set(inside) - set(wanted), key=_natural)
-        elif path.exists():
-            paths.append(path)
-        else:
-            raise InputError(f"{path}: no such file or folder (working folder: {Path.cwd()})")
-    _refuse_twins(paths)
-    folders = [path if path.is_dir() else path.parent for path in map(Path, local)]
-    root = Path(os.path.commonpath([folder.absolute() for folder in folders]))
-    return Found(taken + [_source(path, root, format) for path in paths], ignored)
-
-
-def _remote(
-    urls: Sequence[str], selection: Selection, format: Format | None, *, alone: bool
-) -> tuple[list[Source], list[Path | str]]:
-    """Return the objects taken from object storage, in natural order, and those that are not.
-
-    alone: There are no local inputs, whose names could be the same.
-    """
-    folders: list[str] = []
     taken: list[Source] = []
     ignored: list[Path | str] = []
-    for url in urls:
-        found, other = remote_files(url, selection)
-        single = [each.url for each in found] == [url.rstrip("/")]
-        folders.append(url.rstrip("/").rpartition("/")[0] if single else url.rstrip("/"))
-        wanted = [each for each in found if format or len(found) == 1 or format_of(Path(each.url))]
-        for each in sorted(wanted, key=lambda each: _natural(Path(each.name))):
-            known = format or format_of(Path(each.url))
-            if known is None:
+    for some in (remote, local):
+        listings = [_objects(given) if some is remote else _local_files(given, apart) for given in some]
+        whole_url = some is remote and local  # a name alone could be that of a local file too
+        root = "" if whole_url else _common([listed.folder for listed in listings])
+        for given, listed in zip(some, listings, strict=True):
+            wanted = [path for path in listed.files if listed.alone or _wanted(path, listed, format, selection)]
+            if not wanted:
                 raise InputError(
-                    f"{each.url}: cannot tell its format by its name: add --format text if it is one document, "
-                    "else jsonl or parquet"
+                    f"{given}: no input in this folder among its {len(listed.files)} files"
+                    + _advice(listed, format, selection)
                 )
-            taken.append(Source(each.url, printable(each.name), known, each.bytes, each.modified_ns))
-        if not wanted:
-            raise InputError(
-                f"{url}: no input among its {len(found) + len(other)} objects{_choice([*map(Path, other)], format)}"
-            )
-        if not single:
-            for folder in {each.url.rpartition("/")[0]: None for each in wanted}:
-                refuse_incomplete(folder)
-        ignored += sorted({*other, *(each.url for each in found)} - {each.url for each in wanted})
-    root = _common(folders) if alone else ""
-    return [replace(source, name=printable(source.path[len(root) :])) for source in taken], ignored
+            for folder in () if listed.alone else {path.rpartition("/")[0]: None for path in wanted}:
+                refuse_incomplete(folder or "/")
+            taken += [_source(path, root, format, listed) for path in sorted(wanted, key=_natural)]
+            left = sorted(listed.files.keys() - set(wanted), key=_natural)
+            ignored += left if some is remote else map(Path, left)
+    _refuse_twins(source.path for source in taken if not is_remote(source.path))
+    return Found(taken, ignored)
+
+
+def _standard_input(inputs: Sequence[str], format: Format | None) -> Source:
+    if len(inputs) > 1:
+        raise InputError("standard input (-) cannot be combined with files. Pipe the files too, or leave out the -")
+    if sys.stdin is None or sys.stdin.isatty():
+        state = "closed" if sys.stdin is None else "this terminal"
+        raise InputError(f"standard input (-) is {state}: pipe the records in, or name a file")
+    if format in TABLES:
+        raise InputError(f"{format} cannot be read from standard input: it is not read in order. Name the file")
+    return Source(STDIN, "stdin", format or "jsonl", 0, 0)
+
+
+def _local_files(given: str, apart: str | Path | None) -> Listed:
+    """List a local input, except hidden files and files in the output folder."""
+    path = Path(given)
+    if not path.is_dir():
+        if not path.exists():
+            raise InputError(f"{path}: no such file or folder (working folder: {Path.cwd()})")
+        return Listed(str(path.parent.absolute()), {str(path): path.name}, alone=True)
+    shards, folder = None if apart is None else Path(apart).resolve(), path.resolve()
+    if shards == folder:
+        raise InputError(f"{path}: is an input and the folder for the shards: choose another for these")
+    inside = shards if shards is not None and shards.is_relative_to(folder) else None
+    files = [file for file in files_under(path) if not (inside and file.parent.resolve().is_relative_to(inside))]
+    return Listed(str(path.absolute()), _visible((str(file), file.relative_to(path).as_posix()) for file in files))
+
+
+def _objects(url: str) -> Listed:
+    """List an input in object storage."""
+    url = url.rstrip("/")
+    folder, _, name = url.rpartition("/")
+    if not is_folder(url):
+        return Listed(folder, {url: name}, alone=True, facts={url: (size_of(url), 0)})
+    facts = {}
+    for file, info in files_below(url).items():
+        modified = info.get("LastModified")
+        facts[file] = int(info["size"]), int(modified.timestamp() * 1e9) if isinstance(modified, datetime) else 0
+    return Listed(url, _visible((file, file.removeprefix(url + "/")) for file in facts), facts=facts)
+
+
+def _visible(files: Iterable[tuple[str, str]]) -> dict[str, str]:
+    return {path: inside for path, inside in files if not any(part.startswith(".") for part in inside.split("/"))}
 
 
 def _common(folders: Sequence[str]) -> str:
     """Return the folder that holds all folders, with a slash at its end; empty if their stores differ."""
-    levels = zip(*(folder.split("/") for folder in folders), strict=False)
+    levels = zip(*(folder.rstrip("/").split("/") for folder in folders), strict=False)
     return "".join(f"{level[0]}/" for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
@@ -226,23 +258,9 @@ def parse_array(text: str) -> tuple[int, int]:
     return index, count
 
 
-def _visible(folder: Path, apart: str | Path | None) -> list[Path]:
-    """Return the files of an input folder, except hidden files and files in the output folder."""
-    files = [path for path in files_under(folder) if not _hidden(path, folder)]
-    shards = None if apart is None else Path(apart).resolve()
-    if shards == folder.resolve():
-        raise InputError(f"{folder}: is an input and the folder for the shards: choose another for these")
-    if shards is None or not shards.is_relative_to(folder.resolve()):
-        return files
-    return [path for path in files if not path.parent.resolve().is_relative_to(shards)]
-
-
-def _source(path: Path, root: Path, format: Format | None) -> Source:
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise InputError(f"{path}: not a regular file. Read a pipe as standard input: -")
+def _source(path: str, root: str, format: Format | None, listed: Listed) -> Source:
     found = format or format_of(path)
-    if found is None and ".warc" in path.name.lower():
+    if found is None and ".warc" in path.lower():
         raise InputError(
             f"{path}: WARC files hold web pages, not text: extract the text first, for example with datatrove's "
             "WarcReader and Trafilatura, and tokenize the JSON lines that it writes"
@@ -252,45 +270,51 @@ def _source(path: Path, root: Path, format: Format | None) -> Source:
             f"{path}: cannot tell its format by its name: add --format text if it is one document, "
             "else jsonl, parquet or arrow"
         )
-    name = path.absolute().relative_to(root).as_posix()
-    return Source(str(path), printable(name), found, status.st_size, status.st_mtime_ns)
+    size, modified_ns = listed.facts.get(path) or _facts(path)
+    whole = path if path in listed.facts else str(Path(path).absolute())
+    return Source(path, printable(whole[len(root) :]), found, size, modified_ns)
 
 
-def format_of(path: Path) -> Format | None:
+def _facts(path: str) -> tuple[int, int]:
+    if not os.path.exists(path):
+        raise InputError(f"{path}: a link to nothing ({os.readlink(path)}): fetch the file, or remove it")
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path}: not a regular file. Read a pipe as standard input: -")
+    return status.st_size, status.st_mtime_ns
+
+
+def format_of(path: str | Path) -> Format | None:
     """Return the format by the suffix, ignoring the suffix of a compression."""
-    name = path.name.lower()
+    name = Path(path).name.lower()
     for suffix in COMPRESSION_SUFFIXES:
         name = name.removesuffix(suffix)
     return _FORMAT_OF_SUFFIX.get(Path(name).suffix)
 
 
-def _format_of_stdin(format: Format | None) -> Format:
-    if format in TABLES:
-        raise InputError(f"{format} cannot be read from standard input: it is not read in order. Name the file")
-    return format or "jsonl"
-
-
-def _wanted(path: Path, folder: Path, format: Format | None, selection: Selection) -> bool:
-    if not selection.takes(path, folder) or _describes_a_dataset(path):
+def _wanted(path: str, listed: Listed, format: Format | None, selection: Selection) -> bool:
+    if not selection.takes(listed.files[path], Path(listed.folder).name) or _describes_a_dataset(path, listed):
         return False
     return bool(selection.match) or (format_of(path) is not None if format is None else format_of(path) == format)
 
 
-def _describes_a_dataset(path: Path) -> bool:
+def _describes_a_dataset(path: str, listed: Listed) -> bool:
     """Return whether a JSON file is metadata of `datasets.Dataset.save_to_disk`, which has no documents."""
-    if path.name == "dataset_dict.json":
-        return True
-    return path.name in ("dataset_info.json", "state.json") and any(path.parent.glob("*.arrow"))
+    folder, _, name = path.rpartition("/")
+    if name in ("dataset_info.json", "state.json"):
+        return any(other.rpartition("/")[0] == folder and other.endswith(".arrow") for other in listed.files)
+    return name == "dataset_dict.json"
 
 
-def _advice(folder: Path, inside: Sequence[Path], format: Format | None, selection: Selection) -> str:
-    named = {split_of(path.relative_to(folder).as_posix()) or split_of(folder.name) or "train" for path in inside}
-    if selection.split and selection.split not in named and inside:
+def _advice(listed: Listed, format: Format | None, selection: Selection) -> str:
+    above = split_of(Path(listed.folder).name) or "train"
+    named = {split_of(inside) or above for inside in listed.files.values()}
+    if selection.split and selection.split not in named and listed.files:
         return f" that belongs to the {selection.split} split by its path: add --split {min(named)}"
     if selection.match:
         return f" that matches {selection.match}" + (" and is not excluded" if selection.exclude else "")
     suffix = f" that is {format} by its suffix" if format else ""
-    return suffix + _choice(inside, format)
+    return suffix + _choice([*map(Path, listed.files)], format)
 
 
 def _choice(files: Sequence[Path], format: Format | None) -> str:
@@ -305,19 +329,32 @@ def _choice(files: Sequence[Path], format: Format | None) -> str:
     return f". Add --match '*{suffix}' --format text to read each of these files as one document{also}"
 
 
-def _hidden(path: Path, top: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(top).parts)
-
-
-def _natural(path: Path | str) -> list[tuple[int, int | str]]:
+def _natural(path: str) -> list[tuple[int, int | str]]:
     """Return a sort key that puts part-2 before part-10."""
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(path)) if part]
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", path) if part]
 
 
-def _refuse_twins(paths: Iterable[Path]) -> None:
+def _refuse_twins(paths: Iterable[str]) -> None:
     seen: set[Path] = set()
     for path in paths:
-        real = path.resolve()
+        real = Path(path).resolve()
         if real in seen:
             raise InputError(f"{path}: named twice; its documents would be in the shards twice")
         seen.add(real)
+
+
+def split_of(path: str) -> str | None:
+    """Return the split that a path names (train/a.jsonl, val-00.json.gz, proofpile_dev.jsonl); the last one counts."""
+    *folders, name = path.split("/")
+    found = _WORD.search(name)
+    if found:
+        return _SPLIT_OF_WORD[found[1].lower()]
+    return next((_SPLIT_OF_WORD[f.lower()] for f in reversed(folders) if f.lower() in _SPLIT_OF_WORD), None)
+
+
+def _fits(inside: str, pattern: str) -> bool:
+    """Return whether a pattern matches: with a slash it matches the path (from any folder on), otherwise the name."""
+    if "/" not in pattern:
+        return fnmatch.fnmatch(inside.rpartition("/")[2], pattern)
+    pattern = pattern.removeprefix("./").lstrip("/")
+    return fnmatch.fnmatch(inside, pattern) or fnmatch.fnmatch(inside, f"*/{pattern}")

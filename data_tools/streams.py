@@ -45,7 +45,7 @@ class InputStream(AbstractContextManager["InputStream"]):
         expected = next((kind.name for kind in KINDS if str(self.path).endswith(kind.suffixes)), None)
         if kind:
             digest = hashlib.sha256()
-            for piece in self._members(first, kind):
+            for piece in filter(None, self._members(first, kind)):
                 digest.update(piece)
                 yield piece
             self.unpacked_sha256 = digest.hexdigest()
@@ -76,27 +76,18 @@ class InputStream(AbstractContextManager["InputStream"]):
         decompressor, inside = kind.decompressor(), False
         while block:
             try:
-                yield from filter(None, decompressor.pieces(block))
+                rest = yield from kind.pieces(decompressor, block)
             except (MemoryError, InputError):
                 raise
             except Exception as error:  # zlib.error, isal's own, LZMAError and ZstdError share no ancestor
                 if "memory" in str(error).lower():
                     raise MemoryError(str(error)) from None
                 raise Damage(DAMAGED_FILE, f"near byte {self.bytes_read}: {error}") from None
-            inside, block = True, b""
-            if decompressor.eof:
-                block, inside = decompressor.unused_data, False
+            inside = not decompressor.eof
+            if inside:
+                block = self._read()
+            else:
                 decompressor = kind.decompressor()
-                if not block.strip(b"\0"):  # some writers pad with zeros
-                    block = b""
-            block = block or self._read()
+                block = rest if rest.strip(b"\0") else self._read()  # some writers pad with zeros
         if inside:
             raise Damage(TRUNCATED_FILE, f"the file ends inside a {kind.member}, after {self.bytes_read} bytes")
-
-
-def file_sha256(path: str | Path) -> str:
-    digest = hashlib.sha256()
-    with open_any(path) as file:
-        while block := file.read(8 << 20):
-            digest.update(block)
-    return digest.hexdigest()

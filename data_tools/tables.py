@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_blackmamba.data_tools import readers, rejects
+from megatron_blackmamba.data_tools import rejects
+from megatron_blackmamba.data_tools.batches import BATCH_BYTES, Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, root_columns, text_of
-from megatron_blackmamba.data_tools.readers import Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.remote import is_remote, open_any, size_of
 
@@ -42,7 +42,7 @@ def read_arrow(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iter
             whole = iter(reader) if count is None else map(reader.get_batch, range(count))
             for table in whole:
                 table = pa.RecordBatch.from_arrays([table.column(i) for i in wanted], names=columns)
-                rows = max(1, readers.BATCH_BYTES * table.num_rows // max(1, table.nbytes))
+                rows = max(1, BATCH_BYTES * table.num_rows // max(1, table.nbytes))
                 yield from (table.slice(start, rows) for start in range(0, table.num_rows, rows))
 
         for batch, _ in _documents(path, tables(), 1, options, reject):
@@ -138,7 +138,7 @@ def _rows_per_batch(file: pq.ParquetFile, columns: list[str]) -> int:
             column = row_group.column(i)
             if column.path_in_schema.split(".")[0] in columns:
                 wanted += column.total_uncompressed_size
-    return max(1, min(65536, readers.BATCH_BYTES * metadata.num_rows // max(1, wanted)))
+    return max(1, min(65536, BATCH_BYTES * metadata.num_rows // max(1, wanted)))
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,64 +1,40 @@
 """Raw files to token shards: plans the shards, spreads them over processes, skips what is finished.
 
-`python -m data_tools.tokenization` is `blackmamba data tokenize`.
+`python -m megatron_blackmamba.data_tools` is `blackmamba data tokenize`.
 """
 
 import os
+import runpy
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from megatron_blackmamba import interrupts
-from megatron_blackmamba.data_tools.finished import refuse_other_settings
+from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
-from megatron_blackmamba.data_tools.progress import counted
-from megatron_blackmamba.data_tools.readers import Format, ReadOptions
+from megatron_blackmamba.data_tools.options import TokenizeOptions
+from megatron_blackmamba.data_tools.progress import counted, listed
+from megatron_blackmamba.data_tools.readers import Format
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance, require_choice
-from megatron_blackmamba.data_tools.selection import SPLITS, split_of
-from megatron_blackmamba.data_tools.shard_writer import ShardJob, ShardSettings
-from megatron_blackmamba.data_tools.sources import PRESETS, NotTaken, find_sources, parse_array, parse_size, plan_shards
-from megatron_blackmamba.data_tools.workers import Made, make_shards
+from megatron_blackmamba.data_tools.shard_writer import ShardJob
+from megatron_blackmamba.data_tools.sources import (
+    PRESETS,
+    SPLITS,
+    NotTaken,
+    find_sources,
+    parse_array,
+    parse_size,
+    plan_shards,
+    split_of,
+)
+from megatron_blackmamba.data_tools.workers import Made, make_shards, refuse_other_settings, usable_cores
 from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside
 from megatron_blackmamba.tokenizer import Backend, Tokenizer, load_tokenizer
-
-
-@dataclass(frozen=True)
-class TokenizeOptions:
-    """Everything `blackmamba data tokenize` can be told, the inputs and the output folder aside."""
-
-    tokenizer: str | None = None
-    train_tokenizer: int | None = None
-    train_bytes: int = 1 << 30
-    preset: str | None = None
-    format: Format | None = None
-    fields: tuple[str, ...] = ()
-    joiner: str = "\n\n"
-    marker: str | None = None
-    match: str | None = None
-    exclude: tuple[str, ...] = ()
-    split: str | None = None
-    """train, validation, test or all; by default train with a preset, all without."""
-    eod: str | None = None
-    backend: Backend = "auto"
-    special_text: bool = False
-    shuffle: bool = True
-    seed: int = 0
-    max_bad: str = "0"
-    shard_size: str = "4GB"
-    workers: int = 0
-    array: str | None = None
-    overwrite: bool = False
-    quiet: bool = False
-
-    def __post_init__(self) -> None:
-        require_choice("--format", self.format, get_args(Format))
-        require_choice("--split", self.split, (*SPLITS, "all"))
-        require_choice("--backend", self.backend, get_args(Backend))
-        require_choice("--preset", self.preset, PRESETS)
 
 
 @dataclass(frozen=True)
@@ -96,11 +72,7 @@ class Summary:
 
     @property
     def rejected(self) -> dict[str, int]:
-        total: dict[str, int] = {}
-        for made in self.shards:
-            for reason, count in made.manifest.rejected.items():
-                total[reason] = total.get(reason, 0) + count
-        return total
+        return dict(sum((Counter(made.manifest.rejected) for made in self.shards), Counter()))
 
 
 @dataclass(frozen=True)
@@ -114,8 +86,12 @@ class Plan:
 
 def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -> Plan:
     """Return the shards that these inputs make, by file names and sizes alone."""
+    require_choice("--format", options.format, get_args(Format))
+    require_choice("--split", options.split, (*SPLITS, "all"))
+    require_choice("--backend", options.backend, get_args(Backend))
+    require_choice("--preset", options.preset, PRESETS)
     preset = PRESETS[options.preset] if options.preset else None
-    format = options.format or (preset.format if preset else None)
+    format = cast("Format | None", options.format or (preset.format if preset else None))
     match = options.match or (preset.match if preset else None)
     split = options.split or ("train" if preset else "all")
     found = find_sources(
@@ -124,21 +100,13 @@ def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -
     if options.split is None and preset is None:
         _refuse_several_splits([source.path for source in found.sources])
     _refuse_idle_flags(options, {source.format for source in found.sources})
-    settings = ShardSettings(
-        read=ReadOptions(
-            fields=options.fields or ((preset.field,) if preset else ("text",)),
-            joiner=options.joiner,
-            marker=options.marker,
-        ),
-        special_text=options.special_text,
-        shuffle=options.shuffle,
-        seed=options.seed,
-    )
+    fields = options.fields or ((preset.field,) if preset else ("text",))
+    read = ReadOptions(fields, options.joiner, options.marker)
     tolerance = Tolerance.parse(options.max_bad)
     groups = plan_shards(found.sources, parse_size(options.shard_size))
     not_taken = NotTaken.of(found.ignored)
     jobs = [
-        ShardJob(number, len(groups), tuple(group), Path(out_dir), settings, tolerance, not_taken)
+        ShardJob(number, len(groups), tuple(group), Path(out_dir), options, read, tolerance, not_taken)
         for number, group in enumerate(groups, start=1)
     ]
     index, count = parse_array(options.array) if options.array else (0, 1)
@@ -159,22 +127,25 @@ def tokenize(
     planned = plan([os.fspath(path) for path in inputs], out_dir, options)
     say = (lambda _: None) if options.quiet else (lambda line: print(line, file=sys.stderr, flush=True))
     if planned.ignored:
-        names = ", ".join(str(path).rpartition("/")[2] for path in planned.ignored[:5]) + (
-            ", ..." if len(planned.ignored) > 5 else ""
-        )
+        names = listed([str(path).rpartition("/")[2] for path in planned.ignored], 5)
         say(f"not taken for input: {counted(len(planned.ignored), 'file')} ({names})")
     splits = sorted({split_of(source.name) or "" for job in planned.jobs for source in job.sources} - {""})
     if len(splits) > 1 and options.split is None:
         say(f"the inputs hold files of several splits ({', '.join(splits)}): --split train takes only one")
     tokenizer = _tokenizer(planned, out_dir, options, say)
+    surplus = _surplus(planned, Path(out_dir))
     if options.overwrite:
-        _remove_surplus(planned, Path(out_dir), remote)
+        _remove(surplus, remote)
+    elif surplus:
+        raise InputError(
+            f"{surplus[0]} is there, but these inputs make {len(planned.jobs)} shards: other inputs or another "
+            "--shard-size made it. Choose another folder, or --overwrite to remove it"
+        )
     else:
-        _refuse_surplus(planned, Path(out_dir))
         for job in planned.mine:
             refuse_other_settings(job, tokenizer)
         _refuse_other_tokenizer(planned, tokenizer)
-    _keep_tokenizer(tokenizer, Path(out_dir))
+    tokenizer.save(Path(out_dir) / "tokenizer.json")  # for training, decoding and export
     if remote:
         remote.publish_tokenizer()
     cores = options.workers or usable_cores()
@@ -191,8 +162,9 @@ def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say
             "name a tokenizer with --tokenizer (a tokenizer.json, a folder, a Hugging Face name such as "
             "EleutherAI/gpt-neox-20b), or have one trained on the inputs with --train-tokenizer 8192"
         )
+    backend = cast("Backend", options.backend)
     if options.tokenizer is not None:
-        return load_tokenizer(options.tokenizer, eod=options.eod, backend=options.backend)
+        return load_tokenizer(options.tokenizer, eod=options.eod, backend=backend)
     from megatron_blackmamba.data_tools.bpe import train_or_reuse
 
     if options.array:
@@ -201,12 +173,11 @@ def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say
             f"--tokenizer {Path(out_dir) / 'tokenizer.json'}"
         )
     sources = [source for job in planned.jobs for source in job.sources]
-    settings, tolerance = planned.jobs[0].settings, planned.jobs[0].tolerance
-    size = options.train_tokenizer
+    read, tolerance = planned.jobs[0].read, planned.jobs[0].tolerance
+    size, most = options.train_tokenizer, parse_size(str(options.train_bytes))
     assert size is not None
-    folder, most, overwrite = Path(out_dir), options.train_bytes, options.overwrite
-    path = train_or_reuse(sources, folder, settings.read, tolerance, size, most, say, overwrite)
-    return load_tokenizer(path, eod=options.eod, backend=options.backend)
+    path = train_or_reuse(sources, Path(out_dir), read, tolerance, size, most, say, options.overwrite)
+    return load_tokenizer(path, eod=options.eod, backend=backend)
 
 
 def _refuse_several_splits(paths: Sequence[str]) -> None:
@@ -246,29 +217,13 @@ def _refuse_other_tokenizer(planned: Plan, tokenizer: Tokenizer) -> None:
                 )
 
 
-def _keep_tokenizer(tokenizer: Tokenizer, out_dir: Path) -> None:
-    """Save the tokenizer in the folder of the shards, for training, decoding and export."""
-    path = out_dir / "tokenizer.json"
-    if not path.exists() or path.read_bytes() != tokenizer.content:
-        tokenizer.save(path)
-
-
 def _surplus(planned: Plan, out_dir: Path) -> list[Path]:
     expected = {job.manifest_path for job in planned.jobs}
     return [path for path in sorted(out_dir.glob(f"shard_*{MANIFEST_SUFFIX}")) if path not in expected]
 
 
-def _refuse_surplus(planned: Plan, out_dir: Path) -> None:
-    surplus = _surplus(planned, out_dir)
-    if surplus:
-        raise InputError(
-            f"{surplus[0]} is there, but these inputs make {len(planned.jobs)} shards: other inputs or another "
-            "--shard-size made it. Choose another folder, or --overwrite to remove it"
-        )
-
-
-def _remove_surplus(planned: Plan, out_dir: Path, remote: RemoteFolder | None) -> None:
-    for path in _surplus(planned, out_dir):
+def _remove(manifest_paths: Sequence[Path], remote: RemoteFolder | None) -> None:
+    for path in manifest_paths:
         prefix = path.with_name(path.name.removesuffix(MANIFEST_SUFFIX))
         for file in (path, beside(prefix, ".bin"), beside(prefix, ".idx")):
             file.unlink(missing_ok=True)
@@ -276,14 +231,5 @@ def _remove_surplus(planned: Plan, out_dir: Path, remote: RemoteFolder | None) -
             remote.remove(prefix)
 
 
-def usable_cores() -> int:
-    """Return the number of cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))  # what Slurm or a container leaves us
-    return os.cpu_count() or 1
-
-
-if __name__ == "__main__":
-    from megatron_blackmamba.data_tools.commands import run_tokenize
-
-    run_tokenize()
+if __name__ == "__main__":  # the name of this command in older versions
+    runpy.run_module("megatron_blackmamba.data_tools", run_name="__main__")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ import numpy as np
 from megatron_blackmamba.data_tools.overlaps import sample_of
 from megatron_blackmamba.data_tools.progress import Count, reading
 from megatron_blackmamba.data_tools.rejects import EMPTY, RejectLog, Tolerance
-from megatron_blackmamba.data_tools.streams import file_sha256
-from megatron_blackmamba.formats.remote import is_remote, local
+from megatron_blackmamba.formats.find_shards import shards_at
+from megatron_blackmamba.formats.remote import file_sha256, is_remote, local
 from megatron_blackmamba.formats.shards import (
     MANIFEST_SUFFIX,
     Shard,
@@ -27,7 +28,6 @@ from megatron_blackmamba.formats.shards import (
     read_idx,
     shard_names,
     shard_prefix,
-    shards_at,
 )
 from megatron_blackmamba.tokenizer import Tokenizer
 
@@ -66,10 +66,7 @@ def verify(paths: Sequence[str | Path], *, quick: bool = False, cores: int = 1, 
     read = [0] * len(prefixes)
 
     def check(slot: int) -> Verdict:
-        def advance(read_so_far: int) -> None:
-            read[slot] = read_so_far
-
-        return verify_shard(prefixes[slot], quick=quick, advance=advance)
+        return verify_shard(prefixes[slot], quick=quick, advance=partial(read.__setitem__, slot))
 
     with (
         reading(total, lambda: Count(sum(read), 0, 0), quiet=quiet or quick),
@@ -85,18 +82,17 @@ def verify_shard(prefix: Path, *, quick: bool = False, advance: Callable[[int], 
     """Return the verdict on one shard; an unreadable file is a problem, not an error."""
     try:
         return _verify_shard(prefix, quick, advance)
+    except ShardError as error:
+        return Verdict(prefix, problems=[str(error)])
     except OSError as error:
         return Verdict(prefix, problems=[f"{error.filename or prefix}: {error.strerror or error}"])
 
 
 def _verify_shard(prefix: Path, quick: bool, advance: Callable[[int], None]) -> Verdict:
-    try:
-        shard = Shard.open(prefix)
-        manifest = shard.manifest
-        verdict = Verdict(prefix, manifest.documents, manifest.tokens)
-        check_idx(shard.idx, bin_bytes=manifest.bin_bytes, name=str(shard.idx_path))
-    except ShardError as error:
-        return Verdict(prefix, problems=[str(error)])
+    shard = Shard.open(prefix)
+    manifest = shard.manifest
+    verdict = Verdict(prefix, manifest.documents, manifest.tokens)
+    check_idx(shard.idx, bin_bytes=manifest.bin_bytes, name=str(shard.idx_path))
     problems = verdict.problems
     if shard.idx.dtype != np.dtype(manifest.dtype):
         problems.append(f"the index says {shard.idx.dtype}, the manifest {manifest.dtype}")

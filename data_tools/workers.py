@@ -1,4 +1,7 @@
-"""Shards spread over processes: each makes one at a time, counts its progress in shared memory, stops when told."""
+"""Shards spread over processes: each makes one at a time, counts its progress in shared memory, stops when told.
+
+A shard that is on disk already, made from the same files in the same way and unchanged, is not made again.
+"""
 
 import multiprocessing
 import os
@@ -11,13 +14,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megatron_blackmamba import interrupts
-from megatron_blackmamba.data_tools.finished import is_finished, with_count
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
-from megatron_blackmamba.data_tools.progress import Count, reading
+from megatron_blackmamba.data_tools.progress import Count, counted, reading
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shard_writer import ShardJob, discard_unfinished, write_shard
+from megatron_blackmamba.data_tools.sources import Source
 from megatron_blackmamba.data_tools.streams import STDIN
-from megatron_blackmamba.formats.shards import ShardManifest
+from megatron_blackmamba.formats.remote import file_sha256
+from megatron_blackmamba.formats.shards import Shard, ShardError, ShardManifest, SourceFile
 from megatron_blackmamba.tokenizer import Tokenizer
 
 BYTES_WORTH_A_PROCESS = 8 << 20  # starting one costs as much time as encoding this
@@ -82,11 +86,11 @@ class _Task:
         else:
             made = Made(write_shard(job, self.tokenizer, lambda *so_far: self._report(slot, *so_far)), written=True)
         if self.remote:
-            self.remote.publish(job)
+            self.remote.publish(job.prefix)
         return made
 
     def _is_finished(self, job: ShardJob) -> bool:
-        return self.remote.has(job) if self.remote else is_finished(job, self.tokenizer)
+        return self.remote.has(job.prefix) if self.remote else is_finished(job, self.tokenizer)
 
     def _report(self, slot: int, input_bytes: int, tokens: int, documents: int) -> None:
         self.counters[slot * _COUNTERS : (slot + 1) * _COUNTERS] = (input_bytes, tokens, documents)
@@ -167,3 +171,74 @@ def _serve(pipe: Connection, task: _Task, threads: int) -> None:
             pipe.send((slot, result))
         except OSError:
             return
+
+
+def refuse_other_settings(job: ShardJob, tokenizer: Tokenizer) -> None:
+    """Raise InputError where the shard exists, but was made from something else or in another way."""
+    if not job.manifest_path.exists():
+        return
+    manifest = ShardManifest.read(job.manifest_path)
+    difference = _difference(manifest, job, tokenizer)
+    if difference:
+        raise InputError(
+            f"{job.prefix} exists and {difference}. Choose another folder, or --overwrite to make its shards again"
+        )
+
+
+def is_finished(job: ShardJob, tokenizer: Tokenizer) -> bool:
+    """Return whether the shard exists, was made from these sources with these settings, and is unchanged."""
+    try:
+        shard = Shard.open(job.prefix)
+    except ShardError:
+        return False
+    manifest = shard.manifest
+    return (
+        _difference(manifest, job, tokenizer) is None
+        and file_sha256(shard.idx_path) == manifest.idx_sha256
+        and file_sha256(shard.bin_path) == manifest.bin_sha256
+    )
+
+
+def with_count(job: ShardJob) -> ShardManifest:
+    """Return the manifest of a finished shard. Update its count of shards: inputs may have been added since."""
+    manifest = ShardManifest.read(job.manifest_path)
+    if manifest.shards != job.of:
+        manifest = manifest.model_copy(update={"shards": job.of})
+        manifest.write(job.manifest_path)
+    return manifest
+
+
+def _difference(manifest: ShardManifest, job: ShardJob, tokenizer: Tokenizer) -> str | None:
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
+        return f"was made with another tokenizer ({manifest.tokenizer}, sha256 {manifest.tokenizer_sha256[:12]})"
+    if manifest.eod_id != tokenizer.eod_id:
+        return f"was made with EOD {manifest.eod_id}, not {tokenizer.eod_id}"
+    if manifest.shuffled != job.options.shuffle:
+        return "is shuffled" if manifest.shuffled else "is not shuffled"
+    if manifest.shuffled and manifest.seed != job.options.seed:
+        return f"was shuffled with seed {manifest.seed}, not {job.options.seed}"
+    for name, value in job.recorded_options.items():
+        if manifest.options.get(name, value) != value:  # a setting that is newer than the shard had no other value
+            return f"was made with {name} = {manifest.options[name]!r}, not {value!r}"
+    if len(manifest.sources) != len(job.sources):
+        count = len(manifest.sources)
+        return f"was made from {counted(count, 'file')}, not {len(job.sources)}: other inputs, or another --shard-size"
+    for made_from, source in zip(manifest.sources, job.sources, strict=True):
+        if not _same_file(made_from, source):
+            return f"was made from {made_from.name} ({made_from.sha256[:12]}), which {source.path} is not"
+    return None
+
+
+def _same_file(made_from: SourceFile, source: Source) -> bool:
+    if source.path == STDIN:
+        return made_from.name == source.name  # what it holds shows only when it is read
+    if made_from.bytes != source.bytes:
+        return False
+    return made_from.modified_ns == source.modified_ns or file_sha256(source.path) == made_from.sha256
+
+
+def usable_cores() -> int:
+    """Return the number of cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))  # what Slurm or a container leaves us
+    return os.cpu_count() or 1

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_blackmamba.ops.ssd import ssd
     from megatron_blackmamba.training.loop import Outcome, Trainer
 
-__version__ = "0.2.0"
+__version__: str
 
 __all__ = [
     "ConfigError",
@@ -57,6 +57,7 @@ __all__ = [
     "update_expert_bias",
 ]
 _HOMES = {
+    "__version__": "version:__version__",
     "ConfigError": "config:ConfigError",
     "Outcome": "training.loop:Outcome",
     "RunConfig": "config:RunConfig",

@@ -64,7 +64,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from megatron_blackmamba import __version__
+        from megatron_blackmamba.version import __version__
 
         print(__version__)
         raise typer.Exit
@@ -149,7 +149,6 @@ def plan(
     from megatron_blackmamba.formats.mixture import MixtureError
     from megatron_blackmamba.plan import estimate, gpus, measured, table
     from megatron_blackmamba.runtime.layout import LayoutError
-    from megatron_blackmamba.training.start.begins import beginning
 
     if nodes is None and (check or suggest or scaling or mfu is not None):
         raise typer.BadParameter("--check, --suggest, --scaling and --mfu need --nodes N")
@@ -160,9 +159,13 @@ def plan(
         if nodes is None
         else estimate.Asked(nodes, gpus_per_node, known, used, suggest, scaling, failures, restart, gpu)
     )
-    run = compose(configs)
+    run, begins = compose(configs), None
     with working("planning"):
-        made = estimate.make_plan(run, asked, beginning(run))
+        if run.start.branch:
+            from megatron_blackmamba.training.branch import beginning
+
+            begins = beginning(run)
+        made = estimate.make_plan(run, asked, begins)
     if as_json:
         print(json.dumps(estimate.as_json(made), indent=2))
     elif not check:

@@ -105,10 +105,11 @@ class Tokenizer:
         return self._reference.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the very bytes this tokenizer was loaded from."""
+        """Write the very bytes this tokenizer was loaded from, unless they are there already."""
         from megatron_blackmamba.formats import atomic
 
-        atomic.write_bytes(path, self.content)
+        if not os.path.exists(path) or Path(path).read_bytes() != self.content:
+            atomic.write_bytes(path, self.content)
 
     @cached_property
     def _cleaned(self) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run megatron-core's own unit tests on CPUs, under the patches of `megatron_blackmamba.runtime.patches`.
+"""Run megatron-core's own unit tests on CPUs, under the changes of `megatron_blackmamba.engine.changes`.
 
     git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM
     pip install einops nltk pytest-mock requests six                   # what those tests import

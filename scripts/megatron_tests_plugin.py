@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_blackmamba.runtime import patches
+from megatron_blackmamba.engine import changes
 
-patches.install()
+changes.install()
 utils = importlib.import_module("megatron.core.utils")
 utils.is_te_min_version = lambda *_args, **_kwargs: False  # it raises TypeError without Transformer Engine
 

@@ -32,18 +32,6 @@ def test_commands_import_extensions(tmp_path):
     assert done.returncode == 0 and "pattern: MA" in done.stdout, done.stderr
 
 
-def test_missing_extension_is_named(tmp_path):
-    done = run_with_extension("my_lairs", tmp_path, "config", "tiny")
-    assert done.returncode == 2
-    assert "BLACKMAMBA_IMPORT=my_lairs: No module named 'my_lairs'. Add the folder" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_file_in_place_of_a_module_is_named(tmp_path):
-    done = run_with_extension("my_layers.py", tmp_path, "config", "tiny")
-    assert "BLACKMAMBA_IMPORT=my_layers.py: give the name of the module, my_layers, not its file." in done.stderr
-
-
 def test_a_run_names_the_module_that_its_layers_need(tmp_path):
     train = ("train", "tiny", "model.pattern=MA", "name=mean", "training.steps=1", "training.global_batch=1")
     done = run_with_extension("my_layers", tmp_path, *train, "training.micro_batch=1")
@@ -54,21 +42,28 @@ def test_a_run_names_the_module_that_its_layers_need(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    ("module", "content", "said"),
     [
-        ("import nowhere_at_all", "the module imports what is missing: No module named 'nowhere_at_all'. Install it"),
-        ("1 / 0", "the module cannot be imported: ZeroDivisionError: division by zero. Correct"),
-        ("def broken(:", "the module cannot be imported: SyntaxError: "),
-        ("from os import nothing", "the module cannot be imported: ImportError: cannot import name 'nothing'"),
+        (
+            "mine",
+            "import nowhere_at_all",
+            "the module imports what is missing: No module named 'nowhere_at_all'. ",
+        ),
+        ("mine", "1 / 0", "the module cannot be imported: ZeroDivisionError: division by zero. Correct"),
+        ("mine", "def broken(:", "the module cannot be imported: SyntaxError: "),
+        ("mine", "from os import nothing", "the module cannot be imported: ImportError: cannot import name 'nothing'"),
+        ("my_lairs", "", "No module named 'my_lairs'. Add the folder"),
+        ("mine.py", "", "give the name of the module, mine, not its file."),
     ],
 )
-def test_broken_extension_is_named_with_its_cause(tmp_path, monkeypatch, content, said):
-    (tmp_path / "broken_extension.py").write_text(content)
+def test_broken_extension_is_named_with_its_cause(tmp_path, monkeypatch, module, content, said):
+    (tmp_path / "mine.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("BLACKMAMBA_IMPORT", "broken_extension")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setenv("BLACKMAMBA_IMPORT", module)
     with pytest.raises(registry.ImportFailed) as refused:
         registry.import_extensions.__wrapped__()
-    assert str(refused.value).startswith(f"BLACKMAMBA_IMPORT=broken_extension: {said}")
+    assert str(refused.value).startswith(f"BLACKMAMBA_IMPORT={module}: {said}")
     assert "\n" not in str(refused.value)
 
 

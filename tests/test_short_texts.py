@@ -12,7 +12,6 @@ from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("fastokens")
 
-SHARED_TOKENIZER = Path(__file__).resolve().parents[1] / ".." / "shared" / "tokenizer" / "20B_tokenizer.json"
 EOD = "<|endoftext|>"
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -171,14 +170,6 @@ def test_batches_have_the_ids_of_each_text(tmp_path, monkeypatch, kind):
     tokenizer = loaded(tmp_path, kind())
     if KINDS[kind]:
         assert tokenizer._separator.text == KINDS[kind]
-    check_many(tokenizer, monkeypatch)
-
-
-def test_gpt_neox_batches_have_the_ids_of_each_text(monkeypatch):
-    if not SHARED_TOKENIZER.exists():
-        pytest.skip("needs the GPT-NeoX-20B tokenizer")
-    tokenizer = load_tokenizer(SHARED_TOKENIZER)
-    assert tokenizer._separator and tokenizer._separator.text == "\v's"
     check_many(tokenizer, monkeypatch)
 
 

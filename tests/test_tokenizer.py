@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megatron_blackmamba import tokenizer as tokenizer_module
 from megatron_blackmamba.tokenizer import TokenizerError, load_tokenizer
 
-SHARED_TOKENIZER = Path(__file__).resolve().parents[1] / ".." / "shared" / "tokenizer" / "20B_tokenizer.json"
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 tricky_text = st.lists(
     st.sampled_from(
@@ -196,22 +195,6 @@ def test_what_is_not_a_tokenizer_is_named(tmp_path, monkeypatch):
     ):
         with pytest.raises(TokenizerError, match=message):
             load_tokenizer(name)
-
-
-@pytest.fixture(scope="module")
-def neox():
-    if not SHARED_TOKENIZER.exists():
-        pytest.skip("needs the GPT-NeoX-20B tokenizer")
-    pytest.importorskip("fastokens")
-    return load_tokenizer(SHARED_TOKENIZER)
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.lists(any_text | tricky_text, min_size=1, max_size=8), st.booleans())
-def test_fastokens_is_exact_on_gpt_neox(neox, texts, special_text):
-    assert neox.batch_backend == "fastokens"
-    ids, _ = neox.encode_batch(texts, special_text=special_text)
-    assert ids.tolist() == [i for text in texts for i in neox.encode(text, special_text=special_text)]
 
 
 def test_decoding_keeps_special_tokens_unless_told(tokenizer):

@@ -32,7 +32,7 @@ SMALL = 4096
 """Numbers up to which fp64 is bookkeeping, and a tensor of integers may have known values."""
 ISSUED = {"forward": 10, "segment_ends": 10, "chunk_parts": 12.3, "backward": 26}
 ISSUED_IF_KEPT = ISSUED | {"chunk_parts": 10, "backward": 27.4}
-"""Issue slots a state and token of the scan's kernels (docs/performance.md), the second if states are kept."""
+"""Issue slots a state and token of the scan's kernels (docs/kernels.md), the second if states are kept."""
 BYTES_A_WEIGHT = 4 + 2 * 4 + 4 * 4 + 2
 """Bytes that Adam moves: gradient, weight, two moments, and a copy in bf16. Its tensors are given by address."""
 SAVED = {"NARROW_GRADIENTS": 2, "NARROW": 8}

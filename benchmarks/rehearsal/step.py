@@ -51,11 +51,12 @@ def rehearse(config: RunConfig, ranks: int = 1) -> Rehearsed:
     if not torch.cuda.is_available():
         fake_cuda.become_gpu()
     warnings.simplefilter("ignore")
+    from megatron_blackmamba.engine import changes
     from megatron_blackmamba.ops import backends
-    from megatron_blackmamba.runtime import patches, world
+    from megatron_blackmamba.runtime import world
     from megatron_blackmamba.runtime.watchdog import Watchdog
 
-    applied = patches.install()
+    applied = changes.install()
     backends.trial = lambda smallest: None  # fake tensors have no values to try a kernel with
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=ranks)
     experts, top_k = config.model.experts, config.model.top_k

@@ -1,24 +1,16 @@
 """The ranks' agreement about files that they write together: if one fails, all raise the same error, and none waits."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron_blackmamba.checkpoint.writing import reason
 from megatron_blackmamba.runtime import device
-from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.runtime.world import World, gathered
 
 
 class SaveError(OSError):
     """A checkpoint or an export that could not be written. The ones before it are as they were."""
-
-
-def gathered(world: World, value: Any) -> list[Any]:
-    """Return every rank's value."""
-    values = [None] * world.size
-    dist.all_gather_object(values, value)
-    return values
 
 
 def together(world: World, on_main: Callable[[], None], what: str) -> None:
@@ -41,6 +33,6 @@ def each(world: World, on_every: Callable[[], None], what: str) -> None:
         on_every()
     except Exception as error:
         failed = reason(error)
-    for rank, problem in enumerate(gathered(world, failed)):
+    for rank, problem in enumerate(gathered(failed)):
         if problem is not None:
             raise SaveError(f"{what}: rank {rank}: {problem}")

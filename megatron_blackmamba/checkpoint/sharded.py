@@ -3,11 +3,11 @@
 The files are the same under every version of megatron-core: tensors here, plain values in `common.py`.
 """
 
-import inspect
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.checkpoint.writing import Strategy, Write, no_results_server
+from megatron_blackmamba.checkpoint.writing import Write
+from megatron_blackmamba.engine.parts import saving
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime.world import World
 
@@ -15,10 +15,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -27,10 +24,6 @@ FORMAT = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
-
-
-# From 0.17 on the writer has to be named, and the default is that of a package which is not required.
-WRITER = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(Strategy.async_save).parameters else {}
 
 
 def state_to_save(model: LanguageModel, optimizer: MegatronOptimizer) -> tuple[dict, dict[str, Any]]:
@@ -43,12 +36,10 @@ def state_to_save(model: LanguageModel, optimizer: MegatronOptimizer) -> tuple[d
 
 def begin_save(folder: Path, world: World, state: dict) -> Write:
     """Plan how the ranks share the writing of the state; `Write.start` takes a copy of it and begins."""
-    strategy = Strategy()
-    if world.data_context_size > 1:  # replicas share the writing
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        strategy = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
-    with no_results_server():
-        return strategy.async_save(state, str(folder), **WRITER)
+    replicas = None
+    if world.data_context_size > 1:  # they share the writing
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return Write(*saving.plan_save(state, str(folder), replicas))
 
 
 def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:

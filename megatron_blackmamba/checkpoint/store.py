@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_blackmamba import __version__
 from megatron_blackmamba.checkpoint import common, manifest, safety, sharded
 from megatron_blackmamba.checkpoint.agreement import SaveError, gathered, together
 from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_state
@@ -34,6 +33,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.version import __version__
 
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -211,7 +211,7 @@ class Checkpoints:
     def _parts(self, step: int, write: Write) -> list[Part]:
         """Wait for every rank's part, and return them on rank 0. If one failed, every rank raises SaveError."""
         mine = write.wait()
-        ends = list(enumerate(gathered(self.world, (mine.not_finite, mine.problem))))
+        ends = list(enumerate(gathered((mine.not_finite, mine.problem))))
         for rank, (not_finite, _) in ends:
             if not_finite is not None:
                 raise NotFiniteError(f"step {step}: {not_finite} is not finite on rank {rank}")
@@ -327,7 +327,7 @@ class Checkpoints:
                 safety.refuse_code(folder, content["files"])
         except manifest.CheckpointError as error:
             problem = error
-        problems = [found for found in gathered(self.world, problem) if found is not None]
+        problems = [found for found in gathered(problem) if found is not None]
         for found in sorted(problems, key=lambda found: not isinstance(found, manifest.DamagedCheckpoint)):
             raise found
 

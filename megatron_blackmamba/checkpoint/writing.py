@@ -4,20 +4,16 @@ The writer sees the tensors as they were at the fork, because the kernel copies 
 changes it. It does not do so for shared pages, which pinned memory consists of. So the writer is only given private
 memory (`_private`), and `Write` keeps it until the writer has ended.
 
-megatron-core plans the shards and writes their bytes. Its own way of running the writer is not used. There, a rank that
-fails between two exchanges leaves the others waiting, a killed writer is waited for without end, and writers survive
-the rank that started them. Here a rank never raises by itself: it says how its part ended, and all ranks decide
-together (`store.py`).
+megatron-core plans the shards and writes their bytes (`engine/parts/saving.py`). A rank never raises by itself: it says
+how its part ended, and all ranks decide together (`store.py`).
 """
 
 import gc
 import math
 import multiprocessing
 import os
-import queue
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,18 +23,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_blackmamba import model  # noqa: F401  (its package installs the patches before megatron-core is imported)
 from megatron_blackmamba.checkpoint import manifest
+from megatron_blackmamba.engine.parts import saving
 from megatron_blackmamba.runtime.parent import die_with_parent
-from megatron_blackmamba.runtime.patches import require
-
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
-require(TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks")
-require(filesystem_async, "_results_queue")
-require(FileSystemWriterAsync, "write_preloaded_data")
 
 BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Requests to stop are the rank's to answer. Its writer, forked with these blocked, finishes what it began."""
@@ -61,7 +48,7 @@ class Part:
 class Write:
     """A rank's shard on its way to the disk. Methods are called from the rank's main thread."""
 
-    def __init__(self, writer: FileSystemWriterAsync, table: Any) -> None:
+    def __init__(self, writer: Any, table: Any) -> None:
         self._writer, self._table = writer, table
         self._process: multiprocessing.process.BaseProcess | None = None
         self._answer: Connection | None = None
@@ -75,12 +62,11 @@ class Write:
         if not buckets:  # this rank has nothing to write
             self._part = Part()
             return
-        write_bucket = self._writer.write_preloaded_data
-        transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
+        write_bucket = saving.function_of(self._writer)
 
         def body(answer: Connection, parent: int) -> None:
             _become_writer(parent)
-            answer.send(_written(lambda *rest: write_bucket(transforms, *rest), buckets))
+            answer.send(_written(write_bucket, buckets))
 
         context = multiprocessing.get_context("fork")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
@@ -125,31 +111,6 @@ class Write:
         self._writer.finish(self._table, [part.results for part in parts])
 
 
-class Strategy(TorchDistSaveShardedStrategy):
-    """megatron-core's plan of a save, with `Write` to carry it out."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
-
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, plan: Any, *ignored: Any) -> Write:
-        _, table, _ = plan
-        return Write(writer, table)
-
-
-@contextmanager
-def no_results_server() -> Iterator[None]:
-    """Keep megatron-core's plan of a save from starting a server process for a queue that `Write` does not use.
-
-    Only while planning: a save by megatron-core itself needs that queue.
-    """
-    before = filesystem_async._results_queue
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
-
-
 def _staged(bucket: Any) -> Any:
     """Return a bucket of megatron-core's plan with its tensors in private host memory."""
     path, key, (blobs, tensors) = bucket
@@ -169,7 +130,7 @@ def _become_writer(parent: int) -> None:
     torch.set_num_threads(1)  # the threads of OpenMP stayed behind in the parent
 
 
-def _written(write_bucket: Callable[..., None], buckets: list[Any]) -> Part:
+def _written(write_bucket: Callable[[Any], list[Any]], buckets: list[Any]) -> Part:
     """Check, write and read back; a failure is an answer like another."""
     part, doing = Part(), "checking"
     try:
@@ -179,24 +140,12 @@ def _written(write_bucket: Callable[..., None], buckets: list[Any]) -> Part:
             if part.not_finite is not None:
                 return part
             doing = "writing"
-            part.results += _results_of(write_bucket, bucket)
+            part.results += write_bucket(bucket)
             doing = "reading back"
             part.files[Path(path).name] = manifest.describe(Path(path))
     except Exception as error:  # torch, on a full disk, raises something else than OSError
         part.problem = f"{doing} {Path(path).name}: {reason(error)}"
     return part
-
-
-def _results_of(write_bucket: Callable[..., None], bucket: Any) -> list[Any]:
-    """Have megatron-core write a bucket. It answers through queues, since it would run this in a process of its own."""
-    answers: queue.Queue[Any] = queue.Queue()
-    count: queue.Queue[Any] = queue.Queue()
-    count.put(0)
-    write_bucket(0, bucket, answers, count, True)
-    _, results = answers.get_nowait()
-    if isinstance(results, Exception):
-        raise results
-    return results
 
 
 def _is_finite(tensor: Tensor) -> bool:

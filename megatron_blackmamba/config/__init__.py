@@ -1,9 +1,8 @@
 """A run, described: models of every section, YAML files that include each other, and `a.b=c` overrides."""
 
-from megatron_blackmamba.config.load import ConfigError, find, keys, load, shipped
-from megatron_blackmamba.config.model import ModelConfig
-from megatron_blackmamba.config.run import KernelsConfig, ParallelConfig, RampStage, RunConfig
+from megatron_blackmamba.config.load import find, keys, load, shipped
 from megatron_blackmamba.config.saved import from_saved, read_saved, to_saved, to_yaml
+from megatron_blackmamba.settings import ConfigError, KernelsConfig, ModelConfig, ParallelConfig, RampStage, RunConfig
 
 __all__ = [
     "ConfigError",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_blackmamba.config.run import RunConfig
+from megatron_blackmamba.settings import RunConfig
 
 
 def complete_config(incomplete: str) -> list[str]:

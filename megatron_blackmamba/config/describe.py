@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from megatron_blackmamba.config.base import ConfigError, Section
 from megatron_blackmamba.config.load import load, merge_files, walk
 from megatron_blackmamba.config.schema import MODELINE, NAME, run_file_schema
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.settings import ConfigError, Section
 
 WIDTH = 110
 HEADER = """\

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_blackmamba import __version__
-from megatron_blackmamba.config.base import ConfigError
+from megatron_blackmamba.settings.base import ConfigError
+from megatron_blackmamba.version import __version__
 
 VERSION_KEY = "version"
 Content = dict[str, Any]

@@ -6,11 +6,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megatron_blackmamba import __version__
 from megatron_blackmamba.config import migrations
-from megatron_blackmamba.config.base import ConfigError
-from megatron_blackmamba.config.load import explain, read_yaml, unknown_key
-from megatron_blackmamba.config.run import RunConfig
+from megatron_blackmamba.config.load import explain, refuse_problem, unknown_key
+from megatron_blackmamba.settings import ConfigError, RunConfig
+from megatron_blackmamba.settings.yaml_files import read_yaml
+from megatron_blackmamba.version import __version__
 
 
 def to_saved(config: RunConfig) -> dict[str, Any]:
@@ -34,9 +34,11 @@ def from_saved(content: Any, where: str | Path) -> RunConfig:
             " Upgrade: pip install -U megatron-blackmamba."
         )
     try:
-        return RunConfig.model_validate(migrated)
+        run = RunConfig.model_validate(migrated)
     except ValidationError as error:
         raise ConfigError(explain(error, {"": str(where)})) from None
+    refuse_problem(run, {"": str(where)})
+    return run
 
 
 def read_saved(path: Path) -> RunConfig:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from megatron_blackmamba.config.run import RunConfig
-from megatron_blackmamba.config.spellings import NUMBER
+from megatron_blackmamba.settings import RunConfig
+from megatron_blackmamba.settings.values import NUMBER
 
 NAME = "run.schema.json"
 """The file that `blackmamba new` writes beside a run file."""

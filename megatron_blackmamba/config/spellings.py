@@ -1,12 +1,9 @@
-"""Accept common spellings: 300B, one value instead of a list, steps instead of tokens, key names of other projects."""
+"""Accept common spellings: steps instead of tokens, a mixture without its kind, and key names of other projects."""
 
-import re
-from typing import Any, get_args, get_origin
+from typing import Any
 
-from megatron_blackmamba.config.base import ConfigError
-
-NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKMGBT])")
-_SCALE = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+from megatron_blackmamba.settings import ConfigError
+from megatron_blackmamba.settings.values import number, whole
 
 OTHER_NAMES = {
     "model.hidden_size": "d_model dim model_dim n_embd n_embed embed_dim embedding_dim emb_dim width hidden_dim",
@@ -115,33 +112,11 @@ def not_a_key(key: str) -> str | None:
     return next((text for names, text in _NOT_KEYS.items() if last in names.split()), None)
 
 
-def number(value: Any, annotation: Any) -> Any:
-    """Return 300B as 300 000 000 000 where the field is a whole number."""
-    wanted = (annotation, *get_args(annotation))
-    match = NUMBER.fullmatch(value) if isinstance(value, str) and int in wanted else None
-    if match is None:
-        return value
-    scaled = float(match[1].replace("_", "")) * _SCALE[match[2]]
-    return int(scaled) if scaled.is_integer() else value
-
-
-def _whole(value: Any) -> Any:
-    """Return 1e3 and 1K as 1000, as a field that is a whole number reads them."""
-    scaled = number(value, int)
-    return int(scaled) if isinstance(scaled, float) and scaled.is_integer() else scaled
-
-
-def listed(value: Any, annotation: Any) -> Any:
-    """Return one value as a list where the field is a list."""
-    wants = get_origin(annotation) is list
-    return [value] if wants and isinstance(value, (str, int, float)) else value
-
-
 def _tokens_of(steps: int, ramp: Any, global_batch: int, sequence_length: int) -> int:
     """Return the tokens of the first steps of a run, whose first batches may be smaller."""
     tokens = 0
     for stage in ramp if isinstance(ramp, list) else ():
-        batch, until = (_whole(stage.get(key)) if isinstance(stage, dict) else None for key in ("batch", "until"))
+        batch, until = (whole(stage.get(key)) if isinstance(stage, dict) else None for key in ("batch", "until"))
         if isinstance(batch, int) and isinstance(until, int) and batch > 0:  # or the run is refused
             size = batch * sequence_length
             taken = min(steps, -(-max(0, until - tokens) // size))
@@ -165,7 +140,7 @@ def steps_as_tokens(content: dict[str, Any], origin: dict[str, str], sequence_le
     training, data = content.get("training"), content.get("data")
     if not isinstance(training, dict) or training.get("steps") is None:
         return
-    steps = _whole(training.pop("steps"))
+    steps = whole(training.pop("steps"))
     tokens = number(training.get("tokens"), int)
     where, set_by = origin["training.steps"], origin.get("training.tokens")
     order = list(origin)
@@ -174,7 +149,7 @@ def steps_as_tokens(content: dict[str, Any], origin: dict[str, str], sequence_le
         return
     factors: dict[str, Any] = {"training.global_batch": training.get("global_batch")}
     factors["data.sequence_length"] = (data if isinstance(data, dict) else {}).get("sequence_length", sequence_length)
-    factors = {key: _whole(value) for key, value in factors.items()}
+    factors = {key: whole(value) for key, value in factors.items()}
     for key, value in {"training.steps": steps, **factors}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{where}: {key}={value!r}: give a whole number of at least 1")

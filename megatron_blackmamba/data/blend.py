@@ -1,17 +1,15 @@
 """megatron-core's BlendedDataset with its order computed on the fly: no array of samples to build, cache or load."""
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from megatron_blackmamba.data.datasets import Sample, WindowDataset
+from megatron_blackmamba.engine.parts.data import Blend
 from megatron_blackmamba.formats.schedule import Schedule
 
-from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 
 
-class MixtureDataset(BlendedDataset):
+class MixtureDataset(Blend):
     """The samples of a run, numbered from 0. Sample k is the same however long the run and however many the readers."""
 
     def __init__(
@@ -22,11 +20,7 @@ class MixtureDataset(BlendedDataset):
         config: BlendedMegatronDatasetConfig,
     ) -> None:
         self.schedule = schedule
-        with _without_warnings(BlendedDataset.__module__):  # to it, a blend of one source is a mistake
-            super().__init__(list(datasets), [1.0] * len(datasets), samples, config)
-
-    def _build_indices(self) -> tuple[None, None]:
-        return None, None
+        super().__init__(datasets, samples, config)
 
     def __len__(self) -> int:
         return self.size
@@ -35,14 +29,3 @@ class MixtureDataset(BlendedDataset):
         """Return the sample, with its source number as `dataset_id`; past the planned length the order continues."""
         source, within = self.schedule.locate(sample)
         return {"dataset_id": source, **self.datasets[source][within]}
-
-
-@contextmanager
-def _without_warnings(logger_name: str) -> Iterator[None]:
-    logger = logging.getLogger(logger_name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_blackmamba.data.datasets import DataError
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.events import Event, ShardsUnverified, ShardsVerified
 from megatron_blackmamba.formats.remote import cache_folder
 from megatron_blackmamba.formats.shards import Shard
+from megatron_blackmamba.runtime.world import gathered
 
 LOOK_AGAIN_SECONDS = 60.0
 """Time between two looks at size, modification time and inode of files that were read before."""
@@ -83,7 +82,7 @@ class ShardCheck:
     def after_step(self, different: int, pending: int, report: Callable[[Event], None]) -> None:
         """Raise DataError on every rank if any of them found a difference. The numbers are sums over all ranks."""
         if different:
-            raise DataError(_explain(_of_all_ranks(self.different)))
+            raise DataError(_explain([line for of_rank in gathered(self.different) for line in of_rank]))
         self._pending_everywhere = pending
         if not pending and not self._announced:
             self._announced = True
@@ -181,14 +180,6 @@ def _describe(shard: Shard) -> dict[str, object]:
         "idx_sha256": shard.manifest.idx_sha256,
         "size, modified_ns, inode": identities,
     }
-
-
-def _of_all_ranks(lines: list[str]) -> list[str]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return lines
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, lines)
-    return [line for of_rank in gathered for line in of_rank]
 
 
 def _explain(lines: Sequence[str]) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.config.run import DataConfig
 from megatron_blackmamba.data.blend import MixtureDataset
 from megatron_blackmamba.data.datasets import DataError, EpochDataset, HeldOutDataset, WindowDataset
 from megatron_blackmamba.data.stream import TokenStream
@@ -15,6 +14,7 @@ from megatron_blackmamba.data.synthetic import HELD_OUT_SAMPLES, SyntheticDatase
 from megatron_blackmamba.formats.mixture import Mixture, check_together, content_fingerprint
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import Shard
+from megatron_blackmamba.settings import DataConfig
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.utils import Split

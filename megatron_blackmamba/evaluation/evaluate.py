@@ -11,50 +11,26 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jinja2.exceptions import TemplateError
 
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import find_checkpoint
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.evaluation.journal import Journal
+from megatron_blackmamba.evaluation.options import Options
 from megatron_blackmamba.evaluation.scoring import VERSION
 from megatron_blackmamba.evaluation.tasks import LoadedTask, does_not_fit, load_tasks, quiet
-from megatron_blackmamba.formats.evaluations import Encoding, Evaluation, ScoringKey, TaskResult, claim, read_evaluation
+from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult, claim, read_evaluation
+from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange.open import existing_folder, open_model
 
 if TYPE_CHECKING:
     from megatron_blackmamba.evaluation.harness import BlackMambaLM
 
-CHUNK = 1 << 22
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
 Progress = Callable[[str, int, int], None]
 """Told the task, the tokens scored and the tokens in all."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of scoring."""
-
-    tasks: Sequence[str]
-    data: Path | None = None
-    download: bool = False
-    limit: int | None = None
-    encoding: Encoding = Encoding.joint
-    dtype: torch.dtype | None = None
-    device: str | None = None
-    tokenizer: Path | None = None
-    nproc: int | None = None
-    batch_tokens: int | None = None
-    out: Path | None = None
-
-    def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "encoding", Encoding(self.encoding))
-        except ValueError:
-            known = " or ".join(each.value for each in Encoding)
-            raise EvaluationError(f"encoding must be {known}, not {self.encoding!r}") from None
 
 
 @dataclass(frozen=True)
@@ -125,17 +101,9 @@ def identify(path: Path, tokenizer: Path | None = None) -> str:
         digest.update((path / manifest.NAME).read_bytes())
     else:
         for file in sorted(file for pattern in WEIGHT_FILES for file in path.glob(pattern)):
-            digest.update(f"{file.name} {_sha256(file)}\n".encode())
+            digest.update(f"{file.name} {file_sha256(file)}\n".encode())
     if tokenizer is not None:
-        digest.update(_sha256(tokenizer).encode())
-    return digest.hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with open(file, "rb") as content:
-        while chunk := content.read(CHUNK):
-            digest.update(chunk)
+        digest.update(file_sha256(tokenizer).encode())
     return digest.hexdigest()
 
 

@@ -1,6 +1,9 @@
 """The paper's table of scores: zero-shot, lm-eval 0.3.0; HellaSwag without length normalisation."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from megatron_blackmamba.formats.evaluations import TaskResult
 
 TASKS = ("hellaswag", "piqa", "winogrande", "lambada_openai", "arc_easy", "arc_challenge", "openbookqa")
 """The columns of the table. The paper plots BoolQ over training, but gives no figure for it."""
@@ -26,6 +29,15 @@ class PaperModel(NamedTuple):
     def score(self, task: str) -> float | None:
         """Return the accuracy on a task; None: the paper gives none."""
         return self.scores[TASKS.index(task)] if task in TASKS else None
+
+    def beside(self, results: Mapping[str, TaskResult]) -> list[str]:
+        """Return the row on the tasks of `results`; in brackets, a model's distance from it in standard errors."""
+        cells = [self.label]
+        for task, theirs in zip(TASKS, self.scores, strict=True):
+            if task in results:
+                ours, error = results[task].metrics[METRIC], results[task].errors.get(METRIC)
+                cells.append(f"{theirs:.3f}" + (f" ({(ours - theirs) / error:+.1f})" if error else ""))
+        return cells
 
 
 ROWS = (

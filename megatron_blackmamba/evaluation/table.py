@@ -29,15 +29,8 @@ def _beside_the_paper(results: dict[str, TaskResult], tasks: list[str]) -> Table
     ours = [f"{results[task].metrics[paper.METRIC]:.3f} ± {results[task].errors.get('acc', 0):.3f}" for task in tasks]
     table.add_row("this model", *ours, style="bold")
     for row in paper.ROWS:
-        table.add_row(row.label, *(_distance(results[task], row.scores[paper.TASKS.index(task)]) for task in tasks))
+        table.add_row(*row.beside(results))
     return table
-
-
-def _distance(result: TaskResult, theirs: float) -> str:
-    error = result.errors.get(paper.METRIC)
-    if not error:
-        return f"{theirs:.3f}"
-    return f"{theirs:.3f} ({(result.metrics[paper.METRIC] - theirs) / error:+.1f})"
 
 
 def _remarks(results: dict[str, TaskResult], tasks: list[str]) -> str:

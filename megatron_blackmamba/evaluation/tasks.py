@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.evaluation.answers import Numbered, checked, is_known, refuse_wrong_answers
 from megatron_blackmamba.evaluation.errors import EvaluationError
+from megatron_blackmamba.formats.evaluations import PAPER
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
-PAPER = ("hellaswag", "piqa", "winogrande", "lambada_openai", "arc_easy", "arc_challenge", "openbookqa", "boolq")
-"""The tasks of the paper, in the order of its table; it plots BoolQ but has no figure for it."""
 NAMED = {"paper": PAPER}
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 SPLITS = ("", "_test", "_validation", "_val", "_dev")

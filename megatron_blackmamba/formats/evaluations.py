@@ -16,6 +16,8 @@ from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
 
 FORMAT = 1
+PAPER = ("hellaswag", "piqa", "winogrande", "lambada_openai", "arc_easy", "arc_challenge", "openbookqa", "boolq")
+"""The tasks of the paper, in the order of its table; it plots BoolQ but has no figure for it."""
 CLAIM_SECONDS = 3600
 """A claim that is not renewed for this long is that of a process which was killed."""
 PURPOSES = {"evaluation": ".in_use", "export": ".in_export"}

@@ -13,11 +13,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from typing_extensions import dataclass_transform
+
+from megatron_blackmamba.formats.step_records import records_in
+
 Samples = Sequence[Sequence[int]]
 """First and last sample of each range."""
 KINDS: dict[str, type["Event"]] = {}
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened to a run. A subclass is a kind; its name in the file is the class's in snake case."""
@@ -31,7 +36,11 @@ class Event:
     step: int | None = None
     """The step that it is about; the loggers fill in the last step taken."""
 
+    says: ClassVar[str] = ""
+    """The text, with the fields in braces; a kind with more to say has its own `text`."""
+
     def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
         cls.kind = re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).lower()
         if not cls.__name__.startswith("_"):
             KINDS[cls.kind] = cls
@@ -39,7 +48,7 @@ class Event:
     @property
     def text(self) -> str:
         """Describe the event; the step may be left out."""
-        raise NotImplementedError
+        return self.says.format(**vars(self))
 
     @property
     def sentence(self) -> str:
@@ -56,7 +65,6 @@ class Event:
 # Beginning and end
 
 
-@dataclass(frozen=True, kw_only=True)
 class Started(Event):
     """The run begins at its first step."""
 
@@ -75,7 +83,6 @@ class Started(Event):
         return "\n".join([line, unused] if self.unused_rows else [line])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Branched(Event):
     """The run begins at a checkpoint of another run."""
 
@@ -103,7 +110,6 @@ class Branched(Event):
         return "\n".join([line + reads, *self.changes, *([] if self.protected else [lost])])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Kernels(Event):
     """The kernels that this run uses on GPUs."""
 
@@ -119,18 +125,14 @@ class Kernels(Event):
         return "\n".join([*fallback, "kernels", *(f"  {line}" for line in self.in_use)])
 
 
-@dataclass(frozen=True, kw_only=True)
 class RoutingDependsOnLayout(Event):
     """Another layout of this run would choose other experts in training."""
 
     reason: str
 
-    @property
-    def text(self) -> str:
-        return f"note: {self.reason}"
+    says = "note: {reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
     """The run continues from a checkpoint."""
 
@@ -147,7 +149,6 @@ class Resumed(Event):
         return "\n".join([f"{where}, {self.steps_left} steps of {self.tokens_per_step} tokens to go", *self.changes])
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Ended(Event):
     saved: bool
     """The last step is in a checkpoint."""
@@ -157,7 +158,6 @@ class _Ended(Event):
         return f"at step {self.step}" + ("" if self.saved else ", which is not saved")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Done(_Ended):
     """All tokens are consumed."""
 
@@ -166,7 +166,6 @@ class Done(_Ended):
         return f"done {self.where}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Stopped(_Ended):
     """The run ends early, for a request, training.stop_after_steps or a failed last save."""
 
@@ -180,7 +179,6 @@ class Stopped(_Ended):
         return f"stops {self.where}, as training.stop_after_steps says; {self.steps_left} steps of the run are left"
 
 
-@dataclass(frozen=True, kw_only=True)
 class GaveUp(_Ended):
     """The guard ends the run."""
 
@@ -189,22 +187,18 @@ class GaveUp(_Ended):
         return f"gives up {self.where}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Failed(Event):
     """An error ends the run."""
 
     error: str
     message: str
 
-    @property
-    def text(self) -> str:
-        return f"fails after step {self.step}: {self.error}: {self.message}"
+    says = "fails after step {step}: {error}: {message}"
 
 
 # Steps
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Judged(Event):
     remark: ClassVar[bool] = True
     repeats: ClassVar[bool] = True
@@ -224,27 +218,22 @@ class _Judged(Event):
         return f"step {self.step}: {self.text}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class NotFinite(_Judged):
     """The loss or the gradient norm of a step is not finite, also when it runs again."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DeviceFailed(_Judged):
     """A step is not finite at first, but finite when it runs again."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Spike(_Judged):
     """The loss of a step is far above that of the steps before."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReplicasDiffer(_Judged):
     """Ranks hold different values of one weight."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Rewound(Event):
     """The run goes back from `step` to the checkpoint of step `to`."""
 
@@ -257,7 +246,6 @@ class Rewound(Event):
         return f"rewound to step {self.to}" + (f", past samples {ranges(self.skipped)}" if self.skipped else "")
 
 
-@dataclass(frozen=True, kw_only=True)
 class NotRewound(Event):
     """The guard asks for a rewind, and there is no checkpoint, or rewinding to it did not help."""
 
@@ -278,7 +266,6 @@ class NotRewound(Event):
         return counted + end
 
 
-@dataclass(frozen=True, kw_only=True)
 class SlowRank(Event):
     """A rank stays slower than the others, or waits longer for data."""
 
@@ -303,7 +290,6 @@ class SlowRank(Event):
         return f"rank {self.rank} ({self.host}) is slow: {why}, {over}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RankRecovered(Event):
     """A slow rank is as fast as the others again."""
 
@@ -312,12 +298,9 @@ class RankRecovered(Event):
     rank: int
     host: str
 
-    @property
-    def text(self) -> str:
-        return f"rank {self.rank} ({self.host}) is no longer slow"
+    says = "rank {rank} ({host}) is no longer slow"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Traced(Event):
     """A trace of some steps is written."""
 
@@ -325,24 +308,18 @@ class Traced(Event):
     last: int
     path: str
 
-    @property
-    def text(self) -> str:
-        return f"traced steps {self.first} to {self.last}: {self.path}"
+    says = "traced steps {first} to {last}: {path}"
 
 
 # Checkpoints
 
 
-@dataclass(frozen=True, kw_only=True)
 class Saved(Event):
     """The checkpoint of `step` is on disk."""
 
-    @property
-    def text(self) -> str:
-        return f"saved step {self.step}"
+    says = "saved step {step}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class NotSaved(Event):
     """A checkpoint could not be saved."""
 
@@ -367,18 +344,14 @@ class NotSaved(Event):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Exported(Event):
     """The Hugging Face export of `step` is on disk; training waited `seconds` for it."""
 
     seconds: float
 
-    @property
-    def text(self) -> str:
-        return f"exported step {self.step} in {self.seconds:.1f} s"
+    says = "exported step {step} in {seconds:.1f} s"
 
 
-@dataclass(frozen=True, kw_only=True)
 class NotExported(Event):
     """The Hugging Face export of `step` could not be written, or the installed transformers does not load it."""
 
@@ -386,12 +359,9 @@ class NotExported(Event):
 
     problem: str
 
-    @property
-    def text(self) -> str:
-        return f"step {self.step} has no usable export ({self.problem}); training goes on"
+    says = "step {step} has no usable export ({problem}); training goes on"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Damaged(Event):
     """The checkpoint of `step` is damaged and set aside."""
 
@@ -405,32 +375,25 @@ class Damaged(Event):
         return f"skips a damaged checkpoint{', now ' if self.folder else ''}{self.folder}: {self.problem}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class NotRemoved(Event):
     """Old checkpoints could not be removed."""
 
     problem: str
 
-    @property
-    def text(self) -> str:
-        return f"old checkpoints could not be removed: {self.problem}"
+    says = "old checkpoints could not be removed: {problem}"
 
 
 # Data and logs
 
 
-@dataclass(frozen=True, kw_only=True)
 class ShardsVerified(Event):
     """All token shards were compared with their manifests."""
 
     shards: int
 
-    @property
-    def text(self) -> str:
-        return f"all shards match their manifests ({self.shards})"
+    says = "all shards match their manifests ({shards})"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ShardsUnverified(Event):
     """The run ends before all token shards were compared with their manifests."""
 
@@ -444,7 +407,6 @@ class ShardsUnverified(Event):
         return f"note: {left}, which is usual for a short run; `blackmamba data verify {self.mixture}` does it now"
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoggingProblem(Event):
     """A log is damaged, incomplete or switched off, or a file of the run folder was removed."""
 
@@ -468,15 +430,10 @@ class Occurrence:
 
 def read_events(path: str | Path) -> Iterator[Occurrence]:
     """Yield the events of a run in order. Skip damaged lines and kinds that this version does not know."""
-    path = Path(path)
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            fields = parse_line(line)
-            event = fields and _event(fields)
-            if fields and event:
-                yield Occurrence(datetime.fromisoformat(fields["time"]), event)
+    for fields in records_in(Path(path), parse_line):
+        event = _event(fields)
+        if event:
+            yield Occurrence(datetime.fromisoformat(fields["time"]), event)
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

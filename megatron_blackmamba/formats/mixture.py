@@ -20,10 +20,8 @@ import numpy as np
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
-from megatron_blackmamba.config import file_kinds
-from megatron_blackmamba.config.base import Section
-from megatron_blackmamba.config.load import ConfigError, read_yaml
 from megatron_blackmamba.formats.document_sample import Sampled, TrainingSamples, is_among
+from megatron_blackmamba.formats.find_shards import shards_at
 from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
@@ -34,8 +32,9 @@ from megatron_blackmamba.formats.shards import (
     missing_parts,
     shard_names,
     shard_prefix,
-    shards_at,
 )
+from megatron_blackmamba.settings import ConfigError, Section, file_kinds
+from megatron_blackmamba.settings.yaml_files import read_yaml
 
 Item = TypeVar("Item")
 T = TypeVar("T")

@@ -158,6 +158,16 @@ def size_of(path: str | os.PathLike[str]) -> int:
     return RemoteFile(os.fspath(path)).size if is_remote(path) else os.stat(path).st_size
 
 
+def file_sha256(path: str | os.PathLike[str], start: int = 0) -> str:
+    """Return the SHA-256 of a local file or an object, from byte `start` on."""
+    digest = hashlib.sha256()
+    with open_any(path) as file:
+        file.seek(start)
+        while block := file.read(_PIECE):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def version_of(path: str | os.PathLike[str]) -> str:
     """Return a text that changes when a local file or an object is written to or replaced."""
     if is_remote(path):

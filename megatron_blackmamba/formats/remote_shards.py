@@ -1,6 +1,5 @@
 """Local copies of token shards in object storage, for readers that need files."""
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from megatron_blackmamba.formats.remote import (
     RemoteError,
     cached,
     download,
+    file_sha256,
     files_below,
     files_matching,
     one_at_a_time,
@@ -75,25 +75,17 @@ def _download(url: str, path: Path, sha256: str) -> None:
     """Download a file of a shard; once more if it is damaged, since the part that was continued may have been."""
     for _ in range(2):
         download(url, path)
-        if _sha256(path) == sha256:
+        if file_sha256(path) == sha256:
             return
         path.unlink()
     raise RemoteError(f"{url}: its sha256 is not that of its manifest. Upload the shard again")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(8 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _fetch_tokenizer(folder: str, sha256: str) -> None:
     """Fetch the tokenizer beside shards, unless the copy is the one that made them."""
     path = cached(f"{folder}/{TOKENIZER}")
     with one_at_a_time(path):
-        if path.exists() and _sha256(path) == sha256:
+        if path.exists() and file_sha256(path) == sha256:
             return
         path.unlink(missing_ok=True)
         if files_below(f"{folder}/{TOKENIZER}"):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 WAITING = ".waiting"
 """End of the name of an empty file: lines of the file beside it wait in memory, as on a full disk."""
@@ -10,6 +11,16 @@ WAITING = ".waiting"
 
 class RunFolderError(ValueError):
     """A run folder in which no run can write."""
+
+
+class Inside:
+    """The path of a file or folder inside a folder: that of a run, or the one that `of` names."""
+
+    def __init__(self, name: str, of: str = "root") -> None:
+        self.name, self.of = name, of
+
+    def __get__(self, owner: Any, _: type) -> Path:
+        return getattr(owner, self.of) / self.name
 
 
 @dataclass(frozen=True)
@@ -38,122 +49,78 @@ class RunFolder:
                 " it was started in. For a new run, name another folder=DIR."
             )
 
-    @property
-    def config(self) -> Path:
-        """Return the file of the complete config, exactly as run."""
-        return self.root / "config.yaml"
+    config = Inside("config.yaml")
+    """The file of the complete config, exactly as run."""
 
-    @property
-    def data_plan(self) -> Path:
-        """Seed, fingerprints and phases of the data."""
-        return self.root / "data_plan.json"
+    data_plan = Inside("data_plan.json")
+    """Seed, fingerprints and phases of the data."""
 
-    @property
-    def mixture(self) -> Path:
-        """Return the mixture that a branch composed of its trunk's and its own."""
-        return self.root / "mixture.yaml"
+    mixture = Inside("mixture.yaml")
+    """The mixture that a branch composed of its trunk's and its own."""
 
-    @property
-    def branches(self) -> Path:
-        """Return the folder with a file for each run that branches from this one, which names its step."""
-        return self.root / "branches"
+    branches = Inside("branches")
+    """The folder with a file for each run that branches from this one, which names its step."""
 
-    @property
-    def tokenizer(self) -> Path:
-        """Return the file of the data's tokenizer."""
-        return self.root / "tokenizer.json"
+    tokenizer = Inside("tokenizer.json")
+    """The file of the data's tokenizer."""
 
-    @property
-    def verified(self) -> Path:
-        """Return the folder that records which token shards were verified, one small file each."""
-        return self.root / "verified"
+    verified = Inside("verified")
+    """The folder that records which token shards were verified, one small file each."""
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+    checkpoints = Inside("checkpoints")
 
-    @property
-    def latest(self) -> Path:
-        """Return the file that names the newest complete checkpoint."""
-        return self.checkpoints / "latest"
+    latest = Inside("checkpoints/latest")
+    """The file that names the newest complete checkpoint."""
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
 
-    @property
-    def exports(self) -> Path:
-        """Return the folder of the Hugging Face exports that the run itself writes."""
-        return self.root / "exports"
+    exports = Inside("exports")
+    """The folder of the Hugging Face exports that the run itself writes."""
 
     def export(self, step: int) -> Path:
         return self.exports / f"step_{step:08d}"
 
-    @property
-    def metrics(self) -> Path:
-        """Return the metrics file, with one JSON object per step."""
-        return self.root / "metrics.jsonl"
+    metrics = Inside("metrics.jsonl")
+    """The metrics file, with one JSON object per step."""
 
-    @property
-    def events(self) -> Path:
-        """Return the events file, with one JSON object per event."""
-        return self.root / "events.jsonl"
+    events = Inside("events.jsonl")
+    """The events file, with one JSON object per event."""
 
-    @property
-    def log(self) -> Path:
-        """Return the log file, with steps and events as text."""
-        return self.root / "log.txt"
+    log = Inside("log.txt")
+    """The log file, with steps and events as text."""
 
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
+    tensorboard = Inside("tensorboard")
 
-    @property
-    def profile(self) -> Path:
-        """Return the folder for profiler traces."""
-        return self.root / "profile"
+    profile = Inside("profile")
+    """The folder for profiler traces."""
 
-    @property
-    def evaluations(self) -> Path:
-        """Return the folder of scores, with one JSON file per checkpoint."""
-        return self.root / "evaluations"
+    evaluations = Inside("evaluations")
+    """The folder of scores, with one JSON file per checkpoint."""
 
     def evaluation(self, step: int) -> Path:
         return self.evaluations / f"step_{step:08d}.json"
 
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
+    report = Inside("report.html")
 
-    @property
-    def requeue(self) -> Path:
-        """Return the marker for "saved on request, start me again"; launchers change exit codes."""
-        return self.root / "requeue"
+    requeue = Inside("requeue")
+    """The marker for "saved on request, start me again"; launchers change exit codes."""
 
-    @property
-    def done(self) -> Path:
-        """Return the marker for a complete run: all tokens consumed and the last step saved."""
-        return self.root / "done"
+    done = Inside("done")
+    """The marker for a complete run: all tokens consumed and the last step saved."""
 
-    @property
-    def failed(self) -> Path:
-        """Return the marker of a job that ended and cannot continue by itself; the next start removes it."""
-        return self.root / "failed"
+    failed = Inside("failed")
+    """The marker of a job that ended and cannot continue by itself; the next start removes it."""
 
     def waiting(self) -> Iterator[Path]:
         """Yield the marker of each file of records whose last lines could not be written yet."""
         return self.root.glob(f"*{WAITING}")
 
-    @property
-    def lock(self) -> Path:
-        """Return the lock file, held by the job that trains in this folder."""
-        return self.root / "lock"
+    lock = Inside("lock")
+    """The lock file, held by the job that trains in this folder."""
 
-    @property
-    def launches(self) -> Path:
-        """Return the folder of launches, one numbered folder each with code, config and job as submitted."""
-        return self.root / "launch"
+    launches = Inside("launch")
+    """The folder of launches, one numbered folder each with code, config and job as submitted."""
 
-    @property
-    def logs(self) -> Path:
-        """Return the folder for output, heartbeats and hang reports of each rank of each job."""
-        return self.root / "logs"
+    logs = Inside("logs")
+    """The folder for output, heartbeats and hang reports of each rank of each job."""

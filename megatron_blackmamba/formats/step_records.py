@@ -6,7 +6,8 @@ step is left out, what is not finite is null. Nested records of older versions a
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,24 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     return metrics_so_far(file)
 
 
-def metrics_so_far(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a run that may not have taken a step yet."""
-    if not path.exists():
+def metrics_so_far(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Return the records of a run that may not have taken a step yet, or those at the end of the file."""
+    return records_in(path, parse_line, last_bytes)
+
+
+def records_in(
+    path: Path, parse: Callable[[bytes], dict[str, Any] | None], last_bytes: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file with one a line, except lines of which `parse` makes none.
+
+    last_bytes: The end of a long file that is read; by default all of it.
+    """
+    if not path.is_file():
         return
     with open(path, "rb") as file:
-        for line in file:
-            record = parse_line(line)
-            if record is not None:
-                yield record
+        if last_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
+        yield from (record for line in file if (record := parse(line)) is not None)
 
 
 def last_value(records: Iterable[dict[str, Any]], name: str) -> float | None:

@@ -51,6 +51,7 @@ class BlackMambaConfig(PretrainedConfig):
         balance_in_training: In training, route by Sinkhorn over the tokens of the batch, as in pretraining.
         shared_expert_hidden_size: Hidden size of an additional expert applied to every token. None: no shared expert.
         activation: Activation of the expert gates: "silu" as in the paper, "gelu" as in the released code.
+        final_norm: Norm before the head: "layer" (LayerNorm with a bias) or "rms".
         arrangement: "sequential", or "parallel": both layers of a pair share one norm, and their outputs are added.
         eod_reset: Token id after which the state is reset. None: the state continues across documents, as in the paper.
         output_router_choices: Return the chosen expert of every token from each forward pass.
@@ -80,6 +81,7 @@ class BlackMambaConfig(PretrainedConfig):
         activation: str = "silu",
         eod_reset: int | None = None,
         norm_eps: float = 1e-5,
+        final_norm: str = "layer",
         arrangement: str = "sequential",
         num_attention_heads: int = 16,
         num_key_value_heads: int | None = None,
@@ -121,6 +123,7 @@ class BlackMambaConfig(PretrainedConfig):
         self.activation = activation
         self.eod_reset = eod_reset
         self.norm_eps = norm_eps
+        self.final_norm = final_norm
         self.arrangement = arrangement
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads

@@ -105,6 +105,10 @@ class GatedNorm(RMSNorm):
         return (x_GC.flatten(-2) * widen(self.weight)).to(x.dtype)
 
 
+FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": FinalNorm, "rms": RMSNorm}
+"""By config.final_norm."""
+
+
 class Convolution(nn.Conv1d):
     fast = False
 
@@ -159,14 +163,14 @@ class Router(nn.Linear):
     def scored(self, logits_TE: Tensor) -> Tensor:
         return torch.sigmoid(logits_TE) if self.scores == "sigmoid" else torch.softmax(logits_TE, dim=-1)
 
-    def selecting(self, logits_TE: Tensor) -> Tensor:
+    def selecting(self, logits_TE: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return the numbers whose largest are chosen. Not the scores, since large logits have equal sigmoids."""
         return logits_TE if self.expert_bias is None else self.scored(logits_TE) + self.expert_bias
 
-    def choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, logits_TE: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, `[T, k]`."""
         balance = self.balanced and self.training
-        selecting_TE = sinkhorn(logits_TE, **self.plan_options) if balance else self.selecting(logits_TE)
+        selecting_TE = sinkhorn(logits_TE, **self.plan_options) if balance else self.selecting(logits_TE, ids)
         if self.top_k == 1:  # of equal experts the first, as in training; topk may take another
             choice_Tk = selecting_TE.max(dim=-1, keepdim=True).indices
         else:
@@ -176,6 +180,38 @@ class Router(nn.Linear):
             sum_T1 = weights_Tk.sum(dim=-1, keepdim=True)
             weights_Tk = weights_Tk / sum_T1.where(sum_T1 > 0, 1)
         return weights_Tk, choice_Tk
+
+
+class HashRouter(nn.Module):
+    """The router that hashes token ids, without weights; the outputs of a token's experts are averaged."""
+
+    def __init__(self, config: Any, experts: int):
+        super().__init__()
+        self.top_k, self.experts = config.num_experts_per_tok, experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return widen(x).new_zeros(*x.shape[:-1], self.experts)
+
+    def selecting(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
+        if ids is None:
+            raise ValueError("this model chooses experts by token ids, so it needs input_ids, not inputs_embeds")
+        return _mixed(_mixed(ids.flatten())[:, None] ^ torch.arange(1, self.experts + 1, device=ids.device)) / 2.0**32
+
+    def choose(self, logits_TE: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weights and numbers of each token's experts, `[T, k]`."""
+        choice_Tk = self.selecting(logits_TE, ids).topk(self.top_k, dim=-1).indices
+        return torch.full_like(choice_Tk, 1, dtype=logits_TE.dtype) / self.top_k, choice_Tk
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Return 32-bit hashes of 32-bit numbers, as pretraining computes them."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
+
+
+ROUTERS: dict[str, Any] = {"hash": HashRouter}
+"""By router_kind the routers that choose otherwise than by logits."""
 
 
 class Recurrent(nn.Module):
@@ -368,15 +404,15 @@ class GatedMLP(nn.Module):
 class Experts(nn.Module):
     def __init__(self, config: Any, experts: int):
         super().__init__()
-        self.router = Router(config, experts)
+        self.router = ROUTERS.get(config.router_kind, Router)(config, experts)
         self.local_experts = nn.ModuleList([GatedMLP(config, config.ffn_hidden_size) for _ in range(experts)])
         shared = config.shared_expert_hidden_size
         self.shared_experts = GatedMLP(config, shared) if shared else None
 
-    def forward(self, u_BLD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, u_BLD: Tensor, ids_BL: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TD = u_BLD.flatten(0, 1)
         router = getattr(self.router, "base_layer", self.router)  # an adapter may wrap it
-        weights_Tk, choice_Tk = router.choose(self.router(x_TD))
+        weights_Tk, choice_Tk = router.choose(self.router(x_TD), ids_BL)
         y_TkD = self._by_all(x_TD, choice_Tk) if torch.compiler.is_exporting() else self._by_choice(x_TD, choice_Tk)
         y_TD = (widen(y_TkD) * weights_Tk[:, :, None]).sum(dim=1).to(u_BLD.dtype)
         if self.shared_experts is not None:
@@ -430,6 +466,7 @@ class Layer(GradientCheckpointingLayer):
         segment_BL: Tensor,
         cache: Any,
         shared_BLD: Tensor | None = None,
+        ids_BL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the residual stream, of a mixture of experts each token's expert, and the stream as it was normalized.
 
@@ -443,5 +480,5 @@ class Layer(GradientCheckpointingLayer):
         elif self.kind == "mlp":
             y = self.mixer(x)
         else:
-            y, choice_BLk = self.mixer(x)
+            y, choice_BLk = self.mixer(x, ids_BL)
         return residual_BLD + y, choice_BLk, x

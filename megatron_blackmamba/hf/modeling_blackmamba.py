@@ -20,7 +20,7 @@ from .cache_blackmamba import CACHE, BlackMambaCache
 from .configuration_blackmamba import BlackMambaConfig
 from .functions_blackmamba import widen
 from .layers_blackmamba import (
-    FinalNorm,
+    FINAL_NORMS,
     Layer,
     Mamba2Mixer,
     MambaMixer,
@@ -43,7 +43,9 @@ class Decoder(nn.Module):
     def __init__(self, config: BlackMambaConfig):
         super().__init__()
         self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
-        self.final_layernorm = FinalNorm(config.hidden_size, eps=config.norm_eps)
+        if config.final_norm not in FINAL_NORMS:
+            raise ValueError(f"final_norm must be {' or '.join(FINAL_NORMS)}, not {config.final_norm!r}")
+        self.final_layernorm: Any = FINAL_NORMS[config.final_norm](config.hidden_size, eps=config.norm_eps)
 
 
 @dataclass
@@ -175,7 +177,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         for layer in self.decoder.layers:
             if output_hidden_states:
                 hidden_states.append(residual.to(embeds.dtype))
-            residual, choice_BLk, shared = layer(residual, keep_BL1, reset_BL, segment_BL, cache, shared)
+            residual, choice_BLk, shared = layer(residual, keep_BL1, reset_BL, segment_BL, cache, shared, input_ids)
             choices += [] if choice_BLk is None else [choice_BLk]
         if self.config.num_experts_per_tok == 1:
             choices = [choice_BLk[..., 0] for choice_BLk in choices]

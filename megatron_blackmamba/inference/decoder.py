@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.inference.linear import linear, threads_for_matrices_alone
 from megatron_blackmamba.inference.weights import Weights, decodings
+from megatron_blackmamba.kinds import Inputs
 from megatron_blackmamba.ops import decoding
 
 
@@ -58,6 +60,7 @@ class Decoder:
         self.threads: int | None = None
         self.gate: Callable[[Tensor], Tensor] = F.silu if weights.config.activation == "silu" else F.gelu
         self.how = decodings(weights.config)
+        self.final_norm = norms.kind_of(weights.config.final_norm)
         compiles = decoding.why_not(weights.embedding_VD) is None and self.config.arrangement == "sequential"
         self.compiled = [
             how.compiled(layer, norm_D, self.config) if compiles and norm_D is not None else None
@@ -83,31 +86,12 @@ class Decoder:
 
         `lengths_B` gives the number of tokens in each row; the positions to their left are padding and are ignored.
         """
-        return self._logits(self._hidden(state, tokens_BL, lengths_B)[:, -1])
+        return self.logits(self.hidden(state, tokens_BL, lengths_B)[:, -1])
 
     @torch.inference_mode()
     def read_all(self, state: State, tokens_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
         """Read tokens like `read`, and return the logits after every token, `[B, L, V]`."""
-        return self._logits(self._hidden(state, tokens_BL, lengths_B).flatten(0, 1)).unflatten(0, tokens_BL.shape)
-
-    @torch.inference_mode()
-    def hidden(
-        self,
-        state: State,
-        tokens_BL: Tensor,
-        lengths_B: Tensor | None = None,
-        choices: list[Tensor] | None = None,
-    ) -> Tensor:
-        """Take in tokens as `read` does, and return what the head reads after every token, `[B, L, D]` fp32.
-
-        choices: receives the experts of each token, `[B, L, K]`, of each routed layer.
-        """
-        return self._hidden(state, tokens_BL, lengths_B, choices)
-
-    @torch.inference_mode()
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Apply the head to some rows of `hidden`: `[T, V]` fp32."""
-        return self._logits(hidden_TD)
+        return self.logits(self.hidden(state, tokens_BL, lengths_B).flatten(0, 1)).unflatten(0, tokens_BL.shape)
 
     @torch.inference_mode()
     def step(self, state: State, tokens_B: Tensor, choices: list[Tensor] | None = None) -> Tensor:
@@ -124,11 +108,13 @@ class Decoder:
         with threads_for_matrices_alone(residual_BD, self.weights.embedding_VD) as self.threads:
             self._restart(state)
             compiled = decoding.why_not(self.weights.embedding_VD) is None
-            self._layers(state, residual_BD, compiled, choices)
+            self._layers(state, residual_BD, Inputs(tokens_B), compiled, choices)
             state.last_B.copy_(tokens_B)
-            return self._logits(self._final_norm(residual_BD))
+            return self.logits(self._final_norm(residual_BD))
 
-    def _layers(self, state: State, residual_BD: Tensor, compiled: bool, choices: list[Tensor] | None) -> None:
+    def _layers(
+        self, state: State, residual_BD: Tensor, inputs: Inputs, compiled: bool, choices: list[Tensor] | None
+    ) -> None:
         weights = self.weights
         layers = zip(self.how, weights.layers, weights.norms_D, state.memories, self.compiled, strict=True)
         x_BD = residual_BD
@@ -138,11 +124,11 @@ class Decoder:
             if norm_D is not None and (observed or not in_cpp):
                 x_BD = _rms_norm(residual_BD, norm_D, self.config.norm_eps)
             if choices is not None and observed:  # the block in C++ does not tell its choice
-                choices.append(how.choice(layer, x_BD, self.config))
+                choices.append(how.choice(layer, x_BD, inputs, self.config))
             if compiled and step is not None:
                 step(residual_BD, *memory, threads=self.threads)
             else:
-                residual_BD += how.step(self, layer, memory, x_BD)
+                residual_BD += how.step(self, layer, memory, x_BD, inputs)
 
     def _restart(self, state: State) -> None:
         if self.config.eod_reset is None:
@@ -153,30 +139,34 @@ class Decoder:
         for how, memory in zip(self.how, state.memories, strict=True):
             how.restart(memory, going_on_B)
 
-    def _hidden(
+    @torch.inference_mode()
+    def hidden(
         self,
         state: State,
         tokens_BL: Tensor,
-        lengths_B: Tensor | None,
+        lengths_B: Tensor | None = None,
         choices: list[Tensor] | None = None,
     ) -> Tensor:
+        """Take in tokens as `read` does, and return what the head reads after every token, `[B, L, D]` fp32.
+
+        choices: receives the experts of each token, `[B, L, K]`, of each routed layer.
+        """
         weights, batch = self.weights, len(state.last_B)
         if tokens_BL.dim() != 2 or len(tokens_BL) != batch or tokens_BL.shape[1] == 0:
             raise ValueError(
                 f"tokens have the shape {tuple(tokens_BL.shape)}, and the state holds {batch} sequences:"
                 f" give [{batch}, L] with L of at least 1."
             )
-        keep_BL1 = self._keep(tokens_BL, lengths_B)
-        reset_BL = self._resets(state, tokens_BL)
+        inputs = Inputs(tokens_BL, self._keep(tokens_BL, lengths_B), self._resets(state, tokens_BL))
         residual_BLD = F.embedding(tokens_BL, weights.embedding_VD).float()
         x_BLD = residual_BLD
         for how, layer, norm_D, memory in zip(self.how, weights.layers, weights.norms_D, state.memories, strict=True):
             if norm_D is not None:
                 x_BLD = _rms_norm(residual_BLD, norm_D, self.config.norm_eps).to(weights.dtype)
             if choices is not None and how.routes:
-                choice_TK = how.choice(layer, x_BLD.flatten(0, 1).float(), self.config)
+                choice_TK = how.choice(layer, x_BLD.flatten(0, 1).float(), inputs, self.config)
                 choices.append(choice_TK.unflatten(0, tokens_BL.shape))
-            residual_BLD += how.read(self, layer, memory, x_BLD, keep_BL1, reset_BL)
+            residual_BLD += how.read(self, layer, memory, x_BLD, inputs)
         state.last_B.copy_(tokens_BL[:, -1])
         return self._final_norm(residual_BLD)
 
@@ -197,10 +187,11 @@ class Decoder:
         return torch.cat((state.last_B[:, None], tokens_BL[:, :-1]), dim=1) == self.config.eod_reset
 
     def _final_norm(self, residual: Tensor) -> Tensor:
-        weight, bias = self.weights.final_norm_D, self.weights.final_bias_D
-        return F.layer_norm(residual, weight.shape, weight, bias, self.config.norm_eps)
+        return self.final_norm.apply(residual, self.weights.final_norm_D, self.config.norm_eps)
 
-    def _logits(self, hidden_TD: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Apply the head to some rows of `hidden`: `[T, V]` fp32."""
         return self.times(hidden_TD, self.weights.embedding_VD)
 
 

@@ -3,14 +3,15 @@
 Shapes: V vocabulary, D model.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.kinds import Cannot, Decoding, kinds_in
@@ -24,8 +25,8 @@ class Weights:
     """Each as its kind packed it."""
     norms_D: tuple[Tensor | None, ...]
     """The norm before each layer; None where it is that of the layer before."""
-    final_norm_D: Tensor
-    final_bias_D: Tensor
+    final_norm_D: tuple[Tensor, ...]
+    """The parameters of the last norm, as its kind lists them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -38,7 +39,7 @@ class Weights:
     @property
     def bytes_a_token(self) -> int:
         """Return what one step at batch 1 reads: everything but the experts that were not chosen."""
-        vectors = (self.final_norm_D, self.final_bias_D, *self.norms_D)
+        vectors = (*self.final_norm_D, *self.norms_D)
         ends = self.embedding_VD.nbytes + sum(vector.nbytes for vector in vectors if vector is not None)
         how = decodings(self.config)
         return ends + sum(one.bytes_a_token(layer, self.config) for one, layer in zip(how, self.layers, strict=True))
@@ -71,8 +72,7 @@ def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu
             get(f"decoder.layers.{i}.norm.weight") if model.config.has_norm(i) else None
             for i in range(model.config.layers)
         ),
-        get("decoder.final_layernorm.weight"),
-        get("decoder.final_layernorm.bias"),
+        tuple(get(f"{norms.PREFIX}{name}") for name in norms.kind_of(model.config.final_norm).parameters),
     )
 
 
@@ -87,9 +87,4 @@ def fitting_dtype(model: Canonical, device: torch.device) -> torch.dtype:
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            available = next(line for line in file if line.startswith("MemAvailable"))
-        return int(available.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return psutil.virtual_memory().available

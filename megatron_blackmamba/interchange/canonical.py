@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.evaluations import Evaluation
-from megatron_blackmamba.kinds import Cannot, kinds_in, layers_of
+from megatron_blackmamba.kinds import kinds_in, layers_of, obstacles
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -192,12 +193,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.has_norm(i):
             result[f"decoder.layers.{i}.norm.weight"] = (D,)
         result |= {f"decoder.layers.{i}.mixer.{name}": shape for name, shape in kind.shapes(config).items()}
-    return result | {"decoder.final_layernorm.weight": (D,), "decoder.final_layernorm.bias": (D,)}
-
-
-def obstacles(config: ModelConfig) -> list[str]:
-    """Return why layers of a model have no class in the modeling files; empty if all have one."""
-    return [answer.reason for kind in kinds_in(config.pattern) if isinstance(answer := kind.exported(config), Cannot)]
+    return result | {f"{norms.PREFIX}{name}": (D,) for name in norms.kind_of(config.final_norm).parameters}
 
 
 def require_convertible(config: ModelConfig, source: str) -> None:

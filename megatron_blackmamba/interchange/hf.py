@@ -10,7 +10,7 @@ import torch
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json, write_text
-from megatron_blackmamba.interchange import files, parallel, safetensors_io
+from megatron_blackmamba.interchange import files, safetensors_io
 from megatron_blackmamba.interchange.canonical import (
     Canonical,
     Entry,
@@ -52,6 +52,7 @@ _SAME = {
     "activation": "activation",
     "eod_reset": "eod_reset",
     "norm_eps": "norm_eps",
+    "final_norm": "final_norm",
     "arrangement": "arrangement",
 }
 
@@ -61,7 +62,7 @@ def write(
     folder: Path,
     *,
     shard_bytes: int = SHARD_BYTES,
-    write_files: Callable[[parallel.Files], None] = parallel.write_one_by_one,
+    write_files: Callable[[safetensors_io.Files], None] = safetensors_io.write_files,
 ) -> None:
     """Fill `folder` with all that `from_pretrained(folder, trust_remote_code=True)` needs; the index comes last."""
     require_convertible(model.config, model.source)

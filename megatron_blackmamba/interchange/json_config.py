@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.config.checks import problem_of_model
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.kinds import LayerKind, all_kinds, kinds_in, layers_of
 
@@ -28,12 +29,15 @@ def model_config(fields: dict[str, Any], content: dict[str, Any], path: Path, na
     for kind in kinds_in(pattern):
         of_layers |= kind.imported_fields(content)
     try:
-        return ModelConfig.model_validate({**fields, **of_layers, "pattern": pattern})
+        model = ModelConfig.model_validate({**fields, **of_layers, "pattern": pattern})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "the config"
         theirs = next((theirs for theirs, ours in names.items() if ours == name), name)
         raise InterchangeError(f"{path}: {theirs}: {first['msg']}") from None
+    if problem := problem_of_model(model):
+        raise InterchangeError(f"{path}: {problem[1]}")
+    return model
 
 
 def parse_layers(layers: Any, path: Path) -> tuple[str, dict[str, Any]]:

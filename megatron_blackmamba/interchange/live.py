@@ -57,7 +57,7 @@ def export(model: LanguageModel, world: World, out: Path, **about: Any) -> None:
     """
     described = model.config.described
     mine = _tensors_to_write(model, world)
-    claims = gathered(world, {name: tensor.dtype for name, tensor in mine.items()})
+    claims = gathered({name: tensor.dtype for name, tensor in mine.items()})
     whole = _announced(described, claims, mine, about)
     parts = [(rank, part) for rank, names in enumerate(_shares(claims)) for part in _parts(whole, names)]
     weights = hf.weight_files([part for _, part in parts])

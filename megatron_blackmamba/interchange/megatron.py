@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba import __version__
 from megatron_blackmamba.checkpoint import CheckpointReader, common, manifest
 from megatron_blackmamba.checkpoint.reading import STATE
 from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
@@ -23,6 +22,7 @@ from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, Past, in_memory, tokenizer_of
 from megatron_blackmamba.interchange.canonical import shapes as canonical_shapes
 from megatron_blackmamba.kinds import Stack, stacks_of
+from megatron_blackmamba.version import __version__
 
 if TYPE_CHECKING:
     from megatron_blackmamba.model import LanguageModel

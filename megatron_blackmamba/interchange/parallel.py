@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -10,19 +10,19 @@ import torch
 
 from megatron_blackmamba import interrupts
 from megatron_blackmamba.interchange import safetensors_io
-from megatron_blackmamba.interchange.canonical import Entry, InterchangeError, cast, finite, watched
+from megatron_blackmamba.interchange.canonical import InterchangeError, cast, finite, watched
+from megatron_blackmamba.interchange.open import open_model
 
-Files = Mapping[Path, Mapping[str, Entry]]
 Task = Sequence[tuple[Path, list[str]]]
 
 
-def write_one_by_one(files: Files) -> None:
-    for path, entries in files.items():
-        safetensors_io.write(path, entries)
-
-
 def write_files(
-    files: Files, source: str, dtype: torch.dtype, prefix: str, processes: int, watch: Callable[[int], None]
+    files: safetensors_io.Files,
+    source: str,
+    dtype: torch.dtype,
+    prefix: str,
+    processes: int,
+    watch: Callable[[int], None],
 ) -> None:
     """Write safetensors files of a source's weights in `dtype`, spread over processes.
 
@@ -72,8 +72,6 @@ def _receive(
 
 
 def _write(pipe: Connection, source: str, dtype: torch.dtype, prefix: str, task: Task, threads: int) -> None:
-    from megatron_blackmamba.interchange.open import open_model  # which imports the module that uses this one
-
     torch.set_num_threads(threads)
     try:
         model = watched(finite(cast(open_model(Path(source)), dtype)), pipe.send)

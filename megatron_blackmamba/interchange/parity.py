@@ -1,14 +1,14 @@
 """Check a conversion: bit-equal weights, and equal outputs from two implementations."""
 
 import random
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_blackmamba.interchange import through_hf, through_megatron
-from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, obstacles, tokenizer_of
+from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, tokenizer_of
 from megatron_blackmamba.interchange.observation import Comparison, compare
+from megatron_blackmamba.kinds import obstacles
 
 TEXT = """A state-space model reads a sequence once, left to right, and keeps what it needs in a state of fixed size.
 def first_primes(n: int) -> list[int]:
@@ -20,7 +20,7 @@ class ParityError(InterchangeError):
     """The converted model is not the one it came from."""
 
 
-def check(ours: Canonical, theirs: Canonical, modeling: Path | None = None) -> Comparison:
+def check(ours: Canonical, theirs: Canonical) -> Comparison:
     """Compare one model, run by our megatron-core modules, with the other, run by the Hugging Face modeling files.
 
     If those have no class for one of its layers, the megatron-core modules run both.
@@ -31,7 +31,7 @@ def check(ours: Canonical, theirs: Canonical, modeling: Path | None = None) -> C
     if obstacles(theirs.config):
         found = through_megatron.observe(theirs, tokens_BS)
     else:
-        found = through_hf.observe(theirs, tokens_BS, modeling)
+        found = through_hf.observe(theirs, tokens_BS)
     comparison = compare(expected, found)
     if not comparison.agrees:
         raise ParityError(f"{theirs.source}: its weights are those of {ours.source}, its outputs do not: {comparison}")

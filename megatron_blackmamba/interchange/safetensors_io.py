@@ -17,6 +17,12 @@ from megatron_blackmamba.interchange.canonical import Entry, InterchangeError
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
+Files = Mapping[Path, Mapping[str, Entry]]
+
+
+def write_files(files: Files) -> None:
+    for path, entries in files.items():
+        write(path, entries)
 
 
 def write(path: Path, entries: Mapping[str, Entry]) -> None:

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, V vocabulary, D model, E experts.
 import torch
 from torch import Tensor, nn
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.interchange.observation import Observation, Router
@@ -23,7 +24,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     with world.fake(ParallelConfig(), world_size=1, where="cpu") as alone:
         network = build(run, alone).eval()
         _fill(network.embedding, {"word_embeddings.weight": model.entries["embedding.word_embeddings.weight"].load()})
-        _fill(network.decoder.final_layernorm, _below(model, "decoder.final_layernorm."))
+        _fill(network.decoder.final_layernorm, _below(model, norms.PREFIX))
         inputs: LayerInputs = network._layer_inputs(tokens_BS)
         residual = network.embedding(tokens_BS, position_ids=None)
         routers = []
@@ -34,8 +35,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
             if model.config.has_norm(i):
                 hidden = block.norm(residual)
             if kind.routed:
-                router = block.mixer.router
-                selecting_SBE = router.use.selecting(router.gating(hidden), getattr(router, "expert_bias", None))
+                selecting_SBE = block.mixer.router.selecting(hidden, inputs)
                 routers.append(Router.of(i, selecting_SBE.transpose(0, 1), model.config.top_k))
             residual, branch = block(residual, None, inputs, hidden)
             residual = residual + branch

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json
 from megatron_blackmamba.interchange import files, torch_file
@@ -128,6 +129,8 @@ def require_expressible(config: ModelConfig, source: str) -> None:
         and f"{config.dt_rank}; the released code computes it as hidden_size / 16, rounded up ({default_rank})",
         "eod_reset": config.eod_reset is not None
         and f"{config.eod_reset}; the released code lets the state run across documents",
+        "final_norm": not norms.kind_of(config.final_norm).released
+        and f"{config.final_norm}; the released code has layer",
         "norm_eps": config.norm_eps != 1e-5 and f"{config.norm_eps}; the released code has 1e-5",
     }
     for field, problem in problems.items():

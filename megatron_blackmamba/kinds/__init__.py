@@ -6,16 +6,18 @@ A file in this package that defines a LayerKind is found by itself; `register` a
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Sizes, Stack, Work
+from megatron_blackmamba.costs import Sizes, Work
+from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Stack
 from megatron_blackmamba.registry import Cannot, Registry
 
 if TYPE_CHECKING:
-    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.settings import ModelConfig
 
 __all__ = [
     "Cannot",
     "Decoding",
     "Division",
+    "Inputs",
     "LayerKind",
     "Sizes",
     "Stack",
@@ -27,6 +29,7 @@ __all__ = [
     "kind_of",
     "kinds_in",
     "layers_of",
+    "obstacles",
     "register",
     "routes",
     "stacks_of",
@@ -79,6 +82,11 @@ def stacks_of(model: "ModelConfig") -> dict[str, Stack]:
         for i, kind in enumerate(layers_of(model.pattern))
         for name, stack in kind.stacks(model).items()
     }
+
+
+def obstacles(model: "ModelConfig") -> list[str]:
+    """Return why layers of a model have no class in the modeling files; empty if all have one."""
+    return [answer.reason for kind in kinds_in(model.pattern) if isinstance(answer := kind.exported(model), Cannot)]
 
 
 def described() -> str:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import FP32, Cannot, Decoding, Division, LayerKind, Runner, Sizes
+from megatron_blackmamba.costs import FP32, Sizes
+from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, Inputs, LayerKind, Runner
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.settings import ModelConfig
 
 
 class Attention(LayerKind):
@@ -154,22 +155,14 @@ class AttentionDecoding(Decoding):
     def restart(self, memory: list[Tensor], going_on_B: Tensor) -> None:
         """Keep everything."""
 
-    def step(self, run: Runner, layer: AttentionLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: AttentionLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         qkv_B1Q = run.times(x_BD, layer.linear_qkv)[:, None]
         return run.times(_attend(run.config, memory, qkv_B1Q, None)[:, 0].float(), layer.linear_proj)
 
-    def read(
-        self,
-        run: Runner,
-        layer: AttentionLayer,
-        memory: list[Tensor],
-        x_BLD: Tensor,
-        keep_BL1: Tensor | None,
-        reset_BL: Tensor | None,
-    ) -> Tensor:
+    def read(self, run: Runner, layer: AttentionLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.matvec import product
 
-        y_BLD = _attend(run.config, memory, product(x_BLD, layer.linear_qkv), keep_BL1)
+        y_BLD = _attend(run.config, memory, product(x_BLD, layer.linear_qkv), inputs.keep_BL1)
         return product(y_BLD, layer.linear_proj)
 
 

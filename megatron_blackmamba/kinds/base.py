@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from megatron_blackmamba.costs import READ_WITH_GRADIENTS, SMALL_KERNELS, WRITTEN_AND_READ, Sizes, Work
 from megatron_blackmamba.registry import Cannot, Kind
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
     from megatron_blackmamba.ops.decoding import Step
-
-FP32, INT64, BOOL = 4, 8, 1
-"""Bytes of a number."""
+    from megatron_blackmamba.settings import ModelConfig
 
 
 class Division(NamedTuple):
@@ -40,55 +38,15 @@ class Stack(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """One micro-batch on one rank, for counting bytes."""
+class Inputs:
+    """The inputs of a layer that decodes, beside hidden states."""
 
-    model: ModelConfig
-    sequence: int
-    here: int
-    """Tokens whose residual stream this rank holds."""
-    whole: int
-    """Tokens of the whole micro-batch, or of this rank's part of its sequences."""
-    routed: int
-    """Tokens that this rank's experts compute under equal load."""
-    width: int
-    """Bytes of a number in the precision of training."""
-    device: str
-    """cpu or cuda: their kernels keep different things."""
-    tensor: int
-    expert_tensor: int
-    context: int = 1
-    keeps_states: bool = True
-    """kernels.scan_states."""
-
-    @property
-    def sequences(self) -> int:
-        """Return the number of sequences in the micro-batch."""
-        return self.whole * self.context // self.sequence
-
-    @property
-    def stream(self) -> int:
-        """Return the bytes of the whole micro-batch's hidden states."""
-        return self.whole * self.model.hidden_size * self.width
-
-
-@dataclass(frozen=True)
-class Work:
-    """The load that one or several operations put on a GPU."""
-
-    moved: float = 0.0
-    """Bytes read and written."""
-    flops: float = 0.0
-    """FLOPs of matrix products."""
-    slots: float = 0.0
-    """Issue slots of single threads, where a kernel is bound by instructions."""
-    launches: float = 0.0
-
-
-WRITTEN_AND_READ, READ_WITH_GRADIENTS = 1.4, 2.4
-"""Bytes that the elementwise kernels of a layer move per byte that it keeps, forward and backward."""
-SMALL_KERNELS = (10, 25)
-"""Launches forward and backward that last as long as a launch, in a layer of a few modules."""
+    ids: Tensor
+    """`[B]` for one token of each sequence, or `[B, L]`."""
+    keep_BL1: Tensor | None = None
+    """0 at padding, which must leave no trace."""
+    reset_BL: Tensor | None = None
+    """True where the memory restarts first."""
 
 
 class Runner(Protocol):
@@ -123,25 +81,14 @@ class Decoding(ABC):
         """Return the memory of `batch` sequences before their first token; the first axis is the batch."""
 
     @abstractmethod
-    def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         """Return the output for one token of each sequence; update `memory` in place."""
 
     @abstractmethod
-    def read(
-        self,
-        run: Runner,
-        layer: Any,
-        memory: list[Tensor],
-        x_BLD: Tensor,
-        keep_BL1: Tensor | None,
-        reset_BL: Tensor | None,
-    ) -> Tensor:
-        """Return the outputs for many tokens at once; update `memory` in place.
+    def read(self, run: Runner, layer: Any, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
+        """Return the outputs for many tokens at once; update `memory` in place."""
 
-        keep_BL1 is 0 at padding, which must leave no trace. reset_BL is true where the memory restarts first.
-        """
-
-    def choice(self, layer: Any, x_TD: Tensor, model: ModelConfig) -> Tensor:
+    def choice(self, layer: Any, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> Tensor:
         """Return the experts of each token, `[T, K]`; x_TD is the layer's input in fp32."""
         raise NotImplementedError
 

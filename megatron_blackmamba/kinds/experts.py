@@ -14,26 +14,16 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba import routers
-from megatron_blackmamba.kinds.base import (
-    FP32,
-    INT64,
-    Cannot,
-    Decoding,
-    Division,
-    LayerKind,
-    Runner,
-    Sizes,
-    Stack,
-    Work,
-)
+from megatron_blackmamba.costs import FP32, INT64, Sizes, Work
+from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, Inputs, LayerKind, Runner, Stack
 from megatron_blackmamba.kinds.mlp import GLU_KEEPS
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
     from megatron_blackmamba.ops.decoding import Step
+    from megatron_blackmamba.settings import ModelConfig
 
 
 SMALL_KERNELS = (30, 20)
@@ -93,8 +83,9 @@ class Experts(LayerKind):
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         D, E, F = _sizes(model)
-        shapes: dict[str, tuple[int, ...]] = {"router.weight": (E, D), "router.bias": (E,)}
-        shapes |= {f"router.{name}": (E,) for name in routers.kind_of(model.router.kind).state}
+        router = routers.kind_of(model.router.kind)
+        shapes: dict[str, tuple[int, ...]] = {"router.weight": (E, D), "router.bias": (E,)} if router.learned else {}
+        shapes |= {f"router.{name}": (E,) for name in router.state}
         for e in range(E):
             shapes[_expert_weight(e, 1)] = (2 * F, D)  # rows [gate | up]
             shapes[_expert_weight(e, 2)] = (D, F)
@@ -212,9 +203,12 @@ def _expert_weight(expert: int, linear: int) -> str:
     return f"local_experts.{expert}.linear_fc{linear}.weight"
 
 
+_ROUTER = {"ED": "weight", "bias_E": "bias"}
+
+
 @dataclass(frozen=True)
 class ExpertsLayer:
-    """The weights of one layer; the router is fp32."""
+    """The weights of one layer; the router is fp32, and empty if it learns nothing."""
 
     router_ED: Tensor
     router_bias_E: Tensor
@@ -245,11 +239,11 @@ class ExpertsDecoding(Decoding):
         for e in range(E):
             fc1_EGD[e] = get(_expert_weight(e, 1), dtype)
             fc2_EDF[e] = get(_expert_weight(e, 2), dtype)
-        weights = {"router_ED": get("router.weight"), "router_bias_E": get("router.bias")}
+        none, learned = torch.empty(0, dtype=dtype, device=device), routers.kind_of(model.router.kind).learned
+        weights = {f"router_{end}": get(f"router.{name}") if learned else none for end, name in _ROUTER.items()}
         weights |= {"fc1_EGD": fc1_EGD, "fc2_EDF": fc2_EDF}
         if is_papers(model):
             return ExpertsLayer(**weights)
-        none = torch.empty(0, dtype=dtype, device=device)
         shared = bool(model.shared_expert_hidden_size)
         return RoutedLayer(
             **weights,
@@ -261,8 +255,8 @@ class ExpertsDecoding(Decoding):
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         return []
 
-    def choice(self, layer: ExpertsLayer, x_TD: Tensor, model: ModelConfig) -> Tensor:
-        return _route(layer, x_TD, model)[1]
+    def choice(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> Tensor:
+        return _route(layer, x_TD, inputs, model).chosen
 
     def compiled(self, layer: ExpertsLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
         from megatron_blackmamba.ops.decoding import experts_step
@@ -275,31 +269,23 @@ class ExpertsDecoding(Decoding):
         experts = layer.fc1_EGD.nbytes + layer.fc2_EDF.nbytes
         return super().bytes_a_token(layer, model) - experts + experts // model.experts * model.top_k
 
-    def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
-        weights_BK, choice_BK = _route(layer, x_BD, run.config)
-        choice_P, x_PD = choice_BK.flatten(), x_BD.repeat_interleave(choice_BK.shape[1], dim=0)
+    def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
+        routed = _route(layer, x_BD, inputs, run.config)
+        choice_P, x_PD = routed.chosen.flatten(), x_BD.repeat_interleave(run.config.top_k, dim=0)
         y_PD = gathered(run, layer, x_PD, choice_P) if x_BD.is_cuda else chosen(run, layer, x_PD, choice_P.tolist())
-        y_BD = _weighed(y_PD, weights_BK)
+        y_BD = _weighed(y_PD, routed.weights)
         if not run.config.shared_expert_hidden_size:
             return y_BD
         assert isinstance(layer, RoutedLayer)
         gate, up = run.times(x_BD, layer.shared_fc1_GD).chunk(2, dim=-1)
         return y_BD + run.times(run.gate(gate) * up, layer.shared_fc2_DF)
 
-    def read(
-        self,
-        run: Runner,
-        layer: ExpertsLayer,
-        memory: list[Tensor],
-        x_BLD: Tensor,
-        keep_BL1: Tensor | None,
-        reset_BL: Tensor | None,
-    ) -> Tensor:
+    def read(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         import torch.nn.functional as F
 
         x_TD = x_BLD.flatten(0, 1)
-        weights_TK, choice_TK = _route(layer, x_TD.float(), run.config)
-        y_TD = _weighed(_grouped(run, layer, x_TD, choice_TK), weights_TK)
+        routed = _route(layer, x_TD.float(), inputs, run.config)
+        y_TD = _weighed(_grouped(run, layer, x_TD, routed.chosen), routed.weights)
         if run.config.shared_expert_hidden_size:
             assert isinstance(layer, RoutedLayer)
             gate, up = F.linear(x_TD.to(layer.shared_fc1_GD.dtype), layer.shared_fc1_GD).chunk(2, dim=-1)
@@ -316,15 +302,19 @@ def _use(model: ModelConfig) -> routers.Use:
     return routers.kind_of(model.router.kind).use(model)
 
 
-def _route(layer: ExpertsLayer, x_TD: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
+def _route(layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
     """Return the weights and the experts of each token, `[T, K]`."""
     import torch.nn.functional as F
 
-    use = _use(model)
-    logits_TE = F.linear(x_TD, layer.router_ED, layer.router_bias_E)
+    kind = routers.kind_of(model.router.kind)
+    if kind.learned:
+        logits_TE = F.linear(x_TD, layer.router_ED, layer.router_bias_E)
+    else:
+        logits_TE = x_TD.new_zeros(len(x_TD), model.experts)
     bias_E = layer.expert_bias_E if isinstance(layer, RoutedLayer) else None
-    choice_TK = use.choice(logits_TE, model.top_k, bias_E)
-    return use.weights(logits_TE, choice_TK), choice_TK
+    at = routers.Tokens(model, inputs.ids.flatten(), bias_E)
+    choice_TK = routers.largest(kind.selecting(logits_TE, at), model.top_k)
+    return routers.Routed(model.experts, choice_TK, kind.use(model).weights(logits_TE, choice_TK), x_TD)
 
 
 def _weighed(y_PD: Tensor, weights_TK: Tensor) -> Tensor:

@@ -10,26 +10,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import FP32, SMALL_KERNELS, Decoding, Division, LayerKind, Runner, Sizes, Work
+from megatron_blackmamba.costs import FP32, SMALL_KERNELS, Sizes, Work
+from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
     from megatron_blackmamba.ops.decoding import Step
-
-SCAN_CHUNK = {"cpu": 16, "cuda": 64}
-"""Tokens between the states that the scan keeps."""
-FORWARD_SLOTS, BACKWARD_SLOTS, KEPT_SLOTS = 10, (12.3, 26), (10, 27.4)
-"""Issue slots per state and token of the scan's kernels on GPUs (docs/performance.md), the last if states are kept."""
-FULL = 16_896
-"""Sequences times channels below which the scan runs in segments, which takes a second pass forward."""
-BACKWARD_STEPS, BACKWARD_BLOCK = 4, 32
-"""Tokens between the states that are kept or that the scan's backward pass writes, and channels that share partial
-sums."""
-ONE_PASS = 8 * 132 * BACKWARD_BLOCK
-"""Sequences times channels below which the backward pass of kept states runs in segments."""
+    from megatron_blackmamba.settings import ModelConfig
 
 
 class Mamba(LayerKind):
@@ -95,11 +84,11 @@ class Mamba(LayerKind):
         between chunks. B and C are also saved in fp32. On GPUs, states of every few tokens and y before the gate may be
         kept instead of the states between chunks. A is saved twice, and so is a copy of the convolution's weights.
         """
+        from megatron_blackmamba.ops.selective_scan import costs
+
         D, inner, N, K, R = _sizes(at.model)
         I = inner // at.tensor
-        channels = at.width * 5 * I + FP32 * N * I / SCAN_CHUNK[at.device]
-        if at.device == "cuda" and at.keeps_states:
-            channels = at.width * (6 * I + N * I / BACKWARD_STEPS)
+        channels = at.width * 5 * I + costs.kept(at, I, N)
         shared = at.width * (R + 2 * N) + FP32 * 2 * N
         weights = FP32 * I * (2 * N + K + 1)
         return int(at.here * at.width * D + at.whole * (channels + shared)) + weights + self._kept_of_parts(at)
@@ -134,6 +123,8 @@ class Mamba(LayerKind):
 
     def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
         """Count projections, convolution and scan as the Triton kernels do them; `one` is a number for each channel."""
+        from megatron_blackmamba.ops.selective_scan import costs
+
         D, inner, N, _, R = _sizes(at.model)
         cells = at.whole * inner // at.tensor
         one = at.width * cells
@@ -144,29 +135,10 @@ class Mamba(LayerKind):
             Work(rows * R + one, 2 * R * cells),
             Work(rows * D + one, 2 * D * cells),
         ]
-        forward, backward = self._scan(at, cells)
+        forward, backward = costs.work(at, inner // at.tensor, N)
+        forward, backward = [Work(2 * one), *forward], [*backward, Work(4 * one)]  # with the convolution
         small = [Work(launches=kernels) for kernels in SMALL_KERNELS]
         return [*projections, *forward, small[0]], [*projections, *projections, *backward, small[1]]
-
-    def _scan(self, at: Sizes, cells: int) -> tuple[list[Work], list[Work]]:
-        """Return the operations of convolution and scan; they run in segments where sequences do not fill the GPU."""
-        N = at.model.state_size
-        one, states, sums = at.width * cells, FP32 * N * cells, 2 * FP32 * N * cells / BACKWARD_BLOCK
-        channels = at.sequences * at.model.inner_size // at.tensor
-        forward_slots = FORWARD_SLOTS * N * cells
-        first, second = (share * N * cells for share in (KEPT_SLOTS if at.keeps_states else BACKWARD_SLOTS))
-        if at.keeps_states:
-            kept = at.width * N * cells / BACKWARD_STEPS
-            forward = Work(5 * one + kept, slots=forward_slots)
-            backward = Work(8 * one + kept + sums, slots=second)
-            of_segments = [Work(4 * one, slots=first)] if channels < ONE_PASS else []
-        else:
-            scratch, checkpoints = states / BACKWARD_STEPS, states / SCAN_CHUNK["cuda"]
-            forward = Work(4 * one + checkpoints, slots=forward_slots)
-            backward = Work(6 * one + scratch + sums, slots=second)
-            of_segments = [Work(5 * one + scratch + 3 * checkpoints, slots=first)]
-        first_pass = [Work(2 * one, slots=forward_slots)] if channels < FULL else []
-        return [Work(2 * one), forward, *first_pass], [backward, Work(sums), Work(4 * one), *of_segments]
 
     def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
         D, I, N, K, R = _sizes(model)
@@ -242,7 +214,7 @@ class MambaDecoding(Decoding):
 
         return mamba_step(norm_D=norm_D, **vars(layer), eps=model.norm_eps)
 
-    def step(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
         from megatron_blackmamba.ops.selective_scan import selective_scan_step
 
@@ -263,19 +235,12 @@ class MambaDecoding(Decoding):
         )
         return run.times(y_BI, layer.out_proj)
 
-    def read(
-        self,
-        run: Runner,
-        layer: MambaLayer,
-        memory: list[Tensor],
-        x_BLD: Tensor,
-        keep_BL1: Tensor | None,
-        reset_BL: Tensor | None,
-    ) -> Tensor:
+    def read(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
         from megatron_blackmamba.ops.matvec import product
         from megatron_blackmamba.ops.selective_scan import selective_scan
 
+        keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
         window_BWI, state_BIN = memory
         x_BLI, z_BLI = product(x_BLD, layer.in_proj).chunk(2, dim=-1)
         if keep_BL1 is not None:

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import FP32, Decoding, Division, LayerKind, Runner, Sizes
+from megatron_blackmamba.costs import FP32, Sizes
+from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
 from megatron_blackmamba.kinds.mamba import initial_dt_bias
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
     from megatron_blackmamba.ops.decoding import Step
+    from megatron_blackmamba.settings import ModelConfig
 
 A_RANGE = (1.0, 16.0)
 """Initial decay rates, as in mamba-ssm."""
@@ -124,20 +125,11 @@ class Mamba2(LayerKind):
         return at.here * at.width * at.model.hidden_size + each // at.tensor
 
     def working(self, at: Sizes) -> int:
-        """Return the gradients of what it keeps, or what the gated norm or PyTorch's scan needs in its backward pass.
-
-        All is counted in fp32. The norm needs 8 numbers a channel. The scan needs copies of x, decays, scores, B and C
-        for each token of a segment, and the states of its chunks.
-        """
-        from megatron_blackmamba.ops.ssd.chunked import CHUNK, DECAYS
+        """Return the gradients of what it keeps, or the needs of PyTorch's scan or of the gated norm."""
+        from megatron_blackmamba.ops.ssd import costs
 
         I, H, GN = (number // at.tensor for number in _sizes(at.model))
-        length = at.sequence // at.context
-        batch = at.whole // length
-        segment = CHUNK * max(1, DECAYS[at.device] // (batch * H * CHUNK**2))
-        numbers = 9 * I + 2 * H * CHUNK + 3 * I * at.model.mamba2.state_size // CHUNK + 8 * GN
-        beside = at.width * at.whole * (I + 2 * GN + H)  # gradients of the whole sequence
-        scan = beside + max(FP32, at.width) * batch * min(length, segment) * numbers
+        scan = costs.working(at, I, H, GN, at.model.mamba2.state_size)
         norm = at.whole * I * (at.width + 8 * max(FP32, at.width))
         return max(self.kept(at), scan, norm)
 
@@ -219,7 +211,7 @@ class Mamba2Decoding(Decoding):
 
         return mamba2_step(norm_D=norm_D, **vars(layer), groups=model.mamba2.groups, eps=model.norm_eps)
 
-    def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
         from megatron_blackmamba.ops.ssd import ssd_step
 
@@ -230,19 +222,12 @@ class Mamba2Decoding(Decoding):
         y_BHP = ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
         return run.times(_normed(y_BHP, z_BI, layer, run.config), layer.out_proj)
 
-    def read(
-        self,
-        run: Runner,
-        layer: Mamba2Layer,
-        memory: list[Tensor],
-        x_BLD: Tensor,
-        keep_BL1: Tensor | None,
-        reset_BL: Tensor | None,
-    ) -> Tensor:
+    def read(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
         from megatron_blackmamba.ops.matvec import product
         from megatron_blackmamba.ops.ssd import ssd
 
+        keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
         window_BWQ, state_BHPN = memory
         z_BLI, xBC_BLQ, dt_BLH = _parts(product(x_BLD, layer.in_proj), run.config)
         if keep_BL1 is not None:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.kinds.base import Decoding, Division, LayerKind, Runner, Sizes
+from megatron_blackmamba.costs import Sizes
+from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.settings import ModelConfig
 
 
 GLU_KEEPS = 5
@@ -98,19 +99,11 @@ class MLPDecoding(Decoding):
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         return []
 
-    def step(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BD: Tensor) -> Tensor:
+    def step(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         gate, up = run.times(x_BD, layer.fc1_GD).chunk(2, dim=-1)
         return run.times(run.gate(gate) * up, layer.fc2_DF)
 
-    def read(
-        self,
-        run: Runner,
-        layer: MLPLayer,
-        memory: list[Tensor],
-        x_BLD: Tensor,
-        keep_BL1: Tensor | None,
-        reset_BL: Tensor | None,
-    ) -> Tensor:
+    def read(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.matvec import product
 
         gate, up = product(x_BLD, layer.fc1_GD).chunk(2, dim=-1)

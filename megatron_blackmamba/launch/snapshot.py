@@ -35,7 +35,7 @@ def home(name: str) -> Path:
 
 def _version() -> str:
     """Return the commit and the uncommitted changes, as far as git knows."""
-    from megatron_blackmamba import __version__
+    from megatron_blackmamba.version import __version__
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(PACKAGE.parent), *arguments]

@@ -24,7 +24,7 @@ GPU_ONLY = {"triton", "mamba-ssm", "transformer-engine"}
 
 
 def interpreter() -> Iterator[Finding]:
-    from megatron_blackmamba import __version__
+    from megatron_blackmamba.version import __version__
 
     python = f"{platform.python_version()} at {sys.prefix}, {platform.system()} {platform.machine()}"
     yield Finding("software", "megatron_blackmamba", __version__)
@@ -74,7 +74,7 @@ def tried_versions() -> dict[str, set[str]]:
 
 def foreign_names() -> Iterator[Finding]:
     """Yield a finding for each private name that an installed package lacks, unless nobody needs it there."""
-    from megatron_blackmamba.runtime import foreign
+    from megatron_blackmamba.engine import foreign
 
     for entry, gone in foreign.report():
         found = f"{entry.package} {foreign.version_of(entry)} has no {', '.join(gone)}: {entry.why}"

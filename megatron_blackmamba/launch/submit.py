@@ -31,7 +31,6 @@ from megatron_blackmamba.plan.estimate import Asked, make_plan
 from megatron_blackmamba.plan.stages import Beginning
 from megatron_blackmamba.plan.table import refusal, warnings
 from megatron_blackmamba.runtime.slurm import squeue
-from megatron_blackmamba.training.start.begins import beginning
 
 MIXTURE_FILE = "mixture.yaml"
 """The mixture of a launch as it was, beside its config."""
@@ -79,7 +78,11 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     if run.done.exists():
         raise LaunchError(f"{run.root} is complete: use another run name (name=...)")
     asked = Asked(request.nodes, request.tasks_per_node, gpus.find(request.gpu), gpu_option=request.gpu)
-    begins = beginning(config)
+    begins = Beginning()
+    if config.start.branch:
+        from megatron_blackmamba.training.branch import beginning  # imports megatron-core
+
+        begins = beginning(config)
     plan = make_plan(config, asked, begins)
     trouble = plan.placed and refusal(plan.placed)
     if trouble:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron_blackmamba.engine.parts.layers import AllToAll
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,17 @@ def tokens_of(choice_TK: Tensor, experts: int) -> Tensor:
     return choice_P.new_zeros(experts).scatter_add_(0, choice_P, torch.ones_like(choice_P))
 
 
-class SortedAllToAll(MoEAlltoAllTokenDispatcher):
+class SortedAllToAll(AllToAll):
     """The all-to-all dispatcher for routers that return the experts of each token instead of a map.
 
     megatron-core finds the order of the tokens by `masked_select`, whose size the host waits for.
     """
 
-    read_SBD: Tensor | None = None
-    """The hidden states as the router returned them; megatron-core passes on those that it gave the router."""
-
     def dispatch_preprocess(self, hidden_SBD: Tensor, choice_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens and their weights in the order of the experts; the split sizes are on their way."""
         self.hidden_shape, self.probs = hidden_SBD.shape, weights_TK
-        if self.read_SBD is not None:
-            hidden_SBD, self.read_SBD = self.read_SBD, None
         as_map_1E = tokens_of(choice_TK, self.num_experts)[None]  # read only for its sum over the first axis
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(as_map_1E))
+        self.tokens_per_expert = self.fetch_split_sizes(self.preprocess(as_map_1E))
         self.order = Order.of(choice_TK)
         return self.order.sort(hidden_SBD.flatten(0, 1)), self.order.sort_pairs(weights_TK.flatten())
 

@@ -171,7 +171,7 @@ class LanguageModel(LanguageModule):
             if before_B is not None:
                 reset_BS[:, 0] = before_B == eod
         rotary = None if self.rotary is None else self.rotary(tokens_BS.shape[1])
-        return LayerInputs(reset_BS, rotary)
+        return LayerInputs(tokens_BS, reset_BS, rotary)
 
 
 def _without_nothing(_: Any, state: dict[str, Any], *__: Any) -> None:

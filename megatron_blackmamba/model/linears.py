@@ -1,15 +1,14 @@
 """megatron-core's parallel linears: without their way around a tensor-parallel group of one rank, and in FP8."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_blackmamba.engine.parts.layers import multiply_by
 from megatron_blackmamba.ops import fp8
 from megatron_blackmamba.ops.head_loss import head_loss
-from megatron_blackmamba.runtime.patches import PatchError
 
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -39,19 +38,13 @@ class RowLinear(RowParallelLinear):
 class Fp8ColumnLinear(ColumnParallelLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _multiply_by(product, self)
+        multiply_by(product, self)
 
 
 class Fp8RowLinear(RowParallelLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _multiply_by(product, self)
-
-
-def _multiply_by(product: Callable[..., Tensor], linear: Any) -> None:
-    if not hasattr(linear, "_forward_impl"):
-        raise PatchError("kernels.linear=fp8 does not fit this megatron-core: its linears have no _forward_impl.")
-    linear._forward_impl = product
+        multiply_by(product, self)
 
 
 def product(

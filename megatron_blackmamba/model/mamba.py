@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_blackmamba.engine.checked import replace
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, sharded, without_decay
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
@@ -135,7 +136,7 @@ class MambaMixer(MegatronModule):
             **linear,
         )
         # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
-        self.x_proj.sequence_parallel = False
+        replace(self.x_proj, "sequence_parallel", False)
         self.dt_proj = DeltaProjection(
             empty(local, self.dt_rank, dtype=config.params_dtype), empty(local, dtype=config.full_precision)
         )

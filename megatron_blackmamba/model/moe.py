@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron_blackmamba.model.dispatcher import Order, SortedAllToAll, tokens_of
 from megatron_blackmamba.model.router import KindRouter
+from megatron_blackmamba.model.stack import LayerInputs
+from megatron_blackmamba.routers import Routed
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -27,22 +29,21 @@ class MoEMixer(MoELayer):
                 self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
             )
 
-    def route(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights and experts as the dispatcher takes them; megatron-core's forward calls this."""
-        if self.dispatches_sorted:
-            weights_TK, choice_TK, read_SBD = self.router(hidden_SBD, padding_mask, as_map=False)
-            self.token_dispatcher.read_SBD = read_SBD
-            return weights_TK, choice_TK
-        weights_TE, chosen_TE = self.router(hidden_SBD, padding_mask)
-        return weights_TE, chosen_TE
-
-    def forward(self, hidden_SBD: Tensor) -> tuple[Tensor, None]:
-        if not self.sorts:
-            return super().forward(hidden_SBD)
-        weights_TK, choice_TK, read_SBD = self.router(hidden_SBD, as_map=False)
-        order = Order.of(choice_TK)
-        x_PD, weights_P = order.sort(read_SBD.flatten(0, 1)), order.sort_pairs(weights_TK.flatten())
-        y_PD, _ = self.experts(x_PD, tokens_of(choice_TK, self.config.num_moe_experts), weights_P)
-        y_SBD = order.sum(y_PD).view(hidden_SBD.shape)
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        routed = self.router(hidden_SBD, inputs)
+        y_SBD = (self._sorted(routed) if self.sorts else self._dispatched(routed)).view(hidden_SBD.shape)
         shared_SBD = self.shared_experts_compute(hidden_SBD)
-        return y_SBD if shared_SBD is None else y_SBD + shared_SBD, None
+        return y_SBD if shared_SBD is None else y_SBD + shared_SBD
+
+    def _sorted(self, routed: Routed) -> Tensor:
+        order = Order.of(routed.chosen)
+        x_PD, weights_P = order.sort(routed.hidden.flatten(0, 1)), order.sort_pairs(routed.weights.flatten())
+        y_PD, _ = self.experts(x_PD, tokens_of(routed.chosen, routed.experts), weights_P)
+        return order.sum(y_PD)
+
+    def _dispatched(self, routed: Routed) -> Tensor:
+        dispatcher = self.token_dispatcher
+        weights, chosen = (routed.weights, routed.chosen) if self.dispatches_sorted else routed.as_map()
+        sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(routed.hidden, chosen, weights))
+        y_PD, _ = self.experts(*dispatcher.dispatch_postprocess(*sent))
+        return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(y_PD)))

@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """With bias: the final norm, as in the released checkpoints."""
+    """With bias: a kind of the last norm (`norms/layer.py`)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__()

@@ -5,15 +5,19 @@ All count the tokens each expert gets, so that the trainer can report them witho
 Shapes: S sequence, B batch, D model, T = S * B tokens of this rank, E experts, K experts of a token.
 """
 
+from dataclasses import replace
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
+from megatron_blackmamba.model.stack import LayerInputs
 from megatron_blackmamba.ops.fp32_linear import applies, fp32_linear, fp32_linear_and_input
 from megatron_blackmamba.registry import KindError
-from megatron_blackmamba.routers import Tokens
+from megatron_blackmamba.routers import Routed, Tokens, largest
 from megatron_blackmamba.runtime import device
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -27,11 +31,16 @@ class _Counted(Router):
     """The part that our routers share: a bias, which megatron-core ties to the bias of every linear, and the counts."""
 
     def _complete(self, config: MegatronConfig) -> None:
+        self.described = config.described
         self.kind = routers.kind_of(config.described.router.kind)
         self.use = self.kind.use(config.described)
-        self.bias = without_decay(
-            replicated(empty(config.num_moe_experts, dtype=config.params_dtype), config.sequence_parallel)
-        )
+        self.groups: dict[str, dist.ProcessGroup | None] = {}
+        if self.kind.learned:
+            bias_E = empty(config.num_moe_experts, dtype=config.params_dtype)
+            self.bias = without_decay(replicated(bias_E, config.sequence_parallel))
+        else:
+            del self.weight
+            self.register_parameter("weight", None)
         # With recomputation a forward runs twice, the first time without gradients; count that one.
         self.runs_twice = config.recompute != "none"
         self.register_buffer("tokens_E", self._counts(config.num_moe_experts), persistent=False)
@@ -41,7 +50,24 @@ class _Counted(Router):
 
     def gating(self, hidden_SBD: Tensor) -> Tensor:
         """Return logits in fp32 (or float64): rounded to bf16, near-equal experts would swap."""
+        if not self.kind.learned:
+            return hidden_SBD.new_zeros(*hidden_SBD.shape[:2], self.num_experts, dtype=self.config.full_precision)
         return fp32_linear(hidden_SBD, self.weight, self.bias, self.config.full_precision)
+
+    def tokens(self, hidden_SBD: Tensor, inputs: LayerInputs | None) -> Tokens:
+        """Return what the kind reads of this rank's tokens beside their logits."""
+        ids_T = None
+        if self.kind.reads_ids:
+            assert inputs is not None, f"model.router.kind={self.kind.name} reads token ids"
+            first, count = self.tp_group.rank() * len(hidden_SBD), len(hidden_SBD)  # sequence parallelism
+            ids_T = inputs.ids_BS[:, first : first + count].t().flatten()
+        return Tokens(self.described, ids_T, getattr(self, "expert_bias", None), self.groups)
+
+    def selecting(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        """Return the numbers by whose size tokens choose their experts by themselves, `[S, B, E]`."""
+        logits_TE = self.gating(hidden_SBD).flatten(0, 1)
+        selecting_TE = self.kind.selecting(logits_TE, self.tokens(hidden_SBD, inputs))
+        return selecting_TE.unflatten(0, hidden_SBD.shape[:2])
 
     @property
     def counter_E(self) -> Tensor | None:
@@ -59,39 +85,28 @@ class KindRouter(_Counted):
     def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection)
         self._complete(config)
-        self.described = config.described
         groups = {"rank": None, "tensor": pg_collection.tp_cp, "data": pg_collection.tp_dp_cp}
         self.groups = {scope: group if group and group.size() > 1 else None for scope, group in groups.items()}
         self.seen_distinct = False
         if not self.kind.every_token_gets_k:
             self.register_buffer("unrouted", self._counts(2), persistent=False)
 
-    def forward(
-        self, hidden_SBD: Tensor, padding_mask: Tensor | None = None, *, as_map: bool = True
-    ) -> tuple[Tensor, ...]:
-        """Return (weights_TE, chosen_TE), zero and False but for the chosen experts of each token, as megatron-core's
-        dispatchers take them; without `as_map` (weights_TK, choice_TK, hidden_SBD).
-
-        hidden_SBD: For the experts to read. On GPUs the product that makes the router's gradient then adds theirs.
-        """
-        if not as_map and applies(hidden_SBD, self.weight):
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
+        """Return the experts of each token; on GPUs the product that makes the router's gradient adds the experts'."""
+        if self.kind.learned and applies(hidden_SBD, self.weight):
             logits_SBE, hidden_SBD = fp32_linear_and_input(hidden_SBD, self.weight, self.bias)
         else:
             logits_SBE = self.gating(hidden_SBD)
         logits_TE = logits_SBE.flatten(0, 1)
-        chosen = self.routing(logits_TE.detach())
-        if not as_map:
-            return self.use.weights(logits_TE, chosen), chosen, hidden_SBD
-        if chosen.dtype != torch.bool:
-            chosen = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, chosen, True)
-        return self.use.weight_map(logits_TE, chosen), chosen
+        chosen = self.routing(logits_TE.detach(), self.tokens(hidden_SBD, inputs))
+        weigh = self.use.weight_map if chosen.dtype == torch.bool else self.use.weights
+        return Routed(self.num_experts, chosen, weigh(logits_TE, chosen), hidden_SBD)
 
-    def routing(self, logits_TE: Tensor) -> Tensor:
+    def routing(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         """Return the experts of each token: `[T, K]`, or `[T, E]` bool where their number differs."""
-        model = self.described
         if self.training:
             counter_E, counts = self.counter_E, self.kind.counts_tokens
-            chosen = self.kind.choose(logits_TE, Tokens(model, self.groups, counter_E if counts else None))
+            chosen = self.kind.choose(logits_TE, replace(at, tokens_E=counter_E if counts else None))
             self._refuse_wrong(chosen, logits_TE)
             if counter_E is not None and not counts:
                 _count(chosen, counter_E)
@@ -99,7 +114,7 @@ class KindRouter(_Counted):
                 self.unrouted[0] += chosen.logical_not().all(1).sum()
                 self.unrouted[1] += len(chosen)
             return chosen
-        choice_TK = self.use.choice(logits_TE, model.top_k)
+        choice_TK = largest(self.kind.selecting(logits_TE, at), self.described.top_k)
         _count(choice_TK, self.tokens_E)
         return choice_TK
 
@@ -145,11 +160,11 @@ class MegatronRouter(_Counted, TopKRouter):
         super().__init__(config, pg_collection)
         self._complete(config)
 
-    def forward(self, hidden_SBD: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        weights_TE, chosen_TE = super().forward(hidden_SBD, padding_mask)
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
+        weights_TE, chosen_TE = super().forward(hidden_SBD)
         if (counter_E := self.counter_E) is not None:
             _count(chosen_TE, counter_E)
-        return weights_TE, chosen_TE
+        return Routed(self.num_experts, chosen_TE, weights_TE, hidden_SBD)
 
     def measured(self) -> Measured:
         if self.expert_bias is None:

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from megatron_blackmamba import routers
+from megatron_blackmamba import norms, routers
 from megatron_blackmamba.config import ConfigError, KernelsConfig, ModelConfig
 from megatron_blackmamba.kinds import LayerKind, kinds_in
 from megatron_blackmamba.model.attention import CausalAttention
@@ -12,7 +12,7 @@ from megatron_blackmamba.model.linears import ColumnLinear, Fp8ColumnLinear, Fp8
 from megatron_blackmamba.model.mamba import MambaMixer, MambaMixerSubmodules
 from megatron_blackmamba.model.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_blackmamba.model.moe import MoEMixer
-from megatron_blackmamba.model.norms import LayerNorm, RMSNorm
+from megatron_blackmamba.model.norms import RMSNorm
 from megatron_blackmamba.model.stack import (
     AttentionBlock,
     Block,
@@ -37,7 +37,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 def stack_spec(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
     """Return the spec of a model's whole stack."""
     blocks = {kind.letter: _block_of(kind, model, kernels) for kind in kinds_in(model.pattern)}
-    return ModuleSpec(Stack, submodules=StackSubmodules(blocks, final_norm=LayerNorm))
+    final_norm = _named(norms.kind_of(model.final_norm).module)
+    return ModuleSpec(Stack, submodules=StackSubmodules(blocks, final_norm))
 
 
 def mamba_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:

@@ -28,6 +28,8 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 class LayerInputs:
     """The inputs that some mixers need in addition to the hidden states."""
 
+    ids_BS: Tensor
+    """Token ids of whole sequences, or of this rank's parts of them under `parallel.context`."""
     reset_BS: Tensor | None = None
     rotary: Tensor | None = None
 
@@ -99,7 +101,7 @@ class MambaBlock(Block):
 
 class ExpertsBlock(Block):
     def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        return self.mixer(hidden_SBD)[0]
+        return self.mixer(hidden_SBD, inputs)
 
 
 class AttentionBlock(Block):

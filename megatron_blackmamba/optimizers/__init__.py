@@ -11,7 +11,7 @@ from megatron_blackmamba.optimizers.base import OptimizerKind
 from megatron_blackmamba.registry import Cannot, Registry
 
 if TYPE_CHECKING:
-    from megatron_blackmamba.config.run import OptimizerConfig
+    from megatron_blackmamba.settings import OptimizerConfig
 
 __all__ = [
     "Cannot",

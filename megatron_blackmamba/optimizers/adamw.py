@@ -1,7 +1,7 @@
 """Adam with decoupled weight decay: two moments a weight.
 
-megatron-core takes Transformer Engine's or Apex's FusedAdam. Without them the patch `adam` gives it `runtime/adam.py`,
-which `training/step/optimizer.py` also has it take for moments in bf16: only that one rounds stochastically.
+megatron-core takes Transformer Engine's or Apex's FusedAdam. Without them the change `adam` gives it `engine/adam.py`,
+which the change `bf16-adam` also has it take for moments in bf16: only that one rounds stochastically.
 """
 
 from megatron_blackmamba.optimizers.base import OptimizerKind

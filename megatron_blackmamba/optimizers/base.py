@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.config.run import OptimizerConfig
+    from megatron_blackmamba.settings import OptimizerConfig
 
 
 NO_DECAY = "no_weight_decay"

@@ -28,7 +28,7 @@ class Muon(OptimizerKind):
     keys = ("momentum", "beta1", "beta2", "eps")
     state = ("momentum_buffer",)
     sharding = Cannot("megatron-core's distributed optimizer can only save the two moments of Adam")
-    extends = "megatron_blackmamba.training.muon:register"
+    extends = "megatron_blackmamba.engine.parts.muon:register"
 
     def missing(self) -> str:
         lacking = [name for name, oldest in NEEDS.items() if _installed(name) < oldest]

@@ -9,8 +9,8 @@ The kind of a mixer defines what it saves (`kinds`).
 from dataclasses import replace
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.kinds import LayerKind, Sizes
-from megatron_blackmamba.kinds.base import BOOL, FP32, INT64
+from megatron_blackmamba.costs import BOOL, FP32, INT64, Sizes
+from megatron_blackmamba.kinds import LayerKind
 
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a number, by training.precision."""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from megatron_blackmamba.config.base import Section
-from megatron_blackmamba.config.load import read_yaml
+from megatron_blackmamba.settings import Section
+from megatron_blackmamba.settings.yaml_files import read_yaml
 
 
 class GpuError(ValueError):
@@ -45,53 +45,36 @@ class Gpu(Section):
 
 
 FIELDS = {name: field for name, field in Gpu.model_fields.items() if field.description}
+_H100 = Gpu(
+    name="H100 SXM 80GB",
+    memory_gib=79.6,
+    bf16_tflops=989,
+    fp8_tflops=1979,
+    fp32_tflops=67,
+    nvlink_gb_s=450,
+    network_gb_s=50,
+    memory_gb_s=3000,
+    product_share=0.71,
+    issue_t_s=29.6,
+)
+_A100 = Gpu(
+    name="A100 SXM 80GB",
+    memory_gib=79.3,
+    bf16_tflops=312,
+    fp32_tflops=19.5,
+    nvlink_gb_s=300,
+    network_gb_s=25,
+    memory_gb_s=1700,
+    product_share=0.80,
+    issue_t_s=19.5,
+)
+_H200 = {"name": "H200 SXM 141GB", "memory_gib": 139.8, "memory_gb_s": 4300, "product_share": 0.80}
+_A100_40GB = {"name": "A100 SXM 40GB", "memory_gib": 39.4, "memory_gb_s": 1300}
 KNOWN = {
-    "h100": Gpu(
-        name="H100 SXM 80GB",
-        memory_gib=79.6,
-        bf16_tflops=989,
-        fp8_tflops=1979,
-        fp32_tflops=67,
-        nvlink_gb_s=450,
-        network_gb_s=50,
-        memory_gb_s=3000,
-        product_share=0.71,
-        issue_t_s=29.6,
-    ),
-    "h200": Gpu(
-        name="H200 SXM 141GB",
-        memory_gib=139.8,
-        bf16_tflops=989,
-        fp8_tflops=1979,
-        fp32_tflops=67,
-        nvlink_gb_s=450,
-        network_gb_s=50,
-        memory_gb_s=4300,
-        product_share=0.80,
-        issue_t_s=29.6,
-    ),
-    "a100": Gpu(
-        name="A100 SXM 80GB",
-        memory_gib=79.3,
-        bf16_tflops=312,
-        fp32_tflops=19.5,
-        nvlink_gb_s=300,
-        network_gb_s=25,
-        memory_gb_s=1700,
-        product_share=0.80,
-        issue_t_s=19.5,
-    ),
-    "a100-40gb": Gpu(
-        name="A100 SXM 40GB",
-        memory_gib=39.4,
-        bf16_tflops=312,
-        fp32_tflops=19.5,
-        nvlink_gb_s=300,
-        network_gb_s=25,
-        memory_gb_s=1300,
-        product_share=0.80,
-        issue_t_s=19.5,
-    ),
+    "h100": _H100,
+    "h200": _H100.model_copy(update=_H200),
+    "a100": _A100,
+    "a100-40gb": _A100.model_copy(update=_A100_40GB),
 }
 
 

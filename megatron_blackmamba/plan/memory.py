@@ -10,13 +10,13 @@ import torch
 
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.config.run import OptimizerConfig
+from megatron_blackmamba.engine.parts.accumulation import reduction
 from megatron_blackmamba.kinds import LayerKind, kind_of
 from megatron_blackmamba.model import build
 from megatron_blackmamba.model.stack import layers_of_stage
 from megatron_blackmamba.plan.activations import Activations
 from megatron_blackmamba.runtime import layout, world
-from megatron_blackmamba.runtime.reduction import reduction
+from megatron_blackmamba.settings import OptimizerConfig
 
 GIB = 2**30
 RESERVED = int(2.5 * GIB)

@@ -7,7 +7,7 @@ operations that layer kinds declare.
 
 from __future__ import annotations
 
-from megatron_blackmamba.kinds import Work
+from megatron_blackmamba.costs import Work
 from megatron_blackmamba.plan.gpus import Gpu
 
 LAUNCH_SECONDS = 2.5e-6

@@ -15,7 +15,7 @@ import yaml
 from megatron_blackmamba import interrupts
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.run_folder import Inside, RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far, read_metrics
 from megatron_blackmamba.quickstart.corpus import SOURCES, gather
 
@@ -54,29 +54,12 @@ class Quickstart:
     def run(self) -> RunFolder:
         return RunFolder(self.folder / NAME)
 
-    @property
-    def corpus(self) -> Path:
-        return self.folder / "corpus"
-
-    @property
-    def tokens(self) -> Path:
-        return self.folder / "tokens"
-
-    @property
-    def mixture(self) -> Path:
-        return self.folder / "mixture.yaml"
-
-    @property
-    def config(self) -> Path:
-        return self.folder / "run.yaml"
-
-    @property
-    def pace(self) -> Path:
-        return self.folder / "pace.json"
-
-    @property
-    def export(self) -> Path:
-        return self.folder / "huggingface"
+    corpus = Inside("corpus", "folder")
+    tokens = Inside("tokens", "folder")
+    mixture = Inside("mixture.yaml", "folder")
+    config = Inside("run.yaml", "folder")
+    pace = Inside("pace.json", "folder")
+    export = Inside("huggingface", "folder")
 
     def composed(self) -> RunConfig:
         return load(self.config)

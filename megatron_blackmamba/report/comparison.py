@@ -57,10 +57,6 @@ class Compared:
         tokens = np.interp(steps, self.tokens.step, self.tokens.value)
         return tokens * self.flops_per_token + self.flops_before if axis == "flops" else tokens
 
-    def loss_at(self, axis: str, place: float) -> float:
-        """Return the training loss up to a place on an axis, averaged over the last steps before it."""
-        return self.averaged_loss(axis, place)[0]
-
     def averaged_loss(self, axis: str, place: float) -> tuple[float, int]:
         """Return the training loss up to a place on an axis, and the number of last steps it is averaged over."""
         where, losses = self._whole_way(axis, lambda run: run.history.scalars["loss"])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from megatron_blackmamba.evaluation import paper
-from megatron_blackmamba.formats.evaluations import Evaluation, TaskResult
+from megatron_blackmamba.formats.evaluations import Evaluation
 from megatron_blackmamba.report import interactive
 from megatron_blackmamba.report.style import STYLE
 
@@ -47,12 +47,4 @@ def scores(evaluation: Evaluation) -> str:
     if not tasks:
         return ""
     ours = ["this model", *(f"{results[task].metrics[paper.METRIC]:.3f}" for task in tasks)]
-    rows = [[row.label, *(_beside(results[task], row.score(task)) for task in tasks)] for row in paper.ROWS]
-    return table(["accuracy", *tasks], [ours, *rows])
-
-
-def _beside(result: TaskResult, theirs: float | None) -> str:
-    error = result.errors.get(paper.METRIC)
-    if theirs is None or not error:
-        return "–" if theirs is None else f"{theirs:.3f}"
-    return f"{theirs:.3f} ({(result.metrics[paper.METRIC] - theirs) / error:+.1f})"
+    return table(["accuracy", *tasks], [ours, *(row.beside(results) for row in paper.ROWS)])

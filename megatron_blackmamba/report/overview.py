@@ -20,7 +20,7 @@ from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.charts import short
 from megatron_blackmamba.report.history import ReportError
-from megatron_blackmamba.report.state import Queue, last_records, state_of
+from megatron_blackmamba.report.state import TAIL, Queue, state_of
 
 SIGNS = ("config.yaml", "metrics.jsonl", "launch/*/job.sbatch", "logs/running_job")
 """Files of which every run's folder has one."""
@@ -104,7 +104,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _overview(run: RunFolder, name: str, queue: Queue) -> Overview:
-    records = list(last_records(run.metrics, step_records.parse_line))
+    records = list(step_records.metrics_so_far(run.metrics, TAIL))
     evaluations = len(read_run(run.root))
     last = records[-1] if records else {}
     seconds = float(last.get("speed/step_seconds") or 0.0)

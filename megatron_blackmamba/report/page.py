@@ -9,13 +9,13 @@ from html import escape
 import numpy as np
 import yaml
 
-from megatron_blackmamba import __version__
 from megatron_blackmamba.evaluation import paper
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, Mark
 from megatron_blackmamba.report.history import History, Series, thin
 from megatron_blackmamba.training.metrics import metric_of
+from megatron_blackmamba.version import __version__
 
 ROUTER_POINTS = 200
 SOURCE_POINTS = 60

@@ -3,14 +3,13 @@
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from megatron_blackmamba.formats import events
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.step_records import records_in
 from megatron_blackmamba.report.history import launched
 from megatron_blackmamba.runtime.slurm import squeue
 from megatron_blackmamba.training.keep.lock import is_held
@@ -67,7 +66,7 @@ def state_of(run: RunFolder, step_seconds: float, queue: Queue) -> State:
         return State("requeue")
     if launched(run) and not run.metrics.exists():
         return _before_training(run, queue)
-    kinds = [event["kind"] for event in last_records(run.events, events.parse_line)]
+    kinds = [event["kind"] for event in records_in(run.events, events.parse_line, TAIL)]
     last = next((kind for kind in reversed(kinds) if kind in STARTS or kind in ENDS), None)
     if last in ENDS:
         return State(ENDS[last])
@@ -108,16 +107,3 @@ def _is_silent(age: float, step_seconds: float) -> bool:
 def _age(path: Path) -> float:
     """Return the seconds since a file was written."""
     return time.time() - path.stat().st_mtime if path.exists() else float("inf")
-
-
-def last_records(path: Path, parse: Callable[[bytes], dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
-    """Yield the last records of a file of metrics or events, without reading all of a long one."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
-        for line in file.read().splitlines(keepends=True):
-            record = parse(line)
-            if record is not None:
-                yield record

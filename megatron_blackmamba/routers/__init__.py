@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_blackmamba.registry import Cannot, Registry
-from megatron_blackmamba.routers.base import RouterKind, Tokens, Use
+from megatron_blackmamba.routers.base import Routed, RouterKind, Tokens, Use, largest
 
 if TYPE_CHECKING:
-    from megatron_blackmamba.config.model import RouterConfig
+    from megatron_blackmamba.settings import RouterConfig
 
 __all__ = [
     "Cannot",
+    "Routed",
     "RouterKind",
     "Tokens",
     "Use",
@@ -22,6 +23,7 @@ __all__ = [
     "check_keys",
     "kind_of",
     "kinds_by_key",
+    "largest",
     "problems",
     "register",
     "unregister",

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from megatron_blackmamba.kinds.base import BOOL, FP32, Sizes
+from megatron_blackmamba.costs import BOOL, FP32, Sizes
 from megatron_blackmamba.registry import Cannot, Kind
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.settings import ModelConfig
 
-__all__ = ["Cannot", "RouterKind", "Sizes", "Tokens", "Use"]
+__all__ = ["Cannot", "Routed", "RouterKind", "Sizes", "Tokens", "Use", "largest"]
 
 OWN_MODULE = "megatron_blackmamba.model.router:KindRouter"
 MEGATRON_MODULE = "megatron_blackmamba.model.router:MegatronRouter"
@@ -54,8 +54,7 @@ class Use:
 
     def choice(self, logits_TE: Tensor, top_k: int, bias_E: Tensor | None = None) -> Tensor:
         """Return the experts of each token, `[T, K]`."""
-        selecting_TE = self.selecting(logits_TE, bias_E)
-        return selecting_TE.max(-1, keepdim=True).indices if top_k == 1 else selecting_TE.topk(top_k, -1).indices
+        return largest(self.selecting(logits_TE, bias_E), top_k)
 
     def weights(self, logits_TE: Tensor, choice_TK: Tensor) -> Tensor:
         """Return the weights of the chosen experts, `[T, K]`."""
@@ -70,6 +69,11 @@ class Use:
         return _divided_by_sum(weights_TE) if self.normalized else weights_TE
 
 
+def largest(selecting_TE: Tensor, top_k: int) -> Tensor:
+    """Return the experts with the largest numbers of each token, `[T, K]`."""
+    return selecting_TE.max(-1, keepdim=True).indices if top_k == 1 else selecting_TE.topk(top_k, -1).indices
+
+
 def _divided_by_sum(weights_TE: Tensor) -> Tensor:
     """Divide by each row's sum; a row of zeros, of a token without an expert, stays zero and has zero gradients."""
     sum_T1 = weights_TE.sum(-1, keepdim=True)
@@ -78,18 +82,44 @@ def _divided_by_sum(weights_TE: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The surroundings of one micro-batch's tokens on one rank, for a choice among their experts."""
+    """The inputs of a router beside logits: the tokens of a micro-batch on one rank, or of a call of the decoder."""
 
     model: ModelConfig
-    groups: Mapping[str, dist.ProcessGroup | None]
+    ids_T: Tensor | None = None
+    """Token ids, if the kind `reads_ids`."""
+    bias_E: Tensor | None = None
+    """The bias of each expert, if the kind has it."""
+    groups: Mapping[str, dist.ProcessGroup | None] = field(default_factory=dict)
     """By value of model.router.scope, the ranks whose tokens are balanced together; None: this rank alone."""
-    tokens_E: Tensor | None
+    tokens_E: Tensor | None = None
     """Where `choose` adds the tokens of each expert if the kind `counts_tokens`; int64. None: nothing is counted."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """Return the ranks selected by model.router.scope."""
         return self.groups[self.model.router.scope]
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The answer of a router: the experts of each token and their weights."""
+
+    experts: int
+    chosen: Tensor
+    """`[T, K]` int64, or `[T, E]` bool where tokens have different numbers of experts."""
+    weights: Tensor
+    """Of the chosen experts; in the second case, zero for the others."""
+    hidden: Tensor
+    """The hidden states for the experts to read, as the router got them or as it passes their gradients on."""
+
+    def as_map(self) -> tuple[Tensor, Tensor]:
+        """Return weights and choice as `[T, E]`, as megatron-core's dispatchers take them."""
+        import torch
+
+        if self.chosen.dtype == torch.bool:
+            return self.weights, self.chosen
+        none_TE = self.weights.new_zeros(len(self.chosen), self.experts)
+        return none_TE.scatter(1, self.chosen, self.weights), none_TE.bool().scatter_(1, self.chosen, True)
 
 
 class RouterKind(Kind, ABC):
@@ -113,6 +143,10 @@ class RouterKind(Kind, ABC):
     every_token_gets_k: ClassVar[bool] = True
     """Whether each token gets exactly model.top_k experts in training. If not, `choose` returns `[T, E]` bool, and
     `metrics` has an entry "unrouted", the share of tokens without an expert."""
+    learned: ClassVar[bool] = True
+    """Whether it has weights, from which logits follow. The logits of a kind without are zero."""
+    reads_ids: ClassVar[bool] = False
+    """Whether it chooses by token ids, `at.ids_T`; its exports then refuse embeddings in place of ids."""
     counts_tokens: ClassVar[bool] = False
     """Whether `choose` itself adds to `at.tokens_E`, as a fused kernel can. Else the router's module counts."""
     balanced_by_exports: ClassVar[bool] = False
@@ -147,6 +181,10 @@ class RouterKind(Kind, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} leaves the choice to megatron-core")
 
+    def selecting(self, logits_TE: Tensor, at: Tokens) -> Tensor:
+        """Return the numbers by whose size a token chooses its experts by itself, `[T, E]`."""
+        return self.use(at.model).selecting(logits_TE, at.bias_E)
+
     @abstractmethod
     def use(self, model: ModelConfig) -> Use:
         """Return how a token finds its experts by itself."""
@@ -156,15 +194,22 @@ class RouterKind(Kind, ABC):
         """Return True where every layout balances the same tokens together, so that all have one loss curve."""
 
     def exported(self, model: ModelConfig) -> bool | Cannot:
-        """Return whether exports and decoding, which route as `use` says, serve a model trained with this kind."""
-        return True
+        """Return whether exports and decoding serve a model trained with this kind; exports need a class in hf/.
+
+        The class there for all kinds routes as `use` says.
+        """
+        if type(self).selecting is RouterKind.selecting:
+            return True
+        return Cannot(f"the modeling files have no class for model.router.kind={self.name}")
 
     def flops(self, model: ModelConfig) -> int:
         """Return the forward FLOPs of one layer's router per token; a choice is left out."""
-        return 2 * model.hidden_size * model.experts
+        return 2 * model.hidden_size * model.experts if self.learned else 0
 
     def kept(self, at: Sizes) -> int:
         """Return the bytes per token that the router keeps for the backward pass: input, logits, scores, maps."""
+        if not self.learned:
+            return 0
         width = FP32 if at.device == "cpu" else at.width  # on CPUs the input is made fp32
         return width * at.model.hidden_size + (2 * FP32 + 2 * BOOL) * at.model.experts
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_blackmamba.routers.base import MEGATRON_MODULE, RouterKind, Use
 
 if TYPE_CHECKING:
-    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.settings import ModelConfig
 
 
 class ExpertBias(RouterKind):

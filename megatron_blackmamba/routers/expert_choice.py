@@ -12,14 +12,14 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.kinds.base import FP32, Sizes
+from megatron_blackmamba.costs import FP32, Sizes
 from megatron_blackmamba.routers.base import Cannot, RouterKind, Tokens, Use
 from megatron_blackmamba.routers.sinkhorn import of_scope
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.settings import ModelConfig
 
 
 class ExpertChoice(RouterKind):

@@ -12,7 +12,7 @@ from megatron_blackmamba.routers.base import Cannot, RouterKind, Tokens, Use
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_blackmamba.config import ModelConfig
+    from megatron_blackmamba.settings import ModelConfig
 
 
 class Sinkhorn(RouterKind):

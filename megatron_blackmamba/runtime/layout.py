@@ -17,7 +17,7 @@ LARGEST_TENSOR = 8
 LARGEST_SHOWN = 64
 """Divisors of a size are listed up to this."""
 MOST_IN_BF16 = 32
-"""Micro-batches whose gradients may be added up in bf16: the error is then 0.5% (docs/training.md)."""
+"""Micro-batches whose gradients may be added up in bf16: the error is then 0.5% (docs/optimizers.md)."""
 
 
 class LayoutError(ConfigError):

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.config import ParallelConfig
-from megatron_blackmamba.runtime import device, failure, groups, hangs, layout, patches, ports, process
+from megatron_blackmamba.engine import changes
+from megatron_blackmamba.runtime import device, failure, hangs, layout, ports, process
 from megatron_blackmamba.runtime.memory import keep_freed_memory
 
 LOCAL_ADDRESSES = {"localhost", "127.0.0.1", "::1"}
@@ -67,6 +68,14 @@ class World:
         together = torch.tensor([int(said)], device=device.device())
         dist.all_reduce(together, dist.ReduceOp.MAX)
         return bool(together)
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return every rank's value, by rank. Every rank calls this."""
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 class PlaceError(ValueError):
@@ -188,7 +197,7 @@ def _prepare() -> None:
     process.prepare_cuda()  # --nproc, torchrun and srun all come here, before CUDA's first use
     if not device.has_cuda():
         keep_freed_memory()
-    patches.install()
+    changes.install()
 
 
 def shutdown() -> None:
@@ -209,7 +218,7 @@ def fake(parallel: ParallelConfig, world_size: int, rank: int = 0, where: str = 
     """Simulate any rank of a world of any size: collectives do nothing, and parameters take no memory."""
     import torch.testing._internal.distributed.fake_pg as fake_pg  # registers the backend
 
-    patches.install()
+    changes.install()
     if _alone and world_size == 1:
         with device.placed_on(torch.device(where)):
             yield _alone[0]
@@ -275,7 +284,7 @@ def _lay_groups(parallel: ParallelConfig, place: Place) -> World:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    with groups.shared_alone():
+    with changes.during(changes.GROUPS):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,

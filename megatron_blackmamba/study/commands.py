@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from megatron_blackmamba.progress import working
 from megatron_blackmamba.study import corpus, generation
 from megatron_blackmamba.study.config import StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
+from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.page import COLUMNS, render, rows
 from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.results import collect, grouped, to_json
@@ -21,20 +21,6 @@ from megatron_blackmamba.study.runs import Cell, Study
 
 SHOWN = ("model", "size", "validation loss", "experts balanced", "training loss", "tokens/s")
 """Columns of the table on the terminal."""
-
-
-@dataclass(frozen=True)
-class HowToRun:
-    """Options of `blackmamba study`."""
-
-    jobs: int | None = None
-    minutes: float | None = None
-    slurm: bool = False
-    gpus: str = "1"
-    time: str = "4:00:00"
-    sbatch: Sequence[str] = ()
-    page_only: bool = False
-    png: Path | None = None
 
 
 def open_study(name: str, folder: Path | None) -> Study:

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from megatron_blackmamba.config import file_kinds
-from megatron_blackmamba.config.base import Section
-from megatron_blackmamba.config.load import config_folder, read_yaml
+from megatron_blackmamba.config.load import config_folder
+from megatron_blackmamba.settings import Section, file_kinds
+from megatron_blackmamba.settings.yaml_files import read_yaml
 
 Keys = dict[str, Any]
 """Keys of a run and their values: `model.pattern: MEME`."""

@@ -13,6 +13,7 @@ from megatron_blackmamba.config import to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
 from megatron_blackmamba.runtime.parent import die_with_parent
+from megatron_blackmamba.runtime.slurm import squeue
 from megatron_blackmamba.study import progress
 from megatron_blackmamba.study.config import StudyError
 from megatron_blackmamba.study.runs import Cell
@@ -114,5 +115,4 @@ def submit_jobs(cells: Sequence[Cell], configs: Path, sbatch: Sequence[str], gpu
 
 def _in_queue(job: str) -> bool:
     """Return whether Slurm still has a job."""
-    asked = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True)
-    return asked.returncode == 0 and bool(asked.stdout.strip())
+    return bool(squeue(f"--jobs={job}"))

@@ -1,13 +1,11 @@
 """The runs of a study under way: a table on a terminal, a line a minute in a file."""
 
-import json
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.table import Table
 
+from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.progress import Progress, State, clock
 from megatron_blackmamba.study.runs import Cell
 
@@ -27,7 +25,8 @@ class Reached(NamedTuple):
 
 def reached(cell: Cell) -> Reached:
     """Return the progress of a run, from the last line of its metrics."""
-    record, steps = _last_record(cell.folder.metrics), cell.config.steps
+    records, steps = [*metrics_so_far(cell.folder.metrics, _TAIL_BYTES)], cell.config.steps
+    record = records[-1] if records else {}
     step, seconds = int(record.get("step", 0)), record.get("speed/step_seconds")
     return Reached(cell.name, step, steps, record.get("loss"), None if seconds is None else (steps - step) * seconds)
 
@@ -56,14 +55,3 @@ def show(cells: Sequence[Cell], running: Callable[[], Sequence[Cell]]) -> Progre
 
 def _left(one: Reached) -> str:
     return "starting" if one.seconds_left is None else f"{clock(one.seconds_left)} left"
-
-
-def _last_record(metrics: Path) -> dict:
-    """Return the last whole line of a file that is being written; empty without one."""
-    try:
-        with open(metrics, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            whole = file.read().split(b"\n")[:-1]
-        return json.loads(whole[-1]) if whole else {}
-    except (OSError, ValueError):
-        return {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_blackmamba.config import RunConfig, load
-from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.run_folder import Inside, RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.plan import flops
 from megatron_blackmamba.study.config import StudyConfig, as_overrides
@@ -43,13 +43,8 @@ class Study:
     config: StudyConfig
     folder: Path
 
-    @property
-    def corpus(self) -> Path:
-        return self.folder / "corpus"
-
-    @property
-    def mixture(self) -> Path:
-        return self.corpus / "mixture.yaml"
+    corpus = Inside("corpus", "folder")
+    mixture = Inside("corpus/mixture.yaml", "folder")
 
     def tuning(self) -> list[Cell]:
         """Return the runs that choose learning rates; none if there is only one to choose from."""

@@ -5,23 +5,15 @@ from typing import Annotated
 
 import typer
 
+from megatron_blackmamba.options import taking
+from megatron_blackmamba.study.options import HowToRun
 
+
+@taking(HowToRun)
 def study(
     name: Annotated[str, typer.Argument(help="A shipped study, such as paper or smoke, or a study file.")],
+    options: HowToRun,
     folder: Annotated[Path | None, typer.Option(help="Folder of the study.", show_default="studies/NAME")] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Number of parallel runs.", show_default="one per core")
-    ] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.1, help="Save and stop after this many minutes.")] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Submit the runs as Slurm jobs of one node.")] = False,
-    gpus: Annotated[str, typer.Option(metavar="[TYPE:]N", help="GPUs per Slurm job; 0 trains on CPUs.")] = "1",
-    time: Annotated[str, typer.Option(help="Time limit of each Slurm job.")] = "4:00:00",
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="Extra sbatch option, for example --qos=high; repeatable."),
-    ] = None,
-    png: Annotated[Path | None, typer.Option(help="Also write the main charts as PNG files into this folder.")] = None,
-    page: Annotated[bool, typer.Option("--page", help="Only write the page about the finished runs.")] = False,
 ) -> None:
     """Train the runs of a study and compare them on one page. The same command resumes after a stop.
 
@@ -34,13 +26,12 @@ def study(
     [dim]blackmamba study paper --page --png pictures[/dim]
     """
     from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
-    from megatron_blackmamba.study.commands import HowToRun, open_study
+    from megatron_blackmamba.study.commands import open_study
     from megatron_blackmamba.study.commands import run as run_study
 
-    if slurm and (jobs is not None or minutes is not None):
+    if options.slurm and (options.jobs is not None or options.minutes is not None):
         raise typer.BadParameter("--jobs and --minutes are for runs on this machine: leave out them or --slurm")
-    if not slurm and (gpus, time, sbatch or []) != ("1", "4:00:00", []):
+    if not options.slurm and (options.gpus, options.time, options.sbatch) != ("1", "4:00:00", ()):
         raise typer.BadParameter("--gpus, --time and --sbatch are for Slurm jobs: add --slurm")
-    how = HowToRun(jobs, minutes, slurm, gpus, time, tuple(sbatch or ()), page, png)
-    if not run_study(open_study(name, folder), how):
+    if not run_study(open_study(name, folder), options):
         raise typer.Exit(STOPPED_ON_REQUEST)

@@ -54,7 +54,7 @@ def arguments_of(
     """Return the arguments of `blackmamba train` for the branch. A branch that has begun stays at its checkpoint."""
     from megatron_blackmamba.checkpoint.reading import read_state, saved_config
     from megatron_blackmamba.data_tools.mixture import parse_count
-    from megatron_blackmamba.training.start.branch import checkpoint_at
+    from megatron_blackmamba.training.branch import checkpoint_at
     from megatron_blackmamba.training.step.progress import Progress
     from megatron_blackmamba.training.step.schedule import rate_at
 

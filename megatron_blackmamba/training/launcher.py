@@ -62,51 +62,38 @@ def launch(
     """
     run.refuse_obstacles()
     lock = Lock(run.lock, launcher=True)  # before anything in the folder changes
-    code, signals = 0, _Signals()
+    signals, code = _Signals(), 0
+    left, earlier = restarts, _identity(run.requeue)
     try:
-        code = _launch(command, processes, run, restarts, lock, signals, asks_to_stop)
-        return code
+        while True:
+            before = _newest(run)
+            group = signals.start(lambda: _Group(command, processes))
+            try:
+                code = group.wait(lambda: signals.ask(asks_to_stop))
+            finally:
+                group.kill()
+            if _identity(run.requeue) not in (None, earlier):
+                return STOPPED_ON_REQUEST
+            if code in FINAL or signals.interrupts > 1:
+                return code
+            newest = _newest(run)
+            if signals.asked:
+                _say(f"not started again, since a stop was requested; the newest checkpoint is {newest or 'none'}")
+                return STOPPED_ON_REQUEST
+            left = restarts if newest != before else left
+            if not left:
+                if restarts:
+                    _say(f"{restarts + 1} tries without a new checkpoint; the run stops here")
+                return code
+            left -= 1
+            lock.restore()
+            _say(f"starting again from {newest or 'the beginning'} (restarts left without a new checkpoint: {left})")
     finally:
         signals.release()
         lock.discard() if code == BAD_INPUT else lock.release()
         if sys.stdout.isatty():  # a worker that was killed could not tidy up its live display
             with contextlib.suppress(OSError):
                 print(end=SHOW_CURSOR, flush=True)
-
-
-def _launch(
-    command: Sequence[str],
-    processes: int,
-    run: RunFolder,
-    restarts: int,
-    lock: Lock,
-    signals: "_Signals",
-    asks_to_stop: Callable[[], bool],
-) -> int:
-    left, earlier = restarts, _identity(run.requeue)
-    while True:
-        before = _newest(run)
-        group = signals.start(lambda: _Group(command, processes))
-        try:
-            code = group.wait(lambda: signals.ask(asks_to_stop))
-        finally:
-            group.kill()
-        if _identity(run.requeue) not in (None, earlier):
-            return STOPPED_ON_REQUEST
-        if code in FINAL or signals.interrupts > 1:
-            return code
-        newest = _newest(run)
-        if signals.asked:
-            _say(f"not started again, since a stop was requested; the newest checkpoint is {newest or 'none'}")
-            return STOPPED_ON_REQUEST
-        left = restarts if newest != before else left
-        if not left:
-            if restarts:
-                _say(f"{restarts + 1} tries without a new checkpoint; the run stops here")
-            return code
-        left -= 1
-        lock.restore()
-        _say(f"starting again from {newest or 'the beginning'} (restarts left without a new checkpoint: {left})")
 
 
 class _Signals:

@@ -20,26 +20,27 @@ import torch.distributed as dist
 from megatron_blackmamba import data, model, optimizers
 from megatron_blackmamba.checkpoint import SaveError
 from megatron_blackmamba.config import RunConfig, to_saved
+from megatron_blackmamba.engine import foreign
 from megatron_blackmamba.formats import events
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.runtime import exits, foreign, layout, process, world
+from megatron_blackmamba.runtime import exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import StopRequest
 from megatron_blackmamba.runtime.watchdog import Watchdog
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.branch import Branch, find_branch, pinned, with_own_data
 from megatron_blackmamba.training.keep.keeper import Keeper
-from megatron_blackmamba.training.metrics import Taken
+from megatron_blackmamba.training.metrics import Taken, record
 from megatron_blackmamba.training.record.journal import Journal
 from megatron_blackmamba.training.start import headline, kernels
 from megatron_blackmamba.training.start.alike import refuse_unlike_data, refuse_unlike_starts
-from megatron_blackmamba.training.start.branch import Branch, find_branch, pinned, with_own_data
 from megatron_blackmamba.training.start.resume import (
     refuse_changes,
     refuse_start,
     refuse_start_tokenizer,
     refuse_tokenizer,
 )
-from megatron_blackmamba.training.step.feed import micro_batches, open_plan
+from megatron_blackmamba.training.step.feed import micro_batches
 from megatron_blackmamba.training.step.optimizer import make_trainable
 from megatron_blackmamba.training.step.progress import Progress
 from megatron_blackmamba.training.step.rerun import Attempt, run_again
@@ -64,6 +65,7 @@ class Outcome(IntEnum):
     """A signal, `Trainer.asked_to_stop` or a full disk at the last save has ended it; starting it again resumes."""
 
 
+@process.default_float32()
 def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
     """Start or resume training, by a subclass of Trainer if given, until its end or a request to stop; on all ranks."""
     for package in (r"megatron\.core", r"torch\.distributed"):  # what they warn of is for their developers
@@ -71,30 +73,25 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     stop = StopRequest()
     try:
-        return _train(config, trainer or Trainer, stop)
+        place = world.find_place()
+        if place.launcher == "srun":  # or it would train on, unseen, when slurmstepd dies
+            die_with_parent(os.getppid())
+        foreign.refuse_missing()
+        layout.check(config, place.size)
+        optimizers.refuse_missing(config.optimizer)
+        refuse_start(config)
+        find_branch(config)
+        if place.rank == 0:
+            with contextlib.suppress(OSError):  # standard output may lie on a full disk
+                print(*headline.lines(config, place.size, counted=not dist.is_initialized()), sep="\n", flush=True)
+        logs = RunFolder(Path(config.folder) / config.name).logs
+        with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
+            everyone = world.start(config.parallel, world.PATIENCE, joined=lambda: refuse_unlike_starts(config))
+            outcome = (trainer or Trainer)(config, everyone, stop, watchdog).run()
+            world.shutdown()
+        return outcome
     finally:
         stop.release()
-
-
-@process.default_float32()
-def _train(config: RunConfig, trainer: type["Trainer"], stop: StopRequest) -> Outcome:
-    place = world.find_place()
-    if place.launcher == "srun":  # or it would train on, unseen, when slurmstepd dies
-        die_with_parent(os.getppid())
-    foreign.refuse_missing()
-    layout.check(config, place.size)
-    optimizers.refuse_missing(config.optimizer)
-    refuse_start(config)
-    find_branch(config)
-    if place.rank == 0:
-        with contextlib.suppress(OSError):  # standard output may lie on a full disk
-            print(*headline.lines(config, place.size, counted=not dist.is_initialized()), sep="\n", flush=True)
-    logs = RunFolder(Path(config.folder) / config.name).logs
-    with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
-        everyone = world.start(config.parallel, world.PATIENCE, joined=lambda: refuse_unlike_starts(config))
-        outcome = trainer(config, everyone, stop, watchdog).run()
-        world.shutdown()
-    return outcome
 
 
 class Trainer:
@@ -103,7 +100,7 @@ class Trainer:
     def __init__(self, config: RunConfig, world: World, stop: StopRequest, watchdog: Watchdog) -> None:
         config = pinned(config, world)
         self.branch = find_branch(config)
-        config, mixture = with_own_data(config, self.branch)
+        config, self.mixture = with_own_data(config, self.branch)
         self.config, self.world, self.stop, self.watchdog = config, world, stop, watchdog
         kernels.refuse_lost(config)
         process.be_deterministic(config.training.deterministic)
@@ -111,7 +108,7 @@ class Trainer:
         self.trainable = make_trainable(config, model.build(config, world), world)
         self.progress = self.branch.progress if self.branch else Progress()
         watchdog.alive("opening the data")
-        self.data = open_plan(config, self.progress.end_of_data(config), mixture)
+        self.data = self.open_data()
         refuse_unlike_data(self.data.record)
         self.step = Step(config, world, self.trainable, len(self.data.source_names))
         self.schedule = Schedule(config, self.trainable.optimizer)
@@ -119,10 +116,11 @@ class Trainer:
         """The step at which this job begins; None until its config, data and checkpoint are accepted."""
         self.asked_to_stop = False
         """Set this to end the run after the step, with a checkpoint."""
-        self.keeper = Keeper(config, world, self.trainable, self.state, self.event, watchdog.alive, mixture)
+        self.keeper = Keeper(config, world, self.trainable, self.state, self.event, watchdog.alive, self.mixture)
         try:  # in the folder that is now locked
             self.watch = Watch(config, world, self.trainable.model, self.data.shards, self.keeper.folder, self.event)
-            self.journal = Journal(config, world, self.keeper.folder, self.progress.step)
+            begins_after = self.progress.step
+            self.journal = Journal(config, self.keeper.folder, world.rank, world.size, begins_after)
             self.batches = self.open_batches()
         except BaseException as error:
             self.keeper.unlock(leave_no_trace=exits.refuses(error))
@@ -146,8 +144,8 @@ class Trainer:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
             return self.end(Outcome.DONE)
         except BaseException as error:
-            self.watch.stop()
-            self.keeper.stop()
+            self.watch.shards.stop()
+            self.keeper.close()
             refused = self.begun_at is None and exits.refuses(error)  # such a run leaves no trace
             if not refused:
                 self.event(events.Failed(step=self.progress.step, error=type(error).__name__, message=str(error)))
@@ -182,7 +180,7 @@ class Trainer:
             self.event(in_use)
         self.journal.rewind(self.progress.step)
         self.batches = self.open_batches()
-        self.watch.start()
+        self.watch.shards.start()
         self.watchdog.begin()
         process.freeze_gc()
         self.keeper.begin(self.data)
@@ -226,7 +224,9 @@ class Trainer:
 
     def open_data(self) -> data.DataPlan:
         """Return the training and validation data of the run."""
-        return open_plan(self.config, self.progress.end_of_data(self.config))
+        model, end = self.config.model, self.progress.end_of_data(self.config)
+        sizes = {"vocab_size": model.vocab_size, "total_samples": end, "eod_reset": model.eod_reset}
+        return data.build(self.config.data, **sizes, mixture=self.mixture)
 
     def open_batches(self) -> data.BatchStream:
         """Return the micro-batches of this rank from the next sample on."""
@@ -257,22 +257,21 @@ class Trainer:
 
         validation = self.validate() if self.validation_is_due else {}
         balanced = self.validate(True) if validation and self.config.training.validate_balanced else {}
-        self.journal.step(
-            Taken(
-                config=self.config,
-                progress=self.progress,
-                data=self.data,
-                trainable=self.trainable,
-                utilisation=self.journal.utilisation,
-                losses=losses,
-                update=update,
-                learning_rate=learning_rate,
-                tokens=batch * self.config.data.sequence_length,
-                seconds=seconds,
-                validation=validation,
-                validation_as_trained=balanced,
-            )
+        taken = Taken(
+            config=self.config,
+            progress=self.progress,
+            data=self.data,
+            trainable=self.trainable,
+            utilisation=self.journal.utilisation,
+            losses=losses,
+            update=update,
+            learning_rate=learning_rate,
+            tokens=batch * self.config.data.sequence_length,
+            seconds=seconds,
+            validation=validation,
+            validation_as_trained=balanced,
         )
+        self.journal.step(record(taken))
         self.watch.report_slow_ranks(losses.computing, losses.reading, seconds)
         self.watch.report(verdict, self.progress.between(*self.progress.last_batch))
         return verdict
@@ -323,15 +322,15 @@ class Trainer:
 
     def end(self, outcome: Outcome) -> Outcome:
         """Save, leave the marker that scripts decide by, and close."""
-        self.keeper.wait()  # giving up takes nothing back that was well before
         step, complete, asked = self.progress.step, not self.steps_left, outcome is Outcome.STOPPED_ON_REQUEST
-        saved = outcome is not Outcome.GAVE_UP and (step == 0 or (self.weights_work() and self.keeper.last(step)))
-        if saved and complete and outcome is Outcome.DONE:
-            self.keeper.export_last(step)
-        self.keeper.stop(finish=outcome is Outcome.DONE)
+        saved = self.keeper.last(step, wanted=outcome is not Outcome.GAVE_UP and self.weights_work())
+        done = outcome is Outcome.DONE
+        self.keeper.close(finish=done, export=step if saved and complete and done else None)
         self.batches.close()
-        self.watch.stop(tell=step > (self.begun_at or 0))
-        if not saved and outcome is Outcome.DONE:
+        if step > (self.begun_at or 0):
+            self.watch.shards.end(self.event, self.config.data.mixture)
+        self.watch.shards.stop()
+        if not saved and done:
             outcome = Outcome.STOPPED_ON_REQUEST if self.keeper.another_start_may_save else Outcome.GAVE_UP
         if outcome is Outcome.GAVE_UP:
             self.event(events.GaveUp(saved=saved))

@@ -29,10 +29,6 @@ def entries(checkpoint):
     return json.loads((checkpoint / manifest.NAME).read_bytes())["files"]
 
 
-def test_whole_checkpoint_passes(checkpoint):
-    assert manifest.verify(checkpoint)["step"] == 7
-
-
 def test_files_that_nothing_reads_are_ignored(checkpoint):
     (checkpoint / ".nfs000001").touch()
     assert manifest.verify(checkpoint)["step"] == 7
@@ -52,20 +48,6 @@ def test_changed_cut_or_missing_file_is_damage(checkpoint, name, content):
 def test_dropped_entry_is_damage(checkpoint, name):
     change(checkpoint, files={other: entry for other, entry in entries(checkpoint).items() if other != name})
     with pytest.raises(DamagedCheckpoint, match=f"no entry for {name}"):
-        manifest.read(checkpoint)
-
-
-@pytest.mark.parametrize("name", ["common.pt", "state.json", ".metadata", "config.yaml", "metadata.json"])
-def test_needed_file_dropped_with_its_entry_is_damage(checkpoint, name):
-    (checkpoint / name).unlink()
-    change(checkpoint, files={other: entry for other, entry in entries(checkpoint).items() if other != name})
-    with pytest.raises(DamagedCheckpoint, match=f"no entry for {name}"):
-        manifest.read(checkpoint)
-
-
-def test_empty_list_of_files_is_damage(checkpoint):
-    change(checkpoint, files={})
-    with pytest.raises(DamagedCheckpoint, match="no entry for"):
         manifest.read(checkpoint)
 
 

@@ -72,12 +72,6 @@ def refused(run, checkpoints, why=""):
     return raised.value
 
 
-def test_whole_checkpoint_is_read(run, checkpoints):
-    assert CheckpointReader(run.root).step == 7
-    found = checkpoints()
-    assert found.newest() == 7 and found.state(7)["progress"] == {"step": 7}
-
-
 def edited_table(change):
     def edit(content):
         loaded = pickle.loads(content)

@@ -9,10 +9,11 @@ import yaml
 
 from megatron_blackmamba.config import load, shipped
 from megatron_blackmamba.config.describe import write_new
-from megatron_blackmamba.config.file_kinds import kind_of
-from megatron_blackmamba.config.load import config_folder, read_yaml
+from megatron_blackmamba.config.load import config_folder
 from megatron_blackmamba.config.schema import NAME, run_file_schema
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.settings.file_kinds import kind_of
+from megatron_blackmamba.settings.yaml_files import read_yaml
 from tests.docs.test_commands import PAGES
 
 SHIPPED = [path for kind in ("run", "model", "training") for path in sorted(config_folder().glob(f"{kind}/*.yaml"))]

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from megatron_blackmamba.config.run import DataConfig
 from megatron_blackmamba.formats.atomic import atomic_file, write_text
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside, write_idx
+from megatron_blackmamba.settings import DataConfig
 
 VOCAB = 2**30
 

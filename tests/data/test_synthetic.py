@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_blackmamba.config.run import DataConfig, SyntheticConfig
 from megatron_blackmamba.data import DataError, build
 from megatron_blackmamba.data.synthetic import FLOOR
+from megatron_blackmamba.settings import DataConfig, SyntheticConfig
 
 
 def plan(total_samples=3000, vocab_size=512, **more):

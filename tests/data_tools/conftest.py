@@ -7,21 +7,15 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.data_tools.bpe import train
-from megatron_blackmamba.data_tools.readers import ReadOptions
-from megatron_blackmamba.data_tools.rejects import Tolerance
-from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.tokenizer import load_tokenizer
-
-SHARED = Path(__file__).resolve().parents[2] / ".." / "shared"
 
 
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "text.txt").write_text(Path(textwrap.__file__).read_text() + Path(json.__file__).read_text())
-    found = find_sources([str(folder / "text.txt")])
-    (folder / "tokenizer.json").write_bytes(train(found.sources, ReadOptions(), Tolerance(), 600, 1 << 20))
+    text = Path(textwrap.__file__).read_text() + Path(json.__file__).read_text()
+    (folder / "tokenizer.json").write_bytes(train([[text]], 600))
     return folder / "tokenizer.json"
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.formats.shards import find_shards
+from megatron_blackmamba.formats.find_shards import find_shards
 
 TEXTS = [f"document {i} " + "def f(x): return x\n" * (i % 7) for i in range(40)]
 

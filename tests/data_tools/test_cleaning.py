@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools import cleaning
-from megatron_blackmamba.data_tools.evaluation_items import PAPER_TASKS, Item, read_items, texts_of
+from megatron_blackmamba.data_tools.evaluation_items import Item, read_items, texts_of
 from megatron_blackmamba.data_tools.mixture import verify_mixture
+from megatron_blackmamba.data_tools.options import CleaningOptions
 from megatron_blackmamba.data_tools.origins import CleaningManifest
 from megatron_blackmamba.data_tools.readers import ReadOptions
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
 from megatron_blackmamba.data_tools.sources import find_sources
+from megatron_blackmamba.formats.evaluations import PAPER
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from megatron_blackmamba.formats.shards import ShardManifest
 from tests.waiting import wait_until
@@ -261,8 +263,9 @@ def test_files_that_change_meanwhile_are_refused(write_jsonl, tmp_path, change):
         os.utime(corpus, ns=(planned[0].modified_ns,) * 2)
     else:
         os.utime(corpus, ns=(planned[0].modified_ns + 1_000_000_000,) * 2)
+    work = cleaning.Cleaning("dedup", [planned], tmp_path / "out", ReadOptions(), Tolerance(), CleaningOptions(), {})
     with pytest.raises(InputError, match="changed while this ran"):
-        list(cleaning.RawDocuments([planned], ReadOptions(), Tolerance()).run(None, 0, 1))
+        list(cleaning.RawDocuments(work, noted=False).run(None, 0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -438,7 +441,7 @@ def test_truncated_items_are_refused_by_name(tmp_path):
 
 
 def test_the_paper_s_tasks_are_the_default():
-    assert len(PAPER_TASKS) == 8
+    assert len(PAPER) == 8
     evaluation = Path(__file__).resolve().parents[2] / ".." / "shared" / "evaldata"
     if not evaluation.exists():
         pytest.skip("needs the evaluation data")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_blackmamba.data_tools.cleaning_jobs import JOBS, record_job, refuse_unfinished_jobs
+from megatron_blackmamba.data_tools.cleaning import JOBS, record_job, refuse_unfinished_jobs
 from megatron_blackmamba.data_tools.rejects import InputError
 
 

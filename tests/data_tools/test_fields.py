@@ -48,10 +48,3 @@ def test_record_without_the_field_lists_its_fields(fields, reason, detail):
     with pytest.raises(FieldError) as error:
         text_of(fields, "|")(RECORD)
     assert error.value.reason == reason and detail in error.value.detail
-
-
-@pytest.mark.parametrize("record", [None, 3, "text", ["text"], True])
-def test_record_that_is_no_object_names_its_type(record):
-    for field in ("text", "a.b"):
-        with pytest.raises(FieldError, match=MISSING_FIELD):
-            text_of([field], "|")(record)

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools.foreign import expose
-from megatron_blackmamba.data_tools.lengths import by_source
+from megatron_blackmamba.data_tools.inspection import by_source
 from megatron_blackmamba.data_tools.provenance import Origin, origin, places_of, source_called
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.formats.shards import Shard, find_shards
+from megatron_blackmamba.formats.find_shards import find_shards
+from megatron_blackmamba.formats.shards import Shard
 
 TEXTS = [f"document {i}: " + "import json and read the text " * (i % 9) for i in range(50)]
 
@@ -66,12 +67,6 @@ def test_bare_npy_files_are_adopted_in_place(tmp_path, documents, tokenizer_file
             csv.writer(file).writerows([a, b, "id", "src", i] for i, (a, b) in enumerate(zip([0, *ends], ends)))  # noqa: B905
     shard = adopt(path, tokenizer_file)
     assert same(shard, documents) and shard.bin_path.samefile(path)
-
-
-def test_npy_files_with_a_header_are_copied(tmp_path, documents, tokenizer_file):
-    np.save(tmp_path / "a.npy", np.concatenate(documents).astype("uint32"))
-    shard = adopt(tmp_path / "a.npy", tokenizer_file)
-    assert same(shard, documents) and not shard.bin_path.samefile(tmp_path / "a.npy")
 
 
 def test_wide_tokens_are_not_read_as_narrow_ones(tmp_path, documents, tokenizer_file):

@@ -44,19 +44,6 @@ def test_megatron_reads_adopted_files(tmp_path, tokenizer_file, name, dtype):
     assert by_megatron(tmp_path / "a") == IDS
 
 
-def test_megatron_reads_shards_of_a_datatrove_pipeline(tmp_path, tokenizer_file, tokenizer):
-    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
-    from datatrove.data import Document
-
-    from megatron_blackmamba.data_tools.datatrove_step import ShardWriter
-
-    texts = [f"import json {i}" for i in range(9)]
-    found = [Document(text=text, id=str(i)) for i, text in enumerate(texts)]
-    ShardWriter(tmp_path, str(tokenizer_file)).run(found, 0, 1)
-    documents = by_megatron(tmp_path / "shard_00001")
-    assert sorted(tokenizer.decode(ids[:-1]) for ids in documents) == sorted(texts)
-
-
 @pytest.fixture(scope="module")
 def cleaned(tmp_path_factory):
     """A cleaned corpus, the texts that it keeps, and the number of records that it lists; the last part keeps none."""
@@ -111,3 +98,16 @@ def test_a_corpus_without_an_empty_part_goes_on(cleaned, run, tmp_path):
     again = data("dedup", folder / "raw", folder / "clean", "--part-size", "1KB", "--workers", "1", "--max-bad", "1")
     assert "kept 20 documents, removed 5" in again
     assert run(folder / "clean", shard_size="1B").documents == len(texts)
+
+
+def test_megatron_reads_shards_of_a_datatrove_pipeline(tmp_path, tokenizer_file, tokenizer):
+    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
+    from datatrove.data import Document
+
+    from megatron_blackmamba.data_tools.datatrove_step import ShardWriter
+
+    texts = [f"import json {i}" for i in range(9)]
+    found = [Document(text=text, id=str(i)) for i, text in enumerate(texts)]
+    ShardWriter(tmp_path, str(tokenizer_file)).run(found, 0, 1)
+    documents = by_megatron(tmp_path / "shard_00001")
+    assert sorted(tokenizer.decode(ids[:-1]) for ids in documents) == sorted(texts)

@@ -24,7 +24,10 @@ def installed(tmp_path_factory):
 
 def test_nothing_but_the_package_is_installed(installed):
     assert [path.name for path in installed.iterdir()] == ["megatron_blackmamba"]
-    tools = installed / "megatron_blackmamba/data_tools"
+    package, tools = installed / "megatron_blackmamba", installed / "megatron_blackmamba/data_tools"
+    assert {path.name for path in (package / "scripts").iterdir()} == {"slurm", "container"}  # none of maintainers
+    for needed in ("launch/tried.json", "scripts/slurm/train_job.sh", "configs/run/tiny.yaml"):
+        assert (package / needed).is_file(), needed
     assert {path.name for path in tools.glob("*.py")} == {path.name for path in (ROOT / "data_tools").glob("*.py")}
     assert not tools.is_symlink()
 
@@ -32,7 +35,7 @@ def test_nothing_but_the_package_is_installed(installed):
 def test_other_data_tools_package_does_not_collide(installed, tmp_path):
     (tmp_path / "data_tools.py").write_text("raise SystemExit('the wrong one')\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed}"}
-    for module in (["megatron_blackmamba", "data", "tokenize"], ["megatron_blackmamba.data_tools.tokenization"]):
+    for module in (["megatron_blackmamba", "data", "tokenize"], ["megatron_blackmamba.data_tools"]):
         command = [sys.executable, "-m", *module, "--help"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and "--tokenizer" in done.stdout, done.stderr

@@ -25,9 +25,10 @@ from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.data_tools.verification import verify
 from megatron_blackmamba.formats import remote
+from megatron_blackmamba.formats.find_shards import find_shards
 from megatron_blackmamba.formats.mixture import IncompleteError, Mixture
 from megatron_blackmamba.formats.remote import RemoteError, cached
-from megatron_blackmamba.formats.shards import ShardError, find_shards
+from megatron_blackmamba.formats.shards import ShardError
 from megatron_blackmamba.formats.step_records import read_metrics
 from megatron_blackmamba.runtime.ports import free_port
 
@@ -187,18 +188,6 @@ def test_an_object_replaced_while_it_is_tokenized_is_noticed(
     assert len(tokenize([url], tmp_path / "out", options(tokenizer_file)).written) == 1
 
 
-def test_shards_in_s3_are_verified(s3, shards):
-    _, there = shards
-    verdicts = verify(["s3://bucket/tokens/web"])
-    assert len(verdicts) == len(there.shards) > 2
-    assert [verdict.problems for verdict in verdicts] == [[] for _ in verdicts]
-    for suffix in (".bin", ".idx", ".manifest.json"):
-        s3.rm(f"bucket/tokens/web/shard_00002{suffix}")
-    assert "lacks shard_00002" in verify(["s3://bucket/tokens/web"])[-1].problems[-1]
-    with pytest.raises(ShardError, match="s3://bucket/nowhere: no shard in this folder"):
-        verify(["s3://bucket/nowhere"])
-
-
 def test_training_from_s3_matches_training_from_disk(shards, tmp_path):
     losses = []
     for number, (root, inside) in enumerate([(tmp_path, "here"), ("s3://bucket", "tokens/web")]):
@@ -354,7 +343,7 @@ def test_a_cache_that_cannot_be_written_is_named(s3, shards, tmp_path, monkeypat
         find_shards("s3://bucket/tokens/web")
 
 
-FETCH = "import sys; from megatron_blackmamba.formats.shards import find_shards; find_shards(sys.argv[1])"
+FETCH = "import sys; from megatron_blackmamba.formats.find_shards import find_shards; find_shards(sys.argv[1])"
 
 
 def test_a_process_killed_while_it_fetches_leaves_the_cache_to_another(s3, server, shards, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_blackmamba.data_tools.provenance import source_called
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.streams import file_sha256
+from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.shards import SourceFile
 
 

@@ -1,8 +1,6 @@
 import gzip
 import itertools
 import json
-import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -136,22 +134,12 @@ def test_odd_extra_fields_do_not_lose_the_text(line, tmp_path):
     assert read(tmp_path / "a.jsonl") == ([(1, "good")], [])
 
 
-def test_a_pair_of_surrogates_is_one_character(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83d\\ude80"}\n')
-    assert read(tmp_path / "a.jsonl") == ([(1, "\U0001f680")], [])
-
-
 @pytest.mark.parametrize("cut", [b'{"text": "go', '{"text": "é'.encode()[:-1]])
 def test_truncated_last_line_differs_from_bad_json(cut, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n" + cut)
     documents, rejected = read(tmp_path / "a.jsonl")
     assert documents == [(1, "good")]
     assert [(number, why) for number, why, _ in rejected] == [(2, rejects.TRUNCATED_LINE)]
-
-
-def test_a_whole_last_line_needs_no_line_feed(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n" + GOOD)
-    assert read(tmp_path / "a.jsonl") == ([(1, "good"), (2, "good")], [])
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -222,15 +210,6 @@ def test_parquet_yields_rows_and_rejects_nulls(tmp_path):
     assert documents[0] == (1, "T\n\none")
 
 
-def test_parquet_row_with_invalid_utf8_is_rejected_alone(tmp_path):
-    raw = pa.array([b"one", b"\xff", b"three"])
-    column = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    documents, rejected = read(tmp_path / "a.parquet", "parquet")
-    assert documents == [(1, "one"), (3, "three")]
-    assert [(number, why) for number, why, _ in rejected] == [(2, rejects.INVALID_UTF8)]
-
-
 def test_truncated_parquet_or_missing_column_is_an_error(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"content": ["one", "two"]}), path)
@@ -248,11 +227,6 @@ def test_row_batches_have_similar_sizes(tmp_path):
     for batch in Reader(path, "parquet", ReadOptions(), pytest.fail).batches():
         sizes.append(sum(map(len, batch.texts)))
     assert max(sizes) < 4 * readers.BATCH_BYTES and len(sizes) > 1
-
-
-def test_the_standard_library_reads_as_plain_text():
-    path = Path(sys.modules["json"].__file__)
-    assert read(path, "text") == ([(1, path.read_text())], [])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])

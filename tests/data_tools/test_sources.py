@@ -6,7 +6,6 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from megatron_blackmamba.data_tools.commands import tokenize
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.sources import (
     PRESETS,
@@ -97,7 +96,7 @@ PUBLISHED = {
 
 
 def test_help_names_every_preset():
-    (preset,) = get_args(get_type_hints(tokenize, include_extras=True)["preset"])[1:]
+    (preset,) = get_args(get_type_hints(TokenizeOptions, include_extras=True)["preset"])[1:]
     assert set(re.findall(r"\w+", preset.help)) >= PRESETS.keys()
 
 
@@ -246,4 +245,4 @@ def test_advised_match_reads_the_folder(tmp_path):
 @pytest.mark.parametrize("option", ["format", "split", "backend", "preset"])
 def test_unknown_choice_is_refused_before_anything_is_read(option):
     with pytest.raises(InputError, match=f"--{option} json: choose "):
-        TokenizeOptions(**{option: "json"})
+        plan(["missing.jsonl"], "out", TokenizeOptions(**{option: "json"}))

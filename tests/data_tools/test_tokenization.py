@@ -3,7 +3,6 @@ import gzip
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,16 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron_blackmamba.data_tools import shard_writer, shuffle, workers
+from megatron_blackmamba.data_tools import shard_writer, workers
 from megatron_blackmamba.data_tools.provenance import origin
-from megatron_blackmamba.data_tools.readers import ReadOptions
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shuffle import document_order
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, plan
-from megatron_blackmamba.formats.shards import Shard, token_dtype
+from megatron_blackmamba.formats.shards import Shard
 from megatron_blackmamba.tokenizer import Tokenizer
 
 TEXTS = [f"document {i} " + "def f(x): return x\n" * (i % 7) for i in range(40)]
@@ -62,13 +58,6 @@ def test_unshuffled_shard_equals_megatron_output(run, write_jsonl, tokenizer, tm
     assert ours == written_by_megatron(megatron, tmp_path, tokenizer, texts)
 
 
-def test_a_shuffled_shard_reads_with_megatrons_reader(run, write_jsonl, tokenizer, tmp_path, megatron):
-    run(write_jsonl("a.jsonl", TEXTS))
-    dataset = megatron.IndexedDataset(str(tmp_path / "out/shard_00001"))
-    texts = [tokenizer.decode(dataset[i][:-1]) for i in range(len(dataset))]
-    assert texts != TEXTS and sorted(texts) == sorted(TEXTS)
-
-
 def test_every_document_has_one_eod_at_its_end(run, write_jsonl, tokenizer, tmp_path):
     run(write_jsonl("a.jsonl", ["one<|endoftext|>two", "<|endoftext|>", "three"]), shuffle=False)
     shard = Shard.open(tmp_path / "out/shard_00001")
@@ -81,15 +70,6 @@ def test_a_flag_lets_text_be_an_eod(run, write_jsonl, tokenizer, tmp_path):
     assert (Shard.open(tmp_path / "out/shard_00001").token_ids[:] == tokenizer.eod_id).sum() == 2
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.lists(st.integers(1, 599), min_size=1, max_size=9), min_size=1, max_size=9))
-def test_eod_goes_behind_each_document(documents):
-    ids = np.array([i for document in documents for i in document], np.uint32)
-    lengths = np.array([len(document) for document in documents])
-    expected = [i for document in documents for i in [*document, 0]]
-    assert shard_writer.with_eod(ids, lengths, 0, token_dtype(600)).tolist() == expected
-
-
 def test_shuffle_is_seeded_and_matches_provenance(run, write_jsonl, tokenizer, tmp_path):
     path = write_jsonl("a.jsonl", TEXTS)
     for seed in (0, 1):
@@ -98,16 +78,6 @@ def test_shuffle_is_seeded_and_matches_provenance(run, write_jsonl, tokenizer, t
         assert texts_of(shard, tokenizer) == [TEXTS[i] for i in document_order(seed, 1, len(TEXTS))]
     run(path, out="again")
     assert files(tmp_path / "again") == files(tmp_path / "seed0") != files(tmp_path / "seed1")
-
-
-def test_order_is_independent_of_memory(run, write_jsonl, tmp_path, monkeypatch):
-    path = write_jsonl("a.jsonl", TEXTS * 5)
-    run(path)
-    monkeypatch.setattr(shuffle, "BUCKET_BYTES", 500)
-    monkeypatch.setattr(shuffle, "_WRITE_BYTES", 100)
-    monkeypatch.setattr("megatron_blackmamba.data_tools.readers.BATCH_BYTES", 300)
-    run(path, out="small")
-    assert files(tmp_path / "small") == files(tmp_path / "out")
 
 
 def test_all_kinds_of_input_hold_the_same_documents(run, write_jsonl, tokenizer, tmp_path):
@@ -179,7 +149,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("reason", BAD_FILES)
-def test_bad_input_stops_with_its_record_and_flag(reason, run, tmp_path):
+def test_bad_input_stops_or_is_counted_and_listed(reason, run, write_jsonl, tmp_path):
     name, content, record = BAD_FILES[reason]
     path = tmp_path / name
     path.write_bytes(content)
@@ -189,28 +159,11 @@ def test_bad_input_stops_with_its_record_and_flag(reason, run, tmp_path):
     assert "--max-bad" in str(error.value)
     assert set(files(tmp_path / "out")) == {"tokenizer.json"}
 
-
-@pytest.mark.parametrize("reason", BAD_FILES)
-def test_tolerated_bad_input_is_counted_and_listed(reason, run, write_jsonl, tmp_path):
-    name, content, record = BAD_FILES[reason]
-    (tmp_path / name).write_bytes(content)
-    run(tmp_path / name, write_jsonl("whole.jsonl", ["whole"]), max_bad="1")
+    run(path, write_jsonl("whole.jsonl", ["whole"]), max_bad="1")
     manifest = Shard.open(tmp_path / "out/shard_00001").manifest
     assert manifest.rejected == {reason: 1}
     assert [(reject.source, reject.record, reject.reason) for reject in manifest.rejects] == [(name, record, reason)]
     assert manifest.sources[0].records == manifest.sources[0].documents + 1
-
-
-def test_one_more_bad_record_than_tolerated_stops(run, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(GOOD * 97 + b"{\n" * 3)
-    for enough, too_few in (("3", "2"), ("0.03", "0.029"), ("3%", "2.9%")):
-        with pytest.raises(InputError, match="--max-bad"):
-            run(tmp_path / "a.jsonl", max_bad=too_few)
-        assert "shard_00001.bin" not in files(tmp_path / "out")
-        run(tmp_path / "a.jsonl", max_bad=enough, overwrite=True)
-        shutil.rmtree(tmp_path / "out")
-    with pytest.raises(InputError, match=r"--max-bad many: give a number .* or a fraction"):
-        run(tmp_path / "a.jsonl", max_bad="many")
 
 
 def test_blank_lines_are_listed_but_not_bad(run, tmp_path):
@@ -254,6 +207,8 @@ def test_text_that_becomes_the_end_of_a_document_is_refused(run, write_jsonl, to
         ("1", r"record 4: invalid JSON.*; that makes 2 in this shard, and --max-bad allows 1$"),
         ("20%", r"2 of 5 records are bad \(.*\), more than --max-bad 0\.2 allows; the first is a\.jsonl, record 2"),
         ("40%", None),
+        ("0.4", None),
+        ("many", "--max-bad many: give a number .* or a fraction"),
     ],
 )
 def test_too_many_bad_records_are_counted(run, tmp_path, max_bad, said):
@@ -264,13 +219,6 @@ def test_too_many_bad_records_are_counted(run, tmp_path, max_bad, said):
         return
     with pytest.raises(InputError, match=said):
         run(tmp_path / "a.jsonl", max_bad=max_bad)
-
-
-def test_texts_without_a_token_are_left_out(run, write_jsonl, tokenizer, tmp_path):
-    run(write_jsonl("a.jsonl", ["one", "", "two"]), max_bad="1", shuffle=False)
-    shard = Shard.open(tmp_path / "out/shard_00001")
-    assert texts_of(shard, tokenizer) == ["one", "two"]
-    assert [origin(shard.manifest, place).record for place in range(2)] == [1, 3]
 
 
 def test_a_file_that_grows_meanwhile_is_refused(run, write_jsonl, tmp_path, monkeypatch):
@@ -350,10 +298,9 @@ shard_writer._Writing._encode = encode_and_die
 def command(tokenizer_file, *arguments, first=""):
     """The command line, in small batches: there is time to kill it between two of them."""
     program = first + (
-        "from megatron_blackmamba.data_tools import commands, readers; readers.BATCH_BYTES = 200_000; "
-        "commands.run_tokenize()"
+        "from megatron_blackmamba.data_tools import commands, readers; readers.BATCH_BYTES = 200_000; commands.app()"
     )
-    return [sys.executable, "-c", program, *map(str, arguments), "-t", str(tokenizer_file)]
+    return [sys.executable, "-c", program, "tokenize", *map(str, arguments), "-t", str(tokenizer_file)]
 
 
 def large_file(path, megabytes):
@@ -472,7 +419,7 @@ def _group_lives(group):
 
 
 def test_nothing_heavy_is_imported_to_tokenize():
-    modules = "commands, tokenization, verification, inspection, bpe"
+    modules = "commands, tokenization, verification, inspection, bpe, mixture"
     heavy = f"import sys; from megatron_blackmamba.data_tools import {modules}; "
     probe = heavy + "print(*[m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
@@ -492,8 +439,3 @@ def test_a_giant_document_is_rechecked_by_its_beginning(run, tmp_path, monkeypat
     (tmp_path / "book.txt").write_text("a long story " * 1000)
     run(tmp_path / "book.txt")
     assert lengths == [1000]
-
-
-def test_shards_are_shuffled_from_plain_files_by_default():
-    recorded = shard_writer.ShardSettings().recorded([])
-    assert recorded == shard_writer.ShardSettings(read=ReadOptions(), shuffle=True, seed=0).recorded([])

@@ -7,9 +7,8 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools import verification
-from megatron_blackmamba.data_tools.inspection import read_documents
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
-from megatron_blackmamba.data_tools.verification import adopt, documents_without_eod, verify
+from megatron_blackmamba.data_tools.verification import adopt, verify
 from megatron_blackmamba.formats.shards import Shard, ShardError, beside, write_idx
 
 TEXTS = [f"document {i} " * (i % 5 + 1) for i in range(60)]
@@ -134,32 +133,11 @@ def test_a_negative_token_is_no_token(tmp_path, tokenizer):
         adopt(tmp_path / "old", tokenizer)
 
 
-def test_negative_token_is_found_after_adoption(tmp_path, tokenizer):
-    sound, wrong = np.array([5, 7, 0], np.int32), np.array([5, -7, 0], np.int32)
-    sound.tofile(tmp_path / "old.bin")
-    with open(tmp_path / "old.idx", "wb") as file:
-        write_idx(file, np.dtype("int32"), np.array([3]))
-    adopt(tmp_path / "old", tokenizer)
-    wrong.tofile(tmp_path / "old.bin")
-    manifest = tmp_path / "old.manifest.json"
-    before, after = (hashlib.sha256(tokens.tobytes()).hexdigest() for tokens in (sound, wrong))
-    manifest.write_text(manifest.read_text().replace(before, after))
-    assert problems(tmp_path) == [".bin: holds token -7: ids begin at 0"]
-
-
 def test_adoption_keeps_the_existing_manifest(folder, tokenizer):
     before = (folder / "shard_00001.manifest.json").read_bytes()
     with pytest.raises(ShardError, match="was written here and records its raw files"):
         adopt(folder / "shard_00001", tokenizer)
     assert (folder / "shard_00001.manifest.json").read_bytes() == before
-
-
-def test_documents_without_an_end_are_counted(tmp_path, tokenizer):
-    np.array([5, 6, tokenizer.eod_id, 7, 8], np.uint16).tofile(tmp_path / "old.bin")
-    with open(tmp_path / "old.idx", "wb") as file:
-        write_idx(file, np.dtype("uint16"), np.array([3, 2]))
-    adopt(tmp_path / "old", tokenizer)
-    assert documents_without_eod(tmp_path / "old") == 1
 
 
 def test_adopt_command_counts_documents_without_an_end(tmp_path, tokenizer, tokenizer_file):
@@ -225,13 +203,6 @@ def test_unreadable_file_is_reported(folder):
     )
     found = problems(folder)
     assert "Is a directory" in found[0] and "dtype" in found[1]
-
-
-def test_folder_named_like_a_shard_hides_nothing(folder):
-    (folder / "shard_00001/cache").mkdir(parents=True)  # as megatron-core's GPTDataset makes
-    assert problems(folder) == ["", ""]
-    assert problems(folder / "shard_00001") == [""]
-    assert len(list(read_documents([str(folder / "shard_00001")]))) == 3
 
 
 @pytest.mark.parametrize(

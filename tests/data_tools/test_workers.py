@@ -54,10 +54,3 @@ def test_progress_grows_to_the_size_of_the_input(jobs, tokenizer):
     manifest = write_shard(jobs[0], tokenizer, lambda *counts: told.append(counts))
     assert told == sorted(told)
     assert told[-1] == (jobs[0].input_bytes, manifest.tokens, manifest.documents)
-
-
-def test_a_finished_shard_is_not_written_again(jobs, tokenizer):
-    first, second = (make_shards(jobs[:1], tokenizer, cores=1, quiet=True) for _ in range(2))
-    assert first[0].written and not second[0].written
-    assert second[0].manifest == first[0].manifest
-    assert make_shards(jobs[:1], tokenizer, cores=1, overwrite=True, quiet=True)[0].written

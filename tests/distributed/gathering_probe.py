@@ -13,8 +13,8 @@ import torch
 
 from megatron_blackmamba import model as modelling
 from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.engine.parts.gathering import UngatheredParameter
 from megatron_blackmamba.runtime import world
-from megatron_blackmamba.training.gathering import UngatheredParameter
 from megatron_blackmamba.training.step.optimizer import Trainable, make_trainable
 from megatron_blackmamba.training.step.step import Batch, Step
 from tests.runtime.ranks import fork_ranks, import_once

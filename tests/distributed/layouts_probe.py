@@ -123,7 +123,7 @@ class Choices:
         self.calls: dict[str, int] = {}
         self.hooks = [
             block.mixer.router.register_forward_hook(
-                lambda router, _inputs, output, name=name: self.keep(name, router, output[1])
+                lambda router, _inputs, output, name=name: self.keep(name, router, output.chosen)
             )
             for name, block in language_model.decoder.layers.named_children()
             if hasattr(block.mixer, "router")

@@ -13,10 +13,13 @@ from pathlib import Path
 import torch
 
 from megatron_blackmamba.config import load
+from megatron_blackmamba.data import plan
 from megatron_blackmamba.training.loop import train
 from tests.runtime.ranks import fork_ranks, import_once
 
 STEPS_EACH = 2
+HELD_OUT_SAMPLES = 13
+"""A full batch for a validation, and five samples of another."""
 Leg = tuple[int, list[str]]
 LEGS: list[Leg] = [
     (2, ["parallel.expert=2"]),
@@ -71,7 +74,7 @@ def run(folder: Path, name: str, precision: str, ranks: int, until: int, overrid
         *(recipe if ramped else []),
         f"training.stop_after_steps={until}",
         f"training.evaluate_every={STEPS_EACH}",
-        "training.evaluate_batches=1",
+        "training.evaluate_batches=2",
         "checkpoint.every=0",
         "logging.tensorboard=false",
         "optimizer.weight_decay=0.1",
@@ -104,6 +107,7 @@ def main(folder: Path, precisions: list[str]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     import_once()
+    plan.HELD_OUT_SAMPLES = HELD_OUT_SAMPLES
     seen = {precision: carry(folder / precision, precision) for precision in precisions}
     print()
     print(json.dumps(seen))

@@ -26,8 +26,10 @@ ELSEWHERE = {  # start of the line -> the test that runs it
 }
 OTHER_TESTS = {  # page -> the test that runs its blocks
     "data.md": "tests/docs/test_data_page.py",
+    "storage.md": "tests/docs/test_data_page.py",
+    "cleaning.md": "tests/docs/test_data_page.py",
     "mixtures.md": "tests/docs/test_data_page.py",
-    "extending.md": "tests/docs/test_extending.py",
+    "extending.md": "tests/docs/test_data_page.py",
     "python.md": "tests/docs/test_blocks.py",
     "recipes.md": "tests/docs/test_recipes.py",
     "evaluation.md": "tests/docs/test_blocks.py",

@@ -1,4 +1,4 @@
-"""Every block of docs/data.md and docs/mixtures.md runs as printed, in order, in one folder that is empty at first."""
+"""Every block of the four pages about data runs as printed, in order, in one folder that is empty at first."""
 
 import re
 from importlib.util import find_spec
@@ -8,7 +8,8 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("pages")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-TEXT = "".join((DOCS / page).read_text() for page in ("data.md", "mixtures.md"))
+PAGES = ("data.md", "storage.md", "cleaning.md", "mixtures.md")
+TEXT = "".join((DOCS / page).read_text() for page in PAGES)
 BLOCK = re.compile(r"^```(bash|shell|python|yaml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^```\n\$ (blackmamba [^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS = {"s3://": "moto", "datatrove": "datatrove", "dedup": "datatrove"}
@@ -63,3 +64,13 @@ def test_printed_answers_are_what_commands_print(session, tmp_path, environment,
     assert done.returncode == 0, done.stdout
     words = answer.split()
     assert done.stdout.split()[: len(words)] == words
+
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.splitlines()[-1])
+def test_examples_of_extending_run_as_printed(code, session, tmp_path):
+    done = session.run(code, tmp_path, "python")
+    assert done.returncode == 0, done.stdout

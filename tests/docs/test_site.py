@@ -10,6 +10,10 @@ from scripts.docs import picture, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+REFERENCES = {"corpora.md", "exports.md", "fault_tests.md", "job.md", "records.md", "versions.md"}
+"""Tables of events, metrics, error cases and the like: what one looks up."""
+LOOKED_UP = {"architecture.md", "extending.md"}
+"""What is where in the code, and worked examples in full: each section is read alone."""
 
 
 def test_pictures_are_those_that_the_script_draws():
@@ -27,6 +31,26 @@ def test_reference_has_commands_with_their_options(command):
     assert f"## blackmamba {command}\n" in page
     assert "[dim]" not in page and "[/" not in page
     assert "| `--nproc` |" in page
+
+
+def lines(path):
+    return len(path.read_text().splitlines())
+
+
+def test_readme_stays_short():
+    assert lines(ROOT / "README.md") <= 180
+
+
+def test_guides_are_at_most_twice_the_tutorial():
+    """Tables of reference may be longer, and so may two pages that a reader does not read from start to end."""
+    pages = {path for path in DOCS.glob("*.md") if path.name not in REFERENCES | LOOKED_UP}
+    most = 2 * lines(DOCS / "tutorial.md")
+    assert {path.name: lines(path) for path in pages if lines(path) > most} == {}
+
+
+def test_references_are_under_reference():
+    menu = (ROOT / "mkdocs.yml").read_text().split("  - Reference:\n")[1].split("  - Explanation:")[0]
+    assert set(re.findall(r": (\w+\.md)$", menu, re.MULTILINE)) == REFERENCES
 
 
 def test_every_page_is_in_the_menu():

@@ -20,7 +20,7 @@ from megatron_blackmamba.formats.events import (
 )
 
 TIME = datetime(2026, 1, 31, 12, tzinfo=timezone(timedelta(hours=1)))
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "records.md"
 VALUES = {int: 7, str: "text", float: 1.5, bool: True, events.Samples: [[0, 15]], Sequence[str]: ["text"]}
 
 
@@ -63,12 +63,6 @@ def test_a_line_starts_with_time_step_and_kind():
     line = json.loads(NotSaved(step=5, problem="the disk is full").to_json(TIME))
     assert list(line)[:3] == ["time", "step", "kind"] and line["kind"] == "not_saved"
     assert datetime.fromisoformat(line["time"]) == TIME and line["problem"] == "the disk is full"
-
-
-def test_failed_save_tells_what_is_left():
-    failed = NotSaved(step=5, problem="the disk is full")
-    assert failed.text.endswith("(the disk is full); there is none before it, and the save is tried again")
-    assert "; the one of step 4 stays, " in dataclasses.replace(failed, newest=4).text
 
 
 def test_unknown_kinds_and_damaged_lines_are_skipped(tmp_path):

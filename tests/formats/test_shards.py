@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_blackmamba.errors import may_pass
 from megatron_blackmamba.formats import shards
+from megatron_blackmamba.formats.find_shards import find_shards
 from megatron_blackmamba.formats.shards import Shard, ShardError, ShardManifest, SourceFile
 
 UINT16 = np.dtype("uint16")
@@ -115,7 +116,7 @@ def test_a_folder_is_searched_for_shards_in_order(tmp_path):
     for name in ("b/shard_00002", "b/shard_00001", "a/shard_00001"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         make_shard((tmp_path / name).parent, name=name.split("/")[1])
-    found = [shard.prefix.relative_to(tmp_path).as_posix() for shard in shards.find_shards(tmp_path)]
+    found = [shard.prefix.relative_to(tmp_path).as_posix() for shard in find_shards(tmp_path)]
     assert found == ["a/shard_00001", "b/shard_00001", "b/shard_00002"]
 
 
@@ -142,7 +143,7 @@ def test_tokens_without_a_manifest_are_explained(tmp_path):
     with pytest.raises(ShardError, match="data adopt"):
         Shard.open(tmp_path / "text_document")
     with pytest.raises(ShardError, match="data adopt"):
-        shards.find_shards(tmp_path)
+        find_shards(tmp_path)
 
 
 def test_manifest_with_unknown_key_or_version_is_refused(tmp_path):

@@ -15,11 +15,11 @@ import json, torch
 names = ("current_device", "synchronize", "Stream", "Event", "current_stream")
 before = {name: getattr(torch.cuda, name) for name in names}
 factories = (torch.empty, torch.zeros, torch.Tensor.cuda, torch.Tensor.type)
-from megatron_blackmamba.runtime import patches
-applied = patches.install()
+from megatron_blackmamba.engine import changes
+applied = changes.install()
 print(json.dumps({
     "applied": applied,
-    "for_missing_cuda": [patch.name for patch in patches.PATCHES if patch.needed is patches._without_cuda],
+    "for_missing_cuda": [change.name for change in changes.CHANGES if change.needed is changes.without_cuda],
     "untouched": all(getattr(torch.cuda, name) is value for name, value in before.items())
     and factories == (torch.empty, torch.zeros, torch.Tensor.cuda, torch.Tensor.type),
 }))

@@ -128,16 +128,17 @@ class RunningMeanDecoding(Decoding):
 
         return [torch.zeros(batch, model.hidden_size, device=device), torch.zeros(batch, 1, device=device)]
 
-    def step(self, run, layer, memory, x_BD):
+    def step(self, run, layer, memory, x_BD, inputs):
         total_BD, count_B1 = memory
         total_BD += run.times(x_BD, layer.in_proj)
         count_B1 += 1
         return run.times(total_BD / count_B1 * layer.gain, layer.out_proj)
 
-    def read(self, run, layer, memory, x_BLD, keep_BL1, reset_BL):
+    def read(self, run, layer, memory, x_BLD, inputs):
         import torch
         import torch.nn.functional as F
 
+        keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
         total_BD, count_B1 = memory
         x_BLD = F.linear(x_BLD, layer.in_proj).float()
         keep_BL1 = torch.ones_like(x_BLD[..., :1]) if keep_BL1 is None else keep_BL1.float()

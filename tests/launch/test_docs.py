@@ -47,7 +47,7 @@ def test_a_dry_run_without_data_is_refused(tmp_path, monkeypatch):
 
 
 def test_documented_thresholds_are_the_defaults():
-    page = (Path(__file__).parents[2] / "docs/launching.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/cluster.md").read_text()
     table = page.split("| threshold | default |")[1].split("\n\n")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
     documented = {

@@ -46,10 +46,9 @@ def test_node_with_too_few_gpus_fails_its_preflight(tmp_path):
     assert "64 expected" in done.stdout
 
 
-@pytest.mark.parametrize("how", [(), ("--quick",)])
-def test_doctor_runs_with_a_broken_torch(tmp_path, how):
+def test_doctor_runs_with_a_broken_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
-    done = doctor(*how, "--json", "--folder", str(tmp_path), PYTHONPATH=str(tmp_path))
+    done = doctor("--json", "--folder", str(tmp_path), PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
     (problem,) = (finding for finding in json.loads(done.stdout)["findings"] if finding["status"] == "problem")
     assert "libcudart.so.12" in problem["found"]
@@ -251,11 +250,6 @@ def test_unmet_requirement_is_a_problem_with_a_remedy(monkeypatch):
 def test_backends_that_cannot_run_are_notes():
     missing = [finding for finding in software.backends() if finding.found not in ("available", "in use")]
     assert missing and {finding.status for finding in missing} == {"note"}
-
-
-def test_only_failed_checks_carry_advice():
-    assert Finding.judge("part", "name", "found", True, "do that") == Finding("part", "name", "found")
-    assert Finding.judge("part", "name", "found", False, "do that").advice == "do that"
 
 
 @pytest.mark.parametrize(("bf16", "advised"), [(200.0, "bf16"), (5.0, "fp32")])

@@ -329,9 +329,3 @@ def test_the_printed_commands_work_in_any_folder(tmp_path, recording_sbatch, mon
     assert call[:2] == ["--dependency=afterok:41", "--kill-on-invalid-dep=yes"]
     assert call[2:6] == [str(script), "hf", str(launched.run.root), "OUT"]
     assert f"CODE={launched.folder / 'code'}" in call and f"PYTHON={sys.executable}" in call
-
-
-@pytest.mark.parametrize("overrides", [["name=" + "x" * 300], ["name=" + "ü" * 101]])
-def test_name_too_long_for_folder_is_refused(overrides):
-    with pytest.raises(ValueError, match="at most 200 bytes"):
-        load("tiny", overrides)

@@ -21,36 +21,28 @@ def test_the_papers_models_have_exactly_their_parameters(name, total):
         assert sum(parameter.numel() for parameter in built.parameters()) == total
 
 
-@pytest.mark.parametrize("name", ["transformer_340m", "mamba_343m"])
-def test_dense_baselines_match_the_small_forward_parameters(name):
-    config = load(["blackmamba_1.5b", f"model/{name}"], ["parallel.expert=1"])
-    with world.fake(ParallelConfig(), world_size=1) as place:
-        total = sum(parameter.numel() for parameter in model.build(config, place).parameters())
-    assert abs(total - 343.69e6) < 0.01 * 343.69e6
+class Misshapen(RunningMean):
+    letter = "W"
+
+    def shapes(self, model):
+        return super().shapes(model) | {"gain": (128,)}
 
 
-def test_parameter_of_another_shape_than_told_is_refused(build):
-    class Misshapen(RunningMean):
-        letter = "W"
+class Blockless(RunningMean):
+    letter, block = "W", "tests.kinds.running_mean:blok"
 
-        def shapes(self, model):
-            return super().shapes(model) | {"gain": (128,)}
 
-    kinds.register(Misshapen)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Misshapen, r"layers\.1\.mixer\.gain: .* \(64,\), and Misshapen.shapes says \(128,\)"),
+        (Blockless, r"Blockless.block='tests.kinds.running_mean:blok' cannot be imported"),
+    ],
+)
+def test_wrong_kind_is_named_when_its_layer_is_built(build, kind, said):
+    kinds.register(kind)
     try:
-        with pytest.raises(KindError, match=r"layers\.1\.mixer\.gain: .* \(64,\), and Misshapen.shapes says \(128,\)"):
-            build("model.pattern=MW")
-    finally:
-        kinds.unregister("W")
-
-
-def test_a_block_that_cannot_be_imported_is_named(build):
-    class Blockless(RunningMean):
-        letter, block = "W", "tests.kinds.running_mean:blok"
-
-    kinds.register(Blockless)
-    try:
-        with pytest.raises(KindError, match=r"Blockless.block='tests.kinds.running_mean:blok' cannot be imported"):
+        with pytest.raises(KindError, match=said):
             build("model.pattern=MW")
     finally:
         kinds.unregister("W")

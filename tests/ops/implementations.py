@@ -30,6 +30,14 @@ def implementation(name: str):
         yield backend
 
 
+def values_and_gradients(function, grad_y: torch.Tensor, **inputs: torch.Tensor | None) -> dict:
+    """Return what the function makes of the inputs, and the gradient of each that is there."""
+    leaves = {name: x if x is None else x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    y = function(*leaves.values())
+    y.backward(grad_y.to(y.dtype))
+    return {"y": y.detach()} | {f"gradient of {name}": x.grad for name, x in leaves.items() if x is not None}
+
+
 def assert_close(actual: dict, expected: dict, tolerance: float) -> None:
     """Each tensor is within `tolerance` of what is expected, relative to its largest entry or, as inputs are, to 1."""
     assert actual.keys() == expected.keys()

@@ -7,7 +7,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_blackmamba.formats.events import Kernels
 from megatron_blackmamba.ops import backends
 
 
@@ -127,12 +126,3 @@ def test_adam_of_installed_package_is_preferred(monkeypatch):
     assert "not fused_adam: import of transformer_engine.pytorch.optimizers" in line and "apex.optimizers" in line
     monkeypatch.setitem(sys.modules, backends.FUSED_ADAM[1], ModuleType("apex.optimizers"))
     assert "adam: fused_adam" in backends.in_use()
-
-
-def test_older_triton_is_told_with_its_version(monkeypatch):
-    triton_support = pytest.importorskip("megatron_blackmamba.ops.triton_support")
-    monkeypatch.setattr(triton_support.triton, "__version__", "3.3.1")
-    reason = triton_support.unavailable()
-    assert reason == "needs Triton 3.4 or newer, found 3.3.1"
-    line = Kernels(in_use=["gated: pytorch; not triton: too old"], problem=reason).sentence
-    assert line.startswith("WARNING: ") and reason in line and "gated: pytorch" in line

@@ -94,23 +94,6 @@ def test_bf16_rounds_only_what_goes_in_and_out(name, reset):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("at", [0, 1, 2, 15, 16, 17, 39])
-def test_nothing_crosses_a_reset(name, at):
-    tensors, options = conv_inputs(B=1, L=40)
-    options["reset_BL"] = torch.zeros(1, 40, dtype=torch.bool)
-    options["reset_BL"][0, at] = True
-    leaves = {key: tensor.clone().requires_grad_() for key, tensor in tensors.items()}
-    alone = {"x": tensors["x"][:, at:], "weight": tensors["weight"], "bias": tensors["bias"]}
-    with implementation(name) as backend:
-        y, final_window = call(leaves, options, backend)
-        y_alone, final_window_alone = call(alone, {}, backend)
-    torch.testing.assert_close(y[:, at:], y_alone)
-    torch.testing.assert_close(final_window, final_window_alone)
-    (y[:, at:].sum() + final_window.sum()).backward()
-    assert not leaves["x"].grad[:, :at].any() and not leaves["window"].grad.any()
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("cut", [1, 2, 16, 39])
 @pytest.mark.parametrize("reset", [None, "some", "all"])
 def test_two_parts_through_the_window_are_one_sequence(name, cut, reset):

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_blackmamba.ops.fp32_linear import Fp32Product, applies, fp32_linear
-from tests.ops.implementations import assert_close
+from tests.ops.implementations import assert_close, values_and_gradients
 
 
 def inputs():
@@ -11,17 +11,11 @@ def inputs():
     return [torch.randn(*shape, generator=g).bfloat16() for shape in ((60, 48), (8, 48), (60, 8))]
 
 
-def results(product, x, weight, grad):
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    y = product(x, weight)
-    y.backward(grad.to(y.dtype))
-    return {"y": y.detach(), "x": x.grad, "weight": weight.grad}
-
-
 def test_product_of_bf16_agrees_with_float64():
     x, weight, grad = inputs()
     product = lambda x, weight: Fp32Product.apply(x, weight)[0]
-    actual, exact = results(product, x, weight, grad), results(F.linear, x.double(), weight.double(), grad)
+    actual = values_and_gradients(product, grad, x=x, weight=weight)
+    exact = values_and_gradients(F.linear, grad, x=x.double(), weight=weight.double())
     assert actual["y"].dtype == torch.float32
     assert_close({"y": actual["y"]}, {"y": exact["y"]}, 1e-6)
     assert_close(actual, exact, 1e-2)

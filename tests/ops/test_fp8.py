@@ -57,11 +57,6 @@ def test_values_and_gradients_are_those_of_the_rounded_factors(product, shape):
     assert distance(*small) < 1e-2
 
 
-def test_three_bits_of_each_factor_are_kept():
-    x, weight = random(TOKENS, INPUTS, seed=0), random(OUTPUTS, INPUTS, seed=1)
-    assert 0.01 < distance(fp8.fp8_linear(x, weight), x.double() @ weight.double().T) < 0.05
-
-
 def test_batches_of_sequences_keep_their_shape():
     x, weight = random(5, 8, INPUTS, seed=0), random(OUTPUTS, INPUTS, seed=1)
     y = fp8.fp8_linear(x.transpose(0, 1), weight)

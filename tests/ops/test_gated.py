@@ -6,21 +6,13 @@ from hypothesis import strategies as st
 
 from megatron_blackmamba.ops import gated as module
 from megatron_blackmamba.ops.gated import gated
-from tests.ops.implementations import CPP, PROPERTY, assert_close, implementation
+from tests.ops.implementations import CPP, PROPERTY, assert_close, implementation, values_and_gradients
 
 
 def by_hand(gate_up, weights, activation):
     gate, up = gate_up.chunk(2, dim=-1)
     act = gate * torch.sigmoid(gate) if activation == "silu" else gate * 0.5 * (1 + torch.erf(gate / 2**0.5))
     return act * up * (1.0 if weights is None else weights[:, None])
-
-
-def values_and_gradients(function, gate_up, weights, grad_y):
-    leaves = {"gate_up": gate_up, "weights": weights}
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items() if x is not None}
-    y = function(leaves["gate_up"], leaves.get("weights"))
-    y.backward(grad_y.to(y.dtype))
-    return {"y": y.detach()} | {f"gradient of {name}": x.grad for name, x in leaves.items()}
 
 
 @pytest.mark.parametrize("name", [*CPP, "pytorch"])
@@ -40,13 +32,13 @@ def test_agrees_with_float64_in_values_and_gradients(name, tokens, hidden, scale
     grad_y = torch.randn(tokens, hidden, generator=g).to(dtype)
     weights = torch.rand(tokens, generator=g) if weighted else None
     exact = lambda x, w: by_hand(x, w, activation)
-    expected = values_and_gradients(
-        exact, gate_up.double(), None if weights is None else weights.double(), grad_y.double()
-    )
+    exactly = {"gate_up": gate_up.double(), "weights": None if weights is None else weights.double()}
+    expected = values_and_gradients(exact, grad_y.double(), **exactly)
     with implementation(name), pytest.MonkeyPatch.context() as patch:
         if name == "pytorch":
             patch.setattr(module, "why_not_cpp", lambda *_: "the test asks for PyTorch")
-        actual = values_and_gradients(lambda x, w: gated(x, activation, w), gate_up, weights, grad_y)
+        ours = lambda x, w: gated(x, activation, w)
+        actual = values_and_gradients(ours, grad_y, gate_up=gate_up, weights=weights)
     assert actual["y"].dtype == actual["gradient of gate_up"].dtype == dtype
     if tokens:
         assert_close(actual, expected, tolerance=2e-6 if dtype == torch.float32 else 2e-2)

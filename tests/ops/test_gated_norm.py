@@ -3,15 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm
-from tests.ops.implementations import assert_close
-
-
-def values_and_gradients(function, x, gate, weight, groups):
-    leaves = {"x": x, "gate": gate, "weight": weight}
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in leaves.items()}
-    y = function(*leaves.values(), groups, 1e-5)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(x.dtype))
-    return {"y": y.detach()} | {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
+from tests.ops.implementations import assert_close, values_and_gradients
 
 
 def definition(x, gate, weight, groups, eps):
@@ -25,9 +17,11 @@ def definition(x, gate, weight, groups, eps):
 )
 def test_agrees_with_float64(groups, dtype, tolerance):
     g = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(*shape, generator=g).to(dtype) for shape in ((5, 2, 12), (5, 2, 12), (12,))]
-    expected = values_and_gradients(definition, *(x.double() for x in inputs), groups)
-    actual = values_and_gradients(gated_rms_norm, *inputs, groups)
+    shapes = {"x": (5, 2, 12), "gate": (5, 2, 12), "weight": (12,)}
+    inputs = {name: torch.randn(*shape, generator=g).to(dtype) for name, shape in shapes.items()}
+    grad_y, exact = torch.randn(5, 2, 12, generator=g), {name: x.double() for name, x in inputs.items()}
+    expected = values_and_gradients(lambda *leaves: definition(*leaves, groups, 1e-5), grad_y, **exact)
+    actual = values_and_gradients(lambda *leaves: gated_rms_norm(*leaves, groups, 1e-5), grad_y, **inputs)
     assert actual["y"].dtype == dtype
     assert_close(actual, expected, tolerance)
 

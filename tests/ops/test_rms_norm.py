@@ -5,20 +5,13 @@ from hypothesis import strategies as st
 
 from megatron_blackmamba.ops import rms_norm as module
 from megatron_blackmamba.ops.rms_norm import rms_norm
-from tests.ops.implementations import CPP, PROPERTY, assert_close, implementation
+from tests.ops.implementations import CPP, PROPERTY, assert_close, implementation, values_and_gradients
 
 EPS = 1e-5
 
 
 def by_hand(x, weight):
     return x / (x.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * weight
-
-
-def values_and_gradients(function, x, weight, grad_y):
-    x, weight = x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
-    y = function(x, weight)
-    y.backward(grad_y.to(y.dtype))
-    return {"y": y.detach(), "gradient of x": x.grad, "gradient of weight": weight.grad}
 
 
 @pytest.mark.parametrize("name", [*CPP, "pytorch"])
@@ -34,11 +27,11 @@ def test_agrees_with_float64_in_values_and_gradients(name, tokens, D, scale, dty
     g = torch.Generator().manual_seed(seed)
     x, grad_y = torch.randn(tokens, D, generator=g) * scale, torch.randn(tokens, D, generator=g).to(dtype)
     weight = torch.randn(D, generator=g).to(dtype)
-    expected = values_and_gradients(by_hand, x.double(), weight.double(), grad_y.double())
+    expected = values_and_gradients(by_hand, grad_y.double(), x=x.double(), weight=weight.double())
     with implementation(name), pytest.MonkeyPatch.context() as patch:
         if name == "pytorch":
             patch.setattr(module, "why_not_cpp", lambda *_: "the test asks for PyTorch")
-        actual = values_and_gradients(lambda x, w: rms_norm(x, w, EPS), x, weight, grad_y)
+        actual = values_and_gradients(lambda x, w: rms_norm(x, w, EPS), grad_y, x=x, weight=weight)
     assert actual["y"].dtype == actual["gradient of weight"].dtype == dtype
     assert_close(actual, expected, tolerance=2e-6 if dtype == torch.float32 else 1e-2)
 
@@ -48,10 +41,10 @@ def test_threads_change_no_bit_and_strides_no_value(name, monkeypatch):
     x, weight, grad_y = torch.randn(5, 90, 48), torch.randn(48), torch.randn(5, 90, 48)
     norm = lambda x, w: rms_norm(x, w, EPS)
     with implementation(name):
-        one = values_and_gradients(norm, x, weight, grad_y)
+        one = values_and_gradients(norm, grad_y, x=x, weight=weight)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-        three = values_and_gradients(norm, x, weight, grad_y)
-        strided = values_and_gradients(norm, x.transpose(0, 1), weight, grad_y.transpose(0, 1))
+        three = values_and_gradients(norm, grad_y, x=x, weight=weight)
+        strided = values_and_gradients(norm, grad_y.transpose(0, 1), x=x.transpose(0, 1), weight=weight)
     for key, value in one.items():
         assert torch.equal(value, three[key]), key
     torch.testing.assert_close(strided["gradient of x"].transpose(0, 1), one["gradient of x"])

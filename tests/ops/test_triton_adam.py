@@ -22,8 +22,8 @@ def gradients(step, dtype=torch.float32):
 
 
 def run_adam(decoupled, shift, moments=None, by_kernel=True, dtype=torch.float32):
+    from megatron_blackmamba.engine.adam import Adam
     from megatron_blackmamba.ops import triton_adam
-    from megatron_blackmamba.runtime.adam import Adam
 
     triton_adam.CHUNK, triton_adam.BLOCK = 32, 16  # whole blocks, a masked end, several chunks
     weights = []
@@ -96,7 +96,7 @@ def test_bf16_moments_round_as_on_cpus(interpreted, shift):
 
 
 def run_wrong_gradient():
-    from megatron_blackmamba.runtime.adam import Adam
+    from megatron_blackmamba.engine.adam import Adam
 
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad_dtype = None

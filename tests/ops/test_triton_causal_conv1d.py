@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from megatron_blackmamba.ops.causal_conv1d import Inputs, reference
+from tests.ops.test_triton_selective_scan import assert_close
 
 pytestmark = pytest.mark.xdist_group("triton")
 
@@ -40,13 +41,6 @@ def triton_results(inputs, activation, tile):
 
     triton.TILE = tile  # short, so that short sequences have seams
     return results(triton.convolve, inputs, activation)
-
-
-def assert_close(actual, exact, tolerance):
-    assert actual.keys() == exact.keys()
-    for name in exact:
-        error = ((actual[name].double() - exact[name]).abs().max() / exact[name].abs().max()).item()
-        assert error < tolerance, f"{name} is off by {error:.1e} of its largest entry"
 
 
 @pytest.mark.parametrize("activation", ["silu", None])

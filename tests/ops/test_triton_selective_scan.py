@@ -201,17 +201,7 @@ def test_extreme_time_steps_neither_overflow_nor_vanish(interpreted):
     assert ((actual["ddelta"][0, :, 2].double() - tiny).abs() < 1e-4 * tiny.abs().max()).all()
 
 
-def test_inconsistent_plan_is_refused():
-    from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
-
-    with pytest.raises(ValueError, match="divide"):
-        Plan(chunk=10, steps=4)
-    with pytest.raises(ValueError, match="interval"):
-        Plan(keep=True, steps=2)
-
-
-@pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("segment", [0, 8], ids=["one pass", "segments"])
+@pytest.mark.parametrize(("segment", "keep"), [(0, True), (8, False)], ids=["one pass, kept", "segments, recomputed"])
 def test_a_chain_of_parts_replaces_start_and_end(interpreted, segment, keep):
     inputs = problem(3, 21, 5, 4)
     exact = results(reference.scan, inputs, dtype=torch.float64)

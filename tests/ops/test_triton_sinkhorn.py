@@ -7,26 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron_blackmamba.ops.sinkhorn import load_imbalance
 from tests.ops.interpreted import interpreter
+from tests.ops.test_sinkhorn import exact_choice, trained_router_logits
 
 pytestmark = pytest.mark.xdist_group("triton")
-
-
-def trained_router_logits(tokens, experts, std, seed=0):
-    """Logits as a trained router gives them: some experts are liked by everyone."""
-    g = torch.Generator().manual_seed(seed)
-    return std * (torch.randn(tokens, experts, generator=g) + torch.randn(experts, generator=g))
-
-
-def exact_choice(logits, iterations, start="balanced"):
-    """The definition, in the log domain and float64: slow, and right for any logits."""
-    X = 2.0 * logits.double()
-    column = -torch.logsumexp(X, 0) if start == "balanced" else torch.zeros_like(X[0])
-    for _ in range(iterations):
-        row = -torch.logsumexp(X + column, 1, keepdim=True)
-        column = -torch.logsumexp(X + row, 0)
-    return (X + column).argmax(1)
 
 
 def triton_choice(logits, iterations, start="balanced", one_program=True, count_E=None, temperature=2.0):
@@ -50,25 +34,23 @@ def triton_plan(logits, iterations, start, one_program):
     ("tokens", "experts", "std", "iterations", "start"),
     [
         (1000, 8, 1.0, 1, "balanced"),
-        (1000, 8, 4.0, 3, "balanced"),
         (700, 8, 2.0, 2, "uniform"),
         (300, 5, 1e4, 2, "balanced"),
         (130, 1, 1.0, 1, "balanced"),
         (1, 8, 1.0, 0, "uniform"),
         (1, 8, 1.0, 3, "uniform"),
-        (2500, 8, 16.0, 16, "balanced"),
+        (600, 8, 16.0, 16, "balanced"),
         (1025, 3, 1.0, 1, "uniform"),
         (400, 8, 1.0, 0, "balanced"),
         (200, 40, 1.0, 2, "balanced"),
         (300, 256, 1.0, 2, "balanced"),
         (1000, 8, 1e4, 5, "uniform"),
         (500, 8, 90.0, 8, "balanced"),
-        (500, 8, 90.0, 8, "uniform"),
     ],
 )
 def test_chooses_as_the_definition_does(interpreted, tokens, experts, std, iterations, start, one_program):
     logits = trained_router_logits(tokens, experts, std)
-    exact = exact_choice(logits, iterations, start)
+    exact = exact_choice(logits, iterations, start=start)
     choice, _ = interpreted(triton_choice, logits, iterations, start, one_program)
     assert choice.dtype == torch.int64
     assert (choice == exact).float().mean() > 0.995  # float32 may break a tie the other way
@@ -79,7 +61,7 @@ def test_chooses_as_the_definition_does(interpreted, tokens, experts, std, itera
 def test_plan_ranks_experts_as_the_definition(interpreted, iterations, start, one_program):
     logits = trained_router_logits(600, 8, 1.0)
     plan_TE = interpreted(triton_plan, logits, iterations, start, one_program)
-    assert (plan_TE.argmax(1) == exact_choice(logits, iterations, start)).float().mean() > 0.995
+    assert (plan_TE.argmax(1) == exact_choice(logits, iterations, start=start)).float().mean() > 0.995
     rows = (plan_TE - 2.0 / math.log(2) * logits).double()  # what is left are the offsets of the experts
     assert (rows - rows[0]).abs().max() < 1e-4
 
@@ -90,21 +72,6 @@ def test_the_temperature_scales_the_logits(interpreted, one_program):
     choice, _ = interpreted(triton_choice, logits, 2, "balanced", one_program, None, 0.5)
     assert (choice == exact_choice(logits / 4, 2)).float().mean() > 0.995
     assert (choice == exact_choice(logits, 2)).float().mean() < 0.98  # else it would prove nothing
-
-
-@pytest.mark.parametrize("one_program", [True, False])
-def test_balances_skewed_logits_at_many_iterations(interpreted, one_program):
-    logits = trained_router_logits(2048, 8, 2.0)
-    assert load_imbalance(logits.argmax(1), 8) > 1.5
-    assert load_imbalance(interpreted(triton_choice, logits, 20, "balanced", one_program)[0], 8) < 1.1
-
-
-@pytest.mark.parametrize("one_program", [True, False])
-def test_two_valued_logits_stay_finite_and_agree(interpreted, one_program):
-    g = torch.Generator().manual_seed(0)
-    logits = torch.where(torch.rand(256, 8, generator=g) < 0.5, 1e4, -1e4)
-    exact = exact_choice(logits, 2)
-    assert (interpreted(triton_choice, logits, 2, "balanced", one_program)[0] == exact).float().mean() > 0.99
 
 
 def test_two_ranks_balance_as_one_does(interpreted, tmp_path):

@@ -25,12 +25,14 @@ SHAPES = {
     "wide": ["model.pattern=MEMEE", "model.hidden_size=160", "model.expert_hidden_size=272", "model.vocab_size=768"],
     "deep": ["model.pattern=MMEMEM", "model.hidden_size=96", "model.experts=4", "training.precision=bf16"],
 }
-LAYOUTS = {
-    "alone": (1, []),
-    "ep2": (2, ["parallel.expert=2"]),
-    "tp2": (2, ["parallel.tensor=2", "parallel.expert_tensor=2"]),
-}
-MORE = {
+EP2, TP2 = ["parallel.expert=2"], ["parallel.tensor=2", "parallel.expert_tensor=2"]
+CASES = {
+    "tiny": (1, "tiny", []),
+    "wide": (1, "wide", []),
+    "wide_ep2": (2, "wide", EP2),
+    "wide_tp2": (2, "wide", TP2),
+    "deep_ep2": (2, "deep", EP2),
+    "deep_tp2": (2, "deep", TP2),
     "tp2_ep2": (4, "wide", ["parallel.tensor=2", "parallel.expert=2"]),
     "cp2": (2, "wide", ["parallel.context=2"]),
     "layers": (1, "wide", ["training.recompute=layers"]),
@@ -54,15 +56,13 @@ SHARED = ["model.shared_expert_hidden_size=96"]
 BIASED = [*TOP2, "model.router.kind=expert_bias"]
 ROUTERS = {
     "top2": (1, "wide", TOP2),
-    "top2_ep2": (2, "wide", [*TOP2, "parallel.expert=2"]),
     "shared_tp2": (2, "wide", [*SHARED, "parallel.tensor=2", "parallel.expert_tensor=2"]),
     "big_shared": (1, "wide", ["model.pattern=EE", "model.shared_expert_hidden_size=1024"]),
     "softmax": (1, "wide", [*TOP2, "model.router.kind=softmax"]),
-    "expert_bias": (1, "wide", BIASED),
     "expert_bias_ep2": (2, "deep", [*BIASED, "parallel.expert=2"]),
     "expert_choice_tp2": (2, "wide", [*TOP2, "model.router.kind=expert_choice", "parallel.tensor=2"]),
 }
-MORE |= ROUTERS
+CASES |= ROUTERS
 ONE_OF_EACH = {  # by letter, one layer in float64, where experts are plain products
     kind.letter: [
         *(f'model.pattern="{kind.letter}"', "training.precision=fp64", "data.sequence_length=64"),
@@ -78,14 +78,7 @@ COMMON = ["data.sequence_length=96", "training.micro_batch=2", "training.global_
 
 def cases() -> dict[str, tuple[int, list[str]]]:
     """Name -> ranks and overrides of the tiny run."""
-    grid = {
-        f"{shape}_{layout}": (ranks, [*COMMON, *SHAPES[shape], *overrides])
-        for shape in SHAPES
-        for layout, (ranks, overrides) in LAYOUTS.items()
-    }
-    return grid | {
-        name: (ranks, [*COMMON, *SHAPES[shape], *overrides]) for name, (ranks, shape, overrides) in MORE.items()
-    }
+    return {name: (ranks, [*COMMON, *SHAPES[shape], *overrides]) for name, (ranks, shape, overrides) in CASES.items()}
 
 
 def measure(overrides: list[str]) -> dict:

@@ -73,16 +73,6 @@ def test_experts_across_nodes_take_longer_than_within():
     assert across.waiting["expert"] > 3 * within.waiting["expert"]
 
 
-def test_recomputation_is_suggested_only_where_memory_lacks():
-    config = load("tiny", ["data.sequence_length=2048"])
-    (ample,) = layouts.suggest(config, layouts.Cluster(1, 1, H100), count=1)
-    small = H100.model_copy(update={"memory_gib": 2.57})
-    (scarce,) = layouts.suggest(config, layouts.Cluster(1, 1, small), count=1)
-    assert (ample.recompute, scarce.recompute) == ("none", "layers")
-    assert scarce.layout.micro_batch < ample.layout.micro_batch
-    assert scarce.memory_gib <= 2.57
-
-
 def test_synthetic_sources_share_the_run():
     made = estimate.make_plan(load("tiny", ["data.synthetic.sources=4"]))
     assert [source.name for source in made.sources] == [f"synthetic_{i}" for i in range(4)]

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.config.model import AttentionConfig, Mamba2Config, RouterConfig
 from megatron_blackmamba.interchange.canonical import Canonical, in_memory
+from megatron_blackmamba.settings import AttentionConfig, Mamba2Config, RouterConfig
 from tests.reference.checkpoint import Tiny
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!'-Ġ"

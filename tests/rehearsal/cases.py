@@ -25,20 +25,10 @@ LAYOUTS = {
         [*ONE, "training.precision=fp32", "optimizer.distributed=false", "training.global_batch=12"],
     ),
 }
-ARCHITECTURES = {
-    "blackmamba": Case(
-        1, "blackmamba_1.5b", ["training.micro_batch=6", "parallel.expert=1", "training.global_batch=6"]
-    ),
-    "mamba": Case(1, "mamba_343m", ["model.pattern=MMMM", "training.global_batch=6"]),
-    "transformer": Case(1, "transformer_340m", ["model.pattern=*-*-", "training.global_batch=6"]),
-    "transformer_moe": Case(
-        1, "transformer_moe_1.5b", ["model.pattern=*E*E", "parallel.expert=1", "training.global_batch=6"]
-    ),
-}
 KINDS = {
     f"kind_{kind.name.replace(' ', '_')}": Case(
         1, "blackmamba_1.5b", [*ONE, f"model.pattern={kind.letter}{kind.letter}", *ANY_KIND]
     )
     for kind in all_kinds()
 }
-CASES = LAYOUTS | ARCHITECTURES | KINDS
+CASES = LAYOUTS | KINDS

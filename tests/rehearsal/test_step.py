@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.rehearsal.requirements import why_not
 from megatron_blackmamba.config import load
+from megatron_blackmamba.engine import changes
 from megatron_blackmamba.kinds import kind_of, kinds_in
 from megatron_blackmamba.plan import gpus, memory, times
-from megatron_blackmamba.runtime import patches
 from tests.rehearsal.cases import CASES
 from tests.runtime.ranks import run_script
 
@@ -57,7 +57,7 @@ def config_of(step):
 
 
 def test_no_stand_in_for_cuda_is_installed(step):
-    for_gpus_too = {patch.name for patch in patches.PATCHES if patch.needed is not patches._without_cuda}
+    for_gpus_too = {change.name for change in changes.CHANGES if change.needed is not changes.without_cuda}
     assert set(step["patches"]) <= for_gpus_too
 
 

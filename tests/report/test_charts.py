@@ -1,13 +1,16 @@
 """The charts, read back from the SVG: positions are values, widths are shares."""
 
 import json
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from megatron_blackmamba.report import charts
+from megatron_blackmamba.report import charts, pictures
 from megatron_blackmamba.report.charts import Line, Mark
+from megatron_blackmamba.report.history import Series
 
 X0, X1 = charts.LEFT, charts.WIDTH - charts.RIGHT
 Y0, Y1 = charts.HEIGHT - charts.BOTTOM, charts.TOP  # y grows upwards
@@ -42,12 +45,6 @@ def test_curve_goes_from_corner_to_corner():
     (inner,) = (svg for svg in drawn(figure).iter("svg") if svg.get("y"))
     assert inner.get("viewBox") == f"0 {Y1} {charts.WIDTH} {Y0 - Y1}"
     assert (inner.get("y"), inner.get("height")) == (str(Y1), str(Y0 - Y1))
-
-
-def test_curve_without_zero_has_air_below():
-    (curve,) = shapes(charts.lines("loss", [Line("a", [0, 10], [2, 4])]), "polyline", "line")
-    unit = (Y0 - Y1) / 2.2
-    assert points(curve) == [(X0, round(Y0 - 0.1 * unit, 1)), (X1, round(Y0 - 2.1 * unit, 1))]
 
 
 def test_band_of_a_short_curve_is_drawn_whole():
@@ -166,3 +163,27 @@ def test_layers_are_divided_into_shares():
 )
 def test_chart_without_values_says_so(figure):
     assert set(texts(figure)) == {"nothing recorded yet"}
+
+
+# Pictures for slides.
+
+
+def test_the_legend_names_every_loss_curve():
+    axes = Figure().subplots()
+    training = Series(np.array([1, 2]), np.array([3.0, 2.0]))
+    validation = Series(np.array([2]), np.array([2.5]))
+    history = SimpleNamespace(name="run", scalars={"loss": training}, of=lambda metric: {"web": validation})
+    assert pictures._loss(history, axes)
+    named = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert named == {"training, all sources": [3.0, 2.0], "web, validation": [2.5]}
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(named)
+
+
+def test_the_mixture_is_drawn_beside_its_plan():
+    axes = Figure().subplots()
+    history = SimpleNamespace(name="run", achieved={"web": 0.6, "books": 0.4}, planned={"web": 0.5})
+    assert pictures._mixture(history, axes)
+    planned, achieved = ([bar.get_width() for bar in bars] for bars in axes.containers)
+    assert planned == [0.5, 0.0] and achieved == [0.6, 0.4]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["web", "books"]
+    assert axes.get_xlabel() == "share of the samples" and axes.get_title() == "run: mixture"

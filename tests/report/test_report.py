@@ -17,7 +17,7 @@ from megatron_blackmamba.formats.events import NotFinite, Resumed, Rewound, Slow
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import ReportError, write_report
 from megatron_blackmamba.report.charts import short, ticks
-from megatron_blackmamba.report.history import read_history, thin
+from megatron_blackmamba.report.history import thin
 from tests.pages import check_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -206,13 +206,6 @@ def test_page_of_150_000_steps_fits_5_mb(make_run):
         for step in range(1, 150_001):
             file.write(base[step % 100].replace('"step": ', f'"step": {step}, "was": ', 1) + "\n")
     assert write_report(run).stat().st_size < 5e6
-
-
-def test_incomplete_line_is_read_later(make_run):
-    run = make_run(30)
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 31, "loss": 2.')
-    assert read_history(run).last["step"] == 30
 
 
 def test_what_cannot_be_reported_on_is_explained(make_run, tmp_path):

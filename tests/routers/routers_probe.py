@@ -65,7 +65,7 @@ def exported(folder: Path) -> dict:
 
     convert.to_hf(megatron.read(folder / "unbalanced"), folder / "exported", check="none")
     model = hf.read(folder / "exported")
-    comparison = parity.check(megatron.read(folder / "unbalanced"), model, folder / "exported")
+    comparison = parity.check(megatron.read(folder / "unbalanced"), model)
     tokens_BL = torch.randint(512, (2, 12), generator=torch.Generator().manual_seed(1))
     decoder = Decoder(pack(model, torch.float32))
     state = decoder.start(2)

@@ -108,7 +108,7 @@ def test_the_tokens_of_each_expert_are_counted(kind, registered, build):
     registered(type("Choosy", (Unbalanced,), {"name": "choosy", "choose": choose, **few}))
     model = build("model.pattern=E", "model.top_k=2", f"model.router.kind={kind}")
     router = model.decoder.layers[0].mixer.router
-    _, chosen_TE = router.train()(torch.randn(6, 4, 64))
+    _, chosen_TE = router.train()(torch.randn(6, 4, 64)).as_map()
     assert router.tokens_E.tolist() == chosen_TE.sum(0).tolist() and chosen_TE.any()
 
 
@@ -133,6 +133,12 @@ def test_a_key_that_no_section_has_is_refused(registered):
     for overrides in ([], ["model.router.noise=2"]):
         with pytest.raises(KindError, match=r"Noisy.keys names 'noise', but the config has no key model.router.noise"):
             load("tiny", overrides)
+
+
+def test_a_choice_that_modeling_files_lack_is_not_exported(registered):
+    registered(type("Own", (Unbalanced,), {"name": "own", "selecting": lambda self, logits_TE, at: -logits_TE}))
+    with pytest.raises(ConfigError, match=r"cannot export this model: the modeling files have no class for .*=own"):
+        load("tiny", ["model.router.kind=own", "checkpoint.export_every=5"])
 
 
 def test_registry_refuses_taken_names():

@@ -31,14 +31,6 @@ def test_another_process_gets_other_ports(monkeypatch):
         other.communicate("\n")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has names without a file")
-def test_a_refused_claim_closes_its_socket():
-    port = ports.free_port()
-    with pytest.raises(OSError) as refused:
-        ports._claim(port)
-    assert refused.traceback[-1].locals["claim"].fileno() == -1
-
-
 class InOrder:
     """A random generator that always tries the lowest port first."""
 

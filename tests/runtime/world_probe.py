@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.config import ParallelConfig
-from megatron_blackmamba.runtime import layout, patches, seeding, world
+from megatron_blackmamba.engine import changes
+from megatron_blackmamba.runtime import layout, seeding, world
 from tests.runtime.ranks import fork_ranks
 
 CUDA_SETTINGS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -96,7 +97,7 @@ def fail_on_one() -> None:
 
 def main(scenario: str) -> None:
     if scenario == "forked":
-        patches.install()
+        changes.install()
         answers = {
             "square": fork_ranks(4, four_in_a_square),
             "alone": fork_ranks(1, twice_alone, alone=True),

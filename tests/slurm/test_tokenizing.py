@@ -23,7 +23,7 @@ def write_corpus(folder: Path, files: int = 5) -> list[Path]:
 
 def test_job_array_makes_the_shards_of_one_machine(slurm, tmp_path):
     corpus = write_corpus(tmp_path)
-    tool = [sys.executable, "-m", "data_tools.tokenization", *map(str, corpus), "--shard-size", "1KB"]
+    tool = [sys.executable, "-m", "data_tools", *map(str, corpus), "--shard-size", "1KB"]
     alone = tmp_path / "alone"
     slurm.run(*tool[:-2], alone, "--train-tokenizer", "300", *tool[-2:], cwd=REPOSITORY)
     together = tmp_path / "together"

@@ -27,7 +27,7 @@ from megatron_blackmamba.report.overview import overviews
 from megatron_blackmamba.report.page import loss as drawn_loss
 from megatron_blackmamba.trace.documents import Tracer
 from megatron_blackmamba.trace.steps import TraceError
-from megatron_blackmamba.training.start.begins import beginning
+from megatron_blackmamba.training.branch import beginning
 from tests.data.corpus import write_mixture, write_shard
 from tests.reference.training import train
 from tests.runtime.ranks import fork_script

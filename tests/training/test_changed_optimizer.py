@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_blackmamba.config import ParallelConfig, load
-from megatron_blackmamba.config.run import OptimizerConfig
 from megatron_blackmamba.runtime import world
+from megatron_blackmamba.settings import OptimizerConfig
 from megatron_blackmamba.training.start.resume import ResumeError, refuse_changes
 from tests.training.short_runs import BEFORE, KINDS, Run
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from megatron_blackmamba.formats.events import GaveUp, NotFinite, NotRewound, Rewound, Spike
+from megatron_blackmamba.formats.events import GaveUp, NotFinite, NotRewound, Rewound
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from tests.training.faults import BAD_SAMPLE
@@ -25,20 +25,6 @@ def test_undisturbed_run_records_every_step_once(undisturbed):
     assert sum(undisturbed[-5:]) < 0.8 * sum(undisturbed[:5])
 
 
-@pytest.mark.parametrize("fault", ["NaN", "NaNGradient"])
-def test_nan_micro_batch_costs_only_its_step(forks, tmp_path, undisturbed, fault):
-    job = forks.run(tmp_path, ON_TWO, trainer=fault)
-    assert job.wait() == [0, 0], job.output()
-    records = metrics(tmp_path)
-    assert [record["step"] for record in records] == list(range(1, 31))
-    assert [record["step"] for record in records if record["skipped"]] == [BAD_STEP]
-    bad = records[BAD_STEP - 1]
-    assert (bad["loss"] is None) == (fault == "NaN") and bad["grad_norm"] is None
-    assert [record["loss"] for record in records[: BAD_STEP - 1]] == undisturbed[: BAD_STEP - 1]
-    assert all(record["loss"] is not None and record["loss"] < 5 for record in records[BAD_STEP:])
-    assert f"step {BAD_STEP}: " in log(tmp_path) and BATCH in log(tmp_path)
-
-
 def test_persistent_nan_stops_the_run_with_sample_ids(forks, tmp_path):
     job = forks.run(tmp_path, [*ON_TWO, "training.guard.max_bad_steps=3"], trainer="OnlyNaN")
     assert job.wait() == [65, 65]
@@ -48,14 +34,6 @@ def test_persistent_nan_stops_the_run_with_sample_ids(forks, tmp_path):
     assert events_of(tmp_path)[-1] == GaveUp(step=BAD_STEP + 2, saved=False)
     run = RunFolder(tmp_path / "run")
     assert not run.done.exists() and not run.requeue.exists() and not run.checkpoint(BAD_STEP + 2).exists()
-
-
-def test_spike_is_reported_and_training_continues_with_warn(forks, tmp_path):
-    job = forks.run(tmp_path, [*SPIKES, "training.guard.spike=warn"], trainer="Spike")
-    assert job.wait() == [0, 0], job.output()
-    assert not any(record["skipped"] for record in metrics(tmp_path))
-    assert f"step {BAD_STEP}: a spike" in log(tmp_path)
-    assert [(event.step, event.action) for event in events_of(tmp_path, Spike)] == [(BAD_STEP, "apply")]
 
 
 def test_spike_is_skipped_with_skip(forks, tmp_path, undisturbed):

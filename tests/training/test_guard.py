@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_blackmamba.config.run import GuardConfig
+from megatron_blackmamba.settings import GuardConfig
 from megatron_blackmamba.training.watch.guard import Action, Guard
 
 
@@ -50,19 +50,6 @@ def test_noise_drift_and_falling_losses_are_no_spikes():
     curve = [6.0 * 0.98**i + 0.05 * math.sin(7 * i) for i in range(200)]
     assert all(judged(guard, loss).action is Action.APPLY for loss in curve)
     assert judged(guard, curve[-1] - 3).action is Action.APPLY  # a sudden fall is no spike either
-
-
-def test_rounding_on_a_flat_curve_is_no_spike():
-    assert judged(guard_that_saw([2.0] * 50, spike="skip"), 2.0001).action is Action.APPLY
-
-
-def test_without_history_nothing_is_a_spike():
-    assert judged(guard_that_saw([2.0] * 3, spike="skip"), 50.0).action is Action.APPLY
-
-
-def test_skipped_losses_do_not_move_their_median():
-    guard = guard_that_saw(STEADY, spike="skip", spike_window=8, max_spikes=100)
-    assert all(judged(guard, 9.0).action is Action.SKIP for _ in range(30))
 
 
 def noise(seed, steps):
@@ -188,14 +175,6 @@ def test_the_window_slides():
     assert judged(guard_that_saw(old + new, spike="skip", spike_window=48), 4.0).action is Action.APPLY
 
 
-def test_a_restored_window_slides_too():
-    guard = Guard(GuardConfig(spike="skip", spike_window=8))
-    guard.restore({"losses": [6.0, 6.1] * 4, "bad_in_a_row": 0, "spikes_in_a_row": 0, "skipped": 0})
-    for loss in [2.0, 2.1] * 4:
-        judged(guard, loss)
-    assert len(guard.losses) == 8 and judged(guard, 4.0).action is Action.SKIP
-
-
 def test_eight_losses_are_enough_to_judge_by():
     assert judged(guard_that_saw([2.0] * 7, spike="skip"), 50.0).action is Action.APPLY
     assert judged(guard_that_saw([2.0] * 8, spike="skip"), 50.0).action is Action.SKIP
@@ -235,13 +214,6 @@ def test_spikes_counted_before_a_checkpoint_count_after_it():
     resumed = Guard(GuardConfig(spike="skip", max_spikes=2))
     resumed.restore(guard.state())
     assert "a new level" in judged(resumed, 9.0).reason
-
-
-def test_bad_step_count_survives_a_checkpoint():
-    guard = guard_that_saw([*STEADY, math.nan], max_bad_steps=2)
-    resumed = Guard(GuardConfig(max_bad_steps=2))
-    resumed.restore(guard.state())
-    assert judged(resumed, math.nan).action is Action.STOP and resumed.skipped == 2
 
 
 def test_disabled_guard_still_refuses_non_finite_values():

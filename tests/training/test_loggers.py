@@ -9,11 +9,14 @@ import pytest
 import yaml
 
 from megatron_blackmamba.config import load
-from megatron_blackmamba.formats.events import Resumed, Saved, Spike, parse_line, read_events
+from megatron_blackmamba.formats.events import Resumed, Saved, Spike, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.training.record import loggers as module
+from megatron_blackmamba.training.record.journal import Journal
 from megatron_blackmamba.training.record.line_file import LineFile
-from megatron_blackmamba.training.record.loggers import EventsFile, Loggers, LoggingError, LogText, MetricsFile
+from megatron_blackmamba.training.record.logger import Logger
+from megatron_blackmamba.training.record.loggers import EventsFile, LoggingError, LogText, MetricsFile
+from megatron_blackmamba.training.record.tensorboard import TensorBoard
 from tests.training.test_metrics import metrics
 
 
@@ -33,14 +36,6 @@ def test_resuming_at_a_step_leaves_every_step_once(tmp_path):
     assert steps_in(path) == list(range(1, 10))
 
 
-def test_truncated_line_is_not_continued_by_another(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(metrics(1).to_json() + "\n" + metrics(2).to_json()[:50])
-    resumed = MetricsFile(path)
-    resumed.step(metrics(2))
-    assert steps_in(path) == [1, 2]
-
-
 def test_a_very_long_torn_line_is_removed_too(tmp_path):
     path = tmp_path / "lines"
     path.write_bytes(b"whole\n" + b"x" * 200_000)
@@ -54,28 +49,6 @@ def test_restart_before_the_first_checkpoint_empties_the_file(tmp_path):
     file.rewind(0)
     file.step(metrics(1))
     assert steps_in(tmp_path / "metrics.jsonl") == [1]
-
-
-def test_lines_refused_by_full_disk_are_written_later(tmp_path):
-    """A file size limit of the process's own stands for the full disk: writes end halfway through a line, then fail."""
-    program = f"""
-import resource, signal, sys
-sys.path.insert(0, {os.getcwd()!r})
-from megatron_blackmamba.training.record.line_file import LineFile
-from pathlib import Path
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (95, hard))
-file = LineFile(Path({str(tmp_path / "lines")!r}))
-for i in range(20):
-    file.write(f"line {{i:03}}")
-assert Path({str(tmp_path / "lines")!r}).stat().st_size == 90
-resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-file.write("line 020")
-file.close()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-    assert (tmp_path / "lines").read_text().splitlines() == [f"line {i:03}" for i in range(21)]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +98,7 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.events import LoggingProblem
 from megatron_blackmamba.training.record import loggers
+from megatron_blackmamba.training.record.journal import Journal
 from megatron_blackmamba.training.record import line_file
 from tests.training.test_metrics import metrics
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -171,8 +145,8 @@ def test_end_says_which_lines_are_missing(tmp_path):
         """
 line_file.LAST_SECONDS = 0.3
 run = RunFolder(folder / "run")
-both = loggers.Loggers.for_run(load("tiny", ["logging.tensorboard=false"]), run, first_rank=True)
-both.step(metrics(1)); both.event(LoggingProblem(problem="x" * 1000))
+both = Journal(load("tiny", ["logging.tensorboard=false"]), run)
+both.step(metrics(1)); both.event(LoggingProblem(problem="x" * 1000), 1)
 limit(run.metrics.stat().st_size + 100)
 for step in range(2, 16): both.step(metrics(step))
 both.close()
@@ -188,7 +162,7 @@ def test_optional_logger_that_cannot_start_is_off(tmp_path):
     run.root.mkdir()
     run.tensorboard.write_text("not a folder")
     config = load("tiny", ["logging.tensorboard=true"])
-    loggers = Loggers.for_run(config, run, first_rank=True)
+    loggers = Journal(config, run)
     loggers.step(metrics(1))
     loggers.close()
     assert "TensorBoard failed and is off from here on" in run.log.read_text() and steps_in(run.metrics) == [1]
@@ -203,7 +177,7 @@ def test_tensorboard_gets_all_steps_after_a_full_disk(tmp_path):
 from megatron_blackmamba.training.record import tensorboard
 tensorboard.FLUSH_SECONDS = tensorboard.RETRY_SECONDS = 0
 run = RunFolder(folder / "run")
-both = loggers.Loggers.for_run(load("tiny"), run, first_rank=True)
+both = Journal(load("tiny"), run)
 both.step(metrics(1)); limit(100)
 for step in range(2, 100): both.step(metrics(step))
 limit()
@@ -225,7 +199,7 @@ def test_waiting_records_are_visible_from_outside(tmp_path):
         tmp_path,
         """
 run = RunFolder(folder)
-both = loggers.Loggers.for_run(load("tiny", ["logging.tensorboard=false"]), run, first_rank=True)
+both = Journal(load("tiny", ["logging.tensorboard=false"]), run)
 both.step(metrics(1)); limit(300)
 print([path.name for path in run.waiting()])
 for step in range(2, 4): both.step(metrics(step))
@@ -264,7 +238,7 @@ def test_other_threads_still_report_their_failures(tmp_path):
         tmp_path,
         """
 import threading
-loggers.Loggers.for_run(load("tiny"), RunFolder(folder / "run"), first_rank=True).close()
+Journal(load("tiny"), RunFolder(folder / "run")).close()
 thread = threading.Thread(target=lambda: 1 / 0)
 thread.start()
 thread.join()
@@ -317,27 +291,10 @@ def test_damaged_line_of_events_is_set_aside(tmp_path, bad):
     assert (tmp_path / "events.jsonl.damaged").read_bytes() == bad
 
 
-def test_events_wait_for_a_full_disk(tmp_path):
-    limited(
-        tmp_path,
-        """
-from datetime import datetime
-from megatron_blackmamba.formats.events import Saved
-file = loggers.EventsFile(folder / "events.jsonl")
-limit(200)
-for step in range(1, 11): file.event(Saved(step=step), datetime.now())
-limit(); file.step(metrics(11))
-import os; os._exit(0)
-""",
-    )
-    lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
-    assert [parse_line(line)["step"] for line in lines] == list(range(1, 11))
-
-
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = module.TensorBoard(tmp_path, load("tiny"))
+    board = TensorBoard(tmp_path, load("tiny"))
     for step in (1, 2, 3):
         board.step(metrics(step, loss=float(step)))
     board.rewind(1)
@@ -351,20 +308,21 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 
 
 def test_failing_logger_is_disabled_and_training_continues(tmp_path):
-    class Broken:
-        def step(self, metrics):
+    class Broken(Logger):
+        def step(self, record):
             raise OSError("no space left on device")
 
-    log = LogText(tmp_path / "log.txt")
-    both = Loggers([log], [Broken()])
+    run = RunFolder(tmp_path)
+    both = Journal(load("tiny", ["logging.tensorboard=false"]), run)
+    both._optional.append(Broken())
     both.step(metrics(1))
     both.step(metrics(2))
-    text = (tmp_path / "log.txt").read_text()
+    text = run.log.read_text()
     assert text.count("Broken failed") == 1 and "no space left" in text and "step 2" in text
 
 
 def test_only_the_first_rank_writes(tmp_path):
-    loggers = Loggers.for_run(load("tiny"), RunFolder(tmp_path / "run"), first_rank=False)
+    loggers = Journal(load("tiny"), RunFolder(tmp_path / "run"), rank=1, ranks=2)
     loggers.step(metrics(1))
     loggers.close()
     assert not (tmp_path / "run").exists()
@@ -374,7 +332,7 @@ def test_missing_wandb_is_refused_with_an_install_command(tmp_path, monkeypatch)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     config = load("tiny", ["logging.wandb=offline", "logging.tensorboard=false"])
     with pytest.raises(LoggingError, match=r"pip install .*wandb"):
-        Loggers.for_run(config, RunFolder(tmp_path), first_rank=True)
+        Journal(config, RunFolder(tmp_path))
 
 
 def test_wandb_offline_records_one_run_across_resumes(tmp_path):

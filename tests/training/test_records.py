@@ -50,14 +50,6 @@ def test_run_whose_folder_another_took_stops(waiting):
     assert not run.latest.exists()
 
 
-def test_removed_lock_is_taken_again(tmp_path):
-    lock = Lock(tmp_path / "lock")
-    assert not lock.restore()
-    lock.path.unlink()
-    assert lock.restore() and lock.path.exists() and not lock.restore()
-    lock.release()
-
-
 def test_lines_continue_in_new_file_if_theirs_is_removed(tmp_path):
     said = []
     lines = LineFile(tmp_path / "x" / "lines", said.append)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.config import load
-from tests.checkpoint.release import RELEASED, digests, keep
+from tests.checkpoint.release import RELEASED, digests
 from tests.training.runs import log, losses
 
 pytestmark = pytest.mark.xdist_group("forks")
@@ -48,13 +48,3 @@ def test_released_run_resumes_with_equal_losses(forks, checkpoint, found, tmp_pa
     assert job.wait() == [0], job.output()
     assert "resumes after step 5" in log(tmp_path)
     assert losses(tmp_path) == pytest.approx(found["losses_after"], abs=1e-4)
-
-
-def test_this_version_can_be_kept_for_later_ones(tmp_path):
-    keep(tmp_path, "new")
-    found = json.loads((tmp_path / "new.json").read_text())
-    with tarfile.open(tmp_path / "new.tar.xz") as archive:
-        archive.extractall(tmp_path)
-    assert len(found["losses_after"]) == 5
-    assert digests(tmp_path / "step_00000005") == found["weights"]
-    assert (tmp_path / "new.tar.xz").stat().st_size < 100_000

@@ -30,12 +30,6 @@ def test_any_flipped_bit_changes_the_fingerprint(dtype, size, place, bit):
     assert fingerprint(x) == fingerprint(x.clone()) != fingerprint(y)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_changed_sign_changes_the_fingerprint(dtype):
-    x = torch.ones(3, dtype=dtype)
-    assert fingerprint(x) != fingerprint(torch.tensor([1.0, -1.0, 1.0], dtype=dtype))
-
-
 def test_exchanged_rows_change_the_fingerprint():
     x = torch.randn(4, 1024)
     assert fingerprint(x) != fingerprint(x[[1, 0, 2, 3]])

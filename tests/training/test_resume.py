@@ -8,7 +8,7 @@ import pytest
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import STATE
 from megatron_blackmamba.config import from_saved, keys, load, to_saved
-from megatron_blackmamba.training.start.branch import may_differ
+from megatron_blackmamba.training.branch import may_differ
 from megatron_blackmamba.training.start.resume import (
     ResumeError,
     refuse_changes,
@@ -30,12 +30,8 @@ def resumed(*overrides):
     "override, old, new",
     [
         ("model.hidden_size=128", "64", "128"),
-        ("model.router.iterations=3", "1", "3"),
-        ("data.sequence_length=256", "128", "256"),
-        ("data.seed=7", "1234", "7"),
         ("data.synthetic.order=1", "2", "1"),
         ("training.precision=bf16", "fp32", "bf16"),
-        ("training.seed=7", "1234", "7"),
         ("optimizer.distributed=false", "True", "False"),
     ],
 )
@@ -72,7 +68,8 @@ RULES = {
             "model.conv_kernel",
         ),
         *("model.expand", "model.dt_rank", "model.experts", "model.top_k", "model.expert_hidden_size"),
-        *("model.mlp_hidden_size", "model.activation", "model.norm_eps", "model.tie_embeddings", "model.eod_reset"),
+        *("model.mlp_hidden_size", "model.activation", "model.final_norm", "model.norm_eps"),
+        *("model.tie_embeddings", "model.eod_reset"),
         *("model.router.kind", "model.router.iterations", "model.router.temperature", "model.router.start"),
         *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
         *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
@@ -140,29 +137,6 @@ def test_allowing_a_section_allows_only_its_keys():
     assert len(resumed(*changes)) == 2
     with pytest.raises(ResumeError, match=r"training\.tokens"):
         resumed(*changes, "training.tokens=4096000")
-
-
-def test_what_is_fixed_cannot_be_allowed():
-    with pytest.raises(ResumeError, match=r"model\.hidden_size"):
-        resumed("model.hidden_size=128", "resume.allow=[model.hidden_size]")
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "parallel.expert=2",
-        "training.recompute=layers",
-        "training.evaluate_every=7",
-        "training.guard.spike=rewind",
-        "checkpoint.every=3",
-        "training.stop_after_steps=60",
-        "kernels.scan=reference",
-        "kernels.linear=te",
-        "logging.tensorboard=false",
-    ],
-)
-def test_layout_logging_and_saving_may_change_freely(override):
-    assert resumed(override) == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_blackmamba.config import load
-from megatron_blackmamba.training.record.speed import Utilisation, known_gpu, memory_bytes
+from megatron_blackmamba.training.watch.speed import Utilisation, known_gpu, memory_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,13 @@
 """Ranks that stay slow are named."""
 
 import socket
-import time
 
 import pytest
-import torch
 
-from megatron_blackmamba.config.run import GuardConfig
 from megatron_blackmamba.formats.events import SlowRank
+from megatron_blackmamba.settings import GuardConfig
 from megatron_blackmamba.training.watch.ranks import Ranks
-from megatron_blackmamba.training.watch.stragglers import Slowest, Stragglers, _now, slowest
+from megatron_blackmamba.training.watch.stragglers import Slowest, Stragglers, slowest
 from tests.training.runs import ON_TWO, events_of, log, metrics
 
 NOTHING = [0.0] * 4
@@ -38,13 +36,6 @@ def test_a_few_slow_steps_name_nobody():
     assert said(found, 4, [9.0, 1.0, 1.0, 1.0]) + said(found, 6, [1.0] * 4) == []
 
 
-def test_a_window_is_judged_on_its_own():
-    found = stragglers(steps=4)
-    assert said(found, 3, [9.0, 1.0, 1.0, 1.0]) == []
-    assert len(said(found, 1, [9.0, 1.0, 1.0, 1.0])) == 1
-    assert said(found, 4, [1.0] * 4) == ["rank 0 (a) is no longer slow"]
-
-
 def test_a_rank_that_waits_for_data_is_named():
     (line,) = said(stragglers(), 10, [1.0] * 4, [0.0, 0.6, 0.0, 0.01])
     assert line.startswith("rank 1 (a) is slow: it waits 0.590 s a step longer for data")
@@ -67,9 +58,3 @@ def test_slow_rank_is_named_in_log_and_events(forks, tmp_path):
     records = metrics(tmp_path)
     assert {record["speed/slowest_rank"] for record in records} == {1}
     assert {record["speed/slowest_over_median"] for record in records} == {11}
-
-
-def test_layers_are_timed_by_the_wall_clock():
-    begun = time.perf_counter()
-    taken = _now(torch.zeros(1))
-    assert begun <= taken <= time.perf_counter()

@@ -34,12 +34,32 @@ def test_balanced_validation_routes_as_in_training(place, tmp_path):
     assert all(module.training for module in run.trainable.model.modules())
 
 
-def test_the_watchdog_hears_of_every_source(monkeypatch):
-    data = SimpleNamespace(validation={"web": None, "books": None}, source_names=["web", "code", "books"])
-    monkeypatch.setattr(validation, "_of_source", lambda config, world, data, step, source, *_: float(source))
-    heard = []
-    assert validation.validate(None, None, data, None, heard.append) == {"books": 2.0, "web": 0.0}
-    assert heard == ["validation on books", "validation on web"]
+class Held(list):
+    """Samples of which some tokens do not count, more of them in each."""
+
+    def __init__(self, count, length):
+        random = torch.Generator().manual_seed(1)
+        for number in range(count):
+            tokens = torch.randint(32, (length + 1,), generator=random)
+            counts = (torch.arange(length) >= number).float()
+            self.append({"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": counts})
+
+
+def test_every_token_counts_alike(place, tmp_path):
+    """Two full batches and half of a third, which is filled up with samples that do not count."""
+    run, held = Run(place, tmp_path, "whole", "model.init.std=0.5"), Held(5, 16)
+    data, heard = SimpleNamespace(validation={"web": held}, source_names=["code", "web"]), []
+    run.step.sources = 2
+    found = validation.validate(run.config, place, data, run.step, heard.append)
+    assert heard == ["validation on web"]
+    model = run.trainable.model.eval()
+    tokens_BS, labels_BS, mask_BS = (torch.stack([s[key] for s in held]) for key in ("tokens", "labels", "loss_mask"))
+    with torch.no_grad():
+        losses_BS = model(tokens_BS, labels_BS)
+    assert found == {"web": pytest.approx(float((losses_BS * mask_BS).sum() / mask_BS.sum()), rel=1e-5)}
+    batches = [slice(first, first + 2) for first in (0, 2, 4)]
+    unweighted = [(losses_BS * mask_BS)[of].sum() / mask_BS[of].sum() for of in batches]
+    assert abs(sum(unweighted) / 3 - found["web"]) > 1e-3
 
 
 def test_weights_are_gathered_before_validation(monkeypatch):

@@ -57,7 +57,7 @@ def scan(
 
     z_gradient: Returns the tensor for the gradient of its argument, z.
     """
-    plan = plan or plan_for(inputs.u_BLI, inputs.A_IN.shape[1], keep_states)
+    plan = plan or plan_for(inputs.u_BLI, inputs.A_IN.shape[1], keep_states, scan)
     return _Scan.apply(plan, chain, z_gradient, *inputs)
 
 

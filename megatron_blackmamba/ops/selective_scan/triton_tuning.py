@@ -56,23 +56,27 @@ class Plan:
         return triton.cdiv(L, self.segment) if self.segment else 1
 
 
-def plan_for(u_BLI: Tensor, N: int, keep: bool) -> Plan:
-    """Return the plan for inputs like u: cached, measured now if requested, or by the rule."""
+Scan = Callable[[Inputs, Plan], tuple[Tensor, Tensor]]
+"""The scan under a plan."""
+
+
+def plan_for(u_BLI: Tensor, N: int, keep: bool, scan: Scan) -> Plan:
+    """Return the plan for inputs like u: cached, measured with `scan` now if requested, or by the rule."""
     B, L, I = u_BLI.shape
     if not u_BLI.is_cuda:
         return rule(B, L, I, keep=keep)
-    return _plan_on(u_BLI.device, B, L, I, N, u_BLI.dtype, keep)
+    return _plan_on(u_BLI.device, B, L, I, N, u_BLI.dtype, keep, scan)
 
 
 @cache
-def _plan_on(device: torch.device, B: int, L: int, I: int, N: int, dtype: torch.dtype, keep: bool) -> Plan:
+def _plan_on(device: torch.device, B: int, L: int, I: int, N: int, dtype: torch.dtype, keep: bool, scan: Scan) -> Plan:
     properties = torch.cuda.get_device_properties(device)
     key = (properties.name, triton.__version__, B, L, I, N, str(dtype), keep)
     if plan := recall(key):
         return plan
     plan = rule(B, L, I, properties.multi_processor_count, properties.major, keep)
     if os.environ.get("BLACKMAMBA_TRITON_TUNE") == "1":
-        plan = fastest(candidates(plan, B, L), _training_step(device, B, L, I, N, dtype))
+        plan = fastest(candidates(plan, B, L), _training_step(scan, device, B, L, I, N, dtype))
         remember(key, plan)
     return plan
 
@@ -125,9 +129,9 @@ def fastest(plans: Iterator[Plan], milliseconds: Callable[[Plan], float]) -> Pla
     return min(plans, key=milliseconds)
 
 
-def _training_step(device: torch.device, B: int, L: int, I: int, N: int, dtype: torch.dtype) -> Callable[[Plan], float]:
-    from megatron_blackmamba.ops.selective_scan.triton import scan
-
+def _training_step(
+    scan: Scan, device: torch.device, B: int, L: int, I: int, N: int, dtype: torch.dtype
+) -> Callable[[Plan], float]:
     def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype).requires_grad_()
 

@@ -28,14 +28,8 @@ class ExportChecks:
         if self._process is not None and self._process.poll() is not None:
             self._finish()
         if self._process is None and self._waiting:
-            words = [
-                "-m",
-                "megatron_blackmamba",
-                "verify",
-                str(self._folder.export(self._waiting[0])),
-                "--check",
-                self._how,
-            ]
+            export = str(self._folder.export(self._waiting[0]))
+            words = ["-m", "megatron_blackmamba", "verify", export, "--check", self._how]
             self._process = subprocess.Popen(
                 ["nice", "-n", "19", sys.executable, *words],
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},

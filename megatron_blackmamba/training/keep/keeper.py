@@ -1,15 +1,15 @@
 """All that keeps a run, as one: its locked folder with the checkpoints, the exports, the records and the markers."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba import __version__
 from megatron_blackmamba.checkpoint import Checkpoints
 from megatron_blackmamba.checkpoint.reading import saved_config
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.data import DataPlan
-from megatron_blackmamba.formats import branches
+from megatron_blackmamba.formats import atomic, branches
 from megatron_blackmamba.formats.events import Event, LoggingProblem
 from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -17,9 +17,10 @@ from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.keep.export_checks import ExportChecks
 from megatron_blackmamba.training.keep.exporting import Exporter
 from megatron_blackmamba.training.keep.lock import Lock
-from megatron_blackmamba.training.keep.records import Records, contents
+from megatron_blackmamba.training.keep.records import contents
 from megatron_blackmamba.training.keep.saving import Saver
 from megatron_blackmamba.training.step.optimizer import Trainable
+from megatron_blackmamba.version import __version__
 
 
 class Keeper:
@@ -45,8 +46,8 @@ class Keeper:
         self.folder = folder = RunFolder(Path(config.folder) / config.name)
         self._config, self._world, self._model = config, world, trainable.model
         self._run_state, self._report, self._alive = state, report, alive
-        self.mixture = mixture
-        self._records: Records | None = None
+        self._mixture = mixture
+        self._records: dict[Path, bytes] = {}
         self._checkpoints = Checkpoints(folder, config, world, trainable.model, trainable.optimizer, report, alive)
         self._saver = Saver(config.checkpoint, self._checkpoints, self._state, report)
         checks = ExportChecks(config.checkpoint.export_check if world.is_main else "none", folder, report)
@@ -90,37 +91,33 @@ class Keeper:
         if self._lock:
             for marker in (self.folder.requeue, self.folder.done, self.folder.failed):
                 marker.unlink(missing_ok=True)
-            self._records = Records(self._lock, contents(self.folder, self._config, data, self.mixture))
-            self._records.write()
+            self._records = contents(self.folder, self._config, data, self._mixture)
+            for path, content in self._records.items():  # over those of an earlier start
+                atomic.write_bytes(path, content)
 
     def after_step(self, step: int, good: bool = True) -> None:
         """Save and export what is due. What is due at a bad step waits for the next good one."""
         for each in (self._saver, self._exporter):
             (each.after_step if good else each.postpone)(step)
 
-    def wait(self) -> None:
-        """Wait for the save under way."""
-        self._saver.wait()
-
     def settled(self) -> int | None:
         """Finish the save under way, and return the newest checkpoint."""
         return self._saver.settled()
 
-    def last(self, step: int) -> bool:
-        """Save the last step of this job, and return whether it is on disk."""
-        return self._saver.last(step)
+    def last(self, step: int, wanted: bool) -> bool:
+        """Finish the save under way, then save the last step of this job if wanted; return whether it is on disk."""
+        self._saver.wait()
+        return wanted and (step == 0 or self._saver.last(step))
 
     @property
     def another_start_may_save(self) -> bool:
         """Return whether it was the disk that refused the last step, not the weights."""
         return self._saver.last_failed
 
-    def export_last(self, step: int) -> None:
-        """Export the last step of the run, unless that has happened."""
-        self._exporter.last(step)
-
-    def stop(self, finish: bool = False) -> None:
-        """Drop the checks of exports, or finish them."""
+    def close(self, finish: bool = False, export: int | None = None) -> None:
+        """Export the last step of the run if it is not, then finish the checks of exports, or drop them."""
+        if export is not None:
+            self._exporter.last(export)
         self._exporter.close(finish)
 
     def mark(self, done: bool, requeue: bool) -> None:
@@ -134,9 +131,21 @@ class Keeper:
             self._lock.discard() if leave_no_trace else self._lock.release()
 
     def _state(self) -> dict[str, Any]:
-        if self._records and (restored := self._records.restore()):
-            self._report(LoggingProblem(problem=restored))
+        self._restore_records()
         return self._run_state()
+
+    def _restore_records(self) -> None:
+        """Write again what was removed. Raise RunInUse if another job has taken the folder since the lock was."""
+        names = []
+        with contextlib.suppress(OSError):  # a full disk: the next save tries again
+            if self._records and self._lock and self._lock.restore():
+                names.append(self._lock.path.name)
+            for path in [path for path in self._records if not path.exists()]:
+                atomic.write_bytes(path, self._records[path])
+                names.append(path.name)
+        if names:
+            removed = f"{self.folder.root}: {', '.join(names)} had been removed and is written again"
+            self._report(LoggingProblem(problem=removed))
 
     def _export(self, step: int) -> None:
         """Write the weights as they are as a Hugging Face model, every rank its part."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_blackmamba.checkpoint import Checkpoints, NotFiniteError, SaveError
-from megatron_blackmamba.config.run import CheckpointConfig
 from megatron_blackmamba.formats.events import Event, NotSaved, Saved
+from megatron_blackmamba.settings import CheckpointConfig
 
 State = Callable[[], dict[str, Any]]
 LAST_ATTEMPTS = 6

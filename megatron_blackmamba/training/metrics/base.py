@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from megatron_blackmamba.config import RunConfig
     from megatron_blackmamba.data import DataPlan
     from megatron_blackmamba.model import LanguageModel
-    from megatron_blackmamba.training.record.speed import Utilisation
     from megatron_blackmamba.training.step.optimizer import Trainable
     from megatron_blackmamba.training.step.progress import Progress
     from megatron_blackmamba.training.step.step import Losses, Update
+    from megatron_blackmamba.training.watch.speed import Utilisation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,11 @@ class Taken:
         """This rank's parts of the weights, updated. Each part of a weight is on one rank, whatever the layout."""
         from megatron_blackmamba.model.initialise import shards
 
+        from megatron.core.dist_checkpointing.mapping import is_main_replica
+
         buffers = dict(self.model.named_buffers())
         found = (shard for shard in shards(self.model.sharded_state_dict()) if shard.key not in buffers)
-        return [shard.data.detach() for shard in found if not any(_as_tuple(shard.replica_id))]
+        return [shard.data.detach() for shard in found if is_main_replica(shard.replica_id)]
 
 
 Key = str | tuple[str, ...]
@@ -202,20 +204,13 @@ def record(taken: Taken) -> StepRecord:
     """Return the record of a step: every metric that is due, over all ranks if it says how. Every rank calls this."""
     found = {each: each.scalars(taken) for each in all_metrics() if each.due(taken)}
     if shared := {each.name: scalars for each, scalars in found.items() if each.reduce}:
-        everywhere = _of_all_ranks(shared)
+        from megatron_blackmamba.runtime.world import gathered
+
+        everywhere = gathered(shared)
         for each in found:
             if each.reduce:
                 found[each] = _reduced(each.reduce, [of_rank[each.name] for of_rank in everywhere])
     return StepRecord(taken.step, {name: value for scalars in found.values() for name, value in scalars.items()})
-
-
-def _of_all_ranks(mine: dict[str, Scalars]) -> list[dict[str, Scalars]]:
-    import torch.distributed as dist
-
-    everywhere = [mine] * dist.get_world_size()
-    if len(everywhere) > 1:
-        dist.all_gather_object(everywhere, mine)
-    return everywhere
 
 
 def _reduced(how: Reduce, everywhere: Iterable[Scalars]) -> Scalars:
@@ -230,10 +225,6 @@ def _reduced(how: Reduce, everywhere: Iterable[Scalars]) -> Scalars:
 def _mean(values: list[Number]) -> float:
     sums, counts = zip(*(value if isinstance(value, tuple) else (value, 1.0) for value in values), strict=True)
     return math.fsum(sums) / math.fsum(counts) if any(counts) else math.nan
-
-
-def _as_tuple(numbers: int | tuple[int, ...]) -> tuple[int, ...]:
-    return numbers if isinstance(numbers, tuple) else (numbers,)
 
 
 _REDUCTIONS: dict[str, Callable[[list[Any]], float]] = {

@@ -20,7 +20,7 @@ def step_seconds(taken: Taken) -> float:
         in_report=False, order=7)  # fmt: skip
 def memory(taken: Taken) -> int:
     """Return the peak memory of this rank so far: GPU memory, or the memory of the process without a GPU."""
-    from megatron_blackmamba.training.record.speed import memory_bytes
+    from megatron_blackmamba.training.watch.speed import memory_bytes
 
     return memory_bytes()
 

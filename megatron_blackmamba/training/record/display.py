@@ -18,6 +18,7 @@ from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.events import Event, Failed
 from megatron_blackmamba.formats.step_records import StepRecord
 from megatron_blackmamba.training.metrics import Metric, all_metrics
+from megatron_blackmamba.training.record.logger import Logger
 from megatron_blackmamba.training.record.output import Output
 
 STEPS_FOR_ETA = 50
@@ -31,7 +32,7 @@ def step_line(record: StepRecord) -> str:
     return "  ".join(filter(None, [f"step {record.step}", *texts]))
 
 
-class Display:
+class Display(Logger):
     """Live progress on a terminal, or the lines of log.txt without one."""
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:

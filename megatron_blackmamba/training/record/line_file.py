@@ -75,13 +75,6 @@ class LineFile:
         if self._file is not None:
             os.truncate(self._file, size)
 
-    def reopen(self) -> None:
-        """Follow the path to the file that has taken its place."""
-        if self._file is not None:
-            os.close(self._file)
-        self._file = None
-        self.flush()
-
     def set_aside(self, whole: Callable[[bytes], object]) -> str | None:
         """Move the lines that `whole` returns None for into a file beside this one. Return what was done, in words."""
         with open(self.path, "rb") as file:
@@ -94,7 +87,10 @@ class LineFile:
         with open(aside, "ab") as file:
             file.writelines(line.rstrip(b"\n") + b"\n" for line in bad)
         atomic.write_bytes(self.path, b"".join(line for line in lines if whole(line) is not None))
-        self.reopen()
+        if self._file is not None:  # follow the path to the file that has taken its place
+            os.close(self._file)
+            self._file = None
+        self.flush()
         return f"{self.path}: {len(bad)} damaged lines set aside in {aside.name}"
 
     def close(self) -> str | None:

@@ -6,13 +6,12 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.config import RunConfig, to_yaml
-from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.formats.step_records import StepRecord
+from megatron_blackmamba.training.record.logger import Logger
 
 FLUSH_SECONDS = 30.0
 """How long a record may wait in TensorBoard's buffers; a record is kept until it has left them."""
@@ -20,7 +19,7 @@ RETRY_SECONDS = 30.0
 """How long to wait after a failure before the next file."""
 
 
-class TensorBoard:
+class TensorBoard(Logger):
     """The records of a run as curves; the folder is made with the first record."""
 
     def __init__(self, folder: Path, config: RunConfig, say: Callable[[str], None] = print) -> None:
@@ -53,9 +52,6 @@ class TensorBoard:
                     self._flush()
         except Exception as error:  # of its thread; whatever it is, a later file may work
             self._fail(error)
-
-    def event(self, event: Event, time: datetime) -> None:
-        pass
 
     def rewind(self, step: int) -> None:
         self._kept = [record for record in self._kept if record.step <= step]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.runtime.facts import versions
-from megatron_blackmamba.runtime.world import PlaceError
+from megatron_blackmamba.runtime.world import PlaceError, gathered
 
 SHOWN = 4
 LOCAL = {"path", "file"}
@@ -36,10 +36,10 @@ def refuse_unlike_data(record: Mapping[str, Any]) -> None:
 def _refuse_unlike(mine: Mapping[str, Any], remedy: str) -> None:
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
-    digests = _gathered(hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest())
+    digests = gathered(hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    everyone = _gathered((socket.gethostname(), mine))
+    everyone = gathered((socket.gethostname(), mine))
     counted = Counter(digests).most_common()
     majority = counted[0][1] > counted[1][1]
     usual = digests.index(counted[0][0]) if majority else 0
@@ -59,12 +59,6 @@ def _differences(everyone: Sequence[tuple[str, Mapping[str, Any]]], usual: int) 
 def _shortened(lines: list[str]) -> list[str]:
     more = len(lines) - SHOWN
     return [*lines[:SHOWN], f"  and {more} more differences."] if more > 0 else lines
-
-
-def _gathered(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,41 +21,33 @@ def lines(config: RunConfig, processes: int, counted: bool) -> list[str]:
     data = f"data {config.data.mixture}" if config.data.kind == "mixture" else "synthetic data"
     precision = config.training.precision + (" with FP8 products" if config.kernels.linear == "fp8" else "")
     parts = [
-        *([_size(config)] if counted else []),
         f"{config.training.tokens:,} tokens of {data}",
         f"{processes} {'process' if processes == 1 else 'processes'} in {precision}",
         f"writes to {(Path(config.folder) / config.name).absolute()}",
     ]
+    if counted:
+        count = parameters.count(config)
+        sizes = f"{count.total / 1e6:,.1f}M parameters, {count.forward / 1e6:,.1f}M of them for each token"
+        parts.insert(0, sizes)
     return [f"{config.name}: {'; '.join(parts)}", *(f"note: {note}" for note in _notes(config, processes))]
-
-
-def _size(config: RunConfig) -> str:
-    count = parameters.count(config)
-    return f"{count.total / 1e6:,.1f}M parameters, {count.forward / 1e6:,.1f}M of them for each token"
 
 
 def _notes(config: RunConfig, processes: int) -> list[str]:
     notes = []
     if config.data.kind == "synthetic":
         notes.append("synthetic tokens come from a generator; data.mixture=FILE trains on text")
-    elif not config.training.evaluate_every and _has_validation(config):
+    elif not config.training.evaluate_every and any(
+        s.validation for s in Mixture.read(config.data.mixture or "").sources
+    ):
         notes.append("the mixture has validation text, which training.evaluate_every=0 never reads")
     if config.training.precision == "bf16" and not device.has_cuda():
         notes.append("small models learn more with training.precision=fp32, which may also be faster on CPUs")
     if not device.has_cuda():
-        has, needs = _machine_memory(), memory.beside_state(config, processes, "cpu")
+        has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        needs = memory.beside_state(config, processes, "cpu")
         if needs > MANY_TIMES * has:
             notes.append(
                 f"a step needs about {needs / GIB:,.0f} GiB and this machine has {has / GIB:,.0f} GiB: use a smaller"
                 f" training.micro_batch (now {config.training.micro_batch}), or training.recompute=layers"
             )
     return notes
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _has_validation(config: RunConfig) -> bool:
-    mixture = Mixture.read(config.data.mixture or "")
-    return any(source.validation for source in mixture.sources)

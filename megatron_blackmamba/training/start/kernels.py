@@ -18,5 +18,5 @@ def refuse_lost(config: RunConfig) -> None:
 
 
 def in_use() -> Kernels | None:
-    """Return the kernels in use on a GPU, with a warning if none of this project's can run."""
+    """Return the kernels that a GPU uses, with a warning if none of this project's can run."""
     return Kernels(in_use=backends.in_use(), problem=backends.why_no_triton() or "") if backends.has_gpu() else None

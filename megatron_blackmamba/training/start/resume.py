@@ -1,6 +1,8 @@
-"""The rules for config changes on resume: FIXED keys may not change, BY_NAME keys only if allowed, FREE keys may.
+"""The rules for config changes on resume: FIXED keys may not change, BY_NAME keys only if allowed, all others may.
 
-Every config key is in one of the three groups; the table is in tests/training/test_resume.py.
+The others decide how numbers are computed, watched and saved, not which numbers. data.mixture is a path: its content is
+compared on its own. start.from is read only when a run starts. A router may balance other tokens in another micro-batch
+or layout, which the log then says. tests/training/test_resume.py has the rule for each key.
 """
 
 import hashlib
@@ -13,6 +15,7 @@ from pydantic import ValidationError
 from megatron_blackmamba import kinds, routers
 from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
 from megatron_blackmamba.config import ModelConfig, RunConfig
+from megatron_blackmamba.config.checks import problem_of_model
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange.canonical import shapes
 from megatron_blackmamba.interchange.hf import function_of
@@ -25,36 +28,6 @@ FIXED = (
 """Another model, other data or other optimizer state: the checkpoint does not fit."""
 BY_NAME = ("optimizer.", "training.tokens", "training.global_batch", "training.batch_ramp")
 """May change from here on, if resume.allow names them."""
-FREE = (
-    *(
-        "name",
-        "folder",
-        "parallel.",
-        "data.mixture",
-        "data.workers",
-        "data.verify_rate",
-        "checkpoint.",
-        "logging.",
-        "kernels.",
-        "start.",
-        "resume.",
-    ),
-    *("training.micro_batch", "training.recompute"),
-    *(
-        "training.overlap",
-        "training.bucket_size",
-        "training.deterministic",
-        "training.evaluate_every",
-        "training.evaluate_batches",
-        "training.validate_balanced",
-    ),
-    *("training.router_every", "training.stop_after_steps", "training.profile", "training.guard."),
-)
-"""May change at any time: they decide how numbers are computed, watched and saved, not which numbers.
-
-data.mixture is a path: its content is compared on its own. start.from is read only when a run starts. A router may
-balance other tokens together in another micro-batch or layout, which the log then says.
-"""
 
 
 class ResumeError(ValueError):
@@ -67,7 +40,7 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
     Returns one line for each change that was allowed by name, or that changes the routing.
     """
     changes = list(differences(saved, config.model_dump(mode="json", by_alias=True)))
-    fixed = [change for change in changes if under(change[0], FIXED) and not under(change[0], FREE)]
+    fixed = [change for change in changes if under(change[0], FIXED)]
     if fixed:
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(fixed)}\n"
@@ -174,7 +147,8 @@ def _changes_function(model: ModelConfig, key: str, old: Any) -> bool:
         section = section[name]
     section[last] = old
     try:
-        return function_of(ModelConfig.model_validate(content)) != function_of(model)
+        before = ModelConfig.model_validate(content)
+        return problem_of_model(before) is not None or function_of(before) != function_of(model)
     except ValidationError:  # the old value needs others that changed too
         return True
 

@@ -62,12 +62,8 @@ class Progress:
         return Progress(self.step, 0, -(-self.consumed_samples * before // now))
 
     def state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "next_sample": self.next_sample,
-            "consumed_samples": self.consumed_samples,
-            "passed_over": [list(span) for span in self.passed_over],
-        }
+        saved = {"step": self.step, "next_sample": self.next_sample, "consumed_samples": self.consumed_samples}
+        return {**saved, "passed_over": [list(span) for span in self.passed_over]}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> "Progress":

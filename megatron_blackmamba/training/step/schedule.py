@@ -7,12 +7,10 @@ batch leaves the curve over the samples as it was, and so does a ramp.
 from types import SimpleNamespace
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.runtime import patches
+from megatron_blackmamba.engine.parts import replace
 
-patches.install()  # before megatron-core is imported
-
-from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 STYLES = {"wsd": "WSD", "sqrt": "minus_sqrt"}
 """megatron-core's names of shapes, where they differ from the config's."""
@@ -49,7 +47,7 @@ class Schedule:
 
     def at_end_of_step(self, samples: int) -> float:
         """Set the rate of a step that ends at `samples`, and return it."""
-        self.scheduler.num_steps = samples
+        replace(self.scheduler, "num_steps", samples)
         self.scheduler.step(0)
         return self.scheduler.get_lr({})
 

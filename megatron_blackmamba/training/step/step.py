@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.engine.parts.optimizer import NonFiniteGradient
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
-from megatron_blackmamba.training.fixes import NonFiniteGradient
 from megatron_blackmamba.training.step.optimizer import Trainable
 from megatron_blackmamba.training.watch.finite import FirstSeen
 from megatron_blackmamba.training.watch.stragglers import OwnTime
@@ -116,7 +116,7 @@ class Step:
         self.trainable.optimizer.zero_grad()
         self.trainable.reduced.zero_grad_buffer()  # the last of the two: it may set `grad`
         with self.expert_biases.held_back():
-            return self._run(batches, self.micro_batches(global_batch), False, asked_to_stop, shards)
+            return self._run(batches, global_batch, forward_only=False, known=(asked_to_stop, *shards))
 
     def update(self) -> Update:
         """Update the weights with the current gradients, or leave them unchanged if these are not finite."""
@@ -139,31 +139,25 @@ class Step:
         counts = [router.unrouted for router in routers if hasattr(router, "unrouted")]
         of_training = [count.clone() for count in counts]
         try:
-            return self._run(batches, self.micro_batches(), forward_only=True)
+            return self._run(batches, None, forward_only=True)
         finally:
             self.trainable.reduced.train()
             for count, before in zip(counts, of_training, strict=True):
                 count.copy_(before)
 
     def _run(
-        self,
-        batches: Iterator[Batch],
-        micro_batches: int,
-        forward_only: bool,
-        asked_to_stop: bool = False,
-        shards: tuple[int, int] = (0, 0),
+        self, batches: Iterator[Batch], global_batch: int | None, forward_only: bool, known: tuple[int, ...] = (0, 0, 0)
     ) -> Losses:
-        data = self.config.data
         sums = self.forward_backward(
             forward_step_func=self._forward,
             data_iterator=batches,
             model=[self.trainable.reduced],
-            num_microbatches=micro_batches,
-            seq_length=data.sequence_length,
+            num_microbatches=self.micro_batches(global_batch),
+            seq_length=self.config.data.sequence_length,
             micro_batch_size=self.config.training.micro_batch,
             forward_only=forward_only,
         )
-        return self._over_the_world(sums, asked_to_stop, shards)
+        return self._over_the_world(sums, known)
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
         read = self.own_time.read(batches)
@@ -180,7 +174,7 @@ class Step:
         self.first_seen.loss(loss)
         return loss, {"of_source": of_source}
 
-    def _over_the_world(self, sums: list[dict[str, Tensor]], asked_to_stop: bool, shards: tuple[int, int]) -> Losses:
+    def _over_the_world(self, sums: list[dict[str, Tensor]], known_here: tuple[int, ...]) -> Losses:
         """Add up over all ranks what each counted, in one exchange."""
         of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=device.device())
         if self.world.is_last_stage and self.world.tensor_rank == 0:
@@ -189,7 +183,7 @@ class Step:
         expert_tokens_LE = self.model.take_expert_tokens()
         seconds = [0.0] * (2 * self.world.size)
         seconds[self.world.rank :: self.world.size] = self.own_time.take()
-        known = of_source.new_tensor([asked_to_stop, *shards, *seconds])
+        known = of_source.new_tensor([*known_here, *seconds])
         together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), known])
         if self.world.size > 1:
             dist.all_reduce(together)

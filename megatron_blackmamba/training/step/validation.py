@@ -21,20 +21,13 @@ def validate(
 
     alive: told before each source, for a watchdog. routed_as_trained: balance the experts as in training.
     """
-    losses = {}
+    losses, batch = {}, config.training.global_batch
     for name in sorted(data.validation):
         alive(f"validation on {name}")
-        losses[name] = _of_source(config, world, data, step, data.source_names.index(name), routed_as_trained)
+        held_out, source = data.validation[name], data.source_names.index(name)
+        samples = min(len(held_out), batch * config.training.evaluate_batches)
+        with micro_batches(config, world, held_out, stop_sample=samples, source_id=source) as stream:
+            results = [step.evaluate(stream, routed_as_trained) for _ in range(-(-samples // batch))]
+        tokens = sum(result.tokens for result in results)  # the last batch may have fewer
+        losses[name] = sum(result.loss * result.tokens for result in results) / tokens
     return losses
-
-
-def _of_source(
-    config: RunConfig, world: World, data: DataPlan, step: Step, source: int, routed_as_trained: bool
-) -> float:
-    batch = config.training.global_batch
-    held_out = data.validation[data.source_names[source]]
-    samples = min(len(held_out), batch * config.training.evaluate_batches)
-    with micro_batches(config, world, held_out, stop_sample=samples, source_id=source) as stream:
-        results = [step.evaluate(stream, routed_as_trained) for _ in range(-(-samples // batch))]
-    tokens = sum(result.tokens for result in results)
-    return sum(result.loss * result.tokens for result in results) / tokens

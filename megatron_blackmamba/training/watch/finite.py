@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.model import LanguageModel
-from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.runtime.world import World, gathered
 from megatron_blackmamba.training.watch.ranks import Ranks
 
 
@@ -56,9 +55,7 @@ class FirstSeen:
                 if number in seen and not math.isfinite(seen[number]):
                     here.append(Sighting(self.world.rank, (int(samples.min()), int(samples.max())), what))
                     break
-        everywhere: list[list[Sighting]] = [[]] * self.world.size
-        dist.all_gather_object(everywhere, here)
-        return [sighting for rank in everywhere for sighting in rank]
+        return [sighting for of_rank in gathered(here) for sighting in of_rank]
 
     def _before_layers(self, decoder: Any, inputs: tuple[Tensor | None, ...]) -> None:
         x = inputs[0] if decoder.pre_process else decoder.received_SBD

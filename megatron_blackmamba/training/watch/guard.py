@@ -15,7 +15,7 @@ from enum import Enum
 from statistics import median
 from typing import Any
 
-from megatron_blackmamba.config.run import GuardConfig
+from megatron_blackmamba.settings import GuardConfig
 
 FEWEST_LOSSES = 8  # a median of less says nothing
 SMALLEST_DEVIATION = 1e-3  # of the median, so that a flat curve does not turn noise into spikes

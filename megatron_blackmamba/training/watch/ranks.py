@@ -3,9 +3,7 @@
 import socket
 from collections.abc import Iterable
 
-import torch.distributed as dist
-
-from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.runtime.world import gathered
 
 
 class Ranks:
@@ -15,11 +13,9 @@ class Ranks:
         self.hosts = hosts
 
     @classmethod
-    def of(cls, world: World) -> "Ranks":
+    def of_run(cls) -> "Ranks":
         """Ask every rank for its host."""
-        hosts = [""] * world.size
-        dist.all_gather_object(hosts, socket.gethostname())
-        return cls(hosts)
+        return cls(gathered(socket.gethostname()))
 
     def named(self, ranks: Iterable[int]) -> str:
         """Return `rank 3 (node-a)` or `ranks 3 (node-a), 9 (node-b)`."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.model.initialise import shards
-from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.runtime.world import World, gathered
 from megatron_blackmamba.training.watch.ranks import Ranks
 
 Piece = tuple[str, tuple[int, ...]]
@@ -36,9 +36,7 @@ class Replicas:
         self.world, self.model, self.ranks = world, model, ranks
         self.weights = list(model.parameters())
         self._find_pieces()
-        everywhere: list[list[Piece]] = [[]] * world.size
-        dist.all_gather_object(everywhere, list(self.pieces))
-        self.held = Counter(piece for pieces in everywhere for piece in pieces)
+        self.held = Counter(piece for pieces in gathered(list(self.pieces)) for piece in pieces)
         self.order = sorted(self.held)
 
     def differing(self) -> str | None:
@@ -71,8 +69,7 @@ class Replicas:
     def _described(self, pieces: list[Piece], mine: list[int]) -> str:
         """Name the ranks that disagree with the majority, or all ranks of a piece without a majority."""
         held = {piece: value for piece, value in zip(pieces, mine, strict=True) if piece in self.pieces}
-        everywhere: list[dict[Piece, int]] = [{}] * self.world.size
-        dist.all_gather_object(everywhere, held)
+        everywhere: list[dict[Piece, int]] = gathered(held)
         suspects: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for piece in pieces:
             values = {rank: values[piece] for rank, values in enumerate(everywhere) if piece in values}

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_blackmamba.config.run import GuardConfig
 from megatron_blackmamba.formats.events import Event, RankRecovered, SlowRank
 from megatron_blackmamba.kinds import kinds_in
 from megatron_blackmamba.model import LanguageModel
+from megatron_blackmamba.settings import GuardConfig
 from megatron_blackmamba.training.watch.ranks import Ranks
 
 

@@ -39,8 +39,7 @@ class Watch:
         report: Callable[[events.Event], None],
     ) -> None:
         self._config, self._report = config.training.guard, report
-        self._mixture = config.data.mixture
-        self.ranks = Ranks.of(world)
+        self.ranks = Ranks.of_run()
         rate = config.data.verify_rate
         self.shards = ShardCheck(shards, folder.verified, rank=world.rank, ranks=world.size, mb_per_second=rate)
         self._guard = Guard(self._config)
@@ -48,17 +47,6 @@ class Watch:
         self._stragglers = Stragglers(self._config, self.ranks)
         self._bad_samples: Samples = []
         self._rewinds: Counter[int] = Counter()
-
-    def start(self) -> None:
-        """Begin to read the shards in the background."""
-        self.shards.start()
-
-    def stop(self, tell: bool = False) -> None:
-        """Stop reading the shards, and report on request how many were not reached."""
-        if tell:
-            self.shards.end(self._report, self._mixture)
-        else:
-            self.shards.stop()
 
     @property
     def in_bad_streak(self) -> bool:
@@ -99,7 +87,7 @@ class Watch:
             self._report(event)
 
     def refuses_rewind(self, to: int | None, cause: Cause | None) -> events.NotRewound | None:
-        """Count a rewind to a checkpoint. Return why it must not be: there is none, or it has been too often."""
+        """Count a rewind to a checkpoint. Return why it is refused: no checkpoint exists, or too many rewinds to it."""
         if to is None:
             return events.NotRewound()
         self._rewinds[to] += 1

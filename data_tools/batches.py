@@ -1,0 +1,36 @@
+"""Batches of documents, as every reader of raw files yields them, and the options of reading."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_blackmamba.data_tools.rejects import InputError
+
+Rejecter = Callable[[int, str, str], None]  # record number, reason, detail
+BATCH_BYTES = 1 << 20  # what one step works on stays in the cache of a core
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options that select the text of a document in a file."""
+
+    fields: tuple[str, ...] = ("text",)
+    joiner: str = "\n\n"
+    marker: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.fields or not all(self.fields):
+            raise InputError("--field needs the name of a field")
+        if self.marker == "":
+            raise InputError("--marker needs some text to split on")
+
+
+@dataclass
+class Batch:
+    """Documents in the order of the file, each with its record number counted from 1."""
+
+    texts: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    def add(self, number: int, text: str) -> None:
+        self.texts.append(text)
+        self.numbers.append(number)

@@ -1,0 +1,106 @@
+"""Options of `blackmamba data tokenize`, `dedup` and `decontaminate`."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import typer
+
+reading = partial(typer.Option, rich_help_panel="Input")
+encoding = partial(typer.Option, rich_help_panel="Tokenization")
+sharding = partial(typer.Option, rich_help_panel="Shards")
+running = partial(typer.Option, rich_help_panel="Where it runs")
+
+
+def _unescape(text: str | None) -> str | None:
+    """Replace `\\n` and `\\t`, as passed by a shell, by the characters."""
+    return None if text is None else text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """Options that select what is read from raw files."""
+
+    format: Annotated[str | None, reading(help="jsonl, parquet, arrow or text. Default: by file name.")] = None
+    fields: Annotated[
+        tuple[str, ...],
+        reading(
+            "--field",
+            help="Field with the text \\[text]: a.b goes down, a\\[].b through a list, a? is optional; repeat to join.",
+        ),
+    ] = ()
+    match: Annotated[
+        str | None,
+        reading(help="Files to read in folders, such as '*.md|*.rst'; a pattern with a slash matches the path."),
+    ] = None
+    exclude: Annotated[
+        tuple[str, ...],
+        reading(metavar="PATTERN", help="Files to skip in folders, such as 'drafts/*'; repeat for more."),
+    ] = ()
+    max_bad: Annotated[
+        str, reading(metavar="N|FRACTION", help="Bad records allowed per shard or part; they are skipped and listed.")
+    ] = "0"
+
+
+@dataclass(frozen=True)
+class TokenizeOptions(InputOptions):
+    """Everything `blackmamba data tokenize` can be told, the inputs and the output folder aside."""
+
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", "-t", help="A tokenizer.json, a folder with one, or a Hugging Face name."),
+    ] = None
+    train_tokenizer: Annotated[
+        int | None, typer.Option(metavar="SIZE", help="Train a byte-level BPE of SIZE tokens on the inputs instead.")
+    ] = None
+    preset: Annotated[
+        str | None,
+        reading(help="pile, slimpajama, starcoder, pes2o, proofpile or pg19: format, field and training files."),
+    ] = None
+    joiner: Annotated[str, reading(help="Text between joined fields.", callback=_unescape, show_default=r"\n\n")] = (
+        "\n\n"
+    )
+    marker: Annotated[
+        str | None, reading(help="End of each document in text files. Default: end of file.", callback=_unescape)
+    ] = None
+    split: Annotated[
+        str | None, reading(help="train, validation, test or all, by the path \\[train with --preset, else all].")
+    ] = None
+    eod: Annotated[str | None, encoding(help="End-of-document token or id, if the tokenizer does not define it.")] = (
+        None
+    )
+    special_text: Annotated[
+        bool, encoding("--special-text", help="Encode text such as <|endoftext|> as the special token.")
+    ] = False
+    backend: Annotated[str, encoding(help="Tokenizer library: auto, fastokens or tokenizers (Hugging Face).")] = "auto"
+    train_bytes: Annotated[str, encoding(help="Amount of text for --train-tokenizer.")] = "1GB"
+    shuffle: Annotated[bool, sharding(help="Shuffle the documents within each shard.")] = True
+    seed: Annotated[int, sharding(help="Shuffle seed.")] = 0
+    shard_size: Annotated[str, sharding(help="Input per shard; a larger file gets its own shard.")] = "4GB"
+    workers: Annotated[int, sharding(min=0, help="Number of worker processes; 0 means one per core.")] = 0
+    array: Annotated[str | None, sharding(metavar="INDEX/COUNT", help="Build only this part of the shards.")] = None
+    overwrite: Annotated[bool, sharding("--overwrite", help="Rebuild existing shards.")] = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class CleaningOptions(InputOptions):
+    """Options that `dedup` and `decontaminate` share."""
+
+    language: Annotated[
+        str | None, reading(help="Language of datatrove's word splitter. Default: split at spaces.")
+    ] = None
+    part_size: Annotated[str, running(help="Input size of one part, read by one task.")] = "256MB"
+    workers: Annotated[int, running(min=0, help="Number of parallel tasks; 0 means one per core.")] = 0
+    slurm: Annotated[str | None, running(metavar="PARTITION", help="Run as Slurm arrays.")] = None
+    time: Annotated[str, running(help="Time limit of a Slurm task.")] = "12:00:00"
+    memory: Annotated[int, running(metavar="GB", help="Memory of a Slurm task.")] = 4
+
+
+@dataclass(frozen=True)
+class DedupOptions(CleaningOptions):
+    """The options of `dedup`: which documents are similar, and where it runs."""
+
+    n_grams: Annotated[int, typer.Option(help="Words per n-gram.")] = 2
+    buckets: Annotated[int, typer.Option(help="Number of MinHash groups; more find less similar duplicates.")] = 60
+    hashes: Annotated[int, typer.Option(help="MinHashes per group; more are stricter.")] = 7

@@ -1,0 +1,112 @@
+"""Checks of a run's settings by the kinds of layers, routers, norms and optimizers, which settings do not know."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from megatron_blackmamba import kinds, norms, optimizers, routers
+from megatron_blackmamba.registry import ImportFailed, UnknownKind, own_module
+from megatron_blackmamba.settings import ModelConfig, RunConfig
+
+FP8_MULTIPLE = 16
+"""Sides of matrices that are multiplied in FP8 are multiples of this."""
+Problem = tuple[str, str]
+"""A section of the config, such as "model.router", and what is wrong with it."""
+
+
+def problem_of(run: RunConfig) -> Problem | None:
+    """Return what is wrong with a run first, or None."""
+    return problem_of_model(run.model) or _first(
+        ("optimizer", lambda: [" ".join(optimizers.problems(run.optimizer))]),
+        ("", lambda: _without_experts(run)),
+        ("", lambda: _in_fp8(run)),
+        ("", lambda: _exported(run)),
+        ("", lambda: _cut(run)),
+    )
+
+
+def problem_of_model(model: ModelConfig) -> Problem | None:
+    """Return what is wrong with a model first, or None."""
+    return _first(
+        ("model.pattern", lambda: _letters(model.pattern)),
+        ("model.final_norm", lambda: _norm(model.final_norm)),
+        ("model.router", lambda: [" ".join(routers.problems(model.router))]),
+        ("model", lambda: ("; ".join(kind.problems(model)) for kind in kinds.kinds_in(model.pattern))),
+    )
+
+
+def _first(*asked: tuple[str, Callable[[], Iterable[str]]]) -> Problem | None:
+    """Return the first problem; an answer may rely on those before it."""
+    for section, ask in asked:
+        try:
+            problem = next(filter(None, ask()), None)
+        except (UnknownKind, ImportFailed) as error:
+            problem = str(error)
+        if problem:
+            return section, problem
+    return None
+
+
+def _letters(pattern: str) -> Iterator[str]:
+    wrong = sorted(set(pattern) - {kind.letter for kind in kinds.all_kinds()})
+    if wrong or not pattern:
+        own = f". {own_module()}" if wrong else ""
+        yield f"a pattern is made of {kinds.described()}; found {wrong or 'nothing'}{own}"
+
+
+def _norm(name: str) -> Iterator[str]:
+    norms.kind_of(name)  # refuses an unknown one
+    yield from ()
+
+
+def _without_experts(run: RunConfig) -> Iterator[str]:
+    expert, pattern = run.parallel.expert, run.model.pattern
+    if expert > 1 and not kinds.routes(pattern):
+        yield f"parallel.expert={expert}, but the pattern {pattern!r} has no layer with experts"
+
+
+def _in_fp8(run: RunConfig) -> Iterator[str]:
+    """Refuse FP8 products of other precisions, and of sizes that GPUs do not multiply."""
+    if run.kernels.linear != "fp8":
+        return
+    if run.training.precision != "bf16":
+        yield (
+            f"kernels.linear=fp8 rounds bf16 tensors: it needs training.precision=bf16, not"
+            f" {run.training.precision}. Set both, or leave kernels.linear=local."
+        )
+    sizes = [("model.hidden_size", run.model.hidden_size, 1)]
+    if kinds.routes(run.model.pattern):
+        sizes.append(("model.expert_hidden_size", run.model.expert_hidden_size or 0, run.parallel.expert_tensor))
+    for key, size, ranks in sizes:
+        if size % (FP8_MULTIPLE * ranks):
+            parts = f" / parallel.expert_tensor={ranks}" if ranks > 1 else ""
+            yield (
+                f"{key}={size}{parts} must be a multiple of {FP8_MULTIPLE} for kernels.linear=fp8. Change the size,"
+                " or use kernels.linear=local."
+            )
+
+
+def _exported(run: RunConfig) -> Iterator[str]:
+    """Refuse exports of models that a Hugging Face folder cannot hold, before the first one is due."""
+    if not run.checkpoint.export_every:
+        return
+    reasons = kinds.obstacles(run.model)
+    if run.training.precision == "fp64":
+        reasons.append("training.precision=fp64 has no place in a Hugging Face model")
+    if not run.model.tie_embeddings:
+        reasons.append("model.tie_embeddings=false does not convert")
+    if reasons:
+        yield f"checkpoint.export_every cannot export this model: {'; '.join(reasons)}. Set it to 0."
+
+
+def _cut(run: RunConfig) -> Iterator[str]:
+    """Refuse parallel.context with layers or implementations that pass no state on."""
+    context = run.parallel.context
+    if context == 1:
+        return
+    for kind in kinds.kinds_in(run.model.pattern):
+        if kind.cut is not None:
+            yield (
+                f"parallel.context={context} cannot cut the sequences of {kind.name} layers ({kind.letter}):"
+                f" {kind.cut.reason}. Use parallel.context=1."
+            )
+    if run.kernels.scan == "mamba_ssm":
+        yield f"kernels.scan=mamba_ssm takes no initial state: parallel.context={context} needs kernels.scan=auto"

@@ -1,0 +1,136 @@
+"""megatron-core's optimizer: how it is built, and what changes in the one that it has built."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from megatron_blackmamba.engine.adam import Adam
+from megatron_blackmamba.engine.checked import private, replace
+from megatron_blackmamba.optimizers import OptimizerKind
+from megatron_blackmamba.settings import OptimizerConfig
+
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+
+class NonFiniteGradient(ArithmeticError):
+    """The gradient norm is not a number: no weight was touched."""
+
+    def __init__(self, norm: float):
+        super().__init__(f"the gradient norm is {norm}")
+        self.norm = norm
+
+
+@dataclass
+class Built:
+    """Optimizer and wrapper as megatron-core has built them, with what the changes of them need to know."""
+
+    optimizer: MegatronOptimizer
+    reduced: DistributedDataParallel
+    """The wrapper that reduces the gradients of `model`."""
+    model: nn.Module
+    kind: OptimizerKind
+    settings: OptimizerConfig
+
+    @property
+    def parts(self) -> list[Any]:
+        """The optimizers of a chain, or the only one."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    @property
+    def distributed(self) -> list[DistributedOptimizer]:
+        return [part for part in self.parts if isinstance(part, DistributedOptimizer)]
+
+
+@contextmanager
+def built_by_kind(kind: OptimizerKind, settings: OptimizerConfig) -> Iterator[None]:
+    """Have megatron-core wrap the kind's own optimizer, if it has one, where it would build its SGD."""
+
+    def build(groups: list[dict], lr: float, weight_decay: float, momentum: float) -> torch.optim.Optimizer:
+        own = kind.build(groups, settings)
+        return built_in(groups, lr=lr, weight_decay=weight_decay, momentum=momentum) if own is None else own
+
+    built_in = private(megatron_optimizer, "SGD")
+    with mock.patch.object(megatron_optimizer, "SGD", build):
+        yield
+
+
+@contextmanager
+def bf16_by_our_adam(kind: OptimizerKind, settings: OptimizerConfig) -> Iterator[None]:
+    """Take this project's Adam for moments or gradients in bf16."""
+    with ExitStack() as replaced:
+        if "bf16" in (settings.moments, settings.gradients):
+            ours = partial(Adam, moments=torch.bfloat16 if settings.moments == "bf16" else None)
+            replaced.enter_context(mock.patch.object(megatron_optimizer, "Adam", ours))
+            replaced.enter_context(mock.patch.object(distrib_optimizer, "Adam", Adam))  # which it checks
+        yield
+
+
+def forget_loss_scale(built: Built) -> None:
+    replace(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+
+
+def know_first_state(built: Built) -> None:
+    def fill(inner: torch.optim.Optimizer, _: object = None) -> None:
+        for group in inner.param_groups:
+            for weight in group["params"]:
+                if not inner.state[weight]:
+                    inner.state[weight].update(built.kind.first_state(weight))
+
+    for part in built.parts:
+        if part.init_state_fn is None:
+            replace(part, "init_state_fn", fill)
+
+
+def refuse_non_finite(built: Built) -> None:
+    """Have `optimizer.step` raise before it touches a weight."""
+    norm_of: Callable[[], Any] = private(built.optimizer, "get_grad_norm")
+
+    def finite_norm() -> float:
+        norm = float(norm_of())
+        if not math.isfinite(norm):
+            raise NonFiniteGradient(norm)
+        return norm
+
+    replace(built.optimizer, "get_grad_norm", finite_norm)
+
+
+def number_as_stored(built: Built) -> None:
+    """Number weights in stored order; otherwise fp32 and bf16 weights of one group are saved under wrong names."""
+    for part in built.distributed:
+        for group, weights in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+            for place, weight in enumerate(chain(*weights)):
+                part.model_param_group_index_map[weight] = (group, place)
+
+
+def forget_rates(built: Built) -> None:
+    """Remove learning rates from the groups, which would block loading with other rates; the schedule sets them."""
+    for group in built.optimizer.param_groups:
+        group.pop("max_lr", None)
+        group.pop("min_lr", None)
+
+
+def keep_settings(built: Built) -> None:
+    """Load moments and step count alone. Resuming compares the configs and refuses or announces each difference."""
+    optimizer, load = built.optimizer, private(built.optimizer, "load_state_dict")
+
+    def load_state(state: dict) -> None:
+        configured = [
+            {k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups
+        ]
+        load(state)
+        for group, settings in zip(optimizer.param_groups, configured, strict=True):
+            group.update(settings)
+
+    replace(optimizer, "load_state_dict", load_state)

@@ -1,0 +1,34 @@
+"""The questions that a kind of the last norm answers.
+
+Shapes: D model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from megatron_blackmamba.registry import Kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "decoder.final_layernorm."
+"""What the canonical names of its parameters begin with."""
+
+
+class NormKind(Kind, ABC):
+    """A norm between the last layer and the head. Import torch inside methods: the config reads these files too."""
+
+    name: ClassVar[str]
+    """The value of model.final_norm; the modeling files in hf/ have a class for it."""
+    module: ClassVar[str]
+    """The torch module, as "package.module:class"."""
+    parameters: ClassVar[tuple[str, ...]]
+    """Names of its parameters, of the shape `[D]`, in the order in which `apply` takes them."""
+    released: ClassVar[bool] = False
+    """Whether the released BlackMamba format has it."""
+
+    @abstractmethod
+    def apply(self, x: Tensor, parameters_D: tuple[Tensor, ...], eps: float) -> Tensor:
+        """Return the norm of the last axis of x, for decoding."""

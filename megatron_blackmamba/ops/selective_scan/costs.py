@@ -1,0 +1,48 @@
+"""The bytes that the scan keeps and the work of its kernels, for plans: arithmetic without torch.
+
+Shapes: I inner channels of this rank, N state; cells are tokens times channels.
+"""
+
+from megatron_blackmamba.costs import FP32, Sizes, Work
+
+CHUNK = {"cpu": 16, "cuda": 64}
+"""Tokens between the states that the scan keeps."""
+FORWARD_SLOTS, BACKWARD_SLOTS, KEPT_SLOTS = 10, (12.3, 26), (10, 27.4)
+"""Issue slots per state and token of the scan's kernels on GPUs (docs/performance.md), the last if states are kept."""
+FULL = 16_896
+"""Sequences times channels below which the scan runs in segments, which takes a second pass forward."""
+BACKWARD_STEPS, BACKWARD_BLOCK = 4, 32
+"""Tokens between the states that are kept or that the scan's backward pass writes, and channels that share partial
+sums."""
+ONE_PASS = 8 * 132 * BACKWARD_BLOCK
+"""Sequences times channels below which the backward pass of kept states runs in segments."""
+
+
+def kept(at: Sizes, I: int, N: int) -> float:
+    """Return the bytes that it keeps of a token: states between chunks, or of every few tokens with y before the gate.
+
+    Its inputs are not counted.
+    """
+    if at.device == "cuda" and at.keeps_states:
+        return at.width * (I + N * I / BACKWARD_STEPS)
+    return FP32 * N * I / CHUNK[at.device]
+
+
+def work(at: Sizes, I: int, N: int) -> tuple[list[Work], list[Work]]:
+    """Return the operations of the kernels; they run in segments where sequences do not fill the GPU."""
+    cells, channels = at.whole * I, at.sequences * I
+    one, states, sums = at.width * cells, FP32 * N * cells, 2 * FP32 * N * cells / BACKWARD_BLOCK
+    forward_slots = FORWARD_SLOTS * N * cells
+    first, second = (share * N * cells for share in (KEPT_SLOTS if at.keeps_states else BACKWARD_SLOTS))
+    if at.keeps_states:
+        written = at.width * N * cells / BACKWARD_STEPS
+        forward = Work(5 * one + written, slots=forward_slots)
+        backward = Work(8 * one + written + sums, slots=second)
+        of_segments = [Work(4 * one, slots=first)] if channels < ONE_PASS else []
+    else:
+        scratch, checkpoints = states / BACKWARD_STEPS, states / CHUNK["cuda"]
+        forward = Work(4 * one + checkpoints, slots=forward_slots)
+        backward = Work(6 * one + scratch + sums, slots=second)
+        of_segments = [Work(5 * one + scratch + 3 * checkpoints, slots=first)]
+    first_pass = [Work(2 * one, slots=forward_slots)] if channels < FULL else []
+    return [forward, *first_pass], [backward, Work(sums), *of_segments]

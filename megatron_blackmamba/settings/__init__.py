@@ -1,0 +1,34 @@
+"""The sections of a run's config: keys, defaults and bounds. Kinds read them; `config` loads and checks them."""
+
+from megatron_blackmamba.settings.base import ConfigError, Section, UserPath
+from megatron_blackmamba.settings.model import AttentionConfig, Mamba2Config, ModelConfig, RouterConfig
+from megatron_blackmamba.settings.run import (
+    CheckpointConfig,
+    DataConfig,
+    GuardConfig,
+    KernelsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RampStage,
+    RunConfig,
+    SyntheticConfig,
+)
+
+__all__ = [
+    "AttentionConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "GuardConfig",
+    "KernelsConfig",
+    "Mamba2Config",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RampStage",
+    "RouterConfig",
+    "RunConfig",
+    "Section",
+    "SyntheticConfig",
+    "UserPath",
+]

@@ -1,0 +1,468 @@
+"""The config of a run: every section except `model:`, and checks of invalid combinations."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megatron_blackmamba.settings.base import Section, UserPath
+from megatron_blackmamba.settings.model import ModelConfig
+
+LONGEST_NAME = 200
+"""Bytes. File systems take 255 for the name of a folder."""
+
+
+class ParallelConfig(Section):
+    """The parallel layout of the model; the rest of the world is data-parallel."""
+
+    tensor: int = Field(1, ge=1)
+    """Tensor parallelism; above 1, sequence parallelism is on."""
+    pipeline: int = Field(1, ge=1)
+    """Number of pipeline stages."""
+    context: int = Field(1, ge=1)
+    """Contiguous parts that each sequence is cut into, one a rank; layers pass their state on."""
+    expert: int = Field(1, ge=1)
+    """Experts are spread over this many ranks; it does not shrink the data-parallel size."""
+    expert_tensor: int = Field(1, ge=1)
+    """Tensor parallelism inside an expert."""
+
+
+class SyntheticConfig(Section):
+    """A seeded, learnable source: no files needed."""
+
+    sources: int = Field(3, ge=1)
+    """Number of sources."""
+    order: int = Field(2, ge=1)
+    """Largest number of earlier tokens that the next one depends on."""
+
+
+class DataConfig(Section):
+    kind: Literal["synthetic", "mixture"] = "synthetic"
+    """synthetic: generated tokens. mixture: the token shards of data.mixture."""
+    mixture: UserPath | None = None
+    """The mixture file, when kind is mixture; relative to the file that names it."""
+    sequence_length: int = Field(2048, gt=0)
+    """Tokens per sequence."""
+    seed: int = 1234
+    """Seed of the order of the samples."""
+    workers: int = Field(2, ge=0, le=1024)
+    """Number of threads that prefetch samples."""
+    verify_rate: float = Field(100.0, ge=0)
+    """Megabytes per second that each rank reads to compare the shards with their manifests; 0 switches this off."""
+    mask_first_token: bool = False
+    """Exclude each document's first token from the training loss: the text before it is another document's."""
+    synthetic: SyntheticConfig = SyntheticConfig()
+    """Settings of synthetic data."""
+
+    @model_validator(mode="after")
+    def _mixture_named(self) -> "DataConfig":
+        if self.kind == "mixture" and not self.mixture:
+            raise ValueError("data.kind is mixture: name the file in data.mixture")
+        return self
+
+
+class OptimizerConfig(Section):
+    """The update of the weights."""
+
+    kind: str = "adamw"
+    """adamw: Adam with decoupled weight decay (the paper's). sgd: gradient descent with momentum.
+    muon: matrices by orthogonalized momentum, the rest by Adam."""
+    learning_rate: float = Field(2e-4, gt=0)
+    """Largest learning rate, reached at the end of the warm-up."""
+    min_learning_rate: float = Field(2e-5, ge=0)
+    """Learning rate of the last step."""
+    warmup_fraction: float = Field(0.01, ge=0, lt=1)
+    """Part of the run over which the learning rate rises linearly from 0."""
+    warmup_tokens: int | None = Field(None, ge=0)
+    """Tokens of the warm-up, which then does not depend on the length of the run. null: warmup_fraction decides."""
+    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the schedule after the warm-up. wsd (warm-up, stable, decay): constant, then a decay at the end."""
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Part of the run over which wsd decays."""
+    decay_tokens: int | None = Field(None, gt=0)
+    """Tokens over which wsd decays. null: decay_fraction decides."""
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = "linear"
+    """Shape of the decay of wsd. sqrt: 1 - sqrt(part of the decay). exponential: halves, then goes to the minimum."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay rate of Adam's first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of Adam's second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of Adam's update."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Precision of Adam's moments. bf16 (rounded stochastically) saves 4 bytes per weight, with a faster update."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients of bf16 weights are added up over micro-batches and replicas, and stored."""
+    momentum: float = Field(0.9, gt=0, lt=1)
+    """Momentum of sgd and muon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Weight decay of matrices; vectors, norms and A_log have none."""
+    clip: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 switches clipping off."""
+    distributed: bool = True
+    """Shard the optimizer state over the data-parallel group."""
+
+    @model_validator(mode="after")
+    def _minimum(self) -> "OptimizerConfig":
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"optimizer.min_learning_rate={self.min_learning_rate} is above"
+                f" optimizer.learning_rate={self.learning_rate}"
+            )
+        return self
+
+
+class GuardConfig(Section):
+    """Reactions to a bad step."""
+
+    max_bad_steps: int = Field(5, ge=1)
+    """Stop after this many steps in a row with a loss or gradient that is not finite. Spikes never stop a run."""
+    spike: Literal["off", "warn", "skip", "rewind"] = "warn"
+    """What to do about a spike. `rewind` also rewinds if a step is not finite or if replicas differ."""
+    spike_deviations: float = Field(8.0, gt=0)
+    """A spike: a loss this many median absolute deviations above the running median."""
+    spike_window: int = Field(128, ge=8)
+    """Number of latest steps over which the median loss is taken."""
+    max_spikes: int = Field(5, ge=2)
+    """After this many spikes in a row, or rewinds to one checkpoint, the higher loss becomes the baseline."""
+    rewind_batches: int = Field(1, ge=1)
+    """Batches that a rewind skips: the one that spiked, and those before it, at most back to the checkpoint."""
+    replicas_every: int = Field(100, ge=0)
+    """Steps between comparisons of replicated weights, which also precede every save; 0: none."""
+    slow_ratio: float = Field(1.3, gt=1)
+    """A rank is slow if its own time is this many times the median of the other ranks."""
+    slow_steps: int = Field(50, ge=1)
+    """Number of steps over which the times of ranks are compared."""
+    hang_seconds: float = Field(600.0, ge=1)
+    """Seconds without progress after which every rank writes a report and exits with 70."""
+
+
+class RampStage(Section):
+    """A global batch for the beginning of a run."""
+
+    batch: int = Field(gt=0)
+    """Sequences per step."""
+    until: int = Field(gt=0)
+    """Tokens of the run after which the next stage begins; the last stage is followed by training.global_batch."""
+
+
+class TrainingConfig(Section):
+    tokens: int = Field(gt=0)
+    """Tokens of the whole run, which stops after the first full batch that reaches this number."""
+    global_batch: int = Field(gt=0)
+    """Sequences per step, over all ranks."""
+    batch_ramp: list[RampStage] = Field([])
+    """Smaller batches at the beginning, such as [{batch: 256, until: 10B}, {batch: 512, until: 30B}]."""
+    micro_batch: int = Field(1, gt=0)
+    """Sequences that a rank processes at once; it accumulates gradients over its share of the batch."""
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Precision of weights and activations. fp64 is for comparing runs on CPUs: slow, and refused on GPUs."""
+    seed: int = 1234
+    """Seed of the initial weights."""
+    recompute: Literal["none", "experts", "layers"] = "none"
+    """What the backward pass recomputes to save memory: nothing, the experts or whole layers."""
+    overlap: bool = True
+    """Reduce gradients and gather parameters while computing."""
+    bucket_size: int | None = Field(None, ge=1)
+    """Smallest number of parameters that `overlap` exchanges at once.
+    null: 40 million, or 1 million per data-parallel rank if that is more."""
+    deterministic: bool = False
+    """Make steps bit-identical on GPUs, at some cost in speed; on CPUs they always are."""
+    evaluate_every: int = Field(0, ge=0)
+    """Steps between validations; the last step is validated too. 0 disables validation."""
+    evaluate_batches: int = Field(8, ge=1)
+    """Number of global batches per source in a validation."""
+    validate_balanced: bool = False
+    """Measure the validation loss also with the experts balanced as in training."""
+    router_every: int = Field(10, ge=1)
+    """Steps between logs of the experts' loads."""
+    stop_after_steps: int | None = Field(None, ge=1)
+    """Stop the job at this step. The schedule still follows `tokens`, and the run can be resumed."""
+    profile: tuple[int, int] | None = None
+    """First and last step to trace."""
+    guard: GuardConfig = GuardConfig()
+    """Reactions to bad steps, slow ranks and hangs."""
+
+    @field_validator("batch_ramp")
+    @classmethod
+    def _rises(cls, ramp: list[RampStage]) -> list[RampStage]:
+        for before, after in pairwise(ramp):
+            if after.until <= before.until:
+                raise ValueError(
+                    f"training.batch_ramp: the stage until {after.until} tokens follows the one until {before.until}:"
+                    " list stages in order"
+                )
+        return ramp
+
+    @field_validator("profile")
+    @classmethod
+    def _in_order(cls, profile: tuple[int, int] | None) -> tuple[int, int] | None:
+        if profile and not 1 <= profile[0] <= profile[1]:
+            raise ValueError(f"training.profile={list(profile)} is no first and last step")
+        return profile
+
+
+class CheckpointConfig(Section):
+    every: int = Field(1000, ge=0)
+    """Steps between checkpoints; 0: only at the end and when asked to stop."""
+    keep_last: int = Field(3, ge=1)
+    """Number of newest checkpoints to keep."""
+    keep_every: int = Field(10000, ge=0)
+    """Checkpoints at multiples of this step are kept forever, and saved there if `every` is not 0; 0: none."""
+    asynchronous: bool = True
+    """Write checkpoints in the background."""
+    retry_every: int = Field(10, ge=1)
+    """Steps until a failed save is retried, for example on a full disk."""
+    if_damaged: Literal["older", "stop"] = "older"
+    """If the newest checkpoint is damaged: resume from the one before it, or stop."""
+    export_every: int = Field(0, ge=0)
+    """Steps between Hugging Face exports, written by the ranks to FOLDER/NAME/exports, and one at the end; 0: none."""
+    export_check: Literal["full", "short", "none"] = "short"
+    """Load these exports in transformers, beside training: whole, the first layers of each kind, or not at all."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after this step."""
+        return bool(self.every) and (step % self.every == 0 or self.is_kept(step))
+
+    def is_kept(self, step: int) -> bool:
+        """Return whether the checkpoint of this step is kept forever."""
+        return bool(self.keep_every) and step % self.keep_every == 0
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True
+    """Write TensorBoard files."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Log to Weights & Biases (pip install wandb)."""
+    wandb_project: str = "blackmamba"
+    """Project name in Weights & Biases."""
+
+
+class KernelsConfig(Section):
+    """The implementation of each part of the model. Results agree within rounding, which FP8 makes coarse."""
+
+    linear: Literal["local", "te", "fp8"] = "local"
+    """Linear layers: megatron-core's own (local), Transformer Engine's (te), or products in FP8, also of the experts
+    (fp8; needs an H100 or newer GPU). te and fp8 are unmeasured."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """megatron-core's exchange of tokens between the ranks that share the experts."""
+    scan: Literal["auto", "reference", "chunked", "cpu", "triton", "mamba_ssm"] = "auto"
+    """The selective scan; auto: the fastest one that works here."""
+    scan_states: Literal["keep", "recompute"] = "keep"
+    """From Hopper GPUs on: keep every fourth state for the backward pass, or recompute it (slower, less memory)."""
+    ssd: Literal["auto", "reference", "chunked", "mamba_ssm"] = "auto"
+    """The scan of Mamba-2 layers; auto: the fastest one that works here (mamba_ssm is unmeasured)."""
+    if_missing: Literal["stop", "pytorch"] = "stop"
+    """If a GPU kernel of this project cannot run on a GPU: do not start, or use PyTorch, several times slower."""
+
+
+class StartConfig(Section):
+    """What a new run starts with; not read on resume."""
+
+    from_: UserPath | None = Field(None, alias="from")
+    """A checkpoint whose weights start this run, with a fresh optimizer and schedule."""
+    branch: UserPath | None = None
+    """RUN or RUN@STEP: go on from a checkpoint of another run, with its optimizer, steps and place in the data."""
+
+    @model_validator(mode="after")
+    def _one_start(self) -> "StartConfig":
+        if self.from_ and self.branch:
+            raise ValueError("start.from takes weights alone, and start.branch all of a checkpoint: set one of the two")
+        return self
+
+
+class ResumeConfig(Section):
+    """The changes allowed to a resumed run, and to the weights of start.from."""
+
+    allow: list[str] = Field([])
+    """Keys that may differ from the resumed checkpoint or from start.from, such as optimizer.learning_rate."""
+
+
+class RunConfig(Section):
+    """Everything that defines a run. `blackmamba config FILE` prints it composed."""
+
+    name: str = "run"
+    """Name of the run and of its folder."""
+    folder: UserPath = "runs"
+    """Folder of runs; the run is stored in FOLDER/NAME."""
+    model: ModelConfig
+    """Architecture of the model."""
+    kernels: KernelsConfig = KernelsConfig()
+    """Implementations of parts of the model."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Layout over processes."""
+    data: DataConfig = DataConfig()
+    """Training data."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and learning rate."""
+    training: TrainingConfig
+    """Length, batch, precision and validation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save, and what to keep."""
+    logging: LoggingConfig = LoggingConfig()
+    """Loggers beside metrics.jsonl and log.txt, which are always written."""
+    start: StartConfig = StartConfig()
+    """Initial weights."""
+    resume: ResumeConfig = ResumeConfig()
+    """Changes allowed when the run resumes or starts from other weights."""
+
+    @field_validator("name")
+    @classmethod
+    def _a_folder_name(cls, name: str) -> str:
+        if not name or "/" in name or name.startswith((".", "-")) or "\0" in name:
+            raise ValueError(f"a run's name is the name of its folder; {name!r} cannot be one")
+        if len(name.encode()) > LONGEST_NAME:
+            raise ValueError(f"a run's name has at most {LONGEST_NAME} bytes; this one has {len(name.encode())}")
+        return name
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "RunConfig":
+        parallel, model, training = self.parallel, self.model, self.training
+        if model.experts % parallel.expert:
+            divisors = ", ".join(str(size) for size in range(1, model.experts + 1) if model.experts % size == 0)
+            raise ValueError(
+                f"model.experts={model.experts} cannot be spread evenly over parallel.expert={parallel.expert},"
+                f" only over {divisors}"
+            )
+        for batch in self.batches:
+            if batch % training.micro_batch:
+                key = "training.global_batch" if batch == training.global_batch else "training.batch_ramp: batch"
+                raise ValueError(_unequal_micro_batches(key, batch, training.micro_batch))
+        self._fits_schedule()
+        if training.precision == "bf16" and not self.optimizer.distributed:
+            raise ValueError(
+                "optimizer.distributed=false needs training.precision=fp32: megatron-core's plain optimizer cannot save"
+                " bf16 weights beside the fp32 ones of a Mamba layer. The distributed one works on one process too."
+            )
+        if self.optimizer.gradients == "bf16" and training.precision != "bf16":
+            raise ValueError(
+                f"optimizer.gradients=bf16 needs training.precision=bf16, not {training.precision}: gradients have the"
+                " precision of the weights. Set both, or leave optimizer.gradients=fp32."
+            )
+        self._supports_float64()
+        if self.data.sequence_length % parallel.tensor:
+            raise ValueError(
+                f"data.sequence_length={self.data.sequence_length} is not divisible by"
+                f" parallel.tensor={parallel.tensor} (sequence parallelism splits it)"
+            )
+        return self
+
+    def _fits_schedule(self) -> None:
+        """Refuse a decay that does not fit behind the warm-up."""
+        optimizer = self.optimizer
+        warmup, decay = self.warmup_samples, self.decay_samples
+        if optimizer.warmup_tokens is not None and warmup >= self.samples:
+            raise ValueError(
+                f"optimizer.warmup_tokens={optimizer.warmup_tokens} is not less than the run's"
+                f" training.tokens={self.training.tokens}"
+            )
+        if optimizer.decay == "wsd" and warmup + decay > self.samples:
+            length = self.data.sequence_length
+            raise ValueError(
+                f"the decay of {decay * length} tokens does not fit behind the warm-up of {warmup * length} in"
+                f" training.tokens={self.training.tokens}. Shorten it with optimizer.decay_tokens or"
+                " optimizer.decay_fraction."
+            )
+
+    def _supports_float64(self) -> None:
+        """Refuse fp64 with implementations that would compute in a lower precision."""
+        kernels = self.kernels
+        if self.training.precision != "fp64":
+            return
+        if kernels.linear == "te":
+            raise ValueError("kernels.linear=te has no float64: training.precision=fp64 needs kernels.linear=local")
+        for key, scan in (("scan", kernels.scan), ("ssd", kernels.ssd)):
+            if scan not in ("auto", "chunked", "reference"):
+                raise ValueError(
+                    f"kernels.{key}={scan} computes in fp32: training.precision=fp64 needs auto, chunked or reference"
+                )
+
+    @property
+    def planned_tokens(self) -> int:
+        """Return the tokens of all steps; the last batch may exceed training.tokens."""
+        return self.samples_left(0) * self.data.sequence_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens of a step with training.global_batch."""
+        return self.training.global_batch * self.data.sequence_length
+
+    @property
+    def samples(self) -> int:
+        """Return the number of sequences of the whole run: `tokens`, rounded up to whole sequences."""
+        return -(-self.training.tokens // self.data.sequence_length)
+
+    @property
+    def warmup_samples(self) -> int:
+        if self.optimizer.warmup_tokens is not None:
+            return self.optimizer.warmup_tokens // self.data.sequence_length
+        return int(self.optimizer.warmup_fraction * self.samples)
+
+    @property
+    def decay_samples(self) -> int:
+        """Return the samples of the decay at the end, if optimizer.decay is wsd; at least one."""
+        tokens = self.optimizer.decay_tokens
+        if tokens is not None:
+            return -(-tokens // self.data.sequence_length)
+        return max(1, round(self.optimizer.decay_fraction * (self.samples - self.warmup_samples)))
+
+    @property
+    def batches(self) -> list[int]:
+        """Return the global batches of the run, in order."""
+        return [*(stage.batch for stage in self.training.batch_ramp), self.training.global_batch]
+
+    def batch_at(self, consumed_samples: int) -> int:
+        """Return the global batch of the step after `consumed_samples`."""
+        tokens = consumed_samples * self.data.sequence_length
+        return next((s.batch for s in self.training.batch_ramp if tokens < s.until), self.training.global_batch)
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of the whole run, if it uses these batches from the start."""
+        return self.steps_left(0)
+
+    @property
+    def warmup_steps(self) -> int:
+        return sum(steps for _, steps in self._stages(0, self.warmup_samples, round))
+
+    @property
+    def decay_steps(self) -> int:
+        """Return the number of steps of the decay of wsd."""
+        return sum(steps for _, steps in self._stages(self.samples - self.decay_samples, self.samples, round))
+
+    def steps_left(self, consumed_samples: int) -> int:
+        """Return the steps until all samples are consumed; the last batch is complete and may exceed `tokens`."""
+        return sum(steps for _, steps in self.stages_left(consumed_samples))
+
+    def samples_left(self, consumed_samples: int) -> int:
+        """Return the samples of the steps that are left."""
+        return sum(batch * steps for batch, steps in self.stages_left(consumed_samples))
+
+    def stages_left(self, consumed_samples: int) -> list[tuple[int, int]]:
+        """Return the global batches of the steps that are left, in order, each with its number of steps."""
+        return self._stages(consumed_samples, self.samples)
+
+    def _stages(self, first: int, end: int, whole: Callable[[float], int] = math.ceil) -> list[tuple[int, int]]:
+        """Return the global batches and steps from sample `first` to `end`."""
+        found, at = [], first
+        for stage in self.training.batch_ramp:
+            until = min(end, -(-stage.until // self.data.sequence_length))
+            found.append((stage.batch, -(-max(0, until - at) // stage.batch)))
+            at += stage.batch * found[-1][1]
+        found.append((self.training.global_batch, whole(max(0, end - at) / self.training.global_batch)))
+        return [(batch, steps) for batch, steps in found if steps]
+
+    def last_step(self, step: int, consumed_samples: int) -> int:
+        """Return the last step of a job that is at `step`: the end of the run, or training.stop_after_steps."""
+        end = step + self.steps_left(consumed_samples)
+        return min(end, self.training.stop_after_steps or end)
+
+
+def _unequal_micro_batches(key: str, global_batch: int, micro_batch: int) -> str:
+    """Return what is wrong with a global batch that micro-batches do not fill, and the nearest sizes that do."""
+    less = next(size for size in range(min(micro_batch, global_batch), 0, -1) if global_batch % size == 0)
+    more = next(size for size in range(min(micro_batch, global_batch), global_batch + 1) if global_batch % size == 0)
+    works = " or ".join(f"training.micro_batch={size}" for size in dict.fromkeys((less, more)))
+    return f"{key}={global_batch} is not a multiple of training.micro_batch={micro_batch}. Use {works}."

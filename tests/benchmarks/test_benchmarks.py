@@ -1,0 +1,157 @@
+"""The decisions of the GPU step benchmark that can be tested without a GPU."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks import _common, experts, gradient_sums, mixture_scale
+from benchmarks._parts import REST, Breakdown, part_of
+from benchmarks.cleaning_scale import FILES, LONGEST, write_corpus
+from benchmarks.gpu_step import most_sequences
+from megatron_blackmamba import model
+from megatron_blackmamba.config import ParallelConfig, load
+from megatron_blackmamba.formats.shards import Shard
+from megatron_blackmamba.runtime import world
+
+GIB = 2**30
+
+
+def memory(states, a_sequence, limit):
+    """The peak of a step that takes so much and a bit more than a line says; None past the limit."""
+
+    def peak_bytes(sequences):
+        needed = states + int(a_sequence * sequences**1.03)
+        return needed if needed <= limit else None
+
+    return peak_bytes
+
+
+@pytest.mark.parametrize("a_sequence", [GIB // 4, GIB, 3 * GIB, 25 * GIB])
+def test_finds_the_largest_batch_that_fits(a_sequence):
+    peak_bytes = memory(26 * GIB, a_sequence, 79 * GIB)
+    found = most_sequences(peak_bytes, 79 * GIB)
+    best = max(n for n in range(1, 1000) if peak_bytes(n) is not None)
+    assert peak_bytes(found) is not None
+    assert best * 0.8 - 1 <= found <= best
+
+
+def test_model_that_does_not_fit_is_an_error():
+    with pytest.raises(SystemExit, match="not even one"):
+        most_sequences(memory(80 * GIB, GIB, 79 * GIB), 79 * GIB)
+
+
+def event(name, parent=None, sequence=-1, scope=0, kernels=()):
+    ran = [SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels]
+    return SimpleNamespace(
+        name=name, cpu_parent=parent, sequence_nr=sequence, scope=scope, kernels=ran, device_type=DeviceType.CPU
+    )
+
+
+def test_backward_kernels_count_for_their_part():
+    rest = event(f"part: {REST}")
+    router = event("part: router", rest)
+    forward = event("aten::mm", router, sequence=7, kernels=[("gemm", 1000)])
+    scan = event("_Scan", event("part: Mamba", rest), sequence=8, kernels=[("forward", 3000)])
+    engine = event("autograd::engine::evaluate_function: MmBackward0", rest, sequence=7)
+    backward = event("aten::mm", event("MmBackward0", engine, sequence=7, scope=1), kernels=[("gemm", 2000)])
+    scan_back = event("aten::sum", event("_ScanBackward", rest, sequence=8, scope=1), kernels=[("reduce", 500)])
+    added = event("aten::add_", event("torch::autograd::AccumulateGrad", rest, scope=1), kernels=[("add", 250)])
+    adam = event("aten::_fused_adamw_", event("part: optimizer"), kernels=[("adam", 750)])
+
+    found = Breakdown([rest, router, forward, scan, engine, backward, scan_back, added, adam], 1, 10.0, on_gpu=True)
+    assert {part: ms for part, (ms, _) in found.parts.items()} == {
+        "router": 3.0,
+        "selective scan": 3.5,
+        "adding up gradients": 0.25,
+        "optimizer": 0.75,
+    }
+    assert found.parts["router"][1] == 3.0  # all of it matrix products
+    assert found.rows()[-1]["ms"] == 2.5  # of 10, nothing ran
+    assert [kernel["kernel"] for kernel in found.kernels][:2] == ["gemm", "forward"]
+
+
+def test_every_model_part_is_found_by_class():
+    """A renamed class would leave its time to the others without a word."""
+    with world.fake(ParallelConfig(), world_size=1) as place:
+        modules = dict(model.build(load("tiny"), place).named_modules())
+    found = {name: part for name, module in modules.items() if (part := part_of(name, module))}
+    assert found["embedding"] == found["output_layer"] == "embedding, head"
+    assert {found["decoder.layers.0.mixer"], found["decoder.layers.1.mixer"]} == {
+        "Mamba, but scan and convolution",
+        "dispatch",
+    }
+    assert set(found.values()) >= {"router", "experts", "norms"}
+    assert not any(".mixer.in_proj" in name for name in found)
+
+
+def test_little_text_is_varied_to_the_size(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.py").write_text("x = 1  # a line\n" * 3000)
+    (tmp_path / "in/b.bin").write_text("not text\n" * 100)
+    corpus = write_corpus([tmp_path / "in"], tmp_path / "out", 100_000)
+    files = sorted((tmp_path / "out").iterdir())
+    texts = [json.loads(line)["text"] for file in files for line in file.open()]
+    assert len(files) == FILES and len(texts) == corpus["documents"]
+    assert sum(map(len, texts)) >= 100_000 and max(map(len, texts[:3])) <= LONGEST
+    assert "".join(texts[:3]) == "x = 1  # a line\n" * 3000 and len(set(texts)) > 3
+    assert not any("not text" in text for text in texts)
+
+
+def test_measuring_begins_once_process_has_all_its_memory(monkeypatch):
+    made = []
+    peaks = [100, 180, 200, 200, 200]  # the second round still finds no place for one call: it is not the one to time
+    monkeypatch.setattr(_common, "_peak_of_memory", lambda: peaks[len(made) // 2])
+    _common.settle([lambda: made.append("short"), lambda: made.append("long")])
+    assert made == ["short", "long"] * 3
+
+
+def test_growing_process_is_measured_after_a_limit(monkeypatch):
+    made = []
+    monkeypatch.setattr(_common, "_peak_of_memory", lambda: 2 ** len(made))
+    _common.settle([lambda: made.append("call")], rounds=4)
+    assert len(made) == 4
+
+
+def test_bf16_is_left_out_without_instructions(monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert experts.dtypes("cpu") == ["float32"]
+    assert experts.dtypes("cuda") == ["float32", "bfloat16"]
+    monkeypatch.setattr(experts, "bf16_products", lambda: True)
+    assert experts.dtypes("cpu") == ["float32", "bfloat16"]
+
+
+COLUMNS = ("fp32", "bf16", "bf16, worst weight", "bf16, lost")
+
+
+def test_small_gradients_are_lost_in_bf16():
+    """1 + 255 times 2^-9, half of what bf16 can add to 1: the sum in bf16 stays 1, and all but 1 is lost."""
+    gradients = iter([[torch.ones(4, dtype=torch.bfloat16)]] + [[torch.full((4,), 2.0**-9).bfloat16()]] * 255)
+    first, last = gradient_sums.measure(gradients, [1, 256])
+    assert [float(first[column]) for column in COLUMNS] == [0, 0, 0, 0]
+    assert first["of the batch"] == ""
+    lost = 255 / 512 / (1 + 255 / 512)
+    for column in COLUMNS[1:]:
+        assert float(last[column]) == pytest.approx(lost, rel=0.02)
+    assert float(last["fp32"]) == 0
+
+
+def test_halves_that_differ_estimate_the_noise():
+    """The halves of two micro-batches are 1 and 3: half their difference is 1/2 of their mean."""
+    gradients = iter([[torch.full((4,), value).bfloat16()] for value in (1.0, 3.0)])
+    (row,) = gradient_sums.measure(gradients, [2])
+    assert row["of the batch"] == "0.5"
+    assert float(row["bf16"]) == 0
+
+
+# The files that benchmarks.mixture_scale reads.
+
+
+def test_cold_shard_holds_ids_of_its_vocabulary(tmp_path, monkeypatch):
+    monkeypatch.setattr(mixture_scale, "COLD_TOKENS", 10**5)
+    mixture_scale.write_cold(tmp_path)
+    shard = Shard.open(tmp_path / "a/shard_00001")
+    ids = shard.document(shard.manifest.documents - 1)
+    assert 0 < ids.max() < mixture_scale.VOCABULARY

@@ -1,0 +1,90 @@
+"""Verdicts of the watch over a run: before an update, on the samples of bad steps, and on rewinds."""
+
+import pytest
+
+from megatron_blackmamba.config import ParallelConfig, load
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.model import build
+from megatron_blackmamba.runtime import world
+from megatron_blackmamba.training.watch.guard import FEWEST_LOSSES, Action, Cause, Verdict
+from megatron_blackmamba.training.watch.watch import Watch
+
+SPIKE = 100.0
+OVERRIDES = ["training.guard.spike=rewind", "training.guard.max_spikes=2", "training.guard.replicas_every=3"]
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def watch(tmp_path, told):
+    place, config = world.start(ParallelConfig()), load("tiny", OVERRIDES)
+    yield Watch(config, place, build(config, place), [], RunFolder(tmp_path), told.append)
+    world.shutdown()
+
+
+@pytest.fixture
+def report(watch, told):
+    """Report verdicts of steps of two samples each; return the samples of the event of each, if there was one."""
+    steps = iter(range(0, 100, 2))
+
+    def reported(action, cause=Cause.NOT_FINITE, reason="the loss is nan"):
+        told.clear()
+        first = next(steps)
+        watch.report(Verdict(action, reason, cause), [(first, first + 1)])
+        return [event.samples for event in told]
+
+    return reported
+
+
+def good(report):
+    return report(Action.APPLY, None, None)
+
+
+def test_a_bad_step_names_its_samples(report):
+    assert good(report) == []
+    assert report(Action.SKIP) == [[(2, 3)]]
+    assert report(Action.SKIP) == [[(4, 5)]]
+
+
+def test_giving_up_names_the_whole_streak(report):
+    report(Action.SKIP)
+    good(report)
+    report(Action.SKIP)
+    assert report(Action.STOP) == [[(4, 5), (6, 7)]]
+
+
+def learn(watch):
+    for _ in range(FEWEST_LOSSES):
+        watch.settle(Verdict(Action.APPLY), 1.0, 1.0, None)
+
+
+def test_a_new_phase_has_a_loss_of_its_own(watch):
+    learn(watch)
+    assert watch.look(1, SPIKE, (0, 0), new_phase=False).cause is Cause.SPIKE
+    assert watch.look(1, SPIKE, (0, 0), new_phase=True) == Verdict(Action.APPLY)
+
+
+def test_replicas_are_compared_at_their_steps_and_before_saves(watch, monkeypatch):
+    monkeypatch.setattr(watch._replicas, "differing", lambda: "rank 1")
+    causes = [watch.look(step, 1.0, (0, 0), new_phase=False).cause for step in (1, 2, 3, 4)]
+    assert causes == [None, None, Cause.REPLICAS, None] and watch.differing() == "rank 1"
+
+
+def test_a_differing_replica_says_nothing_of_the_loss(watch):
+    learn(watch)
+    before = watch.state()
+    verdict = watch.settle(watch._guard.replicas_differ("rank 1"), SPIKE, 1.0, "found")
+    assert verdict.reason == "replicas of weights differ: rank 1; found" and watch.state() == before
+
+
+def test_a_checkpoint_is_gone_back_to_only_so_often(watch):
+    learn(watch)
+    assert watch.refuses_rewind(None, Cause.SPIKE).checkpoint is None
+    assert [watch.refuses_rewind(5, Cause.NOT_FINITE) for _ in range(2)] == [None, None]
+    refused = watch.refuses_rewind(5, Cause.NOT_FINITE)
+    assert (refused.checkpoint, refused.times, refused.new_level) == (5, 2, False) and watch.state()["losses"]
+    assert watch.refuses_rewind(5, Cause.SPIKE).new_level and not watch.state()["losses"]
+    assert watch.refuses_rewind(10, Cause.SPIKE) is None
