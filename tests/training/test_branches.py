@@ -275,7 +275,9 @@ def test_tables_and_charts_show_the_trunk_once(trunk, branch, longer, tmp_path):
     assert two[0].along("tokens", two[0].tokens.step)[0] == ENDS[AT] * LENGTH
     hours = above.along("hours", above.tokens.step[-1:])[0]
     assert two[0].along("hours", two[0].tokens.step)[0] > hours > 0
-    assert two[0].averaged_loss("tokens", ENDS[3] * LENGTH)[0] == losses(trunk)[3]  # before the branch: the trunk's loss
+    assert (
+        two[0].averaged_loss("tokens", ENDS[3] * LENGTH)[0] == losses(trunk)[3]
+    )  # before the branch: the trunk's loss
     chart = drawn_loss(read_history(branch / "run"))
     assert chart.count('class="line c0 thin"') == 1 and 'class="mark branch"' in chart and "trunk run" in chart
 

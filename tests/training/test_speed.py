@@ -31,7 +31,7 @@ def test_a_gpu_of_unknown_peak_gets_no_utilisation(driver_says):
 def test_utilisation_is_model_flops_over_all_gpu_peaks():
     config = load("blackmamba_1.5b")
     # 2.07 GFLOP a token, 2,064,384 tokens a step, 56 GPUs of 989 TFLOP/s
-    assert Utilisation(config, 56, "NVIDIA H100 80GB HBM3").of(0.2) == pytest.approx(
+    assert Utilisation(config, 56, "NVIDIA H100 80GB HBM3").of(2_064_384, 0.2) == pytest.approx(
         2.07e9 * 2_064_384 / 0.2 / (56 * 989e12), rel=0.01
     )
 
