@@ -40,7 +40,7 @@ def main() -> None:
     words = ["tiny", options.pair, *options.config] if options.pair else options.config
     with a_run(words, *(PAIR if options.pair else ())) as (config, _, start):
         trainer = start(name="step")
-        batch = [next(trainer.batches) for _ in range(trainer.batches.micro_batches)]
+        batch = [next(trainer.batches) for _ in range(trainer.step.micro_batches())]
         tables = {
             "gradients": shares(lambda: trainer.step.gradients(iter(batch)), options.steps),
             "update": shares(trainer.step.update, options.steps),

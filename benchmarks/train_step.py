@@ -81,7 +81,7 @@ def measure(options: Any) -> dict[str, Any]:
 def against_bare_arithmetic(config: RunConfig, here: Any, start: Start) -> Ways:
     """The loop, its step, and what PyTorch alone needs for the same model and batch."""
     trainer, other = start(name="loop"), start(name="step")
-    batch = [next(other.batches) for _ in range(other.batches.micro_batches)]
+    batch = [next(other.batches) for _ in range(other.step.micro_batches())]
 
     def step() -> None:
         other.step.gradients(iter(batch))

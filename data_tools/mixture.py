@@ -1,5 +1,6 @@
 """The plan of a mixture for a number of tokens: probability, samples and epochs of every source."""
 
+import bisect
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class SourcePlan:
     shards: int | None
     shard_tokens: int | None
     """What the shards hold, and so what an epoch is; None where there are no shards yet."""
+    before: int = 0
+    """Samples that the trunk of a branch has read."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,19 @@ class MixturePlan:
 
 
 def plan_mixture(
-    mixture: Mixture, tokens: int | None = None, sequence_length: int = 2048, *, run: RunConfig | None = None
+    mixture: Mixture,
+    tokens: int | None = None,
+    sequence_length: int = 2048,
+    *,
+    run: RunConfig | None = None,
+    first_sample: int = 0,
 ) -> MixturePlan:
     """Plan a mixture for `tokens` of the whole run; by default, as many as the sources have.
 
-    run: The run that will read the shards, which must fit its model.
+    Args:
+        run: The run that will read the shards, which must fit its model.
+        first_sample: The sample that a branch begins at: probabilities are those of the branch, samples and epochs
+            those of the trunk and the branch.
     """
     missing: dict[str, str] = {}
     opened = collect(partial(_open_if_there, mixture, missing), mixture.sources)
@@ -94,6 +105,8 @@ def plan_mixture(
     schedule = mixture.schedule(stated, sequence_length, prints if len(prints) == len(opened) else None)
     planned = tokens or sum(stated)
     samples = -(-planned // sequence_length)
+    counts, before = schedule.counts(samples), schedule.counts(first_sample)
+    now = bisect.bisect_right(schedule.starts, first_sample) - 1
     lines = [
         SourcePlan(
             name=source.name,
@@ -101,19 +114,21 @@ def plan_mixture(
             weight=source.weight,
             probability=float(probability),
             samples=count,
+            before=earlier,
             epochs=epochs_of(count, sequence_length, in_shards or has),
             max_epochs=source.max_epochs,
             most_samples=source.max_epochs and most_samples(source.max_epochs, sequence_length, in_shards or has),
             shards=None if both is None else len(both[0]),
             shard_tokens=in_shards,
         )
-        for source, both, in_shards, has, probability, count in zip(
+        for source, both, in_shards, has, probability, count, earlier in zip(
             mixture.sources,
             opened,
             held,
             stated,
-            schedule.blends[0].probabilities,
-            schedule.counts(samples),
+            schedule.blends[now].probabilities,
+            counts,
+            before,
             strict=True,
         )
     ]

@@ -26,14 +26,15 @@ from megatron_blackmamba.runtime.failure import SAID, say_once
 from megatron_blackmamba.serving import commands as serving_commands
 from megatron_blackmamba.study.verb import study
 from megatron_blackmamba.trace import commands as trace_commands
+from megatron_blackmamba.training.anneal import anneal
 from megatron_blackmamba.training.verb import train
 
 SECTIONS = {
     "Start": ("quickstart", "new", "config"),
     "Data": ("data",),
-    "Train": ("plan", "doctor", "train", "launch"),
+    "Train": ("plan", "doctor", "train", "anneal", "launch"),
     "Compare": ("runs", "report", "compare", "evaluate", "study"),
-    "Use": ("generate", "chat", "export", "import", "verify"),
+    "Use": ("generate", "chat", "average", "export", "import", "verify"),
 }
 """The commands in the order of a user's work, as --help shows them."""
 
@@ -158,9 +159,13 @@ def plan(
         if nodes is None
         else estimate.Asked(nodes, gpus_per_node, known, used, suggest, scaling, failures, restart, gpu)
     )
-    run = compose(configs)
+    run, begins = compose(configs), None
     with working("planning"):
-        made = estimate.make_plan(run, asked)
+        if run.start.branch:
+            from megatron_blackmamba.training.branch import beginning
+
+            begins = beginning(run)
+        made = estimate.make_plan(run, asked, begins)
     if as_json:
         print(json.dumps(estimate.as_json(made), indent=2))
     elif not check:
@@ -386,9 +391,11 @@ def quickstart(
 
 
 app.command()(train)
+app.command()(anneal)
 app.command()(inference_commands.generate)
 app.command()(serving_commands.chat)
 app.command()(interchange_commands.verify)
+app.command()(interchange_commands.average)
 data_commands.app.command()(trace_commands.trace)
 app.command()(evaluate)
 app.command()(study)

@@ -10,6 +10,7 @@ OTHER_COMMANDS = {
     "generate": "sample infer inference complete predict",
     "chat": "serve server api talk",
     "train": "pretrain resume continue finetune fine-tune fit",
+    "anneal": "cooldown decay branch",
     "evaluate": "eval benchmark score",
     "export hf": "convert to_hf huggingface transformers safetensors",
     "export zyphra": "released original pytorch",

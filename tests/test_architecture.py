@@ -30,7 +30,10 @@ LAYERS = [
     {"quickstart", "study", "errors", "hints"},
     {"api", "cli"},
 ]
-TRAINING = [{"start", "watch"}, {"step"}, {"metrics", "keep"}, {"record"}, {"loop", "launcher"}, {"verb"}]
+TRAINING = [
+    *({"start", "watch"}, {"step"}, {"metrics", "keep", "branch"}, {"record"}),
+    *({"loop", "launcher"}, {"verb"}, {"anneal"}),
+]
 """The groups of `training`, lowest first."""
 IN_TRAINING = {group: height for height, groups in enumerate(TRAINING, 1) for group in groups}
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}

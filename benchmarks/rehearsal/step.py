@@ -78,7 +78,7 @@ def rehearse(config: RunConfig, ranks: int = 1) -> Rehearsed:
         LOG.on = False
         numbers = (int(name) for name, _ in trainer.trainable.model.decoder.layers.named_children())
         layers = {number: config.model.pattern[number] for number in numbers}
-        return Rehearsed(config, ranks, LOG, applied, trainer.step.micro_batches, layers, before)
+        return Rehearsed(config, ranks, LOG, applied, trainer.step.micro_batches(), layers, before)
 
 
 def warm_up() -> None:

@@ -26,7 +26,7 @@ from megatron_blackmamba.checkpoint.agreement import SaveError, gathered, togeth
 from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_state
 from megatron_blackmamba.checkpoint.writing import Part, Write
 from megatron_blackmamba.config import RunConfig, to_yaml
-from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats import atomic, branches
 from megatron_blackmamba.formats.evaluations import is_claimed
 from megatron_blackmamba.formats.events import Damaged, Event, NotRemoved, Saved, of_kind, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -135,6 +135,12 @@ class Checkpoints:
         """Load weights and optimizer state of a checkpoint that `newest` has verified."""
         self.alive(f"loading step {step}")
         sharded.load(self.folder.checkpoint(step), self.model, self.optimizer)
+
+    def load_from(self, checkpoint: Path) -> None:
+        """Verify a checkpoint of another run, and load its weights and optimizer state."""
+        self._check(checkpoint)
+        self.alive(f"loading {checkpoint}")
+        sharded.load(checkpoint, self.model, self.optimizer)
 
     def load_weights(self, path: str | Path) -> None:
         """Load the weights only, from a checkpoint of this or another run, which may be training: `latest` moves."""
@@ -249,8 +255,9 @@ class Checkpoints:
         settings = self.config.checkpoint
         try:
             behind = sorted(found for found in self._folders() if found[0] <= newest)
+            needed = branches.needed_steps(self.folder)
             for step, path in behind[: -settings.keep_last]:
-                kept = settings.is_kept(step)
+                kept = settings.is_kept(step) or step in needed
                 if not kept and not is_claimed(self.folder.root, step):
                     gone = _out_of_the_way(path)
                     os.rename(path, gone)  # whole or hidden, whatever happens meanwhile

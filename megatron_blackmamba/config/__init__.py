@@ -2,13 +2,14 @@
 
 from megatron_blackmamba.config.load import find, keys, load, shipped
 from megatron_blackmamba.config.saved import from_saved, read_saved, to_saved, to_yaml
-from megatron_blackmamba.settings import ConfigError, KernelsConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_blackmamba.settings import ConfigError, KernelsConfig, ModelConfig, ParallelConfig, RampStage, RunConfig
 
 __all__ = [
     "ConfigError",
     "KernelsConfig",
     "ModelConfig",
     "ParallelConfig",
+    "RampStage",
     "RunConfig",
     "find",
     "from_saved",

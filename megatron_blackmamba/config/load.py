@@ -9,19 +9,20 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_blackmamba import kinds, optimizers, routers
 from megatron_blackmamba.config import checks, migrations, spellings
+from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.settings import ConfigError, DataConfig, RunConfig, Section, UserPath, file_kinds
 from megatron_blackmamba.settings.yaml_files import parse, read_yaml
 
 OVERRIDE = "the command line"
-PATH_KEYS = {"data.mixture"}
+PATH_KEYS = ("data.mixture", "start.from", "start.branch")
 
 
 def config_folder() -> Path:
@@ -110,8 +111,7 @@ def load(
             raise ConfigError(f"an override has the form a.b=value; {override!r} does not")
         content = _nested(key.split("."), _typed(parse(value), value, fields.get(key)))
         migrations.accept_old_names(content, OVERRIDE, note)
-        if key in PATH_KEYS:
-            _resolve_shipped(content, key)
+        _resolve_shipped(content)
         spellings.accept(content)
         _merge(content, merged, origin, OVERRIDE, "")
     spellings.steps_as_tokens(merged, origin, DataConfig.model_fields["sequence_length"].default)
@@ -193,7 +193,7 @@ def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...],
         _merge_file(_included(path, include), merged, origin, (*above, path), note)
     for key in PATH_KEYS:
         _resolve(content, key, path.parent)
-        _resolve_shipped(content, key)
+    _resolve_shipped(content)
     spellings.accept(content)
     _merge(content, merged, origin, str(path), "")
 
@@ -239,13 +239,13 @@ def _resolve(content: dict, key: str, folder: Path) -> None:
     """Make a path absolute that is relative to the file's folder."""
     section, last = _holder(content, key)
     value = section.get(last)
-    if isinstance(value, str) and (folder / value).exists():
-        section[last] = str((folder / value).resolve())
+    if isinstance(value, str):
+        section[last] = branches.absolute(value, folder)
 
 
-def _resolve_shipped(content: dict, key: str) -> None:
+def _resolve_shipped(content: dict) -> None:
     """Replace the name of a shipped mixture by its file, unless a file here has that name."""
-    section, last = _holder(content, key)
+    section, last = _holder(content, "data.mixture")
     value = section.get(last)
     if isinstance(value, str) and value in shipped("data") and not Path(value).exists():
         section[last] = str(find(f"data/{value}").resolve())
@@ -275,7 +275,9 @@ def _merge(new: dict, into: dict, origin: dict, source: str, prefix: str) -> Non
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section that a field holds, if it is one."""
+    """Return the section that a field holds, if it is one; a list of sections is a value."""
+    if get_origin(annotation) is list:
+        return None
     types = [annotation, *get_args(annotation)]
     return next((kind for kind in types if isinstance(kind, type) and issubclass(kind, Section)), None)
 

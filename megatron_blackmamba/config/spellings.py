@@ -23,7 +23,11 @@ OTHER_NAMES = {
     "optimizer.learning_rate": "lr max_lr peak_lr",
     "optimizer.min_learning_rate": "min_lr lr_min",
     "optimizer.warmup_fraction": "warmup warmup_steps warmup_iters warmup_ratio lr_warmup_fraction lr_warmup_iters",
+    "optimizer.warmup_tokens": "lr_warmup_samples warmup_samples n_warmup_tokens",
     "optimizer.decay": "lr_decay_style scheduler lr_scheduler schedule lr_schedule lr_scheduler_type",
+    "optimizer.decay_fraction": "decay_ratio lr_decay_fraction",
+    "optimizer.decay_tokens": "lr_wsd_decay_iters lr_wsd_decay_samples decay_steps num_decay_steps cooldown_steps",
+    "optimizer.decay_shape": "lr_wsd_decay_style lr_decay_type decay_type cooldown_type",
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",
     "optimizer.eps": "adam_eps adam_epsilon",
@@ -34,6 +38,7 @@ OTHER_NAMES = {
     "training.steps": "steps step max_steps train_iters max_iters num_steps n_steps total_steps",
     "training.tokens": "train_tokens train_samples",
     "training.global_batch": "batch_size global_batch_size train_batch_size bs per_device_train_batch_size",
+    "training.batch_ramp": "rampup_batch_size batch_size_rampup batch_size_schedule batch_warmup batch_size_warmup",
     "training.micro_batch": "micro_batch_size device_batch_size gradient_accumulation_steps grad_acc_steps",
     "training.precision": "dtype bf16 fp16 mixed_precision",
     "training.evaluate_every": "eval_interval eval_every eval_steps val_interval",
@@ -49,6 +54,7 @@ OTHER_NAMES = {
     "logging.wandb_project": "project wandb_project_name",
     "folder": "out_dir output_dir save_dir dump_dir run_dir save",
     "name": "run_name exp_name experiment_name wandb_run_name",
+    "start.branch": "branch branch_from load_trainer_state_from",
     "start.from": "init_from load pretrained checkpoint_path resume_from",
 }
 """A key of ours, and what nanoGPT, Megatron-LM, transformers, lingua and others call it."""
@@ -56,6 +62,11 @@ OTHER_NAMES = {
 _MEANINGS = {
     "n_layer n_layers num_layers num_hidden_layers depth layers": "it has one letter per layer, such as MEMEMEME for 8",
     "warmup_steps warmup_iters lr_warmup_iters": "it is a fraction of the steps, such as 0.01",
+    "lr_warmup_samples warmup_samples lr_wsd_decay_samples": "it counts tokens: samples × data.sequence_length",
+    "lr_wsd_decay_iters decay_steps num_decay_steps cooldown_steps": (
+        "it counts tokens: steps × training.global_batch × data.sequence_length"
+    ),
+    "rampup_batch_size": "it is a list of stages, such as [{batch: 256, until: 10B}]",
     "per_device_train_batch_size bs batch_size": "it counts the sequences of a step in all processes",
     "gradient_accumulation_steps grad_acc_steps": "a step accumulates global_batch / (micro_batch × replicas) times",
     "bf16 fp16 mixed_precision": "it is bf16, fp32 or fp64",
@@ -101,6 +112,18 @@ def not_a_key(key: str) -> str | None:
     return next((text for names, text in _NOT_KEYS.items() if last in names.split()), None)
 
 
+def _tokens_of(steps: int, ramp: Any, global_batch: int, sequence_length: int) -> int:
+    """Return the tokens of the first steps of a run, whose first batches may be smaller."""
+    tokens = 0
+    for stage in ramp if isinstance(ramp, list) else ():
+        batch, until = (whole(stage.get(key)) if isinstance(stage, dict) else None for key in ("batch", "until"))
+        if isinstance(batch, int) and isinstance(until, int) and batch > 0:  # or the run is refused
+            size = batch * sequence_length
+            taken = min(steps, -(-max(0, until - tokens) // size))
+            steps, tokens = steps - taken, tokens + taken * size
+    return tokens + steps * global_batch * sequence_length
+
+
 def accept(content: dict[str, Any]) -> None:
     """Take `data.mixture` without `data.kind` as a mixture."""
     data = content.get("data")
@@ -130,7 +153,7 @@ def steps_as_tokens(content: dict[str, Any], origin: dict[str, str], sequence_le
     for key, value in {"training.steps": steps, **factors}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{where}: {key}={value!r}: give a whole number of at least 1")
-    training["tokens"] = steps * factors["training.global_batch"] * factors["data.sequence_length"]
+    training["tokens"] = _tokens_of(steps, training.get("batch_ramp"), *factors.values())
     origin["training.tokens"] = where
     if set_by == where and tokens != training["tokens"]:
         raise ConfigError(

@@ -6,7 +6,7 @@ every rank is one and the same integer: the next sample.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any
@@ -32,7 +32,7 @@ class BatchStream:
         dataset: Any,
         *,
         start_sample: int = 0,
-        global_batch: int,
+        global_batch: int | Callable[[int], int],
         micro_batch: int,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -45,21 +45,17 @@ class BatchStream:
         """Open a stream of batches.
 
         Args:
+            global_batch: Samples of a global batch; or a function that gives it from the samples served before.
             part: Index and number of contiguous parts of each sequence; the stream serves one part.
             skips: First and last sample of each range never served, for example after rewinding past a spike.
             stop_sample: Sample at which the stream ends; None means never. The last global batch is padded with samples
                 that do not count (loss_mask 0, sample_ids -1).
             source_id: Source of all samples, for a dataset with one source.
         """
-        if global_batch % (micro_batch * dp_size):
-            raise DataError(
-                f"a global batch of {global_batch} samples does not divide into micro-batches of {micro_batch} on "
-                f"{dp_size} data-parallel ranks: change training.global_batch, training.micro_batch or the GPU count"
-            )
         self.dataset = dataset
         self.position = start_sample
         """The next global sample, once every micro-batch of the current global batch was taken: for the checkpoint."""
-        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.micro_batch = micro_batch
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.part = part
         self.skips = sorted((int(first), int(last)) for first, last in skips)
@@ -68,12 +64,17 @@ class BatchStream:
         self._pool = ThreadPoolExecutor(workers, "read-ahead") if workers else None
         self._ahead: deque[tuple[Future | Batch, int | None]] = deque()
         self._served: list[tuple[Batch, int | None]] = []  # of the current global batch
+        self._size_after = global_batch if callable(global_batch) else lambda served: global_batch
+        self._refuse_uneven(self._size_after(0))
         self._planned = self._plan(start_sample)
 
-    @property
-    def micro_batches(self) -> int:
-        """Return the number of this rank's micro-batches per global batch."""
-        return self.global_batch // (self.micro_batch * self.dp_size)
+    def _refuse_uneven(self, global_batch: int) -> None:
+        if global_batch % (self.micro_batch * self.dp_size):
+            raise DataError(
+                f"a global batch of {global_batch} samples does not divide into micro-batches of {self.micro_batch} on "
+                f"{self.dp_size} data-parallel ranks: change training.global_batch, training.micro_batch or the GPU "
+                "count"
+            )
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -83,8 +84,10 @@ class BatchStream:
             for samples, position in islice(self._planned, max(0, 1 + 2 * self._workers - len(self._ahead))):
                 self._ahead.append((self._pool.submit(self._read, samples), position))
         elif not self._ahead:  # a whole global batch at once, while the CPU caches still hold the reading code
-            for samples, position in islice(self._planned, self.micro_batches):
+            for samples, position in self._planned:
                 self._ahead.append((self._read(samples), position))
+                if position is not None:
+                    break
         if not self._ahead:
             self.close()
             raise StopIteration
@@ -115,16 +118,20 @@ class BatchStream:
 
     def _plan(self, sample: int) -> Iterator[tuple[list[int], int | None]]:
         """Yield the samples of this rank's micro-batches; at the end of a global batch, also the position after it."""
+        served = 0
         while self.stop_sample is None or self._after_skips(sample) < self.stop_sample:
-            samples = []
-            for _ in range(self.global_batch):
+            global_batch, samples = self._size_after(served), []
+            self._refuse_uneven(global_batch)
+            served += global_batch
+            for _ in range(global_batch):
                 sample = self._after_skips(sample)
                 inside = self.stop_sample is None or sample < self.stop_sample
                 samples.append(sample if inside else -1)
                 sample += inside
-            for number in range(self.micro_batches):
+            micro_batches = global_batch // (self.micro_batch * self.dp_size)
+            for number in range(micro_batches):
                 first = (number * self.dp_size + self.dp_rank) * self.micro_batch
-                yield samples[first : first + self.micro_batch], sample if number + 1 == self.micro_batches else None
+                yield samples[first : first + self.micro_batch], sample if number + 1 == micro_batches else None
 
     def _after_skips(self, sample: int) -> int:
         for first, last in self.skips:

@@ -62,10 +62,18 @@ class DataPlan:
         return {"fingerprint": self.fingerprint, **self.record, "planned": {"samples": planned, "sources": takes}}
 
 
-def build(config: DataConfig, *, vocab_size: int, total_samples: int, eod_reset: int | None = None) -> DataPlan:
+def build(
+    config: DataConfig,
+    *,
+    vocab_size: int,
+    total_samples: int,
+    eod_reset: int | None = None,
+    mixture: Mixture | None = None,
+) -> DataPlan:
     """Open everything a run reads. Takes as long as opening the shards does, whatever they hold.
 
     eod_reset: The token after which the model resets its state, which must be the one that ends the documents.
+    mixture: The content of data.mixture, if that file is not written yet.
     """
     if total_samples < 1:
         raise DataError(f"a run of {total_samples} samples reads nothing: training.tokens is too small")
@@ -73,7 +81,7 @@ def build(config: DataConfig, *, vocab_size: int, total_samples: int, eod_reset:
         if config.mask_first_token:
             raise DataError("data.mask_first_token=true: synthetic data has no documents. Set it to false")
         return _build_synthetic(config, vocab_size, total_samples)
-    return _build_mixture(config, vocab_size, total_samples, eod_reset)
+    return _build_mixture(config, mixture or Mixture.read(config.mixture or ""), vocab_size, total_samples, eod_reset)
 
 
 def _build_synthetic(config: DataConfig, vocab_size: int, total_samples: int) -> DataPlan:
@@ -97,8 +105,9 @@ def _build_synthetic(config: DataConfig, vocab_size: int, total_samples: int) ->
     )
 
 
-def _build_mixture(config: DataConfig, vocab_size: int, total_samples: int, eod_reset: int | None) -> DataPlan:
-    mixture = Mixture.read(config.mixture or "")
+def _build_mixture(
+    config: DataConfig, mixture: Mixture, vocab_size: int, total_samples: int, eod_reset: int | None
+) -> DataPlan:
     together = mixture.open_all()
     opened = list(together.values())
     check_together(together, vocab_size, eod_reset, one_eod=config.mask_first_token, max_overlap=mixture.max_overlap)

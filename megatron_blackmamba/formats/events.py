@@ -83,6 +83,33 @@ class Started(Event):
         return "\n".join([line, unused] if self.unused_rows else [line])
 
 
+class Branched(Event):
+    """The run begins at a checkpoint of another run."""
+
+    trunk: str
+    """The checkpoint."""
+    sample: int
+    consumed_samples: int
+    steps_left: int
+    tokens_per_step: int
+    relength: bool = False
+    """The run has another sequence length, and begins its data anew."""
+    mixture: str | None = None
+    """The mixture that was composed of the trunk's and the run's own."""
+    changes: Sequence[str] = field(default_factory=list)
+    """What decides the weights and differs from the trunk."""
+    protected: bool = True
+    """The trunk keeps the checkpoint until the branch has one of its own."""
+    processes: int | None = None
+
+    @property
+    def text(self) -> str:
+        line = f"branches from {self.trunk}: {self.steps_left} steps of {self.tokens_per_step} tokens to go"
+        reads = f"; reads {self.mixture}" if self.mixture else ""
+        lost = "note: the trunk may delete that checkpoint: its folder cannot be written to"
+        return "\n".join([line + reads, *self.changes, *([] if self.protected else [lost])])
+
+
 class Kernels(Event):
     """The kernels that this run uses on GPUs."""
 

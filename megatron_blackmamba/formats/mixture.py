@@ -172,6 +172,18 @@ class Mixture(Section):
         ]
         return self.model_copy(update={"root": root, "sources": sources})
 
+    def with_absolute_paths(self) -> list[Source]:
+        """Return the sources with paths that hold in any mixture file."""
+        return [
+            source.model_copy(
+                update={
+                    key: [self._path(source, pattern) for pattern in getattr(source, key)]
+                    for key in ("shards", "validation")
+                }
+            )
+            for source in self.sources
+        ]
+
     def to_yaml(self) -> str:
         """Return the content of a mixture file."""
         return yaml.safe_dump(self.model_dump(exclude_defaults=True), sort_keys=False, allow_unicode=True)

@@ -55,6 +55,12 @@ class RunFolder:
     data_plan = Inside("data_plan.json")
     """Seed, fingerprints and phases of the data."""
 
+    mixture = Inside("mixture.yaml")
+    """The mixture that a branch composed of its trunk's and its own."""
+
+    branches = Inside("branches")
+    """The folder with a file for each run that branches from this one, which names its step."""
+
     tokenizer = Inside("tokenizer.json")
     """The file of the data's tokenizer."""
 

@@ -292,6 +292,38 @@ def verify(
     print(f"{export}: the model of {found.source}: {found.comparison or 'equal weights (--check none)'}")
 
 
+def average(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="CHECKPOINT... OUT", help="Checkpoints, runs or exports; then a new folder.")
+    ],
+    last: Annotated[int | None, typer.Option(min=2, metavar="N", help="The newest N checkpoints of one run.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="W,W,...", help="Weights of the checkpoints.", show_default="equal")
+    ] = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Average the weights of several checkpoints into a new one, to score, export or start from.
+
+    [dim]blackmamba average runs/tiny --last 3 checkpoints/averaged[/dim]
+
+    [dim]blackmamba average runs/a/checkpoints/step_00001000 runs/b checkpoints/soup --weights 1,2[/dim]
+    """
+    from megatron_blackmamba.interchange import average, convert
+
+    *sources, out = folders
+    if last is not None and len(sources) == 1:
+        sources = average.newest(sources[0], last)
+    elif last is not None or len(sources) < 2:
+        raise typer.BadParameter("give two or more checkpoints and the new folder; or --last N, one run and the folder")
+    try:
+        numbers = [float(number) for number in weights.split(",")] if weights else None
+    except ValueError:
+        raise typer.BadParameter(f"--weights {weights}: give numbers with commas between them") from None
+    model = average.average([_opened(source, None) for source in sources], numbers)
+    _run(convert.to_checkpoint, model, out, dtype, as_json, {}, said={"average_of": [*map(str, sources)]})
+
+
 def torch_dtype(precision: Precision | None) -> "torch.dtype | None":
     import torch
 

@@ -7,11 +7,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.config import RunConfig, to_yaml
+from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.atomic import write_text
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -27,6 +28,7 @@ from megatron_blackmamba.launch.job import (
 from megatron_blackmamba.launch.snapshot import home, take_snapshot
 from megatron_blackmamba.plan import gpus
 from megatron_blackmamba.plan.estimate import Asked, make_plan
+from megatron_blackmamba.plan.stages import Beginning
 from megatron_blackmamba.plan.table import refusal, warnings
 from megatron_blackmamba.runtime.slurm import squeue
 
@@ -55,6 +57,7 @@ class Launch:
     jobs: tuple[str, ...] = ()
     waits_for: tuple[str, ...] = ()
     """Jobs of the same run that were in the queue before."""
+    begins: Beginning = field(default_factory=Beginning)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -75,7 +78,12 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     if run.done.exists():
         raise LaunchError(f"{run.root} is complete: use another run name (name=...)")
     asked = Asked(request.nodes, request.tasks_per_node, gpus.find(request.gpu), gpu_option=request.gpu)
-    plan = make_plan(config, asked)
+    begins = Beginning()
+    if config.start.branch:
+        from megatron_blackmamba.training.branch import beginning  # imports megatron-core
+
+        begins = beginning(config)
+    plan = make_plan(config, asked, begins)
     trouble = plan.placed and refusal(plan.placed)
     if trouble:
         raise LaunchError(trouble)
@@ -89,7 +97,8 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
         request = replace(request, gpu=str(folder / GPU_FILE))
     request = replace(request, settings={name: os.environ[name] for name in SETTINGS if os.environ.get(name)})
     script = _rendered(config, request, run, folder)
-    return Launch(run, folder, script, request.limit, plan.missing_data, (*request.warnings, *warnings(plan)))
+    said = (*request.warnings, *warnings(plan))
+    return Launch(run, folder, script, request.limit, plan.missing_data, said, begins=begins)
 
 
 def _in_container(config: RunConfig, request: JobRequest, run: RunFolder) -> JobRequest:
@@ -106,10 +115,10 @@ def _in_container(config: RunConfig, request: JobRequest, run: RunFolder) -> Job
 
 
 def _read_by(config: RunConfig) -> list[Path]:
-    """Return the folders outside the run's that it reads: shards and initial weights, as far as they are there."""
+    """Return the folders outside the run's that it reads: shards, initial weights and its trunk, if they are there."""
     mixture = config.data.mixture if config.data.kind == "mixture" else None
-    start = config.start.from_
-    paths = [Path(start).resolve()] if start and Path(start).exists() else []
+    starts = [config.start.from_, config.start.branch and branches.split(config.start.branch)[0]]
+    paths = [Path(start).resolve() for start in starts if start and Path(start).exists()]
     with contextlib.suppress(MixtureError):  # the plan has reported it
         return [*paths, *(Mixture.read(mixture).folders() if mixture else [])]
     return paths
@@ -129,6 +138,7 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
     launch.folder.mkdir(parents=True)
     launch.run.logs.mkdir(exist_ok=True)
     take_snapshot(launch.folder / "code")
+    config = _at_its_checkpoint(config, launch)
     write_text(
         launch.folder / "config.yaml", to_yaml(_with_copied_mixture(_with_absolute_paths(config), launch.folder))
     )
@@ -153,6 +163,8 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
 def _take_back(launch: Launch) -> None:
     """Remove a launch that Slurm refused, and the run's folder if there is nothing else in it."""
     shutil.rmtree(launch.folder)
+    if launch.begins.trunk:
+        branches.release(launch.begins.trunk, launch.run)
     for folder in (launch.run.logs, launch.run.launches, launch.run.root):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -217,6 +229,16 @@ def _sbatch(script: Path) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
+def _at_its_checkpoint(config: RunConfig, launch: Launch) -> RunConfig:
+    """Have a branch begin at the checkpoint of its plan, which the trunk keeps while the job waits in the queue."""
+    trunk, step = launch.begins.trunk, launch.begins.step
+    if trunk is None:
+        return config
+    branches.protect(trunk, step, launch.run)
+    start = config.start.model_copy(update={"branch": branches.place_of(trunk, step)})
+    return config.model_copy(update={"start": start})
+
+
 def _with_copied_mixture(config: RunConfig, folder: Path) -> RunConfig:
     """Copy the mixture of a run into `folder`, without variables and relative paths, and have the run read the copy."""
     if config.data.kind != "mixture" or not config.data.mixture:
@@ -228,15 +250,16 @@ def _with_copied_mixture(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make the paths of run, mixture and initial weights absolute: the job may start in another folder."""
+    """Make the paths of run, mixture, initial weights and trunk absolute: the job may start in another folder."""
 
     def absolute(path: str | None) -> str | None:
-        return str(Path(path).resolve()) if path and Path(path).exists() else path
+        return branches.absolute(path) if path else path
 
+    starts = {"from_": absolute(config.start.from_), "branch": absolute(config.start.branch)}
     return config.model_copy(
         update={
             "folder": str(Path(config.folder).resolve()),
             "data": config.data.model_copy(update={"mixture": absolute(config.data.mixture)}),
-            "start": config.start.model_copy(update={"from_": absolute(config.start.from_)}),
+            "start": config.start.model_copy(update=starts),
         }
     )

@@ -13,6 +13,7 @@ from megatron_blackmamba.plan.gpus import Gpu
 from megatron_blackmamba.plan.layouts import Candidate, Cluster
 from megatron_blackmamba.plan.memory import Memory
 from megatron_blackmamba.plan.parameters import Parameters
+from megatron_blackmamba.plan.stages import Beginning, Stage, stages_of, timed, with_batch
 from megatron_blackmamba.plan.times import StepTime
 from megatron_blackmamba.plan.traffic import Flow
 from megatron_blackmamba.runtime import layout
@@ -26,7 +27,10 @@ class Source:
     probability: float
     tokens: int
     epochs: float
+    """With what the trunk of a branch has read."""
     max_epochs: float | None = None
+    tokens_before: int = 0
+    """Those that the trunk of a branch has read."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,10 @@ class Placed:
     mfu_is_calculated: bool = True
     """From the time at best, because none was given."""
     seconds_per_step: float = 0.0
+    """With training.global_batch."""
+    seconds: float = 0.0
+    """The time of all steps, those with smaller batches too."""
+    stages: tuple[Stage, ...] = ()
     goodput: Goodput | None = None
     suggestions: tuple[Candidate, ...] = ()
     strong_scaling: tuple[scaling.Row, ...] = ()
@@ -100,16 +108,35 @@ class Plan:
     refused_data: str | None
     """Why training would refuse the data that are there, if so."""
     placed: Placed | None
+    begins: Beginning
+    stages: tuple[Stage, ...]
+    """One, or several if the batch grows; with times if placed."""
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps; a branch does not take those of its trunk."""
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of these steps; the last batch may exceed training.tokens."""
+        return sum(stage.tokens for stage in self.stages)
 
 
-def make_plan(config: RunConfig, asked: Asked | None = None) -> Plan:
-    """Return everything that is known about a run before it starts; memory, traffic and time only for given nodes."""
-    sources, missing, refused = _sources(config)
-    placed = None if asked is None else _place(config, asked)
-    return Plan(config, parameters.count(config), sources, missing, refused, placed)
+def make_plan(config: RunConfig, asked: Asked | None = None, begins: Beginning | None = None) -> Plan:
+    """Return everything that is known about a run before it starts; memory, traffic and time only for given nodes.
+
+    begins: The checkpoint that a branch leaves its trunk at.
+    """
+    begins = begins or Beginning()
+    stages = stages_of(config, begins)
+    sources, missing, refused = _sources(config, begins)
+    placed = None if asked is None else _place(config, asked, stages)
+    stages = placed.stages if placed and placed.stages else stages
+    return Plan(config, parameters.count(config), sources, missing, refused, placed, begins, stages)
 
 
-def _place(config: RunConfig, asked: Asked) -> Placed:
+def _place(config: RunConfig, asked: Asked, stages: tuple[Stage, ...]) -> Placed:
     gpu, gpus_per_node = asked.gpu, asked.gpus_per_node
     cluster = Cluster(asked.nodes * gpus_per_node, gpus_per_node, gpu)
     world_size = cluster.world_size
@@ -137,6 +164,17 @@ def _place(config: RunConfig, asked: Asked) -> Placed:
     best = times.of_step(config, world_size, gpu, moved, full.state)
     mfu = asked.mfu or best.mfu(config, world_size, gpu)
     seconds = times.at_peak(config, world_size, gpu) / mfu
+
+    def seconds_of(stage: Stage) -> float:
+        if stage.global_batch == config.training.global_batch:
+            return seconds
+        smaller = with_batch(config, stage)
+        if asked.mfu is not None:
+            return times.at_peak(smaller, world_size, gpu) / asked.mfu
+        moved = traffic.flows(smaller, world_size, gpus_per_node, gpu, full.state)
+        return times.of_step(smaller, world_size, gpu, moved, full.state).total
+
+    stages = tuple(timed(stage, seconds_of(stage)) for stage in stages)
     if asked.scaling:
         common["strong_scaling"] = tuple(scaling.strong(config, common["fitting_nodes"], gpus_per_node, gpu))
         common["weak_scaling"] = tuple(scaling.weak(config, asked.nodes, gpus_per_node, gpu))
@@ -152,6 +190,8 @@ def _place(config: RunConfig, asked: Asked) -> Placed:
         mfu=mfu,
         mfu_is_calculated=asked.mfu is None,
         seconds_per_step=seconds,
+        seconds=sum(stage.steps * (stage.seconds_per_step or 0.0) for stage in stages),
+        stages=stages,
         goodput=goodput(seconds, config.checkpoint.every, asked.nodes, asked.failures, asked.restart_minutes),
     )
 
@@ -161,10 +201,11 @@ def _most_useful(config: RunConfig, world_size: int) -> int:
     return min(4 * world_size, config.training.global_batch * layout.ranks_of_a_replica(config.parallel))
 
 
-def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | None]:
+def _sources(config: RunConfig, begins: Beginning) -> tuple[tuple[Source, ...], str | None, str | None]:
+    samples = config.samples_left(begins.consumed_samples)
     if config.data.kind == "synthetic":
         share = 1 / config.data.synthetic.sources
-        tokens = config.steps * config.tokens_per_step
+        tokens = samples * config.data.sequence_length
         names = [f"synthetic_{i}" for i in range(config.data.synthetic.sources)]
         return tuple(Source(name, share, round(share * tokens), 0.0) for name in names), None, None
     from megatron_blackmamba.data_tools.mixture import plan_mixture
@@ -174,9 +215,10 @@ def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | N
     if not mixture.is_file():
         return (), f"{mixture}: no such mixture file", None
     length = config.data.sequence_length
-    read = Mixture.read(mixture)
     try:
-        planned = plan_mixture(read, config.steps * config.tokens_per_step, length, run=config)
+        read = begins.mixture or Mixture.read(mixture)
+        end = begins.end_of_data or begins.next_sample + samples
+        planned = plan_mixture(read, end * length, length, run=config, first_sample=begins.next_sample)
     except MixtureError as error:
         return (), None, str(error)
     missing = "; ".join(dict.fromkeys("\n".join(planned.missing.values()).splitlines())) or None
@@ -185,22 +227,26 @@ def _sources(config: RunConfig) -> tuple[tuple[Source, ...], str | None, str | N
         planned.check()
     except MixtureError as error:
         refused = str(error)
-    sources = (Source(s.name, s.probability, s.samples * length, s.epochs, s.max_epochs) for s in planned.sources)
+    sources = (
+        Source(s.name, s.probability, (s.samples - s.before) * length, s.epochs, s.max_epochs, s.before * length)
+        for s in planned.sources
+    )
     return tuple(sources), missing, refused
 
 
 def storage_of(plan: Plan) -> storage.Storage:
     """Return the disk space of the run; the corpus counts what is known of its sources."""
-    return storage.of_run(plan.config, sum(source.tokens / source.epochs for source in plan.sources if source.epochs))
+    corpus = sum((source.tokens + source.tokens_before) / source.epochs for source in plan.sources if source.epochs)
+    return storage.of_run(plan.config, corpus, plan.begins.step, plan.steps)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values: sizes in GiB, times in seconds, hours and days."""
-    config, model = plan.config, plan.config.model
+    config, model, begins = plan.config, plan.config.model, plan.begins
     length = config.data.sequence_length
     per_token = flops.training(model, length)
     paper = flops.paper_formula(model, config.tokens_per_step)
-    tokens = config.steps * config.tokens_per_step
+    tokens = plan.tokens
     answer: dict[str, Any] = {
         "name": config.name,
         "parameters": asdict(plan.parameters),
@@ -214,10 +260,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "paper_table_total": flops.published(config),
         },
         "training": {
-            "steps": config.steps,
+            "steps": plan.steps,
             "tokens": tokens,
             "tokens_per_step": config.tokens_per_step,
             "warmup_steps": config.warmup_steps,
+            **({"decay_steps": config.decay_steps} if config.optimizer.decay == "wsd" else {}),
+            **({"stages": [asdict(stage) for stage in plan.stages]} if config.training.batch_ramp else {}),
+            **({"trunk": str(begins.trunk), "trunk_step": begins.step} if begins.trunk else {}),
         },
         "data": {
             "sources": [asdict(source) for source in plan.sources],
@@ -256,7 +305,7 @@ def _placed_as_json(placed: Placed, config: RunConfig) -> dict[str, Any]:
             how: round(size / memory.GIB, 3) for how, size in placed.activations_by_recompute.items()
         },
     }
-    seconds = placed.seconds_per_step * config.steps
+    seconds = placed.seconds
     answer["traffic_per_gpu_per_step"] = {axis: asdict(flow) for axis, flow in placed.flows.items()}
     lost = placed.goodput
     answer["time"] = {

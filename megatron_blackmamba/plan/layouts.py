@@ -3,6 +3,7 @@
 Each layout takes the micro-batch and the recomputation that make it fastest within the GPU's memory.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,9 +118,7 @@ def _order(candidate: Candidate) -> tuple[float, float]:
 
 def _sized(config: RunConfig, found: Layout, world_size: int) -> Iterator[Layout]:
     """Return the layout with each micro-batch that divides a rank's sequences."""
-    share = (found.global_batch or config.training.global_batch) // layout.data_parallel_size(
-        found.parallel, world_size
-    )
+    share = math.gcd(*found.batches(config)) // layout.data_parallel_size(found.parallel, world_size)
     sizes = (size for size in range(1, share + 1) if share % size == 0 and not layout.loses_bits(config, share // size))
     return (replace(found, micro_batch=size) for size in sizes)
 
@@ -147,5 +146,6 @@ def with_layout(config: RunConfig, found: Layout, recompute: str) -> RunConfig:
     changed: dict[str, Any] = {"micro_batch": found.micro_batch, "recompute": recompute}
     if found.global_batch is not None:
         changed["global_batch"] = found.global_batch
+    changed["batch_ramp"] = found.stages(config)
     training = config.training.model_copy(update=changed)
     return config.model_copy(update={"parallel": found.parallel, "training": training})

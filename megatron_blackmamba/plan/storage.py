@@ -25,19 +25,22 @@ class Storage:
         return (self.kept + 1) * self.checkpoint
 
 
-def of_run(config: RunConfig, corpus_tokens: float) -> Storage:
-    """Return the space that a run needs, for a corpus of so many tokens."""
+def of_run(config: RunConfig, corpus_tokens: float, first: int = 0, steps: int | None = None) -> Storage:
+    """Return the space that a run needs, for a corpus of so many tokens.
+
+    first, steps: The step that a branch begins after, and the number of its own steps.
+    """
     width = token_dtype(config.model.vocab_size).itemsize
     every = config.checkpoint.every
     read = width * config.tokens_per_step if config.data.kind == "mixture" else 0
     corpus = round(width * corpus_tokens)
-    return Storage(checkpoint_bytes(config), len(kept_steps(config)), every, corpus, read)
+    return Storage(checkpoint_bytes(config), len(kept_steps(config, first, steps)), every, corpus, read)
 
 
-def kept_steps(config: RunConfig) -> set[int]:
-    """Return the steps whose checkpoints are on disk when the run ends."""
-    settings = config.checkpoint
-    saved = [*filter(settings.is_due, range(1, config.steps)), config.steps]
+def kept_steps(config: RunConfig, first: int = 0, steps: int | None = None) -> set[int]:
+    """Return the steps whose checkpoints are on disk when a run of so many steps ends that begins after `first`."""
+    settings, end = config.checkpoint, first + (config.steps if steps is None else steps)
+    saved = [*filter(settings.is_due, range(first + 1, end)), end]
     return {*filter(settings.is_kept, saved), *saved[-settings.keep_last :]}
 
 

@@ -20,6 +20,8 @@ def show(plan: Plan, console: Console) -> None:
     config = plan.config
     console.print(f"[bold]{config.name}[/bold]  {config.model.layers} layers {config.model.pattern}", highlight=False)
     console.print(_parameters(plan), _flops(plan), _training(plan), _storage(plan))
+    if config.training.batch_ramp:
+        console.print(_stages(plan))
     if plan.sources:
         console.print(_sources(plan))
     if plan.missing_data:
@@ -75,7 +77,7 @@ def _parameters(plan: Plan) -> Table:
 def _flops(plan: Plan) -> Table:
     config = plan.config
     parts = flops.forward_by_part(config.model, config.data.sequence_length)
-    tokens = config.steps * config.tokens_per_step
+    tokens = plan.tokens
     total = flops.training(config.model, config.data.sequence_length)
     table = _grid("\nFLOPs", "\nforward, a token", "\nshare")
     for part, count in parts.items():
@@ -93,12 +95,29 @@ def _flops(plan: Plan) -> Table:
 
 
 def _training(plan: Plan) -> Table:
-    config = plan.config
+    config, begins = plan.config, plan.begins
     table = _grid("\nTraining", "")
-    table.add_row("steps", f"{config.steps:,}")
-    table.add_row("warm-up steps", f"{config.warmup_steps:,}")
-    table.add_row("tokens", f"{config.steps * config.tokens_per_step:,}")
+    if begins.trunk:
+        table.add_row("branches from", f"{begins.trunk}, after step {begins.step:,}")
+        table.add_row("consumed there", f"{begins.consumed_samples * config.data.sequence_length:,} tokens")
+    table.add_row("steps", f"{plan.steps:,}")
+    if begins.consumed_samples < config.warmup_samples:
+        table.add_row("warm-up steps", f"{config.warmup_steps:,}")
+    if config.optimizer.decay == "wsd":
+        table.add_row("decay steps, at the end", f"{config.decay_steps:,} ({config.optimizer.decay_shape})")
+    table.add_row("tokens", f"{plan.tokens:,}")
     table.add_row("tokens a step", f"{config.tokens_per_step:,} ({config.training.global_batch} sequences)")
+    return table
+
+
+def _stages(plan: Plan) -> Table:
+    """Return the stages of a ramp, with their times if the run is placed."""
+    table = _grid("\nBatches", "\nfrom step", "\nsteps", "\ntokens", "\ns a step", "\ntime")
+    for stage in plan.stages:
+        seconds = stage.seconds_per_step
+        times = [f"{seconds:.3f}", duration(stage.steps * seconds)] if seconds else ["–", "–"]
+        sizes = [f"{number:,}" for number in (stage.first, stage.steps, stage.tokens)]
+        table.add_row(f"{stage.global_batch:,} sequences", *sizes, *times)
     return table
 
 
@@ -213,8 +232,7 @@ def _parts(placed: Placed) -> Table:
 
 def _time(plan: Plan, placed: Placed) -> Table:
     assert placed.goodput
-    config, lost = plan.config, placed.goodput
-    seconds = placed.seconds_per_step * config.steps
+    config, lost, seconds = plan.config, placed.goodput, placed.seconds
     how = "at best, calculated: a run is slower, give its own with --mfu" if placed.mfu_is_calculated else "given"
     table = _grid(f"\nTime at {placed.mfu:.1%} MFU ({how})", "")
     table.add_row("a step", f"{placed.seconds_per_step:.3f} s")

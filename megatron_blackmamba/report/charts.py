@@ -28,6 +28,7 @@ class Line:
     high: np.ndarray | None = None
     colour: int = 0
     dashed: bool = False
+    thin: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,10 @@ def lines(
             there = _points(axes, curve.x, curve.high)
             back = _points(axes, curve.x[::-1], curve.low[::-1])
             drawn.append(f'<polygon class="band {colour}" points="{there} {back}"/>')
-        dashed = " dashed" if curve.dashed else ""
+        looks = " dashed" * curve.dashed + " thin" * curve.thin
         points = _points(axes, curve.x, curve.y)
         title_of = f"<title>{escape(curve.name)}</title>"
-        drawn.append(f'<polyline class="line {colour}{dashed}" points="{points}">{title_of}</polyline>')
+        drawn.append(f'<polyline class="line {colour}{looks}" points="{points}">{title_of}</polyline>')
         if len(curve.x) == 1:
             x, y_at = axes.x(float(curve.x[0])), axes.y(float(curve.y[0]))
             drawn.append(f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y_at:.1f}" r="3"/>')
@@ -114,6 +115,7 @@ def _data(curves: Sequence[Line], marks: Sequence[Mark], axes: _Axes, x_label: s
     described = []
     for curve in curves:
         one = {"name": curve.name, "colour": curve.colour % COLOURS, "dashed": curve.dashed}
+        one |= {"thin": True} if curve.thin else {}
         one |= {"x": interactive.numbers(curve.x), "y": interactive.numbers(curve.y)}
         if curve.low is not None and curve.high is not None and not np.array_equal(curve.low, curve.high):
             one |= {"low": interactive.numbers(curve.low), "high": interactive.numbers(curve.high)}

@@ -20,6 +20,7 @@ from megatron_blackmamba.report.comparison import (
     paired,
     read_all,
     shared_sources,
+    trunks,
 )
 from megatron_blackmamba.report.history import thin
 
@@ -80,7 +81,13 @@ def tables(runs: Sequence[Compared]) -> list[tuple[str, list[str], Rows]]:
 
 
 def _results(runs: Sequence[Compared]) -> Rows:
+    branched = [run.history.trunk for run in runs]
     rows = [
+        *(
+            [["branch of", *(f"{t.run.root.name} after step {t.step:,}" if t else "–" for t in branched)]]
+            if any(branched)
+            else []
+        ),
         ["step", *(f"{run.history.last['step']:,}" for run in runs)],
         ["tokens", *(short(run.history.last["consumed_tokens"]) for run in runs)],
         ["training FLOPs", *(f"{run.along('flops', run.tokens.step[-1:])[0]:.2e}" for run in runs)],
@@ -148,16 +155,21 @@ def _loss(runs: Sequence[Compared], axis: str) -> str:
         series = run.history.scalars["loss"]
         thinned = thin(run.along(axis, series.step), series.value)
         curves.append(Line(run.name, thinned.x, thinned.mean, thinned.low, thinned.high, colour=i))
+    for i, run in enumerate(trunks(runs), len(runs)):
+        series = run.history.scalars["loss"]
+        thinned = thin(run.along(axis, series.step), series.value)
+        curves.append(Line(f"trunk {run.name}", thinned.x, thinned.mean, colour=i, thin=True))
     return charts.lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
 
 
 def _validation(runs: Sequence[Compared], axis: str) -> str:
     curves = []
-    for i, run in enumerate(runs):
-        series = run.validation
+    for i, run in enumerate([*runs, *trunks(runs)]):
+        series, above = run.validation, i >= len(runs)
         if series is not None:
             known = np.isfinite(series.value)
-            curves.append(Line(run.name, run.along(axis, series.step[known]), series.value[known], colour=i))
+            places, name = run.along(axis, series.step[known]), f"trunk {run.name}" if above else run.name
+            curves.append(Line(name, places, series.value[known], colour=i, thin=above))
     return charts.lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
 
 

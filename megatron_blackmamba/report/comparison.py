@@ -1,6 +1,6 @@
 """Runs side by side: what differs in their configs, and losses, speed and scores at equal tokens and equal FLOPs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ class Compared:
     """Validation loss; the mean over the sources is weighted alike in all runs."""
 
     @property
+    def flops_before(self) -> float:
+        """Return what the tokens of a trunk cost beyond as many here: those of longer sequences may cost more."""
+        if (before := self.history.before) is None:
+            return 0.0
+        trunk = compared(before)
+        return trunk.flops_before + before.last["consumed_tokens"] * (trunk.flops_per_token - self.flops_per_token)
+
+    @property
     def name(self) -> str:
         return self.history.name
 
@@ -44,33 +52,42 @@ class Compared:
             return steps.astype(float)
         if axis == "hours":
             seconds = self.history.scalars["speed/step_seconds"]
-            return np.interp(steps, seconds.step, np.cumsum(np.nan_to_num(seconds.value)) / 3600)
+            hours = np.cumsum(np.nan_to_num(seconds.value)) / 3600
+            return self.history.hours_before + np.interp(steps, seconds.step, hours)
         tokens = np.interp(steps, self.tokens.step, self.tokens.value)
-        return tokens * self.flops_per_token if axis == "flops" else tokens
+        return tokens * self.flops_per_token + self.flops_before if axis == "flops" else tokens
 
     def averaged_loss(self, axis: str, place: float) -> tuple[float, int]:
         """Return the training loss up to a place on an axis, and the number of last steps it is averaged over."""
-        series = self.history.scalars["loss"]
-        where = self.along(axis, series.step)
+        where, losses = self._whole_way(axis, lambda run: run.history.scalars["loss"])
         before = int((where <= place).sum())
         steps = max(1, round(max(WINDOW * before, min(FEWEST_STEPS, LARGEST_WINDOW * before))))
-        near = series.value[max(0, before - steps) : before]
+        near = losses[max(0, before - steps) : before]
         near = near[np.isfinite(near)]
         if not len(near):
-            return float(np.interp(place, where, series.value)), 1
+            return float(np.interp(place, where, losses)), 1
         return float(near.mean()), len(near)
 
     def validated_at(self, axis: str, place: float) -> bool:
         """Return whether a validation loss was measured at a place on an axis."""
-        series = self.validation
-        return series is not None and bool(np.isclose(self.along(axis, series.step), place, rtol=1e-9).any())
+        where, _ = self._whole_way(axis, lambda run: run.validation)
+        return bool(np.isclose(where, place, rtol=1e-9).any())
 
     def validation_at(self, axis: str, place: float) -> float:
         """Return the validation loss at a place on an axis, interpolated; NaN beyond what was measured."""
-        series = self.validation
-        if series is None:
+        where, losses = self._whole_way(axis, lambda run: run.validation)
+        if not len(where):
             return float("nan")
-        return float(np.interp(place, self.along(axis, series.step), series.value, left=np.nan, right=np.nan))
+        return float(np.interp(place, where, losses, left=np.nan, right=np.nan))
+
+    def _whole_way(self, axis: str, series_of: Callable[["Compared"], Series | None]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places and values of a series from the first step of the first trunk on."""
+        runs = [*reversed([compared(trunk, validation=trunk.validation_loss) for trunk in self.history.trunks]), self]
+        found = [(run, series) for run in runs if (series := series_of(run)) is not None]
+        if not found:
+            return np.array([]), np.array([])
+        places = [run.along(axis, series.step) for run, series in found]
+        return np.concatenate(places), np.concatenate([series.value for _, series in found])
 
 
 @dataclass(frozen=True)
@@ -99,11 +116,29 @@ def read_all(paths: Sequence[Path]) -> list[Compared]:
     found = []
     histories = [read_history(path) for path in paths]
     for path, history, validation in zip(paths, histories, _weighted_alike(histories), strict=True):
-        config = RunConfig.model_validate(history.config)
         scores = read_run(path)
-        per_token = float(flops.training(config.model, config.data.sequence_length))
-        found.append(Compared(history, per_token, scores[-1] if scores else None, validation))
+        found.append(compared(history, scores[-1] if scores else None, validation))
     return found
+
+
+def compared(history: History, scores: Evaluation | None = None, validation: Series | None = None) -> Compared:
+    config = RunConfig.model_validate(history.config)
+    per_token = float(flops.training(config.model, config.data.sequence_length))
+    return Compared(history, per_token, scores, validation)
+
+
+def trunks(runs: Sequence[Compared]) -> list[Compared]:
+    """Return the trunks that these runs branch from, each once and as far as one of them follows it.
+
+    One that is itself among the runs is left out: its own curve shows it.
+    """
+    known = {run.history.folder.root.resolve() for run in runs}
+    longest: dict[Path, History] = {}
+    for history in (trunk for run in runs for trunk in run.history.trunks):
+        root = history.folder.root.resolve()
+        if root not in known and (root not in longest or longest[root].steps < history.steps):
+            longest[root] = history
+    return [compared(history, validation=history.validation_loss) for history in longest.values()]
 
 
 def one_mixture(histories: Sequence[History]) -> bool:

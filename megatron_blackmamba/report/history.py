@@ -3,15 +3,17 @@
 import json
 import math
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_blackmamba.config import read_saved
+from megatron_blackmamba.config import RunConfig, read_saved
+from megatron_blackmamba.formats.branches import Trunk, trunk_of, trunks_of
 from megatron_blackmamba.formats.events import (
+    Branched,
     Event,
     Resumed,
     Rewound,
@@ -67,14 +69,28 @@ class History:
     """Those of rewound steps too."""
     processes: list[int] = field(default_factory=list)
     """Numbers of processes that trained it, in order; none in runs of older versions."""
+    trunk: Trunk | None = None
+    """Where it branches from another run."""
+    before: "History | None" = None
+    """The trunk up to the branch, if its records are there."""
 
     @property
     def total_steps(self) -> int:
         """Return the steps taken plus the steps left for the remaining tokens; the batch size may have changed."""
-        training = self.config["training"]
-        per_step = training["global_batch"] * self.config["data"]["sequence_length"]
-        left = max(0, training["tokens"] - self.last["consumed_tokens"])
-        return self.last["step"] + -(-left // per_step)
+        return self.last["step"] + RunConfig.model_validate(self.config).steps_left(self.last["consumed_samples"])
+
+    @property
+    def trunks(self) -> Iterator["History"]:
+        """Yield the part of the trunk that this run goes on from, the part before that of its own trunk, and so on."""
+        at = self.before
+        while at is not None:
+            yield at
+            at = at.before
+
+    @property
+    def hours_before(self) -> float:
+        """Return the hours that the steps of the trunks took."""
+        return sum(float(np.nansum(each.scalars["speed/step_seconds"].value)) for each in self.trunks) / 3600
 
     def of(self, metric: str) -> dict[str, "Series"]:
         """Return the series of a metric such as `source/loss/*`, by key."""
@@ -98,6 +114,8 @@ class History:
         """Return the planned share of each source over the samples consumed so far."""
         phases = self.plan.get("phases") or []
         consumed = self.last["consumed_samples"]
+        if self.trunk and self.trunk.relength:  # its data begins anew
+            consumed -= self.trunk.consumed_samples
         shares: dict[str, float] = {}
         for i, phase in enumerate(phases):
             end = phases[i + 1]["from_sample"] if i + 1 < len(phases) else consumed
@@ -127,7 +145,18 @@ def weighted_mean(by_source: Mapping[str, Series], shares: Mapping[str, float]) 
 
 
 def read_history(run: Path) -> History:
-    """Read everything that the report shows, from a finished or unfinished run."""
+    """Read everything that the report shows, from a finished or unfinished run, with the trunks it branches from."""
+    chain, before = list(trunks_of(RunFolder(run))), None
+    for trunk in reversed(chain):
+        try:
+            before = replace(_read_run(trunk.run.root, trunk.step), before=before)
+        except ReportError:  # what is left of the trunk cannot be drawn
+            before = None
+    return replace(_read_run(run), before=before)
+
+
+def _read_run(run: Path, until: int | None = None) -> History:
+    """Read one run, or its steps up to one."""
     folder = RunFolder(run)
     if not folder.config.is_file():
         if launched(folder):
@@ -135,13 +164,13 @@ def read_history(run: Path) -> History:
         inside = [path.parent for path in sorted(run.glob(f"*/{folder.metrics.name}"))]
         hint = f"did you mean {inside[0]}?" if inside else "Name a folder such as runs/tiny"
         raise ReportError(f"{run} is not a run: it has no {folder.config.name}. {hint}")
-    recorded = _read(folder.metrics)
+    recorded = _read(folder.metrics, until)
     if not recorded.last:
         if folder.latest.is_file() or folder.done.is_file():
             raise ReportError(f"{folder.metrics} has no steps, although the run has saved: it was removed or emptied")
         raise ReportError(f"{run} has no step in {folder.metrics.name} yet: try again after its first step")
     happened = [occurrence.event for occurrence in read_events(folder.events)]
-    begun = [event for event in happened if isinstance(event, Started | Resumed)]
+    begun = [event for event in happened if isinstance(event, Started | Branched | Resumed)]
     bad = {event.step: event.text for event in still_valid(happened) if event.repeats}
     samples = run / SAMPLES
     return History(
@@ -158,10 +187,14 @@ def read_history(run: Path) -> History:
             step for e in of_kind(happened, Resumed) if (step := e.step or 0) < recorded.last["step"] and not e.changes
         ],
         rewinds=[event.to for event in of_kind(happened, Rewound)],
-        changes=_changes(of_kind(happened, Resumed)),
+        changes=[
+            *(each for event in of_kind(happened, Branched)[-1:] for each in event.changes),
+            *_changes(of_kind(happened, Resumed)),
+        ],
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},
         spikes=of_kind(happened, Spike),
         processes=list(dict.fromkeys(event.processes for event in begun if event.processes)),
+        trunk=trunk_of(folder),
     )
 
 
@@ -208,10 +241,12 @@ class _Recorded:
         self.last: dict[str, Any] = {}
 
 
-def _read(path: Path) -> _Recorded:
+def _read(path: Path, until: int | None = None) -> _Recorded:
     found = _Recorded()
     for record in metrics_so_far(path):
         step = record["step"]
+        if until is not None and step > until:
+            break
         found.steps, found.last = found.steps + 1, record
         if record.get("skipped"):
             found.skipped.add(step)

@@ -3,7 +3,8 @@
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from megatron_blackmamba.config import ConfigError, read_saved
 from megatron_blackmamba.formats import step_records
+from megatron_blackmamba.formats.branches import trunk_of
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.charts import short
@@ -48,6 +50,12 @@ class Overview:
     evaluations: int = 0
     problem: str | None = None
     """What is wrong with the run, in words."""
+    trunk: str | None = None
+    """The run that it branches from, by its name in this list, or by its folder if it is not in it."""
+    branched_at: int | None = None
+    """The step of the trunk after which it begins."""
+    depth: int = 0
+    """Number of runs in this list that it branches from, one from the other."""
 
 
 def overviews(folder: Path) -> list[Overview]:
@@ -56,12 +64,38 @@ def overviews(folder: Path) -> list[Overview]:
         raise ReportError(f"{folder}: no such folder. Name a folder of runs, such as runs")
     queue = Queue()
     if _is_run(folder):
-        return [_overview(RunFolder(folder), folder.resolve().name, queue)]
+        run = _overview(RunFolder(folder), folder.resolve().name, queue)
+        trunk = trunk_of(RunFolder(folder))
+        return [replace(run, trunk=str(trunk.run.root), branched_at=trunk.step) if trunk else run]
     roots = []
     for inside in sorted(folder.iterdir()):
         nested = {inside / path.relative_to(inside).parts[0] for sign in SIGNS for path in inside.glob(f"*/{sign}")}
         roots += [inside] if _is_run(inside) else sorted(filter(_is_run, nested))  # as the quickstart's run
-    return [_overview(RunFolder(root), str(root.relative_to(folder)), queue) for root in roots]
+    return list(_as_tree([_overview(RunFolder(root), str(root.relative_to(folder)), queue) for root in roots], folder))
+
+
+def _as_tree(found: list[Overview], folder: Path) -> Iterator[Overview]:
+    """Yield the runs with each one's branches after it, those that begin first first."""
+    trunks = {one.name: trunk_of(RunFolder(folder / one.name)) for one in found}
+    name_of = {(folder / one.name).resolve(): one.name for one in found}
+    listed = {name: trunk and name_of.get(trunk.run.root.resolve()) for name, trunk in trunks.items()}
+    shown: set[str] = set()
+
+    def below(one: Overview, depth: int) -> Iterator[Overview]:
+        shown.add(one.name)
+        trunk = trunks[one.name]
+        where = {"trunk": listed[one.name] or str(trunk.run.root), "branched_at": trunk.step} if trunk else {}
+        yield replace(one, depth=depth, **where)
+        branches = [other for other in found if listed[other.name] == one.name and other.name not in shown]
+        for branch in sorted(branches, key=lambda other: (trunks[other.name] or trunk).step):  # type: ignore[union-attr]
+            yield from below(branch, depth + 1)
+
+    for one in found:
+        if not listed[one.name]:
+            yield from below(one, 0)
+    for one in found:  # a circle, which copied folders could make
+        if one.name not in shown:
+            yield from below(one, 0)
 
 
 def _is_run(folder: Path) -> bool:
@@ -126,7 +160,7 @@ def _cells(one: Overview) -> dict[str, str]:
     """Return the cells of a run by their columns."""
     step = "–" if one.step is None else f"{one.step:,}" + (f" of {one.steps:,}" if one.steps else "")
     return {
-        "run": one.name,
+        "run": f"{'  ' * (one.depth - 1)}└ {one.name}" if one.depth else one.name,
         "state": one.state,
         "step": step,
         "tokens": _short(one.tokens),

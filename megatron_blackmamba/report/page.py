@@ -2,6 +2,7 @@
 
 import platform
 import shlex
+from dataclasses import replace
 from datetime import datetime, timedelta
 from html import escape
 
@@ -55,6 +56,10 @@ def loss(history: History) -> str:
     validation = history.validation_loss
     if validation is not None:
         curves.append(_through("validation", validation, colour=1))
+    for trunk in history.trunks:
+        curves.append(replace(_curve(f"trunk {trunk.name}", trunk.scalars["loss"], 0), thin=True, low=None, high=None))
+        if (validation := trunk.validation_loss) is not None:
+            curves.append(replace(_through(f"trunk {trunk.name}, validation", validation, colour=1), thin=True))
     return charts.lines("Loss", curves, marks(history))
 
 
@@ -158,7 +163,13 @@ def others(history: History) -> list[str]:
 
 def marks(history: History) -> list[Mark]:
     """Return the events that interrupted the run, at most the last few hundred of each kind."""
+    trunk = history.trunk
     return [
+        *(
+            [Mark(trunk.step, "branch", f"branches from {trunk.run.root.name} after step {trunk.step}")]
+            if trunk
+            else []
+        ),
         *(Mark(step, "skipped", f"step {step}: {why}") for step, why in history.skipped[-300:]),
         *(Mark(step, "restart", f"restarted after step {step}") for step in history.restarts[-300:]),
         *(Mark(step, "rewind", f"rewound to step {step}") for step in history.rewinds[-300:]),
@@ -189,7 +200,9 @@ def _some(layers: list[str], most: int = 6) -> list[str]:
 def _facts(history: History) -> str:
     last, total = history.last, history.total_steps
     state = "finished" if history.finished else "in progress or stopped"
+    trunk = history.trunk
     facts = [
+        *([("branch of", f"{trunk.run.root.name}, after step {trunk.step:,}")] if trunk else []),
         ("step", f"{last['step']:,} of {total:,}"),
         ("tokens", charts.short(last["consumed_tokens"])),
         ("loss", "–" if last["loss"] is None else f"{last['loss']:.3f}"),
@@ -198,7 +211,7 @@ def _facts(history: History) -> str:
     ]
     validation = history.validation_loss
     if validation is not None:
-        facts.insert(3, ("validation loss", f"{validation.value[-1]:.3f}"))
+        facts.insert(3 + bool(trunk), ("validation loss", f"{validation.value[-1]:.3f}"))
     if not history.finished and last["step"] < total:
         seconds = (total - last["step"]) * float(last["speed/step_seconds"])
         facts.append(("to go", str(timedelta(seconds=round(seconds)))))

@@ -43,6 +43,9 @@ def _loss(history: History, axes) -> bool:
     thinned = thin(history.scalars["loss"].step, history.scalars["loss"].value)
     axes.plot(thinned.x, thinned.mean, linewidth=1.6, label="training, all sources")
     axes.fill_between(thinned.x, thinned.low, thinned.high, alpha=0.15)
+    for trunk in history.trunks:
+        thinned = thin(trunk.scalars["loss"].step, trunk.scalars["loss"].value)
+        axes.plot(thinned.x, thinned.mean, linewidth=0.8, color="C0", alpha=0.75, label=f"trunk {trunk.name}")
     for name, series in history.of("validation/loss/*").items():
         axes.plot(series.step, series.value, marker="o", markersize=3, linewidth=1, label=f"{name}, validation")
     axes.set(xlabel="step", ylabel="loss", title=f"{history.name}: loss")

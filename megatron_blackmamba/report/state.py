@@ -21,7 +21,7 @@ SILENT_STEPS = 20
 SILENT_SECONDS = 120.0
 SUBMITTING_SECONDS = 60.0
 """The time in which a launch hands its jobs to Slurm."""
-STARTS = (events.Started.kind, events.Resumed.kind)
+STARTS = (events.Started.kind, events.Branched.kind, events.Resumed.kind)
 ENDS = {
     events.Done.kind: "finished",
     events.Stopped.kind: "stopped",

@@ -24,7 +24,7 @@ figcaption{font-weight:600;font-size:.9rem;margin-bottom:4px}
 .chart text{fill:var(--soft);font-size:12px;font-variant-numeric:tabular-nums}
 .grid{stroke:var(--rule)}.axis{stroke:var(--soft)}
 .line{fill:none;stroke:var(--c);stroke-width:1.6;stroke-linejoin:round}
-.dashed{stroke-dasharray:5 4}
+.dashed{stroke-dasharray:5 4}.thin{stroke-width:.8;opacity:.75}
 .band{fill:var(--c);opacity:.18}.area{fill:var(--c);opacity:.85}.bar,.dot{fill:var(--c)}
 .equal{stroke:var(--paper);stroke-width:1.5;opacity:.9}
 .mark{stroke-width:1.2;stroke:var(--restart);stroke-dasharray:3 3}.mark.skipped{stroke:var(--skip)}

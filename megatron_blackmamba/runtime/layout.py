@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron_blackmamba import kinds, routers
-from megatron_blackmamba.config import ConfigError, ParallelConfig, RunConfig
+from megatron_blackmamba.config import ConfigError, ParallelConfig, RampStage, RunConfig
 
 SHORTEST_PART = 8192
 """Cutting sequences into shorter parts than this is not suggested."""
@@ -48,6 +48,8 @@ class Layout:
     micro_batch: int
     global_batch: int | None = None
     """Sequences in a step; None: as in the config."""
+    ramp: tuple[int, ...] | None = None
+    """Sequences in a step of each stage of training.batch_ramp; None: as in the config."""
 
     def overrides(self, config: RunConfig) -> str:
         """Return the command-line overrides that change `config` to this layout."""
@@ -55,9 +57,22 @@ class Layout:
         changed = [f"parallel.{a}={size}" for a, size in self.parallel.model_dump().items() if before[a] != size]
         if self.global_batch not in (None, config.training.global_batch):
             changed.append(f"training.global_batch={self.global_batch}")
+        if (stages := self.stages(config)) != config.training.batch_ramp:
+            listed = ", ".join(f"{{batch: {stage.batch}, until: {stage.until}}}" for stage in stages)
+            changed.append(f"'training.batch_ramp=[{listed}]'")
         if self.micro_batch != config.training.micro_batch:
             changed.append(f"training.micro_batch={self.micro_batch}")
         return " ".join(changed)
+
+    def stages(self, config: RunConfig) -> list[RampStage]:
+        """Return the ramp of the config with this layout's batches."""
+        given = config.training.batch_ramp
+        batches = [stage.batch for stage in given] if self.ramp is None else self.ramp
+        return [stage.model_copy(update={"batch": batch}) for stage, batch in zip(given, batches, strict=True)]
+
+    def batches(self, config: RunConfig) -> list[int]:
+        """Return the global batches of a run with this layout."""
+        return [*(stage.batch for stage in self.stages(config)), self.global_batch or config.training.global_batch]
 
 
 def check(config: RunConfig, world_size: int) -> None:
@@ -110,7 +125,7 @@ def problems(config: RunConfig, world_size: int) -> list[str]:
 def working_layouts(config: RunConfig, world_size: int, most_tensor: int = LARGEST_TENSOR) -> Iterator[Layout]:
     """Yield every valid layout of this many processes with at most the config's micro-batch, unless that is refused."""
     experts = config.model.experts if kinds.routes(config.model.pattern) else 1
-    batch = config.training.global_batch
+    batch = math.gcd(*config.batches)
     for tensor in [size for size in _divisors(world_size) if size <= most_tensor]:
         for pipeline, context in product(_divisors(world_size // tensor), _contexts(config)):
             dense = tensor * pipeline * context
@@ -153,18 +168,21 @@ def nearest(config: RunConfig, world_size: int, count: int = 1) -> list[Layout]:
 
 
 def nearest_batches(config: RunConfig, world_size: int) -> list[Layout]:
-    """Return the config's own layout with the batches next to its own that it can divide; none if it divides that."""
+    """Return the config's own layout with batches next to its own that it can divide; none if it divides all."""
     data = data_parallel_size(config.parallel, world_size)
-    batch = config.training.global_batch
-    if _layout_problems(config, config.parallel, world_size) or batch % data == 0:
+    batches = config.batches
+    if _layout_problems(config, config.parallel, world_size) or not any(batch % data for batch in batches):
         return []
-    shares = sorted({max(1, batch // data), -(-batch // data)})
-    return [Layout(config.parallel, _micro_batch(config, share), share * data) for share in shares]
+    found = {}
+    for shares in ([max(1, batch // data) for batch in batches], [-(-batch // data) for batch in batches]):
+        *ramp, batch = (share * data for share in shares)
+        found[(*ramp, batch)] = Layout(config.parallel, _micro_batch(config, math.gcd(*shares)), batch, tuple(ramp))
+    return list(found.values())
 
 
 def with_own_batch(config: RunConfig, world_size: int) -> Layout | None:
-    """Return the config's own layout and batch with a micro-batch that divides it; None if no micro-batch does."""
-    batch, wrong = config.training.global_batch, _layout_problems(config, config.parallel, world_size)
+    """Return the config's own layout and batches with a micro-batch that divides them; None if no micro-batch does."""
+    batch, wrong = math.gcd(*config.batches), _layout_problems(config, config.parallel, world_size)
     if wrong or batch % data_parallel_size(config.parallel, world_size):
         return None
     return Layout(config.parallel, _micro_batch(config, batch // data_parallel_size(config.parallel, world_size)))
@@ -269,13 +287,18 @@ def _cut_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
 
 
 def _batch_problems(config: RunConfig, world_size: int) -> list[str]:
-    parallel = config.parallel
-    batch, micro = config.training.global_batch, config.training.micro_batch
+    keys = {stage.batch: "training.batch_ramp: batch" for stage in config.training.batch_ramp}
+    keys[config.training.global_batch] = "training.global_batch"
+    return [problem for batch, key in keys.items() for problem in _problems_of(batch, key, config, world_size)]
+
+
+def _problems_of(batch: int, key: str, config: RunConfig, world_size: int) -> list[str]:
+    parallel, micro = config.parallel, config.training.micro_batch
     data = data_parallel_size(parallel, world_size)
     if batch % data:
         near = sorted({data * max(1, batch // data), data * -(-batch // data)})
         return [
-            f"training.global_batch={batch} sequences cannot be divided by {data} data-parallel ranks"
+            f"{key}={batch} sequences cannot be divided by {data} data-parallel ranks"
             f" ({_processes(world_size)} / parallel.tensor={parallel.tensor} / parallel.pipeline={parallel.pipeline}"
             f"{f' / parallel.context={parallel.context}' if parallel.context > 1 else ''});"
             f" {_listed(near)} could."
@@ -284,7 +307,7 @@ def _batch_problems(config: RunConfig, world_size: int) -> list[str]:
         fitting = _divisors(batch // data)
         return [
             f"training.micro_batch={micro} does not divide the {batch // data} sequences of each data-parallel rank"
-            f" (training.global_batch={batch} / {data}); {_listed(fitting)} would."
+            f" ({key}={batch} / {data}); {_listed(fitting)} would."
         ]
     if loses_bits(config, batch // data // micro):
         return [

@@ -9,6 +9,7 @@ from megatron_blackmamba.settings.run import (
     KernelsConfig,
     OptimizerConfig,
     ParallelConfig,
+    RampStage,
     RunConfig,
     SyntheticConfig,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "RampStage",
     "RouterConfig",
     "RunConfig",
     "Section",

@@ -1,5 +1,8 @@
 """The config of a run: every section except `model:`, and checks of invalid combinations."""
 
+import math
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -72,8 +75,16 @@ class OptimizerConfig(Section):
     """Learning rate of the last step."""
     warmup_fraction: float = Field(0.01, ge=0, lt=1)
     """Part of the run over which the learning rate rises linearly from 0."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the schedule after the warm-up."""
+    warmup_tokens: int | None = Field(None, ge=0)
+    """Tokens of the warm-up, which then does not depend on the length of the run. null: warmup_fraction decides."""
+    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the schedule after the warm-up. wsd (warm-up, stable, decay): constant, then a decay at the end."""
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Part of the run over which wsd decays."""
+    decay_tokens: int | None = Field(None, gt=0)
+    """Tokens over which wsd decays. null: decay_fraction decides."""
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = "linear"
+    """Shape of the decay of wsd. sqrt: 1 - sqrt(part of the decay). exponential: halves, then goes to the minimum."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay rate of Adam's first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -128,11 +139,22 @@ class GuardConfig(Section):
     """Seconds without progress after which every rank writes a report and exits with 70."""
 
 
+class RampStage(Section):
+    """A global batch for the beginning of a run."""
+
+    batch: int = Field(gt=0)
+    """Sequences per step."""
+    until: int = Field(gt=0)
+    """Tokens of the run after which the next stage begins; the last stage is followed by training.global_batch."""
+
+
 class TrainingConfig(Section):
     tokens: int = Field(gt=0)
     """Tokens of the whole run, which stops after the first full batch that reaches this number."""
     global_batch: int = Field(gt=0)
     """Sequences per step, over all ranks."""
+    batch_ramp: list[RampStage] = Field([])
+    """Smaller batches at the beginning, such as [{batch: 256, until: 10B}, {batch: 512, until: 30B}]."""
     micro_batch: int = Field(1, gt=0)
     """Sequences that a rank processes at once; it accumulates gradients over its share of the batch."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
@@ -162,6 +184,17 @@ class TrainingConfig(Section):
     """First and last step to trace."""
     guard: GuardConfig = GuardConfig()
     """Reactions to bad steps, slow ranks and hangs."""
+
+    @field_validator("batch_ramp")
+    @classmethod
+    def _rises(cls, ramp: list[RampStage]) -> list[RampStage]:
+        for before, after in pairwise(ramp):
+            if after.until <= before.until:
+                raise ValueError(
+                    f"training.batch_ramp: the stage until {after.until} tokens follows the one until {before.until}:"
+                    " list stages in order"
+                )
+        return ramp
 
     @field_validator("profile")
     @classmethod
@@ -226,10 +259,18 @@ class KernelsConfig(Section):
 
 
 class StartConfig(Section):
-    """The initial weights."""
+    """What a new run starts with; not read on resume."""
 
     from_: UserPath | None = Field(None, alias="from")
-    """A checkpoint whose weights start this run, with a fresh optimizer and schedule; not read on resume."""
+    """A checkpoint whose weights start this run, with a fresh optimizer and schedule."""
+    branch: UserPath | None = None
+    """RUN or RUN@STEP: go on from a checkpoint of another run, with its optimizer, steps and place in the data."""
+
+    @model_validator(mode="after")
+    def _one_start(self) -> "StartConfig":
+        if self.from_ and self.branch:
+            raise ValueError("start.from takes weights alone, and start.branch all of a checkpoint: set one of the two")
+        return self
 
 
 class ResumeConfig(Section):
@@ -295,8 +336,11 @@ class RunConfig(Section):
                 f"model.experts={model.experts} cannot be spread evenly over parallel.expert={parallel.expert},"
                 f" only over {divisors}"
             )
-        if training.global_batch % training.micro_batch:
-            raise ValueError(_unequal_micro_batches(training.global_batch, training.micro_batch))
+        for batch in self.batches:
+            if batch % training.micro_batch:
+                key = "training.global_batch" if batch == training.global_batch else "training.batch_ramp: batch"
+                raise ValueError(_unequal_micro_batches(key, batch, training.micro_batch))
+        self._fits_schedule()
         if training.precision == "bf16" and not self.optimizer.distributed:
             raise ValueError(
                 "optimizer.distributed=false needs training.precision=fp32: megatron-core's plain optimizer cannot save"
@@ -315,6 +359,23 @@ class RunConfig(Section):
             )
         return self
 
+    def _fits_schedule(self) -> None:
+        """Refuse a decay that does not fit behind the warm-up."""
+        optimizer = self.optimizer
+        warmup, decay = self.warmup_samples, self.decay_samples
+        if optimizer.warmup_tokens is not None and warmup >= self.samples:
+            raise ValueError(
+                f"optimizer.warmup_tokens={optimizer.warmup_tokens} is not less than the run's"
+                f" training.tokens={self.training.tokens}"
+            )
+        if optimizer.decay == "wsd" and warmup + decay > self.samples:
+            length = self.data.sequence_length
+            raise ValueError(
+                f"the decay of {decay * length} tokens does not fit behind the warm-up of {warmup * length} in"
+                f" training.tokens={self.training.tokens}. Shorten it with optimizer.decay_tokens or"
+                " optimizer.decay_fraction."
+            )
+
     def _supports_float64(self) -> None:
         """Refuse fp64 with implementations that would compute in a lower precision."""
         kernels = self.kernels
@@ -329,7 +390,13 @@ class RunConfig(Section):
                 )
 
     @property
+    def planned_tokens(self) -> int:
+        """Return the tokens of all steps; the last batch may exceed training.tokens."""
+        return self.samples_left(0) * self.data.sequence_length
+
+    @property
     def tokens_per_step(self) -> int:
+        """Return the tokens of a step with training.global_batch."""
         return self.training.global_batch * self.data.sequence_length
 
     @property
@@ -339,20 +406,63 @@ class RunConfig(Section):
 
     @property
     def warmup_samples(self) -> int:
+        if self.optimizer.warmup_tokens is not None:
+            return self.optimizer.warmup_tokens // self.data.sequence_length
         return int(self.optimizer.warmup_fraction * self.samples)
 
     @property
+    def decay_samples(self) -> int:
+        """Return the samples of the decay at the end, if optimizer.decay is wsd; at least one."""
+        tokens = self.optimizer.decay_tokens
+        if tokens is not None:
+            return -(-tokens // self.data.sequence_length)
+        return max(1, round(self.optimizer.decay_fraction * (self.samples - self.warmup_samples)))
+
+    @property
+    def batches(self) -> list[int]:
+        """Return the global batches of the run, in order."""
+        return [*(stage.batch for stage in self.training.batch_ramp), self.training.global_batch]
+
+    def batch_at(self, consumed_samples: int) -> int:
+        """Return the global batch of the step after `consumed_samples`."""
+        tokens = consumed_samples * self.data.sequence_length
+        return next((s.batch for s in self.training.batch_ramp if tokens < s.until), self.training.global_batch)
+
+    @property
     def steps(self) -> int:
-        """Return the number of steps of the whole run, if it uses this global batch from the start."""
+        """Return the number of steps of the whole run, if it uses these batches from the start."""
         return self.steps_left(0)
 
     @property
     def warmup_steps(self) -> int:
-        return round(self.warmup_samples / self.training.global_batch)
+        return sum(steps for _, steps in self._stages(0, self.warmup_samples, round))
+
+    @property
+    def decay_steps(self) -> int:
+        """Return the number of steps of the decay of wsd."""
+        return sum(steps for _, steps in self._stages(self.samples - self.decay_samples, self.samples, round))
 
     def steps_left(self, consumed_samples: int) -> int:
         """Return the steps until all samples are consumed; the last batch is complete and may exceed `tokens`."""
-        return -(-max(0, self.samples - consumed_samples) // self.training.global_batch)
+        return sum(steps for _, steps in self.stages_left(consumed_samples))
+
+    def samples_left(self, consumed_samples: int) -> int:
+        """Return the samples of the steps that are left."""
+        return sum(batch * steps for batch, steps in self.stages_left(consumed_samples))
+
+    def stages_left(self, consumed_samples: int) -> list[tuple[int, int]]:
+        """Return the global batches of the steps that are left, in order, each with its number of steps."""
+        return self._stages(consumed_samples, self.samples)
+
+    def _stages(self, first: int, end: int, whole: Callable[[float], int] = math.ceil) -> list[tuple[int, int]]:
+        """Return the global batches and steps from sample `first` to `end`."""
+        found, at = [], first
+        for stage in self.training.batch_ramp:
+            until = min(end, -(-stage.until // self.data.sequence_length))
+            found.append((stage.batch, -(-max(0, until - at) // stage.batch)))
+            at += stage.batch * found[-1][1]
+        found.append((self.training.global_batch, whole(max(0, end - at) / self.training.global_batch)))
+        return [(batch, steps) for batch, steps in found if steps]
 
     def last_step(self, step: int, consumed_samples: int) -> int:
         """Return the last step of a job that is at `step`: the end of the run, or training.stop_after_steps."""
@@ -360,9 +470,9 @@ class RunConfig(Section):
         return min(end, self.training.stop_after_steps or end)
 
 
-def _unequal_micro_batches(global_batch: int, micro_batch: int) -> str:
+def _unequal_micro_batches(key: str, global_batch: int, micro_batch: int) -> str:
     """Return what is wrong with a global batch that micro-batches do not fill, and the nearest sizes that do."""
     less = next(size for size in range(min(micro_batch, global_batch), 0, -1) if global_batch % size == 0)
     more = next(size for size in range(min(micro_batch, global_batch), global_batch + 1) if global_batch % size == 0)
     works = " or ".join(f"training.micro_batch={size}" for size in dict.fromkeys((less, more)))
-    return f"training.global_batch={global_batch} is not a multiple of training.micro_batch={micro_batch}. Use {works}."
+    return f"{key}={global_batch} is not a multiple of training.micro_batch={micro_batch}. Use {works}."

@@ -94,7 +94,8 @@ def _show_readings(tracer: "Tracer", document: str, as_json: bool) -> None:
     for each in readings:
         last = each.first_token + each.tokens - 1
         extent = f"tokens {each.first_token} to {last} of {each.document_tokens}"
-        print(f"step {each.step}, sample {each.sample}, epoch {each.epoch}: {extent}")
+        trunk = f"{each.run}, " if each.run else ""
+        print(f"{trunk}step {each.step}, sample {each.sample}, epoch {each.epoch}: {extent}")
     if not readings:
         print(f"{document}: not read in the {tracer.steps.end} samples so far")
 

@@ -1,8 +1,9 @@
 """The documents inside the samples of a run, and the samples that hold a document."""
 
+import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from megatron_blackmamba.data import DataPlan, build, refuse_changed_data
 from megatron_blackmamba.data.datasets import EpochDataset, HeldOutDataset
 from megatron_blackmamba.data_tools.inspection import text_of_ids, tokenizer_of
 from megatron_blackmamba.data_tools.provenance import Origin, origin, places_of, source_called
+from megatron_blackmamba.formats.branches import trunk_of
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.shards import Shard
 from megatron_blackmamba.tokenizer import Tokenizer
@@ -49,12 +51,15 @@ class Reading:
     first_token: int
     tokens: int
     document_tokens: int
+    run: str = ""
+    """A trunk with sequences of another length, whose samples have other numbers."""
 
 
 class Tracer:
     """The data of a run, opened as training opens it."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, until: int | None = None) -> None:
+        """Open a run, or its steps up to one, which a branch goes on from."""
         folder = RunFolder(run)
         if not folder.config.is_file() or not folder.data_plan.is_file():
             raise TraceError(f"{run}: not a run: it has no {folder.config.name} and {folder.data_plan.name}")
@@ -67,6 +72,7 @@ class Tracer:
         )
         refuse_changed_data(json.loads(folder.data_plan.read_bytes()), self.plan.record, self.steps.end)
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._until = until
 
     def pieces(self, sample: int) -> Iterator[Piece]:
         """Yield the documents of a sample in order; together they are its inputs and its last label."""
@@ -100,13 +106,32 @@ class Tracer:
         return text_of_ids(piece.ids, self._tokenizers[manifest.tokenizer_sha256])
 
     def readings(self, file: str, record: int) -> list[Reading]:
-        """Return the samples in which training has read a document, in the order of training."""
-        found = [
-            reading
-            for source, shard, document in self._documents(file, record)
-            for reading in self._readings_of(source, shard, document)
-        ]
-        return sorted(found, key=lambda reading: reading.sample)
+        """Return the samples in which training has read a document, in the order of training; a trunk's too."""
+        before: list[Reading] | None = None
+        if (trunk := self._trunk_of_other_length()) is not None:
+            with contextlib.suppress(TraceError):  # the trunk may have had other documents
+                before = [replace(each, run=each.run or str(trunk.run)) for each in trunk.readings(file, record)]
+        try:
+            found = [
+                reading
+                for source, shard, document in self._documents(file, record)
+                for reading in self._readings_of(source, shard, document)
+                if self._until is None or reading.step <= self._until
+            ]
+        except TraceError:
+            if before is None:
+                raise
+            found = []
+        return [*(before or ()), *sorted(found, key=lambda reading: reading.sample)]
+
+    def _trunk_of_other_length(self) -> "Tracer | None":
+        """Return the nearest trunk that numbers its samples in another way."""
+        folder = RunFolder(self.run)
+        while trunk := trunk_of(folder):
+            if trunk.relength:
+                return Tracer(trunk.run.root, trunk.step) if trunk.is_there else None
+            folder = trunk.run
+        return None
 
     def _documents(self, file: str, record: int) -> Iterator[tuple[int, Shard, int]]:
         shards = [

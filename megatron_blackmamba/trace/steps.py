@@ -1,11 +1,14 @@
 """Find the samples that each step of a run read, from its records, including resumes, rewinds and skipped ranges."""
 
 import bisect
+import shlex
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.formats.branches import trunk_of
 from megatron_blackmamba.formats.events import Event, Rewound, of_kind, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
@@ -18,9 +21,18 @@ class TraceError(ValueError):
 class Steps:
     """The steps of a run in order, and the samples that each of them read."""
 
-    def __init__(self, records: Iterable[dict[str, Any]], events: Sequence[Event], name: str = "the run") -> None:
-        """Index the lines of metrics.jsonl (`records`) and of events.jsonl (`events`, for ranges that rewinds skip)."""
-        self.name = name
+    def __init__(
+        self,
+        records: Iterable[dict[str, Any]],
+        events: Sequence[Event],
+        name: str = "the run",
+        begins: tuple[int, int, int] = (0, 0, 0),
+    ) -> None:
+        """Index the lines of metrics.jsonl (`records`) and of events.jsonl (`events`, for ranges that rewinds skip).
+
+        begins: Step, next sample and consumed samples before the first record; those of a trunk for a branch.
+        """
+        self.name, self.begins = name, begins
         self._steps, self._ends, self._consumed = array("q"), array("q"), array("q")
         for record in records:
             if "next_sample" not in record:
@@ -36,8 +48,18 @@ class Steps:
 
     @classmethod
     def of_run(cls, run: Path) -> "Steps":
+        """Return the steps of a run, with those of its trunks before it where both number samples in the same way."""
         folder = RunFolder(run)
-        return cls(metrics_so_far(folder.metrics), [each.event for each in read_events(folder.events)], str(run))
+        records, events = [metrics_so_far(folder.metrics)], _events(folder)
+        begins = (0, 0, 0)
+        while trunk := trunk_of(folder):
+            begins = (trunk.step, trunk.sample, trunk.consumed_samples)
+            if trunk.relength or not trunk.is_there:
+                break
+            folder, begins = trunk.run, (0, 0, 0)
+            records.insert(0, takewhile(_up_to(trunk.step), metrics_so_far(folder.metrics)))
+            events = _events(folder) + events
+        return cls(chain.from_iterable(records), events, str(run), begins)
 
     @property
     def end(self) -> int:
@@ -53,14 +75,22 @@ class Steps:
 
     def samples_of(self, step: int) -> list[int]:
         """Return the samples of a step's batch in the order of the batch."""
+        first_step, first_sample, consumed = self.begins
+        if step <= first_step:
+            trunk = trunk_of(RunFolder(Path(self.name)))
+            where = f"blackmamba data trace {shlex.quote(str(trunk.run.root))} --step {step}" if trunk else "its trunk"
+            raise TraceError(
+                f"{self.name}: branches from another run after step {first_step}, which took step {step}. Ask that run:"
+                f" {where}"
+            )
         at = bisect.bisect_left(self._steps, step)
         if at == len(self._steps) or self._steps[at] != step:
             known = f"steps {self._steps[0]} to {self._steps[-1]}" if self._steps else "no step"
             raise TraceError(f"{self.name}: step {step} is not in metrics.jsonl, which has {known}")
-        if step > 1 and (at == 0 or self._steps[at - 1] != step - 1):
+        if step > first_step + 1 and (at == 0 or self._steps[at - 1] != step - 1):
             raise TraceError(f"{self.name}: step {step - 1} is missing in metrics.jsonl, so step {step} has no start")
-        first, end = (self._ends[at - 1] if at else 0), self._ends[at]
-        count = self._consumed[at] - (self._consumed[at - 1] if at else 0)
+        first, end = (self._ends[at - 1] if at else first_sample), self._ends[at]
+        count = self._consumed[at] - (self._consumed[at - 1] if at else consumed)
         samples = list(range(first, end)) if end - first == count else self._unskipped(first, end)
         if len(samples) != count:
             raise TraceError(
@@ -70,12 +100,20 @@ class Steps:
         return samples
 
     def step_of(self, sample: int) -> int | None:
-        """Return the step that read a sample; None if none did."""
+        """Return the step that read a sample; None if none did, or one of a trunk that is gone."""
         at = bisect.bisect_right(self._ends, sample)
-        if at == len(self._ends) or sample < 0:
+        if at == len(self._ends) or sample < self.begins[1]:
             return None
         step = self._steps[at]
         return step if sample in self.samples_of(step) else None
 
     def _unskipped(self, first: int, end: int) -> list[int]:
         return [n for n in range(first, end) if not any(a <= n <= b for a, b in self._skipped)]
+
+
+def _events(folder: RunFolder) -> list[Event]:
+    return [each.event for each in read_events(folder.events)]
+
+
+def _up_to(step: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda record: record["step"] <= step

@@ -28,6 +28,7 @@ from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import StopRequest
 from megatron_blackmamba.runtime.watchdog import Watchdog
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.branch import Branch, find_branch, pinned, with_own_data
 from megatron_blackmamba.training.keep.keeper import Keeper
 from megatron_blackmamba.training.metrics import Taken, record
 from megatron_blackmamba.training.record.journal import Journal
@@ -79,6 +80,7 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
         layout.check(config, place.size)
         optimizers.refuse_missing(config.optimizer)
         refuse_start(config)
+        find_branch(config)
         if place.rank == 0:
             with contextlib.suppress(OSError):  # standard output may lie on a full disk
                 print(*headline.lines(config, place.size, counted=not dist.is_initialized()), sep="\n", flush=True)
@@ -96,12 +98,15 @@ class Trainer:
     """One rank of a run. Its parts are public: a test or an experiment may put its own in their place."""
 
     def __init__(self, config: RunConfig, world: World, stop: StopRequest, watchdog: Watchdog) -> None:
+        config = pinned(config, world)
+        self.branch = find_branch(config)
+        config, self.mixture = with_own_data(config, self.branch)
         self.config, self.world, self.stop, self.watchdog = config, world, stop, watchdog
         kernels.refuse_lost(config)
         process.be_deterministic(config.training.deterministic)
         watchdog.alive("building the model")
         self.trainable = make_trainable(config, model.build(config, world), world)
-        self.progress = Progress()
+        self.progress = self.branch.progress if self.branch else Progress()
         watchdog.alive("opening the data")
         self.data = self.open_data()
         refuse_unlike_data(self.data.record)
@@ -111,10 +116,11 @@ class Trainer:
         """The step at which this job begins; None until its config, data and checkpoint are accepted."""
         self.asked_to_stop = False
         """Set this to end the run after the step, with a checkpoint."""
-        self.keeper = Keeper(config, world, self.trainable, self.state, self.event, watchdog.alive)
+        self.keeper = Keeper(config, world, self.trainable, self.state, self.event, watchdog.alive, self.mixture)
         try:  # in the folder that is now locked
             self.watch = Watch(config, world, self.trainable.model, self.data.shards, self.keeper.folder, self.event)
-            self.journal = Journal(config, self.keeper.folder, world.rank, world.size)
+            begins_after = self.progress.step
+            self.journal = Journal(config, self.keeper.folder, world.rank, world.size, begins_after)
             self.batches = self.open_batches()
         except BaseException as error:
             self.keeper.unlock(leave_no_trace=exits.refuses(error))
@@ -158,6 +164,8 @@ class Trainer:
                 self.data = self.open_data()
             at = {"sample": self.progress.next_sample, "steps_left": self.steps_left}
             self.event(events.Resumed(changes=changes, **at, **size))
+        elif self.branch:
+            self.leave_trunk(self.branch)
         else:
             if weights:
                 refuse_start_tokenizer(self.config, self.data.record)
@@ -176,6 +184,15 @@ class Trainer:
         self.watchdog.begin()
         process.freeze_gc()
         self.keeper.begin(self.data)
+
+    def leave_trunk(self, branch: Branch) -> None:
+        """Take over a checkpoint of another run."""
+        branch.refuse_data(self.data.record)
+        protected = self.keeper.load_from(branch.checkpoint, branch.step)
+        if branch.reads_on(self.data.record):  # the losses of other data say nothing of a spike
+            self.watch.restore(branch.state["guard"])
+        self.begun_at = branch.step
+        self.event(branch.event(self.config, processes=self.world.size, protected=protected))
 
     def resume(self, step: int) -> list[str]:
         """Take over a checkpoint of this run, or refuse to; returns the changes that were allowed by name."""
@@ -208,15 +225,21 @@ class Trainer:
     def open_data(self) -> data.DataPlan:
         """Return the training and validation data of the run."""
         model, end = self.config.model, self.progress.end_of_data(self.config)
-        return data.build(self.config.data, vocab_size=model.vocab_size, total_samples=end, eod_reset=model.eod_reset)
+        sizes = {"vocab_size": model.vocab_size, "total_samples": end, "eod_reset": model.eod_reset}
+        return data.build(self.config.data, **sizes, mixture=self.mixture)
 
     def open_batches(self) -> data.BatchStream:
         """Return the micro-batches of this rank from the next sample on."""
-        return self._batches_from(self.progress.next_sample)
+        return self._batches_from(self.progress.next_sample, self.progress.consumed_samples)
 
-    def _batches_from(self, sample: int) -> data.BatchStream:
+    def _batches_from(self, sample: int, consumed: int | None = None) -> data.BatchStream:
         where = {"start_sample": sample, "skips": self.progress.passed_over}
-        return micro_batches(self.config, self.world, self.data.train, **where)
+        return micro_batches(self.config, self.world, self.data.train, consumed, **where)
+
+    @property
+    def batch(self) -> int:
+        """Return the sequences of the next step."""
+        return self.config.batch_at(self.progress.consumed_samples)
 
     def take_step(self) -> Verdict:
         """Take one global batch: gradients, a look at the loss, the update, and the record of it all."""
@@ -228,7 +251,8 @@ class Trainer:
         losses, update = attempt.losses, attempt.update
         verdict = self.watch.settle(attempt.seen, losses.loss, update.grad_norm, found)
         self.asked_to_stop = losses.asked_to_stop
-        self.progress.advance(self.batches.position, self.config.training.global_batch)
+        batch = self.batch
+        self.progress.advance(self.batches.position, batch)
         seconds = self.journal.step_ends(self.progress.step)
 
         validation = self.validate() if self.validation_is_due else {}
@@ -242,6 +266,7 @@ class Trainer:
             losses=losses,
             update=update,
             learning_rate=learning_rate,
+            tokens=batch * self.config.data.sequence_length,
             seconds=seconds,
             validation=validation,
             validation_as_trained=balanced,
@@ -253,7 +278,7 @@ class Trainer:
 
     def attempt(self) -> Attempt:
         """Run the step: the gradients of the next batch, and the update if nothing speaks against it."""
-        losses = self.step.gradients(self.batches, self.stop.asked, self.watch.shards.findings)
+        losses = self.step.gradients(self.batches, self.stop.asked, self.watch.shards.findings, self.batch)
         batch = range(self.progress.next_sample, self.batches.position)
         new_phase = any(start in batch for start in self.data.train.schedule.starts)
         seen = self.watch.look(self.progress.step + 1, losses.loss, losses.shards, new_phase)
@@ -286,7 +311,7 @@ class Trainer:
         (first, end), passed_over, skipped = self.progress.last_batch, self.progress.passed_over, []
         self.resume(step)
         if cause is not Cause.REPLICAS:
-            more = (self.config.training.guard.rewind_batches - 1) * self.config.training.global_batch
+            more = (self.config.training.guard.rewind_batches - 1) * self.batch
             skipped = [(max(self.progress.next_sample, first - more), end - 1)]
         self.progress.passed_over = [*passed_over, *skipped]  # past its planned length the data goes on as planned
         self.batches.close()

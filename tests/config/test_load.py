@@ -403,6 +403,14 @@ def test_layers_that_a_key_changes_read_it(change):
         assert same or not {key, key.partition(".")[0]} & set(unread), kind.name
 
 
+@pytest.mark.parametrize("spec", ["trunk", "trunk@80", "trunk/checkpoints/step_00000080"])
+def test_trunk_in_a_file_is_relative_to_that_file(write, tmp_path, spec):
+    (tmp_path / "trunk/checkpoints/step_00000080").mkdir(parents=True)
+    file = write("mine.yaml", f"include: tiny\nstart: {{branch: {spec}}}\n")
+    assert load(file).start.branch == f"{tmp_path}/{spec}"
+    assert load(file, ["start.branch=elsewhere@7"]).start.branch == "elsewhere@7"
+
+
 def test_include_finds_a_shipped_run(write):
     assert load(write("mine.yaml", "include: tiny\nname: mine\n")).model == load("tiny").model
 
@@ -433,6 +441,8 @@ def test_other_kinds_of_files_are_recognised(write, text, said):
     [
         ("n_layer=4", "'model.pattern'? (it has one letter per layer"),
         ("optimizer.warmup_steps=100", "'optimizer.warmup_fraction'? (it is a fraction"),
+        ("lr_wsd_decay_iters=9", "'optimizer.decay_tokens'? (it counts tokens: steps"),
+        ("rampup_batch_size=9", "'training.batch_ramp'? (it is a list of stages"),
         ("training.bf16=true", "'training.precision'? (it is bf16, fp32 or fp64)"),
     ],
 )

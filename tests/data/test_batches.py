@@ -28,7 +28,9 @@ def global_batches(count, dp_size, **arguments):
     ranks = [stream(dp_rank=rank, dp_size=dp_size, **arguments) for rank in range(dp_size)]
     batches = []
     for _ in range(count):
-        micro_batches = [[next(r) for r in ranks] for _ in range(ranks[0].micro_batches)]
+        start, micro_batches = ranks[0].position, []
+        while ranks[0].position == start:
+            micro_batches.append([next(r) for r in ranks])
         batches.append([batch["sample_ids"].tolist() for row in micro_batches for batch in row])
     assert len({r.position for r in ranks}) == 1
     return batches, ranks[0].position
@@ -39,6 +41,19 @@ def global_batches(count, dp_size, **arguments):
 def test_every_rank_count_reads_the_same_micro_batches(dp_size, micro_batch):
     arguments = {"global_batch": 72, "micro_batch": micro_batch, "skips": [(30, 40)]}
     assert global_batches(3, dp_size, **arguments) == global_batches(3, 1, **arguments)
+
+
+def test_batches_that_grow_continue_the_data():
+    """A stream that is opened again in the middle of a ramp goes on with the batches of the one before."""
+
+    def sizes(start):
+        return lambda served: 4 if start + served < 10 else 12
+
+    whole, _ = global_batches(5, 1, global_batch=sizes(0), skips=[(5, 6)])
+    assert [sum(map(len, batch)) for batch in whole] == [4, 4, 4, 12, 12]
+    assert global_batches(5, 2, global_batch=sizes(0), skips=[(5, 6)])[0] == whole
+    rest, _ = global_batches(3, 1, global_batch=sizes(8), start_sample=10, skips=[(5, 6)])
+    assert rest == whole[2:]
 
 
 @pytest.mark.parametrize("before, after", [(8, 3), (1, 4), (4, 1)])

@@ -43,6 +43,8 @@ with socket.socket(socket.AF_UNIX) as there:
 sys.exit(int(code) if code else 70)
 """
 STEPS = 2
+WHOLE = "WHOLE_RUNS"
+"""Variable of a block whose runs are not shortened."""
 PRELOADED = (
     *("torch.utils.tensorboard", "transformers.models.auto.modeling_auto", "pyarrow", "matplotlib.pyplot"),
     *("megatron_blackmamba.interchange.convert", "megatron_blackmamba.report"),
@@ -114,8 +116,10 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """Return a command with fewer steps."""
-    return [*words, f"training.stop_after_steps={STEPS}"] if words[1:2] == ["train"] else words
+    """Return a command with fewer steps, unless the block has its own ones."""
+    if words[1:2] != ["train"] or WHOLE in os.environ:
+        return words
+    return [*words, f"training.stop_after_steps={STEPS}"]
 
 
 def _serve(path: str) -> None:

@@ -31,6 +31,7 @@ OTHER_TESTS = {  # page -> the test that runs its blocks
     "mixtures.md": "tests/docs/test_data_page.py",
     "extending.md": "tests/docs/test_data_page.py",
     "python.md": "tests/docs/test_blocks.py",
+    "recipes.md": "tests/docs/test_recipes.py",
     "evaluation.md": "tests/docs/test_blocks.py",
     "reproduction.md": "tests/docs/test_commands.py",
     "serving.md": "tests/serving/test_endpoint.py",

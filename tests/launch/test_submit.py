@@ -1,3 +1,4 @@
+import json
 import os
 import shlex
 import shutil
@@ -7,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_blackmamba.config import load
+from megatron_blackmamba.checkpoint import manifest
+from megatron_blackmamba.checkpoint.reading import STATE
+from megatron_blackmamba.config import load, to_saved
+from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.mixture import Mixture
+from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.launch import snapshot
 from megatron_blackmamba.launch.job import SETTINGS, JobRequest, LaunchError, job_name
 from megatron_blackmamba.launch.snapshot import take_snapshot
@@ -20,6 +25,7 @@ from megatron_blackmamba.launch.submit import (
     prepare,
     submit,
 )
+from megatron_blackmamba.training.step.progress import Progress
 from tests.data.corpus import write_mixture, write_shard
 
 
@@ -222,6 +228,38 @@ def test_a_relative_mixture_is_named_from_the_root(tmp_path, monkeypatch):
     config = load("tiny", ["folder=runs"])
     mixed = config.model_copy(update={"data": config.data.model_copy(update={"mixture": "mixture.yaml"})})
     assert _with_absolute_paths(mixed).data.mixture == str(tmp_path / "mixture.yaml")
+
+
+@pytest.fixture
+def trunk(tmp_path):
+    """A run with a checkpoint of step 8, as far as a branch looks at it before it loads tensors."""
+    run = RunFolder(tmp_path / "trunk")
+    checkpoint = run.checkpoint(8)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / manifest.NAME).write_text("{}")
+    run.latest.write_text(checkpoint.name)
+    state = {"config": to_saved(load("tiny")), "progress": Progress(8, 128, 128).state(), "guard": {}, "data": {}}
+    (checkpoint / STATE).write_text(json.dumps(state))
+    return run
+
+
+def test_branch_is_launched_at_the_checkpoint_of_its_plan(tmp_path, trunk, recording_sbatch, monkeypatch):
+    """The trunk keeps that checkpoint while the job waits, and may save others."""
+    monkeypatch.chdir(tmp_path)
+    launched = submit(tiny(tmp_path / "runs", "start.branch=trunk"), JobRequest(nodes=1, gpus_per_node=2))
+    written = load(str(launched.folder / "config.yaml"))
+    assert written.start.branch == f"{tmp_path}/trunk@8"
+    assert branches.needed_steps(trunk) == {8} and branches.branches_of(trunk) == [(tmp_path / "runs/tiny", 8)]
+    (tmp_path / "image.sif").touch()
+    request = JobRequest(nodes=1, gpus_per_node=2, container="image.sif")
+    assert f"{tmp_path}/trunk:{tmp_path}/trunk" in prepare(written, request).script
+
+
+def test_branch_that_slurm_refuses_leaves_the_trunk_as_it_was(tmp_path, trunk, fake_sbatch):
+    (tmp_path / "first").touch()
+    with pytest.raises(LaunchError, match="too many"):
+        submit(tiny(tmp_path / "runs", f"start.branch={trunk.root}"), JobRequest(nodes=1, gpus_per_node=2))
+    assert not trunk.branches.exists() and not (tmp_path / "runs/tiny/launch").exists()
 
 
 def test_a_container_mounts_what_the_run_reads(tmp_path, monkeypatch):

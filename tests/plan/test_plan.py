@@ -357,3 +357,29 @@ def test_suggestions_are_sorted_by_speed_with_commands():
         )
         assert changed.parallel == candidate.layout.parallel
         assert changed.training.micro_batch == candidate.layout.micro_batch
+
+
+def test_ramp_is_planned_stage_by_stage():
+    """Each stage has its own time of a step, and the run takes the sum of them."""
+    ramp = "training.batch_ramp=[{batch: 336, until: 2B}, {batch: 672, until: 5B}]"
+    settings = [ramp, "training.tokens=10B", "optimizer.decay=wsd", "optimizer.decay_tokens=2B"]
+    answer, error = plan("blackmamba_1.5b", *settings, "--nodes", "7")
+    assert error is None
+    stages, training = answer["training"]["stages"], answer["training"]
+    assert [stage["global_batch"] for stage in stages] == [336, 672, 1008]
+    assert [stage["first"] for stage in stages] == [
+        1,
+        1 + stages[0]["steps"],
+        1 + stages[0]["steps"] + stages[1]["steps"],
+    ]
+    assert sum(stage["steps"] for stage in stages) == training["steps"] == load("blackmamba_1.5b", settings).steps
+    assert sum(stage["tokens"] for stage in stages) == training["tokens"]
+    assert training["decay_steps"] == round(2e9 / training["tokens_per_step"])
+    seconds = sum(stage["steps"] * stage["seconds_per_step"] for stage in stages)
+    assert answer["time"]["days"] == pytest.approx(seconds / 86400)
+    assert stages[0]["seconds_per_step"] == pytest.approx(stages[2]["seconds_per_step"] / 3, rel=0.05)
+    assert stages[2]["seconds_per_step"] == answer["time"]["seconds_per_step"]
+    shown = CliRunner().invoke(app, ["plan", "blackmamba_1.5b", *settings, "--nodes", "7"]).output
+    assert "336 sequences" in shown and "decay steps, at the end" in shown
+    given, _ = plan("blackmamba_1.5b", *settings, "--nodes", "7", "--mfu", "0.2")
+    assert given["training"]["stages"][0]["seconds_per_step"] * 3 == pytest.approx(given["time"]["seconds_per_step"])

@@ -172,10 +172,12 @@ def test_the_legend_names_every_loss_curve():
     axes = Figure().subplots()
     training = Series(np.array([1, 2]), np.array([3.0, 2.0]))
     validation = Series(np.array([2]), np.array([2.5]))
-    history = SimpleNamespace(name="run", scalars={"loss": training}, of=lambda metric: {"web": validation})
+    trunk = SimpleNamespace(name="t", scalars={"loss": Series(np.array([1]), np.array([4.0]))})
+    of = {"web": validation}
+    history = SimpleNamespace(name="run", scalars={"loss": training}, of=lambda metric: of, trunks=[trunk])
     assert pictures._loss(history, axes)
     named = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
-    assert named == {"training, all sources": [3.0, 2.0], "web, validation": [2.5]}
+    assert named == {"training, all sources": [3.0, 2.0], "trunk t": [4.0], "web, validation": [2.5]}
     assert [text.get_text() for text in axes.get_legend().get_texts()] == list(named)
 
 

@@ -130,7 +130,7 @@ def test_docs_list_exactly_the_metrics():
 
 def taken_of(**known):
     """Return a step of which only this is known."""
-    fields = ("trainable", "utilisation", "losses", "update", "learning_rate", "seconds")
+    fields = ("trainable", "utilisation", "losses", "update", "learning_rate", "tokens", "seconds")
     return Taken(**{"config": load("tiny"), "progress": Progress(), "data": None, **dict.fromkeys(fields), **known})
 
 

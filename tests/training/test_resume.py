@@ -8,6 +8,7 @@ import pytest
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import STATE
 from megatron_blackmamba.config import from_saved, keys, load, to_saved
+from megatron_blackmamba.training.branch import may_differ
 from megatron_blackmamba.training.start.resume import (
     ResumeError,
     refuse_changes,
@@ -79,7 +80,10 @@ RULES = {
         "data.mask_first_token",
         *("data.synthetic.sources", "data.synthetic.order", "training.precision", "training.seed"),
     ),
-    "by name": ("training.tokens", "training.global_batch", "model.z_loss", "model.router.z_loss"),
+    "by name": (
+        *("training.tokens", "training.global_batch", "training.batch_ramp"),
+        *("model.z_loss", "model.router.z_loss"),
+    ),
     "free, the losses stay the same": (
         *("name", "folder", "data.workers", "data.verify_rate", "training.recompute", "training.overlap"),
         *("training.bucket_size", "training.validate_balanced"),
@@ -88,7 +92,8 @@ RULES = {
         *("training.guard.max_bad_steps", "training.guard.hang_seconds", "checkpoint.every", "checkpoint.keep_last"),
         *("checkpoint.keep_every", "checkpoint.asynchronous", "checkpoint.retry_every", "checkpoint.if_damaged"),
         *("checkpoint.export_every", "checkpoint.export_check"),
-        *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "start.from", "resume.allow"),
+        *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "start.from", "start.branch"),
+        "resume.allow",
     ),
     "free, the losses agree within rounding": (
         *("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor", "parallel.context"),
@@ -249,3 +254,21 @@ def test_start_reads_the_tokenizer_of_an_imported_model(started):
         refuse_start_tokenizer(run, {"tokenizer": {"name": "b", "sha256": "b" * 64, "file": None}})
     same = {"name": "b", "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "file": None}
     refuse_start_tokenizer(run, {"tokenizer": same})
+
+
+BRANCHES = {
+    "may differ": (
+        *("training.tokens", "training.global_batch", "training.batch_ramp", "data.mixture", "data.sequence_length"),
+        *("data.mask_first_token", "model.attention.rotary_base", "model.eod_reset"),
+    ),
+    "must stay": ("optimizer.kind", "optimizer.distributed"),
+}
+"""What a branch may change besides the keys that are free on resume; every key of the optimizer but the last two."""
+
+
+@pytest.mark.parametrize("key", keys())
+def test_every_key_has_a_rule_for_branches(key):
+    """A branch may change what is free on resume, its schedule, batch, length and data, and nothing else."""
+    free = any(rule.startswith("free") and key in names for rule, names in RULES.items())
+    of_optimizer = key.startswith("optimizer.") and key not in BRANCHES["must stay"]
+    assert may_differ(key) == (free or of_optimizer or key in BRANCHES["may differ"])

@@ -1,9 +1,11 @@
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_blackmamba.config import load
+from megatron_blackmamba.config import ConfigError, load
+from megatron_blackmamba.runtime import layout
 from megatron_blackmamba.training.step.schedule import Schedule, rate_change
 
 
@@ -78,3 +80,96 @@ def test_stretched_schedule_names_both_rates():
     assert rate_change(before, load("tiny", ["training.global_batch=4"]), 200, 3200) == []
     constant = [load("tiny", ["optimizer.decay=constant", *more]) for more in ([], ["training.steps=230"])]
     assert rate_change(*constant, 200, 3200) == []
+
+
+SHAPES = {
+    "linear": lambda part: 1 - part,
+    "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
+    "sqrt": lambda part: 1 - math.sqrt(part),
+    "exponential": lambda part: 2 * 0.5**part - 1,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_wsd_is_constant_then_decays_in_its_shape(shape):
+    """The tiny run has 3,200 samples, of which the last 800 decay here: 50 of its 200 steps."""
+    plan, _ = schedule("optimizer.decay=wsd", f"optimizer.decay_tokens={800 * 128}", f"optimizer.decay_shape={shape}")
+    assert rates(plan, range(10, 151)) == pytest.approx([3e-3] * 141, rel=1e-12)
+    expected = [3e-4 + (3e-3 - 3e-4) * SHAPES[shape]((step - 150) / 50) for step in range(151, 201)]
+    assert rates(plan, range(151, 201)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_longer_wsd_run_has_the_same_rates_before_its_decay():
+    keys = ("optimizer.decay=wsd", "optimizer.warmup_tokens=20480", "optimizer.decay_tokens=102400")
+    usual, longer = schedule(*keys)[0], schedule(*keys, "training.steps=400")[0]
+    assert rates(usual, range(1, 151)) == rates(longer, range(1, 151))
+    assert rates(longer, [350, 400]) == pytest.approx([3e-3, 3e-4], rel=1e-12)
+
+
+RAMP = "training.batch_ramp=[{batch: 4, until: 10240}, {batch: 8, until: 51200}]"
+
+
+def walk(config):
+    """Return the consumed samples before each step of a run, taking one step after another."""
+    at = [0]
+    while at[-1] < config.samples:
+        at.append(at[-1] + config.batch_at(at[-1]))
+    return at
+
+
+@pytest.mark.parametrize("until", [10240, 10241, 10300])
+@pytest.mark.parametrize("tokens", [400_000, 20_000, 5_000, 51_201])
+def test_ramp_counts_the_steps_that_it_takes(until, tokens):
+    """Borders that no batch ends at, and runs that end inside the ramp."""
+    ramp = f"training.batch_ramp=[{{batch: 4, until: {until}}}, {{batch: 8, until: 51200}}]"
+    config = load("tiny", [ramp, "training.micro_batch=2", f"training.tokens={tokens}"])
+    before = walk(config)
+    assert config.steps == len(before) - 1
+    for step, consumed in enumerate(before):
+        assert config.steps_left(consumed) == len(before) - 1 - step
+        assert config.samples_left(consumed) == before[-1] - consumed
+
+
+def test_ramp_leaves_the_curve_over_samples():
+    config = load("tiny", [RAMP])
+    plan = Schedule(config, SimpleNamespace(param_groups=[{}]))
+    usual, _ = schedule()
+    for consumed in walk(config)[:-1]:
+        assert plan.set(consumed) == usual.at_end_of_step(consumed + config.batch_at(consumed))
+
+
+def test_steps_of_a_ramp_are_those_it_takes():
+    for steps in (1, 7, 20, 200):
+        for until in (10240, 10241):
+            ramp = f"training.batch_ramp=[{{batch: 4, until: {until}}}, {{batch: 8, until: 50K}}]"
+            assert load("tiny", [ramp, f"training.steps={steps}"]).steps == steps
+
+
+def test_ramp_that_no_rank_can_divide_names_the_nearest():
+    config = load("tiny", ["training.batch_ramp=[{batch: 6, until: 1000}]", "training.micro_batch=2"])
+    with pytest.raises(layout.LayoutError) as refused:
+        layout.check(config, 4)
+    wrong, works = str(refused.value).splitlines()
+    assert wrong.startswith("training.batch_ramp: batch=6 sequences cannot be divided by 4") and "4 or 8 could" in wrong
+    (suggested,) = re.findall(r"'(training\.batch_ramp=[^']*)' training\.micro_batch=1;", works)
+    layout.check(load("tiny", [suggested, "training.micro_batch=1"]), 4)
+
+
+def test_changed_length_is_the_same_place_on_the_curve():
+    keys = ("optimizer.decay=linear", "training.tokens=102400")
+    before, now = load("tiny", list(keys)), load("tiny", [*keys, "data.sequence_length=256"])
+    assert rate_change(before, now, 20, 160) == []
+    shorter = load("tiny", ["optimizer.decay=linear", "training.tokens=81920", "data.sequence_length=256"])
+    assert len(rate_change(before, shorter, 20, 160)) == 1
+
+
+def test_ramp_and_decay_that_do_not_fit_are_refused():
+    cases = {
+        ("optimizer.decay=wsd", "optimizer.decay_tokens=409000"): "does not fit behind the warm-up of 20480",
+        ("optimizer.warmup_tokens=409600",): "is not less than the run's training.tokens=409600",
+        ("training.batch_ramp=[{batch: 6, until: 1000}]",): "training.batch_ramp: batch=6 is not a multiple of",
+        ("training.batch_ramp=[{batch: 4, until: 90}, {batch: 8, until: 90}]",): "list stages in order",
+    }
+    for overrides, message in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            load("tiny", list(overrides))

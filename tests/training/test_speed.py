@@ -25,13 +25,13 @@ def test_gpu_is_recognised_by_its_driver_name(driver_says, name):
     ],
 )
 def test_a_gpu_of_unknown_peak_gets_no_utilisation(driver_says):
-    assert Utilisation(load("tiny"), 8, driver_says).of(1.0) is None
+    assert Utilisation(load("tiny"), 8, driver_says).of(2048, 1.0) is None
 
 
 def test_utilisation_is_model_flops_over_all_gpu_peaks():
     config = load("blackmamba_1.5b")
     # 2.07 GFLOP a token, 2,064,384 tokens a step, 56 GPUs of 989 TFLOP/s
-    assert Utilisation(config, 56, "NVIDIA H100 80GB HBM3").of(0.2) == pytest.approx(
+    assert Utilisation(config, 56, "NVIDIA H100 80GB HBM3").of(2_064_384, 0.2) == pytest.approx(
         2.07e9 * 2_064_384 / 0.2 / (56 * 989e12), rel=0.01
     )
 

@@ -10,40 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
-from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 from megatron_blackmamba.formats.events import Rewound, Spike
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import write_report
 from megatron_blackmamba.trace.documents import Tracer
 from megatron_blackmamba.trace.steps import Steps, TraceError
-from tests.data.corpus import write_mixture
 from tests.training.runs import events_of, metrics
 
 pytestmark = pytest.mark.xdist_group("forks")
-
-WORDS = ["the", "model", "reads", "each", "window", "of", "its", "source", "once", "and", "then", "begins", "again"]
-
-
-@pytest.fixture(scope="session")
-def raw(tmp_path_factory):
-    """Two corpora of short texts, one with an empty record, and the tokens of both."""
-    folder, choose = tmp_path_factory.mktemp("raw"), random.Random(0)
-    for name, count in (("web", 260), ("code", 140)):
-        texts = [f"{name} {i} " + " ".join(choose.choices(WORDS, k=choose.randint(1, 30))) for i in range(count)]
-        texts[7] = ""
-        lines = (json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-        options = {"max_bad": "1", "workers": 1, "quiet": True}
-        one = {"train_tokenizer": 300} if name == "web" else {"tokenizer": str(folder / "tokens/web/tokenizer.json")}
-        tokenize([folder / f"{name}.jsonl"], folder / "tokens" / name, TokenizeOptions(**one, **options))
-    phases = [{"from_sample": 500, "weights": {"code": 3}}]
-    held = folder / "held.jsonl"
-    held.write_text("".join(json.dumps({"text": f"held out {i}"}) + "\n" for i in range(9)))
-    tokenize([held], folder / "tokens/held", TokenizeOptions(tokenizer=one["tokenizer"], workers=1, quiet=True))
-    sources = [{"name": name, "shards": f"tokens/{name}"} for name in ("web", "code")]
-    sources[0]["validation"] = "tokens/held"
-    write_mixture(folder, sources, phases)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@
     for (const s of given.series) {
       const colour = css("--c" + s.colour), columns = [s.x, s.y];
       const at = series.push({
-        label: s.name, stroke: colour, width: 1.6, dash: s.dashed ? [5, 4] : undefined,
+        label: s.name, stroke: colour, width: s.thin ? 0.8 : 1.6, dash: s.dashed ? [5, 4] : undefined,
         value: (u, v) => exact(v), points: { show: s.x.length < 30, size: 5 }, spanGaps: true,
       }) - 1;
       if (s.low) {

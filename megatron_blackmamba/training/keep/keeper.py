@@ -9,8 +9,9 @@ from megatron_blackmamba.checkpoint import Checkpoints
 from megatron_blackmamba.checkpoint.reading import saved_config
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.data import DataPlan
-from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats import atomic, branches
 from megatron_blackmamba.formats.events import Event, LoggingProblem
+from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.keep.export_checks import ExportChecks
@@ -33,11 +34,19 @@ class Keeper:
         state: Callable[[], dict[str, Any]],
         report: Callable[[Event], None],
         alive: Callable[[str], None],
+        mixture: Mixture | None = None,
     ) -> None:
-        """Lock the folder. `state` returns what a checkpoint holds beside tensors; `alive` is for a watchdog."""
+        """Lock the folder.
+
+        Args:
+            state: Returns what a checkpoint holds beside tensors.
+            alive: For a watchdog.
+            mixture: The data that a branch composed, for its folder.
+        """
         self.folder = folder = RunFolder(Path(config.folder) / config.name)
         self._config, self._world, self._model = config, world, trainable.model
         self._run_state, self._report, self._alive = state, report, alive
+        self._mixture = mixture
         self._records: dict[Path, bytes] = {}
         self._checkpoints = Checkpoints(folder, config, world, trainable.model, trainable.optimizer, report, alive)
         self._saver = Saver(config.checkpoint, self._checkpoints, self._state, report)
@@ -66,12 +75,23 @@ class Keeper:
         """Load the weights of a checkpoint of any run."""
         self._checkpoints.load_weights(path)
 
+    def load_from(self, checkpoint: Path, step: int) -> bool:
+        """Load all of another run's checkpoint. Return whether that run keeps it until this one has one of its own."""
+        protected = not self._world.is_main or branches.protect(checkpoint, step, self.folder)
+        try:
+            self._checkpoints.load_from(checkpoint)
+        except BaseException:
+            if self._world.is_main:
+                branches.release(checkpoint, self.folder)
+            raise
+        return protected
+
     def begin(self, data: DataPlan) -> None:
         """Note in the folder that the run goes on, with which config and data."""
         if self._lock:
             for marker in (self.folder.requeue, self.folder.done, self.folder.failed):
                 marker.unlink(missing_ok=True)
-            self._records = contents(self.folder, self._config, data)
+            self._records = contents(self.folder, self._config, data, self._mixture)
             for path, content in self._records.items():  # over those of an earlier start
                 atomic.write_bytes(path, content)
 

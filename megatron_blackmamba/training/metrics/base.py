@@ -36,6 +36,8 @@ class Taken:
     losses: "Losses"
     update: "Update"
     learning_rate: float
+    tokens: int
+    """Tokens of the step's batch."""
     seconds: float
     validation: Mapping[str, float] = field(default_factory=dict)
     """Validation loss by source; empty unless it was due."""

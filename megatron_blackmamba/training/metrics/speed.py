@@ -7,7 +7,7 @@ from megatron_blackmamba.training.metrics.base import Taken, metric
         order=4)  # fmt: skip
 def tokens_per_second(taken: Taken) -> float:
     """Return the tokens of a step over its time, on all ranks together."""
-    return taken.config.tokens_per_step / taken.seconds
+    return taken.tokens / taken.seconds
 
 
 @metric("speed/step_seconds", "Seconds a step", format=".3f", unit="s", in_line=True, in_report=False, order=5)
@@ -29,7 +29,7 @@ def memory(taken: Taken) -> int:
         order=6)  # fmt: skip
 def mfu(taken: Taken) -> float | None:
     """Return the part of the GPU's peak that the model's own arithmetic used; None where the peak is not known."""
-    return taken.utilisation.of(taken.seconds)
+    return taken.utilisation.of(taken.tokens, taken.seconds)
 
 
 @metric("speed/slowest_rank", "Slowest rank", in_report=False, order=80)

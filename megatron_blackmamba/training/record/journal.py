@@ -23,7 +23,10 @@ from megatron_blackmamba.training.watch.speed import Utilisation
 class Journal:
     """The clock and the profiler of a run's steps, and on rank 0 all its loggers as one."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, rank: int = 0, ranks: int = 1, begins_after: int = 0
+    ) -> None:
+        """Open the logs of a run that begins after a step of its trunk, or after 0."""
         self.utilisation = Utilisation(config, ranks)
         self._tracing = Tracing(config.training.profile, folder.profile, rank)
         self._traced: Event | None = None
@@ -32,7 +35,7 @@ class Journal:
         self._optional: list[Logger] = []
         if rank == 0:
             self._always = [
-                MetricsFile(folder.metrics, self.problem),
+                MetricsFile(folder.metrics, self.problem, begins_after),
                 EventsFile(folder.events, self.problem),
                 LogText(folder.log, self.problem),
                 Display(config),

@@ -35,8 +35,9 @@ class LoggingError(ValueError):
 class _LinesLogger(Logger):
     """A logger into a file of lines. Any news is a reason to write the lines that wait."""
 
-    def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
-        self._lines, self._say = LineFile(path, say), say
+    def __init__(self, path: Path, say: Callable[[str], None] = print, begins_after: int = 0) -> None:
+        """Open the file of a run that begins after a step: that of its trunk, or 0."""
+        self._lines, self._say, self._begins_after = LineFile(path, say), say, begins_after
 
     def step(self, record: StepRecord) -> None:
         if self._lines.waiting:
@@ -80,7 +81,7 @@ class MetricsFile(_LinesLogger):
         except OSError as error:  # a log is no reason not to train
             self._say(f"{self._lines.path}: cannot be read: {error.strerror}; steps may be in it twice")
             return
-        if max([last, *map(_step_of, waiting)]) < step:
+        if max([self._begins_after, last, *map(_step_of, waiting)]) < step:
             self._say(f"{self._lines.path}: ends at step {last}; the records up to step {step} are missing")
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ FIXED = (
 """Another model, other data or other optimizer state: the checkpoint does not fit."""
 LOSS_WEIGHTS = ("model.z_loss", "model.router.z_loss")
 """Keys of the model that change its training alone."""
-BY_NAME = ("optimizer.", "training.tokens", "training.global_batch", *LOSS_WEIGHTS)
+BY_NAME = ("optimizer.", "training.tokens", "training.global_batch", "training.batch_ramp", *LOSS_WEIGHTS)
 """May change from here on, if resume.allow names them."""
 
 
@@ -41,16 +41,16 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
 
     Returns one line for each change that was allowed by name, or that changes the routing.
     """
-    changes = list(_differences(saved, config.model_dump(mode="json", by_alias=True)))
-    fixed = [change for change in changes if _under(change[0], FIXED) and not _under(change[0], LOSS_WEIGHTS)]
+    changes = list(differences(saved, config.model_dump(mode="json", by_alias=True)))
+    fixed = [change for change in changes if under(change[0], FIXED) and not under(change[0], LOSS_WEIGHTS)]
     if fixed:
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(fixed)}\n"
             "resume.allow cannot permit this. Restore the old value, or start another run (name=...); with"
             " start.from=CHECKPOINT it starts from these weights if their shapes fit."
         )
-    named = [change for change in changes if _under(change[0], BY_NAME)]
-    refused = [change for change in named if not _under(change[0], _prefixes(config.resume.allow))]
+    named = [change for change in changes if under(change[0], BY_NAME)]
+    refused = [change for change in named if not under(change[0], _prefixes(config.resume.allow))]
     if refused:
         keys = ", ".join(change[0] for change in refused)
         raise ResumeError(
@@ -60,7 +60,7 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
         )
     told = [(change, "") for change in named]
     told += [(change, why) for change in changes if (why := _changes_routing(change[0], config.model))]
-    return [f"{key}: {_shown(new)} from step {step + 1} on, {_shown(old)} before{why}" for (key, old, new), why in told]
+    return [f"{key}: {shown(new)} from step {step + 1} on, {shown(old)} before{why}" for (key, old, new), why in told]
 
 
 def _in_steps(saved: Mapping[str, Any], config: RunConfig, keys: str) -> str:
@@ -100,7 +100,7 @@ def refuse_start(config: RunConfig, *, resumes: bool = True) -> None:
     saved = saved_config(folder, read_state(folder)).model
     changes, fits = other_function(saved, config.model)
     if fits:
-        changes = [change for change in changes if not _under(change[0], _prefixes(config.resume.allow))]
+        changes = [change for change in changes if not under(change[0], _prefixes(config.resume.allow))]
     if not changes:
         return
     theirs = " ".join(f"{key}={old}" for key, old, _ in changes)
@@ -114,7 +114,7 @@ def refuse_start(config: RunConfig, *, resumes: bool = True) -> None:
 
 def other_function(saved: ModelConfig, model: ModelConfig) -> tuple[list[tuple[str, Any, Any]], bool]:
     """Return why `model` computes something else with weights of `saved`, as (key, old, new), and whether they fit."""
-    changes = list(_differences(saved.model_dump(mode="json"), model.model_dump(mode="json"), "model."))
+    changes = list(differences(saved.model_dump(mode="json"), model.model_dump(mode="json"), "model."))
     if shapes(saved) != shapes(model):
         return changes, False
     return [change for change in changes if _changes_function(model, *change[:2])], True
@@ -165,16 +165,18 @@ def refuse_tokenizer(saved: Mapping[str, Any], current: Mapping[str, Any], step:
         )
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield key, old and new value of what differs between two configs."""
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from _differences(before, after, f"{prefix}{key}.")
+            yield from differences(before, after, f"{prefix}{key}.")
         elif before != after:
             yield f"{prefix}{key}", before, after
 
 
-def _under(key: str, prefixes: tuple[str, ...]) -> bool:
+def under(key: str, prefixes: tuple[str, ...]) -> bool:
+    """Return whether a key is one of these, or lies in a section that is: `optimizer.` names a whole section."""
     return any(key.startswith(prefix) if prefix.endswith(".") else key == prefix for prefix in prefixes)
 
 
@@ -184,10 +186,11 @@ def _prefixes(names: list[str]) -> tuple[str, ...]:
 
 
 def _listed(changes: list[tuple[str, Any, Any]]) -> str:
-    return ";\n".join(f"  {key}={_shown(old)}, and now it is {_shown(new)}" for key, old, new in changes) + "."
+    return ";\n".join(f"  {key}={shown(old)}, and now it is {shown(new)}" for key, old, new in changes) + "."
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return the value of a key for people."""
     return "nothing" if value is None else str(value)
 
 

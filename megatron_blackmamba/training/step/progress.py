@@ -44,7 +44,7 @@ class Progress:
 
     def end_of_data(self, config: RunConfig) -> int:
         """Return the index behind the last sample of the run."""
-        return self.end_after(config.steps_left(self.consumed_samples) * config.training.global_batch)
+        return self.end_after(config.samples_left(self.consumed_samples))
 
     def end_after(self, samples: int) -> int:
         """Return the index behind the last sample if `samples` more are read: skipped ranges ahead count."""
@@ -56,6 +56,10 @@ class Progress:
                 end += last - max(first, seen) + 1
                 seen = last + 1
         return end
+
+    def at_length(self, before: int, now: int) -> "Progress":
+        """Return this progress for sequences of another length: as many tokens consumed, and data in a new order."""
+        return Progress(self.step, 0, -(-self.consumed_samples * before // now))
 
     def state(self) -> dict[str, Any]:
         saved = {"step": self.step, "next_sample": self.next_sample, "consumed_samples": self.consumed_samples}

@@ -94,14 +94,22 @@ class Step:
     def __init__(self, config: RunConfig, world: World, trainable: Trainable, sources: int):
         self.config, self.world, self.trainable, self.sources = config, world, trainable, sources
         self.model = trainable.model
-        self.micro_batches = config.training.global_batch // (config.training.micro_batch * world.data_size)
         self.forward_backward = get_forward_backward_func()
         self.own_time = OwnTime(trainable.model, world.size)
         self.first_seen = FirstSeen(world, trainable.model)
         self.router_state = RouterState(trainable.model)
 
+    def micro_batches(self, global_batch: int | None = None) -> int:
+        """Return the number of this rank's micro-batches of a global batch, by default training.global_batch."""
+        training = self.config.training
+        return (global_batch or training.global_batch) // (training.micro_batch * self.world.data_size)
+
     def gradients(
-        self, batches: Iterator[Batch], asked_to_stop: bool = False, shards: tuple[int, int] = (0, 0)
+        self,
+        batches: Iterator[Batch],
+        asked_to_stop: bool = False,
+        shards: tuple[int, int] = (0, 0),
+        global_batch: int | None = None,
     ) -> Losses:
         """Forward and backward over this rank's micro-batches of a global batch; gradients are reduced over all.
 
@@ -114,7 +122,7 @@ class Step:
         self.trainable.optimizer.zero_grad()
         self.trainable.reduced.zero_grad_buffer()  # the last of the two: it may set `grad`
         with self.router_state.held_back():
-            return self._run(batches, forward_only=False, known=(asked_to_stop, *shards))
+            return self._run(batches, global_batch, forward_only=False, known=(asked_to_stop, *shards))
 
     def update(self) -> Update:
         """Update the weights with the current gradients, or leave them unchanged if these are not finite."""
@@ -137,18 +145,20 @@ class Step:
         counts = [router.unrouted for router in routers if hasattr(router, "unrouted")]
         of_training = [count.clone() for count in counts]
         try:
-            return self._run(batches, forward_only=True)
+            return self._run(batches, None, forward_only=True)
         finally:
             self.trainable.reduced.train()
             for count, before in zip(counts, of_training, strict=True):
                 count.copy_(before)
 
-    def _run(self, batches: Iterator[Batch], forward_only: bool, known: tuple[int, ...] = (0, 0, 0)) -> Losses:
+    def _run(
+        self, batches: Iterator[Batch], global_batch: int | None, forward_only: bool, known: tuple[int, ...] = (0, 0, 0)
+    ) -> Losses:
         sums = self.forward_backward(
             forward_step_func=self._forward,
             data_iterator=batches,
             model=[self.trainable.reduced],
-            num_microbatches=self.micro_batches,
+            num_microbatches=self.micro_batches(global_batch),
             seq_length=self.config.data.sequence_length,
             micro_batch_size=self.config.training.micro_batch,
             forward_only=forward_only,

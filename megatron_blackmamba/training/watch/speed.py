@@ -31,10 +31,9 @@ class Utilisation:
         self._peak = gpu.peak(config.training.precision) * world_size if gpu else None
         self.flops_per_token = flops.training(config.model, config.data.sequence_length)
         """Of the model, without recomputation."""
-        self._flops = self.flops_per_token * config.tokens_per_step
 
-    def of(self, step_seconds: float) -> float | None:
-        return None if self._peak is None else self._flops / step_seconds / self._peak
+    def of(self, tokens: int, seconds: float) -> float | None:
+        return None if self._peak is None else self.flops_per_token * tokens / seconds / self._peak
 
 
 def known_gpu(device_name: str) -> Gpu | None:
