@@ -84,8 +84,10 @@ def _as_tree(found: list[Overview], folder: Path) -> Iterator[Overview]:
     def below(one: Overview, depth: int) -> Iterator[Overview]:
         shown.add(one.name)
         trunk = trunks[one.name]
-        where = {"trunk": listed[one.name] or str(trunk.run.root), "branched_at": trunk.step} if trunk else {}
-        yield replace(one, depth=depth, **where)
+        one = replace(one, depth=depth)
+        if trunk:
+            one = replace(one, trunk=listed[one.name] or str(trunk.run.root), branched_at=trunk.step)
+        yield one
         branches = [other for other in found if listed[other.name] == one.name and other.name not in shown]
         for branch in sorted(branches, key=lambda other: (trunks[other.name] or trunk).step):  # type: ignore[union-attr]
             yield from below(branch, depth + 1)

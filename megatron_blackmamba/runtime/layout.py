@@ -175,8 +175,8 @@ def nearest_batches(config: RunConfig, world_size: int) -> list[Layout]:
         return []
     found = {}
     for shares in ([max(1, batch // data) for batch in batches], [-(-batch // data) for batch in batches]):
-        *ramp, batch = (share * data for share in shares)
-        found[(*ramp, batch)] = Layout(config.parallel, _micro_batch(config, math.gcd(*shares)), batch, tuple(ramp))
+        sizes = tuple(share * data for share in shares)
+        found[sizes] = Layout(config.parallel, _micro_batch(config, math.gcd(*shares)), sizes[-1], sizes[:-1])
     return list(found.values())
 
 

@@ -181,7 +181,8 @@ def may_differ(key: str) -> bool:
 
 def _changes(config: RunConfig, trunk: RunConfig, checkpoint: Path) -> list[str]:
     """Return a line for each change of what decides the weights; refuse what a branch may not change."""
-    found = list(differences(*(each.model_dump(mode="json", by_alias=True) for each in (trunk, config))))
+    old, new = (each.model_dump(mode="json", by_alias=True) for each in (trunk, config))
+    found = list(differences(old, new))
     fixed = [change for change in found if not may_differ(change[0])]
     if fixed:
         said = "; ".join(f"{key}={old} there, and {new} here" for key, old, new in fixed)

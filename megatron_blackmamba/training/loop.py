@@ -224,9 +224,13 @@ class Trainer:
 
     def open_data(self) -> data.DataPlan:
         """Return the training and validation data of the run."""
-        model, end = self.config.model, self.progress.end_of_data(self.config)
-        sizes = {"vocab_size": model.vocab_size, "total_samples": end, "eod_reset": model.eod_reset}
-        return data.build(self.config.data, **sizes, mixture=self.mixture)
+        return data.build(
+            self.config.data,
+            vocab_size=self.config.model.vocab_size,
+            total_samples=self.progress.end_of_data(self.config),
+            eod_reset=self.config.model.eod_reset,
+            mixture=self.mixture,
+        )
 
     def open_batches(self) -> data.BatchStream:
         """Return the micro-batches of this rank from the next sample on."""
