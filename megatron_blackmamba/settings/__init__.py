@@ -5,6 +5,8 @@ from megatron_blackmamba.settings.model import AttentionConfig, Mamba2Config, Mo
 from megatron_blackmamba.settings.run import (
     CheckpointConfig,
     DataConfig,
+    GroupConfig,
+    GroupsConfig,
     GuardConfig,
     KernelsConfig,
     OptimizerConfig,
@@ -18,6 +20,8 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "GroupConfig",
+    "GroupsConfig",
     "GuardConfig",
     "KernelsConfig",
     "Mamba2Config",

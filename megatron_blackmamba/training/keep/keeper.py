@@ -39,7 +39,8 @@ class Keeper:
         self._config, self._world, self._model = config, world, trainable.model
         self._run_state, self._report, self._alive = state, report, alive
         self._records: dict[Path, bytes] = {}
-        self._checkpoints = Checkpoints(folder, config, world, trainable.model, trainable.optimizer, report, alive)
+        self._ema, parts = trainable.ema, (trainable.model, trainable.optimizer)
+        self._checkpoints = Checkpoints(folder, config, world, *parts, report, alive, trainable.ema)
         self._saver = Saver(config.checkpoint, self._checkpoints, self._state, report)
         checks = ExportChecks(config.checkpoint.export_check if world.is_main else "none", folder, report)
         every = config.checkpoint.export_every
@@ -133,15 +134,17 @@ class Keeper:
 
         self._alive(f"exporting step {step}")
         state, folder = self._state(), self.folder
-        live.export(
-            self._model,
-            self._world,
-            folder.export(step),
-            source=f"step {step} of {folder.root}",
-            tokenizer=folder.tokenizer if folder.tokenizer.is_file() else None,
-            sequence_length=self._config.data.sequence_length,
-            past=lambda: megatron.past(self._config, state, step, folder, __version__),
-        )
+        averaged = self._ema is not None and self._config.checkpoint.export_ema
+        with self._ema.in_place() if self._ema and averaged else contextlib.nullcontext():
+            live.export(
+                self._model,
+                self._world,
+                folder.export(step),
+                source=f"{'the averaged weights of ' if averaged else ''}step {step} of {folder.root}",
+                tokenizer=folder.tokenizer if folder.tokenizer.is_file() else None,
+                sequence_length=self._config.data.sequence_length,
+                past=lambda: megatron.past(self._config, state, step, folder, __version__, averaged),
+            )
 
     def _is_exported(self, step: int) -> bool:
         return self._world.any_rank(self._world.is_main and self.folder.export(step).exists())

@@ -26,6 +26,8 @@ FIXED = (
     *("training.precision", "training.seed", "optimizer.distributed", "optimizer.kind"),
 )
 """Another model, other data or other optimizer state: the checkpoint does not fit."""
+WHOLE = ("optimizer.groups.",)
+"""Fixed too with optimizer.distributed=false: megatron-core's plain optimizer finds its state by the groups."""
 BY_NAME = ("optimizer.", "training.tokens", "training.global_batch")
 """May change from here on, if resume.allow names them."""
 
@@ -40,7 +42,7 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
     Returns one line for each change that was allowed by name, or that changes the routing.
     """
     changes = list(_differences(saved, config.model_dump(mode="json", by_alias=True)))
-    fixed = [change for change in changes if _under(change[0], FIXED)]
+    fixed = [change for change in changes if _under(change[0], FIXED + (() if config.optimizer.distributed else WHOLE))]
     if fixed:
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(fixed)}\n"

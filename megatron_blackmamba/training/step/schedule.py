@@ -7,7 +7,9 @@ batch leaves the curve over the samples as it was.
 from types import SimpleNamespace
 
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.config.groups import chosen
 from megatron_blackmamba.engine.parts import replace
+from megatron_blackmamba.training.step.optimizer import DECAY_FACTOR, RATE_FACTOR
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -18,6 +20,7 @@ class Schedule:
 
     def __init__(self, config: RunConfig, optimizer: MegatronOptimizer) -> None:
         self.batch = config.training.global_batch
+        self._optimizer, self._has_groups = optimizer, bool(chosen(config.optimizer))
         decay = config.optimizer.weight_decay
         self.scheduler = OptimizerParamScheduler(
             optimizer,
@@ -34,12 +37,16 @@ class Schedule:
         )
 
     def set(self, consumed_samples: int) -> float:
-        """Prepare the step after `consumed_samples`; returns its learning rate.
+        """Prepare the step after `consumed_samples`; returns its learning rate, without factors of optimizer.groups.
 
         The step is given the rate at its end, so that the first one is not lost to a rate of 0.
         """
         replace(self.scheduler, "num_steps", consumed_samples + self.batch)
         self.scheduler.step(0)
+        if self._has_groups:
+            for group in self._optimizer.param_groups:
+                group["lr"] *= group.get(RATE_FACTOR, 1.0)
+                group["weight_decay"] *= group.get(DECAY_FACTOR, 1.0)
         return self.scheduler.get_lr({})
 
 
