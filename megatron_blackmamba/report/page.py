@@ -76,24 +76,25 @@ def source_losses(history: History) -> list[str]:
 
 
 def evaluations(history: History) -> str:
-    """Return the scores over training, with the paper's final scores as lines, and the last ones as a table."""
+    """Return the scores over tokens, with the paper's final scores as lines, and the last ones as a table."""
     found = read_run(history.folder.root)
     if not found:
         return ""
-    drawn = []
+    drawn, tokens = [], history.scalars["consumed_tokens"]
     for task in dict.fromkeys(task for evaluation in found for task in evaluation.by_task()):
         points = [(each.step or 0, each.by_task()[task]) for each in found if task in each.by_task()]
         metric = paper.METRIC if paper.METRIC in points[0][1].metrics else next(iter(points[0][1].metrics))
         scored = [(step, result) for step, result in points if metric in result.metrics]
-        steps, values = [step for step, _ in scored], np.array([result.metrics[metric] for _, result in scored])
+        places = list(np.interp([step for step, _ in scored], tokens.step, tokens.value))
+        values = np.array([result.metrics[metric] for _, result in scored])
         errors = np.array([result.errors.get(metric, 0.0) for _, result in scored])
-        curves = [Line(f"{task} {metric}", steps, values, values - errors, values + errors)]
-        ends = [0, steps[-1]]
+        curves = [Line(f"{task} {metric}", places, values, values - errors, values + errors)]
+        ends = [0, places[-1]]
         for i, row in enumerate(paper.MAIN if metric == paper.METRIC else ()):
             theirs = row.score(task)
             if theirs is not None:
                 curves.append(Line(f"{row.label}, paper", ends, [theirs, theirs], colour=i + 1, dashed=True))
-        drawn.append(charts.lines(task, curves))
+        drawn.append(charts.lines(task, curves, x_label="tokens"))
     words = "Bands are one standard error; dashed lines are the paper's final scores. BoolQ has no figure in the paper."
     return html.section("Scores", drawn, words) + html.scores(found[-1])
 

@@ -5,6 +5,7 @@ from megatron_blackmamba.settings.model import AttentionConfig, Mamba2Config, Mo
 from megatron_blackmamba.settings.run import (
     CheckpointConfig,
     DataConfig,
+    EvaluationConfig,
     GroupConfig,
     GroupsConfig,
     GuardConfig,
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "EvaluationConfig",
     "GroupConfig",
     "GroupsConfig",
     "GuardConfig",

@@ -233,6 +233,25 @@ class CheckpointConfig(Section):
         return bool(self.keep_every) and step % self.keep_every == 0
 
 
+class EvaluationConfig(Section):
+    """Scores of checkpoints on tasks, measured beside training on a CPU core, in a process of low priority."""
+
+    every: int = Field(0, ge=0)
+    """Steps after which the next checkpoint is scored; so is the last one of the run. 0: none."""
+    tasks: str = "paper"
+    """lm-eval tasks, comma-separated; paper means the paper's eight."""
+    data: UserPath | None = None
+    """Folder with TASK.jsonl, TASK.jsonl.gz or TASK.parquet; relative to the file that names it."""
+    limit: int | None = Field(None, ge=1)
+    """Maximum number of questions per task."""
+
+    @model_validator(mode="after")
+    def _has_data(self) -> "EvaluationConfig":
+        if self.every and self.data is None:
+            raise ValueError(f"evaluation.every={self.every} needs questions: name their folder in evaluation.data")
+        return self
+
+
 class LoggingConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard files."""
@@ -295,6 +314,8 @@ class RunConfig(Section):
     """Length, batch, precision and validation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save, and what to keep."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Scores of checkpoints beside training."""
     logging: LoggingConfig = LoggingConfig()
     """Loggers beside metrics.jsonl and log.txt, which are always written."""
     start: StartConfig = StartConfig()

@@ -323,6 +323,7 @@ class Trainer:
         else:
             self.event(events.Done(saved=saved))
         self.keeper.mark(done=outcome is Outcome.DONE and complete, requeue=outcome is Outcome.STOPPED_ON_REQUEST)
+        self.keeper.finish_scores(lambda: self.stop.asked)
         self.journal.close()
         self.keeper.unlock()
         return outcome

@@ -4,7 +4,6 @@ import errno
 import os
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -273,7 +272,6 @@ class ReadsBackBadlyOnce(Trainer):
             manifest.describe = fail
 
 
-@dataclass(frozen=True, kw_only=True)
 class Told(Event):
     """The calls of the watchdog."""
 

@@ -87,6 +87,7 @@ RULES = {
         *("training.guard.max_bad_steps", "training.guard.hang_seconds", "checkpoint.every", "checkpoint.keep_last"),
         *("checkpoint.keep_every", "checkpoint.asynchronous", "checkpoint.retry_every", "checkpoint.if_damaged"),
         *("checkpoint.export_every", "checkpoint.export_check", "checkpoint.export_ema"),
+        *("evaluation.every", "evaluation.tasks", "evaluation.data", "evaluation.limit"),
         *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "start.from", "resume.allow"),
     ),
     "free, the losses agree within rounding": (
