@@ -73,9 +73,7 @@ def _receive(
         watch(message)
 
 
-def _write(
-    pipe: Connection, source: str, dtype: torch.dtype, prefix: str, task: Task, threads: int, ema: bool
-) -> None:
+def _write(pipe: Connection, source: str, dtype: torch.dtype, prefix: str, task: Task, threads: int, ema: bool) -> None:
     torch.set_num_threads(threads)
     try:
         model = watched(finite(cast(open_model(Path(source), ema=ema), dtype)), pipe.send)

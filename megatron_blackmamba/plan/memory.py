@@ -89,7 +89,8 @@ def _state_of(described: str, world_size: int, rank: int) -> State:
             kind = optimizers.kind_of(config.optimizer.kind)
             weights = sum(parameter.nbytes for parameter in model.parameters())
             optimizer = sum(
-                p.numel() * (bytes_a_weight(p.dtype, config.optimizer, len(kind.keeps(p))) + bytes_of_average(p.dtype, config))
+                p.numel()
+                * (bytes_a_weight(p.dtype, config.optimizer, len(kind.keeps(p))) + bytes_of_average(p.dtype, config))
                 for p in model.parameters()
             )
     return State(weights, gradients, optimizer, expert_weights, expert_gradients)

@@ -26,6 +26,8 @@ class Compared:
     flops_per_token: float
     scores: Evaluation | None
     """Of its last evaluated checkpoint."""
+    scored: Sequence[Evaluation]
+    """Of all its evaluated checkpoints, by step."""
     validation: Series | None
     """Validation loss; the mean over the sources is weighted alike in all runs."""
 
@@ -102,7 +104,7 @@ def read_all(paths: Sequence[Path]) -> list[Compared]:
         config = RunConfig.model_validate(history.config)
         scores = read_run(path)
         per_token = float(flops.training(config.model, config.data.sequence_length))
-        found.append(Compared(history, per_token, scores[-1] if scores else None, validation))
+        found.append(Compared(history, per_token, scores[-1] if scores else None, scores, validation))
     return found
 
 

@@ -13,6 +13,7 @@ from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, Mark
 from megatron_blackmamba.report.history import History, Series, thin
+from megatron_blackmamba.report.scores import points
 from megatron_blackmamba.training.metrics import metric_of
 from megatron_blackmamba.version import __version__
 
@@ -82,13 +83,10 @@ def evaluations(history: History) -> str:
         return ""
     drawn, tokens = [], history.scalars["consumed_tokens"]
     for task in dict.fromkeys(task for evaluation in found for task in evaluation.by_task()):
-        points = [(each.step or 0, each.by_task()[task]) for each in found if task in each.by_task()]
-        metric = paper.METRIC if paper.METRIC in points[0][1].metrics else next(iter(points[0][1].metrics))
-        scored = [(step, result) for step, result in points if metric in result.metrics]
-        places = list(np.interp([step for step, _ in scored], tokens.step, tokens.value))
-        values = np.array([result.metrics[metric] for _, result in scored])
-        errors = np.array([result.errors.get(metric, 0.0) for _, result in scored])
-        curves = [Line(f"{task} {metric}", places, values, values - errors, values + errors)]
+        of_task = points(found, task)
+        assert of_task is not None
+        metric, places = of_task.metric, list(np.interp(of_task.steps, tokens.step, tokens.value))
+        curves = [Line(f"{task} {metric}", places, of_task.values, of_task.low, of_task.high)]
         ends = [0, places[-1]]
         for i, row in enumerate(paper.MAIN if metric == paper.METRIC else ()):
             theirs = row.score(task)

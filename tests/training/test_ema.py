@@ -11,11 +11,11 @@ from megatron_blackmamba.config.groups import group_of
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange import convert, hf, megatron
 from megatron_blackmamba.optimizers.base import NO_DECAY
-from megatron_blackmamba.plan import memory, parameters
 from megatron_blackmamba.runtime import world
 from tests.training.runs import SMALL as SMALL_RUN
 from tests.training.runs import events_of, losses, metrics
-from tests.training.short_runs import SMALL, Run
+from tests.training.short_runs import Run
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
 DECAY, STEPS = 0.9, 20
@@ -27,7 +27,13 @@ GROUPS = [
 ]
 FP64 = [f"training.ema={DECAY}", "training.precision=fp64", "optimizer.weight_decay=0.1", *GROUPS]
 ON_DISK = [
-    *(*FP64, "data.sequence_length=32", "training.global_batch=4", "training.micro_batch=2", f"training.tokens={STEPS * 4 * 32}"),
+    *(
+        *FP64,
+        "data.sequence_length=32",
+        "training.global_batch=4",
+        "training.micro_batch=2",
+        f"training.tokens={STEPS * 4 * 32}",
+    ),
     *("training.evaluate_every=10", "training.evaluate_batches=1", "checkpoint.every=5", "model.pattern=MESE"),
     *("model.mamba2.head_dim=16", "model.mamba2.state_size=16", "model.mamba2.groups=2"),
 ]
@@ -46,7 +52,7 @@ def mean_of(run):
 
 def sorted_shards(run):
     names = {weight: name for name, weight in run.trainable.model.named_parameters()}
-    return sorted(run.trainable.ema._shards, key=lambda shard: names[shard.weight])
+    return sorted(run.trainable.ema.shards, key=lambda shard: names[shard.weight])
 
 
 def plain_pytorch(run):
@@ -86,10 +92,10 @@ def test_average_and_groups_equal_plain_pytorch(place, tmp_path):
 
 def test_bf16_average_is_that_of_the_fp32_weights(place, tmp_path):
     run = Run(place, tmp_path, "bf16", f"training.ema={DECAY}")
-    expected = [shard.updated.clone() for shard in run.trainable.ema._shards]
+    expected = [shard.updated.clone() for shard in run.trainable.ema.shards]
     for _ in range(3):
         run.train(1)
-        for mean, shard in zip(expected, run.trainable.ema._shards, strict=True):
+        for mean, shard in zip(expected, run.trainable.ema.shards, strict=True):
             mean.lerp_(shard.updated, 1 - DECAY)
             assert shard.mean.dtype == torch.float32 and torch.equal(shard.mean, mean)
 
@@ -117,7 +123,7 @@ def test_average_switched_on_later_starts_from_the_weights(place, tmp_path):
     later = Run(place, tmp_path, "bf16", f"training.ema={DECAY}")
     later.checkpoints.ema = later.trainable.ema
     later.resumed()
-    assert all(torch.equal(shard.mean, shard.updated) for shard in later.trainable.ema._shards)
+    assert all(torch.equal(shard.mean, shard.updated) for shard in later.trainable.ema.shards)
 
 
 def test_changed_groups_keep_state_and_act(place, tmp_path):
@@ -159,14 +165,18 @@ def on_disk(forks, tmp_path_factory):
     assert set(job.wait()) == {0}, job.output()
     now = ["checkpoint.asynchronous=false"]
     job = forks.run(folders["killed"], [*ON_DISK, *now, "parallel.tensor=2"], until=7)
-    while not (RunFolder(folders["killed"] / "run").metrics).exists() or len(losses(folders["killed"])) < 7:
-        assert not job.ended(), job.output()
+    wait_until(lambda: steps_of(folders["killed"]) == 7, job)
     job.kill()
     job.wait()
+    job.go_on()
     for until, layout in ((12, []), (STEPS, ["parallel.expert=2"])):
         job = forks.run(folders["killed"], [*ON_DISK, *layout, f"training.stop_after_steps={until}"])
         assert set(job.wait()) == {0}, job.output()
     return folders
+
+
+def steps_of(folder):
+    return len(losses(folder)) if RunFolder(folder / "run").metrics.exists() else 0
 
 
 def saved(folder, ema=True):
@@ -180,7 +190,9 @@ def test_average_does_not_depend_on_the_layout(on_disk, name):
     assert max((alone[key] - other[key]).abs().max() for key in alone) < 1e-10
     weights = saved(on_disk["alone"], ema=False)
     assert max((alone[key] - weights[key]).abs().max() for key in alone) > 1e-4
-    first, second = ([record["validation/ema_loss"] for record in metrics(on_disk[each])[9::10]] for each in ("alone", name))
+    first, second = (
+        [record["validation/ema_loss"] for record in metrics(on_disk[each])[9::10]] for each in ("alone", name)
+    )
     assert first == pytest.approx(second, abs=1e-10)
     assert losses(on_disk["alone"]) == pytest.approx(losses(on_disk[name]), abs=1e-10)
 

@@ -52,14 +52,14 @@ class Ema:
     def __init__(self, built: Built, decay: float) -> None:
         """Begin with the weights as they are."""
         self.decay, self._reduced = decay, built.reduced
-        self._shards = [shard for part in built.parts for shard in _shards_of(part)]
-        self._means = [shard.mean for shard in self._shards]
-        self._updated = [shard.updated for shard in self._shards]
+        self.shards = [shard for part in built.parts for shard in _shards_of(part)]
+        self._means = [shard.mean for shard in self.shards]
+        self._updated = [shard.updated for shard in self.shards]
 
     @torch.no_grad()
     def restart(self) -> None:
         """Begin again with the weights as they are now."""
-        for shard in self._shards:
+        for shard in self.shards:
             shard.mean.copy_(shard.updated)
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ class Ema:
         weights: the model's sharded weights, which say where each weight lies in the unsharded one.
         """
         entries, found = entries_of(weights), {}
-        for number, shard in enumerate(self._shards):
+        for number, shard in enumerate(self.shards):
             place = entries[shard.weight], STATE, shard.start, shard.end
             found[number] = dict(enumerate(boxes_of(*place, shard.mean, is_loading, shard.replicated)))
         return found
@@ -82,7 +82,7 @@ class Ema:
     @torch.no_grad()
     def load(self, state: dict[int, dict[int, Tensor]]) -> None:
         """Copy loaded boxes into the average, in the order of `sharded`."""
-        for number, shard in enumerate(self._shards):
+        for number, shard in enumerate(self.shards):
             parts = state[number]
             shard.mean.copy_(torch.cat([parts[place].flatten() for place in sorted(parts)]).view_as(shard.mean))
 
@@ -92,16 +92,16 @@ class Ema:
 
         Every rank calls this, with all weights gathered.
         """
-        kept = [shard.in_model.clone() for shard in self._shards]
+        kept = [shard.in_model.clone() for shard in self.shards]
         try:
-            self._give([shard.mean for shard in self._shards])
+            self._give([shard.mean for shard in self.shards])
             yield
         finally:
             self._give(kept)
 
     @torch.no_grad()
     def _give(self, values: list[Tensor]) -> None:
-        for shard, value in zip(self._shards, values, strict=True):
+        for shard, value in zip(self.shards, values, strict=True):
             shard.in_model.copy_(value.view(-1))
         if self._reduced.ddp_config.use_distributed_optimizer:
             self._reduced.start_param_sync(force_sync=True)

@@ -109,7 +109,7 @@ class Keeper:
         if export is not None:
             self._exporter.last(export)
         self._exporter.close(finish)
-        if self._scores and export is not None:
+        if self._scores is not None and export is not None:
             self._scores.saved(export, last=True)
         if self._scores and not finish:
             self._scores.stop()
@@ -154,7 +154,7 @@ class Keeper:
     def _report_save(self, event: Event) -> None:
         self._report(event)
         if self._scores and isinstance(event, Saved):
-            self._scores.saved(event.step)
+            self._scores.saved(event.step or 0)
 
     def _export(self, step: int) -> None:
         """Write the weights as they are as a Hugging Face model, every rank its part."""

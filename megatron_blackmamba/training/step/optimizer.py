@@ -26,8 +26,8 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
 RATE_FACTOR, DECAY_FACTOR = "learning_rate_factor", "weight_decay_factor"
-"""Entries of a parameter group that the schedule multiplies by. megatron-core's lr_mult and wd_mult would name the group
-in a checkpoint, which could then be loaded with the same factors only."""
+"""Entries of a parameter group that the schedule multiplies by. A checkpoint's groups are found by megatron-core's
+lr_mult and wd_mult, so it could then be loaded with the same factors only."""
 
 
 @dataclass
