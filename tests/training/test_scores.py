@@ -84,7 +84,7 @@ def test_waiting_checkpoints_are_protected_and_scored_at_multiples(tmp_path):
 
 
 def test_scoring_ends_with_a_killed_run(forks, corpus, tmp_path):
-    job = forks.run(tmp_path, [*settings(corpus), "checkpoint.keep_last=3"], ranks=1, until=5)
+    job = forks.run(tmp_path, [*settings(corpus), "checkpoint.asynchronous=false"], ranks=1, until=4)
     try:
         wait_until(lambda: any(b"evaluate" in words(pid) for pid in processes(tmp_path)), job)
         (pid, *_) = [pid for pid in processes(tmp_path) if b"evaluate" in words(pid)]

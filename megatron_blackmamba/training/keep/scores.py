@@ -27,7 +27,7 @@ class Scores(Background):
         self._newest = 0
 
     def resumed_at(self, step: int) -> None:
-        """Note the checkpoint that the run goes on from."""
+        """Note the checkpoint that the run resumes from."""
         self._newest = step
 
     def saved(self, step: int, last: bool = False) -> None:
