@@ -86,8 +86,8 @@ def test_waiting_checkpoints_are_protected_and_scored_at_multiples(tmp_path):
 def test_scoring_ends_with_a_killed_run(forks, corpus, tmp_path):
     job = forks.run(tmp_path, [*settings(corpus), "checkpoint.asynchronous=false"], ranks=1, until=4)
     try:
-        wait_until(lambda: any(b"evaluate" in words(pid) for pid in processes(tmp_path)), job)
-        (pid, *_) = [pid for pid in processes(tmp_path) if b"evaluate" in words(pid)]
+        wait_until(lambda: any(is_scoring(pid) for pid in processes(tmp_path)), job)
+        (pid, *_) = [pid for pid in processes(tmp_path) if is_scoring(pid)]
         assert os.getpriority(os.PRIO_PROCESS, pid) == 19
         job.kill()
         job.wait()
@@ -96,6 +96,11 @@ def test_scoring_ends_with_a_killed_run(forks, corpus, tmp_path):
         for pid in processes(tmp_path):
             if b"evaluate" in words(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def is_scoring(pid):
+    """Return whether a process is `blackmamba evaluate`, after the program that lowers its priority."""
+    return b"evaluate" in words(pid) and b"runtime.parent" not in words(pid)
 
 
 def words(pid):
