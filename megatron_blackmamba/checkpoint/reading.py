@@ -14,12 +14,15 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 
 STATE = "state.json"
 OPTIMIZER = "optimizer."
+AVERAGED = "optimizer.state.ema."
+"""Before the name of a weight: its moving average (training.ema)."""
 
 
 class CheckpointReader:
     """The weights of a checkpoint under their global names, whatever layout wrote them."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, ema: bool = False):
+        """Open a checkpoint, or a run's newest one; `ema` reads the averaged weights instead (training.ema)."""
         self.folder = find_checkpoint(folder)
         self.manifest = manifest.read(self.folder)
         manifest.check_sizes(self.folder, self.manifest["files"])
@@ -27,6 +30,14 @@ class CheckpointReader:
         self.state = read_state(self.folder)
         self.config = saved_config(self.folder, self.state)
         self._table = safety.read_table(self.folder).state_dict_metadata
+        averages = {name.removeprefix(AVERAGED): name for name in self._table if name.startswith(AVERAGED)}
+        if ema and not averages:
+            raise manifest.CheckpointError(
+                f"{self.folder}: has no averaged weights: its run has training.ema=0. Leave out --ema, or train with"
+                " training.ema=0.999 for example."
+            )
+        self._stored = averages if ema else {}
+        """The names of tensors that stand in for weights. Expert biases are no weights, and have no average."""
 
     @property
     def step(self) -> int:
@@ -44,23 +55,26 @@ class CheckpointReader:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Name and precision of every weight."""
-        return {name: self._table[name].properties.dtype for name in self.shapes()}
+        return {name: self._entry(name).properties.dtype for name in self.shapes()}
 
     def tensor(self, name: str) -> Tensor:
         """Return one unsharded weight. Where it cannot be read, name the file that is damaged."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
-        entry = self._table.get(name)
-        if entry is None:
+        if name not in self._table:
             raise KeyError(f"{self.folder} has no weight {name!r}")
-        whole = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        entry, stored = self._entry(name), self._stored.get(name, name)
+        whole = {stored: torch.empty(entry.size, dtype=entry.properties.dtype)}
         try:
             dcp.load(whole, storage_reader=dcp.FileSystemReader(str(self.folder)), no_dist=True)
         except CheckpointException:
             self.verify()
             raise
-        return whole[name]
+        return whole[stored]
+
+    def _entry(self, name: str) -> Any:
+        return self._table[self._stored.get(name, name)]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.shapes():

@@ -6,8 +6,12 @@ The files are the same under every version of megatron-core: tensors here, plain
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.checkpoint import safety
+from megatron_blackmamba.checkpoint.manifest import CheckpointError
+from megatron_blackmamba.checkpoint.reading import AVERAGED
 from megatron_blackmamba.checkpoint.writing import Write
 from megatron_blackmamba.engine.parts import saving
+from megatron_blackmamba.engine.parts.ema import Ema
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime.world import World
 
@@ -26,12 +30,14 @@ FORMAT = {
 }
 
 
-def state_to_save(model: LanguageModel, optimizer: MegatronOptimizer) -> tuple[dict, dict[str, Any]]:
+def state_to_save(
+    model: LanguageModel, optimizer: MegatronOptimizer, ema: Ema | None = None
+) -> tuple[dict, dict[str, Any]]:
     """Return this rank's sharded state, and the plain values that are equal on all ranks."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.init_state_fn is not None and not part.optimizer.state:  # no step was applied yet
             part.init_state_fn(part.optimizer, part.config)
-    return save_preprocess(_state(model, optimizer, is_loading=False))
+    return save_preprocess(_state(model, optimizer, ema, is_loading=False))
 
 
 def begin_save(folder: Path, world: World, state: dict) -> Write:
@@ -42,22 +48,42 @@ def begin_save(folder: Path, world: World, state: dict) -> Write:
     return Write(*saving.plan_save(state, str(folder), replicas))
 
 
-def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:
-    """Load weights and optimizer state, written by any layout."""
-    state = dist_checkpointing.load(
-        _state(model, optimizer, is_loading=True), str(folder), _reader(folder), strict=StrictHandling.RAISE_ALL
-    )
+def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer, ema: Ema | None = None) -> None:
+    """Load weights, optimizer state and averaged weights, written by any layout.
+
+    An average that is not saved begins with the weights. One that is saved and no longer wanted is not read.
+    """
+    is_saved = any(name.startswith(AVERAGED) for name in safety.read_table(folder).state_dict_metadata)
+    wanted = _state(model, optimizer, ema if is_saved else None, is_loading=True)
+    if is_saved and ema is None:
+        state = _load_without_average(wanted, folder)
+    else:
+        state = dist_checkpointing.load(wanted, str(folder), _reader(folder), strict=StrictHandling.RAISE_ALL)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    if ema is not None:
+        ema.load(state["ema"]) if is_saved else ema.restart()
 
 
-def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer) -> None:
-    """Load the weights only; the optimizer starts fresh."""
+def _load_without_average(wanted: dict, folder: Path) -> dict:
+    """Load all that a checkpoint holds but the averaged weights; refuse anything else that does not match."""
+    state, left, missing = dist_checkpointing.load(
+        wanted, str(folder), _reader(folder), strict=StrictHandling.RETURN_ALL
+    )
+    if wrong := sorted({*missing, *(name for name in left if not name.startswith(AVERAGED))}):
+        raise CheckpointError(f"{folder}: refused: {', '.join(wrong[:3])} do not match the model and its optimizer")
+    return state
+
+
+def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer, ema: Ema | None = None) -> None:
+    """Load the weights only; the optimizer starts fresh, and an average begins with them."""
     state = dist_checkpointing.load(
         {"model": weights(model)}, str(folder), _reader(folder), strict=StrictHandling.RAISE_UNEXPECTED
     )
     model.load_state_dict(state["model"])
     optimizer.reload_model_params()
+    if ema is not None:
+        ema.restart()
 
 
 def _reader(folder: Path) -> FullyParallelLoadStrategyWrapper:
@@ -66,12 +92,13 @@ def _reader(folder: Path) -> FullyParallelLoadStrategyWrapper:
     return FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
 
 
-def _state(model: LanguageModel, optimizer: MegatronOptimizer, is_loading: bool) -> dict:
+def _state(model: LanguageModel, optimizer: MegatronOptimizer, ema: Ema | None, is_loading: bool) -> dict:
     sharded_weights = weights(model)
-    return {
+    state = {
         "model": sharded_weights,
         "optimizer": optimizer.sharded_state_dict(sharded_weights, is_loading=is_loading, metadata=_metadata()),
     }
+    return state if ema is None else state | {"ema": ema.sharded(sharded_weights, is_loading)}
 
 
 def weights(model: LanguageModel) -> dict:

@@ -26,6 +26,7 @@ from megatron_blackmamba.checkpoint.agreement import SaveError, gathered, togeth
 from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_state
 from megatron_blackmamba.checkpoint.writing import Part, Write
 from megatron_blackmamba.config import RunConfig, to_yaml
+from megatron_blackmamba.engine.parts.ema import Ema
 from megatron_blackmamba.formats import atomic, branches
 from megatron_blackmamba.formats.evaluations import is_claimed
 from megatron_blackmamba.formats.events import Damaged, Event, NotRemoved, Saved, of_kind, read_events
@@ -54,10 +55,11 @@ class Checkpoints:
         optimizer: MegatronOptimizer,
         report: Callable[[Event], None] = lambda event: print(event.sentence),
         alive: Callable[[str], None] = lambda what: None,
+        ema: Ema | None = None,
     ):
         """Open the checkpoints; `report` gets events of the run, `alive` is called before long operations."""
         self.folder, self.config, self.world, self.report, self.alive = folder, config, world, report, alive
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.ema = model, optimizer, ema
         self.write: Write | None = None
         self.step_being_written: int | None = None
         self.state_being_written: dict[str, Any] = {}
@@ -134,20 +136,20 @@ class Checkpoints:
     def load(self, step: int) -> None:
         """Load weights and optimizer state of a checkpoint that `newest` has verified."""
         self.alive(f"loading step {step}")
-        sharded.load(self.folder.checkpoint(step), self.model, self.optimizer)
+        sharded.load(self.folder.checkpoint(step), self.model, self.optimizer, self.ema)
 
     def load_from(self, checkpoint: Path) -> None:
         """Verify a checkpoint of another run, and load its weights and optimizer state."""
         self._check(checkpoint)
         self.alive(f"loading {checkpoint}")
-        sharded.load(checkpoint, self.model, self.optimizer)
+        sharded.load(checkpoint, self.model, self.optimizer, self.ema)
 
     def load_weights(self, path: str | Path) -> None:
         """Load the weights only, from a checkpoint of this or another run, which may be training: `latest` moves."""
         folder = self._found_by_main(path)
         self._check(folder)
         self.alive(f"loading the weights of {folder}")
-        sharded.load_weights(folder, self.model, self.optimizer)
+        sharded.load_weights(folder, self.model, self.optimizer, self.ema)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Begin a checkpoint of `step`; `finish` says when it is there. The one before must be finished."""
@@ -155,7 +157,7 @@ class Checkpoints:
         partial = self._partial(step)
         with self._removing_leftovers(step):
             together(self.world, lambda: self._prepare(partial), f"step {step}: prepare")
-            tensors, values = sharded.state_to_save(self.model, self.optimizer)
+            tensors, values = sharded.state_to_save(self.model, self.optimizer, self.ema)
             together(self.world, lambda: common.write(partial, values), f"step {step}: begin")
         self.write = sharded.begin_save(partial, self.world, tensors)
         self.write.start()

@@ -44,16 +44,17 @@ class Target:
     """The run that it is a checkpoint of."""
 
 
-def find_target(path: Path, out: Path | None = None) -> Target:
+def find_target(path: Path, out: Path | None = None, ema: bool = False) -> Target:
     """Return what a path names: a run's newest checkpoint, a checkpoint, an export or released files."""
+    scores = Path("evaluations", *(["ema"] if ema else []), "scores.json")
     if not path.is_dir() or (path / "config.json").is_file():
-        return Target(path, None, out or path / "evaluations" / "scores.json", None)
+        return Target(path, None, out or path / scores, None)
     folder = find_checkpoint(path)
     step = manifest.read(folder)["step"]
     run = folder.absolute().parents[1]
     if RunFolder(run).config.is_file() and folder.parent.name == RunFolder(run).checkpoints.name:
-        return Target(folder, step, out or RunFolder(run).evaluation(step), run)
-    return Target(folder, step, out or folder / "evaluations" / "scores.json", None)
+        return Target(folder, step, out or RunFolder(run).evaluation(step, ema), run)
+    return Target(folder, step, out or folder / scores, None)
 
 
 def evaluate(path: Path, options: Options, progress: Progress = lambda task, done, all: None) -> Evaluation:
@@ -62,7 +63,7 @@ def evaluate(path: Path, options: Options, progress: Progress = lambda task, don
     from megatron_blackmamba.evaluation.harness import BlackMambaLM
 
     existing_folder(path)  # before the tasks and their data
-    target = find_target(path, options.out)
+    target = find_target(path, options.out, options.ema)
     with ExitStack() as stack:
         tasks = load_tasks(options.tasks, options.data, options.download)  # refused before the claim leaves a trace
         renew = stack.enter_context(claim(target.run, target.step)) if target.run and target.step else lambda: None
@@ -74,13 +75,14 @@ def evaluate(path: Path, options: Options, progress: Progress = lambda task, don
             encoding=options.encoding,
             nproc=options.nproc,
             batch_tokens=options.batch_tokens,
+            ema=options.ema,
         )
         stack.callback(lm.close)
-        identity = identify(target.path, options.tokenizer)
+        identity = identify(target.path, options.tokenizer, options.ema)
         found = _read(target)
         keys = [_key(identity, task, lm, options) for task in tasks]
         if any(found.find(key) is None for key in keys):
-            open_model(target.path, options.tokenizer, verify=True)
+            open_model(target.path, options.tokenizer, verify=True, ema=options.ema)
         for task, key in zip(tasks, keys, strict=True):
             if found.find(key) is None:
 
@@ -94,9 +96,9 @@ def evaluate(path: Path, options: Options, progress: Progress = lambda task, don
     return replace(found, results=tuple(result for key in keys if (result := found.find(key))))
 
 
-def identify(path: Path, tokenizer: Path | None = None) -> str:
-    """Return a hash of the weights, and of the tokenizer if one was named."""
-    digest = hashlib.sha256()
+def identify(path: Path, tokenizer: Path | None = None, ema: bool = False) -> str:
+    """Return a hash of the weights, averaged or not, and of the tokenizer if one was named."""
+    digest = hashlib.sha256(b"ema" if ema else b"")
     if (path / manifest.NAME).is_file():
         digest.update((path / manifest.NAME).read_bytes())
     else:

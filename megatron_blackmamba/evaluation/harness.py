@@ -53,13 +53,14 @@ class BlackMambaLM(LM):
         nproc: int | None = None,
         batch_tokens: int | None = None,
         max_length: int | None = None,
+        ema: bool = False,
         **ignored: Any,
     ):
         """Load the model; `batch_tokens` replaces lm-eval's batch_size and max_batch_size, which are ignored."""
         super().__init__()
         self.watcher: Watcher | None = None
         path = Path(pretrained)
-        source = open_model(path, None if tokenizer is None else Path(tokenizer))
+        source = open_model(path, None if tokenizer is None else Path(tokenizer), ema=ema)
         text = tokenizer_of(source)
         if text is None:
             raise EvaluationError(f"{path}: this model has no tokenizer. Name one with --tokenizer FILE")
@@ -70,7 +71,7 @@ class BlackMambaLM(LM):
         given = _dtype(dtype)
         self.dtype = given or fitting_dtype(source, where)
         self.batch_tokens = batch_tokens or BATCH_TOKENS[where.type]
-        self._load = Load(path, self.dtype, None if tokenizer is None else Path(tokenizer))
+        self._load = Load(path, self.dtype, None if tokenizer is None else Path(tokenizer), ema)
         self._place = device
         processes = nproc or default_processes(device)
         self.scorer: Here | Pool = Here(lambda: self.decoder)

@@ -9,6 +9,7 @@ import typer
 
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.formats.evaluations import Encoding
+from megatron_blackmamba.interchange.commands import Averaged
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Options:
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json, if the model has none.")
     ] = None
+    ema: Averaged = False
     out: Annotated[Path | None, typer.Option(help="Output file.", show_default="RUN/evaluations/step_N.json")] = None
 
     def __post_init__(self) -> None:

@@ -26,9 +26,10 @@ class Load:
     model: Path
     dtype: torch.dtype | None
     tokenizer: Path | None = None
+    ema: bool = False
 
     def __call__(self, device: str | None) -> Decoder:
-        return load(self.model, dtype=self.dtype, device=device, tokenizer=self.tokenizer).decoder
+        return load(self.model, dtype=self.dtype, device=device, tokenizer=self.tokenizer, ema=self.ema).decoder
 
 
 class Pool:

@@ -20,7 +20,7 @@ PAPER = ("hellaswag", "piqa", "winogrande", "lambada_openai", "arc_easy", "arc_c
 """The tasks of the paper, in the order of its table; it plots BoolQ but has no figure for it."""
 CLAIM_SECONDS = 3600
 """A claim that is not renewed for this long is that of a process which was killed."""
-PURPOSES = {"evaluation": ".in_use", "export": ".in_export"}
+PURPOSES = {"evaluation": ".in_use", "export": ".in_export", "scoring": ".in_queue"}
 """The suffix of the marker of a claim, so that one purpose does not end the claim of another."""
 
 

@@ -362,6 +362,16 @@ class NotExported(Event):
     says = "step {step} has no usable export ({problem}); training goes on"
 
 
+class NotScored(Event):
+    """The checkpoint of `step` could not be scored (evaluation.every)."""
+
+    remark: ClassVar[bool] = True
+
+    problem: str
+
+    says = "step {step} has no complete scores ({problem}); training goes on"
+
+
 class Damaged(Event):
     """The checkpoint of `step` is damaged and set aside."""
 

@@ -98,8 +98,9 @@ class RunFolder:
     evaluations = Inside("evaluations")
     """The folder of scores, with one JSON file per checkpoint."""
 
-    def evaluation(self, step: int) -> Path:
-        return self.evaluations / f"step_{step:08d}.json"
+    def evaluation(self, step: int, ema: bool = False) -> Path:
+        """Return the file of a checkpoint's scores, or of those of its averaged weights."""
+        return (self.evaluations / "ema" if ema else self.evaluations) / f"step_{step:08d}.json"
 
     report = Inside("report.html")
 

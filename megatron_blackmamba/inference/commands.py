@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_blackmamba.interchange.commands import Precision
+from megatron_blackmamba.interchange.commands import Averaged, Precision
 from megatron_blackmamba.progress import working
 
 ModelPath = Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")]
@@ -58,6 +58,7 @@ def generate(
     dtype: Dtype = None,
     device: Device = None,
     tokenizer: TokenizerFile = None,
+    ema: Averaged = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Generate text with a run, a checkpoint or an export.
@@ -83,7 +84,7 @@ def generate(
     if stream and not as_json and len(texts) * samples > 1:
         raise typer.BadParameter("--stream prints one text. With several, add --json, or leave it out")
     with working(f"loading {model}"):
-        writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer)
+        writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer, ema=ema)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": _unescaped(stop or [])}
     if as_json and stream:
         for piece in writer.pieces(texts, samples=samples, **options):

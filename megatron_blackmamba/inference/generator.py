@@ -205,15 +205,17 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     tokenizer: str | Path | None = None,
+    ema: bool = False,
 ) -> Generator:
     """Load a model of any kind: one of our checkpoints or runs, a Hugging Face export, or the released files.
 
     dtype: of the large matrices; by default as stored, or bf16 where fp32 would fill the memory.
+    ema: take the averaged weights of a checkpoint (training.ema).
     """
     if not isinstance(dtype, (torch.dtype, NoneType)):
         raise GenerationError(f"dtype must be a torch.dtype such as torch.bfloat16, not {dtype!r}")
     where = usable_device(device)
-    source = open_model(Path(model), None if tokenizer is None else Path(tokenizer))
+    source = open_model(Path(model), None if tokenizer is None else Path(tokenizer), ema=ema)
     text = tokenizer_of(source)
     weights = pack(source, dtype or fitting_dtype(source, where), where)
     return Generator(Decoder(weights), text)

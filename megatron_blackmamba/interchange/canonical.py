@@ -60,6 +60,8 @@ class Canonical:
     """Reads what is known of the run behind it; only the model card calls this, as it takes a run's whole history."""
     license: str = "unknown"
     """An identifier of the Hugging Face hub, for the model card."""
+    ema: bool = False
+    """Whether these are the averaged weights of a checkpoint."""
 
     def __post_init__(self) -> None:
         if not self.config.tie_embeddings:

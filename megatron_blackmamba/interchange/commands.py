@@ -69,6 +69,7 @@ TokenizerFile = Annotated[
     Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json to store with the weights.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Averaged = Annotated[bool, typer.Option("--ema", help="Take a checkpoint's averaged weights (training.ema).")]
 
 
 @export_app.command("hf")
@@ -81,6 +82,7 @@ def export_hf(
     every: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Follow a run: export every N steps to OUT/step_N.")
     ] = None,
+    ema: Averaged = False,
     tokenizer: TokenizerFile = None,
     license: Annotated[str, typer.Option(help="License of the weights, as the hub names it.")] = "unknown",
     push_to: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face hub.")] = None,
@@ -100,6 +102,8 @@ def export_hf(
 
     [dim]blackmamba export hf runs/blackmamba_2.8b exports/blackmamba_2.8b --check short[/dim]
 
+    [dim]blackmamba export hf runs/blackmamba_1.5b exports/averaged --ema --dtype bf16[/dim]
+
     [dim]blackmamba export hf runs/tiny exports/tiny --license apache-2.0 --push-to me/tiny --dry-run[/dim]
 
     [dim]blackmamba export hf runs/blackmamba_1.5b exports/beside --every 10000[/dim]
@@ -115,7 +119,7 @@ def export_hf(
             raise typer.BadParameter("--push-to and --dry-run are for one export. Leave out --every")
 
         def export(step: Path, target: Path, renew: Callable[[], None]) -> None:
-            model = replace(_opened(step, tokenizer), license=license)
+            model = replace(_opened(step, tokenizer, ema), license=license)
             _run(convert.to_hf, model, target, dtype, as_json, how, renew)
 
         following.export_every(checkpoint, out, every, export)
@@ -124,7 +128,7 @@ def export_hf(
         raise typer.BadParameter("--dry-run needs --push-to OWNER/NAME")
     if push_to is not None:
         push.check_name(push_to)
-    model = replace(_opened(checkpoint, tokenizer), license=license)
+    model = replace(_opened(checkpoint, tokenizer, ema), license=license)
     uploads: dict[str, Any] = {} if push_to is None else {"push_to": push_to, "dry_run": dry_run}
     _run(convert.to_hf, model, out, dtype, as_json, how, said=uploads)
     if push_to is None:
@@ -330,11 +334,11 @@ def torch_dtype(precision: Precision | None) -> "torch.dtype | None":
     return {None: None, Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}[precision]
 
 
-def _opened(path: Path, tokenizer: Path | None) -> "Canonical":
+def _opened(path: Path, tokenizer: Path | None, ema: bool = False) -> "Canonical":
     with working(f"opening {path}"):
         from megatron_blackmamba.interchange.open import open_model
 
-        return open_model(path, tokenizer, verify=True)
+        return open_model(path, tokenizer, verify=True, ema=ema)
 
 
 def _with_tokenizer(model: "Canonical", tokenizer: Path | None) -> "Canonical":

@@ -44,6 +44,7 @@ def to_hf(
         more["write_files"] = partial(
             parallel.write_files,
             source=model.source,
+            ema=model.ema,
             dtype=dtype,
             prefix=hf.PREFIX,
             processes=processes,

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from megatron_blackmamba.model import LanguageModel
 
 
-def read(path: Path, *, verify: bool = False) -> Canonical:
-    """Read the weights of a checkpoint, or of a run's newest one; `verify` first checks the files for damage."""
-    reader = CheckpointReader(path)
+def read(path: Path, *, verify: bool = False, ema: bool = False) -> Canonical:
+    """Read the weights of a checkpoint, or of a run's newest one; `verify` first checks the files for damage.
+
+    ema: Read the averaged weights instead, in the precision in which training keeps them.
+    """
+    reader = CheckpointReader(path, ema)
     if verify:
         reader.verify()
     run = reader.config
@@ -40,7 +43,8 @@ def read(path: Path, *, verify: bool = False) -> Canonical:
         str(reader.folder),
         reader.tokenizer,
         run.data.sequence_length,
-        lambda: past(run, reader.state, reader.step, _run_folder(reader), reader.manifest.get("version", "")),
+        lambda: past(run, reader.state, reader.step, _run_folder(reader), reader.manifest.get("version", ""), ema),
+        ema=ema,
     )
 
 
@@ -170,12 +174,15 @@ def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def past(run: RunConfig, state: Mapping[str, Any], step: int, folder: RunFolder | None, version: str) -> Past:
+def past(
+    run: RunConfig, state: Mapping[str, Any], step: int, folder: RunFolder | None, version: str, ema: bool = False
+) -> Past:
     """Return what the model card says about a run that has reached `step`.
 
     Args:
         state: What a checkpoint of that step holds beside tensors.
         folder: The run's; None for a checkpoint that was copied or imported.
+        ema: Whether the model has the averaged weights.
     """
     sources = ", ".join(source["name"] for source in state.get("data", {}).get("sources", []))
     samples = state.get("progress", {}).get("consumed_samples", 0)
@@ -190,12 +197,14 @@ def past(run: RunConfig, state: Mapping[str, Any], step: int, folder: RunFolder 
         facts["Learning rate"] = (
             f"{run.optimizer.learning_rate:g} to {run.optimizer.min_learning_rate:g}, {run.optimizer.decay}"
         )
+    if ema:
+        facts["Weights"] = f"a moving average with decay rate {run.training.ema:g}"
     if sources:
         facts["Sources"] = sources
     if folder is not None:
-        facts |= _losses(folder, step)
+        facts |= _losses(folder, step, "validation/ema_loss" if ema else "validation/loss")
     facts["Made with"] = f"megatron-blackmamba {version}".strip()
-    return Past(facts, _evaluation(folder, step))
+    return Past(facts, _evaluation(folder, step, ema))
 
 
 def _run_folder(reader: CheckpointReader) -> RunFolder | None:
@@ -204,10 +213,9 @@ def _run_folder(reader: CheckpointReader) -> RunFolder | None:
     return RunFolder(run) if RunFolder(run).checkpoints == reader.folder.parent else None
 
 
-def _losses(run: RunFolder, step: int) -> dict[str, str]:
-    """Return the training loss of a step, and the last validation losses before or at it."""
+def _losses(run: RunFolder, step: int, start: str) -> dict[str, str]:
+    """Return the training loss of a step, and the last validation losses before or at it, named `start`."""
     losses: dict[str, str] = {}
-    start = "validation/loss"
     for record in metrics_so_far(run.metrics):
         at = record.get("step", step + 1)
         if at == step and isinstance(record.get("loss"), float):
@@ -219,7 +227,7 @@ def _losses(run: RunFolder, step: int) -> dict[str, str]:
     return losses
 
 
-def _evaluation(run: RunFolder | None, step: int) -> Evaluation | None:
+def _evaluation(run: RunFolder | None, step: int, ema: bool) -> Evaluation | None:
     """Return the scores of a step."""
-    path = None if run is None else run.evaluation(step)
+    path = None if run is None else run.evaluation(step, ema)
     return read_evaluation(path) if path is not None and path.exists() else None

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from megatron_blackmamba.model import LanguageModel
 
 
-def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = False) -> Canonical:
+def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = False, ema: bool = False) -> Canonical:
     """Open one of our checkpoints (or a run's newest one), a Hugging Face export, or the released files.
 
     A name on the Hugging Face hub means its newest download.
 
     verify: read all of a checkpoint first, and refuse one that is damaged.
+    ema: open the averaged weights of a checkpoint (training.ema).
     """
     path = existing_folder(path)
-    model = _open(path, verify)
+    model = _open(path, verify, ema)
     return model if tokenizer is None else replace(model, tokenizer=tokenizer)
 
 
@@ -71,8 +72,10 @@ def _beside(path: Path) -> list[str]:
     return [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
 
 
-def _open(path: Path, verify: bool) -> Canonical:
+def _open(path: Path, verify: bool, ema: bool = False) -> Canonical:
     if (path / zyphra.CONFIG).is_file():
+        if ema:
+            raise InterchangeError(f"{path}: an export, and --ema reads checkpoints. Name a run, or leave out --ema")
         released = "model_type" not in read_json(path / zyphra.CONFIG)
         return zyphra.read(path) if released else hf.read(path)
-    return megatron.read(path, verify=verify)
+    return megatron.read(path, verify=verify, ema=ema)

@@ -23,10 +23,12 @@ def write_files(
     prefix: str,
     processes: int,
     watch: Callable[[int], None],
+    ema: bool = False,
 ) -> None:
     """Write safetensors files of a source's weights in `dtype`, spread over processes.
 
     prefix: What the names have in front of the canonical ones.
+    ema: Write the averaged weights of a checkpoint.
     """
     names = [(path, [name.removeprefix(prefix) for name in entries]) for path, entries in files.items()]
     context = interrupts.spawn_context()
@@ -35,7 +37,7 @@ def write_files(
     try:
         for number in range(min(processes, len(names))):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, source, dtype, prefix, names[number::processes], threads)
+            arguments = (theirs, source, dtype, prefix, names[number::processes], threads, ema)
             process = context.Process(target=_write, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -71,10 +73,10 @@ def _receive(
         watch(message)
 
 
-def _write(pipe: Connection, source: str, dtype: torch.dtype, prefix: str, task: Task, threads: int) -> None:
+def _write(pipe: Connection, source: str, dtype: torch.dtype, prefix: str, task: Task, threads: int, ema: bool) -> None:
     torch.set_num_threads(threads)
     try:
-        model = watched(finite(cast(open_model(Path(source)), dtype)), pipe.send)
+        model = watched(finite(cast(open_model(Path(source), ema=ema), dtype)), pipe.send)
         for path, names in task:
             safetensors_io.write(path, {prefix + name: model.entries[name] for name in names})
         pipe.send(None)

@@ -84,17 +84,24 @@ def _state_of(described: str, world_size: int, rank: int) -> State:
         expert_weights = sum(weight.nbytes for buffer in experts for weight in buffer.param_index_map)
         if config.optimizer.distributed:
             weights = sum(buffer.param_data.nbytes for buffer in buffers)
-            optimizer = sum(_shard_bytes(buffer, config.optimizer) for buffer in buffers)
+            optimizer = sum(_shard_bytes(buffer, config) for buffer in buffers)
         else:
             kind = optimizers.kind_of(config.optimizer.kind)
             weights = sum(parameter.nbytes for parameter in model.parameters())
             optimizer = sum(
-                p.numel() * bytes_a_weight(p.dtype, config.optimizer, len(kind.keeps(p))) for p in model.parameters()
+                p.numel()
+                * (bytes_a_weight(p.dtype, config.optimizer, len(kind.keeps(p))) + bytes_of_average(p.dtype, config))
+                for p in model.parameters()
             )
     return State(weights, gradients, optimizer, expert_weights, expert_gradients)
 
 
-def _shard_bytes(buffer: Any, settings: OptimizerConfig) -> int:
+def bytes_of_average(dtype: torch.dtype, config: RunConfig) -> int:
+    """Return the bytes of the moving average of one weight (training.ema)."""
+    return torch.promote_types(dtype, torch.float32).itemsize if config.training.ema else 0
+
+
+def _shard_bytes(buffer: Any, config: RunConfig) -> int:
     """Return the bytes of optimizer state for this rank's part of a buffer, without padding."""
     ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
     numbers = 0
@@ -103,8 +110,9 @@ def _shard_bytes(buffer: Any, settings: OptimizerConfig) -> int:
         size = bucket.grad_data.numel() // ranks
         first = bucket.offset + rank * size
         numbers += max(0, min(end, first + size) - max(start, first))
-    tensors = len(optimizers.kind_of(settings.kind).state)
-    return numbers * bytes_a_weight(buffer.param_dtype, settings, tensors)
+    tensors = len(optimizers.kind_of(config.optimizer.kind).state)
+    dtype = buffer.param_dtype
+    return numbers * (bytes_a_weight(dtype, config.optimizer, tensors) + bytes_of_average(dtype, config))
 
 
 def _ranges(buffer: Any) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ from megatron_blackmamba.model.stack import layers_of_stage
 from megatron_blackmamba.plan import flops, roofline
 from megatron_blackmamba.plan.activations import WIDTH, sizes_of
 from megatron_blackmamba.plan.gpus import Gpu
-from megatron_blackmamba.plan.memory import State, bytes_a_weight
+from megatron_blackmamba.plan.memory import State, bytes_a_weight, bytes_of_average
 from megatron_blackmamba.plan.traffic import DATA_AXES, Flow
 from megatron_blackmamba.runtime import layout
 
@@ -116,7 +116,8 @@ def of_update(config: RunConfig, gpu: Gpu, state: State | None) -> float:
         return 0.0
     kind = optimizers.kind_of(config.optimizer.kind)
     dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
-    weights = state.optimizer / max(1, bytes_a_weight(dtype, config.optimizer, len(kind.state)))
+    of_weight = bytes_a_weight(dtype, config.optimizer, len(kind.state)) + bytes_of_average(dtype, config)
+    weights = state.optimizer / max(1, of_weight)
     width = _gradient_width(config)
     moved = 2 * state.optimizer + (2 * width + dtype.itemsize if kind.fused else 5 * width) * weights
     return roofline.seconds(Work(moved), gpu)

@@ -23,6 +23,7 @@ from megatron_blackmamba.report.comparison import (
     trunks,
 )
 from megatron_blackmamba.report.history import thin
+from megatron_blackmamba.report.scores import points
 
 AXES = {"step": "step", "tokens": "tokens", "flops": "training FLOPs", "hours": "hours"}
 Rows = list[list[str]]
@@ -50,6 +51,7 @@ def render(runs: Sequence[Compared]) -> str:
         html.section("Training loss", [_loss(runs, axis) for axis in AXES]),
         html.section("Validation loss", [_validation(runs, axis) for axis in AXES], _weights(runs)),
         html.section("Validation loss by source", _by_source(runs)),
+        *_scores_over_tokens(runs),
     ]  # fmt: skip
     footer = f"Written {datetime.now():%Y-%m-%d %H:%M} by blackmamba compare."
     return html.page(f"{names} · BlackMamba runs", f"<h1>{escape(names)}</h1>", sections, footer)
@@ -185,6 +187,21 @@ def _by_source(runs: Sequence[Compared]) -> list[str]:
         ]
         drawn.append(charts.lines(source, curves, x_label="tokens"))
     return drawn
+
+
+def _scores_over_tokens(runs: Sequence[Compared]) -> list[str]:
+    """Return a section with a chart of each task that checkpoints were scored on, or nothing."""
+    drawn = []
+    for task in dict.fromkeys(task for run in runs for scores in run.scored for task in scores.by_task()):
+        found = [(i, run, points(run.scored, task)) for i, run in enumerate(runs)]
+        metric = next(found.metric for _, _, found in found if found)
+        curves = [
+            Line(run.name, run.along("tokens", of_run.steps), of_run.values, of_run.low, of_run.high, colour=i)
+            for i, run, of_run in found
+            if of_run is not None and of_run.metric == metric
+        ]
+        drawn.append(charts.lines(f"{task} {metric}", curves, x_label="tokens"))
+    return [html.section("Scores over tokens", drawn, "Bands are one standard error.")] if drawn else []
 
 
 def _median(run: Compared, scalar: str) -> float:

@@ -26,6 +26,8 @@ class Compared:
     flops_per_token: float
     scores: Evaluation | None
     """Of its last evaluated checkpoint."""
+    scored: Sequence[Evaluation]
+    """Of all its evaluated checkpoints, by step."""
     validation: Series | None
     """Validation loss; the mean over the sources is weighted alike in all runs."""
 
@@ -117,14 +119,14 @@ def read_all(paths: Sequence[Path]) -> list[Compared]:
     histories = [read_history(path) for path in paths]
     for path, history, validation in zip(paths, histories, _weighted_alike(histories), strict=True):
         scores = read_run(path)
-        found.append(compared(history, scores[-1] if scores else None, validation))
+        found.append(compared(history, scores, validation))
     return found
 
 
-def compared(history: History, scores: Evaluation | None = None, validation: Series | None = None) -> Compared:
+def compared(history: History, scores: Sequence[Evaluation] = (), validation: Series | None = None) -> Compared:
     config = RunConfig.model_validate(history.config)
     per_token = float(flops.training(config.model, config.data.sequence_length))
-    return Compared(history, per_token, scores, validation)
+    return Compared(history, per_token, scores[-1] if scores else None, scores, validation)
 
 
 def trunks(runs: Sequence[Compared]) -> list[Compared]:

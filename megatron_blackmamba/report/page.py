@@ -14,6 +14,7 @@ from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, Mark
 from megatron_blackmamba.report.history import History, Series, thin
+from megatron_blackmamba.report.scores import points
 from megatron_blackmamba.training.metrics import metric_of
 from megatron_blackmamba.version import __version__
 
@@ -81,24 +82,22 @@ def source_losses(history: History) -> list[str]:
 
 
 def evaluations(history: History) -> str:
-    """Return the scores over training, with the paper's final scores as lines, and the last ones as a table."""
+    """Return the scores over tokens, with the paper's final scores as lines, and the last ones as a table."""
     found = read_run(history.folder.root)
     if not found:
         return ""
-    drawn = []
+    drawn, tokens = [], history.scalars["consumed_tokens"]
     for task in dict.fromkeys(task for evaluation in found for task in evaluation.by_task()):
-        points = [(each.step or 0, each.by_task()[task]) for each in found if task in each.by_task()]
-        metric = paper.METRIC if paper.METRIC in points[0][1].metrics else next(iter(points[0][1].metrics))
-        scored = [(step, result) for step, result in points if metric in result.metrics]
-        steps, values = [step for step, _ in scored], np.array([result.metrics[metric] for _, result in scored])
-        errors = np.array([result.errors.get(metric, 0.0) for _, result in scored])
-        curves = [Line(f"{task} {metric}", steps, values, values - errors, values + errors)]
-        ends = [0, steps[-1]]
+        of_task = points(found, task)
+        assert of_task is not None
+        metric, places = of_task.metric, list(np.interp(of_task.steps, tokens.step, tokens.value))
+        curves = [Line(f"{task} {metric}", places, of_task.values, of_task.low, of_task.high)]
+        ends = [0, places[-1]]
         for i, row in enumerate(paper.MAIN if metric == paper.METRIC else ()):
             theirs = row.score(task)
             if theirs is not None:
                 curves.append(Line(f"{row.label}, paper", ends, [theirs, theirs], colour=i + 1, dashed=True))
-        drawn.append(charts.lines(task, curves))
+        drawn.append(charts.lines(task, curves, x_label="tokens"))
     words = "Bands are one standard error; dashed lines are the paper's final scores. BoolQ has no figure in the paper."
     return html.section("Scores", drawn, words) + html.scores(found[-1])
 

@@ -63,6 +63,34 @@ class DataConfig(Section):
         return self
 
 
+class GroupConfig(Section):
+    """Factors of one kind of parameter."""
+
+    learning_rate: float = Field(1.0, ge=0)
+    """Factor of the learning rate, over the whole schedule; 0 leaves these weights as they are."""
+    weight_decay: float = Field(1.0, ge=0)
+    """Factor of optimizer.weight_decay."""
+
+
+class GroupsConfig(Section):
+    """Factors of learning rate and weight decay by kind of parameter."""
+
+    embedding: GroupConfig = GroupConfig()
+    """The embedding, which is the output layer too unless model.tie_embeddings=false."""
+    head: GroupConfig = GroupConfig()
+    """The output layer, with model.tie_embeddings=false."""
+    norms: GroupConfig = GroupConfig()
+    """Weights and biases of all norms."""
+    router: GroupConfig = GroupConfig()
+    """Weights and biases of the routers."""
+    recurrence: GroupConfig = GroupConfig()
+    """A_log, D and the dt bias of Mamba and Mamba-2."""
+    mixers: GroupConfig = GroupConfig()
+    """All other weights of Mamba, Mamba-2, attention and dense MLP layers."""
+    experts: GroupConfig = GroupConfig()
+    """The experts, routed and shared."""
+
+
 class OptimizerConfig(Section):
     """The update of the weights."""
 
@@ -103,6 +131,8 @@ class OptimizerConfig(Section):
     """Largest gradient norm; 0 switches clipping off."""
     distributed: bool = True
     """Shard the optimizer state over the data-parallel group."""
+    groups: GroupsConfig = GroupsConfig()
+    """Factors of learning rate and weight decay by kind of parameter."""
 
     @model_validator(mode="after")
     def _minimum(self) -> "OptimizerConfig":
@@ -161,6 +191,8 @@ class TrainingConfig(Section):
     """Precision of weights and activations. fp64 is for comparing runs on CPUs: slow, and refused on GPUs."""
     seed: int = 1234
     """Seed of the initial weights."""
+    ema: float = Field(0.0, ge=0, lt=1)
+    """Decay rate per step of a moving average of the weights, saved in checkpoints for `--ema`; 0: no average."""
     recompute: Literal["none", "experts", "layers"] = "none"
     """What the backward pass recomputes to save memory: nothing, the experts or whole layers."""
     overlap: bool = True
@@ -222,6 +254,9 @@ class CheckpointConfig(Section):
     export_check: Literal["full", "short", "none"] = "short"
     """Load these exports in transformers, beside training: whole, the first layers of each kind, or not at all."""
 
+    export_ema: bool = False
+    """Let these exports hold the averaged weights (training.ema), rounded to training.precision."""
+
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step."""
         return bool(self.every) and (step % self.every == 0 or self.is_kept(step))
@@ -229,6 +264,25 @@ class CheckpointConfig(Section):
     def is_kept(self, step: int) -> bool:
         """Return whether the checkpoint of this step is kept forever."""
         return bool(self.keep_every) and step % self.keep_every == 0
+
+
+class EvaluationConfig(Section):
+    """Scores of checkpoints on tasks, measured beside training on a CPU core, in a process of low priority."""
+
+    every: int = Field(0, ge=0)
+    """Steps after which the next checkpoint is scored; so is the last one of the run. 0: none."""
+    tasks: str = "paper"
+    """lm-eval tasks, comma-separated; paper means the paper's eight."""
+    data: UserPath | None = None
+    """Folder with TASK.jsonl, TASK.jsonl.gz or TASK.parquet; relative to the file that names it."""
+    limit: int | None = Field(None, ge=1)
+    """Maximum number of questions per task."""
+
+    @model_validator(mode="after")
+    def _has_data(self) -> "EvaluationConfig":
+        if self.every and self.data is None:
+            raise ValueError(f"evaluation.every={self.every} needs questions: name their folder in evaluation.data")
+        return self
 
 
 class LoggingConfig(Section):
@@ -301,6 +355,8 @@ class RunConfig(Section):
     """Length, batch, precision and validation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save, and what to keep."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Scores of checkpoints beside training."""
     logging: LoggingConfig = LoggingConfig()
     """Loggers beside metrics.jsonl and log.txt, which are always written."""
     start: StartConfig = StartConfig()
@@ -345,6 +401,10 @@ class RunConfig(Section):
             raise ValueError(
                 "optimizer.distributed=false needs training.precision=fp32: megatron-core's plain optimizer cannot save"
                 " bf16 weights beside the fp32 ones of a Mamba layer. The distributed one works on one process too."
+            )
+        if self.checkpoint.export_ema and not training.ema:
+            raise ValueError(
+                "checkpoint.export_ema needs averaged weights: set training.ema, such as 0.999, or leave it out"
             )
         if self.optimizer.gradients == "bf16" and training.precision != "bf16":
             raise ValueError(

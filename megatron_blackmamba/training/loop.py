@@ -261,6 +261,7 @@ class Trainer:
 
         validation = self.validate() if self.validation_is_due else {}
         balanced = self.validate(True) if validation and self.config.training.validate_balanced else {}
+        averaged = self.validate_average() if validation else {}
         taken = Taken(
             config=self.config,
             progress=self.progress,
@@ -274,6 +275,7 @@ class Trainer:
             seconds=seconds,
             validation=validation,
             validation_as_trained=balanced,
+            validation_of_average=averaged,
         )
         self.journal.step(record(taken))
         self.watch.report_slow_ranks(losses.computing, losses.reading, seconds)
@@ -304,6 +306,13 @@ class Trainer:
         """Return the validation loss of every source that has validation data."""
         self.trainable.settle()
         return validate(self.config, self.world, self.data, self.step, self.watchdog.alive, routed_as_trained)
+
+    def validate_average(self) -> dict[str, float]:
+        """Return the same losses of the averaged weights, which stand in for the weights meanwhile (training.ema)."""
+        if self.trainable.ema is None:
+            return {}
+        with self.trainable.ema.in_place():
+            return validate(self.config, self.world, self.data, self.step, self.watchdog.alive)
 
     def rewind(self, cause: Cause | None) -> Action:
         """Go back to the newest checkpoint; unless replicas differed, train past the batch from there."""
@@ -343,6 +352,7 @@ class Trainer:
         else:
             self.event(events.Done(saved=saved))
         self.keeper.mark(done=outcome is Outcome.DONE and complete, requeue=outcome is Outcome.STOPPED_ON_REQUEST)
+        self.keeper.finish_scores(lambda: self.stop.asked)
         self.journal.close()
         self.keeper.unlock()
         return outcome

@@ -42,6 +42,8 @@ CASES = {
     "bf16_moments": (2, "deep", ["optimizer.moments=bf16"]),
     "bf16_gradients": (2, "deep", ["optimizer.gradients=bf16", "parallel.expert=2"]),
     "sgd": (2, "wide", ["optimizer.kind=sgd", "optimizer.distributed=false"]),
+    "ema": (2, "deep", ["training.ema=0.99", "parallel.expert=2"]),
+    "whole_ema": (1, "wide", ["training.ema=0.99", "optimizer.distributed=false"]),
     "float64": (2, "wide", ["training.precision=fp64"]),
     "parallel": (1, "wide", PARALLEL),
     "parallel_layers": (1, "wide", [*PARALLEL, "training.recompute=layers"]),
@@ -179,6 +181,8 @@ def _optimizer_bytes(trainable: object, config: RunConfig) -> int:
             tensors += [x for x in state.values() if torch.is_tensor(x)]
         for groups in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
             tensors += [x for group in getattr(part, groups, []) for x in group if x is not None]
+    if trainable.ema is not None:
+        tensors += [shard.mean for shard in trainable.ema.shards]
     return _bytes(tensors)
 
 

@@ -115,6 +115,7 @@ def test_the_page_and_the_tables_show_what_differs(two, tmp_path):
     text = compare(two, tmp_path / "compare.html", console).read_text()
     check_page(text)
     assert text.count("chart-data") >= 10
+    assert "Scores over tokens" in text and "piqa acc" in text
     (row,) = [row for row in found["Results"] if row[0] == "training loss at 81.9k tokens, mean of the last steps"]
     assert row[1:] == ["4.6150 (4 steps)", "3.6150 (4 steps)"]
     assert compare(two, None, console) == tmp_path / "compare.html"

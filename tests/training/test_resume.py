@@ -91,7 +91,8 @@ RULES = {
         *("training.guard.replicas_every", "training.guard.slow_ratio", "training.guard.slow_steps"),
         *("training.guard.max_bad_steps", "training.guard.hang_seconds", "checkpoint.every", "checkpoint.keep_last"),
         *("checkpoint.keep_every", "checkpoint.asynchronous", "checkpoint.retry_every", "checkpoint.if_damaged"),
-        *("checkpoint.export_every", "checkpoint.export_check"),
+        *("checkpoint.export_every", "checkpoint.export_check", "checkpoint.export_ema"),
+        *("evaluation.every", "evaluation.tasks", "evaluation.data", "evaluation.limit"),
         *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "start.from", "start.branch"),
         "resume.allow",
     ),
@@ -102,6 +103,7 @@ RULES = {
     ),
     "free, but the log tells of it": ("training.micro_batch",),
     "free, with the effect that the docs describe": (
+        "training.ema",
         *("data.mixture", "training.stop_after_steps", "training.guard.spike", "training.guard.spike_deviations"),
         *("training.guard.spike_window", "training.guard.max_spikes", "training.guard.rewind_batches"),
     ),

@@ -123,14 +123,31 @@ def forget_rates(built: Built) -> None:
 
 def keep_settings(built: Built) -> None:
     """Load moments and step count alone. Resuming compares the configs and refuses or announces each difference."""
-    optimizer, load = built.optimizer, private(built.optimizer, "load_state_dict")
+    for optimizer in [*built.parts, *([] if built.optimizer in built.parts else [built.optimizer])]:
+        load = private(optimizer, "load_state_dict")
+        replace(optimizer, "load_state_dict", partial(_load_but_settings, optimizer, load))
 
-    def load_state(state: dict) -> None:
-        configured = [
-            {k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups
-        ]
-        load(state)
-        for group, settings in zip(optimizer.param_groups, configured, strict=True):
-            group.update(settings)
 
-    replace(optimizer, "load_state_dict", load_state)
+def _load_but_settings(optimizer: Any, load: Callable[[dict], None], state: dict) -> None:
+    """Load a state and keep the settings of each group, which megatron-core tells apart by only some of them.
+
+    All groups have taken the same number of steps. One without weights on the rank that saved the groups counts none.
+    """
+    saved = list(_groups(state))
+    steps = max((int(group["step"]) for group in saved if "step" in group), default=None)
+    if steps is not None:
+        for group in saved:
+            group["step"] = steps
+    configured = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
+    load(state)
+    for group, settings in zip(optimizer.param_groups, configured, strict=True):
+        kept = {name: group[name] for name in ("params", "step") if name in group}
+        group.clear()
+        group.update(settings | kept)
+
+
+def _groups(state: Any) -> Iterator[dict]:
+    """Yield every parameter group in a state dict, which nests those of a chain."""
+    if isinstance(state, dict):
+        for name, inner in state.items():
+            yield from inner if name == "param_groups" else _groups(inner)

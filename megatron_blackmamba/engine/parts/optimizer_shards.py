@@ -45,13 +45,12 @@ def own_shards(optimizer: DistributedOptimizer, weights: dict, is_loading: bool 
 
     weights: the model's sharded weights, which say where each parameter lies in the unsharded one.
     """
-    kinds = ShardedTensor, ShardedTensorFactory
-    sharded = {entry.data: entry for entry in nested_values(weights) if isinstance(entry, kinds)}
+    sharded = entries_of(weights)
     state: Shards = {}
     for number, (parameter, start, end) in enumerate(_owned(optimizer)):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         state[number] = {
-            name: dict(enumerate(_boxes_of(sharded[parameter], name, start, end, values, is_loading)))
+            name: dict(enumerate(boxes_of(sharded[parameter], name, start, end, values, is_loading)))
             for name, values in tensors.items()
             if isinstance(values, Tensor) and name != "step"  # which the groups keep
         }
@@ -67,6 +66,12 @@ def load_own_shards(optimizer: DistributedOptimizer, state: dict[int, dict[str, 
             for name, boxes in state[number].items()
         }
         optimizer._set_main_param_and_optimizer_states(parameter, parts)
+
+
+def entries_of(weights: dict) -> dict[Tensor, ShardedTensor | ShardedTensorFactory]:
+    """Return the entry of each parameter in the model's sharded weights."""
+    kinds = ShardedTensor, ShardedTensorFactory
+    return {entry.data: entry for entry in nested_values(weights) if isinstance(entry, kinds)}
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -104,10 +109,19 @@ def _owned(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter
                     yield parameter, ranges["param"].start, ranges["param"].end
 
 
-def _boxes_of(
-    weight: ShardedTensor | ShardedTensorFactory, state: str, start: int, end: int, values: Tensor, is_loading: bool
+def boxes_of(
+    weight: ShardedTensor | ShardedTensorFactory,
+    state: str,
+    start: int,
+    end: int,
+    values: Tensor,
+    is_loading: bool,
+    replicated: bool = False,
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of elements `start` to `end` of a weight, with their values unless loading."""
+    """Yield the boxes of elements `start` to `end` of a weight, with their values unless loading.
+
+    replicated: whether the other data-parallel ranks have the same values.
+    """
     dtype = torch.promote_types(values.dtype, torch.float32)  # bf16 moments are stored as every other
     if values.numel() != end - start:
         raise RuntimeError(
@@ -131,7 +145,7 @@ def _boxes_of(
                 global_shape=piece.global_shape,
                 global_offset=tuple(a + b for a, b in zip(piece.global_offset, offset, strict=True)),
                 axis_fragmentations=None,  # boxes of any size
-                replica_id=(*piece.replica_id[:2], 0),  # no other data-parallel rank has it
+                replica_id=piece.replica_id if replicated else (*piece.replica_id[:2], 0),
             )
 
 

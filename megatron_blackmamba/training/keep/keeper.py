@@ -1,6 +1,7 @@
 """All that keeps a run, as one: its locked folder with the checkpoints, the exports, the records and the markers."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from megatron_blackmamba.checkpoint.reading import saved_config
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.data import DataPlan
 from megatron_blackmamba.formats import atomic, branches
-from megatron_blackmamba.formats.events import Event, LoggingProblem
+from megatron_blackmamba.formats.events import Event, LoggingProblem, Saved
 from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime.world import World
@@ -19,8 +20,11 @@ from megatron_blackmamba.training.keep.exporting import Exporter
 from megatron_blackmamba.training.keep.lock import Lock
 from megatron_blackmamba.training.keep.records import contents
 from megatron_blackmamba.training.keep.saving import Saver
+from megatron_blackmamba.training.keep.scores import Scores
 from megatron_blackmamba.training.step.optimizer import Trainable
 from megatron_blackmamba.version import __version__
+
+SCORING_PAUSE_SECONDS = 0.5
 
 
 class Keeper:
@@ -48,9 +52,11 @@ class Keeper:
         self._run_state, self._report, self._alive = state, report, alive
         self._mixture = mixture
         self._records: dict[Path, bytes] = {}
-        self._checkpoints = Checkpoints(folder, config, world, trainable.model, trainable.optimizer, report, alive)
-        self._saver = Saver(config.checkpoint, self._checkpoints, self._state, report)
+        self._ema, parts = trainable.ema, (trainable.model, trainable.optimizer)
+        self._checkpoints = Checkpoints(folder, config, world, *parts, report, alive, trainable.ema)
+        self._saver = Saver(config.checkpoint, self._checkpoints, self._state, self._report_save)
         checks = ExportChecks(config.checkpoint.export_check if world.is_main else "none", folder, report)
+        self._scores = Scores(config.evaluation, folder, report) if world.is_main and config.evaluation.every else None
         every = config.checkpoint.export_every
         self._exporter = Exporter(every, self._export, self._is_exported, report, checks)
         if world.is_main:
@@ -70,6 +76,8 @@ class Keeper:
         """Load the weights and the optimizer's state of a checkpoint of this run."""
         self._checkpoints.load(step)
         self._saver.resumed_at(step)
+        if self._scores:
+            self._scores.resumed_at(step)
 
     def load_weights(self, path: str | Path) -> None:
         """Load the weights of a checkpoint of any run."""
@@ -99,6 +107,8 @@ class Keeper:
         """Save and export what is due. What is due at a bad step waits for the next good one."""
         for each in (self._saver, self._exporter):
             (each.after_step if good else each.postpone)(step)
+        if self._scores:
+            self._scores.poll()
 
     def settled(self) -> int | None:
         """Finish the save under way, and return the newest checkpoint."""
@@ -119,6 +129,20 @@ class Keeper:
         if export is not None:
             self._exporter.last(export)
         self._exporter.close(finish)
+        if self._scores is not None and export is not None:
+            self._scores.saved(export, last=True)
+        if self._scores and not finish:
+            self._scores.stop()
+
+    def finish_scores(self, asked: Callable[[], bool]) -> None:
+        """Wait until the last checkpoints are scored, or a rank is asked to stop. Every rank calls this."""
+        while self._config.evaluation.every and self._world.any_rank(bool(self._scores and self._scores.busy)):
+            self._alive("scoring the last checkpoints")
+            if self._world.any_rank(asked()):
+                break
+            time.sleep(SCORING_PAUSE_SECONDS)
+        if self._scores:
+            self._scores.stop()
 
     def mark(self, done: bool, requeue: bool) -> None:
         """Leave the marker that scripts decide by: an empty file can be made on a full disk too."""
@@ -147,21 +171,28 @@ class Keeper:
             removed = f"{self.folder.root}: {', '.join(names)} had been removed and is written again"
             self._report(LoggingProblem(problem=removed))
 
+    def _report_save(self, event: Event) -> None:
+        self._report(event)
+        if self._scores and isinstance(event, Saved):
+            self._scores.saved(event.step or 0)
+
     def _export(self, step: int) -> None:
         """Write the weights as they are as a Hugging Face model, every rank its part."""
         from megatron_blackmamba.interchange import live, megatron
 
         self._alive(f"exporting step {step}")
         state, folder = self._state(), self.folder
-        live.export(
-            self._model,
-            self._world,
-            folder.export(step),
-            source=f"step {step} of {folder.root}",
-            tokenizer=folder.tokenizer if folder.tokenizer.is_file() else None,
-            sequence_length=self._config.data.sequence_length,
-            past=lambda: megatron.past(self._config, state, step, folder, __version__),
-        )
+        averaged = self._ema is not None and self._config.checkpoint.export_ema
+        with self._ema.in_place() if self._ema and averaged else contextlib.nullcontext():
+            live.export(
+                self._model,
+                self._world,
+                folder.export(step),
+                source=f"{'the averaged weights of ' if averaged else ''}step {step} of {folder.root}",
+                tokenizer=folder.tokenizer if folder.tokenizer.is_file() else None,
+                sequence_length=self._config.data.sequence_length,
+                past=lambda: megatron.past(self._config, state, step, folder, __version__, averaged),
+            )
 
     def _is_exported(self, step: int) -> bool:
         return self._world.any_rank(self._world.is_main and self.folder.export(step).exists())

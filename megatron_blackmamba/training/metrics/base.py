@@ -43,6 +43,8 @@ class Taken:
     """Validation loss by source; empty unless it was due."""
     validation_as_trained: Mapping[str, float] = field(default_factory=dict)
     """The same with the experts balanced as in training; empty unless training.validate_balanced asks for it."""
+    validation_of_average: Mapping[str, float] = field(default_factory=dict)
+    """The same of the averaged weights; empty without training.ema."""
 
     @property
     def step(self) -> int:

@@ -1,5 +1,6 @@
 """Loss, gradient norm, learning rate and progress of the run."""
 
+from megatron_blackmamba.config.groups import chosen
 from megatron_blackmamba.training.metrics.base import Taken, metric
 
 
@@ -25,6 +26,14 @@ def grad_norm(taken: Taken) -> float:
 def learning_rate(taken: Taken) -> float:
     """Return the learning rate of the step."""
     return taken.learning_rate
+
+
+@metric("learning_rate/*", "Learning rate by group of parameters", format=".3e", from_zero=True, order=4,
+        due=lambda taken: bool(chosen(taken.config.optimizer)))  # fmt: skip
+def learning_rate_by_group(taken: Taken) -> dict[str, float]:
+    """Return the learning rate of each group that has factors of its own (optimizer.groups)."""
+    groups = chosen(taken.config.optimizer)
+    return {name: taken.learning_rate * group.learning_rate for name, group in groups.items()}
 
 
 def _skipped(value: float) -> str:

@@ -29,6 +29,13 @@ def validation_loss_as_trained(taken: Taken) -> float:
     return weighted(taken, taken.validation_as_trained)
 
 
+@metric("validation/ema_loss", "Validation loss of the averaged weights",
+        due=lambda taken: bool(taken.validation_of_average), label="averaged", in_line=True, order=63)  # fmt: skip
+def validation_loss_of_average(taken: Taken) -> float:
+    """Return the same mean with the moving average of the weights (training.ema) in their place."""
+    return weighted(taken, taken.validation_of_average)
+
+
 def weighted(taken: Taken, losses: Mapping[str, float]) -> float:
     """Return the mean of losses by source, weighted by the samples that the whole run takes from each."""
     counts = taken.data.train.schedule.counts(taken.progress.end_of_data(taken.config))

@@ -28,6 +28,8 @@ FIXED = (
 """Another model, other data or other optimizer state: the checkpoint does not fit."""
 LOSS_WEIGHTS = ("model.z_loss", "model.router.z_loss")
 """Keys of the model that change its training alone."""
+WHOLE = ("optimizer.groups.",)
+"""Fixed too with optimizer.distributed=false: megatron-core's plain optimizer finds its state by the groups."""
 BY_NAME = ("optimizer.", "training.tokens", "training.global_batch", "training.batch_ramp", *LOSS_WEIGHTS)
 """May change from here on, if resume.allow names them."""
 
@@ -42,7 +44,8 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
     Returns one line for each change that was allowed by name, or that changes the routing.
     """
     changes = list(differences(saved, config.model_dump(mode="json", by_alias=True)))
-    fixed = [change for change in changes if under(change[0], FIXED) and not under(change[0], LOSS_WEIGHTS)]
+    never = FIXED + (() if config.optimizer.distributed else WHOLE)
+    fixed = [change for change in changes if under(change[0], never) and not under(change[0], LOSS_WEIGHTS)]
     if fixed:
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(fixed)}\n"

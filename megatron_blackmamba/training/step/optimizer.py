@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from typing import Any
 
 from megatron_blackmamba import optimizers
-from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.config import RunConfig, groups
 from megatron_blackmamba.engine import changes
 from megatron_blackmamba.engine.checked import replace
 from megatron_blackmamba.engine.parts.accumulation import Accumulation, reduction
+from megatron_blackmamba.engine.parts.ema import Ema
 from megatron_blackmamba.engine.parts.optimizer import Built
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.optimizers.base import NO_DECAY
@@ -21,6 +23,11 @@ from megatron.core.optimizer import (
     ParamKey,
     get_megatron_optimizer,
 )
+from megatron.core.optimizer.optimizer_config import ParamPredicate
+
+RATE_FACTOR, DECAY_FACTOR = "learning_rate_factor", "weight_decay_factor"
+"""Entries of a parameter group that the schedule multiplies by. A checkpoint's groups are found by megatron-core's
+lr_mult and wd_mult, so it could then be loaded with the same factors only."""
 
 
 @dataclass
@@ -30,6 +37,8 @@ class Trainable:
     model: LanguageModel
     reduced: Accumulation
     optimizer: MegatronOptimizer
+    ema: Ema | None = None
+    """The moving average of the weights, if training.ema asks for one."""
 
     def settle(self) -> None:
         """Gather the updated weights now; with overlap they would otherwise be gathered in the next forward pass."""
@@ -64,14 +73,29 @@ def make_trainable(
                 **kind.megatron(settings),
             ),
             [reduced],
-            config_overrides={ParamKey(attr=NO_DECAY): ParamGroupOverride(wd_mult=0.0)},
+            config_overrides=_overrides(config, model),
             use_gloo_process_groups=False,
         )
-    changes.apply(changes.OPTIMIZER, Built(optimizer, reduced, model, kind, settings), skip=skip)
+    built = Built(optimizer, reduced, model, kind, settings)
+    changes.apply(changes.OPTIMIZER, built, skip=skip)
     replace(model.config, "finalize_model_grads_func", finalize_model_grads)
     replace(model.config, "grad_scale_func", optimizer.scale_loss)
     if how.overlap_grad_reduce:
         replace(model.config, "no_sync_func", reduced.no_sync)
         if how.overlap_param_gather:
             replace(model.config, "param_sync_func", reduced.start_param_sync)
-    return Trainable(model, reduced, optimizer)
+    decay = config.training.ema
+    return Trainable(model, reduced, optimizer, Ema(built, decay) if decay else None)
+
+
+def _overrides(config: RunConfig, model: LanguageModel) -> dict[ParamKey, Any]:
+    """Return what differs between groups of parameters: no weight decay, and the factors of optimizer.groups."""
+    overrides: dict[ParamKey, Any] = {ParamKey(attr=NO_DECAY): ParamGroupOverride(wd_mult=0.0)}
+    chosen = groups.chosen(config.optimizer)
+    if not chosen:
+        return overrides
+    group_of = {weight: groups.group_of(name, config.model) for name, weight in model.named_parameters()}
+    for name, factors in chosen.items():
+        key = ParamKey(predicate=ParamPredicate(f"optimizer.groups.{name}", lambda p, name=name: group_of[p] == name))
+        overrides[key] = {RATE_FACTOR: factors.learning_rate, DECAY_FACTOR: factors.weight_decay}
+    return overrides

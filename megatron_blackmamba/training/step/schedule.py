@@ -7,7 +7,9 @@ batch leaves the curve over the samples as it was, and so does a ramp.
 from types import SimpleNamespace
 
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.config.groups import chosen
 from megatron_blackmamba.engine.parts import replace
+from megatron_blackmamba.training.step.optimizer import DECAY_FACTOR, RATE_FACTOR
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -21,6 +23,7 @@ class Schedule:
 
     def __init__(self, config: RunConfig, optimizer: MegatronOptimizer) -> None:
         self.config = config
+        self._optimizer, self._has_groups = optimizer, bool(chosen(config.optimizer))
         decay = config.optimizer.weight_decay
         self.scheduler = OptimizerParamScheduler(
             optimizer,
@@ -39,7 +42,7 @@ class Schedule:
         )
 
     def set(self, consumed_samples: int) -> float:
-        """Prepare the step after `consumed_samples`; returns its learning rate.
+        """Prepare the step after `consumed_samples`; returns its learning rate, without factors of optimizer.groups.
 
         The step is given the rate at its end, so that the first one is not lost to a rate of 0.
         """
@@ -49,6 +52,10 @@ class Schedule:
         """Set the rate of a step that ends at `samples`, and return it."""
         replace(self.scheduler, "num_steps", samples)
         self.scheduler.step(0)
+        if self._has_groups:
+            for group in self._optimizer.param_groups:
+                group["lr"] *= group.get(RATE_FACTOR, 1.0)
+                group["weight_decay"] *= group.get(DECAY_FACTOR, 1.0)
         return self.scheduler.get_lr({})
 
 

@@ -132,6 +132,8 @@ class Step:
             return Update(False, bad.norm)
         if applied:
             self.router_state.apply()
+            if self.trainable.ema is not None:
+                self.trainable.ema.update()
         return Update(bool(applied), float(norm))
 
     @torch.no_grad()

@@ -1,0 +1,49 @@
+"""The kinds of parameters that `optimizer.groups` gives factors of learning rate and weight decay."""
+
+from collections.abc import Iterator
+
+from megatron_blackmamba import kinds
+from megatron_blackmamba.settings import GroupConfig, ModelConfig, OptimizerConfig, RunConfig
+
+WITHOUT_DECAY = ("norms", "recurrence")
+"""Groups of which no parameter has a weight decay."""
+MIXER = ".mixer."
+
+
+def chosen(settings: OptimizerConfig) -> dict[str, GroupConfig]:
+    """Return the groups with a factor other than 1, by name."""
+    groups = {name: getattr(settings.groups, name) for name in type(settings.groups).model_fields}
+    return {name: group for name, group in groups.items() if group != GroupConfig()}
+
+
+def group_of(parameter: str, model: ModelConfig) -> str:
+    """Return the group of a parameter of the model, by its global name such as decoder.layers.7.mixer.D."""
+    layer, _, inner = parameter.rpartition(MIXER)
+    if "norm" in parameter.rpartition(".")[0]:
+        return "norms"
+    if not layer:
+        is_head = parameter.startswith("output_layer.") and not model.tie_embeddings
+        return "head" if is_head else "embedding"
+    if inner.startswith("router."):
+        return "router"
+    kind = kinds.kind_of(model.pattern[int(layer.rpartition(".")[2])])
+    if inner in kind.kept_in_fp32:
+        return "recurrence"
+    return "experts" if kind.routed else "mixers"
+
+
+def problems(run: RunConfig) -> Iterator[str]:
+    """Refuse factors without effect."""
+    settings, model = run.optimizer, run.model
+    there = {"embedding", "norms", *([] if model.tie_embeddings else ["head"])}
+    for number, letter in enumerate(model.pattern):
+        names = kinds.kind_of(letter).shapes(model)
+        there |= {group_of(f"decoder.layers.{number}{MIXER}{name}", model) for name in names}
+    for name, group in chosen(settings).items():
+        if name not in there:
+            yield f"optimizer.groups.{name}: this model has no such parameters, only {', '.join(sorted(there))}"
+        if name in WITHOUT_DECAY and group.weight_decay != 1:
+            yield (
+                f"optimizer.groups.{name}.weight_decay={group.weight_decay} has no effect: {name} have no weight decay."
+                " Leave it out."
+            )
