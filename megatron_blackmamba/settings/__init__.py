@@ -2,15 +2,13 @@
 
 from megatron_blackmamba.settings.base import ConfigError, Section, UserPath
 from megatron_blackmamba.settings.model import AttentionConfig, Mamba2Config, ModelConfig, RouterConfig
+from megatron_blackmamba.settings.optimizer import GroupConfig, GroupsConfig, OptimizerConfig
 from megatron_blackmamba.settings.run import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    GroupConfig,
-    GroupsConfig,
     GuardConfig,
     KernelsConfig,
-    OptimizerConfig,
     ParallelConfig,
     RampStage,
     RunConfig,

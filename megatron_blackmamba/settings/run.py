@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_blackmamba.settings.base import Section, UserPath
 from megatron_blackmamba.settings.model import ModelConfig
+from megatron_blackmamba.settings.optimizer import OptimizerConfig
 
 LONGEST_NAME = 200
 """Bytes. File systems take 255 for the name of a folder."""
@@ -60,87 +61,6 @@ class DataConfig(Section):
     def _mixture_named(self) -> "DataConfig":
         if self.kind == "mixture" and not self.mixture:
             raise ValueError("data.kind is mixture: name the file in data.mixture")
-        return self
-
-
-class GroupConfig(Section):
-    """Factors of one kind of parameter."""
-
-    learning_rate: float = Field(1.0, ge=0)
-    """Factor of the learning rate, over the whole schedule; 0 leaves these weights as they are."""
-    weight_decay: float = Field(1.0, ge=0)
-    """Factor of optimizer.weight_decay."""
-
-
-class GroupsConfig(Section):
-    """Factors of learning rate and weight decay by kind of parameter."""
-
-    embedding: GroupConfig = GroupConfig()
-    """The embedding, which is the output layer too unless model.tie_embeddings=false."""
-    head: GroupConfig = GroupConfig()
-    """The output layer, with model.tie_embeddings=false."""
-    norms: GroupConfig = GroupConfig()
-    """Weights and biases of all norms."""
-    router: GroupConfig = GroupConfig()
-    """Weights and biases of the routers."""
-    recurrence: GroupConfig = GroupConfig()
-    """A_log, D and the dt bias of Mamba and Mamba-2."""
-    mixers: GroupConfig = GroupConfig()
-    """All other weights of Mamba, Mamba-2, attention and dense MLP layers."""
-    experts: GroupConfig = GroupConfig()
-    """The experts, routed and shared."""
-
-
-class OptimizerConfig(Section):
-    """The update of the weights."""
-
-    kind: str = "adamw"
-    """adamw: Adam with decoupled weight decay (the paper's). sgd: gradient descent with momentum.
-    muon: matrices by orthogonalized momentum, the rest by Adam."""
-    learning_rate: float = Field(2e-4, gt=0)
-    """Largest learning rate, reached at the end of the warm-up."""
-    min_learning_rate: float = Field(2e-5, ge=0)
-    """Learning rate of the last step."""
-    warmup_fraction: float = Field(0.01, ge=0, lt=1)
-    """Part of the run over which the learning rate rises linearly from 0."""
-    warmup_tokens: int | None = Field(None, ge=0)
-    """Tokens of the warm-up, which then does not depend on the length of the run. null: warmup_fraction decides."""
-    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the schedule after the warm-up. wsd (warm-up, stable, decay): constant, then a decay at the end."""
-    decay_fraction: float = Field(0.2, gt=0, le=1)
-    """Part of the run over which wsd decays."""
-    decay_tokens: int | None = Field(None, gt=0)
-    """Tokens over which wsd decays. null: decay_fraction decides."""
-    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = "linear"
-    """Shape of the decay of wsd. sqrt: 1 - sqrt(part of the decay). exponential: halves, then goes to the minimum."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay rate of Adam's first moment."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay rate of Adam's second moment."""
-    eps: float = Field(1e-8, gt=0)
-    """Added to the denominator of Adam's update."""
-    moments: Literal["fp32", "bf16"] = "fp32"
-    """Precision of Adam's moments. bf16 (rounded stochastically) saves 4 bytes per weight, with a faster update."""
-    gradients: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients of bf16 weights are added up over micro-batches and replicas, and stored."""
-    momentum: float = Field(0.9, gt=0, lt=1)
-    """Momentum of sgd and muon."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Weight decay of matrices; vectors, norms and A_log have none."""
-    clip: float = Field(1.0, ge=0)
-    """Largest gradient norm; 0 switches clipping off."""
-    distributed: bool = True
-    """Shard the optimizer state over the data-parallel group."""
-    groups: GroupsConfig = GroupsConfig()
-    """Factors of learning rate and weight decay by kind of parameter."""
-
-    @model_validator(mode="after")
-    def _minimum(self) -> "OptimizerConfig":
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"optimizer.min_learning_rate={self.min_learning_rate} is above"
-                f" optimizer.learning_rate={self.learning_rate}"
-            )
         return self
 
 

@@ -28,7 +28,7 @@ from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import StopRequest
 from megatron_blackmamba.runtime.watchdog import Watchdog
 from megatron_blackmamba.runtime.world import World
-from megatron_blackmamba.training.branch import Branch, find_branch, pinned, with_own_data
+from megatron_blackmamba.training.branch import find_branch, pinned, with_own_data
 from megatron_blackmamba.training.keep.keeper import Keeper
 from megatron_blackmamba.training.metrics import Taken, record
 from megatron_blackmamba.training.record.journal import Journal
@@ -40,7 +40,7 @@ from megatron_blackmamba.training.start.resume import (
     refuse_start_tokenizer,
     refuse_tokenizer,
 )
-from megatron_blackmamba.training.step.feed import micro_batches
+from megatron_blackmamba.training.step.feed import micro_batches, open_plan, unused_rows
 from megatron_blackmamba.training.step.optimizer import make_trainable
 from megatron_blackmamba.training.step.progress import Progress
 from megatron_blackmamba.training.step.rerun import Attempt, run_again
@@ -49,9 +49,6 @@ from megatron_blackmamba.training.step.step import Step, Update
 from megatron_blackmamba.training.step.validation import validate
 from megatron_blackmamba.training.watch.guard import Action, Cause, Verdict
 from megatron_blackmamba.training.watch.watch import Watch
-
-VOCABULARY_MULTIPLE = 128
-"""Vocabularies are often padded to a multiple of this, times the tensor-parallel ranks."""
 
 
 class Outcome(IntEnum):
@@ -119,8 +116,7 @@ class Trainer:
         self.keeper = Keeper(config, world, self.trainable, self.state, self.event, watchdog.alive, self.mixture)
         try:  # in the folder that is now locked
             self.watch = Watch(config, world, self.trainable.model, self.data.shards, self.keeper.folder, self.event)
-            begins_after = self.progress.step
-            self.journal = Journal(config, self.keeper.folder, world.rank, world.size, begins_after)
+            self.journal = Journal(config, self.keeper.folder, world.rank, world.size, self.progress.step)
             self.batches = self.open_batches()
         except BaseException as error:
             self.keeper.unlock(leave_no_trace=exits.refuses(error))
@@ -164,15 +160,19 @@ class Trainer:
                 self.data = self.open_data()
             at = {"sample": self.progress.next_sample, "steps_left": self.steps_left}
             self.event(events.Resumed(changes=changes, **at, **size))
-        elif self.branch:
-            self.leave_trunk(self.branch)
+        elif self.branch:  # take over another run's checkpoint
+            self.branch.refuse_data(self.data.record)
+            protected = self.keeper.load_from(self.branch.checkpoint, self.branch.step)
+            if self.branch.reads_on(self.data.record):  # the losses of other data say nothing of a spike
+                self.watch.restore(self.branch.state["guard"])
+            self.begun_at = self.branch.step
+            self.event(self.branch.event(self.config, processes=self.world.size, protected=protected))
         else:
             if weights:
                 refuse_start_tokenizer(self.config, self.data.record)
                 self.keeper.load_weights(weights)
             self.begun_at = 0
-            multiple = VOCABULARY_MULTIPLE * self.config.parallel.tensor
-            unused = self.data.unused_rows(self.config.model.vocab_size, multiple)
+            unused = unused_rows(self.config, self.data)
             self.event(events.Started(steps=self.config.steps, weights_from=weights, unused_rows=unused, **size))
         if reason := layout.routing(self.config, self.world.size):
             self.event(events.RoutingDependsOnLayout(reason=reason))
@@ -184,15 +184,6 @@ class Trainer:
         self.watchdog.begin()
         process.freeze_gc()
         self.keeper.begin(self.data)
-
-    def leave_trunk(self, branch: Branch) -> None:
-        """Take over a checkpoint of another run."""
-        branch.refuse_data(self.data.record)
-        protected = self.keeper.load_from(branch.checkpoint, branch.step)
-        if branch.reads_on(self.data.record):  # the losses of other data say nothing of a spike
-            self.watch.restore(branch.state["guard"])
-        self.begun_at = branch.step
-        self.event(branch.event(self.config, processes=self.world.size, protected=protected))
 
     def resume(self, step: int) -> list[str]:
         """Take over a checkpoint of this run, or refuse to; returns the changes that were allowed by name."""
@@ -224,13 +215,7 @@ class Trainer:
 
     def open_data(self) -> data.DataPlan:
         """Return the training and validation data of the run."""
-        return data.build(
-            self.config.data,
-            vocab_size=self.config.model.vocab_size,
-            total_samples=self.progress.end_of_data(self.config),
-            eod_reset=self.config.model.eod_reset,
-            mixture=self.mixture,
-        )
+        return open_plan(self.config, self.progress, self.mixture)
 
     def open_batches(self) -> data.BatchStream:
         """Return the micro-batches of this rank from the next sample on."""
