@@ -56,7 +56,9 @@ class Words:
 
     def __init__(self, choose: random.Random, count: int = 20_000) -> None:
         self.choose = choose
-        self.words = ["".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=choose.randint(2, 9))) for _ in range(count)]
+        self.words = [
+            "".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=choose.randint(2, 9))) for _ in range(count)
+        ]
         self.weights = [1 / (rank + 20) for rank in range(count)]
 
     def take(self, count: int) -> list[str]:
@@ -114,12 +116,12 @@ def _functions(most: int) -> list[str]:
     return texts[:most]
 
 
-def _copies(words: Words, choose: random.Random) -> Corpus:
-    texts = [" ".join(words.take(choose.randint(60, 400))) for _ in range(len(LEVELS) * COPIES_EACH * 2)]
+def _copies(words: Words, choose: random.Random, each: int = COPIES_EACH) -> Corpus:
+    texts = [" ".join(words.take(choose.randint(60, 400))) for _ in range(len(LEVELS) * each * 2)]
     planted: list[tuple[str, int | None, Any]] = [(text, None, None) for text in texts]
-    originals = iter(choose.sample(range(len(texts)), len(LEVELS) * COPIES_EACH))
+    originals = iter(choose.sample(range(len(texts)), len(LEVELS) * each))
     for level in LEVELS:
-        for original in (next(originals) for _ in range(COPIES_EACH)):
+        for original in (next(originals) for _ in range(each)):
             planted.append((change(texts[original], level, words.words, choose), original, level))
     all_texts, origins, how = zip(*planted, strict=True)
     return Corpus(list(all_texts), list(origins), list(how))
@@ -167,7 +169,9 @@ def _datatrove(corpus: Path, folder: Path, *parameters: int) -> None:
     language: Any = SpacedWords()
     MinhashDedupSignature(signatures, config, language).run(documents, 0, 1)
     for bucket in range(config.num_buckets):
-        MinhashDedupBuckets(signatures, pairs, config=config, lines_to_buffer=1000).run(None, bucket, config.num_buckets)
+        MinhashDedupBuckets(signatures, pairs, config=config, lines_to_buffer=1000).run(
+            None, bucket, config.num_buckets
+        )
     MinhashDedupCluster(pairs, clusters, config=config, save_cluster_id=True, lines_to_buffer=1000).run(None, 0, 1)
 
 

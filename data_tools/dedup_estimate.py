@@ -63,8 +63,14 @@ class Estimate:
             pieces=pieces,
         )
 
+    def pair_tasks(self, buckets: int) -> int:
+        """Return the number of tasks that find pairs; of few documents, one finds those of several buckets."""
+        return min(buckets * self.pieces, max(8, self.documents // 10_000))
+
     def __str__(self) -> str:
-        hours = f"{self.cpu_seconds / 3600:.1f} CPU-hours" if self.cpu_seconds > 600 else f"{self.cpu_seconds:.0f} CPU-s"
+        hours = (
+            f"{self.cpu_seconds / 3600:.1f} CPU-hours" if self.cpu_seconds > 600 else f"{self.cpu_seconds:.0f} CPU-s"
+        )
         return (
             f"about {self.documents:,} documents in {self.parts:,} parts: about {hours}, {_size(self.disk)} of disk, "
             f"{_size(self.memory)} of memory in the largest process, {self.files:,} files"

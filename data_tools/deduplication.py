@@ -49,7 +49,7 @@ def stages(cleaning: Cleaning, options: DedupOptions, estimate: Estimate) -> lis
         stage("0_repeated", estimate.pieces, RepeatedLines(store, options.boilerplate))
     stage("1_signatures", parts, RawDocuments(cleaning, noted=False), Signatures(cleaning, store, words))
     stage("2_copies", estimate.pieces, Copies(store))
-    stage("3_pairs", options.buckets * estimate.pieces, Pairs(store))
+    stage("3_pairs", estimate.pair_tasks(options.buckets), Pairs(store, estimate.pieces))
     stage("4_similarities", parts, Compare(store))
     stage("5_choice", 1, Choose(cleaning, store))
     stage("6_documents", parts, RawDocuments(cleaning), DropCopies(cleaning, store), PartWriter(cleaning))

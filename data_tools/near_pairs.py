@@ -54,32 +54,33 @@ class Copies(PipelineStep):
 
 
 class Pairs(PipelineStep):
-    """Pairs from one range of the keys of one MinHash group."""
+    """Pairs from some ranges of the keys of some MinHash groups."""
 
     type = "🫂 - DEDUP"
     name = "pairs"
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, pieces: int) -> None:
         super().__init__()
-        self.store = store
+        self.store, self.pieces = store, pieces
 
     def run(self, data: Any, rank: int, world_size: int) -> None:
-        bands = self.store.options.buckets
-        band, piece = rank % bands, rank // bands
-        first, end = share(piece, world_size // bands)
-        found = []
+        copies = np.sort(read_range(sorted(self.store.copies.iterdir()), COPY)["key"])
+        jobs = range(rank, self.store.options.buckets * self.pieces, world_size)
+        found = [self._of(*divmod(job, self.pieces), copies) for job in jobs]
+        write_run(self.store.pairs / f"{rank:05d}", np.unique(np.concatenate(found)))
+
+    def _of(self, band: int, piece: int, copies: np.ndarray) -> np.ndarray:
+        bands, found = self.store.options.buckets, [np.empty(0, BAND)]
         for path in sorted(self.store.signatures.glob("*.bands")):
             run = read_records(path, BAND)
             count = len(run) // bands
-            found.append(np.array(between(run[band * count : (band + 1) * count], first, end)))
-        records = np.concatenate(found) if found else np.empty(0, BAND)
+            found.append(np.array(between(run[band * count : (band + 1) * count], *share(piece, self.pieces))))
+        records = np.concatenate(found)
         records = records[_in_groups(records["key"])]
-        copies = np.sort(read_range(sorted(self.store.copies.iterdir()), COPY)["key"])
         if len(copies):
             places = np.minimum(np.searchsorted(copies, records["id"]), len(copies) - 1)
             records = records[copies[places] != records["id"]]
-        pairs = propose(records, self.store.options.similarity)
-        write_run(self.store.pairs / f"{rank:05d}", pairs)
+        return propose(records, self.store.options.similarity)
 
 
 def _in_groups(keys: np.ndarray) -> np.ndarray:
@@ -169,9 +170,7 @@ class _Part:
         two = other.rows[pairs["other"] & np.uint64(0xFFFFFFFF)]
         likely = self._likely(one["bits"], two["bits"])
         pairs, one, two = pairs[likely], one[likely], two[likely]
-        similarities = [
-            jaccard(self.sketch(a), other.sketch(b), LONGEST_SKETCH) for a, b in zip(one, two, strict=True)
-        ]
+        similarities = [jaccard(self.sketch(a), other.sketch(b), LONGEST_SKETCH) for a, b in zip(one, two, strict=True)]
         similarity = np.array(similarities, np.float32)
         first = _better(one, two, pairs["key"], pairs["other"])
         edges = np.empty(len(pairs), EDGE)

@@ -19,7 +19,7 @@ SPACELESS_SHARE = 0.3
 """A document is cut into characters from this share of such characters on, among those that are not white space."""
 _DENSE_MORE, _LONG_MORE = 1, 3
 """Characters of a shingle beyond --n-grams."""
-LEAST_REMAINING = 0.2
+LEAST_REMAINING = 0.1
 """A document keeps its repeated lines if less than this share of it would remain."""
 _NORM = TextNormConfig(norm_numbers=False)
 """Numbers count as they are: two tables of different numbers are different documents."""

@@ -162,9 +162,7 @@ class Signatures(PipelineStep):
             u64 = np.dtype("<u8")
             repeated = np.concatenate([read_records(path, u64) for path in sorted(self.store.repeated.iterdir())])
         shingler = Shingler(options.n_grams, self.words, repeated)
-        config = MinhashConfig(
-            options.n_grams, options.buckets, options.hashes, hash_config=HashConfig(precision=32)
-        )
+        config = MinhashConfig(options.n_grams, options.buckets, options.hashes, hash_config=HashConfig(precision=32))
         minhash = MinHash(str(folder), config, self.words)
         sources = {source.name: place for place, source in enumerate(self.cleaning.parts[rank])}
         preferences = Preferences(options.prefer)
@@ -239,4 +237,3 @@ def mixed(keys: np.ndarray) -> np.ndarray:
     """Return keys spread evenly over 64 bits, so that equal ranges hold about as many."""
     keys = (keys ^ (keys >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
     return keys ^ (keys >> np.uint64(32))
-
