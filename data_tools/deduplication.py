@@ -77,7 +77,7 @@ def described(report: dict[str, Any]) -> list[str]:
         first = suspicious[0]
         lines.append(
             f"warning: {len(suspicious)} of the largest clusters are suspicious. The first, {first['documents']:,} "
-            f"documents like {first['kept']}, holds {first['close to the threshold']:.0%} that hardly reach --similarity: "
-            "they may share only boilerplate. Read some, then raise --similarity or set --boilerplate 20"
+            f"documents like {first['kept']}, holds {first['close to the threshold']:.0%} that hardly reach "
+            "--similarity: they may share only boilerplate. Read some, then raise --similarity or set --boilerplate 20"
         )
     return lines

@@ -1,11 +1,10 @@
 """The last stages of deduplication: the choice of the documents that are kept, and the report of the clusters.
 
 The documents are decided from the best to the worst. One is removed if it is similar to a document that is already
-kept; of several, the most similar counts. So each removed document has a kept one that resembles it, and nothing chains.
+kept; of several, the most similar counts. So each removed document resembles a kept one, and nothing chains.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,7 +69,7 @@ class Choose(PipelineStep):
         if most is not None and count > most * total:
             raise InputError(
                 f"--at-most {most:g}: {count:,} of {total:,} documents ({count / total:.1%}) are near-duplicates. "
-                "Nothing is written. Check the inputs, raise --similarity, or repeat the command with a higher --at-most"
+                "Nothing is written. Check the inputs, raise --similarity, or repeat this with a higher --at-most"
             )
 
 

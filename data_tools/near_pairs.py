@@ -4,6 +4,7 @@ MinHash only proposes. Every pair is then compared by its sketches, and those of
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ class Compare(PipelineStep):
         own = _Part(self.store, int(pairs["key"][0] >> np.uint64(32)))
         parts = pairs["other"] >> np.uint64(32)
         cuts = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(pairs)]
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             some = pairs[begin:end]
             yield own.edges(_Part(self.store, int(parts[begin])), some)
 

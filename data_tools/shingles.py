@@ -40,7 +40,7 @@ class Shingler:
     def __call__(self, text: str) -> np.ndarray:
         """Return the sorted distinct shingles of a text as 32-bit hashes."""
         if self.repeated is not None and len(self.repeated):
-            text = self._without_repeated(text)
+            text = without_lines(text, self.repeated)
         simple = simplify_text(text, _NORM)
         spaceless = len(_SPACELESS.findall(simple))
         if spaceless > SPACELESS_SHARE * (len(simple) - simple.count(" ")):
@@ -51,14 +51,15 @@ class Shingler:
         grams = set(map(" ".join, zip(*(words[start:] for start in range(size)), strict=False)))
         return np.unique(np.fromiter(map(xxhash.xxh32_intdigest, grams), np.uint32, len(grams)))
 
-    def _without_repeated(self, text: str) -> str:
-        """Return a text without the repeated lines; all of it where too little would remain."""
-        lines = text.split("\n")
-        keys = np.array([line_key(line) for line in lines], np.uint64)
-        places = np.minimum(np.searchsorted(self.repeated, keys), len(self.repeated) - 1)
-        kept = [line for line, left_out in zip(lines, self.repeated[places] == keys, strict=True) if not left_out]
-        shorter = "\n".join(kept)
-        return shorter if len(shorter) >= LEAST_REMAINING * len(text) else text
+
+def without_lines(text: str, repeated: np.ndarray) -> str:
+    """Return a text without the lines of these sorted hashes; all of it where too little would remain."""
+    lines = text.split("\n")
+    keys = np.array([line_key(line) for line in lines], np.uint64)
+    places = np.minimum(np.searchsorted(repeated, keys), len(repeated) - 1)
+    kept = [line for line, left_out in zip(lines, repeated[places] == keys, strict=True) if not left_out]
+    shorter = "\n".join(kept)
+    return shorter if len(shorter) >= LEAST_REMAINING * len(text) else text
 
 
 def line_key(line: str) -> int:
