@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -59,13 +59,11 @@ class Words:
 
     def __init__(self, choose: random.Random, count: int = 20_000) -> None:
         self.choose = choose
-        self.words = [
-            "".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=choose.randint(2, 9))) for _ in range(count)
-        ]
-        self.weights = [1 / (rank + 20) for rank in range(count)]
+        self.words = ["".join(choose.choices(ascii_lowercase, k=choose.randint(2, 9))) for _ in range(count)]
+        self.weights = list(accumulate(1 / (rank + 20) for rank in range(count)))
 
     def take(self, count: int) -> list[str]:
-        return self.choose.choices(self.words, self.weights, k=count)
+        return self.choose.choices(self.words, cum_weights=self.weights, k=count)
 
     def lines(self, count: int) -> str:
         """Return words in lines of ten."""
