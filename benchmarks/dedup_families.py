@@ -39,7 +39,8 @@ LEVELS = (0.0, 0.01, 0.05, 0.1, 0.2)
 NAVIGATION = (0.35, 0.5, 0.6, 0.85)
 PAGE_WORDS = 300
 COPIES_EACH = 200
-LICENCE = """Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
+LICENCE = """\
+Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
 documentation files (the "Software"), to deal in the Software without restriction, including without
 limitation the rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the
 Software, and to permit persons to whom the Software is furnished to do so, subject to the following

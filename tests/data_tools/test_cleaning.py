@@ -82,8 +82,7 @@ def test_planted_copies_are_removed(documents, tmp_path, run):
 def test_signature_equals_datatroves(documents, tmp_path):
     config = MinhashConfig(n_grams=2, num_buckets=60, hashes_per_bucket=7, hash_config=HashConfig(precision=32))
     ours, theirs = (
-        kind(str(tmp_path), config=config, language=cleaning.SpacedWords())
-        for kind in (MinHash, MinhashDedupSignature)
+        kind(str(tmp_path), config=config, language=cleaning.SpacedWords()) for kind in (MinHash, MinhashDedupSignature)
     )
     for text in ("two words", "again and again and again", documents[0], " ".join(documents[:20])):
         shingles = theirs.get_shingles(text)
