@@ -29,7 +29,7 @@ try:
     from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
     from datatrove.executor.base import PipelineExecutor
     from datatrove.pipeline.base import PipelineStep
-    from datatrove.utils.word_tokenizers import WordTokenizer
+    from datatrove.utils.word_tokenizers import WordTokenizer, load_word_tokenizer
     from loguru import logger
     from multiprocess import resource_tracker
     from multiprocess.util import get_temp_dir, register_after_fork
@@ -191,6 +191,25 @@ class SpacedWords(WordTokenizer):
 
     def span_tokenize(self, text: str) -> list[tuple[int, int]]:
         raise NotImplementedError
+
+
+def words_of(language: str | None) -> Any:
+    """Return the word splitter of a language, or refuse one that is unknown or not installed."""
+    if language is None:
+        return SpacedWords()  # datatrove has taken the punctuation out
+    try:
+        splitter = load_word_tokenizer(language)
+        splitter.word_tokenize("a text")
+    except (ImportError, OSError, LookupError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise InputError(
+            f"--language {language}: its word splitter is not installed: {why}. Install it, or leave out --language"
+        ) from None
+    except ValueError:
+        raise InputError(
+            f"--language {language}: datatrove has no word splitter for it. Give a code such as eng, or leave it out"
+        ) from None
+    return splitter
 
 
 class RawDocuments(PipelineStep):

@@ -239,7 +239,7 @@ def adopt(
 @app.command()
 @taking(DedupOptions)
 def dedup(paths: Paths, options: DedupOptions, as_json: Json = False) -> None:
-    """Remove near-duplicate documents with datatrove's MinHash; one document of each cluster is kept.
+    """Remove near-duplicate documents. The longest copy is kept, and each removed one was compared with it.
 
     [dim]blackmamba data dedup pile/train clean/pile[/dim]
 
@@ -248,13 +248,21 @@ def dedup(paths: Paths, options: DedupOptions, as_json: Json = False) -> None:
     from megatron_blackmamba.data_tools import cleaning
 
     cleaning.require_datatrove()
-    from megatron_blackmamba.data_tools.deduplication import stages
+    from megatron_blackmamba.data_tools.dedup_estimate import Estimate
+    from megatron_blackmamba.data_tools.deduplication import described, settings, stages
 
-    decisive = {"n_grams": options.n_grams, "buckets": options.buckets, "hashes": options.hashes}
-    task = _cleaning("dedup", paths, decisive, options)
+    task = _cleaning("dedup", paths, settings(options), options)
     with task.alone():
         task.refuse_other_settings()
-        _run(task, stages(task, options), as_json)
+        estimate = Estimate.of(task, options)
+        if not task.done.exists():
+            warnings = estimate.check(task.out_dir, options.memory if options.slurm else None)
+            if not as_json:
+                print("\n".join([str(estimate), *warnings]), flush=True)
+        _run(task, stages(task, options, estimate), as_json)
+        report = task.work / "clusters.json"
+        if task.done.exists() and not as_json:
+            print("\n".join(described(json.loads(report.read_bytes()))))
 
 
 @app.command()
@@ -325,7 +333,7 @@ def _sentence(summary: "Summary") -> str:
 
 def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options: CleaningOptions) -> "Cleaning":
     from megatron_blackmamba.data_tools.batches import ReadOptions
-    from megatron_blackmamba.data_tools.cleaning import Cleaning
+    from megatron_blackmamba.data_tools.cleaning import Cleaning, words_of
     from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
     from megatron_blackmamba.data_tools.sources import find_sources, parse_size, plan_shards
 
@@ -336,6 +344,7 @@ def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options
         raise InputError(f"{out_dir}: this writes to a local folder only. Copy it to object storage afterwards")
     if "-" in inputs:
         raise InputError("standard input (-) can be read only once, but this reads it twice. Give files")
+    words_of(options.language)
     found = find_sources(inputs, cast("Any", options.format), options.match, apart=out_dir, exclude=options.exclude)
     fields = options.fields or ("text",)
     return Cleaning(

@@ -101,6 +101,20 @@ class CleaningOptions(InputOptions):
 class DedupOptions(CleaningOptions):
     """The options of `dedup`: which documents are similar, and where it runs."""
 
+    similarity: Annotated[
+        float, typer.Option(help="Least Jaccard similarity of a removed document to the one that is kept.")
+    ] = 0.6
+    prefer: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="PATTERN", help="Files preferred among copies of one length; repeat, the best first."),
+    ] = ()
+    boilerplate: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Leave out lines that N or more documents contain. Default: none."),
+    ] = None
+    at_most: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Stop if more than this share of documents would go.")
+    ] = None
     n_grams: Annotated[int, typer.Option(help="Words per n-gram.")] = 2
     buckets: Annotated[int, typer.Option(help="Number of MinHash groups; more find less similar duplicates.")] = 60
     hashes: Annotated[int, typer.Option(help="MinHashes per group; more are stricter.")] = 7

@@ -109,6 +109,20 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Preferences:
+    """Patterns of raw files, of which earlier ones are preferred."""
+
+    patterns: tuple[str, ...] = ()
+
+    def rank(self, name: str) -> int:
+        """Return the rank of a file by its name: the higher is preferred, and 0 matches no pattern."""
+        for place, pattern in enumerate(self.patterns):
+            if _fits(name, pattern):
+                return len(self.patterns) - place
+        return 0
+
+
+@dataclass(frozen=True)
 class Found:
     sources: list[Source]
     ignored: list[Path | str]

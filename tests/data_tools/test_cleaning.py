@@ -36,7 +36,7 @@ from datatrove.pipeline.dedup.minhash import MinhashConfig
 from datatrove.utils.hashing import HashConfig
 
 from benchmarks.cleaning import copies_found, items_found, plant_copies, plant_items, removed_records
-from megatron_blackmamba.data_tools.deduplication import _Signature, modulo_prime
+from megatron_blackmamba.data_tools.signatures import MinHash, modulo_prime
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -82,8 +82,7 @@ def test_planted_copies_are_removed(documents, tmp_path, run):
 def test_signature_equals_datatroves(documents, tmp_path):
     config = MinhashConfig(n_grams=2, num_buckets=60, hashes_per_bucket=7, hash_config=HashConfig(precision=32))
     ours, theirs = (
-        kind(str(tmp_path), config=config, language=cleaning.SpacedWords())
-        for kind in (_Signature, MinhashDedupSignature)
+        kind(str(tmp_path), config=config, language=cleaning.SpacedWords()) for kind in (MinHash, MinhashDedupSignature)
     )
     for text in ("two words", "again and again and again", documents[0], " ".join(documents[:20])):
         shingles = theirs.get_shingles(text)
@@ -192,7 +191,7 @@ def test_a_killed_run_continues(documents, tmp_path):
     command = [sys.executable, "-m", "megatron_blackmamba", "data", "dedup", str(tmp_path / "in")]
     few = ["--part-size", "1KB", "--buckets", "4", "--hashes", "2"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    for stage in ("1_signatures", "4_documents"):
+    for stage in ("1_signatures", "6_documents"):
         process = subprocess.Popen([*command, str(killed), *few, "--workers", "2"], start_new_session=True)
         done = killed / cleaning.WORK / "dedup" / stage / "completions"
         while process.poll() is None and not (done.is_dir() and any(done.iterdir())):

@@ -27,9 +27,9 @@ def test_arrays_of_jobs_remove_what_one_machine_removes(slurm, tmp_path):
     submitted = slurm.run(
         *(*tool, together, *few, "--slurm", "batch", "--memory", "1", "--time", "00:10:00"), cwd=REPOSITORY
     )
-    assert "submitted 5 Slurm jobs" in submitted.stdout
+    assert "submitted 7 Slurm jobs" in submitted.stdout
     job = submitted.stdout.split()[-1]
-    slurm.run("scontrol", "hold", job)  # the last of five that wait for each other
+    slurm.run("scontrol", "hold", job)  # the last of seven that wait for each other
     again = slurm.run(*tool, together, *few, "--slurm", "batch", cwd=REPOSITORY, check=False)
     assert again.returncode == 2 and re.search(rf"Slurm jobs .*\b{job}\b.* work in this folder", again.stderr)
     slurm.run("scontrol", "release", job)
