@@ -14,11 +14,11 @@ MOST_REPEATS = 10
 """A value that more rows of a file have, such as `none of the above`, identifies no item."""
 FEWEST_DISTINCT = 0.1
 """A field with fewer distinct values than this share of the rows is a category."""
-NOT_TEXT = frozenset(
+_ABOUT_NAMES = (
     "license licence copyright citation author authors source url link id idx index uid hash subject category topic "
     "type kind tag tags split subset config dataset task language lang level difficulty date year version revision"
-    .split()
 )
+NOT_TEXT = frozenset(_ABOUT_NAMES.split())
 """Names of fields that say something about an item and are no part of it."""
 _ABOUT = re.compile(r"_(id|ids|idx|url|hash|date|license|licence|source|type|lang|language)$")
 
@@ -78,9 +78,7 @@ def texts_of(rows: Sequence[Row], choice: FieldChoice) -> Iterator[tuple[str, ..
     repeats = Counter(text for row in rows if not row.known for text in {text for _, text in row.texts})
     for row in rows:
         texts = (
-            text
-            for name, text in row.texts
-            if row.known or (name in choice.taken and repeats[text] <= MOST_REPEATS)
+            text for name, text in row.texts if row.known or (name in choice.taken and repeats[text] <= MOST_REPEATS)
         )
         yield tuple(dict.fromkeys(texts))
 
@@ -99,13 +97,14 @@ def _known(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...] | None:
         return ("passage", _string(record, "passage")), ("question", _string(record, "question"))
     if {"goal", "sol1", "sol2"} <= keys:  # PIQA
         answer = _chosen(record, "label", {"0": record["sol1"], "1": record["sol2"]})
-        return _answered("goal", _string(record, "goal"), answer)
+        return _answered("goal", _string(record, "goal"), answer, [record["sol1"], record["sol2"]])
     if {"sentence", "option1", "option2"} <= keys:  # WinoGrande
         answer = _chosen(record, "answer", {"1": record["option1"], "2": record["option2"]})
         sentence = _string(record, "sentence")
         return ("sentence + right option", sentence.replace("_", answer)), ("sentence", sentence.replace("_", " "))
     if {"ctx", "endings"} <= keys:  # HellaSwag
-        return _answered("ctx", _string(record, "ctx"), _listed(record, "label", "endings"), _without_marks)
+        texts = _answered("ctx", _string(record, "ctx"), _listed(record, "label", "endings"))
+        return tuple((name, _without_marks(text)) for name, text in texts)
     if {"choices", "label"} <= keys and keys & {"query", "ctx"}:  # HellaSwag as lm-eval prepares it
         name = "query" if "query" in keys else "ctx"
         return _answered(name, _string(record, name), _listed(record, "label", "choices"))
@@ -114,17 +113,21 @@ def _known(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...] | None:
         keys = record.keys()
     if {"choices", "answerKey"} <= keys:  # ARC, OpenBookQA
         name = "question" if "question" in keys else "question_stem"
-        return _answered(name, _string(record, name), _keyed(record))
+        return _answered(name, _string(record, name), _keyed(record), record["choices"]["text"])
     if {"question", "choices", "answer"} <= keys and isinstance(record["choices"], list):  # MMLU
         letters = {chr(ord("A") + number): text for number, text in enumerate(record["choices"])}
         numbers = {str(number): text for number, text in enumerate(record["choices"])}
         answer = _chosen(record, "answer", letters | numbers)
-        return _answered("question", _string(record, "question"), answer)
+        return _answered("question", _string(record, "question"), answer, record["choices"])
     return None
 
 
-def _answered(name: str, question: str, answer: str, shown: Any = str) -> tuple[tuple[str, str], ...]:
-    return (f"{name} + right answer", shown(f"{question} {answer}")), (name, shown(question))
+def _answered(name: str, question: str, answer: str, answers: Sequence[Any] = ()) -> tuple[tuple[str, str], ...]:
+    """Return question with right answer, the question alone, and with all answers, as a row of the data set has it."""
+    texts = [(f"{name} + right answer", f"{question} {answer}"), (name, question)]
+    if answers:
+        texts.append((f"{name} + all answers", " ".join([question, *map(str, answers)])))
+    return tuple(texts)
 
 
 def _without_marks(text: str) -> str:

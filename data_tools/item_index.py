@@ -16,14 +16,18 @@ from megatron_blackmamba.data_tools.words import SplitWords, bits, information
 
 FEWEST_WORDS = 4
 """Texts of fewer words are everywhere: they are not looked for."""
-FEWEST_BITS = 45.0
-"""Texts and n-grams of less information are not looked for: about four words that are not common, or seven common."""
-APPROXIMATE_BITS = 55.0
+FEWEST_BITS = 34.0
+"""Texts and n-grams of less information are not looked for: about three words that are not common, or five common."""
+APPROXIMATE_BITS = 48.0
 """Information that the words found must have if others were changed."""
 SHARE = 0.75
 """Share of the words of a text, and of its numbers, that must be found in order."""
+SHARE_OF_BITS = 0.85
+"""Share of its information that they must have: `how do you deal with` is not `how do you deal with nausea?`."""
 DENSITY = 0.5
 """Share of the words of the passage that must be the text's, so that words may be added, such as JSON keys."""
+APPROXIMATE_DENSITY = 0.7
+"""The same if words of the text were changed."""
 WINDOW = 24
 """Longer texts are looked for in windows of this many words."""
 MOST_HOLDERS = 10
@@ -84,7 +88,9 @@ class _Seeds:
         """Yield a probe and where it would begin, for each of its n-grams in the text."""
         if len(hashed) < self.size:
             return
-        for at, place in zip(*(each.tolist() for each in self.table.places(n_gram_keys(hashed, self.size))), strict=True):
+        for at, place in zip(
+            *(each.tolist() for each in self.table.places(n_gram_keys(hashed, self.size))), strict=True
+        ):
             first, last = self.bounds[place], self.bounds[place + 1]
             if last - first <= 3 * MOST_HOLDERS:
                 yield from zip(self.probes[first:last].tolist(), (at - self.offsets[first:last]).tolist(), strict=True)
@@ -98,7 +104,7 @@ class ItemIndex:
             raise InputError(f"--n-grams {n_grams}: at least {FEWEST_WORDS + 1}")
         self.n_grams, self.split = n_grams, split
         self.names: list[str] = []
-        self.reachable: list[str] = []
+        self.too_short: list[str] = []
         """Items with too little distinctive text to look for."""
         self._ids: dict[str, int] = {}
         texts: list[tuple[int, Ids]] = []
@@ -108,7 +114,7 @@ class ItemIndex:
             found = [split(by_words.normalize(text)) for text in item.texts]
             kept = [words for words in found if len(words) >= FEWEST_WORDS and information(words) >= FEWEST_BITS]
             if not kept:
-                self.reachable.append(item.name)
+                self.too_short.append(item.name)
             for words in kept:
                 ids = np.array([self._ids.setdefault(word, len(self._ids) + 1) for word in words], np.int64)
                 texts.append((number, ids))
@@ -184,7 +190,8 @@ class ItemIndex:
         """Return where in `given` the words of a probe are, if enough of them are there."""
         there = set(given)
         common = [word for word in wanted if word in there]
-        if len(common) < SHARE * len(wanted) or self._information(common) < FEWEST_BITS:
+        least = SHARE_OF_BITS * self._information(wanted)
+        if len(common) < SHARE * len(wanted) or self._information(common) < least:
             return None
         matcher = SequenceMatcher(None, wanted, given, autojunk=False)
         blocks = [block for block in matcher.get_matching_blocks() if block.size]
@@ -192,13 +199,14 @@ class ItemIndex:
         if len(matched) < SHARE * len(wanted):
             return None
         exact = len(matched) == len(wanted)
-        if self._information(matched) < (FEWEST_BITS if exact else APPROXIMATE_BITS):
+        if not exact and self._information(matched) < max(APPROXIMATE_BITS, least):
             return None
         numbers = sum(word in self._numbers for word in wanted)
         if sum(word in self._numbers for word in matched) < SHARE * numbers:
             return None
         begin, end = blocks[0].b, blocks[-1].b + blocks[-1].size
-        return (begin, end) if len(matched) >= DENSITY * (end - begin) else None
+        density = DENSITY if exact else APPROXIMATE_DENSITY
+        return (begin, end) if len(matched) >= density * (end - begin) else None
 
     def _information(self, ids: Iterable[int]) -> float:
         return sum(self._bits[word] for word in set(ids))
@@ -209,7 +217,7 @@ def n_gram_keys(hashed: Keys, size: int) -> Keys:
     factor = np.uint64(0x9E3779B97F4A7C15)
     length, keys = 1, hashed
     for digit in bin(size)[3:]:  # double the length, and add one
-        keys = keys[:-length] * factor**np.uint64(length) + keys[length:]
+        keys = keys[:-length] * factor ** np.uint64(length) + keys[length:]
         length *= 2
         if digit == "1":
             keys = keys[:-1] * factor + hashed[length:]

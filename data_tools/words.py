@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import regex
 
-COMMON = """
+_COMMON = """
 the a and to of in is for that with on it are as or be by from you an s this at have they not if
 when can into one will more how was use all but what his also their which time used he other her t
 some do around get see only there your same most two may new than has any she about were no so after
@@ -44,9 +44,12 @@ blood clear described needs sure containing note started today word office creat
 months numbers slowly tools total rules considered needed systems bottom questions baby bad care
 earth ring sound physical might record business class ice street access self sugar motion positive
 actually real brown hold
-""".split()
-"""English words, the most frequent first, by the median of their shares in five kinds of text: stories, encyclopedia,
-questions of science, descriptions of videos, software documentation."""
+"""
+COMMON = tuple(_COMMON.split())
+"""English words, the most frequent first, by the median of their shares in five kinds of text.
+
+These are stories, an encyclopedia, questions of science, descriptions of videos and software documentation.
+"""
 MOST_BITS = 13.0
 """Information of a word that is not common. A common one of rank r has log2(15.4 r), since its share is 0.065 / r."""
 _LETTER_BITS = math.log2(26)
@@ -56,7 +59,7 @@ _IDEOGRAPHS = "\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W_{_IDEOGRAPHS}]+")
 _ASCII_WORD = re.compile(r"[a-z0-9]+")
 _INVISIBLE = regex.compile(r"[\p{Mn}\p{Cf}]+")
-"""Accents, once they are characters of their own, and characters without a width, such as U+200B and the soft hyphen."""
+"""Accents, once they are characters of their own, and characters without a width, such as U+200B."""
 _LISTING = re.compile(r"^([^\w\n]*)(\d{1,6})(?=[.):\]|]+\s|\t| {2})", re.MULTILINE)
 """A number that begins a line: of a list, or of a listing."""
 
