@@ -169,7 +169,7 @@ class _Report(Listing):
             for task in self.tasks
         ]
         atomic.write_text(self.cleaning.out_dir / REPORT, "\n".join(_report(found, by_task)) + "\n")
-        return {"tasks": found}
+        return {"cut": sum(1 for _ in _cut(notes)), "tasks": found}
 
 
 def announced(tasks: Sequence[TaskItems]) -> Iterator[str]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_blackmamba.data_tools.fields import FieldError, text_of
-from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.fields import OPTIONAL, FieldError, text_of
+from megatron_blackmamba.data_tools.rejects import MISSING_FIELD, InputError
 
 MOST_REPEATS = 10
 """A value that more rows of a file have, such as `none of the above`, identifies no item."""
@@ -45,8 +45,9 @@ def row_of(record: Any, fields: Sequence[str] = ()) -> Row:
     if not isinstance(record, Mapping):
         raise InputError(f"an evaluation item is a JSON object, not {type(record).__name__}")
     if fields:
-        return Row(tuple((name, _chosen_text(record, name)) for name in fields), True)
-    known = _known(record)
+        known: Sequence[tuple[str, str]] | None = [(name, _chosen_text(record, name)) for name in fields]
+    else:
+        known = _known(record)
     texts = known if known is not None else tuple(_strings(record))
     return Row(tuple((name, text) for name, text in texts if text.strip()), known is not None)
 
@@ -84,9 +85,12 @@ def texts_of(rows: Sequence[Row], choice: FieldChoice) -> Iterator[tuple[str, ..
 
 
 def _chosen_text(record: Mapping[str, Any], names: str) -> str:
+    fields = names.split("+")
     try:
-        return text_of(names.split("+"), " ")(record)
+        return text_of(fields, " ")(record)
     except FieldError as error:
+        if error.reason == MISSING_FIELD and all(field.endswith(OPTIONAL) for field in fields):
+            return ""
         raise InputError(f"{error}. Correct --fields, or mark a field that may be missing by a ?") from None
 
 

@@ -108,7 +108,7 @@ class ItemIndex:
         """Items with too little distinctive text to look for."""
         self._ids: dict[str, int] = {}
         texts: list[tuple[int, Ids]] = []
-        probes: dict[tuple[int, ...], int] = {}
+        holders: dict[tuple[int, ...], list[int]] = {}
         for number, item in enumerate(items):
             self.names.append(item.name)
             found = [split(by_words.normalize(text)) for text in item.texts]
@@ -120,14 +120,17 @@ class ItemIndex:
                 texts.append((number, ids))
                 for start in _windows(len(ids)):
                     if information(words[start : start + WINDOW]) >= FEWEST_BITS:
-                        probes.setdefault(tuple(ids[start : start + WINDOW].tolist()), number)
+                        held = holders.setdefault(tuple(ids[start : start + WINDOW].tolist()), [])
+                        if number not in held[-1:]:
+                            held.append(number)
         vocabulary = ["", *self._ids]
         self._bits = [bits(word) for word in vocabulary]
         self._numbers = frozenset(self._ids[word] for word in vocabulary[1:] if word.isdigit())
         self._hashed = np.random.default_rng(0).integers(1, 2**64, len(vocabulary), np.uint64)
         self._hashed[0] = 0
         self._grams, self._holders = self._exact(texts)
-        self._probes, self._items = list(probes), list(probes.values())
+        rare = {probe: held[0] for probe, held in holders.items() if len(held) <= MOST_HOLDERS}
+        self._probes, self._items = list(rare), list(rare.values())
         short = [(i, np.array(probe)) for i, probe in enumerate(self._probes) if len(probe) < _SHORT]
         long = [(i, np.array(probe)) for i, probe in enumerate(self._probes) if len(probe) >= _SHORT]
         self._seeds = [_Seeds(_SHORT_SEED, short, self._hashed), _Seeds(_SEED, long, self._hashed)]
