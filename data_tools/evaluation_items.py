@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,6 +157,7 @@ def _from_lm_eval(names: Sequence[str], task_folder: str | None) -> list[Evaluat
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise InputError(f"--against {', '.join(unknown)}: neither a file nor a task of lm-eval (`lm_eval ls tasks`)")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of every retry
     try:
         return [
             Evaluation(name, _items_of_task(name, task), FieldChoice(["as lm-eval shows them"]))

@@ -187,7 +187,7 @@ def _chosen(record: Mapping[str, Any], key: str, answers: Mapping[str, Any]) -> 
 
 
 def _strings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every string of a record with the path to it, and refuse a `text` that is none."""
+    """Yield every string of a record with its path; refuse a `text` of another type."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, Mapping):

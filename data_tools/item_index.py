@@ -41,7 +41,7 @@ Keys = np.ndarray[Any, np.dtype[np.uint64]]
 
 @dataclass(frozen=True)
 class Passage:
-    """Words `start` to `end` of a text that are those of an item."""
+    """Words `start` to `end` of a text, which match an item."""
 
     start: int
     end: int

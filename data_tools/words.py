@@ -77,7 +77,7 @@ def bits(word: str) -> float:
 
 
 def information(words: Iterable[str]) -> float:
-    """Return the bits of a text: those of its distinct words."""
+    """Return the bits of a text, the sum over its distinct words."""
     return sum(map(bits, set(words)))
 
 
