@@ -44,6 +44,7 @@ from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK, Cleanin
 from megatron_blackmamba.data_tools.readers import Reader
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog, Tolerance
 from megatron_blackmamba.data_tools.sources import Source
+from megatron_blackmamba.data_tools.words import SplitWords, split_words
 from megatron_blackmamba.data_tools.workers import usable_cores
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.remote import file_sha256, is_remote
@@ -53,6 +54,8 @@ Note = Callable[[Any], dict[str, Any] | None]
 """Returns what to note of a document."""
 Row = tuple[str, int, str, str, str]
 REMOVED = "removed.tsv"
+ADDED = "added"
+"""The metadata of a document that are further fields of its record in the part."""
 COLUMNS = ("file", "record", "reason", "resembles", "detail")
 _LEVEL = 3
 JOBS = "slurm_jobs"
@@ -212,6 +215,23 @@ def words_of(language: str | None) -> Any:
     return splitter
 
 
+class _WordSplitter:
+    """datatrove's word splitter of a language, loaded by the process that uses it."""
+
+    def __init__(self, language: str) -> None:
+        self.language = language
+
+    def __call__(self, text: str) -> Sequence[str]:
+        from datatrove.utils.word_tokenizers import load_word_tokenizer  # cached there
+
+        return [word for word in load_word_tokenizer(self.language).word_tokenize(text) if any(map(str.isalnum, word))]
+
+
+def word_splitter(language: str | None) -> SplitWords:
+    """Return datatrove's word splitter of a language, or without one that of every text."""
+    return split_words if language is None else _WordSplitter(language)
+
+
 class RawDocuments(PipelineStep):
     """A datatrove reader of everything that `tokenize` reads. Part number `rank` is read by task `rank`."""
 
@@ -237,7 +257,7 @@ class RawDocuments(PipelineStep):
         parent, records = os.getppid(), 0
 
         def note(source: Source, record: int, reason: str, detail: str) -> None:
-            notes.write(_line({"file": source.name, "record": record, "reason": reason, "detail": detail}))
+            notes.write(note_line({"file": source.name, "record": record, "reason": reason, "detail": detail}))
 
         def reject(source: Source, *bad: Any) -> None:
             log.add(source.name, source.path, *bad)
@@ -288,6 +308,7 @@ class PartWriter(PipelineStep):
 
     def run(self, data: Any, rank: int, world_size: int) -> None:
         kept: Counter[str] = Counter()
+        cut = 0
         path = self.out_dir / part_name(rank)
         with (
             atomic.atomic_file(self.notes / f"{rank:05d}.kept") as notes,
@@ -296,12 +317,20 @@ class PartWriter(PipelineStep):
         ):
             for document in data:
                 where = _where(document)
-                out.write(_line({"text": document.text, **where}))
+                added = document.metadata.get(ADDED, {})
+                cut += "cut" in added
+                out.write(note_line({"text": document.text, **where, **added}))
                 found = self.note(document)
                 if found is not None:
-                    notes.write(_line({**where, **found}))
+                    notes.write(note_line({**where, **found}))
                 kept[where["file"]] += 1
-        written = {"name": path.name, "sha256": file_sha256(path), "bytes": path.stat().st_size, "kept": kept}
+        written = {
+            "name": path.name,
+            "sha256": file_sha256(path),
+            "bytes": path.stat().st_size,
+            "kept": kept,
+            "cut": cut,
+        }
         if not kept:
             path.unlink()
         atomic.write_json(self.notes / f"{rank:05d}.part", written)
@@ -326,14 +355,14 @@ class RemovalLog:
         if self._file is None:
             self.notes.mkdir(parents=True, exist_ok=True)
             self._file = open(self.notes / f"{rank:05d}.removed", "wb")  # noqa: SIM115
-        self._file.write(_line({**_where(document), **(self.note(document) or {})}))
+        self._file.write(note_line({**_where(document), **(self.note(document) or {})}))
 
 
 def _where(document: Any) -> dict[str, Any]:
     return {key: document.metadata[key] for key in ("file", "record")}
 
 
-def _line(value: dict[str, Any]) -> bytes:
+def note_line(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
@@ -350,15 +379,22 @@ class Listing(PipelineStep):
     type = "📋 - LIST"
     name = "removals"
 
-    def __init__(self, cleaning: Cleaning, rows: Callable[[Path], Iterator[Row]], spent: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        cleaning: Cleaning,
+        rows: Callable[[Path], Iterator[Row]],
+        spent: Sequence[Path] = (),
+        cut: Callable[[Path], Iterator[Row]] = lambda _: iter(()),
+    ) -> None:
         """Set up the step.
 
         Args:
             rows: From the folder of the notes: the rows of the removed documents.
             spent: Folders as large as the text, which nothing reads again.
+            cut: As `rows`, of the passages that were cut out of documents.
         """
         super().__init__()
-        self.cleaning, self.rows, self.spent = cleaning, rows, spent
+        self.cleaning, self.rows, self.spent, self.cut = cleaning, rows, spent, cut
 
     def run(self, data: Any, rank: int, world_size: int) -> None:
         out_dir, notes = self.cleaning.out_dir, self.cleaning.notes
@@ -367,7 +403,7 @@ class Listing(PipelineStep):
             text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
             table = csv.writer(text, delimiter="\t", lineterminator="\n")
             table.writerow(COLUMNS)
-            for kind, rows in (("removed", self.rows(notes)), ("skipped", _skipped(notes))):
+            for kind, rows in (("removed", self.rows(notes)), ("cut", self.cut(notes)), ("skipped", _skipped(notes))):
                 for row in rows:
                     table.writerow(row)
                     counts[kind] += 1
@@ -376,9 +412,15 @@ class Listing(PipelineStep):
         if len(parts) < len([*notes.glob("*.skipped")]):
             raise InputError(f"{out_dir}: an older version began this. Remove the folder, and run the command again")
         CleaningManifest(parts=[part for part in parts if part.documents]).write(out_dir)
-        atomic.write_json(self.cleaning.done, {"kept": sum(part.documents for part in parts), **counts})
+        atomic.write_json(
+            self.cleaning.done, {"kept": sum(part.documents for part in parts), **counts, **self.facts(notes)}
+        )
         for folder in self.spent:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def facts(self, notes: Path) -> dict[str, Any]:
+        """Return further results, from the folder of the notes."""
+        return {}
 
 
 def _skipped(notes: Path) -> Iterator[Row]:
@@ -395,7 +437,7 @@ def _described(notes: Path) -> Part:
         if raw["name"] in written["kept"]
     ]
     kept = sum(written["kept"].values())
-    return part_of(written["name"], written["sha256"], written["bytes"], kept, files)
+    return part_of(written["name"], written["sha256"], written["bytes"], kept, files, written.get("cut") or None)
 
 
 def require_datatrove() -> None:

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from megatron_blackmamba.data_tools.options import CleaningOptions, DedupOptions, TokenizeOptions, sharding
+from megatron_blackmamba.data_tools.options import (
+    CleaningOptions,
+    DecontaminationOptions,
+    DedupOptions,
+    TokenizeOptions,
+    sharding,
+)
 from megatron_blackmamba.data_tools.progress import counted, listed, short
 from megatron_blackmamba.options import taking
 from megatron_blackmamba.progress import Progress, State
@@ -266,21 +272,9 @@ def dedup(paths: Paths, options: DedupOptions, as_json: Json = False) -> None:
 
 
 @app.command()
-@taking(CleaningOptions)
-def decontaminate(
-    paths: Paths,
-    options: CleaningOptions,
-    against: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TASK|FILE", help="lm-eval task or JSON lines; repeat for more \\[the paper's eight]."),
-    ] = None,
-    task_folder: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Folder with lm-eval task definitions of your own.")
-    ] = None,
-    n_grams: Annotated[int, typer.Option(help="Number of consecutive words that make a match.")] = 12,
-    as_json: Json = False,
-) -> None:
-    """Remove documents that contain items of evaluation tasks, with datatrove's n-gram filter.
+@taking(DecontaminationOptions)
+def decontaminate(paths: Paths, options: DecontaminationOptions, as_json: Json = False) -> None:
+    """Cut passages out of documents that hold items of evaluation tasks, or remove the documents.
 
     [dim]blackmamba data decontaminate clean/pile final/pile[/dim]
 
@@ -289,21 +283,24 @@ def decontaminate(
     from megatron_blackmamba.data_tools import cleaning
 
     cleaning.require_datatrove()
-    from megatron_blackmamba.data_tools.decontamination import ItemIndex, stages
-    from megatron_blackmamba.data_tools.evaluation_items import contents_of, read_items
+    from megatron_blackmamba.data_tools import decontamination
+    from megatron_blackmamba.data_tools.evaluation_items import contents_of, read_evaluations
+    from megatron_blackmamba.data_tools.item_index import ItemIndex
     from megatron_blackmamba.formats.evaluations import PAPER
 
-    names = tuple(against or PAPER)
-    task = _cleaning("decontaminate", paths, {"against": list(names), "n_grams": n_grams}, options)
-    items = read_items(names, task_folder)
+    names = options.against or PAPER
+    decisive = {"against": list(names), "n_grams": options.n_grams, "fields": list(options.item_fields)}
+    task = _cleaning("decontaminate", paths, decisive | {"drop": options.drop, "margin": options.margin}, options)
+    evaluations = read_evaluations(names, options.task_folder, options.item_fields)
+    items = [item for evaluation in evaluations for item in evaluation.items]
     task = replace(task, settings={**task.settings, **contents_of(items)})
+    index = ItemIndex(items, options.n_grams, cleaning.word_splitter(options.language))
+    tasks = decontamination.tasks_of(evaluations, index)
     with task.alone():
         task.refuse_other_settings()
-        index = ItemIndex(items, n_grams, options.language)
         if not as_json:
-            short = f", of which {index.too_short} are too short to look for" if index.too_short else ""
-            print(f"looking for {index.items} evaluation items{short}")
-        _run(task, stages(task, index), as_json)
+            print("\n".join(decontamination.announced(tasks)))
+        _run(task, decontamination.stages(task, index, tasks, drop=options.drop, margin=options.margin), as_json)
 
 
 def _sentence(summary: "Summary") -> str:
@@ -389,7 +386,12 @@ def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
         print(json.dumps({**counts, "out_dir": str(task.out_dir), "removed_list": str(task.out_dir / REMOVED)}))
     else:
         skipped = f", skipped {counts['skipped']:,} records without a text" if counts.get("skipped") else ""
+        cut = f", cut {counts['cut']:,} passages" if counts.get("cut") else ""
         print(
-            f"{task.out_dir}: kept {counts['kept']:,} documents, removed {counts['removed']:,}{skipped} "
+            f"{task.out_dir}: kept {counts['kept']:,} documents, removed {counts['removed']:,}{cut}{skipped} "
             f"({REMOVED} lists them)"
         )
+        if counts.get("tasks"):
+            from megatron_blackmamba.data_tools.decontamination import REPORT, table
+
+            print("\n".join([*table(counts["tasks"]), f"passages to read: {task.out_dir / REPORT}"]))

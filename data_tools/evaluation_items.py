@@ -2,58 +2,124 @@
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.data_tools.evaluation_rows import FieldChoice, Row, choose_fields, row_of, texts_of
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.data_tools.streams import Damage, InputStream
 
+_PROMPT = re.compile(r"^\s*(question|q)\s*:|\b(answer|a)\s*:\s*$", re.IGNORECASE)
+"""Words that a task's prompt adds to a question; pages do not have them."""
+
 
 @dataclass(frozen=True)
 class Item:
-    """One evaluation item and the texts by which it is recognised, the answer included."""
+    """One evaluation item and the texts by which it is recognised."""
 
     name: str
     texts: tuple[str, ...]
 
+    @property
+    def task(self) -> str:
+        """Return the task or file of the item."""
+        return task_of(self.name)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The items of one task or file, and the fields that their texts are from."""
+
+    name: str
+    items: tuple[Item, ...]
+    choice: FieldChoice = field(default_factory=FieldChoice)
+
+
+def task_of(item: str) -> str:
+    """Return the task or file of an item's name."""
+    return item.rpartition(":")[0]
+
 
 def read_items(against: Sequence[str], task_folder: str | None = None) -> list[Item]:
-    """Return the items of tasks and files. A name that is no file is one of lm-eval's tasks.
+    """Return the items of tasks and files. A name that is no file is one of lm-eval's tasks."""
+    return [item for evaluation in read_evaluations(against, task_folder) for item in evaluation.items]
+
+
+def read_evaluations(
+    against: Sequence[str], task_folder: str | None = None, fields: Sequence[str] = ()
+) -> list[Evaluation]:
+    """Return tasks and files with their items.
 
     task_folder: a folder with your own task definitions, as lm-eval's --include_path.
+    fields: FIELD,... for all files, or FILE=FIELD,... for one.
     """
     files = [name for name in against if Path(name).exists()]
     tasks = [name for name in against if name not in files]
-    items = [item for name in files for item in _from_file(name)]
+    chosen = _Fields(fields)
+    evaluations = [evaluation for name in files for evaluation in _from_file(name, chosen)]
+    chosen.refuse_unused()
     if tasks:
-        items += _from_lm_eval(tasks, task_folder)
-    if not items:
+        evaluations += _from_lm_eval(tasks, task_folder)
+    if not any(evaluation.items for evaluation in evaluations):
         raise InputError(f"--against {', '.join(against)}: no item found")
-    return items
+    return evaluations
+
+
+class _Fields:
+    """The fields named by --fields, and whether each was used."""
+
+    def __init__(self, given: Sequence[str]) -> None:
+        split = [(file, fields) for file, _, fields in (each.rpartition("=") for each in given)]
+        self._of = {file: tuple(name.strip() for name in fields.split(",") if name.strip()) for file, fields in split}
+        self._unused = set(self._of)
+        empty = next((each for each, (file, _) in zip(given, split, strict=True) if not self._of[file]), None)
+        if empty is not None:
+            raise InputError(f"--fields {empty}: names no field. Write, for example, --fields question,question+answer")
+
+    def of(self, path: str) -> tuple[str, ...]:
+        for file in (path, Path(path).name, ""):
+            if file in self._of:
+                self._unused.discard(file)
+                return self._of[file]
+        return ()
+
+    def refuse_unused(self) -> None:
+        for file in sorted(self._unused):
+            what = f"{file}: is no file of --against" if file else "no file of --against to take fields from"
+            raise InputError(f"--fields: {what}. Name a file with --against, or leave the option out")
 
 
 def contents_of(items: Sequence[Item]) -> dict[str, str]:
     """Return the sha256 of the texts of every file or task, by which a change of them is noticed."""
     hashes: dict[str, Any] = {}
     for item in items:
-        source, _, number = item.name.rpartition(":")
-        line = json.dumps([number, item.texts]).encode()
-        hashes.setdefault(f"contents of {source}", hashlib.sha256()).update(line)
+        line = json.dumps([item.name, item.texts]).encode()
+        hashes.setdefault(f"contents of {item.task}", hashlib.sha256()).update(line)
     return {source: found.hexdigest() for source, found in hashes.items()}
 
 
-def _from_file(path: str) -> Iterator[Item]:
+def _from_file(path: str, chosen: _Fields) -> Iterator[Evaluation]:
     for source in find_sources([path]).sources:
         if source.format != "jsonl":
             raise InputError(f"{source.path}: evaluation items must be JSON Lines. Convert the file")
-        for number, line in enumerate(_lines(source.path), start=1):
-            if line.strip():
-                yield Item(f"{source.name}:{number}", _texts_of_line(line, f"{source.path}, line {number}"))
+        fields = chosen.of(source.path)
+        rows = {
+            number: _row(line, f"{source.path}, line {number}", fields)
+            for number, line in enumerate(_lines(source.path), start=1)
+            if line.strip()
+        }
+        choice = choose_fields([*rows.values()])
+        if rows and not choice.taken:
+            left = ", ".join(f"`{name}` ({why})" for name, why in choice.left_out.items()) or "no string in any row"
+            raise InputError(f"{source.path}: no usable field: {left}. Choose fields: --fields FIELD,...")
+        texts = zip(rows, texts_of([*rows.values()], choice), strict=True)
+        yield Evaluation(source.name, tuple(Item(f"{source.name}:{number}", each) for number, each in texts), choice)
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -68,112 +134,18 @@ def _lines(path: str) -> Iterator[bytes]:
         yield pending
 
 
-def _texts_of_line(line: bytes, where: str) -> tuple[str, ...]:
+def _row(line: bytes, where: str, fields: Sequence[str]) -> Row:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise InputError(f"{where}: not JSON ({error}). Write one JSON object a line") from None
     try:
-        return texts_of(record)
+        return row_of(record, fields)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 
 
-def texts_of(record: Any) -> tuple[str, ...]:
-    """Return the texts of a record of a task whose fields are known; else each of its strings."""
-    if not isinstance(record, Mapping):
-        raise InputError(f"an evaluation item is a JSON object, not {type(record).__name__}")
-    known = _known(record)
-    return tuple(text for text in (known or tuple(_strings(record))) if text.strip())
-
-
-def _known(record: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return question and right answer as a page would show them. BoolQ's answer is yes or no: nothing to find."""
-    keys = record.keys()
-    if "text" in keys:  # LAMBADA, and plain text
-        return (_string(record, "text"),)
-    if {"passage", "question"} <= keys:  # BoolQ
-        return _string(record, "passage"), _string(record, "question")
-    if {"goal", "sol1", "sol2"} <= keys:  # PIQA
-        return (f"{_string(record, 'goal')} {_chosen(record, 'label', {'0': record['sol1'], '1': record['sol2']})}",)
-    if {"sentence", "option1", "option2"} <= keys:  # WinoGrande
-        answer = _chosen(record, "answer", {"1": record["option1"], "2": record["option2"]})
-        return (_string(record, "sentence").replace("_", answer),)
-    if {"ctx", "endings"} <= keys:  # HellaSwag
-        shown = f"{_string(record, 'ctx')} {_listed(record, 'label', 'endings')}"
-        shown = re.sub(r"\[(header|title|step|substeps)\]", " ", shown)  # marks, which no page shows
-        return (" ".join(shown.split()),)
-    if {"choices", "label"} <= keys and keys & {"query", "ctx"}:  # HellaSwag as lm-eval prepares it
-        question = _string(record, "query" if "query" in keys else "ctx")
-        return (f"{question} {_listed(record, 'label', 'choices')}",)
-    if "answerKey" in keys and isinstance(record.get("question"), Mapping):  # ARC, OpenBookQA as first published
-        record = _unnested(record)
-        keys = record.keys()
-    if {"choices", "answerKey"} <= keys:  # ARC, OpenBookQA
-        question = _string(record, "question" if "question" in keys else "question_stem")
-        return (f"{question} {_keyed(record)}",)
-    return None
-
-
-def _string(record: Mapping[str, Any], key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str):
-        raise InputError(f"`{key}` is {json.dumps(value)[:60]}, not a string. Correct or remove the line")
-    return value
-
-
-def _listed(record: Mapping[str, Any], key: str, answers: str) -> str:
-    """Return the item of the list `answers` whose place, counted from 0, stands in the field `key`."""
-    texts = record[answers]
-    if not isinstance(texts, list):
-        raise InputError(f"`{answers}` is {json.dumps(texts)[:60]}, not a list. Correct or remove the line")
-    return _chosen(record, key, {str(number): text for number, text in enumerate(texts)})
-
-
-def _unnested(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an ARC or OpenBookQA record of the authors' files in the form of the Hugging Face Hub."""
-    question = record["question"]
-    try:
-        choices = {key: [choice[key] for choice in question["choices"]] for key in ("text", "label")}
-    except (KeyError, TypeError):
-        raise InputError("`question` has no list `choices` of `text` and `label`. Correct or remove the line") from None
-    return {"question_stem": question.get("stem"), "choices": choices, "answerKey": record["answerKey"]}
-
-
-def _keyed(record: Mapping[str, Any]) -> str:
-    choices = record["choices"]
-    try:
-        named = dict(zip(choices["label"], choices["text"], strict=True))
-    except (KeyError, TypeError, ValueError):
-        raise InputError(
-            "`choices` has no lists `text` and `label` of one length. Correct or remove the line"
-        ) from None
-    return _chosen(record, "answerKey", named)
-
-
-def _chosen(record: Mapping[str, Any], key: str, answers: Mapping[str, Any]) -> str:
-    """Return the right one of `answers`, which the field `key` names."""
-    named = record.get(key)
-    answer = answers.get(str(named))
-    if not isinstance(answer, str):
-        raise InputError(
-            f"`{key}` is {json.dumps(named)[:60]}, which names no answer. Take a split with answers, or remove the line"
-        )
-    return answer
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner)
-
-
-def _from_lm_eval(names: Sequence[str], task_folder: str | None) -> list[Item]:
+def _from_lm_eval(names: Sequence[str], task_folder: str | None) -> list[Evaluation]:
     try:
         from lm_eval.tasks import get_task_dict
     except ImportError:
@@ -185,11 +157,18 @@ def _from_lm_eval(names: Sequence[str], task_folder: str | None) -> list[Item]:
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise InputError(f"--against {', '.join(unknown)}: neither a file nor a task of lm-eval (`lm_eval ls tasks`)")
-    return [
-        Item(f"{name}:{number}", _texts_of_task(task, document))
-        for name, task in _tasks(get_task_dict(list(names), manager))
-        for number, document in enumerate(task.test_docs() if task.has_test_docs() else task.validation_docs(), start=1)
-    ]
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of every retry
+    try:
+        return [
+            Evaluation(name, _items_of_task(name, task), FieldChoice(["as lm-eval shows them"]))
+            for name, task in _tasks(get_task_dict(list(names), manager))
+        ]
+    except Exception as error:  # whatever the libraries that download a dataset raise
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        raise InputError(
+            f"--against {', '.join(names)}: lm-eval cannot load the data ({why}). Run this once with a network so that "
+            "the Hugging Face cache holds them, or name files of JSON lines"
+        ) from None
 
 
 @cache
@@ -208,15 +187,26 @@ def _tasks(found: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield str(name), task[1] if isinstance(task, tuple) else task
 
 
+def _items_of_task(name: str, task: Any) -> tuple[Item, ...]:
+    documents = task.test_docs() if task.has_test_docs() else task.validation_docs()
+    return tuple(
+        Item(f"{name}:{number}", _texts_of_task(task, document)) for number, document in enumerate(documents, start=1)
+    )
+
+
 def _texts_of_task(task: Any, document: Any) -> tuple[str, ...]:
-    """Return what lm-eval would show and the right answer, and the text that it decontaminates by, if it has one."""
+    """Return the question with the right answer, the question alone, and what lm-eval decontaminates by, if anything.
+
+    They are as lm-eval shows them, less `Question:` and `Answer:`.
+    """
     context, target = task.doc_to_text(document), task.doc_to_target(document)
     choices = task.doc_to_choice(document) if task.config.doc_to_choice is not None else None
     if isinstance(context, int) and choices is not None:  # WinoGrande: the contexts differ, the target is common
         context = choices[context]
     elif isinstance(target, int) and choices is not None:
         target = choices[target]
-    texts = [f"{context} {target}"]
+    question = _PROMPT.sub("", str(context)).strip()
+    texts = [f"{question} {target}", question]
     if task.should_decontaminate():
         texts.append(str(task.doc_to_decontamination_query(document)))
-    return tuple(dict.fromkeys(texts))
+    return tuple(text for text in dict.fromkeys(texts) if text.strip())

@@ -118,3 +118,27 @@ class DedupOptions(CleaningOptions):
     n_grams: Annotated[int, typer.Option(help="Words per n-gram.")] = 2
     buckets: Annotated[int, typer.Option(help="Number of MinHash groups; more find less similar duplicates.")] = 60
     hashes: Annotated[int, typer.Option(help="MinHashes per group; more are stricter.")] = 7
+
+
+@dataclass(frozen=True)
+class DecontaminationOptions(CleaningOptions):
+    """The options of `decontaminate`: the evaluation items, and what becomes of documents that hold them."""
+
+    against: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="TASK|FILE", help="lm-eval task or JSON lines; repeat for more \\[the paper's eight]."),
+    ] = ()
+    task_folder: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Folder with lm-eval task definitions of your own.")
+    ] = None
+    item_fields: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--fields",
+            metavar="[FILE=]FIELD,...",
+            help="Fields of evaluation files, each a text to look for; a+b joins two.",
+        ),
+    ] = ()
+    n_grams: Annotated[int, typer.Option(help="Number of consecutive words that make a match.")] = 12
+    drop: Annotated[bool, typer.Option("--drop", help="Remove whole documents instead of cutting passages.")] = False
+    margin: Annotated[int, typer.Option(min=0, help="Characters cut before and after a passage.")] = 200

@@ -31,6 +31,8 @@ class Part(BaseModel):
     bytes: int
     documents: int
     origins: list[RawFile]
+    cut: int | None = None
+    """Documents of which passages were cut; each names them in its field `cut`."""
 
 
 class CleaningManifest(BaseModel):
@@ -55,7 +57,7 @@ class CleaningManifest(BaseModel):
             raise InputError(f"{place}: not the manifest of a cleaning: {first}. Restore it") from None
 
     def write(self, folder: Path) -> None:
-        atomic.write_text(folder / CLEANING, self.model_dump_json(indent=2) + "\n")
+        atomic.write_text(folder / CLEANING, self.model_dump_json(indent=2, exclude_none=True) + "\n")
 
 
 class Cleanings:
@@ -109,10 +111,17 @@ def refuse_incomplete(folder: str | Path) -> None:
             )
 
 
-def part_of(name: str, sha256: str, size: int, documents: int, read: Iterable[tuple[RawFile, list[RawFile]]]) -> Part:
+def part_of(
+    name: str,
+    sha256: str,
+    size: int,
+    documents: int,
+    read: Iterable[tuple[RawFile, list[RawFile]]],
+    cut: int | None = None,
+) -> Part:
     """Return the entry of a part that holds documents of the files `read`, each with its own origins."""
     origins = {raw.sha256: raw for file, earlier in read for raw in (file, *earlier)}
-    return Part(name=name, sha256=sha256, bytes=size, documents=documents, origins=list(origins.values()))
+    return Part(name=name, sha256=sha256, bytes=size, documents=documents, origins=list(origins.values()), cut=cut)
 
 
 def _sizes(folder: str | Path) -> dict[str, int]:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools import cleaning
-from megatron_blackmamba.data_tools.evaluation_items import Item, read_items, texts_of
+from megatron_blackmamba.data_tools.evaluation_items import Item, read_items
+from megatron_blackmamba.data_tools.evaluation_rows import choose_fields, row_of, texts_of
 from megatron_blackmamba.data_tools.mixture import verify_mixture
 from megatron_blackmamba.data_tools.options import CleaningOptions
 from megatron_blackmamba.data_tools.origins import CleaningManifest
@@ -55,6 +57,16 @@ def clean(verb, *arguments):
     if done.exception:
         raise done.exception
     return json.loads(done.stdout)
+
+
+def records_of(part):
+    with zstandard.open(part, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def cut_of(detail):
+    begin, end = detail.partition(":")[0].removeprefix("characters ").split("-")
+    return int(begin), int(end)
 
 
 def rows(out_dir):
@@ -109,18 +121,27 @@ def test_planted_evaluation_items_are_removed(documents, tmp_path):
     assert found["recall, verbatim"] == found["recall, re-cased"] == found["recall, re-spaced"] == 1, found
     assert found["removed without a planted item"] == 0
     names = {item.name: " ".join(item.texts) for item in items}
-    for _, record, reason, item, words in rows(out):
-        assert reason == "evaluation item" and words.split()[0] in corpus.texts[int(record) - 1].lower()
-        assert words.replace(" ", "") in names[item].lower().replace(" ", "")
+    kept = {record["record"]: record for part in out.glob("part_*") for record in records_of(part)}
+    for _, record, reason, item, detail in rows(out):
+        text, (begin, end) = corpus.texts[int(record) - 1], cut_of(detail)
+        passage = re.search("⟦(.*)⟧", detail)[1].lower().split()
+        assert {word.strip("?") for word in passage} <= set(names[item].lower().strip("?").split())
+        assert passage[0] in text[begin:end].lower()
+        if reason == "evaluation item":
+            assert int(record) not in kept and (begin, end) == (0, len(text))
+        else:
+            pieces = (text[:begin].strip(), text[end:].strip())
+            assert kept[int(record)]["text"] == "\n\n".join(piece for piece in pieces if piece)
+            assert reason == "evaluation item, cut" and kept[int(record)]["cut"] == [[begin, end]]
 
 
 def test_changed_evaluation_items_are_refused(tmp_path):
     corpus, items, out = tmp_path / "corpus.jsonl", tmp_path / "items.jsonl", tmp_path / "out"
-    corpus.write_text('{"text": "one two three four five"}\n{"text": "six seven eight nine ten"}\n')
-    items.write_text('{"text": "one two three four"}\n')
+    corpus.write_text('{"text": "red otter juggles seven lanterns"}\n{"text": "blue heron recites nine sonnets"}\n')
+    items.write_text('{"text": "otter juggles seven lanterns"}\n')
     command = ["decontaminate", corpus, out, "--against", items]
     assert clean(*command)["removed"] == clean(*command)["removed"] == 1
-    items.write_text('{"text": "six seven eight nine"}\n')
+    items.write_text('{"text": "heron recites nine sonnets"}\n')
     with pytest.raises(InputError, match=r"was made with other contents of items.jsonl: choose another folder"):
         clean(*command)
 
@@ -159,7 +180,7 @@ def test_a_bad_record_stops_the_work(tmp_path):
 def test_skipped_records_are_listed(verb, tmp_path, run):
     lines = [*(json.dumps({"s": [{"text": text}]}) for text in ("one", "", "two", 3)), "", "{"]
     (tmp_path / "a.jsonl").write_text("".join(line + "\n" for line in lines))
-    (tmp_path / "items.jsonl").write_text('{"text": "three or four words"}\n')
+    (tmp_path / "items.jsonl").write_text('{"text": "otter juggles seven lanterns"}\n')
     options = ["--field", "s[].text", "--max-bad", "2", "--part-size", "1KB"]
     options += ["--against", tmp_path / "items.jsonl"] if verb == "decontaminate" else []
     out = tmp_path / "clean"
@@ -209,7 +230,7 @@ def test_a_killed_run_continues(documents, tmp_path):
 
 
 def test_two_commands_never_share_a_folder(write_jsonl, tmp_path):
-    corpus = write_jsonl("in.jsonl", ["some words", "others", "many of them"])
+    corpus = write_jsonl("in.jsonl", ["some words", "others", "otter juggles seven lanterns"])
     lock = tmp_path / "out" / cleaning.WORK / "lock"
     lock.parent.mkdir(parents=True)
     hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
@@ -235,7 +256,7 @@ def test_a_full_disk_is_named(write_jsonl, tmp_path, monkeypatch):
 
 def test_items_without_enough_words_are_refused(write_jsonl, tmp_path):
     corpus, items = write_jsonl("in.jsonl", ["some words"]), write_jsonl("items.jsonl", ["a", "b c"])
-    with pytest.raises(InputError, match="each of its 2 items has fewer than"):
+    with pytest.raises(InputError, match="each of its 2 items has too little distinctive text"):
         clean("decontaminate", corpus, tmp_path / "out", "--against", items)
 
 
@@ -275,7 +296,7 @@ def cleaned(tmp_path_factory):
     for name in ("train", "val"):
         lines = (json.dumps({"text": f"{name} document {LETTERS[i:]} {i}"}) + "\n" for i in range(20))
         (folder / f"raw/{name}.jsonl").write_text("".join(lines))
-    (folder / "items.jsonl").write_text('{"text": "words that are in no document"}\n')
+    (folder / "items.jsonl").write_text('{"text": "otter juggles seven lanterns"}\n')
     clean("dedup", folder / "raw", folder / "clean", "--part-size", "1KB")
     clean("decontaminate", folder / "clean", folder / "final", "--against", folder / "items.jsonl", "--part-size", "1B")
     return folder
@@ -368,7 +389,7 @@ doc_to_target: gold
 should_decontaminate: true
 doc_to_decontamination_query: q
 """)
-    assert read_items(["singing"], str(tmp_path)) == [Item("singing:1", ("Question: who sings a bird", "who sings"))]
+    assert read_items(["singing"], str(tmp_path)) == [Item("singing:1", ("who sings a bird", "who sings"))]
     with pytest.raises(InputError, match="neither a file nor a task of lm-eval"):
         read_items(["no_such_task"], str(tmp_path))
 
@@ -376,26 +397,39 @@ doc_to_decontamination_query: q
 @pytest.mark.parametrize(
     "record, texts",
     [
-        ({"query": "He", "choices": ["runs", "flies"], "label": 1}, ("He flies",)),
-        ({"ctx": "[header] How [title] He", "endings": ["[step] runs", "flies"], "label": "0"}, ("How He runs",)),
-        ({"goal": "Cut", "sol1": "with a knife", "sol2": "with water", "label": "0"}, ("Cut with a knife",)),
-        ({"sentence": "As _ sat", "option1": "he", "option2": "she", "answer": "2"}, ("As she sat",)),
+        ({"query": "He", "choices": ["runs", "flies"], "label": 1}, ("He flies", "He")),
+        ({"ctx": "[header] How [title] He", "endings": ["[step] runs", "x"], "label": "0"}, ("How He runs", "How He")),
+        (
+            {"goal": "Cut", "sol1": "with a knife", "sol2": "with water", "label": "0"},
+            ("Cut with a knife", "Cut", "Cut with a knife with water"),
+        ),
+        ({"sentence": "As _ sat", "option1": "he", "option2": "she", "answer": "2"}, ("As she sat", "As   sat")),
         ({"question": "Is it?", "passage": "It is.", "label": 1}, ("It is.", "Is it?")),
-        ({"question": "Why", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "B"}, ("Why b",)),
-        ({"question_stem": "Why", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"}, ("Why a",)),
+        (
+            {"question": "Why", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "B"},
+            ("Why b", "Why", "Why a b"),
+        ),
+        (
+            {"question_stem": "Why", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"},
+            ("Why a", "Why"),
+        ),
         (
             {
                 "question": {"stem": "Why", "choices": [{"text": "a", "label": "A"}, {"text": "b", "label": "B"}]},
                 "answerKey": "B",
             },
-            ("Why b",),
+            ("Why b", "Why", "Why a b"),
         ),
+        ({"question": "Why", "subject": "x", "choices": ["a", "b"], "answer": 1}, ("Why b", "Why", "Why a b")),
+        ({"question": "Why", "subject": "x", "choices": ["a", "b"], "answer": "A"}, ("Why a", "Why", "Why a b")),
         ({"text": "All of it"}, ("All of it",)),
+        ({"text": "All of it", "question": "Is it all?"}, ("All of it", "Is it all?")),
         ({"x": ["one", {"y": "two"}], "n": 3}, ("one", "two")),
     ],
 )
 def test_question_and_right_answer_are_looked_for(record, texts):
-    assert texts_of(record) == texts
+    rows = [row_of(record)]
+    assert [*texts_of(rows, choose_fields(rows))] == [texts]
 
 
 @pytest.mark.parametrize(
