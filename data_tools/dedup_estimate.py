@@ -1,4 +1,4 @@
-"""What a deduplication will take: documents, time, disk, memory and files, from a sample of the input."""
+"""An estimate of a deduplication from a sample of its input: documents, time, disk, memory and files."""
 
 import os
 import resource
