@@ -46,6 +46,8 @@ CASES = {
     "train --nproc": Case(
         f"train tiny --nproc 2 parallel.expert=2 folder=runs name=mine {SHORT} checkpoint.every=5", saves=True
     ),
+    "anneal": Case("anneal {material}/runs/mine --tokens 30720 --name annealed folder=runs", saves=True),
+    "average": Case("average {material}/runs/mine {material}/runs/other averaged"),
     "plan": Case("plan blackmamba_2.8b --nodes 8 --suggest"),
     "doctor": Case("doctor --folder runs"),
     "launch": Case("launch tiny --nodes 1 --gpus-per-node 1 --dry-run"),

@@ -92,7 +92,7 @@ def _reader(folder: Path) -> FullyParallelLoadStrategyWrapper:
     return FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
 
 
-def _state(model: LanguageModel, optimizer: MegatronOptimizer, ema: Ema | None, is_loading: bool) -> dict:
+def _state(model: LanguageModel, optimizer: MegatronOptimizer, ema: Ema | None = None, *, is_loading: bool) -> dict:
     sharded_weights = weights(model)
     state = {
         "model": sharded_weights,

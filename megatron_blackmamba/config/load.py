@@ -74,10 +74,12 @@ def keys() -> list[str]:
 
 
 def key_of(word: str) -> str | None:
-    """Return the key that a word names, as we or other projects call it, or by its last part if only one has it."""
+    """Return the key that a word names, as we or other projects call it, or by its last part if only one key of its depth has it."""
     key, known = spellings.our_name(word) or word, {*keys(), *spellings.OTHER_NAMES}
     ends = [each for each in known if each.rpartition(".")[2] == word.replace("-", "_")]
-    return key if key in known else ends[0] if len(ends) == 1 else None
+    depth = min((end.count(".") for end in ends), default=0)
+    highest = [end for end in ends if end.count(".") == depth]
+    return key if key in known else highest[0] if len(highest) == 1 else None
 
 
 def _warn(note: str) -> None:

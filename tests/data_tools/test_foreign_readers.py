@@ -56,7 +56,7 @@ def cleaned(tmp_path_factory):
     for name, part in (('a \t"1".jsonl', texts), ("b.jsonl", texts[:5])):
         lines = [json.dumps({"text": text}) + "\n" for text in part]
         (folder / "raw" / name).write_text("".join([*lines, '{"text": ""}\n', "\n", '{"other": "x\\ty"}\n']))
-    options = ["--part-size", "1KB", "--workers", "1", "--max-bad", "1"]
+    options = ["--part-size", "1KB", "--workers", "1", "--max-bad", "1", "--prefer", "a*"]
     counts = json.loads(data("dedup", folder / "raw", folder / "clean", *options, "--json"))
     assert (counts["kept"], counts["removed"], counts["skipped"]) == (20, 5, 6)
     return folder, texts

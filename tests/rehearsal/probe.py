@@ -36,7 +36,7 @@ def summary(step: Rehearsed) -> dict[str, Any]:
         "odd": log.odd,
         "peak": log.peak,
         "zeroed": sum(op.moved for op in log.ops if "zero_" in op.name),
-        "micro_batches": step.micro_batches(),
+        "micro_batches": step.micro_batches,
         "layers": "".join(step.layers.values()),
         "launches": launches(step),
         "seconds": {phase: sum(seconds_of(op) for op in log.ops if op.phase == phase) for phase in PHASES},
@@ -57,7 +57,7 @@ def launches(step: Rehearsed) -> dict[str, dict[str, int]]:
     most: dict[str, dict[str, int]] = {}
     for (layer, phase), number in counted.items():
         of_letter = most.setdefault(step.layers[layer], {})
-        of_letter[phase] = max(of_letter.get(phase, 0), -(-number // step.micro_batches()))
+        of_letter[phase] = max(of_letter.get(phase, 0), -(-number // step.micro_batches))
     return most
 
 

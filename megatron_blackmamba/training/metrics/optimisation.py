@@ -28,7 +28,7 @@ def learning_rate(taken: Taken) -> float:
     return taken.learning_rate
 
 
-@metric("learning_rate/*", "Learning rate by group of parameters", format=".3e", from_zero=True, order=4,
+@metric("learning_rate/*", "Learning rate by group of parameters", format=".3e", from_zero=True, order=2,
         due=lambda taken: bool(chosen(taken.config.optimizer)))  # fmt: skip
 def learning_rate_by_group(taken: Taken) -> dict[str, float]:
     """Return the learning rate of each group that has factors of its own (optimizer.groups)."""
