@@ -71,7 +71,7 @@ EXTRAS = {
         *CHAT,
         *MUON,
         "jsonschema>=4.18",  # the schema of run files against what they hold
-        "openai>=1.50",  # a client of `blackmamba chat`
+        "openai>=1.56",  # a client of `blackmamba chat`
         "lxml>=5",  # parses the pages
         "moto[server,s3]>=5",  # an S3 server for the tests
         "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions

@@ -70,9 +70,13 @@ BORDERS = (
         },
     ),
     Border("lm-eval", ("0.4.13", NEWEST), {"evaluation": [*PYTEST, "tests/evaluation", "tests/hf/test_lm_eval.py"]}),
-    Border("datatrove", ("0.10.0", NEWEST), {"dedup": [*PYTEST, "tests/data_tools", "-k", "dedup or minhash"]}),
+    Border(
+        "datatrove",
+        ("0.10.0", NEWEST),
+        {"cleaning": [*PYTEST, "tests/data_tools/test_dedup.py", "tests/data_tools/test_cleaning.py"]},
+    ),
     Border("tokenizers", (NEWEST,), {"tokenizers": [*PYTEST, "tests/test_tokenizer.py", "tests/test_short_texts.py"]}),
-    Border("openai", ("1.50.0", NEWEST), {"endpoint": [*PYTEST, "tests/serving", "-k", "openai or client"]}),
+    Border("openai", ("1.56.0", NEWEST), {"endpoint": [*PYTEST, "tests/serving", "-k", "openai or client"]}),
 )
 
 

@@ -74,7 +74,10 @@ def keys() -> list[str]:
 
 
 def key_of(word: str) -> str | None:
-    """Return the key that a word names, as we or other projects call it, or by its last part if only one key of its depth has it."""
+    """Return the key that a word names, as we or other projects call it, or by its last part.
+
+    Of several keys that end in the word, the one in the highest section counts.
+    """
     key, known = spellings.our_name(word) or word, {*keys(), *spellings.OTHER_NAMES}
     ends = [each for each in known if each.rpartition(".")[2] == word.replace("-", "_")]
     depth = min((end.count(".") for end in ends), default=0)

@@ -24,6 +24,8 @@ from megatron_blackmamba.data_tools.sorted_runs import KEYS, ranges, read_range,
 
 KEYED = np.dtype([("key", "<u8"), ("value", "<u4")])
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture(scope="module")
 def words():
@@ -227,9 +229,9 @@ def test_many_parts_need_few_open_files(words, tmp_path):
     def limit():
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 
-    command = [sys.executable, "-m", "megatron_blackmamba", "data", "dedup", "in", "out", "--workers", "1"]
-    command += ["--part-size", "1B", "--buckets", "2", "--hashes", "2"]
-    done = subprocess.run(command, cwd=tmp_path, preexec_fn=limit, capture_output=True, text=True)
+    command = [sys.executable, "-m", "megatron_blackmamba", "data", "dedup", tmp_path / "in", tmp_path / "out"]
+    command += ["--workers", "1", "--part-size", "1B", "--buckets", "2", "--hashes", "2"]
+    done = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "kept 100 documents, removed 30" in done.stdout
     assert "documents in 130 parts: about" in done.stdout

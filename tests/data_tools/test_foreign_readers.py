@@ -15,6 +15,7 @@ from megatron_blackmamba.data_tools import cleaning
 
 pytestmark = pytest.mark.xdist_group("foreign_readers")
 IDS = [[3, 4, 5, 0], [6, 0], [7, 8, 0]]
+OPTIONS = ["--part-size", "1KB", "--workers", "1", "--max-bad", "1", "--prefer", "a*"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -56,8 +57,7 @@ def cleaned(tmp_path_factory):
     for name, part in (('a \t"1".jsonl', texts), ("b.jsonl", texts[:5])):
         lines = [json.dumps({"text": text}) + "\n" for text in part]
         (folder / "raw" / name).write_text("".join([*lines, '{"text": ""}\n', "\n", '{"other": "x\\ty"}\n']))
-    options = ["--part-size", "1KB", "--workers", "1", "--max-bad", "1", "--prefer", "a*"]
-    counts = json.loads(data("dedup", folder / "raw", folder / "clean", *options, "--json"))
+    counts = json.loads(data("dedup", folder / "raw", folder / "clean", *OPTIONS, "--json"))
     assert (counts["kept"], counts["removed"], counts["skipped"]) == (20, 5, 6)
     return folder, texts
 
@@ -95,7 +95,7 @@ def test_a_corpus_without_an_empty_part_goes_on(cleaned, run, tmp_path):
     """A second command reads the folder, and the same command accepts it as finished."""
     folder, texts = cleaned
     assert [path.name for path in (folder / "clean").glob("part_*")] == ["part_00001.jsonl.zst"]
-    again = data("dedup", folder / "raw", folder / "clean", "--part-size", "1KB", "--workers", "1", "--max-bad", "1")
+    again = data("dedup", folder / "raw", folder / "clean", *OPTIONS)
     assert "kept 20 documents, removed 5" in again
     assert run(folder / "clean", shard_size="1B").documents == len(texts)
 
