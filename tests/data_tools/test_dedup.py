@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +23,8 @@ from megatron_blackmamba.data_tools.near_pairs import BAND, HEADS, WINDOW, propo
 from megatron_blackmamba.data_tools.shingles import Shingler, jaccard
 from megatron_blackmamba.data_tools.sorted_runs import KEYS, ranges, read_range, write_run
 
-KEYED = np.dtype([("key", "<u8"), ("value", "<u4")])
-
 ROOT = Path(__file__).resolve().parents[2]
+KEYED = np.dtype([("key", "<u8"), ("value", "<u4")])
 
 
 @pytest.fixture(scope="module")
