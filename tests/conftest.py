@@ -24,7 +24,7 @@ settings.register_profile("project", deadline=None, derandomize=True, suppress_h
 settings.load_profile("project")
 
 # By worker seconds, see `pytest --durations=0`. Slurm's tests are the longest by far: two groups, with a cluster each.
-LONGEST_FIRST = ("slurm", "forks", "pages", "slurm_jobs", "layouts", "triton", "resharding", "rehearsal")
+LONGEST_FIRST = ("slurm", "forks", "pages", "branches", "slurm_jobs", "layouts", "triton", "resharding", "rehearsal")
 LONGEST_FIRST += ("command", "routers", "s3", "short_runs", "failing_saves", "world", "plan_memory")
 LONGEST_FIRST += ("optimizer_kinds", "patches", "new_kind")
 

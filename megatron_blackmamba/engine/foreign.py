@@ -51,7 +51,8 @@ FOREIGN = (
     Foreign("torch",
             ("_foreach_copy_", "_foreach_lerp_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "_fused_adam_",
              "_fused_adamw_"),
-            "engine/adam.py, engine/everywhere.py, engine/parts/{accumulation,ema}.py, model/language_model.py",
+            "engine/adam.py, engine/everywhere.py, engine/parts/accumulation.py, engine/parts/ema.py, "
+            "model/language_model.py",
             "one call for many tensors: the update, the gradient norm and clipping",
             "torch.optim.AdamW(fused=True) and a loop over the tensors"),
     Foreign("torch", ("_scaled_mm", "_scaled_grouped_mm"),

@@ -34,7 +34,7 @@ from tests.runtime.ranks import fork_script
 from tests.training.runs import events_of, losses, metrics
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("forks")
+pytestmark = pytest.mark.xdist_group("branches")
 
 LENGTH, AT = 16, 8
 CLIP, DECAY = 0.5, 0.1

@@ -17,7 +17,7 @@ from tests.training.runs import events_of, losses, metrics
 from tests.training.short_runs import Run
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("forks")
+pytestmark = pytest.mark.xdist_group("branches")
 DECAY, STEPS = 0.9, 20
 FACTORS = {"embedding": (0.5, 2.0), "norms": (2.0, 1.0), "router": (0.1, 0.5), "recurrence": (3.0, 1.0)}
 FACTORS |= {"mixers": (0.7, 0.0), "experts": (1.5, 3.0)}

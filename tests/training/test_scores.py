@@ -21,7 +21,7 @@ from tests.training.runs import events_of, losses
 from tests.training.test_orphans import processes
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("forks")
+pytestmark = pytest.mark.xdist_group("branches")
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
 SMALL = [
     *("data.kind=mixture", "data.sequence_length=32", "training.global_batch=4", "training.micro_batch=2"),

@@ -17,7 +17,7 @@ from megatron_blackmamba.trace.documents import Tracer
 from megatron_blackmamba.trace.steps import Steps, TraceError
 from tests.training.runs import events_of, metrics
 
-pytestmark = pytest.mark.xdist_group("forks")
+pytestmark = pytest.mark.xdist_group("branches")
 
 
 @pytest.fixture(scope="session")
