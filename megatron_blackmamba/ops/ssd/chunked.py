@@ -1,7 +1,7 @@
 """The SSD scan as matrix products over chunks of tokens, in plain PyTorch on any device.
 
 Inside a chunk, the outputs are a product with a causal matrix of decays. The states before the chunks are a product
-with the decays of whole chunks. A decay is the exponential of a sum of dt * A over some tokens (`_sums_between`). Only
+with the decays of whole chunks. A decay is the exponential of a sum of steps over some tokens (`_sums_between`). Only
 sums <= 0 are exponentiated, so nothing overflows. Products are in fp32, even for bf16 activations: the gradient of A is
 a difference of large sums, and bf16 products shift it by several percent.
 
@@ -25,7 +25,6 @@ from megatron_blackmamba.ops.ssd.inputs import Inputs
 CHUNK = 64
 DECAYS = {"cpu": 2**18, "cuda": 2**24}
 """Decays of a segment, if one chunk does not have more: they stay in a CPU's cache, and occupy a GPU."""
-PER_TOKEN = ("x_BLHP", "dt_BLH", "B_BLGN", "C_BLGN", "reset_BL")
 
 
 def unavailable() -> str | None:
@@ -37,7 +36,7 @@ def unsupported(inputs: Inputs) -> str | None:
 
 
 def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    return _Scan.apply(*inputs)
+    return _Scan.apply(type(inputs), *inputs)
 
 
 @torch.no_grad()
@@ -51,9 +50,10 @@ def final_state(inputs: Inputs) -> Tensor:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx, kind, *inputs):
+        ctx.kind = kind
         ctx.save_for_backward(*inputs)
-        inputs = Inputs(*inputs)
+        inputs = kind(*inputs)
         y_BLI, state = empty_like_rows(inputs.x_BLHP.flatten(2)), _start(inputs)
         for part in _segments(inputs):
             y_BLHP, state = _segment(_cut(inputs, part), state)
@@ -63,7 +63,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, grad_y_BLHP, grad_state_BHPN):
-        inputs = Inputs(*ctx.saved_tensors)
+        inputs = ctx.kind(*ctx.saved_tensors)
         parts, starts = _segments(inputs), [_start(inputs)]
         for part in parts[:-1]:
             starts.append(_states(_chunks(_cut(inputs, part), starts[-1]), starts[-1])[1])
@@ -71,14 +71,14 @@ class _Scan(torch.autograd.Function):
         for part, start in zip(reversed(parts), reversed(starts), strict=True):
             found, grad_state_BHPN = _gradients(_cut(inputs, part), start, grad_y_BLHP[:, part], grad_state_BHPN)
             for name, grad in found.items():
-                if name in PER_TOKEN:
+                if _per_token(name):
                     grads[name][:, part] = grad
                 else:
                     grads[name] += grad
             del found  # before the next segment
         if inputs.initial_state_BHPN is not None:
             grads["initial_state_BHPN"] = grad_state_BHPN.to(inputs.initial_state_BHPN.dtype)
-        return tuple(grads.get(name) for name in Inputs._fields)
+        return None, *(grads.get(name) for name in inputs._fields)
 
 
 def _gradients(
@@ -88,7 +88,7 @@ def _gradients(
     leaves: dict[str, Any] = {name: _leaf(x) for name, x in inputs._asdict().items()}
     start = start.detach().requires_grad_()
     with torch.enable_grad():
-        outputs = _segment(Inputs(**leaves), start)
+        outputs = _segment(type(inputs)(**leaves), start)
     wanted = {name: x for name, x in leaves.items() if _has_gradient(x)}
     grad_start, *found = torch.autograd.grad(outputs, [start, *wanted.values()], (grad_y_BLHP, grad_state_BHPN))
     return dict(zip(wanted, found, strict=True)), grad_start.clone()  # a view of the gradients of all chunks
@@ -100,6 +100,11 @@ def _has_gradient(x: Tensor | None) -> bool:
 
 def _leaf(x: Tensor | None) -> Tensor | None:
     return x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
+
+
+def _per_token(name: str) -> bool:
+    """Return whether a field of inputs has an entry for each token; its name ends with its shape."""
+    return name.rpartition("_")[2].startswith("BL")
 
 
 def _start(inputs: Inputs) -> Tensor:
@@ -121,37 +126,34 @@ def _segments(inputs: Inputs) -> list[slice]:
 
 def _cut(inputs: Inputs, part: slice) -> Inputs:
     """Return the inputs of a segment; the state before it goes beside them."""
-    cut: Any = {name: x if x is None else x[:, part] for name, x in inputs._asdict().items() if name in PER_TOKEN}
+    cut: Any = {name: x if x is None else x[:, part] for name, x in inputs._asdict().items() if _per_token(name)}
     return inputs._replace(**cut, initial_state_BHPN=None)
 
 
 class _Chunks(NamedTuple):
-    """A segment in chunks."""
+    """What a segment adds to the state, in chunks."""
 
     x_BKTHP: Tensor
-    """Times dt."""
     B_BKGTN: Tensor
     steps_BKHT: Tensor
-    """dt * A."""
     document_BKT: Tensor | None
     """Number of resets from the start of the chunk up to each token."""
 
 
 def _chunks(inputs: Inputs, state: Tensor) -> _Chunks:
-    compute = state.dtype
     T = min(CHUNK, inputs.x_BLHP.shape[1])
-    x, dt, B = (t.to(compute).unflatten(1, (-1, T)) for t in (inputs.x_BLHP, inputs.dt_BLH, inputs.B_BLGN))
-    dt = F.softplus(dt if inputs.dt_bias_H is None else dt + inputs.dt_bias_H)
-    steps_BKHT = (dt * inputs.A_H.to(compute)).transpose(2, 3)
+    parts = (*inputs.written(state.dtype), inputs.steps(state.dtype))
+    x, B, steps = (part.unflatten(1, (-1, T)) for part in parts)
     document_BKT = None if inputs.reset_BL is None else inputs.reset_BL.unflatten(1, (-1, T)).cumsum(dim=2)
-    return _Chunks(x * dt[..., None], B.transpose(2, 3), steps_BKHT, document_BKT)
+    return _Chunks(x, B.transpose(2, 3), steps.transpose(2, 3), document_BKT)
 
 
 def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs of a segment, and the state behind it."""
-    x_BLHP, compute, groups = inputs.x_BLHP, state.dtype, inputs.B_BLGN.shape[2]
+    x_BLHP, compute = inputs.x_BLHP, state.dtype
     at = _chunks(inputs, state)
-    C_BKGTN = inputs.C_BLGN.to(compute).unflatten(1, at.x_BKTHP.shape[1:3]).transpose(2, 3)
+    C_BLGN, skip = inputs.read(compute)
+    C_BKGTN, groups = C_BLGN.unflatten(1, at.x_BKTHP.shape[1:3]).transpose(2, 3), C_BLGN.shape[2]
 
     # Inside each chunk.
     scores_BKGTS = C_BKGTN @ at.B_BKGTN.mT
@@ -168,8 +170,8 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     found_BKTHP = found_BKGTF.transpose(2, 3).reshape(y_BKTHP.shape)
     y_BKTHP = torch.addcmul(y_BKTHP, found_BKTHP, since_start_BKHT.transpose(2, 3)[..., None])
     y_BLHP = y_BKTHP.flatten(1, 2)
-    if inputs.D_H is not None:
-        y_BLHP = torch.addcmul(y_BLHP, x_BLHP.to(compute), inputs.D_H.to(compute)[:, None])
+    if skip is not None:
+        y_BLHP = torch.addcmul(y_BLHP, x_BLHP.to(compute), skip[..., None])
     return y_BLHP.to(x_BLHP.dtype), end_BHPN
 
 

@@ -3,9 +3,11 @@
 Shapes: B batch, L length of the part, H heads, P channels of a head, G groups of heads, N state.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops.context import Summary, scan_part
@@ -32,21 +34,23 @@ def ssd_part(
     """
 
     inputs = Inputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, None, reset_BL)
-    chosen = backend_for(inputs, backend)
+    return scan_cut(backend_for(inputs, backend).scan, inputs, group)
 
-    def scan(part: Inputs, start: Tensor) -> tuple[Tensor, Tensor]:
-        return chosen.scan(part._replace(initial_state_BHPN=start))
 
-    def summarise(part: Inputs) -> Summary:
+def scan_cut(backend: Callable[[Any], tuple[Tensor, Tensor]], inputs: Any, group: dist.ProcessGroup) -> Tensor:
+    """Return the outputs of this rank's part, scanned by `backend`; for the inputs of `ssd` and of `ops/mamba3`."""
+
+    def scan(part: Any, start: Tensor) -> tuple[Tensor, Tensor]:
+        return backend(part._replace(initial_state_BHPN=start))
+
+    def summarise(part: Any) -> Summary:
         return decay_of_part(part), final_state(part)
 
     return scan_part(scan, summarise, group, inputs)
 
 
 def decay_of_part(part: Inputs) -> Tensor:
-    """Return how much of its start is left at the end of a part, `[B, H, 1, 1]`: exp(A · sum of dt)."""
-    compute = torch.promote_types(part.x_BLHP.dtype, torch.float32)
-    dt_BLH = part.dt_BLH.to(compute)
-    duration_BH = F.softplus(dt_BLH if part.dt_bias_H is None else dt_BLH + part.dt_bias_H).sum(1)
-    decay_BH11 = torch.exp(duration_BH * part.A_H)[..., None, None]
+    """Return how much of its start is left at the end of a part, `[B, H, 1, 1]`."""
+    steps_BLH = part.steps(torch.promote_types(part.x_BLHP.dtype, torch.float32))
+    decay_BH11 = steps_BLH.sum(1).exp()[..., None, None]
     return decay_BH11 if part.reset_BL is None else decay_BH11.masked_fill(part.reset_BL.any(1)[:, None, None, None], 0)
