@@ -112,3 +112,39 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered_G = x.new_empty(group.size(), *x.shape)
     dist.all_gather(list(gathered_G.unbind()), x.contiguous(), group=group)
     return gathered_G
+
+
+def from_next(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return `x` of the next part, zeros for the last; the gradient goes back to where it came from."""
+    found: Tensor = _FromNext.apply(x, group)
+    return found
+
+
+class _FromNext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return from_neighbour(x, group, 1)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        return from_neighbour(grad, ctx.group, -1), None
+
+
+def sum_before(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of `x` over all parts before this one, and pass on its gradient."""
+    found: Tensor = _SumBefore.apply(x, group)
+    return found
+
+
+class _SumBefore(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _gathered(x, group)[: group.rank()].sum(0)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        return _gathered(grad, ctx.group)[ctx.group.rank() + 1 :].sum(0), None
