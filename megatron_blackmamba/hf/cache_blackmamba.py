@@ -73,7 +73,9 @@ else:  # before 5.21: what is used of it
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """The state of a Mamba or Mamba-2 layer, in constant space: `[B, I, W]` of the convolution, and the fp32 state.
+    """The state of a Mamba layer of any kind in constant space: in fp32, and `[B, I, W]` of the convolution.
+
+    In the place of the latter a Mamba-3 layer has what the last token leaves, `[B, H, S + N + P]`.
 
     A new state replaces the old one. transformers copies into it, and has no gradients through two calls of the model.
     """
@@ -111,7 +113,7 @@ class RecurrentLayer(LinearAttentionLayer):
 class BlackMambaCache(Cache):
     """The generation cache of B sequences.
 
-    Mamba and Mamba-2 layers have their state, attention layers their keys and values, and other layers nothing. Beside
+    Mamba layers of each kind have their state, attention layers their keys and values, and other layers nothing. Beside
     them are the last tokens, since a document's end resets states, and the document of each token for attention.
     """
 
@@ -141,7 +143,8 @@ class BlackMambaCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        made: dict[str, type] = {"r": RecurrentLayer, "mamba2": RecurrentLayer, "attention": DynamicLayer}
+        made: dict[str, type] = {"attention": DynamicLayer}
+        made |= dict.fromkeys(("r", "mamba2", "mamba3"), RecurrentLayer)
         self.layers = [made.get(kind, DummyLayer)() for kind in self.kinds]
         self.seen = 0
         self.last_tokens: Tensor | None = None

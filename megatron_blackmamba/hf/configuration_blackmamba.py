@@ -34,10 +34,15 @@ class BlackMambaConfig(PretrainedConfig):
     Field names are those in the released config.json; fields that it lacks are additions.
 
     Args:
-        mamba_moe_layers: One entry per layer: "r" (Mamba), "mamba2", "attention", "mlp", or the number of experts.
+        mamba_moe_layers: One entry per layer: "r" (Mamba), "mamba2", "mamba3", "attention", "mlp",
+            or the number of experts.
         mamba2_head_dim: Channels per head of a "mamba2" layer.
         mamba2_state_size: State size of a "mamba2" layer.
         mamba2_groups: Groups of a "mamba2" layer; the heads of a group share B and C.
+        mamba3_head_dim, mamba3_state_size, mamba3_groups: The same of a "mamba3" layer.
+        mamba3_rope_fraction: Part of a "mamba3" state whose pairs turn.
+        mamba3_a_floor: Smallest decay rate of a "mamba3" layer.
+        mamba3_output_norm: Normalise each head's output of a "mamba3" layer by RMSNorm.
         num_attention_heads: Query heads of an "attention" layer.
         num_key_value_heads: Key and value heads of an "attention" layer. Default: num_attention_heads.
         rope_theta: Base of the rotary position embedding of an "attention" layer.
@@ -93,6 +98,12 @@ class BlackMambaConfig(PretrainedConfig):
         mamba2_head_dim: int = 64,
         mamba2_state_size: int = 128,
         mamba2_groups: int = 1,
+        mamba3_head_dim: int = 64,
+        mamba3_state_size: int = 128,
+        mamba3_groups: int = 1,
+        mamba3_rope_fraction: float = 0.5,
+        mamba3_a_floor: float = 1e-4,
+        mamba3_output_norm: bool = False,
         num_experts_per_tok: int = 1,
         router_scores: str = "sigmoid",
         router_normalized: bool = False,
@@ -138,6 +149,12 @@ class BlackMambaConfig(PretrainedConfig):
         self.mamba2_head_dim = mamba2_head_dim
         self.mamba2_state_size = mamba2_state_size
         self.mamba2_groups = mamba2_groups
+        self.mamba3_head_dim = mamba3_head_dim
+        self.mamba3_state_size = mamba3_state_size
+        self.mamba3_groups = mamba3_groups
+        self.mamba3_rope_fraction = mamba3_rope_fraction
+        self.mamba3_a_floor = mamba3_a_floor
+        self.mamba3_output_norm = mamba3_output_norm
         self.num_experts_per_tok = num_experts_per_tok
         self.router_scores = router_scores
         self.router_normalized = router_normalized
@@ -165,21 +182,22 @@ class BlackMambaConfig(PretrainedConfig):
                 f"mamba_moe_layers has {len(self.mamba_moe_layers)} entries, num_layers is {self.num_layers}"
             )
         for kind in self.mamba_moe_layers:
-            if kind not in ("r", "mamba2", "attention", "mlp") and not (kind.isdecimal() and int(kind) > 0):
+            if kind not in ("r", "mamba2", "mamba3", "attention", "mlp") and not (kind.isdecimal() and int(kind) > 0):
                 raise ValueError(
-                    'mamba_moe_layers: an entry is "r", "mamba2", "attention", "mlp" or a number of experts, '
+                    'mamba_moe_layers: an entry is "r", "mamba2", "mamba3", "attention", "mlp" or a number of experts, '
                     f"not {kind!r}"
                 )
             if kind.isdecimal() and not 1 <= self.num_experts_per_tok <= int(kind):
                 raise ValueError(f"num_experts_per_tok must be 1 to {kind}, not {self.num_experts_per_tok}")
         if "mlp" in self.mamba_moe_layers and self.mlp_hidden_size is None:
             raise ValueError("mamba_moe_layers has mlp: set mlp_hidden_size")
-        heads_of_group = self.mamba2_head_dim * self.mamba2_groups
-        if "mamba2" in self.mamba_moe_layers and self.inner_size % heads_of_group:
-            raise ValueError(
-                f"expansion_factor * hidden_size = {self.inner_size} is not divisible by "
-                f"mamba2_head_dim * mamba2_groups = {heads_of_group}"
-            )
+        for kind in ("mamba2", "mamba3"):
+            heads_of_group = getattr(self, f"{kind}_head_dim") * getattr(self, f"{kind}_groups")
+            if kind in self.mamba_moe_layers and self.inner_size % heads_of_group:
+                raise ValueError(
+                    f"expansion_factor * hidden_size = {self.inner_size} is not divisible by "
+                    f"{kind}_head_dim * {kind}_groups = {heads_of_group}"
+                )
         if "attention" in self.mamba_moe_layers and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"

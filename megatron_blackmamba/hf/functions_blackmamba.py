@@ -1,7 +1,10 @@
 """The functions of BlackMamba's layers in plain PyTorch.
 
-Shapes: B batch, L length, T tokens, I inner, N state, K taps, E experts. In Mamba-2: H heads of P channels in G groups.
+Shapes: B batch, L length, T tokens, I inner, N state, K taps, E experts. In Mamba-2 and 3: H heads of P channels in G
+groups, S angles of a state.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -86,17 +89,69 @@ def ssd(
     dt_bias_H: Tensor,
     initial_state_BHPN: Tensor,
     reset_BL: Tensor | None,
-    chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """Run the Mamba-2 recurrence as matrix products in fp32; return y_BLHP in x's dtype and the last state."""
-    heads_of_group = x_BLHP.shape[2] // B_BLGN.shape[2]
-    x, B, C = (widen(tensor).transpose(1, 2) for tensor in (x_BLHP, B_BLGN, C_BLGN))
-    B, C = (tensor.repeat_interleave(heads_of_group, dim=1) for tensor in (B, C))
-    dt_BHL = F.softplus(widen(dt_BLH) + dt_bias_H).transpose(1, 2)
-    exponent_BHL = dt_BHL * A_H[:, None]
+    """Run the Mamba-2 recurrence in fp32; return y_BLHP in x's dtype and the last state."""
+    x, heads = widen(x_BLHP), x_BLHP.shape[2] // B_BLGN.shape[2]
+    dt_BLH = F.softplus(widen(dt_BLH) + dt_bias_H)
+    B, C = (widen(tensor).repeat_interleave(heads, dim=2) for tensor in (B_BLGN, C_BLGN))
+    y, state = _decaying_sums(x * dt_BLH[..., None], dt_BLH * A_H, B, C, initial_state_BHPN, reset_BL)
+    return (y + D_H[:, None] * x).to(x_BLHP.dtype), state
+
+
+def mamba3(
+    x_BLHP: Tensor,
+    rates: Sequence[Tensor],
+    B_BLHN: Tensor,
+    C_BLHN: Tensor,
+    D_H: Tensor,
+    last: tuple[Tensor, Tensor, Tensor, Tensor],
+    reset_BL: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Run the Mamba-3 recurrence in fp32; return y_BLHP in x's dtype and the next `last`.
+
+    rates: steps, own, before `[B, L, H]` and turn `[B, L, H, S]`. B and C have their biases.
+    last: the sum of turns, the state, and B and x of the token before.
+    """
+    steps, own, before, turn = rates
+    x, (angle, state, last_B, last_x) = widen(x_BLHP), last
+    if reset_BL is not None:
+        before = before.masked_fill(reset_BL[..., None], 0)
+    angles = (turn.cumsum(1) + angle[:, None]).remainder(2 * torch.pi)
+    B, C = turned(B_BLHN, angles), turned(C_BLHN, angles)
+    # A token counts for the later ones as it and the next one write it, and for itself as it writes itself.
+    following = F.pad(before[:, 1:], (0, 0, 0, 1))
+    start = state + (last_x * before[:, 0, :, None])[..., None] * last_B[:, :, None]
+    y, state = _decaying_sums(x * (own + following)[..., None], steps, B, C, start, reset_BL)
+    y = y + (D_H - following * (B * C).sum(-1))[..., None] * x
+    return y.to(x_BLHP.dtype), (angles[:, -1], state, B[:, -1], x[:, -1])
+
+
+def mamba3_rates(
+    dt: Tensor, A: Tensor, trap: Tensor, angle: Tensor, bias_H: Tensor, floor: float
+) -> tuple[Tensor, ...]:
+    """Return steps, own, before `[B, L, H]` and turn `[B, L, H, S]` from the projections."""
+    dt, A, trap, angle = (widen(part) for part in (dt, A, trap, angle))
+    dt = F.softplus(dt + bias_H)
+    A = A.clamp_min(0) + 1 / (1 - A.clamp_max(0))
+    own = torch.sigmoid(trap) * dt
+    return -A.clamp_min(floor) * dt, own, dt - own, (torch.tanh(angle) * torch.pi)[..., None, :] * dt[..., None]
+
+
+def turned(V_BLHN: Tensor, angle_BLHS: Tensor) -> Tensor:
+    """Turn the first S pairs of neighbours by their angles."""
+    first, second = V_BLHN[..., : 2 * angle_BLHS.shape[-1]].unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angle_BLHS.cos(), angle_BLHS.sin()
+    pairs = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return torch.cat((pairs.flatten(-2), V_BLHN[..., 2 * angle_BLHS.shape[-1] :]), dim=-1)
+
+
+def _decaying_sums(
+    x: Tensor, steps: Tensor, B: Tensor, C: Tensor, state: Tensor, reset_BL: Tensor | None, chunk: int = 64
+) -> tuple[Tensor, Tensor]:
+    """Run state = exp(steps) * state + x * B and y = C · state as matrix products; return y and the last state."""
+    x, B, C, exponent_BHL = x.transpose(1, 2), B.transpose(1, 2), C.transpose(1, 2), steps.transpose(1, 2)
     if reset_BL is not None:
         exponent_BHL = exponent_BHL.masked_fill(reset_BL[:, None], -torch.inf)
-    x_dt, state = x * dt_BHL[..., None], initial_state_BHPN
     y_parts = []
     for start in range(0, x.shape[2], chunk):
         here = slice(start, start + chunk)
@@ -108,11 +163,10 @@ def ssd(
         decay_BHTT = sums.masked_fill(not_after_TT.triu(1), -torch.inf).exp()
         since_start_BHT1 = exponent_BHT.cumsum(dim=-1).exp()[..., None]
         scores_BHTT = C_T @ B[:, :, here].mT * decay_BHTT
-        y_parts.append(scores_BHTT @ x_dt[:, :, here] + C_T @ state.mT * since_start_BHT1)
-        left_BHTP = x_dt[:, :, here] * decay_BHTT[..., -1, :, None]
+        y_parts.append(scores_BHTT @ x[:, :, here] + C_T @ state.mT * since_start_BHT1)
+        left_BHTP = x[:, :, here] * decay_BHTT[..., -1, :, None]
         state = state * since_start_BHT1[:, :, -1:] + left_BHTP.mT @ B[:, :, here]
-    y = torch.cat(y_parts, dim=2) + D_H[:, None, None] * x
-    return y.transpose(1, 2).to(x_BLHP.dtype), state
+    return torch.cat(y_parts, dim=2).transpose(1, 2), state
 
 
 @torch.no_grad()

@@ -1,24 +1,26 @@
-"""The layers of BlackMamba.
+"""The layers of BlackMamba; those with a state are in recurrent_blackmamba.py.
 
-If the package `megatron_blackmamba` is installed, its kernels replace the convolution and scans of
-functions_blackmamba.py. On a CPU, its matrix-vector product also runs the generation steps. Each weight is read only in
-the forward of the module that owns it. Offloading and device_map move the weight and the module's inputs to one device
-there, and nowhere else.
-
-Shapes: B batch, L length, S all tokens so far, T tokens, D model, I inner, N state, R dt rank, K taps.
-W = K - 1 window, E experts, k experts of a token, H heads, G key-value heads, C channels of a head.
-In Mamba-2: H heads of P channels in G groups.
+Shapes: B batch, L length, S all tokens so far, T tokens, D model.
+E experts, k experts of a token, H heads, G key-value heads, C channels of a head.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions_blackmamba import causal_conv1d, hashed, normalized, selective_scan, sinkhorn, ssd, widen
+from .functions_blackmamba import hashed, sinkhorn, widen
+from .recurrent_blackmamba import (
+    Mamba2Mixer,
+    Mamba3Mixer,
+    MambaMixer,
+    Recurrent,
+    RMSNorm,
+    linear,
+    use_kernels,
+)
 
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -36,42 +38,8 @@ except ImportError:  # transformers 4.50
             return super().__call__(*args)
 
 
-try:
-    from megatron_blackmamba.ops.causal_conv1d import causal_conv1d as fast_conv1d
-    from megatron_blackmamba.ops.matvec import product
-    from megatron_blackmamba.ops.selective_scan import selective_scan as fast_scan
-    from megatron_blackmamba.ops.ssd import ssd as fast_ssd
-
-    HAVE_KERNELS = True
-except ImportError:
-    HAVE_KERNELS = False
-
-
-def use_kernels(config: Any) -> bool:
-    return config.kernels == "auto" and HAVE_KERNELS
-
-
-def may_run(fast: bool) -> bool:
-    """Return whether kernels may run now; `torch.export` traces tensors without memory, and its graph runs anywhere."""
-    return fast and not torch.compiler.is_exporting()
-
-
 SINKHORN = {"iterations": 1, "temperature": 2.0, "start": "balanced"}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
-
-
-class FastLinear(nn.Linear):
-    """nn.Linear with a kernel for the few tokens of a step of generation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and not torch.is_grad_enabled() and may_run(True):
-            return product(x, self.weight)
-        return super().forward(x)
-
-
-def linear(inputs: int, outputs: int, fast: bool) -> nn.Linear:
-    """Apply a linear layer; without the kernels it is exactly nn.Linear, since quantization tools check the type."""
-    return (FastLinear if fast else nn.Linear)(inputs, outputs, bias=False)
 
 
 class FinalNorm(nn.LayerNorm):
@@ -80,61 +48,8 @@ class FinalNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (normalized(x, self.eps) * widen(self.weight)).to(self.weight.dtype)
-
-
-class GroupNorm(RMSNorm):
-    """The norm of each group of channels by itself."""
-
-    def __init__(self, size: int, groups: int, eps: float):
-        super().__init__(size, eps)
-        self.groups = groups
-
-    def forward(self, x: Tensor) -> Tensor:
-        x_GC = normalized(x.unflatten(-1, (self.groups, -1)), self.eps)
-        return (x_GC.flatten(-2) * widen(self.weight)).to(x.dtype)
-
-
-class GatedNorm(GroupNorm):
-    """The norm of gated channels, each group by itself."""
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(widen(x) * F.silu(widen(gate))).to(x.dtype)
-
-
 FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": FinalNorm, "rms": RMSNorm}
 """By config.final_norm."""
-
-
-class Convolution(nn.Conv1d):
-    fast = False
-
-    def forward(  # type: ignore[override]
-        self, x_BLI: Tensor, window_BWI: Tensor, reset_BL: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        convolve: Callable[..., Any] = (
-            partial(fast_conv1d, return_final_window=True) if may_run(self.fast) else causal_conv1d
-        )
-        return convolve(x_BLI, self.weight[:, 0], self.bias, initial_window=window_BWI, reset_BL=reset_BL)
-
-
-class TimeStep(nn.Module):
-    """The projection to delta, and the bias beside it: the scan adds that in fp32, also where delta is rounded."""
-
-    def __init__(self, rank: int, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size, rank, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.zeros(size, dtype=torch.float32))
-
-    def forward(self, dt_BLR: Tensor) -> tuple[Tensor, Tensor]:
-        return F.linear(dt_BLR.to(self.weight.dtype), self.weight), self.bias
 
 
 class Router(nn.Linear):
@@ -209,145 +124,6 @@ class HashRouter(nn.Module):
 
 ROUTERS: dict[str, Any] = {"hash": HashRouter}
 """By router_kind the routers that choose otherwise than by logits."""
-
-
-class Recurrent(nn.Module):
-    """The base class of Mamba and Mamba-2 layers."""
-
-    layer: int
-    conv1d: Convolution
-    A_log: nn.Parameter
-
-    def exact(self) -> tuple[nn.Parameter, ...]:
-        """Return the parameters that stay in fp32."""
-        raise NotImplementedError
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Recurrent":
-        """Apply `fn`, but keep the parameters of the recurrence in fp32 when the model is cast to half precision."""
-        exact = [(p, p.detach()) for p in self.exact()]
-        super()._apply(fn, recurse)
-        for parameter, before in exact:
-            if before.dtype == torch.float32 and parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = before.to(parameter.device)
-        return self
-
-    def convolved(
-        self,
-        x: Tensor,
-        keep_BL1: Tensor | None,
-        reset_BL: Tensor | None,
-        cache: Any,
-        state_shape: Sequence[int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x behind the convolution, the next tokens' window, and the state before these tokens."""
-        if keep_BL1 is not None:
-            x = x * keep_BL1
-        window_BIW = None if cache is None else cache.get_conv_state(self.layer)
-        if window_BIW is None:
-            window = x.new_zeros(x.shape[0], self.conv1d.kernel_size[0] - 1, x.shape[2])
-            state = self.A_log.new_zeros(x.shape[0], *state_shape)
-        else:
-            window, state = window_BIW.mT.contiguous(), cache.get_recurrent_state(self.layer)
-        x, window = self.conv1d(x, window, reset_BL)
-        if keep_BL1 is not None:
-            x = x * keep_BL1  # the convolution's bias alone must not feed the state at padding
-        return x, window, state
-
-    def remember(self, cache: Any, window: Tensor, state: Tensor) -> None:
-        """Put the state behind these tokens into the cache, if there is one."""
-        if cache is not None:
-            cache.update_conv_state(window.mT, self.layer)
-            cache.update_recurrent_state(state, self.layer)
-
-
-class MambaMixer(Recurrent):
-    def __init__(self, config: Any, layer: int):
-        super().__init__()
-        D, I, N, K = config.hidden_size, config.inner_size, config.state_size, config.conv_dimension
-        self.layer = layer
-        self.splits = (config.dt_rank, N, N)
-        self.fast = use_kernels(config)
-        self.in_proj = linear(D, 2 * I, self.fast)
-        self.conv1d = Convolution(I, I, K, groups=I)
-        self.conv1d.fast = self.fast
-        self.x_proj = linear(I, sum(self.splits), self.fast)
-        sizes = dict(zip(("dt_layernorm", "b_layernorm", "c_layernorm"), self.splits, strict=True))
-        self.norms = sizes if config.mamba_norms else {}
-        for name, size in self.norms.items():
-            self.add_module(name, RMSNorm(size, config.norm_eps))
-        self.dt_proj = TimeStep(config.dt_rank, I)
-        self.A_log = nn.Parameter(torch.zeros(I, N, dtype=torch.float32))
-        self.D = nn.Parameter(torch.ones(I, dtype=torch.float32))
-        self.out_proj = linear(I, D, self.fast)
-
-    def exact(self) -> tuple[nn.Parameter, ...]:
-        return self.A_log, self.D, self.dt_proj.weight, self.dt_proj.bias
-
-    def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
-        x, z = self.in_proj(u_BLD).chunk(2, dim=-1)
-        x, window, state = self.convolved(x, keep_BL1, reset_BL, cache, self.A_log.shape)
-        parts = self.x_proj(x).split(self.splits, dim=-1)
-        if self.norms:
-            parts = tuple(getattr(self, name)(part) for name, part in zip(self.norms, parts, strict=True))
-        dt_BLR, B_BLN, C_BLN = parts
-        delta_BLI, bias_I = self.dt_proj(dt_BLR)
-        scan = _fast_scan if may_run(self.fast) else selective_scan
-        y, state = scan(x, delta_BLI, -torch.exp(self.A_log), B_BLN, C_BLN, self.D, z, bias_I, state, reset_BL)
-        self.remember(cache, window, state)
-        return self.out_proj(y.to(u_BLD.dtype))
-
-
-def _fast_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, bias: Tensor, *state_reset: Any
-) -> Any:
-    state, reset = state_reset
-    options = {"z_BLI": z, "delta_bias_I": bias, "initial_state_BIN": state, "reset_BL": reset}
-    return fast_scan(u, delta.to(u.dtype), A, B, C, D, **options, return_final_state=True)
-
-
-class Mamba2Mixer(Recurrent):
-    """Mamba-2, with the names and rows of transformers' own: in_proj [z | x | B | C | dt], conv1d [x | B | C]."""
-
-    def __init__(self, config: Any, layer: int):
-        super().__init__()
-        D, I, K, P = config.hidden_size, config.inner_size, config.conv_dimension, config.mamba2_head_dim
-        self.layer, self.groups, self.fast = layer, config.mamba2_groups, use_kernels(config)
-        H, GN = I // P, self.groups * config.mamba2_state_size
-        self.splits, self.state_shape = (I, GN, GN), (H, P, config.mamba2_state_size)
-        self.in_proj = linear(D, 2 * I + 2 * GN + H, self.fast)
-        self.conv1d = Convolution(I + 2 * GN, I + 2 * GN, K, groups=I + 2 * GN)
-        self.conv1d.fast = self.fast
-        self.dt_bias = nn.Parameter(torch.zeros(H, dtype=torch.float32))
-        self.A_log = nn.Parameter(torch.zeros(H, dtype=torch.float32))
-        self.D = nn.Parameter(torch.ones(H, dtype=torch.float32))
-        self.norm = GatedNorm(I, self.groups, config.norm_eps)
-        self.b_layernorm, self.c_layernorm = (
-            GroupNorm(GN, self.groups, config.norm_eps) if config.mamba_norms else None for _ in range(2)
-        )
-        self.out_proj = linear(I, D, self.fast)
-
-    def exact(self) -> tuple[nn.Parameter, ...]:
-        return self.A_log, self.D, self.dt_bias
-
-    def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
-        heads, groups = self.state_shape[0], self.groups
-        z, x, dt_BLH = self.in_proj(u_BLD).split((self.splits[0], sum(self.splits), heads), dim=-1)
-        x, window, state = self.convolved(x, keep_BL1, reset_BL, cache, self.state_shape)
-        x, B, C = x.split(self.splits, dim=-1)
-        if self.b_layernorm is not None and self.c_layernorm is not None:
-            B, C = self.b_layernorm(B), self.c_layernorm(C)
-        x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
-        scan = _fast_ssd if may_run(self.fast) else ssd
-        y, state = scan(x, dt_BLH, -torch.exp(self.A_log), B, C, self.D, self.dt_bias, state, reset_BL)
-        self.remember(cache, window, state)
-        return self.out_proj(self.norm(y.flatten(2), z).to(u_BLD.dtype))
-
-
-def _fast_ssd(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, bias: Tensor, state: Any, reset: Any
-) -> Any:
-    options = {"dt_bias_H": bias, "initial_state_BHPN": state, "reset_BL": reset}
-    return fast_ssd(x, dt, A, B, C, D, **options, return_final_state=True)
 
 
 class Attention(nn.Module):
@@ -465,6 +241,8 @@ class Layer(GradientCheckpointingLayer):
             self.mixer = MambaMixer(config, index)
         elif self.kind == "mamba2":
             self.mixer = Mamba2Mixer(config, index)
+        elif self.kind == "mamba3":
+            self.mixer = Mamba3Mixer(config, index)
         elif self.kind == "attention":
             self.mixer = Attention(config, index)
         elif self.kind == "mlp":
@@ -487,7 +265,7 @@ class Layer(GradientCheckpointingLayer):
         shared_BLD is that of the layer before, for a layer without a norm of its own.
         """
         x, choice_BLk = shared_BLD if self.norm is None else self.norm(residual_BLD), None
-        if self.kind in ("r", "mamba2"):
+        if isinstance(self.mixer, Recurrent):
             y = self.mixer(x, keep_BL1, reset_BL, cache)
         elif self.kind == "attention":
             y = self.mixer(x, segment_BL, cache)

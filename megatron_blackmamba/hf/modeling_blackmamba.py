@@ -23,6 +23,7 @@ from .layers_blackmamba import (
     FINAL_NORMS,
     Layer,
     Mamba2Mixer,
+    Mamba3Mixer,
     MambaMixer,
     RMSNorm,
     TimeStep,
@@ -91,6 +92,7 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         # list that bf16 models obey too.
         strict = hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict")
         of_kinds = {"r": ["A_log", "D", "dt_proj"], "mamba2": ["A_log", "D", "dt_bias"]}
+        of_kinds["mamba3"] = ["D", "dt_bias", "B_bias", "C_bias"]
         names = sorted({name for kind in config.mamba_moe_layers for name in of_kinds.get(kind, [])})
         setattr(self, "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules", names)
 
@@ -110,6 +112,10 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         elif isinstance(module, Mamba2Mixer) and not getattr(module.A_log, "_is_hf_initialized", False):
             module.A_log.uniform_(1.0, 16.0).log_()
             module.D.fill_(1.0)
+            _spread_time_steps(module.dt_bias)
+        elif isinstance(module, Mamba3Mixer) and not getattr(module.dt_bias, "_is_hf_initialized", False):
+            for ones in (module.D, module.B_bias, module.C_bias):
+                ones.fill_(1.0)
             _spread_time_steps(module.dt_bias)
 
 

@@ -27,6 +27,7 @@ MODELING_FILES = (
     "configuration_blackmamba.py",
     "functions_blackmamba.py",
     "layers_blackmamba.py",
+    "recurrent_blackmamba.py",
     "modeling_blackmamba.py",
 )
 AUTO_MAP = {

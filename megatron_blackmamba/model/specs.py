@@ -11,6 +11,7 @@ from megatron_blackmamba.model.experts import GroupedExperts
 from megatron_blackmamba.model.linears import ColumnLinear, Fp8ColumnLinear, Fp8RowLinear, RowLinear
 from megatron_blackmamba.model.mamba import MambaMixer, MambaMixerSubmodules
 from megatron_blackmamba.model.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
+from megatron_blackmamba.model.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
 from megatron_blackmamba.model.moe import MoEMixer
 from megatron_blackmamba.model.norms import RMSNorm
 from megatron_blackmamba.model.stack import (
@@ -50,6 +51,11 @@ def mamba_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
 def mamba2_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
     column, row = linears(kernels.linear)
     return block(MambaBlock, ModuleSpec(Mamba2Mixer, submodules=Mamba2MixerSubmodules(in_proj=column, out_proj=row)))
+
+
+def mamba3_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:
+    column, row = linears(kernels.linear)
+    return block(MambaBlock, ModuleSpec(Mamba3Mixer, submodules=Mamba3MixerSubmodules(in_proj=column, out_proj=row)))
 
 
 def experts_block(model: ModelConfig, kernels: KernelsConfig) -> ModuleSpec:

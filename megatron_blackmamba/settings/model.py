@@ -62,6 +62,23 @@ class Mamba2Config(Section):
     """Groups of heads that share B and C; tensor parallelism splits the groups."""
 
 
+class Mamba3Config(Section):
+    """Mamba-3 layers (`T`); they share `expand` with Mamba-1 layers and have no convolution."""
+
+    head_dim: int = Field(64, gt=0)
+    """Channels of a head; expand × hidden_size is divided into heads."""
+    state_size: int = Field(128, gt=0, le=WIDEST)
+    """State size of a channel."""
+    groups: int = Field(1, gt=0)
+    """Groups of heads that share B and C; tensor parallelism splits the groups."""
+    rope_fraction: float = Field(0.5, gt=0, le=1)
+    """Part of the state whose pairs of B and C turn by angles from the data."""
+    a_floor: float = Field(1e-4, ge=0)
+    """Smallest decay rate that the data can ask for."""
+    output_norm: bool = False
+    """Normalise each head's output by RMSNorm before the gate."""
+
+
 class InitConfig(Section):
     """Initial weights; they depend on the seed and a parameter's global name, never on the layout."""
 
@@ -84,11 +101,11 @@ class InitConfig(Section):
 
 
 class ModelConfig(Section):
-    """One stack of layers; `pattern` has one letter per layer: M Mamba, S Mamba-2, E experts, * attention,
-    - dense MLP."""
+    """One stack of layers; `pattern` has one letter per layer: M Mamba, S Mamba-2, T Mamba-3, E experts,
+    * attention, - dense MLP."""
 
     pattern: str
-    """One letter for each layer: M Mamba, S Mamba-2, E experts, * attention, - dense MLP."""
+    """One letter for each layer: M Mamba, S Mamba-2, T Mamba-3, E experts, * attention, - dense MLP."""
     arrangement: Literal["sequential", "parallel"] = "sequential"
     """sequential: each layer has its own norm and residual connection (the paper).
     parallel: the two layers of a pair share one norm, and their outputs are summed (the paper's ablation)."""
@@ -138,6 +155,8 @@ class ModelConfig(Section):
     """Settings of attention layers."""
     mamba2: Mamba2Config = Mamba2Config()
     """Settings of Mamba-2 layers."""
+    mamba3: Mamba3Config = Mamba3Config()
+    """Settings of Mamba-3 layers."""
     init: InitConfig = InitConfig()
     """Initial weights."""
 

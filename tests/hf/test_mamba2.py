@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_blackmamba.hf import layers_blackmamba as layers
+from megatron_blackmamba.hf import functions_blackmamba as layers
 from megatron_blackmamba.hf.configuration_blackmamba import BlackMambaConfig
 from megatron_blackmamba.hf.modeling_blackmamba import BlackMambaForCausalLM
 from megatron_blackmamba.ops.ssd import ssd

@@ -35,7 +35,8 @@ def unsupported(inputs: Inputs) -> str | None:
     return None
 
 
-def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def scan(inputs: Any) -> tuple[Tensor, Tensor]:
+    """Scan the inputs of `ssd` or of Mamba-3."""
     return _Scan.apply(type(inputs), *inputs)
 
 

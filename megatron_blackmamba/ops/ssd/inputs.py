@@ -1,6 +1,6 @@
 """The arguments of one call of `ssd`, as its backends receive them.
 
-`ops/mamba3` has inputs of its own. The scan over chunks takes both: it asks for the terms of the recurrence
+Mamba-3 has inputs of its own (`turned.py`). The scan over chunks takes both: it asks for the terms of the recurrence
 
     state[t] = exp(steps[t]) * state[t - 1] + x[t] * B[t]
     y[t]     = (sum over n of C[t] * state[t]) + skip[t] * input[t]

@@ -38,7 +38,7 @@ def ssd_part(
 
 
 def scan_cut(backend: Callable[[Any], tuple[Tensor, Tensor]], inputs: Any, group: dist.ProcessGroup) -> Tensor:
-    """Return the outputs of this rank's part, scanned by `backend`; for the inputs of `ssd` and of `ops/mamba3`."""
+    """Return the outputs of this rank's part, scanned by `backend`; for the inputs of `ssd` or of Mamba-3."""
 
     def scan(part: Any, start: Tensor) -> tuple[Tensor, Tensor]:
         return backend(part._replace(initial_state_BHPN=start))

@@ -1,4 +1,4 @@
-"""Mamba-3's tensors as the terms of the SSD scan.
+"""The inputs of the scan for Mamba-3 (`ops/mamba3.py`): decays from the data, and B and C that differ by head.
 
 Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state, S angles.
 """
@@ -24,7 +24,7 @@ class Rates(NamedTuple):
 
     @classmethod
     def of(cls, dt: Tensor, A: Tensor, trap: Tensor, angle_S: Tensor, dt_bias_H: Tensor, floor: float) -> "Rates":
-        """Return them for the raw projections dt, A, trap `[..., H]` and angle `[..., S]`. A decays at least by `floor`."""
+        """Return them for the projections dt, A and trap `[..., H]`, and angle `[..., S]`; `floor` is A's least."""
         compute = torch.promote_types(dt.dtype, torch.float32)
         dt, A, trap, angle_S = (part.to(compute) for part in (dt, A, trap, angle_S))
         dt = F.softplus(dt + dt_bias_H)

@@ -8,9 +8,10 @@ For each head, with dt = softplus(dt + bias), a decay exp(dt * A) whose A comes 
 
 where B and C, with a bias for each head, are turned by angle[t]. The trapezoidal rule is the weight of two tokens.
 
-**One SSD scan does this.** To later tokens, token s counts t[s] * dt[s] + (1 - t[s + 1]) * dt[s + 1]; to itself only the first
-term. So the scan adds x * B with the sum of both, and each output loses (1 - t[s + 1]) * dt[s + 1] * (C[s] · B[s]) * x[s]
-again. Inside a document only differences of angles matter, so nothing resets them.
+**One SSD scan does this.** To later tokens, token s counts t[s] * dt[s] + (1 - t[s + 1]) * dt[s + 1]; to itself only
+the first term. So the scan adds x * B with the sum of both, and each output loses
+(1 - t[s + 1]) * dt[s + 1] * (C[s] · B[s]) * x[s] again. Inside a document only differences of angles
+matter, so nothing resets them.
 
 Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state, S angles (at most N / 2).
 """
@@ -23,11 +24,11 @@ from torch import Tensor
 
 from megatron_blackmamba.ops.arguments import require_dimensions, require_shapes
 from megatron_blackmamba.ops.context import from_next, sum_before
-from megatron_blackmamba.ops.mamba3.inputs import Inputs, Rates, turned
 from megatron_blackmamba.ops.ssd.chunked import scan
 from megatron_blackmamba.ops.ssd.part import scan_cut
+from megatron_blackmamba.ops.ssd.turned import Inputs, Rates, turned
 
-__all__ = ["Inputs", "Memory", "Rates", "mamba3", "mamba3_step"]
+__all__ = ["Memory", "Rates", "mamba3", "mamba3_step"]
 
 
 class Memory(NamedTuple):
@@ -63,18 +64,25 @@ def mamba3(
     """
     require_dimensions("mamba3", "x", x_BLHP, 4)
     (B, L, H, P), (G, N) = x_BLHP.shape, B_BLGN.shape[-2:]
-    found = {"x_BLHP": x_BLHP, "B_BLGN": B_BLGN, "C_BLGN": C_BLGN, "B_bias_HN": B_bias_HN, "C_bias_HN": C_bias_HN}
+    found: dict[str, Tensor | None] = {
+        "x_BLHP": x_BLHP,
+        "B_BLGN": B_BLGN,
+        "C_BLGN": C_BLGN,
+        "B_bias_HN": B_bias_HN,
+        "C_bias_HN": C_bias_HN,
+    }
     found |= {"D_H": D_H, "steps_BLH": rates.steps, "turn_BLHS": rates.turn, "reset_BL": reset_BL}
     require_shapes("mamba3", found, B=B, L=L, H=H, P=P, G=G, N=N, S=rates.turn.shape[-1])
     if H % G:
-        raise ValueError(f"mamba3: {H} heads in {G} groups: x is {(B, L, H, P)}, B is {(B, L, G, N)}. Make H divisible.")
-    apart = group is not None and dist.get_world_size(group) > 1
+        raise ValueError(
+            f"mamba3: {H} heads in {G} groups: x is {(B, L, H, P)}, B is {(B, L, G, N)}. Make H divisible."
+        )
     compute = rates.steps.dtype
 
     before_BLH = rates.before if reset_BL is None else rates.before.masked_fill(reset_BL[..., None], 0)
     turns = rates.turn.double()
     angle_BLHS = turns.cumsum(1)
-    if apart:
+    if group is not None and group.size() > 1:
         first = from_next(before_BLH[:, 0], group)
         angle_BLHS = angle_BLHS + sum_before(turns.sum(1), group)[:, None]
     else:
@@ -87,7 +95,7 @@ def mamba3(
         x_BLHP, rates.steps, rates.own, next_BLH, angle_BLHS, B_BLGN, C_BLGN, B_bias_HN, C_bias_HN, D_H,
         None if memory is None else _start(memory, before_BLH[:, 0]), reset_BL,
     )  # fmt: skip
-    if apart:
+    if group is not None and group.size() > 1:
         return scan_cut(scan, inputs, group), None
     y_BLHP, state_BHPN = scan(inputs)
     if memory is None:
@@ -118,8 +126,7 @@ def mamba3_step(
     x = x_BHP.to(compute)
     memory.angle_BHS.add_(rates.turn).remainder_(2 * torch.pi)
     B_BHN, C_BHN = (
-        turned(part.to(compute), bias, memory.angle_BHS)
-        for part, bias in ((B_BGN, B_bias_HN), (C_BGN, C_bias_HN))
+        turned(part.to(compute), bias, memory.angle_BHS) for part, bias in ((B_BGN, B_bias_HN), (C_BGN, C_bias_HN))
     )
     state_BHPN = _start(memory, rates.before).mul_(rates.steps.exp()[..., None, None])
     state_BHPN.addcmul_((x * rates.own[..., None])[..., None], B_BHN[:, :, None])

@@ -1,0 +1,147 @@
+"""The Mamba-3 mixer on megatron-core's parallel linears.
+
+Each tensor-parallel rank owns some groups of heads from in_proj to out_proj, as in Mamba-2. The angles are the same for
+all heads: each rank projects some of them, and all gather them. The norms of B and C are the same for all groups, so
+their gradients are summed over the ranks.
+
+A checkpoint stores in_proj as one matrix with rows [z | x | B | C | dt | A | trap | angle]. Each part is sharded by
+itself.
+
+Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P channels of a head, G groups, N state.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_blackmamba.kinds.mamba3 import BIASES, NORMS, rows
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.mamba2 import GroupNorm
+from megatron_blackmamba.model.sharding import empty, replicated, sharded, sharded_by_parts, without_decay
+from megatron_blackmamba.ops.mamba3 import Rates, mamba3
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+
+
+@dataclass
+class Mamba3MixerSubmodules:
+    in_proj: ModuleSpec | type
+    out_proj: ModuleSpec | type
+
+
+class SharedNorm(nn.Module):
+    """The RMS norm of B or C of each group, with one weight for all groups of all ranks."""
+
+    def __init__(self, size: int, config: MegatronConfig, group: Any):
+        super().__init__()
+        self.eps, self.group = config.layernorm_epsilon, group
+        self.weight = without_decay(replicated(empty(size, dtype=config.params_dtype), sequence_parallel=False))
+
+    def forward(self, x_GN: Tensor) -> Tensor:
+        compute = torch.promote_types(x_GN.dtype, torch.float32)
+        weight_N = copy_to_tensor_model_parallel_region(self.weight, group=self.group).to(compute)
+        return F.rms_norm(x_GN.to(compute), weight_N.shape, weight_N, self.eps).to(x_GN.dtype)
+
+
+class Mamba3Mixer(MegatronModule):
+    def __init__(
+        self,
+        config: MegatronConfig,
+        submodules: Mamba3MixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(config)
+        model = config.described
+        self.tp_group = pg_collection.tp
+        self.context = pg_collection.cp
+        ranks = self.tp_group.size()
+        self.rows = [size // ranks for size in rows(model)]
+        self.groups, self.floor = model.mamba3.groups // ranks, model.mamba3.a_floor
+        inner, heads, N = self.rows[0], self.rows[4], model.mamba3.state_size
+
+        linear = {
+            "config": config,
+            "bias": False,
+            "skip_bias_add": False,
+            "is_expert": False,
+            "tp_group": self.tp_group,
+        }
+        self.in_proj = build_module(
+            submodules.in_proj,
+            model.hidden_size,
+            sum(rows(model)),
+            init_method=config.init_method,
+            gather_output=False,
+            **linear,
+        )
+        shapes = {"dt_bias": (heads,), "B_bias": (heads, 1, N), "C_bias": (heads, 1, N), "D": (heads,)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, without_decay(sharded(empty(*shape, dtype=config.full_precision), 0)))
+        for name in NORMS:
+            self.add_module(name, SharedNorm(N, config, self.tp_group))
+        self.norm = GroupNorm(inner, heads, config) if model.mamba3.output_norm else None
+        self.out_proj = build_module(
+            submodules.out_proj,
+            model.inner_size,
+            model.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            **linear,
+        )
+
+    def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
+        # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
+        projected_SB, _ = self.in_proj(hidden_SBD)
+        z_BSI, x_BSI, *shared, dt, A, trap, angle = projected_SB.transpose(0, 1).split(self.rows, dim=-1)
+        if self.tp_group.size() > 1:
+            angle = all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)
+        B_BSGN, C_BSGN = (
+            getattr(self, name)(part.unflatten(-1, (self.groups, -1))) for name, part in zip(NORMS, shared, strict=True)
+        )
+        y_BSHP, _ = mamba3(
+            x_BSI.unflatten(2, (dt.shape[-1], -1)),
+            Rates.of(dt, A, trap, angle, self.dt_bias, self.floor),
+            B_BSGN,
+            C_BSGN,
+            self.B_bias[:, 0],
+            self.C_bias[:, 0],
+            self.D,
+            reset_BL=reset_BS,
+            group=self.context,
+        )
+        y_BSI = y_BSHP.flatten(2) if self.norm is None else self.norm(y_BSHP.flatten(2))
+        out_SBD, _ = self.out_proj((y_BSI * F.silu(z_BSI)).transpose(0, 1).contiguous())
+        return out_SBD
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        own = {name: getattr(self, name) for name in (*BIASES, "D")}
+        if self.norm is not None:
+            own["norm.weight"] = self.norm.weight
+        axes = dict.fromkeys(own, 0)
+        own |= {f"{name}.weight": getattr(self, name).weight for name in NORMS}  # the same on every rank
+        state = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            axes,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        for name in ("in_proj", "out_proj"):
+            state |= sharded_state_dict_default(
+                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        in_proj = f"{prefix}in_proj.weight"
+        state[in_proj] = sharded_by_parts(state[in_proj], self.rows, self.tp_group.rank())
+        return state
