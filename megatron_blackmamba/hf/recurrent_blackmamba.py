@@ -287,6 +287,7 @@ class Mamba3Mixer(Recurrent):
         last = self.recalled(cache, u_BLD.shape[0], angle.shape[-1])
         projections = (dt, A, trap, angle, self.dt_bias, self.floor)
         biases = self.B_bias[:, 0], self.C_bias[:, 0]
+        after: Any
         if may_run(self.fast):
             rates = Rates.of(*projections)
             y, after = fast_mamba3(x, rates, B, C, *biases, self.D, memory=Memory(*last), reset_BL=reset_BL)
@@ -294,7 +295,7 @@ class Mamba3Mixer(Recurrent):
             heads = x.shape[2] // self.groups
             B, C = (widen(V).repeat_interleave(heads, dim=2) + b for V, b in zip((B, C), biases, strict=True))
             y, after = mamba3(x, mamba3_rates(*projections), B, C, self.D, last, reset_BL)
-        if cache is not None and after is not None:
+        if cache is not None:
             angle, state, B, x = after
             cache.update_conv_state(torch.cat((angle, B, x), dim=-1), self.layer)
             cache.update_recurrent_state(state, self.layer)
