@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
+from megatron_blackmamba.ops.mamba3 import mamba3
 from megatron_blackmamba.ops.selective_scan import selective_scan
 from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
 from megatron_blackmamba.ops.ssd import ssd
@@ -24,6 +25,8 @@ from megatron_blackmamba.ops.ssd.part import ssd_part
 from tests.ops import interpreted
 from tests.ops.implementations import ISAS, implementation
 from tests.ops.test_causal_conv1d import conv_inputs
+from tests.ops.test_mamba3 import problem as mamba3_inputs
+from tests.ops.test_mamba3 import rates_of
 from tests.ops.test_selective_scan import scan_inputs
 from tests.ops.test_ssd import problem as ssd_inputs
 from tests.runtime.ranks import fork_ranks
@@ -32,7 +35,7 @@ PARTS = ((0, 9), (9, 26), (26, 40))
 RESETS = {"none": None, "some": "some", "first": "first", "last": "last", "all": "all"}
 BACKENDS = ("float64", "chunked", *(f"cpu-{isa}" for isa in ISAS[-1:]))
 INTERPRETED = ("triton",) if find_spec("triton") else ()
-OF_TIME = {"u", "delta", "B", "C", "z", "x", "dt"}
+OF_TIME = {"u", "delta", "B", "C", "z", "x", "dt", "A_of_token", "trap", "angle"}
 
 Leaves = dict[str, Tensor]
 
@@ -54,6 +57,12 @@ def scan_of_mamba2(leaves: Leaves, reset: Tensor | None, function: Callable[...,
     return y.flatten(2)
 
 
+def scan_of_mamba3(leaves: Leaves, reset: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+    inputs = (leaves[name] for name in ("B", "C", "B_bias", "C_bias", "D"))
+    y, _ = mamba3(leaves["x"], rates_of(leaves), *inputs, reset_BL=reset, group=group)
+    return y.flatten(2)
+
+
 def convolve(leaves: Leaves, reset: Tensor | None, group: dist.ProcessGroup | None, backend: str) -> Tensor:
     x, weight = leaves["x"], leaves["weight"]
     function = causal_conv1d if group is None else partial(causal_conv1d_part, group=group)
@@ -67,6 +76,10 @@ def problem(operation: str, reset: str) -> tuple[Leaves, Tensor | None]:
         tensors["delta_bias"] -= 3.0  # states live for the length of several parts
     elif operation == "ssd":
         tensors, reset_BL = ssd_inputs(L=40, H=5, P=1, G=1, N=4, without=("initial_state",), reset=RESETS[reset])
+        tensors["dt_bias"] -= 3.0
+        return tensors, reset_BL
+    elif operation == "mamba3":
+        tensors, reset_BL = mamba3_inputs(L=40, H=5, P=1, G=1, N=4, reset=RESETS[reset])
         tensors["dt_bias"] -= 3.0
         return tensors, reset_BL
     else:
@@ -89,6 +102,8 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
             return scan(leaves, reset, partial(selective_scan_part, group=group) if group else selective_scan, used)
         if operation == "ssd":
             return scan_of_mamba2(leaves, reset, partial(ssd_part, group=group) if group else ssd, used)
+        if operation == "mamba3":
+            return scan_of_mamba3(leaves, reset, group)
         return convolve(leaves, reset, group, "reference" if used == "chunked" else used)
 
     with implementation("reference" if exact else backend) as used:
@@ -102,7 +117,9 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
 
 def cases() -> list[tuple[str, str, str]]:
     every = [(operation, reset, backend) for operation in ("scan", "conv") for reset in RESETS for backend in BACKENDS]
-    every += [("ssd", reset, backend) for reset in RESETS for backend in ("float64", "chunked")]
+    every += [
+        (op, reset, backend) for op in ("ssd", "mamba3") for reset in RESETS for backend in ("float64", "chunked")
+    ]
     return every + [(operation, "some", backend) for operation in ("scan", "conv") for backend in INTERPRETED]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import Canonical, in_memory
-from megatron_blackmamba.settings import AttentionConfig, Mamba2Config, RouterConfig
+from megatron_blackmamba.settings import AttentionConfig, Mamba2Config, Mamba3Config, RouterConfig
 from tests.reference.checkpoint import Tiny
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!'-Ġ"
@@ -15,7 +15,8 @@ def config_of(model: Tiny) -> ModelConfig:
     given = model.config
     return ModelConfig(
         pattern="".join(
-            {"r": "M", "mamba2": "S", "attention": "*", "mlp": "-"}.get(kind, "E") for kind in given["mamba_moe_layers"]
+            {"r": "M", "mamba2": "S", "mamba3": "T", "attention": "*", "mlp": "-"}.get(kind, "E")
+            for kind in given["mamba_moe_layers"]
         ),
         vocab_size=given["vocab_size"],
         hidden_size=given["hidden_size"],
@@ -34,6 +35,9 @@ def config_of(model: Tiny) -> ModelConfig:
         ),
         mamba2=Mamba2Config(
             **{name[7:]: given[name] for name in given if name.startswith("mamba2_")},
+        ),
+        mamba3=Mamba3Config(
+            **{name[7:]: given[name] for name in given if name.startswith("mamba3_")},
         ),
         expert_hidden_size=given["ffn_hidden_size"],
         activation=given["activation"],

@@ -44,7 +44,7 @@ def tiny(
 
     Args:
         layers: One character per layer: r for Mamba, a digit for that many experts (both as in the released config), a
-            for attention, m for a dense MLP, s for Mamba-2.
+            for attention, m for a dense MLP, s for Mamba-2, t for Mamba-3.
         router: Fields of config.json for other routers.
     """
     config = {
@@ -54,7 +54,9 @@ def tiny(
         "conv_dimension": 4,
         "vocab_size": vocab,
         "expansion_factor": 2,
-        "mamba_moe_layers": [{"a": "attention", "m": "mlp", "s": "mamba2"}.get(layer, layer) for layer in layers],
+        "mamba_moe_layers": [
+            {"a": "attention", "m": "mlp", "s": "mamba2", "t": "mamba3"}.get(layer, layer) for layer in layers
+        ],
         "ffn_hidden_size": ffn,
         "bias": False,
         "add_bias_linear": False,
@@ -71,6 +73,8 @@ def tiny(
         config |= {"mlp_hidden_size": 40}
     if "s" in layers:
         config |= {"mamba2_head_dim": 8, "mamba2_state_size": 6, "mamba2_groups": 2}
+    if "t" in layers:
+        config |= {"mamba3_head_dim": 8, "mamba3_state_size": 8, "mamba3_groups": 2}
     config |= router
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _random(name, shape, generator) for name, shape in released_shapes(config).items()}
@@ -112,6 +116,16 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             }
             if config.get("mamba_norms"):
                 layer |= {f"mixer.{part}_layernorm.weight": (shared,) for part in "bc"}
+        elif kind == "mamba3":
+            heads, state = inner // config["mamba3_head_dim"], config["mamba3_state_size"]
+            angles = int(state * config.get("mamba3_rope_fraction", 0.5)) // 2
+            rows = 2 * inner + 2 * config["mamba3_groups"] * state + 3 * heads + angles
+            layer |= {f"mixer.{name}": (heads,) for name in ("dt_bias", "D")}
+            layer |= {f"mixer.{part}_bias": (heads, 1, state) for part in "BC"}
+            layer |= {f"mixer.{part}_norm.weight": (state,) for part in "BC"}
+            layer |= {"mixer.in_proj.weight": (rows, D), "mixer.out_proj.weight": (D, inner)}
+            if config.get("mamba3_output_norm"):
+                layer["mixer.norm.weight"] = (inner,)
         elif kind == "attention":
             channels = D // config["num_attention_heads"]
             rows = channels * (config["num_attention_heads"] + 2 * config["num_key_value_heads"])

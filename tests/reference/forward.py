@@ -10,7 +10,8 @@ key-value head has its queries, then the key and the value. Rotary positions rot
 The norms of `mamba_norms` and `qk_norm` follow Jamba, Mamba-3 and Qwen3: of dt, B and C behind x_proj, of B and C in
 front of Mamba-2's scan, of each head's query and key before the rotation.
 
-Mamba-2 follows mamba-ssm: in_proj [z | x | B | C | dt], and a norm of each group's gated channels.
+Mamba-2 follows mamba-ssm: in_proj [z | x | B | C | dt], and a norm of each group's gated channels. Mamba-3 follows it
+too: in_proj [z | x | B | C | dt | A | trap | angle].
 
 Shapes: S sequence, V vocabulary, D model, I inner, N state, K taps, C channels of a head. In Mamba-2: H heads, G
 groups.
@@ -51,10 +52,12 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
         np.zeros((len(tokens), len(embedding_VD))), {i: [] for i, kind in enumerate(layers) if kind.isdecimal()}
     )
     states: dict[int, _State] = {}
+    last_tokens: dict[int, dict[str, np.ndarray]] = {}
     pasts: dict[int, list[np.ndarray]] = {}  # attention crosses documents
     for t, token in enumerate(tokens):
         if t > 0 and config.get("eod_reset") is not None and tokens[t - 1] == config["eod_reset"]:
             states.clear()
+            last_tokens.clear()
         residual_D = embedding_VD[token].copy()
         for i, kind in enumerate(layers):
             layer = f"decoder.layers.{i}."
@@ -65,6 +68,8 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
                 residual_D += _mamba(mixer, states.setdefault(i, _new_state(mixer)), x_D)
             elif kind == "mamba2":
                 residual_D += _mamba2(mixer, config, states.setdefault(i, _new_state(mixer, config)), x_D)
+            elif kind == "mamba3":
+                residual_D += _mamba3(mixer, config, last_tokens.setdefault(i, {}), x_D)
             elif kind == "attention":
                 residual_D += _attention(mixer, config, pasts.setdefault(i, []), x_D)
             elif kind == "mlp":
@@ -136,6 +141,42 @@ def _mamba2(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, 
     parts = np.split(y_I * _silu(z_I), groups)
     normed_I = np.concatenate([part / np.sqrt(np.mean(part**2) + NORM_EPS) for part in parts])
     return m["out_proj.weight"] @ (normed_I * m["norm.weight"])
+
+
+def _mamba3(
+    m: dict[str, np.ndarray], config: Mapping[str, Any], last: dict[str, np.ndarray], u_D: np.ndarray
+) -> np.ndarray:
+    heads, N, channels, groups = *m["B_bias"].shape[::2], config["mamba3_head_dim"], config["mamba3_groups"]
+    inner, S = heads * channels, int(N * config.get("mamba3_rope_fraction", 0.5)) // 2
+    ends = np.cumsum([inner, inner, groups * N, groups * N, heads, heads, heads])
+    z_I, x_I, B, C, dt, A, trap, angle_S = np.split(m["in_proj.weight"] @ u_D, ends)
+    assert len(angle_S) == S
+    y_I = np.empty(inner)
+    for h in range(heads):
+        own_group, here = (
+            slice(h // (heads // groups) * N, (h // (heads // groups) + 1) * N),
+            slice(h * channels, (h + 1) * channels),
+        )
+        b_N = _rms_norm(B[own_group], m["B_norm.weight"]) + m["B_bias"][h, 0]
+        c_N = _rms_norm(C[own_group], m["C_norm.weight"]) + m["C_bias"][h, 0]
+        step = np.logaddexp(0.0, dt[h] + m["dt_bias"][h])
+        decay = np.exp(-max(1 + A[h] if A[h] > 0 else 1 / (1 - A[h]), config.get("mamba3_a_floor", 1e-4)) * step)
+        own = 1 / (1 + np.exp(-trap[h]))
+        turn_S = last.get(f"turn{h}", np.zeros(S)) + step * np.pi * np.tanh(angle_S)
+        for pair in range(S):
+            turn = np.array(
+                [[np.cos(turn_S[pair]), -np.sin(turn_S[pair])], [np.sin(turn_S[pair]), np.cos(turn_S[pair])]]
+            )
+            for vector in (b_N, c_N):
+                vector[2 * pair : 2 * pair + 2] = turn @ vector[2 * pair : 2 * pair + 2]
+        now_PN = np.outer(x_I[here], b_N)
+        state_PN = decay * (last.get(f"state{h}", 0 * now_PN) + (1 - own) * step * last.get(f"write{h}", 0 * now_PN))
+        state_PN = state_PN + own * step * now_PN
+        last |= {f"turn{h}": turn_S, f"state{h}": state_PN, f"write{h}": now_PN}
+        y_I[here] = state_PN @ c_N + m["D"][h] * x_I[here]
+        if "norm.weight" in m:
+            y_I[here] = _rms_norm(y_I[here], m["norm.weight"][here])
+    return m["out_proj.weight"] @ (y_I * _silu(z_I))
 
 
 def _experts(

@@ -4,7 +4,7 @@ It shares no code with the package: autograd, loops over tokens, and Adam writte
 with one process; experts are stacked, `[E, 2, F, D]` and `[E, D, F]`.
 
 Shapes: B batch, S sequence, T = B * S tokens, V vocabulary, D model, I inner, N state, K taps, C channels of a head. In
-Mamba-2: H heads of P channels in G groups.
+Mamba-2 and 3: H heads of P channels in G groups.
 """
 
 import math
@@ -80,7 +80,7 @@ class Plain:
             first, second = self.moments.get(name, (torch.zeros_like(weight), torch.zeros_like(weight)))
             first, second = b1 * first + (1 - b1) * gradient, b2 * second + (1 - b2) * gradient**2
             self.moments[name] = first, second
-            if not name.endswith((".bias", "norm.weight", "A_log", ".D", "dt_bias")):
+            if not name.endswith(("_bias", ".bias", "norm.weight", "A_log", ".D")):
                 weight -= recipe.rate * recipe.decay * weight
             denominator = (second / (1 - b2**self.steps)).sqrt() + 1e-8
             weight -= recipe.rate * (first / (1 - b1**self.steps)) / denominator
@@ -98,6 +98,8 @@ def logits_of(w: dict[str, Tensor], recipe: Recipe, tokens_BS: Tensor) -> tuple[
             y_BSD = _mamba(m, u_BSD)
         elif letter == "S":
             y_BSD = _mamba2(m, recipe, u_BSD)
+        elif letter == "T":
+            y_BSD = _mamba3(m, recipe, u_BSD)
         elif letter == "*":
             y_BSD = _attention(m, recipe, u_BSD)
         else:
@@ -165,6 +167,57 @@ def _mamba2(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
     y_BSI = torch.stack(rows, 1).flatten(2) * z_BSI * torch.sigmoid(z_BSI)
     weight = m["norm.weight"].view(G, -1)
     return _rms(y_BSI.unflatten(-1, (G, -1)), weight).flatten(-2) @ m["out_proj.weight"].T
+
+
+def _mamba3(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
+    (H, _, N), I, G = m["B_bias"].shape, m["out_proj.weight"].shape[1], recipe.groups
+    sizes = [I, I, G * N, G * N, H, H, H]
+    projected = u_BSD @ m["in_proj.weight"].T
+    z, x, B, C, dt, A, trap, angle = projected.split([*sizes, projected.shape[-1] - sum(sizes)], -1)
+    B, C = (_rms(part.unflatten(-1, (G, N)), m[f"{name}_norm.weight"]) for name, part in (("B", B), ("C", C)))
+    dt, decay = (1 + (dt + m["dt_bias"]).exp()).log(), torch.where(A > 0, 1 + A, 1 / (1 - A))
+    rates = dt, -decay * dt, torch.sigmoid(trap), math.pi * torch.tanh(angle)[:, :, None]
+    y, _ = mamba3_recurrence(
+        x.unflatten(-1, (H, -1)), *rates, B, C, m["B_bias"][:, 0], m["C_bias"][:, 0], m["D"]
+    )  # fmt: skip
+    if "norm.weight" in m:
+        y = _rms(y, m["norm.weight"].view(H, -1))
+    return (y.flatten(2) * z * torch.sigmoid(z)) @ m["out_proj.weight"].T
+
+
+def mamba3_recurrence(
+    x: Tensor, dt: Tensor, log_decay: Tensor, own: Tensor, angle: Tensor, B: Tensor, C: Tensor,
+    B_bias: Tensor, C_bias: Tensor, D: Tensor, last: list[Tensor] | None = None, reset: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Return y and what the last token leaves: angle, state, B and x.
+
+    Shapes: x `[B, S, H, P]`, dt, log_decay and own `[B, S, H]`, angle `[B, S, 1 or H, angles]`, B and C `[B, S, G, N]`.
+    """
+    group = [h // (x.shape[2] // B.shape[2]) for h in range(x.shape[2])]
+    if last is None:
+        last = [x.new_zeros(len(x), x.shape[2], angle.shape[-1]), x.new_zeros(*x[:, 0].shape, B.shape[-1])]
+        last += [B[:, 0, group] * 0, x[:, 0] * 0]
+    rows = []
+    for t in range(x.shape[1]):
+        if reset is not None:
+            last = [part * (~reset[:, t]).view(-1, *[1] * (part.dim() - 1)) for part in last]
+        summed = last[0] + angle[:, t] * dt[:, t, :, None]
+        b, c = (pairs_turned(V[:, t, group] + bias, summed) for V, bias in ((B, B_bias), (C, C_bias)))
+        decay, lam, step = log_decay[:, t].exp()[..., None, None], own[:, t, :, None, None], dt[:, t, :, None, None]
+        before = last[3][..., None] * last[2][:, :, None]
+        now = x[:, t, ..., None] * b[:, :, None]
+        state = decay * last[1] + (1 - lam) * step * decay * before + lam * step * now
+        rows.append((state * c[:, :, None]).sum(-1) + D[:, None] * x[:, t])
+        last = [summed, state, b, x[:, t]]
+    return torch.stack(rows, 1), last
+
+
+def pairs_turned(x: Tensor, angle: Tensor) -> Tensor:
+    parts = []
+    for i in range(angle.shape[-1]):
+        a, b, cos, sin = x[..., 2 * i], x[..., 2 * i + 1], angle[..., i].cos(), angle[..., i].sin()
+        parts += [a * cos - b * sin, a * sin + b * cos]
+    return torch.cat([torch.stack(parts, -1), x[..., len(parts) :]], -1)
 
 
 def _attention(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ STEPS = 20
 SMALL = ["training.precision=fp64", "data.sequence_length=16", "training.global_batch=4", "training.micro_batch=2"]
 SMALL += ["model.hidden_size=32", "model.vocab_size=64", "model.expert_hidden_size=24", "model.experts=4"]
 SMALL += ["model.mamba2.head_dim=16", "model.mamba2.state_size=6", "model.mamba2.groups=2", "model.state_size=8"]
+SMALL += ["model.mamba3.head_dim=16", "model.mamba3.state_size=8", "model.mamba3.groups=2"]
 SMALL += ["model.attention.heads=4", "model.attention.kv_heads=2", "optimizer.weight_decay=0.1", "data.workers=0"]
 NORMS = ["model.mamba_norms=true", "model.attention.qk_norm=true"]
 LOSSES = ["model.z_loss=0.02", "model.router.z_loss=0.03"]
@@ -25,6 +26,8 @@ CASES = {
     "losses alone": ("ME", "sinkhorn", LOSSES),
     "cap alone": ("M", "sinkhorn", ["model.logit_softcap=2.5"]),
     "nothing": ("MS*E", "sinkhorn", []),
+    "Mamba-3": ("TE", "sinkhorn", []),
+    "Mamba-3 with a norm behind it": ("T", "sinkhorn", ["model.mamba3.output_norm=true"]),
 }
 
 
