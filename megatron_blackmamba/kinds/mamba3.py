@@ -31,7 +31,7 @@ _FIELDS = ("head_dim", "state_size", "groups", "rope_fraction", "a_floor", "outp
 
 
 class Mamba3(LayerKind):
-    letter, name = "T", "Mamba-3"
+    letter, name = "R", "Mamba-3"
     keys = ("mamba3", "expand", "init.dt_min", "init.dt_max", "init.dt_floor")
     block = "megatron_blackmamba.model.specs:mamba3_block"
     writes_to_residual = ("out_proj.weight",)

@@ -63,7 +63,7 @@ class Mamba2Config(Section):
 
 
 class Mamba3Config(Section):
-    """Mamba-3 layers (`T`); they share `expand` with Mamba-1 layers and have no convolution."""
+    """Mamba-3 layers (`R`); they share `expand` with Mamba-1 layers and have no convolution."""
 
     head_dim: int = Field(64, gt=0)
     """Channels of a head; expand × hidden_size is divided into heads."""
@@ -101,11 +101,11 @@ class InitConfig(Section):
 
 
 class ModelConfig(Section):
-    """One stack of layers; `pattern` has one letter per layer: M Mamba, S Mamba-2, T Mamba-3, E experts,
+    """One stack of layers; `pattern` has one letter per layer: M Mamba, S Mamba-2, R Mamba-3, E experts,
     * attention, - dense MLP."""
 
     pattern: str
-    """One letter for each layer: M Mamba, S Mamba-2, T Mamba-3, E experts, * attention, - dense MLP."""
+    """One letter for each layer: M Mamba, S Mamba-2, R Mamba-3, E experts, * attention, - dense MLP."""
     arrangement: Literal["sequential", "parallel"] = "sequential"
     """sequential: each layer has its own norm and residual connection (the paper).
     parallel: the two layers of a pair share one norm, and their outputs are summed (the paper's ablation)."""

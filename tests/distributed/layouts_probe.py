@@ -33,12 +33,12 @@ TRANSFORMER = [
     "model.attention.kv_heads=2",
 ]
 TRANSFORMER_MOE = ["model.pattern=*E*E", "model.attention.heads=4"]
-MAMBA2 = ["model.pattern=SETE", "model.mamba2.head_dim=16", "model.mamba2.state_size=16", "model.mamba2.groups=2"]
+MAMBA2 = ["model.pattern=SERE", "model.mamba2.head_dim=16", "model.mamba2.state_size=16", "model.mamba2.groups=2"]
 MAMBA2 += ["model.mamba3.head_dim=16", "model.mamba3.state_size=16", "model.mamba3.groups=2"]
 PARALLEL = ["model.arrangement=parallel"]
 CUT = [
     *MAMBA2,
-    "model.pattern=METES",
+    "model.pattern=MERES",
     "model.eod_reset=397",
 ]  # a letter that ends documents, so that some end where sequences are cut
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison

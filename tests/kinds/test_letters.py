@@ -25,6 +25,7 @@ ALLOWED = {
     ("evaluation/paper.py", "Mamba"): "a row of the paper's table",
     ("ops/backends.py", "attention"): "a row of the table of kernels",
     ("ops/decoding.py", "E"): "an axis of a C++ argument",
+    ("ops/decoding.py", "R"): "an axis of a C++ argument",
     ("ops/sinkhorn/cpu.py", "E"): "an axis of a C++ argument",
     ("ops/sinkhorn/triton.py", "E"): "an axis of a kernel's argument",
     ("ops/selective_scan/triton_forward.py", "S"): "an axis of a kernel's argument",

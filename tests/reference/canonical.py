@@ -15,7 +15,7 @@ def config_of(model: Tiny) -> ModelConfig:
     given = model.config
     return ModelConfig(
         pattern="".join(
-            {"r": "M", "mamba2": "S", "mamba3": "T", "attention": "*", "mlp": "-"}.get(kind, "E")
+            {"r": "M", "mamba2": "S", "mamba3": "R", "attention": "*", "mlp": "-"}.get(kind, "E")
             for kind in given["mamba_moe_layers"]
         ),
         vocab_size=given["vocab_size"],

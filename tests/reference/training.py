@@ -98,7 +98,7 @@ def logits_of(w: dict[str, Tensor], recipe: Recipe, tokens_BS: Tensor) -> tuple[
             y_BSD = _mamba(m, u_BSD)
         elif letter == "S":
             y_BSD = _mamba2(m, recipe, u_BSD)
-        elif letter == "T":
+        elif letter == "R":
             y_BSD = _mamba3(m, recipe, u_BSD)
         elif letter == "*":
             y_BSD = _attention(m, recipe, u_BSD)

@@ -26,8 +26,8 @@ CASES = {
     "losses alone": ("ME", "sinkhorn", LOSSES),
     "cap alone": ("M", "sinkhorn", ["model.logit_softcap=2.5"]),
     "nothing": ("MS*E", "sinkhorn", []),
-    "Mamba-3": ("TE", "sinkhorn", []),
-    "Mamba-3 with a norm behind it": ("T", "sinkhorn", ["model.mamba3.output_norm=true"]),
+    "Mamba-3": ("RE", "sinkhorn", []),
+    "Mamba-3 with a norm behind it": ("R", "sinkhorn", ["model.mamba3.output_norm=true"]),
 }
 
 
