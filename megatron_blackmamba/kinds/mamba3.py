@@ -107,13 +107,19 @@ class Mamba3(LayerKind):
     def kept(self, at: Sizes) -> int:
         """Return the bytes saved for the backward pass.
 
-        Saved are in_proj's input and output, B and C normalised, the time steps with what they come from, the sum of
-        angles, and the scan's output before and after the gate.
+        Saved are in_proj's input and output, the norms of B and C with their results, ten numbers of a head about its
+        time step, the sum of angles, the scan's output, and both factors and the product of the gate. Context
+        parallelism adds the state at the start and the decays of all parts.
         """
         I, GN, H, S = _sizes(at.model)
         width, wide = at.width, max(at.width, FP32)
-        each = width * (sum(rows(at.model)) + 4 * I + 2 * GN) + wide * (14 * H + H * S + 4 * GN)
-        return at.here * width * at.model.hidden_size + at.whole * each // at.tensor
+        copies = 1 if width == wide else 2  # a norm keeps its input in fp32
+        each = width * (sum(rows(at.model)) + 3 * I + 2 * GN)
+        each += wide * (10 * H + S + H * S + copies * 2 * GN + 2 * at.model.mamba3.groups)
+        if at.model.mamba3.output_norm:
+            each += width * I + wide * (copies * I + H)
+        start = FP32 * (I * at.model.mamba3.state_size + at.context * H) if at.context > 1 else 0
+        return at.here * width * at.model.hidden_size + (at.whole * each + at.sequences * start) // at.tensor
 
     def working(self, at: Sizes) -> int:
         """Return the gradients of what it keeps, or the needs of the scan, whose B and C are those of each head."""

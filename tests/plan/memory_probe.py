@@ -18,6 +18,7 @@ from megatron_blackmamba.runtime import world
 from tests.runtime.ranks import fork_ranks, import_once
 
 MAMBA2 = ["model.pattern=SES", "model.mamba2.head_dim=16", "model.mamba2.state_size=32", "model.mamba2.groups=2"]
+MAMBA3 = ["model.pattern=RER", "model.mamba3.head_dim=16", "model.mamba3.state_size=32", "model.mamba3.groups=2"]
 NORMS = ["model.mamba_norms=true", "model.attention.heads=4", "model.logit_softcap=30", "model.z_loss=0.01"]
 PARALLEL = ["model.pattern=MEMEME", "model.arrangement=parallel"]
 BIG_MLP = ["model.pattern=--", "model.hidden_size=256", "model.mlp_hidden_size=1024"]
@@ -50,6 +51,9 @@ CASES = {
     "mamba2": (1, "tiny", MAMBA2),
     "mamba2_cp2": (2, "tiny", [*MAMBA2, "model.pattern=SS", "parallel.context=2"]),
     "mamba2_tp2": (2, "tiny", [*MAMBA2, "parallel.tensor=2", "training.precision=bf16"]),
+    "mamba3": (1, "tiny", MAMBA3),
+    "mamba3_cp2": (2, "tiny", [*MAMBA3, "model.pattern=RR", "parallel.context=2", "model.mamba3.output_norm=true"]),
+    "mamba3_tp2": (2, "tiny", [*MAMBA3, "parallel.tensor=2", "training.precision=bf16"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
     "norms": (1, "tiny", [*MAMBA2, *NORMS, 'model.pattern="MS*"', "model.attention.qk_norm=true"]),
     "norms_tp2": (2, "tiny", [*MAMBA2, *NORMS, "model.pattern=MS", "parallel.tensor=2", "training.precision=bf16"]),
@@ -73,6 +77,7 @@ ONE_OF_EACH = {  # by letter, one layer in float64, where experts are plain prod
         *(f'model.pattern="{kind.letter}"', "training.precision=fp64", "data.sequence_length=64"),
         *("model.hidden_size=48", "model.mlp_hidden_size=56", "model.expert_hidden_size=40", "model.vocab_size=272"),
         *("model.attention.heads=4", "model.attention.kv_heads=2", "model.mamba2.head_dim=8", "model.mamba2.groups=2"),
+        *("model.mamba3.head_dim=8", "model.mamba3.groups=2"),
         "kernels.scan=reference",  # without matrix products
         *("model.router.kind=softmax", "model.top_k=2", "model.shared_expert_hidden_size=24"),
     ]
