@@ -48,8 +48,8 @@ class Mamba3(LayerKind):
         heads, found = model.inner_size // head_dim, []
         if heads % groups:
             found.append(f"the {heads} Mamba-3 heads are not divisible by model.mamba3.groups={groups}")
-        if not angles(model):
-            found.append(f"model.mamba3.state_size={model.mamba3.state_size} leaves no pair to turn: take at least 4")
+        if model.mamba3.state_size % 2 or not angles(model):
+            found.append(f"model.mamba3.state_size={model.mamba3.state_size} must be even, with a pair that turns")
         return found
 
     def divisions(self, model: ModelConfig) -> list[Division]:

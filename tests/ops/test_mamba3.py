@@ -23,7 +23,7 @@ UPSTREAM = os.environ.get("MAMBA_SSM_SOURCE")
 """A clone of state-spaces/mamba, from e9594ce on."""
 
 
-def problem(B=2, L=150, H=6, P=5, G=2, N=9, reset=None, seed=0):
+def problem(B=2, L=150, H=6, P=5, G=2, N=8, reset=None, seed=0):
     g = torch.Generator().manual_seed(seed)
     shapes = {"x": (B, L, H, P), "dt": (B, L, H), "A_of_token": (B, L, H), "trap": (B, L, H), "angle": (B, L, N // 4)}
     shapes |= {"B": (B, L, G, N), "C": (B, L, G, N), "B_bias": (H, N), "C_bias": (H, N), "D": (H,), "dt_bias": (H,)}
@@ -73,7 +73,7 @@ def values_and_gradients(function, tensors, reset, dtype, with_memory):
     L=st.one_of(st.just(1), st.integers(1, 70)),
     groups=st.sampled_from([(1, 1), (4, 1), (4, 2), (3, 3)]),
     P=st.integers(1, 9),
-    N=st.integers(4, 10),
+    N=st.sampled_from([4, 6, 10]),
     reset=st.sampled_from([None, "first", "last", "some", "all"]),
     with_memory=st.booleans(),
     seed=st.integers(0, 2**20),
@@ -94,7 +94,7 @@ def test_several_segments_agree_with_the_definition(monkeypatch):
 
 def test_token_by_token_equals_all_at_once():
     tensors, _ = problem(L=20)
-    shapes = ((2,), (5, 9), (9,), (5,))
+    shapes = ((2,), (5, 8), (8,), (5,))
     random = torch.Generator().manual_seed(2)
     start = Memory(*(torch.randn(2, 6, *shape, generator=random) for shape in shapes))
     y_BLHP, after = ours(tensors, None, Memory(*(part.clone() for part in start)))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows
-from megatron_blackmamba.ops.ssd.inputs import Inputs
+from megatron_blackmamba.ops.ssd.inputs import Inputs, Terms
 
 CHUNK = 64
 DECAYS = {"cpu": 2**18, "cuda": 2**24}
@@ -141,10 +141,9 @@ class _Chunks(NamedTuple):
     """Number of resets from the start of the chunk up to each token."""
 
 
-def _chunks(inputs: Inputs, state: Tensor) -> _Chunks:
-    T = min(CHUNK, inputs.x_BLHP.shape[1])
-    parts = (*inputs.written(state.dtype), inputs.steps(state.dtype))
-    x, B, steps = (part.unflatten(1, (-1, T)) for part in parts)
+def _chunks(inputs: Inputs, state: Tensor, terms: Terms | None = None) -> _Chunks:
+    T, terms = min(CHUNK, inputs.x_BLHP.shape[1]), terms or inputs.terms(state.dtype, outputs=False)
+    x, steps, B = (term.unflatten(1, (-1, T)) for term in terms[:3])
     document_BKT = None if inputs.reset_BL is None else inputs.reset_BL.unflatten(1, (-1, T)).cumsum(dim=2)
     return _Chunks(x, B.transpose(2, 3), steps.transpose(2, 3), document_BKT)
 
@@ -152,9 +151,10 @@ def _chunks(inputs: Inputs, state: Tensor) -> _Chunks:
 def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs of a segment, and the state behind it."""
     x_BLHP, compute = inputs.x_BLHP, state.dtype
-    at = _chunks(inputs, state)
-    C_BLGN, skip = inputs.read(compute)
-    C_BKGTN, groups = C_BLGN.unflatten(1, at.x_BKTHP.shape[1:3]).transpose(2, 3), C_BLGN.shape[2]
+    terms = inputs.terms(compute, outputs=True)
+    at, groups = _chunks(inputs, state, terms), terms.B_BLGN.shape[2]
+    assert terms.C_BLGN is not None
+    C_BKGTN = terms.C_BLGN.unflatten(1, at.x_BKTHP.shape[1:3]).transpose(2, 3)
 
     # Inside each chunk.
     scores_BKGTS = C_BKGTN @ at.B_BKGTN.mT
@@ -171,8 +171,8 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     found_BKTHP = found_BKGTF.transpose(2, 3).reshape(y_BKTHP.shape)
     y_BKTHP = torch.addcmul(y_BKTHP, found_BKTHP, since_start_BKHT.transpose(2, 3)[..., None])
     y_BLHP = y_BKTHP.flatten(1, 2)
-    if skip is not None:
-        y_BLHP = torch.addcmul(y_BLHP, x_BLHP.to(compute), skip[..., None])
+    if terms.skip is not None:
+        y_BLHP = torch.addcmul(y_BLHP, x_BLHP.to(compute), terms.skip[..., None])
     return y_BLHP.to(x_BLHP.dtype), end_BHPN
 
 

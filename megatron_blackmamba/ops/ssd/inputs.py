@@ -1,9 +1,6 @@
 """The arguments of one call of `ssd`, as its backends receive them.
 
-Mamba-3 has inputs of its own (`turned.py`). The scan over chunks takes both: it asks for the terms of the recurrence
-
-    state[t] = exp(steps[t]) * state[t - 1] + x[t] * B[t]
-    y[t]     = (sum over n of C[t] * state[t]) + skip[t] * input[t]
+Mamba-3 has inputs of its own (`turned.py`). The scan over chunks takes both, and asks for their terms.
 
 Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state.
 """
@@ -13,6 +10,21 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Terms(NamedTuple):
+    """The terms of the recurrence, all in the type of its state.
+
+    state[t] = exp(steps[t]) * state[t - 1] + x[t] * B[t]
+    y[t]     = (sum over n of C[t] * state[t]) + skip[t] * input[t]
+    """
+
+    x_BLHP: Tensor
+    steps_BLH: Tensor
+    B_BLGN: Tensor
+    C_BLGN: Tensor | None
+    skip: Tensor | None
+    """`[H]` or `[B, L, H]`."""
 
 
 class Inputs(NamedTuple):
@@ -32,13 +44,12 @@ class Inputs(NamedTuple):
         """Return the logarithms of the decays, `[B, L, H]`."""
         return self._dt(compute) * self.A_H.to(compute)
 
-    def written(self, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return what each token adds to the state, as x `[B, L, H, P]` and B `[B, L, G, N]`."""
-        return self.x_BLHP.to(compute) * self._dt(compute)[..., None], self.B_BLGN.to(compute)
-
-    def read(self, compute: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return C `[B, L, G, N]`, and skip `[H]` or `[B, L, H]`."""
-        return self.C_BLGN.to(compute), None if self.D_H is None else self.D_H.to(compute)
+    def terms(self, compute: torch.dtype, outputs: bool) -> Terms:
+        """Return the terms; without outputs, those that the state needs."""
+        x, dt, B = self.x_BLHP.to(compute), self._dt(compute), self.B_BLGN.to(compute)
+        C = self.C_BLGN.to(compute) if outputs else None
+        skip = None if self.D_H is None else self.D_H.to(compute)
+        return Terms(x * dt[..., None], dt * self.A_H.to(compute), B, C, skip)
 
     def _dt(self, compute: torch.dtype) -> Tensor:
         dt_BLH = self.dt_BLH.to(compute)

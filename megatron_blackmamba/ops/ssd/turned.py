@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.gradients import first_order
+from megatron_blackmamba.ops.ssd.inputs import Terms
+
 
 class Rates(NamedTuple):
     """What a token does to time: `[B, L, H]`, or `[B, H]` for one token, in at least fp32."""
@@ -34,13 +37,46 @@ class Rates(NamedTuple):
         return cls(-A.clamp_min(floor) * dt, own, dt - own, turn)
 
 
-def turned(V_GN: Tensor, bias_HN: Tensor, angle_HS: Tensor) -> Tensor:
-    """Return B or C of each head `[..., H, N]`: with its bias, its first S pairs of numbers turned by their angles."""
-    H, S = angle_HS.shape[-2:]
-    V_HN = V_GN.repeat_interleave(H // V_GN.shape[-2], dim=-2) + bias_HN.to(V_GN.dtype)
-    pairs_HS = torch.view_as_complex(V_HN[..., : 2 * S].unflatten(-1, (S, 2)).contiguous())
-    pairs_HS = pairs_HS * torch.polar(torch.ones_like(angle_HS), angle_HS)
-    return torch.cat((torch.view_as_real(pairs_HS).flatten(-2), V_HN[..., 2 * S :]), dim=-1)
+def turned(V_GN: Tensor, bias_HN: Tensor, angle_HS: Tensor, rotation: Tensor | None = None) -> Tensor:
+    """Return B or C of each head `[..., H, N]`: with its bias, its first S pairs of numbers turned by their angles.
+
+    rotation: `rotation_of` these angles, if it is at hand.
+    """
+    V_HN = V_GN.repeat_interleave(angle_HS.shape[-2] // V_GN.shape[-2], dim=-2) + bias_HN.to(V_GN.dtype)
+    found: Tensor = _Turn.apply(V_HN, angle_HS, rotation_of(angle_HS, bias_HN) if rotation is None else rotation)
+    return found
+
+
+@torch.no_grad()
+def rotation_of(angle_HS: Tensor, bias_HN: Tensor) -> Tensor:
+    """Return exp(i * angle) for each pair of a state, 1 for those that do not turn."""
+    rest = bias_HN.shape[-1] // 2 - angle_HS.shape[-1]
+    turning_HS = torch.polar(torch.ones_like(angle_HS), angle_HS)
+    return torch.cat((turning_HS, turning_HS.new_ones(*angle_HS.shape[:-1], rest)), dim=-1)
+
+
+class _Turn(torch.autograd.Function):
+    """Products of complex numbers. The derivative by the angle is the result times i, so nothing else is kept."""
+
+    @staticmethod
+    def forward(ctx, V_HN, angle_HS, rotation):
+        turned = _complex(V_HN) * rotation
+        ctx.angles = angle_HS.shape[-1]
+        ctx.save_for_backward(turned, rotation)
+        return torch.view_as_real(turned).flatten(-2)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad_HN):
+        turned, rotation = ctx.saved_tensors
+        grad = _complex(grad_HN)
+        pairs = slice(0, ctx.angles)
+        of_angle = (grad[..., pairs] * turned[..., pairs].conj()).imag if ctx.needs_input_grad[1] else None
+        return torch.view_as_real(grad * rotation.conj()).flatten(-2), of_angle, None
+
+
+def _complex(V_HN: Tensor) -> Tensor:
+    return torch.view_as_complex(V_HN.contiguous().unflatten(-1, (-1, 2)))
 
 
 class Inputs(NamedTuple):
@@ -65,17 +101,13 @@ class Inputs(NamedTuple):
         """Return the logarithms of the decays, `[B, L, H]`."""
         return self.steps_BLH.to(compute)
 
-    def written(self, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return what each token adds to the state, as x `[B, L, H, P]` and B `[B, L, H, N]`."""
-        B_BLHN = turned(self.B_BLGN.to(compute), self.B_bias_HN, self.angle_BLHS)
-        return self.x_BLHP.to(compute) * (self.own_BLH + self.next_BLH)[..., None], B_BLHN
-
-    def read(self, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return C `[B, L, H, N]`, and the skip `[B, L, H]`, less what a token's own output must not see yet."""
-        C_BLGN, heads = self.C_BLGN.to(compute), self.x_BLHP.shape[2] // self.C_BLGN.shape[2]
-        B_BLHN, C_BLHN = (
-            part.to(compute).repeat_interleave(heads, dim=2) + bias_HN.to(compute)
-            for part, bias_HN in ((self.B_BLGN, self.B_bias_HN), (C_BLGN, self.C_bias_HN))
-        )
+    def terms(self, compute: torch.dtype, outputs: bool) -> Terms:
+        """Return the terms, B and C for each head; a token's own output must not see what the next one adds of it."""
+        rotation = rotation_of(self.angle_BLHS, self.B_bias_HN)
+        B_BLHN = turned(self.B_BLGN.to(compute), self.B_bias_HN, self.angle_BLHS, rotation)
+        x_BLHP = self.x_BLHP.to(compute) * (self.own_BLH + self.next_BLH)[..., None]
+        if not outputs:
+            return Terms(x_BLHP, self.steps(compute), B_BLHN, None, None)
+        C_BLHN = turned(self.C_BLGN.to(compute), self.C_bias_HN, self.angle_BLHS, rotation)
         skip_BLH = self.D_H.to(compute) - self.next_BLH * (B_BLHN * C_BLHN).sum(-1)
-        return turned(C_BLGN, self.C_bias_HN, self.angle_BLHS), skip_BLH
+        return Terms(x_BLHP, self.steps(compute), B_BLHN, C_BLHN, skip_BLH)
