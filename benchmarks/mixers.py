@@ -1,0 +1,61 @@
+"""One layer of Mamba, Mamba-2 and Mamba-3 at the same width, forward + backward.
+
+    python -m benchmarks.mixers [--hidden 1152 --length 512 --batch 1 --state 128 --head 64] [--json]
+
+The defaults are one sequence of the 1.5B model's width. A layer is everything between norm and residual: projections,
+convolution where there is one, scan and gate. Mamba has its usual 16 states.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import _common
+from megatron_blackmamba.config import load
+from megatron_blackmamba.kinds import kinds_in
+from megatron_blackmamba.model import build
+from megatron_blackmamba.runtime import world
+
+PATTERN = "SRM"
+
+
+def main() -> None:
+    parser = _common.arguments(__doc__)
+    for name, default in (("hidden", 1152), ("length", 512), ("batch", 1), ("state", 128), ("head", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    sizes = [
+        f"model.{kind}.{key}"
+        for kind in ("mamba2", "mamba3")
+        for key in (f"head_dim={options.head}", f"state_size={options.state}")
+    ]
+    overrides = [f"model.pattern={PATTERN}", f"model.hidden_size={options.hidden}", "training.precision=fp32", *sizes]
+    config = load("tiny", overrides)
+    network = build(config, world.start(config.parallel))
+    x_SBD = torch.randn(options.length, options.batch, options.hidden, generator=torch.Generator().manual_seed(0))
+    calls: dict[str, Callable[[], None]] = {
+        kind.name: partial(both, block.mixer, x_SBD)
+        for kind, block in zip(kinds_in(PATTERN), network.decoder.layers, strict=True)
+    }
+    seconds = _common.interleaved(calls, repeats=options.repeats, device=options.device)
+    first = _common.median(next(iter(seconds.values())))
+    rows: list[dict[str, Any]] = [
+        {"": name, "ms": 1e3 * _common.median(runs), "times Mamba-2": _common.median(runs) / first, "runs": len(runs)}
+        for name, runs in seconds.items()
+    ]
+    shape = f"D={options.hidden} L={options.length} B={options.batch} N={options.state} P={options.head} float32"
+    _common.show({"machine": _common.machine(), "tables": {f"forward + backward, {shape}": rows}}, options.json)
+    world.shutdown()
+
+
+def both(mixer: nn.Module, x_SBD: Tensor) -> None:
+    mixer(x_SBD.clone().requires_grad_()).square().mean().backward()
+    mixer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()
