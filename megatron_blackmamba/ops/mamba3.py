@@ -32,7 +32,7 @@ __all__ = ["Memory", "Rates", "mamba3", "mamba3_step"]
 
 
 class Memory(NamedTuple):
-    """What a sequence leaves to its next token: the sum of angles, the state, and the last token's B and x."""
+    """The state that a sequence leaves to its next token: the sum of angles, the scan's state, and the last B and x."""
 
     angle_BHS: Tensor
     state_BHPN: Tensor

@@ -75,6 +75,8 @@ RULES = {
         *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
         *("model.attention.qk_norm", "model.mamba_norms", "model.logit_softcap"),
         *("model.mamba2.head_dim", "model.mamba2.state_size", "model.mamba2.groups"),
+        *("model.mamba3.head_dim", "model.mamba3.state_size", "model.mamba3.groups", "model.mamba3.rope_fraction"),
+        *("model.mamba3.a_floor", "model.mamba3.output_norm"),
         *("model.attention.rotary_base", "model.init.std", "model.init.scale_outputs_by_depth", "model.init.dt_min"),
         *("model.init.dt_max", "model.init.dt_floor", "data.kind", "data.sequence_length", "data.seed"),
         "data.mask_first_token",
