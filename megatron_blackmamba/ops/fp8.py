@@ -27,7 +27,7 @@ HOPPER = (9, 0)
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot multiply in FP8, or None. CPUs can, slowly, from torch 2.10 on."""
+    """Return why this machine cannot multiply in FP8, or None. CPUs can, slowly, with newer versions of torch."""
     if not torch.cuda.is_available():
         return _why_no_rows_on_cpus()
     if torch.cuda.get_device_capability() < HOPPER:
