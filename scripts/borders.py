@@ -140,7 +140,10 @@ def run(border: Border, version: str, name: str, check: list[str]) -> Result:
     if problem:
         passed, said = False, problem
     else:
-        done = subprocess.run([python, *check], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **CAPTURED)
+        # The shared packages come without what their .pth files add, so processes elsewhere would not find the project.
+        done = subprocess.run(
+            [python, *check], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, **CAPTURED
+        )
         passed, said = done.returncode == 0, last_words(done.stdout)
         if not passed:
             log_of(python, name).write_text(done.stdout)

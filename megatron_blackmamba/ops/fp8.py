@@ -7,6 +7,8 @@ largest value of each column, and another copy of both inputs.
 Shapes: T tokens, D inputs, O outputs, E experts, R rows, C columns, G groups of rows.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,9 +27,9 @@ HOPPER = (9, 0)
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot multiply in FP8, or None. CPUs can, slowly."""
+    """Return why this machine cannot multiply in FP8, or None. CPUs can, slowly, with newer versions of torch."""
     if not torch.cuda.is_available():
-        return None
+        return _why_no_rows_on_cpus()
     if torch.cuda.get_device_capability() < HOPPER:
         return f"FP8 products need an H100 or a newer GPU; here is {torch.cuda.get_device_name()}"
     return (
@@ -35,6 +37,16 @@ def why_not() -> str | None:
         if hasattr(torch, "_scaled_grouped_mm") and hasattr(F, "grouped_mm")
         else f"torch {torch.__version__} has no grouped FP8 products"
     )
+
+
+@functools.cache
+def _why_no_rows_on_cpus() -> str | None:
+    one = torch.ones(MULTIPLE, MULTIPLE, dtype=torch.bfloat16)
+    try:
+        _times(one, one, fast=False)
+    except RuntimeError:  # 2.9
+        return f"torch {torch.__version__} has no FP8 products with a scale for each row on CPUs"
+    return None
 
 
 def fits(weight: Tensor) -> bool:

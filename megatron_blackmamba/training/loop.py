@@ -244,9 +244,6 @@ class Trainer:
         self.progress.advance(self.batches.position, batch)
         seconds = self.journal.step_ends(self.progress.step)
 
-        validation = self.validate() if self.validation_is_due else {}
-        balanced = self.validate(True) if validation and self.config.training.validate_balanced else {}
-        averaged = self.validate_average() if validation else {}
         taken = Taken(
             config=self.config,
             progress=self.progress,
@@ -258,9 +255,7 @@ class Trainer:
             learning_rate=learning_rate,
             tokens=batch * self.config.data.sequence_length,
             seconds=seconds,
-            validation=validation,
-            validation_as_trained=balanced,
-            validation_of_average=averaged,
+            **self.validations(),
         )
         self.journal.step(record(taken))
         self.watch.report_slow_ranks(losses.computing, losses.reading, seconds)
@@ -281,23 +276,23 @@ class Trainer:
         self.batches.again()
         return self.attempt()
 
-    @property
-    def validation_is_due(self) -> bool:
-        """Return whether to validate after this step."""
-        every = self.config.training.evaluate_every
-        return bool(self.data.validation and every and (self.progress.step % every == 0 or not self.steps_left))
-
     def validate(self, routed_as_trained: bool = False) -> dict[str, float]:
         """Return the validation loss of every source that has validation data."""
         self.trainable.settle()
         return validate(self.config, self.world, self.data, self.step, self.watchdog.alive, routed_as_trained)
 
-    def validate_average(self) -> dict[str, float]:
-        """Return the same losses of the averaged weights, which stand in for the weights meanwhile (training.ema)."""
-        if self.trainable.ema is None:
+    def validations(self) -> dict[str, dict[str, float]]:
+        """Return the validation losses that are due after this step, under their names in `Taken`."""
+        every = self.config.training.evaluate_every
+        if not (self.data.validation and every and (self.progress.step % every == 0 or not self.steps_left)):
             return {}
-        with self.trainable.ema.in_place():
-            return validate(self.config, self.world, self.data, self.step, self.watchdog.alive)
+        found = {"validation": self.validate()}
+        if self.config.training.validate_balanced:
+            found["validation_as_trained"] = self.validate(routed_as_trained=True)
+        if self.trainable.ema is not None:
+            with self.trainable.ema.in_place():  # the averages stand in for the weights meanwhile
+                found["validation_of_average"] = self.validate()
+        return found
 
     def rewind(self, cause: Cause | None) -> Action:
         """Go back to the newest checkpoint; unless replicas differed, train past the batch from there."""

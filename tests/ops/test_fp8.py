@@ -6,6 +6,7 @@ import torch
 from megatron_blackmamba.config import load
 from megatron_blackmamba.ops import experts, fp8
 
+pytestmark = pytest.mark.skipif(fp8.why_not() is not None, reason=str(fp8.why_not()))
 TOKENS, INPUTS, OUTPUTS = 40, 96, 48
 COUNTS = [13, 0, 27]
 
