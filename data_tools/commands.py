@@ -286,6 +286,7 @@ def decontaminate(paths: Paths, options: DecontaminationOptions, as_json: Json =
     from megatron_blackmamba.data_tools import decontamination
     from megatron_blackmamba.data_tools.evaluation_items import contents_of, read_evaluations
     from megatron_blackmamba.data_tools.item_index import ItemIndex
+    from megatron_blackmamba.data_tools.splitters import word_splitter
     from megatron_blackmamba.formats.evaluations import PAPER
 
     names = options.against or PAPER
@@ -294,7 +295,7 @@ def decontaminate(paths: Paths, options: DecontaminationOptions, as_json: Json =
     evaluations = read_evaluations(names, options.task_folder, options.item_fields)
     items = [item for evaluation in evaluations for item in evaluation.items]
     task = replace(task, settings={**task.settings, **contents_of(items)})
-    index = ItemIndex(items, options.n_grams, cleaning.word_splitter(options.language))
+    index = ItemIndex(items, options.n_grams, word_splitter(options.language))
     tasks = decontamination.tasks_of(evaluations, index)
     with task.alone():
         task.refuse_other_settings()
@@ -330,9 +331,10 @@ def _sentence(summary: "Summary") -> str:
 
 def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options: CleaningOptions) -> "Cleaning":
     from megatron_blackmamba.data_tools.batches import ReadOptions
-    from megatron_blackmamba.data_tools.cleaning import Cleaning, words_of
+    from megatron_blackmamba.data_tools.cleaning import Cleaning
     from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
     from megatron_blackmamba.data_tools.sources import find_sources, parse_size, plan_shards
+    from megatron_blackmamba.data_tools.splitters import words_of
 
     if len(paths) < 2:
         raise InputError(f"{paths[0]}: name at least one input and, last, the output folder")
@@ -356,8 +358,8 @@ def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options
 
 
 def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
-    from megatron_blackmamba.data_tools.cleaning import REMOVED, part_name
     from megatron_blackmamba.data_tools.origins import CleaningManifest, refuse_incomplete
+    from megatron_blackmamba.data_tools.parts import REMOVED, part_name
     from megatron_blackmamba.data_tools.rejects import InputError
 
     total = sum(stage.tasks for stage in stages)
