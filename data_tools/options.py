@@ -1,4 +1,4 @@
-"""Options of `blackmamba data tokenize`, `dedup` and `decontaminate`."""
+"""Options of `blackmamba data tokenize`, `filter`, `dedup` and `decontaminate`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +85,7 @@ class TokenizeOptions(InputOptions):
 
 @dataclass(frozen=True)
 class CleaningOptions(InputOptions):
-    """Options that `dedup` and `decontaminate` share."""
+    """Options that `filter`, `dedup` and `decontaminate` share."""
 
     language: Annotated[
         str | None, reading(help="Language of datatrove's word splitter. Default: split at spaces.")
@@ -95,6 +95,21 @@ class CleaningOptions(InputOptions):
     slurm: Annotated[str | None, running(metavar="PARTITION", help="Run as Slurm arrays.")] = None
     time: Annotated[str, running(help="Time limit of a Slurm task.")] = "12:00:00"
     memory: Annotated[int, running(metavar="GB", help="Memory of a Slurm task.")] = 4
+
+
+@dataclass(frozen=True)
+class FilterOptions(CleaningOptions):
+    """The options of `filter`, its recipe aside: what is counted and allowed, and where it runs."""
+
+    sample: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Try the rules on N documents; write only a report.")
+    ] = None
+    at_most: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Stop if more than this share of documents would go.")
+    ] = None
+    by: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Field of the sources to count by. Default: by folder.")
+    ] = None
 
 
 @dataclass(frozen=True)

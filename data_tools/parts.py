@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ except ImportError:  # said by `require_datatrove`
     Document = Any
     PipelineStep = object
 
+from megatron_blackmamba.data_tools.batches import Batch
 from megatron_blackmamba.data_tools.cleaning import Cleaning
 from megatron_blackmamba.data_tools.origins import CleaningManifest, Cleanings, Part, part_of
 from megatron_blackmamba.data_tools.other_fields import beside, line, origin_of
@@ -42,6 +43,7 @@ ORIGIN, REST = "origin", "rest"
 """The metadata that are the raw file and record of a document, and its other fields."""
 COLUMNS = ("file", "record", "reason", "resembles", "detail")
 _LEVEL = 3
+_SAMPLED_FILES = 64
 
 
 def part_name(rank: int) -> str:
@@ -90,21 +92,41 @@ class RawDocuments(PipelineStep):
                 if os.getppid() != parent:
                     raise InputError("the program that started this task has ended")
                 records += len(batch.texts)
-                rests = batch.rests or repeat({})
-                for number, text, rest in zip(batch.numbers, batch.texts, rests, strict=bool(batch.rests)):
-                    if not text:
-                        note(source, number, EMPTY, "the text has no character")
+                for document in _documents_in(batch, source, cleaned):
+                    if not document.text:
+                        note(source, document.metadata["record"], EMPTY, "the text has no character")
                         continue
                     self.stat_update("documents")
-                    where = {"file": source.name, "record": number}
-                    origin = (origin_of(rest) if cleaned else {}) or where
-                    yield Document(text, f"{rank}/{number}", metadata={**where, ORIGIN: origin, REST: rest})
+                    yield document
             _refuse_changed(source, reader)
             origins = cleanings.origins_of(source.path, reader.sha256, reader.unpacked_sha256)
             behind = [each.model_dump() for each in origins]
             raw.append({"name": source.name, "sha256": reader.sha256, "origins": behind})
         log.check(records + log.total)
         return raw
+
+
+def _documents_in(batch: Batch, source: Source, cleaned: bool) -> Iterator[Any]:
+    rests = batch.rests or repeat({})
+    for number, text, rest in zip(batch.numbers, batch.texts, rests, strict=bool(batch.rests)):
+        where = {"file": source.name, "record": number}
+        origin = (origin_of(rest) if cleaned else {}) or where
+        yield Document(text, f"{source.name}/{number}", metadata={**where, ORIGIN: origin, REST: rest})
+
+
+def first_documents(cleaning: Cleaning, most: int) -> Iterator[Any]:
+    """Yield the first documents of up to 64 files, in equal numbers as far as the files have them."""
+    sources = [source for part in cleaning.parts for source in part]
+    some = sources[:: max(1, -(-len(sources) // _SAMPLED_FILES))]
+    options = replace(cleaning.read, keep=True)
+    for place, source in enumerate(some):
+        quota = -(-most // (len(some) - place))
+        reader = Reader(source.path, source.format, options, lambda *_: None)
+        cleaned = Cleanings().is_part(source.path)
+        documents = chain.from_iterable(_documents_in(batch, source, cleaned) for batch in reader.batches())
+        for document in islice((each for each in documents if each.text), quota):
+            yield document
+            most -= 1
 
 
 def _refuse_changed(source: Source, reader: Reader) -> None:
@@ -123,17 +145,16 @@ class PartWriter(PipelineStep):
     type = "💽 - WRITER"
     name = "part"
 
-    def __init__(self, cleaning: Cleaning, note: Note = lambda _: None) -> None:
-        """Set up the step; `note` returns data to note of each document."""
+    def __init__(self, cleaning: Cleaning, folder: Path | None = None) -> None:
+        """Set up the step; `folder` is another place for the parts than the output folder."""
         super().__init__()
-        self.out_dir, self.notes, self.note = cleaning.out_dir, cleaning.notes, note
+        self.folder, self.notes = folder or cleaning.out_dir, cleaning.notes
 
     def run(self, data: Any, rank: int, world_size: int) -> None:
         kept: Counter[str] = Counter()
         cut = 0
-        path = self.out_dir / part_name(rank)
+        path = self.folder / part_name(rank)
         with (
-            atomic.atomic_file(self.notes / f"{rank:05d}.kept") as notes,
             atomic.atomic_file(path) as file,
             zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False) as out,
         ):
@@ -141,12 +162,8 @@ class PartWriter(PipelineStep):
                 where = _where(document)
                 added = document.metadata.get(ADDED, {})
                 cut += "cut" in added
-                out.write(
-                    line(beside({"text": document.text, **document.metadata[ORIGIN], **added}, document.metadata[REST]))
-                )
-                found = self.note(document)
-                if found is not None:
-                    notes.write(line({**where, **found}))
+                ours = {"text": document.text, **document.metadata[ORIGIN], **added}
+                out.write(line(beside(ours, document.metadata[REST])))
                 kept[where["file"]] += 1
         written = {
             "name": path.name,

@@ -1,5 +1,6 @@
 """Word splitters of datatrove by language, and the plain one that needs no other package."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,3 +60,22 @@ class _WordSplitter:
 def word_splitter(language: str | None) -> SplitWords:
     """Return datatrove's word splitter of a language, or without one that of every text."""
     return split_words if language is None else _WordSplitter(language)
+
+
+class PlainWords(WordTokenizer):
+    """Words, numbers and single marks, for datatrove's filters; sentences end with a mark and a space.
+
+    It stands in for datatrove's splitter of English, which needs spaCy.
+    """
+
+    _WORD = re.compile(r"\w+(?:['’.\-/@]\w+)*|\.{3,}|[^\w\s]")
+    _SENTENCE = re.compile(r".*?[.!?…。！？]+[\"'”’)\]]*(?=\s|$)|.+?$", re.DOTALL)
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return self._WORD.findall(text)
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        return [text[begin:end].strip() for begin, end in self.span_tokenize(text)]
+
+    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+        return [found.span() for found in self._SENTENCE.finditer(text) if found.group().strip()]
