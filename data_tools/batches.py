@@ -1,6 +1,6 @@
 """Batches of documents, as every reader of raw files yields them, and the options of reading."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,3 +41,8 @@ class Batch:
     def add(self, number: int, text: str) -> None:
         self.texts.append(text)
         self.numbers.append(number)
+
+    def chosen(self, places: Iterable[int]) -> "Batch":
+        """Return the documents at some places, without their other fields."""
+        places = list(places)
+        return Batch([self.texts[i] for i in places], [self.numbers[i] for i in places])

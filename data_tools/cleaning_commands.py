@@ -144,6 +144,7 @@ def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options
     from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
     from megatron_blackmamba.data_tools.sources import find_sources, parse_size, plan_shards
     from megatron_blackmamba.data_tools.splitters import words_of
+    from megatron_blackmamba.data_tools.streams import known_encoding
 
     if len(paths) < 2:
         raise InputError(f"{paths[0]}: name at least one input and, last, the output folder")
@@ -154,15 +155,16 @@ def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options
         raise InputError("standard input (-) can be read only once, but this reads it twice. Give files")
     words_of(options.language)
     found = find_sources(inputs, cast("Any", options.format), options.match, apart=out_dir, exclude=options.exclude)
-    fields = options.fields or ("text",)
+    fields, encoding = options.fields or ("text",), known_encoding(options.encoding)
     return Cleaning(
         name,
         plan_shards(found.sources, parse_size(options.part_size)),
         Path(out_dir).absolute(),
-        ReadOptions(fields),
+        ReadOptions(fields, encoding=encoding),
         Tolerance.parse(options.max_bad),
         options,
-        {**settings, "language": options.language, "field": list(fields), "max_bad": options.max_bad},
+        {**settings, "language": options.language, "field": list(fields), "max_bad": options.max_bad}
+        | ({"encoding": encoding} if encoding else {}),
     )
 
 

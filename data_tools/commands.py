@@ -45,6 +45,7 @@ def tokenize(
 
     [dim]blackmamba data tokenize notes.jsonl tokens/notes --train-tokenizer 8192 --field title --field body[/dim]
     """
+    from megatron_blackmamba.data_tools.hold_out import SIDES
     from megatron_blackmamba.data_tools.rejects import InputError
     from megatron_blackmamba.data_tools.sources import printable
     from megatron_blackmamba.data_tools.tokenization import plan
@@ -56,9 +57,10 @@ def tokenize(
     if Path(out_dir).is_file():
         raise InputError(f"{out_dir}: the last argument is the folder for the shards, and this is a file")
     if dry_run:
-        for job in plan(inputs, out_dir, options).mine:
-            names = listed([source.path for source in job.sources])
-            print(f"{job.prefix}  {counted(len(job.sources), 'file')}, {job.input_bytes / 1e6:.1f} MB: {names}")
+        for side in SIDES if options.hold_out else (None,):
+            for job in plan(inputs, Path(out_dir, side or ""), replace(options, side=side)).mine:
+                names = listed([source.path for source in job.sources])
+                print(f"{job.prefix}  {counted(len(job.sources), 'file')}, {job.input_bytes / 1e6:.1f} MB: {names}")
         return
     summary = run(inputs, out_dir, replace(options, quiet=as_json))
     if as_json:

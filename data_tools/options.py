@@ -37,6 +37,9 @@ class InputOptions:
         tuple[str, ...],
         reading(metavar="PATTERN", help="Files to skip in folders, such as 'drafts/*'; repeat for more."),
     ] = ()
+    encoding: Annotated[
+        str | None, reading(help="Character encoding of text and JSON Lines, such as latin-1. Default: UTF-8.")
+    ] = None
     max_bad: Annotated[
         str, reading(metavar="N|FRACTION", help="Bad records allowed per shard or part; they are skipped and listed.")
     ] = "0"
@@ -78,9 +81,18 @@ class TokenizeOptions(InputOptions):
     seed: Annotated[int, sharding(help="Shuffle seed.")] = 0
     shard_size: Annotated[str, sharding(help="Input per shard; a larger file gets its own shard.")] = "4GB"
     workers: Annotated[int, sharding(min=0, help="Number of worker processes; 0 means one per core.")] = 0
+    hold_out: Annotated[
+        str | None,
+        sharding(metavar="SHARE", help="Share of the documents for OUT_DIR/validation; others: OUT_DIR/train."),
+    ] = None
+    clusters: Annotated[
+        str | None, sharding(metavar="FOLDER", help="Output of dedup: its near-copies stay on one side of --hold-out.")
+    ] = None
     array: Annotated[str | None, sharding(metavar="INDEX/COUNT", help="Build only this part of the shards.")] = None
     overwrite: Annotated[bool, sharding("--overwrite", help="Rebuild existing shards.")] = False
     quiet: bool = False
+    side: str | None = None
+    """Of --hold-out: train or validation."""
 
 
 @dataclass(frozen=True)

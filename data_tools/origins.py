@@ -19,6 +19,8 @@ CLEANING = "cleaning.manifest"  # not .json, which would be read as documents
 WORK = ".work"
 SETTINGS = "settings.json"
 DONE = "done.json"
+REMOVED = "removed.tsv"
+COLUMNS = ("file", "record", "reason", "resembles", "detail")
 
 
 class Part(BaseModel):

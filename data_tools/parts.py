@@ -24,7 +24,7 @@ except ImportError:  # said by `require_datatrove`
 
 from megatron_blackmamba.data_tools.batches import Batch
 from megatron_blackmamba.data_tools.cleaning import Cleaning
-from megatron_blackmamba.data_tools.origins import CleaningManifest, Cleanings, Part, part_of
+from megatron_blackmamba.data_tools.origins import COLUMNS, REMOVED, CleaningManifest, Cleanings, Part, part_of
 from megatron_blackmamba.data_tools.other_fields import beside, line, origin_of
 from megatron_blackmamba.data_tools.readers import Reader
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog
@@ -36,12 +36,10 @@ from megatron_blackmamba.formats.shards import RawFile
 Note = Callable[[Any], dict[str, Any] | None]
 """Returns what to note of a document."""
 Row = tuple[str, int, str, str, str]
-REMOVED = "removed.tsv"
 ADDED = "added"
 """The metadata of a document that are further fields of its record in the part."""
 ORIGIN, REST = "origin", "rest"
 """The metadata that are the raw file and record of a document, and its other fields."""
-COLUMNS = ("file", "record", "reason", "resembles", "detail")
 _LEVEL = 3
 _SAMPLED_FILES = 64
 

@@ -14,7 +14,7 @@ from megatron_blackmamba.data_tools.batches import BATCH_BYTES, Batch, ReadOptio
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
 from megatron_blackmamba.data_tools.other_fields import without_text
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream
+from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream, in_utf8
 from megatron_blackmamba.formats.remote import file_sha256, size_of, version_of
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
@@ -59,7 +59,8 @@ class Reader:
                 JsonLines(self.options, self.reject) if self.format == "jsonl" else Text(self.options, self.reject)
             )
             try:
-                for block in stream.blocks():
+                blocks = stream.blocks()
+                for block in in_utf8(blocks, self.options.encoding, self.path) if self.options.encoding else blocks:
                     self.bytes_read = stream.bytes_read
                     yield from parser.feed(block)
                 yield from parser.finish()
@@ -267,7 +268,7 @@ def out_of_memory(path: str | Path, bytes_read: int) -> str:
 
 def _utf16(number: int, first: bytes) -> str:
     if number == 1 and first.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "; the file is UTF-16: `iconv -f utf-16 -t utf-8` makes UTF-8 of it"
+        return "; the file is UTF-16: add --encoding utf-16"
     return ""
 
 
