@@ -1,4 +1,4 @@
-"""What a corpus of token shards holds: counts, lengths, languages, near-copies, evaluation items and samples."""
+"""Figures of token shards: counts, lengths, languages, near-copies, evaluation items, and documents to read."""
 
 import random
 import unicodedata
@@ -82,8 +82,8 @@ def groups_of(paths: Sequence[str]) -> dict[str, list[Shard]]:
         for shard in find_shards(path):
             folder = Path(shard.prefix).parent
             side = VALIDATION if folder.name == "validation" else ""
-            name = folder.parent if folder.name in ("train", "validation") else folder
-            groups.setdefault(f"{name}{side}", []).append(shard)
+            source = folder.parent if folder.name in ("train", "validation") else folder
+            groups.setdefault(f"{source}{side}", []).append(shard)
     return {name: shards for name, shards in groups.items() if shards}
 
 
@@ -96,7 +96,7 @@ def measure(
     against: Sequence[str] = (),
     tokenizer: str | None = None,
 ) -> Corpus:
-    """Measure a corpus. Languages and evaluation items are those of random documents, `sample` of each group."""
+    """Measure a corpus. `sample` random documents of each group are read for languages and evaluation items."""
     tell, by = _teller()
     index = _index(against)
     groups = []

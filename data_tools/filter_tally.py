@@ -1,4 +1,4 @@
-"""What quality filters did: counts by rule, reason and source, and documents to read for each; the report."""
+"""Counts of quality filters by rule, reason and source, documents to read for each, and the report."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -40,7 +40,7 @@ class Draw:
 
 
 class Tally:
-    """The figures of some documents; those of parts are merged."""
+    """The figures of some documents; parts count alone and are merged."""
 
     def __init__(self) -> None:
         self.reached: Counter[str] = Counter()
@@ -141,8 +141,9 @@ def _excerpt(lines: Sequence[str], characters: int) -> str:
 
 def _difference(old: str, new: str) -> str:
     """Return the lines that differ, - before and + after."""
-    lines = [text[:_COMPARED_CHARACTERS].splitlines() for text in (old, new)]
-    marked = [line for line in unified_diff(*lines, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))]
+    before, after = (text[:_COMPARED_CHARACTERS].splitlines() for text in (old, new))
+    lines = list(unified_diff(before, after, n=0, lineterm=""))[2:]  # behind the names of two files
+    marked = [line for line in lines if not line.startswith("@@")]
     return _excerpt(marked, sum(map(len, marked)))
 
 

@@ -47,7 +47,7 @@ def origin_of(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def beside(ours: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    """Return our fields with those of the input; `input_` begins the names of those that both have."""
+    """Return our fields and the input's. If both have a name, `input_` begins the input's."""
     record = dict(ours)
     for name, value in rest.items():
         while name in record:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, repeat
@@ -105,7 +105,7 @@ class RawDocuments(PipelineStep):
 
 
 def _documents_in(batch: Batch, source: Source, cleaned: bool) -> Iterator[Any]:
-    rests = batch.rests or repeat({})
+    rests: Iterable[dict[str, Any]] = batch.rests or repeat({})
     for number, text, rest in zip(batch.numbers, batch.texts, rests, strict=bool(batch.rests)):
         where = {"file": source.name, "record": number}
         origin = (origin_of(rest) if cleaned else {}) or where
