@@ -51,7 +51,7 @@ class Judge:
         source, before, changed = self._source(document), len(document.text), []
         for rule in self.rules:
             text = document.text
-            reason = rule.check(document)
+            reason = rule.check(document) or (None if document.text.strip() else "no text left")
             self.tally.reached[rule.name] += 1
             if reason is not None:
                 document.metadata["reason"] = f"{rule.name}: {reason}"

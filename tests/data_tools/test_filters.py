@@ -197,6 +197,13 @@ def test_rules_answer_as_datatroves_filters(tmp_path):
             assert (rule.check(Document(text, "1")) or True) == (result[1] if isinstance(result, tuple) else result)
 
 
+def test_a_document_of_which_nothing_is_left_goes(write_jsonl, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("- c4: {min_num_sentences: -1}\n")
+    corpus = write_jsonl("a.jsonl", ["No mark at the end", prose(1)])
+    assert clean("filter", tmp_path / "recipe.yaml", corpus, tmp_path / "out")["kept"] == 1
+    assert [row[2] for row in rows(tmp_path / "out")] == ["c4: no text left"]
+
+
 def test_plain_words_and_sentences():
     words = PlainWords()
     assert words.word_tokenize("It's 3.5 km... to me@x.org, (yes)!") == [
