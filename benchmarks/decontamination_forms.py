@@ -156,7 +156,7 @@ def by_datatrove(items: Sequence[Planted], texts: Sequence[str], *, whole: bool)
     from datatrove.data import Document
     from datatrove.pipeline.decont import NGramsDecontConfig, NGramsDecontFilter, NGramsDecontIndexer
 
-    from megatron_blackmamba.data_tools.cleaning import SpacedWords
+    from megatron_blackmamba.data_tools.splitters import SpacedWords
 
     with tempfile.TemporaryDirectory() as name:
         config = NGramsDecontConfig(find_query_ngrams=whole)

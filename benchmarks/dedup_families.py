@@ -162,7 +162,7 @@ def _datatrove(corpus: Path, folder: Path, *parameters: int) -> None:
     from datatrove.utils.hashing import HashConfig
     from loguru import logger
 
-    from megatron_blackmamba.data_tools.cleaning import SpacedWords
+    from megatron_blackmamba.data_tools.splitters import SpacedWords
 
     logger.remove()
     config = MinhashConfig(*parameters, hash_config=HashConfig(precision=32)) if parameters else MinhashConfig()

@@ -1,26 +1,18 @@
 """The verbs of `blackmamba data`, as the command line has them."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_blackmamba.data_tools.options import (
-    CleaningOptions,
-    DecontaminationOptions,
-    DedupOptions,
-    TokenizeOptions,
-    sharding,
-)
+from megatron_blackmamba.data_tools.cleaning_commands import decontaminate, dedup, filter_
+from megatron_blackmamba.data_tools.options import TokenizeOptions, sharding
 from megatron_blackmamba.data_tools.progress import counted, listed, short
 from megatron_blackmamba.options import taking
-from megatron_blackmamba.progress import Progress, State
 
 if TYPE_CHECKING:
-    from megatron_blackmamba.data_tools.cleaning import Cleaning
     from megatron_blackmamba.data_tools.tokenization import Summary
 
 app = typer.Typer(
@@ -53,6 +45,7 @@ def tokenize(
 
     [dim]blackmamba data tokenize notes.jsonl tokens/notes --train-tokenizer 8192 --field title --field body[/dim]
     """
+    from megatron_blackmamba.data_tools.hold_out import SIDES
     from megatron_blackmamba.data_tools.rejects import InputError
     from megatron_blackmamba.data_tools.sources import printable
     from megatron_blackmamba.data_tools.tokenization import plan
@@ -64,9 +57,10 @@ def tokenize(
     if Path(out_dir).is_file():
         raise InputError(f"{out_dir}: the last argument is the folder for the shards, and this is a file")
     if dry_run:
-        for job in plan(inputs, out_dir, options).mine:
-            names = listed([source.path for source in job.sources])
-            print(f"{job.prefix}  {counted(len(job.sources), 'file')}, {job.input_bytes / 1e6:.1f} MB: {names}")
+        for side in SIDES if options.hold_out else (None,):
+            for job in plan(inputs, Path(out_dir, side or ""), replace(options, side=side)).mine:
+                names = listed([source.path for source in job.sources])
+                print(f"{job.prefix}  {counted(len(job.sources), 'file')}, {job.input_bytes / 1e6:.1f} MB: {names}")
         return
     summary = run(inputs, out_dir, replace(options, quiet=as_json))
     if as_json:
@@ -242,67 +236,6 @@ def adopt(
             print(f"    {open_ended:,} of them do not end with {loaded.eod_token}; they run into the next document")
 
 
-@app.command()
-@taking(DedupOptions)
-def dedup(paths: Paths, options: DedupOptions, as_json: Json = False) -> None:
-    """Remove near-duplicate documents. The longest copy is kept, and each removed one was compared with it.
-
-    [dim]blackmamba data dedup pile/train clean/pile[/dim]
-
-    [dim]blackmamba data dedup pile/train clean/pile --slurm cpu --workers 64[/dim]
-    """
-    from megatron_blackmamba.data_tools import cleaning
-
-    cleaning.require_datatrove()
-    from megatron_blackmamba.data_tools.dedup_estimate import Estimate
-    from megatron_blackmamba.data_tools.deduplication import described, settings, stages
-
-    task = _cleaning("dedup", paths, settings(options), options)
-    with task.alone():
-        task.refuse_other_settings()
-        estimate = Estimate.of(task, options)
-        if not task.done.exists():
-            warnings = estimate.check(task.out_dir, options.memory if options.slurm else None)
-            if not as_json:
-                print("\n".join([str(estimate), *warnings]), flush=True)
-        _run(task, stages(task, options, estimate), as_json)
-        report = task.work / "clusters.json"
-        if task.done.exists() and not as_json:
-            print("\n".join(described(json.loads(report.read_bytes()))))
-
-
-@app.command()
-@taking(DecontaminationOptions)
-def decontaminate(paths: Paths, options: DecontaminationOptions, as_json: Json = False) -> None:
-    """Cut passages out of documents that hold items of evaluation tasks, or remove the documents.
-
-    [dim]blackmamba data decontaminate clean/pile final/pile[/dim]
-
-    [dim]blackmamba data decontaminate clean/pile final/pile --against piqa --against my_test.jsonl[/dim]
-    """
-    from megatron_blackmamba.data_tools import cleaning
-
-    cleaning.require_datatrove()
-    from megatron_blackmamba.data_tools import decontamination
-    from megatron_blackmamba.data_tools.evaluation_items import contents_of, read_evaluations
-    from megatron_blackmamba.data_tools.item_index import ItemIndex
-    from megatron_blackmamba.formats.evaluations import PAPER
-
-    names = options.against or PAPER
-    decisive = {"against": list(names), "n_grams": options.n_grams, "fields": list(options.item_fields)}
-    task = _cleaning("decontaminate", paths, decisive | {"drop": options.drop, "margin": options.margin}, options)
-    evaluations = read_evaluations(names, options.task_folder, options.item_fields)
-    items = [item for evaluation in evaluations for item in evaluation.items]
-    task = replace(task, settings={**task.settings, **contents_of(items)})
-    index = ItemIndex(items, options.n_grams, cleaning.word_splitter(options.language))
-    tasks = decontamination.tasks_of(evaluations, index)
-    with task.alone():
-        task.refuse_other_settings()
-        if not as_json:
-            print("\n".join(decontamination.announced(tasks)))
-        _run(task, decontamination.stages(task, index, tasks, drop=options.drop, margin=options.margin), as_json)
-
-
 def _sentence(summary: "Summary") -> str:
     from megatron_blackmamba.formats.remote import is_remote
 
@@ -328,70 +261,5 @@ def _sentence(summary: "Summary") -> str:
     return "\n".join(lines)
 
 
-def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options: CleaningOptions) -> "Cleaning":
-    from megatron_blackmamba.data_tools.batches import ReadOptions
-    from megatron_blackmamba.data_tools.cleaning import Cleaning, words_of
-    from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
-    from megatron_blackmamba.data_tools.sources import find_sources, parse_size, plan_shards
-
-    if len(paths) < 2:
-        raise InputError(f"{paths[0]}: name at least one input and, last, the output folder")
-    *inputs, out_dir = paths
-    if "://" in out_dir:
-        raise InputError(f"{out_dir}: this writes to a local folder only. Copy it to object storage afterwards")
-    if "-" in inputs:
-        raise InputError("standard input (-) can be read only once, but this reads it twice. Give files")
-    words_of(options.language)
-    found = find_sources(inputs, cast("Any", options.format), options.match, apart=out_dir, exclude=options.exclude)
-    fields = options.fields or ("text",)
-    return Cleaning(
-        name,
-        plan_shards(found.sources, parse_size(options.part_size)),
-        Path(out_dir).absolute(),
-        ReadOptions(fields),
-        Tolerance.parse(options.max_bad),
-        options,
-        {**settings, "language": options.language, "field": list(fields), "max_bad": options.max_bad},
-    )
-
-
-def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
-    from megatron_blackmamba.data_tools.cleaning import REMOVED, part_name
-    from megatron_blackmamba.data_tools.origins import CleaningManifest, refuse_incomplete
-    from megatron_blackmamba.data_tools.rejects import InputError
-
-    total = sum(stage.tasks for stage in stages)
-
-    def state() -> State:
-        done = sum(1 for _ in task.work.glob("*/completions/*"))
-        return State(done / total, f"{done} of {total} tasks of {task.name}")
-
-    try:
-        with Progress(state, quiet=task.options.slurm is not None):
-            stages[-1].run()
-    except OSError as error:  # no space, no permission
-        where, why = error.filename or task.out_dir, error.strerror or error
-        raise InputError(f"{where}: {why}. Once that is put right, run the same command again") from error
-    if task.options.slurm is not None and not task.done.exists():
-        print(f"{task.out_dir}: submitted {len(stages)} Slurm jobs; the last one is {stages[-1].job_id}")
-        return
-    manifest = CleaningManifest.read(task.out_dir)  # older versions wrote none
-    parts = [part.name for part in manifest.parts] if manifest else [*map(part_name, range(len(task.parts)))]
-    for path in (task.out_dir / name for name in (REMOVED, *parts)):
-        if not path.exists():
-            raise InputError(f"{path}: is missing, though this finished. Restore it, or choose another folder")
-    refuse_incomplete(task.out_dir)
-    counts = json.loads(task.done.read_bytes())
-    if as_json:
-        print(json.dumps({**counts, "out_dir": str(task.out_dir), "removed_list": str(task.out_dir / REMOVED)}))
-    else:
-        skipped = f", skipped {counts['skipped']:,} records without a text" if counts.get("skipped") else ""
-        cut = f", cut {counts['cut']:,} passages" if counts.get("cut") else ""
-        print(
-            f"{task.out_dir}: kept {counts['kept']:,} documents, removed {counts['removed']:,}{cut}{skipped} "
-            f"({REMOVED} lists them)"
-        )
-        if counts.get("tasks"):
-            from megatron_blackmamba.data_tools.decontamination import REPORT, table
-
-            print("\n".join([*table(counts["tasks"]), f"passages to read: {task.out_dir / REPORT}"]))
+for name, verb in (("filter", filter_), ("dedup", dedup), ("decontaminate", decontaminate)):
+    app.command(name)(verb)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.data_tools.cleaning import ADDED, Cleaning, Listing, PartWriter, RawDocuments, Row, read_notes
-from megatron_blackmamba.data_tools.cleaning import note_line as line
+from megatron_blackmamba.data_tools.cleaning import Cleaning
 from megatron_blackmamba.data_tools.evaluation_items import Evaluation, task_of
 from megatron_blackmamba.data_tools.item_index import ItemIndex
+from megatron_blackmamba.data_tools.other_fields import line
+from megatron_blackmamba.data_tools.parts import ADDED, Listing, PartWriter, RawDocuments, Row, read_notes
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.words import normalize, spans
 from megatron_blackmamba.formats import atomic

@@ -4,21 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.data_tools.cleaning import (
-    Cleaning,
-    Listing,
-    PartWriter,
-    RawDocuments,
-    Row,
-    read_notes,
-    words_of,
-)
+from megatron_blackmamba.data_tools.cleaning import Cleaning
 from megatron_blackmamba.data_tools.dedup_estimate import Estimate
 from megatron_blackmamba.data_tools.kept_copies import Choose, DropCopies
 from megatron_blackmamba.data_tools.near_pairs import Compare, Copies, Pairs
 from megatron_blackmamba.data_tools.options import DedupOptions
+from megatron_blackmamba.data_tools.parts import Listing, PartWriter, RawDocuments, Row, read_notes
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.signatures import Lines, RepeatedLines, Signatures, Store
+from megatron_blackmamba.data_tools.splitters import words_of
 
 
 def settings(options: DedupOptions) -> dict[str, Any]:

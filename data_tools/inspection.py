@@ -43,12 +43,18 @@ def read_documents(
     Documents are numbered from 0, through all shards given in turn.
     """
     shards = find_shards(*paths)
-    starts = np.cumsum([0, *(shard.manifest.documents for shard in shards)])
-    total = int(starts[-1])
+    total = sum(shard.manifest.documents for shard in shards)
     if not numbers and seed is None:
         numbers = range(min(count, total))
     elif not numbers:
         numbers = sorted(random.Random(seed).sample(range(total), min(count, total)))
+    yield from documents_at(shards, numbers, tokenizer)
+
+
+def documents_at(shards: Sequence[Shard], numbers: Sequence[int], tokenizer: str | None = None) -> Iterator[Document]:
+    """Yield documents of some shards, numbered from 0 through all of them."""
+    starts = np.cumsum([0, *(shard.manifest.documents for shard in shards)])
+    total = int(starts[-1])
     loaded: dict[str, Tokenizer] = {}
     for number in numbers:
         if not 0 <= number < total:
@@ -128,6 +134,11 @@ def by_source(paths: Sequence[str]) -> list[Lengths]:
             for shard in find_shards(path):
                 groups.setdefault(str(Path(shard.prefix).parent), []).append(_lengths(shard.idx))
     return [_measured(name, np.concatenate(parts)) for name, parts in groups.items()]
+
+
+def lengths_of(source: str, shards: Sequence[Shard]) -> Lengths:
+    """Return the lengths of the documents of some shards."""
+    return _measured(source, np.concatenate([_lengths(shard.idx) for shard in shards]))
 
 
 def _lengths(idx: Idx) -> np.ndarray:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from datatrove.pipeline.base import PipelineStep
 
-from megatron_blackmamba.data_tools.cleaning import Cleaning, RemovalLog
+from megatron_blackmamba.data_tools.cleaning import Cleaning
 from megatron_blackmamba.data_tools.near_pairs import COPY, EDGE
+from megatron_blackmamba.data_tools.parts import RemovalLog
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shingles import jaccard
 from megatron_blackmamba.data_tools.signatures import LONGEST_SKETCH, Store

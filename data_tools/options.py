@@ -1,4 +1,4 @@
-"""Options of `blackmamba data tokenize`, `dedup` and `decontaminate`."""
+"""Options of `blackmamba data tokenize`, `filter`, `dedup` and `decontaminate`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,9 @@ class InputOptions:
         tuple[str, ...],
         reading(metavar="PATTERN", help="Files to skip in folders, such as 'drafts/*'; repeat for more."),
     ] = ()
+    encoding: Annotated[
+        str | None, reading(help="Character encoding of text and JSON Lines, such as latin-1. Default: UTF-8.")
+    ] = None
     max_bad: Annotated[
         str, reading(metavar="N|FRACTION", help="Bad records allowed per shard or part; they are skipped and listed.")
     ] = "0"
@@ -78,14 +81,23 @@ class TokenizeOptions(InputOptions):
     seed: Annotated[int, sharding(help="Shuffle seed.")] = 0
     shard_size: Annotated[str, sharding(help="Input per shard; a larger file gets its own shard.")] = "4GB"
     workers: Annotated[int, sharding(min=0, help="Number of worker processes; 0 means one per core.")] = 0
+    hold_out: Annotated[
+        str | None,
+        sharding(metavar="SHARE", help="Share of the documents for OUT_DIR/validation; others: OUT_DIR/train."),
+    ] = None
+    clusters: Annotated[
+        str | None, sharding(metavar="FOLDER", help="Output of dedup: its near-copies stay on one side of --hold-out.")
+    ] = None
     array: Annotated[str | None, sharding(metavar="INDEX/COUNT", help="Build only this part of the shards.")] = None
     overwrite: Annotated[bool, sharding("--overwrite", help="Rebuild existing shards.")] = False
     quiet: bool = False
+    side: str | None = None
+    """Of --hold-out: train or validation."""
 
 
 @dataclass(frozen=True)
 class CleaningOptions(InputOptions):
-    """Options that `dedup` and `decontaminate` share."""
+    """Options that `filter`, `dedup` and `decontaminate` share."""
 
     language: Annotated[
         str | None, reading(help="Language of datatrove's word splitter. Default: split at spaces.")
@@ -95,6 +107,21 @@ class CleaningOptions(InputOptions):
     slurm: Annotated[str | None, running(metavar="PARTITION", help="Run as Slurm arrays.")] = None
     time: Annotated[str, running(help="Time limit of a Slurm task.")] = "12:00:00"
     memory: Annotated[int, running(metavar="GB", help="Memory of a Slurm task.")] = 4
+
+
+@dataclass(frozen=True)
+class FilterOptions(CleaningOptions):
+    """The options of `filter`, its recipe aside: what is counted and allowed, and where it runs."""
+
+    sample: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Try the rules on N documents; write only a report.")
+    ] = None
+    at_most: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Stop if more than this share of documents would go.")
+    ] = None
+    by: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Field of the sources to count by. Default: by folder.")
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ CLEANING = "cleaning.manifest"  # not .json, which would be read as documents
 WORK = ".work"
 SETTINGS = "settings.json"
 DONE = "done.json"
+REMOVED = "removed.tsv"
+COLUMNS = ("file", "record", "reason", "resembles", "detail")
 
 
 class Part(BaseModel):
@@ -79,17 +81,23 @@ class Cleanings:
     def _cleaned_from(self, path: str, sha256: str) -> list[RawFile]:
         if path == STDIN:
             return []
-        folder, name = os.path.split(path)
-        folder = folder or "."
+        for part in self._parts_beside(path):
+            if part.sha256 == sha256:
+                return part.origins
+            if part.name == os.path.basename(path):
+                raise InputError(f"{path}: is not what {CLEANING} beside it describes. Restore it, or clean again")
+        return []
+
+    def is_part(self, path: str) -> bool:
+        """Return whether a file is a part of an earlier cleaning, by its name."""
+        return any(part.name == os.path.basename(path) for part in self._parts_beside(path))
+
+    def _parts_beside(self, path: str) -> list[Part]:
+        folder = os.path.dirname(path) or "."
         if folder not in self._known:
             self._known[folder] = CleaningManifest.read(folder)
         manifest = self._known[folder]
-        for part in manifest.parts if manifest else ():
-            if part.sha256 == sha256:
-                return part.origins
-            if part.name == name:
-                raise InputError(f"{path}: is not what {CLEANING} beside it describes. Restore it, or clean again")
-        return []
+        return manifest.parts if manifest else []
 
 
 def refuse_incomplete(folder: str | Path) -> None:

@@ -84,4 +84,9 @@ def _number_of(manifest: ShardManifest, source: SourceFile, record: int) -> int 
     if skipped and sum(other.name == source.name for other in manifest.sources) > 1:
         raise InputError(f"{source.name}: its shard has several files of this name, and does not say whose it skipped")
     number = record - 1 - sum(other < record for other in skipped)
-    return number if record not in skipped and 0 <= number < source.documents else None
+    if record in skipped:
+        return None
+    if source.mask is not None:
+        inside = 0 <= number < len(source.mask) and source.mask[number]
+        return int(source.mask[:number].sum()) if inside else None
+    return number if 0 <= number < source.documents else None

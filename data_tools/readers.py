@@ -1,23 +1,27 @@
 """Read documents from raw files in batches of about a megabyte: JSON Lines and plain text; tables are in tables.py."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
 from megatron_blackmamba.data_tools import rejects
 from megatron_blackmamba.data_tools.batches import BATCH_BYTES, Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
+from megatron_blackmamba.data_tools.other_fields import without_text
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream
+from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream, in_utf8
 from megatron_blackmamba.formats.remote import file_sha256, size_of, version_of
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
 TABLES = ("parquet", "arrow")
 _BOM = b"\xef\xbb\xbf"
+_LONG_NUMBER = re.compile(rb"\d{19}")
+"""Digits of an integer that orjson would round."""
 
 
 class Reader:
@@ -55,7 +59,8 @@ class Reader:
                 JsonLines(self.options, self.reject) if self.format == "jsonl" else Text(self.options, self.reject)
             )
             try:
-                for block in stream.blocks():
+                blocks = stream.blocks()
+                for block in in_utf8(blocks, self.options.encoding, self.path) if self.options.encoding else blocks:
                     self.bytes_read = stream.bytes_read
                     yield from parser.feed(block)
                 yield from parser.finish()
@@ -96,8 +101,10 @@ class JsonLines(Parser):
     def __init__(self, options: ReadOptions, reject: Rejecter) -> None:
         super().__init__(options, reject)
         self.take: TakeText = text_of(options.fields, options.joiner)
-        self.field = options.fields[0] if len(options.fields) == 1 and options.fields[0].isidentifier() else None
-        """The field, if it is the only one and at the top of the record."""
+        simple = len(options.fields) == 1 and options.fields[0].isidentifier() and not options.keep
+        self.field = options.fields[0] if simple else None
+        """The field, if it is the only one wanted, and at the top of the record."""
+        self.rest = without_text(options.fields) if options.keep else None
         self.pending: list[bytes] = []
         self.pending_bytes = 0
         self.seen_any = False
@@ -131,20 +138,23 @@ class JsonLines(Parser):
             first, self.number = self.number + 1, self.number + len(lines)
             return Batch(texts, list(range(first, self.number + 1)))
         batch = Batch()
-        loads, take, add = orjson.loads, self.take, batch.add
+        loads, take, add, rest = orjson.loads, self.take, batch.add, self.rest
         for line in lines:
             self.number += 1
             try:
-                text = take(loads(line))
+                record = loads(line)
+                text = take(record)
             except orjson.JSONDecodeError as error:
                 second = self._second_look(line, error, terminated)
                 if second is None:
                     continue
-                text = second
+                text, record = second
             except FieldError as error:
                 self.reject(self.number, error.reason, error.detail)
                 continue
             add(self.number, text)
+            if rest is not None:
+                batch.rests.append(rest(json.loads(line) if _LONG_NUMBER.search(line) else record))
         return batch
 
     def _at_once(self, lines: list[bytes]) -> list[str] | None:
@@ -160,16 +170,17 @@ class JsonLines(Parser):
             return None
         return texts if set(map(type, texts)) <= {str} else None
 
-    def _second_look(self, line: bytes, error: orjson.JSONDecodeError, terminated: bool) -> str | None:
-        """Find out why orjson rejects a line. Keep the line if its text is valid (NaN in another field, or a BOM)."""
+    def _second_look(self, line: bytes, error: orjson.JSONDecodeError, terminated: bool) -> tuple[str, Any] | None:
+        """Find out why orjson rejects a line. Return its text and the record if that is valid, as with NaN or a BOM."""
         line = line.removeprefix(_BOM)  # of a second file that was appended to the first
         if not line or line.isspace():
             self.reject(self.number, rejects.BLANK, "")
             return None
         try:
-            text = self.take(json.loads(line.decode()))
+            record = json.loads(line.decode())
+            text = self.take(record)
             text.encode()
-            return text
+            return text, record
         except UnicodeDecodeError as bad:
             broken_end = not terminated and bad.end == len(line)
             reason = rejects.TRUNCATED_LINE if broken_end else rejects.INVALID_UTF8
@@ -257,7 +268,7 @@ def out_of_memory(path: str | Path, bytes_read: int) -> str:
 
 def _utf16(number: int, first: bytes) -> str:
     if number == 1 and first.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "; the file is UTF-16: `iconv -f utf-16 -t utf-8` makes UTF-8 of it"
+        return "; the file is UTF-16: add --encoding utf-16"
     return ""
 
 

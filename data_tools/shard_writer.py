@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_blackmamba import interrupts
 from megatron_blackmamba.data_tools.batches import Batch, ReadOptions, Rejecter
+from megatron_blackmamba.data_tools.hold_out import HoldOut, packed
 from megatron_blackmamba.data_tools.options import TokenizeOptions
 from megatron_blackmamba.data_tools.origins import Cleanings
 from megatron_blackmamba.data_tools.progress import listed
@@ -59,6 +60,7 @@ class ShardJob:
     read: ReadOptions = field(default_factory=ReadOptions)
     tolerance: Tolerance = field(default_factory=Tolerance)
     not_taken: NotTaken = field(default_factory=NotTaken)
+    hold_out: HoldOut | None = None
 
     @property
     def recorded_options(self) -> dict[str, Any]:
@@ -69,6 +71,8 @@ class ShardJob:
             "joiner": self.read.joiner,
             "marker": self.read.marker,
             "special_text": self.options.special_text,
+            "encoding": self.read.encoding,
+            "hold_out": self.hold_out.recorded if self.hold_out else None,
         }
 
     @property
@@ -108,6 +112,8 @@ class _Writing:
         self.digest = hashlib.sha256()
         self.sampler = DocumentSampler()
         self.lengths: list[np.ndarray] = []
+        self.masks: list[np.ndarray] = []
+        """Of the file that is read now: which of its documents are on this side of a split."""
         self.sources: list[SourceFile] = []
         self.documents = self.tokens = self.text_bytes = self.rechecked = self.first_bytes = 0
         self.finished_bytes = 0
@@ -122,6 +128,11 @@ class _Writing:
                 self._write(file, data, lengths)
         self.rejects.check(self.documents + self.rejects.bad)
         if not self.documents:
+            if self.job.hold_out:
+                raise InputError(
+                    f"{self.job.prefix}: no document for {self.job.hold_out.side}: the corpus is too small for this "
+                    "--hold-out. Choose another share"
+                )
             paths = ["standard input" if source.path == STDIN else source.path for source in self.job.sources]
             raise InputError(f"{listed(paths)}: not one document in {self.job.prefix.name}: leave these files out")
         lengths = np.concatenate(self.lengths)
@@ -135,7 +146,7 @@ class _Writing:
         return manifest
 
     def _read(self, source: Source, add: Add) -> None:
-        documents, bad = self.documents, self.rejects.total
+        documents, bad, self.masks = self.documents, self.rejects.total, []
 
         def reject(record: int, reason: str, detail: str) -> None:
             self.rejects.add(source.name, source.path, record, reason, detail)
@@ -164,16 +175,25 @@ class _Writing:
                 records=taken + self.rejects.total - bad,
                 documents=taken,
                 origins=self.cleanings.origins_of(source.path, reader.sha256, reader.unpacked_sha256),
+                side=packed(np.concatenate(self.masks)) if self.masks else None,
             )
         )
 
     def _encode(self, batch: Batch, source: Source, add: Add, reject: Rejecter) -> None:
+        mask = self._on_this_side(batch, source)
+        if mask is not None:
+            batch = batch.chosen(np.flatnonzero(mask))
+            if not batch.texts:
+                self.masks.append(mask)
+                return
         ids, lengths = self.tokenizer.encode_batch(batch.texts, special_text=self.options.special_text)
-        if int(lengths.min()) == 0:
+        kept = np.flatnonzero(lengths)
+        if mask is not None:  # what is rejected now has no bit
+            self.masks.append(np.delete(mask, np.flatnonzero(mask)[lengths == 0]))
+        if len(kept) < len(lengths):
             for i in np.flatnonzero(lengths == 0):
                 reject(batch.numbers[i], EMPTY, "the text makes no token")
-            kept = np.flatnonzero(lengths)
-            batch = Batch([batch.texts[i] for i in kept], [batch.numbers[i] for i in kept])
+            batch = batch.chosen(kept)
             lengths = lengths[kept]
             if not len(kept):
                 return
@@ -186,6 +206,10 @@ class _Writing:
         self.documents += len(lengths)
         self.tokens += len(tokens)
         self.text_bytes += utf8_bytes(batch.texts)
+
+    def _on_this_side(self, batch: Batch, source: Source) -> np.ndarray | None:
+        hold_out = self.job.hold_out
+        return None if hold_out is None else hold_out.takes(source.name, batch.numbers, batch.texts)
 
     def _check_ids(self, ids: np.ndarray, lengths: np.ndarray, batch: Batch, source: Source) -> None:
         """Check the range of every token id and the length of every document."""

@@ -1,9 +1,13 @@
 """Raw bytes of an input, decompressed and hashed block by block; a cut or damaged file never passes for a whole one."""
 
+import codecs
+import difflib
+import encodings.aliases
 import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +25,33 @@ class Damage(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
+
+
+def known_encoding(name: str | None) -> str | None:
+    """Return the name of a character encoding as Python has it, None for UTF-8; refuse one that is unknown."""
+    if name is None:
+        return None
+    try:
+        codec = codecs.lookup(name)
+        "a".encode(codec.name)
+    except (LookupError, UnicodeError):
+        near = difflib.get_close_matches(name.lower().replace("-", "_"), encodings.aliases.aliases.values(), n=1)
+        raise InputError(
+            f"--encoding {name}: no such character encoding" + (f"; did you mean {near[0]}?" if near else "")
+        ) from None
+    return None if codec.name == "utf-8" else codec.name
+
+
+def in_utf8(blocks: Iterator[bytes], encoding: str, path: str | Path) -> Iterator[bytes]:
+    """Yield text of another encoding as UTF-8; refuse bytes that are none in it."""
+    decoder, before = codecs.getincrementaldecoder(encoding)(), 0
+    for block in chain(blocks, (b"",)):
+        try:
+            yield decoder.decode(block, final=not block).encode()
+        except UnicodeError as bad:
+            place = before + getattr(bad, "start", 0)
+            raise InputError(f"{path}: near byte {place}: not {encoding}. Choose another --encoding") from None
+        before += len(block)
 
 
 class InputStream(AbstractContextManager["InputStream"]):

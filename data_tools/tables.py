@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from megatron_blackmamba.data_tools import rejects
 from megatron_blackmamba.data_tools.batches import BATCH_BYTES, Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, root_columns, text_of
+from megatron_blackmamba.data_tools.other_fields import without_text
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.remote import is_remote, open_any, size_of
 
@@ -67,9 +68,10 @@ def _columns(path: str | Path, options: ReadOptions, names: Sequence[str]) -> li
         raise InputError(
             f"{path}: no column `{absent[0]}`; it has {', '.join(names)}. Name the one with the text: --field"
         )
+    columns = list(dict.fromkeys(names)) if options.keep else columns
     twice = next((column for column in columns if list(names).count(column) > 1), None)
     if twice:
-        raise InputError(f"{path}: has two columns `{twice}`: rename one, so that it is clear which holds the text")
+        raise InputError(f"{path}: has two columns `{twice}`: rename one of them")
     return columns
 
 
@@ -77,12 +79,15 @@ def _documents(
     path: str | Path, tables: Iterator[pa.RecordBatch], rows: int, options: ReadOptions, reject: Rejecter
 ) -> Iterator[tuple[Batch, float]]:
     take, number = text_of(options.fields, options.joiner), 0
+    rest = without_text(options.fields) if options.keep else None
     try:
         for table in tables:
             batch = Batch()
-            for row in _rows(table):
+            texts = root_columns(options.fields, table.schema.names)[0]
+            for row in _rows(_without_nanoseconds(table), texts):
                 number += 1
-                _add(batch, number, row, take, reject)
+                if _add(batch, number, row, take, reject) and rest is not None:
+                    batch.rests.append(rest(row))
             yield batch, number / max(1, rows)
     except pa.ArrowMemoryError as error:  # an ArrowException too
         raise MemoryError(str(error)) from None
@@ -90,27 +95,43 @@ def _documents(
         raise InputError(f"{path}, after row {number}: {_first_line(error)}: download it again") from None
 
 
-def _add(batch: Batch, number: int, row: Any, take: TakeText, reject: Rejecter) -> None:
+def _without_nanoseconds(table: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the table with times of nanoseconds as text: Python's objects hold microseconds."""
+    for place, field in enumerate(table.schema):
+        if pa.types.is_timestamp(field.type) and field.type.unit == "ns":
+            table = table.set_column(place, field.name, table.column(place).cast(pa.string()))
+    return table
+
+
+def _add(batch: Batch, number: int, row: Any, take: TakeText, reject: Rejecter) -> bool:
+    """Add a row to the batch, or reject it; return whether it was added."""
     try:
         if isinstance(row, UnicodeDecodeError):
             raise FieldError(rejects.INVALID_UTF8, f"byte {row.start} is 0x{row.object[row.start]:02x}")
         batch.add(number, take(row))
     except FieldError as error:
         reject(number, error.reason, error.detail)
+        return False
+    return True
 
 
-def _rows(table: pa.RecordBatch) -> Iterator[dict | UnicodeDecodeError]:
-    decode = any(_has_bytes(kind) for kind in table.schema.types)
+def _rows(table: pa.RecordBatch, texts: Sequence[str]) -> Iterator[dict | UnicodeDecodeError]:
+    """Yield the rows; the columns with the text are decoded."""
+    binary = [name for name in texts if _has_bytes(table.schema.field(name).type)]
     try:
-        rows = table.to_pylist()
-        yield from [_decoded(row) for row in rows] if decode else rows
+        yield from [_decoded_in(row, binary) for row in table.to_pylist()]
     except UnicodeDecodeError:  # one bad string spoils the batch: go row by row
         for i in range(table.num_rows):
             try:
-                row = table.slice(i, 1).to_pylist()[0]
-                yield _decoded(row) if decode else row
+                yield _decoded_in(table.slice(i, 1).to_pylist()[0], binary)
             except UnicodeDecodeError as error:
                 yield error
+
+
+def _decoded_in(row: dict, names: Sequence[str]) -> dict:
+    for name in names:
+        row[name] = _decoded(row[name])
+    return row
 
 
 def _has_bytes(kind: pa.DataType) -> bool:

@@ -9,12 +9,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
 
 from megatron_blackmamba import interrupts
 from megatron_blackmamba.data_tools.batches import ReadOptions
+from megatron_blackmamba.data_tools.hold_out import SIDES, HoldOut, Side, hold_out_of
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.options import TokenizeOptions
 from megatron_blackmamba.data_tools.progress import counted, listed
@@ -25,12 +26,14 @@ from megatron_blackmamba.data_tools.sources import (
     PRESETS,
     SPLITS,
     NotTaken,
+    Source,
     find_sources,
     parse_array,
     parse_size,
     plan_shards,
     split_of,
 )
+from megatron_blackmamba.data_tools.streams import STDIN, known_encoding
 from megatron_blackmamba.data_tools.workers import Made, make_shards, refuse_other_settings, usable_cores
 from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside
@@ -95,20 +98,28 @@ def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -
     match = options.match or (preset.match if preset else None)
     split = options.split or ("train" if preset else "all")
     found = find_sources(
-        inputs, format, match, apart=out_dir, exclude=options.exclude, split=None if split == "all" else split
+        inputs,
+        format,
+        match,
+        apart=Path(out_dir).parent if options.side else out_dir,
+        exclude=options.exclude,
+        split=None if split == "all" else split,
     )
     if options.split is None and preset is None:
         _refuse_several_splits([source.path for source in found.sources])
     _refuse_idle_flags(options, {source.format for source in found.sources})
     fields = options.fields or ((preset.field,) if preset else ("text",))
-    read = ReadOptions(fields, options.joiner, options.marker)
+    read = ReadOptions(fields, options.joiner, options.marker, known_encoding(options.encoding))
     tolerance = Tolerance.parse(options.max_bad)
-    groups = plan_shards(found.sources, parse_size(options.shard_size))
+    hold_out = _hold_out(options, found.sources)
+    share = hold_out.share if hold_out and hold_out.side == "validation" else 1.0
+    groups = plan_shards(found.sources, int(parse_size(options.shard_size) / share))
     not_taken = NotTaken.of(found.ignored)
-    jobs = [
-        ShardJob(number, len(groups), tuple(group), Path(out_dir), options, read, tolerance, not_taken)
-        for number, group in enumerate(groups, start=1)
-    ]
+    jobs = []
+    for number, group in enumerate(groups, start=1):
+        own = hold_out.of({source.name for source in group}) if hold_out else None
+        plan = (number, len(groups), tuple(group), Path(out_dir))
+        jobs.append(ShardJob(*plan, options, read, tolerance, not_taken, own))
     index, count = parse_array(options.array) if options.array else (0, 1)
     return Plan(jobs, jobs[index::count], found.ignored)
 
@@ -122,6 +133,8 @@ def tokenize(
     """
     start = time.monotonic()
     inputs = [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs
+    if options.hold_out is not None and options.side is None:
+        return _both_sides(inputs, out_dir, options)
     remote = RemoteFolder.open(os.fspath(out_dir)) if is_remote(out_dir) else None
     shown, out_dir = out_dir, remote.folder if remote else Path(out_dir)
     planned = plan([os.fspath(path) for path in inputs], out_dir, options)
@@ -154,6 +167,32 @@ def tokenize(
             planned.mine, tokenizer, cores=cores, overwrite=options.overwrite, quiet=options.quiet, remote=remote
         )
     return Summary(shown, shards, time.monotonic() - start, planned.ignored)
+
+
+def _both_sides(
+    inputs: Sequence[str | os.PathLike[str]], out_dir: str | os.PathLike[str], options: TokenizeOptions
+) -> Summary:
+    """Make the shards of both sides of a split; a tokenizer is trained once."""
+    start, made = time.monotonic(), []
+    for side in SIDES:
+        folder = os.path.join(out_dir, side)
+        made.append(tokenize(inputs, folder, replace(options, side=side)))
+        if options.train_tokenizer:
+            tokenizer = os.path.join(folder, "tokenizer.json")
+            options = replace(options, tokenizer=tokenizer, train_tokenizer=None)
+    shards = [shard for each in made for shard in each.shards]
+    return Summary(out_dir, shards, time.monotonic() - start, made[0].not_taken)
+
+
+def _hold_out(options: TokenizeOptions, sources: Sequence[Source]) -> HoldOut | None:
+    if options.hold_out is None:
+        if options.clusters:
+            raise InputError("--clusters is for --hold-out: give a share, such as --hold-out 1%, or leave it out")
+        return None
+    if any(source.path == STDIN for source in sources):
+        raise InputError("--hold-out reads the inputs twice, and standard input (-) only once. Give files")
+    files = {source.name for source in sources}
+    return hold_out_of(options.hold_out, options.clusters, cast("Side", options.side or "train"), files)
 
 
 def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say: Callable[[str], None]) -> Tokenizer:
@@ -197,6 +236,8 @@ def _refuse_several_splits(paths: Sequence[str]) -> None:
 
 def _refuse_idle_flags(options: TokenizeOptions, formats: set[Format]) -> None:
     """Refuse flags without effect: the user meant to change something."""
+    if options.encoding is not None and not formats & {"text", "jsonl"}:
+        raise InputError("--encoding is for text and JSON Lines, and there is none among the inputs: leave it out")
     if options.marker is not None and "text" not in formats:
         raise InputError(
             "--marker splits text files, and there is none among the inputs: leave it out, or --format text"

@@ -27,6 +27,8 @@ from megatron_blackmamba.tokenizer import Tokenizer
 BYTES_WORTH_A_PROCESS = 8 << 20  # starting one costs as much time as encoding this
 THREADS = ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS")
 """Variables that limit the threads of `tokenizers` and of `fastokens`."""
+_BEFORE = {"encoding": None, "hold_out": None}
+"""Settings that shards may have been made before."""
 _COUNTERS = 3  # a shard: input bytes, tokens, documents
 
 
@@ -218,7 +220,7 @@ def _difference(manifest: ShardManifest, job: ShardJob, tokenizer: Tokenizer) ->
     if manifest.shuffled and manifest.seed != job.options.seed:
         return f"was shuffled with seed {manifest.seed}, not {job.options.seed}"
     for name, value in job.recorded_options.items():
-        if manifest.options.get(name, value) != value:  # a setting that is newer than the shard had no other value
+        if manifest.options.get(name, _BEFORE.get(name, value)) != value:  # a newer setting had no other value
             return f"was made with {name} = {manifest.options[name]!r}, not {value!r}"
     if len(manifest.sources) != len(job.sources):
         count = len(manifest.sources)

@@ -323,6 +323,45 @@ def report(
     print(page)
 
 
+@data_commands.app.command("report")
+def corpus_report(
+    paths: Annotated[list[str], typer.Argument(metavar="MIXTURE|SHARD...", help="Mixture files, or shards.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("corpus.html"),
+    sample: Annotated[int, typer.Option(min=1, help="Random documents of each source that are read as text.")] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of the random documents.")] = 0,
+    against: Annotated[
+        list[str] | None, typer.Option(metavar="TASK|FILE", help="Evaluation items to look for; repeat for more.")
+    ] = None,
+    most_tokens: Annotated[
+        str, typer.Option(metavar="COUNT", help="Tokens of each source that are compared for near-copies.")
+    ] = "200M",
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", "-t", help="Tokenizer, if a folder of shards has no tokenizer.json.")
+    ] = None,
+) -> None:
+    """Write a page about a corpus: sources, lengths, languages, near-copies, evaluation items, documents to read.
+
+    [dim]blackmamba data report mixture.yaml[/dim]
+
+    [dim]blackmamba data report tokens/pile tokens/pg19 --against my_test.jsonl --out pile.html[/dim]
+    """
+    from megatron_blackmamba.data_tools.corpus_figures import measure
+    from megatron_blackmamba.data_tools.mixture import parse_count
+    from megatron_blackmamba.formats import atomic
+    from megatron_blackmamba.report.corpus import render
+
+    corpus = measure(
+        paths,
+        sample=sample,
+        seed=seed,
+        most_tokens=parse_count(most_tokens),
+        against=against or (),
+        tokenizer=tokenizer,
+    )
+    atomic.write_text(out, render(corpus, paths, tokenizer))
+    print(out)
+
+
 @app.command()
 def runs(
     folder: Annotated[Path, typer.Argument(help="Folder of runs.")] = Path("runs"),

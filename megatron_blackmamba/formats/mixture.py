@@ -7,8 +7,10 @@ that the order of samples they imply is the same on every machine.
 import difflib
 import glob
 import hashlib
+import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -28,6 +30,7 @@ from megatron_blackmamba.formats.shards import (
     SUFFIXES,
     RawFile,
     Shard,
+    ShardManifest,
     SourceFile,
     missing_parts,
     shard_names,
@@ -368,19 +371,29 @@ def check_together(
 
 def _refuse_leaks(opened: Mapping[str, tuple[list[Shard], list[Shard]]]) -> None:
     """Refuse a raw file whose documents are in training and in validation, whatever seed or fields made the shards."""
-    held_out = {
-        raw.sha256: (raw.name, shard.prefix, name)
-        for name, (_, validation) in opened.items()
-        for shard in validation
-        for source in shard.manifest.sources
-        for raw in source.all_raw
-    }
+    held_out: dict[str, dict[str, tuple[str, Path, str]]] = defaultdict(dict)
+    for name, (_, validation) in opened.items():
+        for shard in validation:
+            split = _split(shard.manifest, "validation")
+            for source in shard.manifest.sources:
+                for raw in source.all_raw:
+                    held_out[raw.sha256][split] = (raw.name, shard.prefix, name)
     for name, (training, _) in opened.items():
         for shard in training:
+            split = _split(shard.manifest, "train")
             for source in shard.manifest.sources:
-                leaked = next((raw for raw in source.all_raw if raw.sha256 in held_out), None)
-                if leaked:
-                    raise MixtureError(f"source {name!r}: " + _leak(shard, source, leaked, *held_out[leaked.sha256]))
+                for raw in source.all_raw:
+                    for other, where in held_out.get(raw.sha256, {}).items():
+                        if not split or other != split:
+                            raise MixtureError(f"source {name!r}: " + _leak(shard, source, raw, *where))
+
+
+def _split(manifest: ShardManifest, side: str) -> str:
+    """Return the split of which a shard is this side, by what decides it; empty if it is none."""
+    split = manifest.options.get("hold_out")
+    if not split or split["side"] != side:
+        return ""
+    return json.dumps({**manifest.options, "hold_out": {**split, "side": None}}, sort_keys=True)
 
 
 def _refuse_overlap(opened: Mapping[str, tuple[list[Shard], list[Shard]]], most: float) -> None:

@@ -5,10 +5,12 @@ int64 byte offset of every sequence. The int64 number of the first sequence of e
 the number of sequences. Here every document is one sequence, as in Megatron's own preprocessing.
 """
 
+import base64
 import hashlib
 import json
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,11 +69,24 @@ class SourceFile(BaseModel):
         default_factory=list,
         description="raw files behind a cleaned part, or what a compressed file holds",
     )
+    side: str | None = Field(
+        default=None,
+        description="of a split by hash: a bit for each record that was not rejected, set for those in this shard",
+    )
 
     @property
     def all_raw(self) -> list["RawFile | SourceFile"]:
         """Return this file, if it gave documents, and the raw files behind it."""
         return [self, *self.origins] if self.documents else []
+
+    @cached_property
+    def mask(self) -> np.ndarray | None:
+        """Return for each record that was not rejected whether it is in the shard; None means that all are."""
+        if self.side is None:
+            return None
+        count, _, packed = self.side.partition(":")
+        bits = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
+        return np.unpackbits(bits, count=int(count)).astype(bool)
 
 
 class Reject(BaseModel):
@@ -140,6 +155,8 @@ class ShardManifest(BaseModel):
             raise IndexError(f"{number} documents beyond the last one")
         if sum(self.rejected.values()) > len(self.rejects) or self._shares_name(source):
             return source.name, None
+        if source.mask is not None:
+            number = int(np.flatnonzero(source.mask)[number])
         record = number + 1
         for skipped in sorted(reject.record for reject in self.rejects if reject.source == source.name):
             if skipped > record:

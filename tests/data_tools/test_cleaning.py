@@ -17,7 +17,7 @@ import zstandard
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
-from megatron_blackmamba.data_tools import cleaning
+from megatron_blackmamba.data_tools import cleaning, parts
 from megatron_blackmamba.data_tools.evaluation_items import Item, read_items
 from megatron_blackmamba.data_tools.evaluation_rows import choose_fields, row_of, texts_of
 from megatron_blackmamba.data_tools.mixture import verify_mixture
@@ -26,6 +26,7 @@ from megatron_blackmamba.data_tools.origins import CleaningManifest
 from megatron_blackmamba.data_tools.readers import ReadOptions
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
 from megatron_blackmamba.data_tools.sources import find_sources
+from megatron_blackmamba.data_tools.splitters import SpacedWords
 from megatron_blackmamba.formats.evaluations import PAPER
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 from megatron_blackmamba.formats.shards import ShardManifest
@@ -71,7 +72,7 @@ def cut_of(detail):
 
 def rows(out_dir):
     header, *lines = (line.split("\t") for line in (out_dir / "removed.tsv").read_text().splitlines())
-    assert tuple(header) == cleaning.COLUMNS
+    assert tuple(header) == parts.COLUMNS
     return lines
 
 
@@ -94,7 +95,7 @@ def test_planted_copies_are_removed(documents, tmp_path, run):
 def test_signature_equals_datatroves(documents, tmp_path):
     config = MinhashConfig(n_grams=2, num_buckets=60, hashes_per_bucket=7, hash_config=HashConfig(precision=32))
     ours, theirs = (
-        kind(str(tmp_path), config=config, language=cleaning.SpacedWords()) for kind in (MinHash, MinhashDedupSignature)
+        kind(str(tmp_path), config=config, language=SpacedWords()) for kind in (MinHash, MinhashDedupSignature)
     )
     for text in ("two words", "again and again and again", documents[0], " ".join(documents[:20])):
         shingles = theirs.get_shingles(text)
@@ -249,7 +250,7 @@ def test_a_full_disk_is_named(write_jsonl, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cleaning.PartWriter, "run", full)
+    monkeypatch.setattr(parts.PartWriter, "run", full)
     with pytest.raises(InputError, match=r"out: No space left on device\. Once that is put right"):
         clean("dedup", write_jsonl("in.jsonl", ["some words"]), tmp_path / "out")
 
@@ -285,7 +286,7 @@ def test_files_that_change_meanwhile_are_refused(write_jsonl, tmp_path, change):
         os.utime(corpus, ns=(planned[0].modified_ns + 1_000_000_000,) * 2)
     work = cleaning.Cleaning("dedup", [planned], tmp_path / "out", ReadOptions(), Tolerance(), CleaningOptions(), {})
     with pytest.raises(InputError, match="changed while this ran"):
-        list(cleaning.RawDocuments(work, noted=False).run(None, 0, 1))
+        list(parts.RawDocuments(work, noted=False).run(None, 0, 1))
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from megatron_blackmamba.data_tools.rejects import InputError
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
 from benchmarks.dedup_families import Words, _copies, _without_origin, judged, ours
-from megatron_blackmamba.data_tools.cleaning import SpacedWords
 from megatron_blackmamba.data_tools.near_pairs import BAND, HEADS, WINDOW, propose
 from megatron_blackmamba.data_tools.shingles import Shingler, jaccard
 from megatron_blackmamba.data_tools.sorted_runs import KEYS, ranges, read_range, write_run
+from megatron_blackmamba.data_tools.splitters import SpacedWords
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYED = np.dtype([("key", "<u8"), ("value", "<u4")])

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
-from megatron_blackmamba.data_tools import cleaning
+from megatron_blackmamba.data_tools import parts
 
 pytestmark = pytest.mark.xdist_group("foreign_readers")
 IDS = [[3, 4, 5, 0], [6, 0], [7, 8, 0]]
@@ -81,10 +81,10 @@ def test_pyarrow_reads_every_cleaned_part(cleaned):
 def test_pyarrow_reads_the_list_of_removals(cleaned):
     folder, _ = cleaned
     table = pyarrow.csv.read_csv(
-        folder / "clean" / cleaning.REMOVED, parse_options=pyarrow.csv.ParseOptions(delimiter="\t")
+        folder / "clean" / parts.REMOVED, parse_options=pyarrow.csv.ParseOptions(delimiter="\t")
     )
     rows = table.to_pylist()
-    assert tuple(table.column_names) == cleaning.COLUMNS
+    assert tuple(table.column_names) == parts.COLUMNS
     assert [(row["file"], row["record"], row["resembles"]) for row in rows[:5]] == [
         ("b.jsonl", i, f'a \t"1".jsonl:{i}') for i in range(1, 6)
     ]

@@ -269,3 +269,26 @@ def test_fields_without_a_name_and_empty_markers_are_refused():
             ReadOptions(fields=fields)
     with pytest.raises(InputError, match="--marker needs some text"):
         ReadOptions(marker="")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "cp1252", "shift_jis"])
+def test_other_encodings_are_read(tmp_path, encoding):
+    text = "日本語の文" * 700_000 if encoding == "shift_jis" else "Füße naïve " * 5
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    (tmp_path / "b.jsonl").write_bytes((json.dumps({"text": "Füße"}, ensure_ascii=False) + "\n").encode("utf-16"))
+    documents, _ = read(tmp_path / "a.txt", "text", ReadOptions(encoding=encoding))
+    assert documents == [(1, text)]
+    assert read(tmp_path / "b.jsonl", "jsonl", ReadOptions(encoding="utf-16"))[0] == [(1, "Füße")]
+
+
+def test_wrong_encodings_are_refused(tmp_path, run):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 " * 3)
+    with pytest.raises(InputError, match="--encoding latin-11: no such character encoding; did you mean latin_1"):
+        run(tmp_path / "a.txt", encoding="latin-11")
+    with pytest.raises(InputError, match=r"a\.txt: near byte 3: not ascii\. Choose another --encoding"):
+        run(tmp_path / "a.txt", encoding="ascii")
+    with pytest.raises(InputError, match="--encoding base64: no such character encoding"):
+        run(tmp_path / "a.txt", encoding="base64")
+    assert run(tmp_path / "a.txt", encoding="latin-1").documents == 1
+    with pytest.raises(InputError, match="was made with encoding = 'iso8859-1', not 'cp1252'"):
+        run(tmp_path / "a.txt", encoding="cp1252")

@@ -21,11 +21,13 @@ ELSEWHERE = {  # start of the line -> the test that runs it
     "blackmamba doctor": "tests/launch/test_doctor.py",  # its verdict depends on this machine
     "blackmamba evaluate": "tests/docs/test_blocks.py",  # on its own page: test_evaluation_page_runs_as_printed
     "blackmamba data dedup": "tests/data_tools/test_cleaning.py",  # datatrove is optional
+    "blackmamba data filter": "tests/data_tools/test_filters.py",
     "blackmamba data decontaminate": "tests/data_tools/test_cleaning.py",
     "blackmamba data tokenize final/pile": "tests/data_tools/test_cleaning.py",
 }
 OTHER_TESTS = {  # page -> the test that runs its blocks
     "data.md": "tests/docs/test_data_page.py",
+    "quality.md": "tests/docs/test_data_page.py",
     "storage.md": "tests/docs/test_data_page.py",
     "cleaning.md": "tests/docs/test_data_page.py",
     "mixtures.md": "tests/docs/test_data_page.py",

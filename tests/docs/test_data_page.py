@@ -1,4 +1,4 @@
-"""Every block of the four pages about data runs as printed, in order, in one folder that is empty at first."""
+"""Every block of the pages about data runs as printed, in order, in one folder that is empty at first."""
 
 import re
 from importlib.util import find_spec
@@ -8,11 +8,11 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("pages")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("data.md", "storage.md", "cleaning.md", "mixtures.md")
+PAGES = ("data.md", "storage.md", "quality.md", "cleaning.md", "mixtures.md")
 TEXT = "".join((DOCS / page).read_text() for page in PAGES)
 BLOCK = re.compile(r"^```(bash|shell|python|yaml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^```\n\$ (blackmamba [^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-NEEDS = {"s3://": "moto", "datatrove": "datatrove", "dedup": "datatrove"}
+NEEDS = {"s3://": "moto", "datatrove": "datatrove", "dedup": "datatrove", "data filter": "datatrove"}
 """Optional packages, by a word of the blocks that need them."""
 
 

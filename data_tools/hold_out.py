@@ -1,0 +1,103 @@
+"""Documents held out of training, chosen by a hash: near-copies are on the same side, in every shard and every run."""
+
+import base64
+import csv
+import hashlib
+import re
+import sys
+import unicodedata
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_blackmamba.data_tools.origins import COLUMNS, REMOVED
+from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.formats.remote import file_sha256
+
+Side = Literal["train", "validation"]
+SIDES: tuple[Side, Side] = ("train", "validation")
+_NO_WORD = re.compile(r"[\W_]+")
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """One side of a split by hash."""
+
+    share: float
+    """Of the documents, for validation."""
+    side: Side
+    clusters: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """For each document with a better copy, that copy, both as FILE:RECORD."""
+    clusters_sha256: str | None = None
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Return what decides the content of a shard, for its manifest."""
+        return {"share": self.share, "clusters": self.clusters_sha256, "side": self.side}
+
+    def takes(self, file: str, records: Sequence[int], texts: Sequence[str]) -> np.ndarray:
+        """Return for each document whether it is on this side."""
+        if self.clusters_sha256:
+            names = (f"{file}:{record}" for record in records)
+            keys = [self.clusters.get(name, name) for name in names]
+        else:
+            keys = [normalized(text) for text in texts]
+        hashes = np.array([_hash(key) for key in keys], np.uint64)
+        held_out = hashes < np.uint64(int(self.share * (1 << 64)))
+        return held_out if self.side == "validation" else ~held_out
+
+    def of(self, files: Collection[str]) -> "HoldOut":
+        """Return this with the clusters of some files only."""
+        own = {name: kept for name, kept in self.clusters.items() if name.rpartition(":")[0] in files}
+        return replace(self, clusters=own)
+
+
+def normalized(text: str) -> str:
+    """Return a text without case, punctuation and spacing; one without a letter stays as it is."""
+    return _NO_WORD.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip() or text
+
+
+def _hash(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
+def hold_out_of(share: str, clusters: str | None, side: Side, files: Collection[str]) -> HoldOut:
+    """Return one side of a split, after checking the share and reading the clusters of a deduplication."""
+    number = _share(share)
+    if clusters is None:
+        return HoldOut(number, side)
+    path = Path(clusters, REMOVED)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file. Name the output folder of `blackmamba data dedup`")
+    csv.field_size_limit(sys.maxsize)
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, COLUMNS, delimiter="\t")
+        found = {
+            f"{row['file']}:{row['record']}": row["resembles"] for row in rows if row["reason"] == "near-duplicate"
+        }
+    if found and not {name.rpartition(":")[0] for name in found} & set(files):
+        example = next(iter(found)).rpartition(":")[0]
+        raise InputError(
+            f"{path}: lists other files than the inputs, such as {example}. Name the deduplication of these inputs, "
+            "and give both commands the same inputs"
+        )
+    return HoldOut(number, side, found, file_sha256(path))
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise InputError(f"--hold-out {text}: give a share of the documents, such as 1% or 0.01")
+    return share
+
+
+def packed(mask: np.ndarray) -> str:
+    """Return a mask as text for a manifest."""
+    return f"{len(mask)}:" + base64.b64encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode()
