@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_blackmamba import kinds, norms, optimizers, routers
-from megatron_blackmamba.config import groups
+from megatron_blackmamba.config import groups, mup
 from megatron_blackmamba.registry import ImportFailed, UnknownKind, own_module
 from megatron_blackmamba.settings import ModelConfig, RunConfig
 
@@ -18,6 +18,7 @@ def problem_of(run: RunConfig) -> Problem | None:
     return problem_of_model(run.model) or _first(
         ("optimizer", lambda: [" ".join(optimizers.problems(run.optimizer))]),
         ("", lambda: groups.problems(run)),
+        ("", lambda: mup.problems(run)),
         ("", lambda: _without_experts(run)),
         ("", lambda: _in_fp8(run)),
         ("", lambda: _exported(run)),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_blackmamba import kinds
+from megatron_blackmamba.config import mup
 from megatron_blackmamba.settings import GroupConfig, ModelConfig, OptimizerConfig, RunConfig
 
 WITHOUT_DECAY = ("norms", "recurrence")
@@ -30,6 +31,17 @@ def group_of(parameter: str, model: ModelConfig) -> str:
     if inner in kind.kept_in_fp32:
         return "recurrence"
     return "experts" if kind.routed else "mixers"
+
+
+def factors(parameter: str, run: RunConfig) -> tuple[float, float]:
+    """Return the factors of learning rate and weight decay of a parameter.
+
+    A width transfer divides the rate by the growth of the inputs. The decay is multiplied by it, so that each step
+    shrinks a weight by as much as in the base model.
+    """
+    group: GroupConfig = getattr(run.optimizer.groups, group_of(parameter, run.model))
+    growth = mup.growth(parameter, run.model)
+    return group.learning_rate / growth, group.weight_decay * growth
 
 
 def problems(run: RunConfig) -> Iterator[str]:

@@ -47,7 +47,10 @@ def verify(export: Path, against: Path | None = None, check: witness.Check = "fu
 
 
 def _same_config(ours: Canonical, theirs: Canonical) -> None:
-    mine, its = (model.config.model_dump() | {"dt_rank": model.config.dt_rank_or_default} for model in (ours, theirs))
+    mine, its = (
+        config.model_dump() | {"dt_rank": config.dt_rank_or_default, "multipliers": hf.multipliers(config)}
+        for config in (ours.config, theirs.config)
+    )
     fields = [name for name in hf.exported_fields() if mine[name] != its[name]]
     if fields:
         told = "; ".join(f"model.{name} is {its[name]}, not {mine[name]}" for name in fields)

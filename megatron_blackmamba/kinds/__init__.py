@@ -71,15 +71,15 @@ def unread_keys(pattern: str) -> dict[str, str]:
     }
 
 
-SWITCHES = ("attention.qk_norm", "mamba_norms", "router.z_loss")
+SWITCHES = ("attention.qk_norm", "mamba_norms", "router.z_loss", "multipliers.attention", "mup.base_heads")
 """Keys of `model:` that add something to layers. Adding it to layers that a model does not have is an error."""
 
 
 def unread_switches(model: "ModelConfig") -> dict[str, str]:
     """Return the switches that are on although no layer of the pattern has them, and the kinds that do."""
     unread = unread_keys(model.pattern)
-    on = [(switch, switch.partition(".")[0]) for switch in SWITCHES if attrgetter(switch)(model)]
-    return {switch: unread[key] for switch, key in on if key in unread}
+    on = [switch for switch in SWITCHES if attrgetter(switch)(model)]
+    return {switch: unread[key] for switch in on for key in (switch, switch.partition(".")[0]) if key in unread}
 
 
 def can_cut(pattern: str) -> bool:

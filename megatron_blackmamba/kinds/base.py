@@ -163,6 +163,13 @@ class LayerKind(Kind, ABC):
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Return the mixer's parameters: canonical name and whole shape."""
 
+    def readouts(self, model: ModelConfig) -> Mapping[str, slice] | None:
+        """Return the rows of matrices whose number stays the same in a wider model, by canonical name of the matrix.
+
+        None: this kind has no rule for widths (`model.mup`). An empty answer: every matrix grows on both sides.
+        """
+        return None
+
     def stacks(self, model: ModelConfig) -> dict[str, Stack]:
         """Return the parameters that checkpoints store stacked, by their name there. The others keep their names."""
         return {}

@@ -103,6 +103,9 @@ class Experts(LayerKind):
             "experts.fc2": Stack((E, D, F), tuple(_expert_weight(e, 2) for e in range(E))),
         }
 
+    def readouts(self, model: ModelConfig) -> Mapping[str, slice]:
+        return {"router.weight": slice(None)}
+
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
 

@@ -65,6 +65,10 @@ class Mamba(LayerKind):
             **(norms if model.mamba_norms else {}),
         }
 
+    def readouts(self, model: ModelConfig) -> Mapping[str, slice]:
+        """Return B and C, which all channels share; and dt if its rank is fixed."""
+        return {"x_proj.weight": slice(0 if model.dt_rank else model.dt_rank_or_default, None)}
+
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
 

@@ -78,6 +78,11 @@ class Mamba2(LayerKind):
             **({f"{name}.weight": (GN,) for name in NORMS[1:]} if model.mamba_norms else {}),
         }
 
+    def readouts(self, model: ModelConfig) -> Mapping[str, slice]:
+        """Return B and C, which all heads of a group share; heads become more with the width, so dt grows."""
+        I, _, GN = _sizes(model)
+        return {"in_proj.weight": slice(2 * I, 2 * I + 2 * GN)}
+
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
 

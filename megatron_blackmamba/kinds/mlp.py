@@ -51,6 +51,9 @@ class MLP(LayerKind):
         D, F = model.hidden_size, model.mlp_hidden_size or 0
         return {"linear_fc1.weight": (2 * F, D), "linear_fc2.weight": (D, F)}  # rows [gate | up]
 
+    def readouts(self, model: ModelConfig) -> Mapping[str, slice]:
+        return {}
+
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         return None
 

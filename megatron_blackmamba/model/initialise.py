@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba import norms
-from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.config import ModelConfig, mup
 from megatron_blackmamba.kinds import Stack, kind_of, stacks_of
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime.seeding import generator
@@ -75,7 +75,7 @@ def draw(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int, numbe
             return value
         if init.scale_outputs_by_depth and own.endswith(kind.writes_to_residual):
             std /= math.sqrt(2 * model.layers)
-    return torch.randn(shape, generator=random) * std
+    return mup.scale_initial(torch.randn(shape, generator=random) * std, name, model)
 
 
 def shards(state: dict) -> Iterator[ShardedTensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_blackmamba.kinds import kinds_in
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import ColumnLinear
-from megatron_blackmamba.model.stack import LayerInputs
+from megatron_blackmamba.model.stack import LayerInputs, scaled
 from megatron_blackmamba.ops import head_loss
 from megatron_blackmamba.ops.arguments import require_shape
 from megatron_blackmamba.ops.cross_entropy import cross_entropy_and_log_sum, why_not
@@ -92,7 +92,7 @@ class LanguageModel(LanguageModule):
         self._refuse_unknown_ids("tokens", tokens_BS)
         if labels_BS is not None:
             self._refuse_unknown_ids("labels", labels_BS)
-        residual_SBD = self._embedded(tokens_BS) if self.pre_process else None
+        residual_SBD = self.embedded(tokens_BS) if self.pre_process else None
         x_SBD = self.decoder(residual_SBD, self._layer_inputs(tokens_BS, before_B))
         if not self.post_process:
             return x_SBD
@@ -103,7 +103,7 @@ class LanguageModel(LanguageModule):
         weight = self._head_weight()
         if self._head_computes_losses(x_SBD, weight):
             loss = {"z_loss": z_loss, "softcap": model.logit_softcap}
-            both = self.output_layer(x_SBD, weight=weight, labels_T=labels_BS.t().flatten(), **loss)
+            both = self.output_layer(self._scaled(x_SBD), weight=weight, labels_T=labels_BS.t().flatten(), **loss)
             losses_BS, log_sums_BS = (each_T.view(x_SBD.shape[:2]).t() for each_T in both)
         else:
             losses_BS, log_sums_BS = self._losses(self.logits(x_SBD), labels_BS, z_loss)
@@ -112,8 +112,12 @@ class LanguageModel(LanguageModule):
 
     def logits(self, x_SBD: Tensor) -> Tensor:
         """Return this rank's logits of normalised hidden states, `[S, B, V]`."""
-        logits_SBV, _ = self.output_layer(x_SBD, weight=self._head_weight())
+        logits_SBV, _ = self.output_layer(self._scaled(x_SBD), weight=self._head_weight())
         return capped(logits_SBV, self.config.described.logit_softcap)
+
+    def _scaled(self, x_SBD: Tensor) -> Tensor:
+        """Return what the head reads: dividing its input costs less than dividing the logits."""
+        return scaled(x_SBD, 1 / self.config.described.logits_divisor)
 
     def _head_weight(self) -> Tensor | None:
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -142,7 +146,8 @@ class LanguageModel(LanguageModule):
             vars(its).update({name: mark for name, mark in vars(parameter).items() if isinstance(mark, int)})
         return copied
 
-    def _embedded(self, tokens_BS: Tensor) -> Tensor:
+    def embedded(self, tokens_BS: Tensor) -> Tensor:
+        """Return the residual stream before the first layer."""
         if tokens_BS.dim() != 2:
             raise ValueError(f"tokens have the shape {tuple(tokens_BS.shape)}: the model reads [batch, sequence].")
         built, found = self.config.params_dtype, self.embedding.word_embeddings.weight.dtype
@@ -152,7 +157,7 @@ class LanguageModel(LanguageModule):
                 " convert it. Build it with training.precision=bf16, fp32 or fp64."
             )
         embedded_SBD: Tensor = self.embedding(tokens_BS, position_ids=None)
-        return embedded_SBD
+        return scaled(embedded_SBD, self.config.described.multipliers.embedding)
 
     def _head_computes_losses(self, x_SBD: Tensor, weight_VD: Tensor | None) -> bool:
         """Return whether the head computes the losses itself, with the kernel for GPUs."""

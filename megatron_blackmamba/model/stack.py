@@ -56,6 +56,7 @@ class Block(MegatronModule):
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.recompute = recompute
+        self.multiplier = config.described.multipliers.residual
         self.norm: Any = (
             build_module(submodules.norm, config, config.hidden_size, eps=config.layernorm_epsilon)
             if has_norm
@@ -84,10 +85,10 @@ class Block(MegatronModule):
         recompute = self.recompute and self.training and torch.is_grad_enabled()
         if shared_SBD is None and not recompute:  # the norm's kernel adds
             hidden_SBD, residual_SBD = self.norm(residual_SBD, branch_SBD, and_stream=True)
-            return residual_SBD, self.mix(hidden_SBD, inputs)
+            return residual_SBD, scaled(self.mix(hidden_SBD, inputs), self.multiplier)
 
         def mixed(x_SBD: Tensor) -> Tensor:
-            return self.mix(self.norm(x_SBD) if shared_SBD is None else x_SBD, inputs)
+            return scaled(self.mix(self.norm(x_SBD) if shared_SBD is None else x_SBD, inputs), self.multiplier)
 
         residual_SBD = added(residual_SBD, branch_SBD)
         x_SBD = residual_SBD if shared_SBD is None else shared_SBD
@@ -187,6 +188,10 @@ class Stack(MegatronModule):
 
 def added(residual_SBD: Tensor, branch_SBD: Tensor | None) -> Tensor:
     return residual_SBD if branch_SBD is None else residual_SBD + branch_SBD
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 def layers_of_stage(model: ModelConfig, stage: int, stages: int) -> range:

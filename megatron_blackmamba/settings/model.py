@@ -62,6 +62,32 @@ class Mamba2Config(Section):
     """Groups of heads that share B and C; tensor parallelism splits the groups."""
 
 
+class MultipliersConfig(Section):
+    """Constant factors inside the model, named as in Granite."""
+
+    embedding: float = Field(1.0, gt=0)
+    """Factor of the embeddings (Granite: embedding_multiplier)."""
+    residual: float = Field(1.0, gt=0)
+    """Factor of each layer's output, before it joins the residual stream (residual_multiplier)."""
+    attention: float | None = Field(None, gt=0)
+    """Factor of the attention scores (attention_multiplier). null: 1 / sqrt(channels of a head)."""
+    logits: float = Field(1.0, gt=0)
+    """The output logits are divided by this (logits_scaling)."""
+
+
+class MupConfig(Section):
+    """Width transfer (µP): learning rates and initial values follow from those tuned on a narrower base model.
+
+    The base model has the same keys, but its widths are smaller in proportion: hidden_size and the inner widths of
+    experts and MLPs.
+    """
+
+    base_width: int | None = Field(None, gt=0, le=WIDEST)
+    """hidden_size of the base model. null: no width transfer."""
+    base_heads: int | None = Field(None, gt=0)
+    """Attention heads of the base model. null: as many as here, so that heads grow wider."""
+
+
 class InitConfig(Section):
     """Initial weights; they depend on the seed and a parameter's global name, never on the layout."""
 
@@ -140,6 +166,10 @@ class ModelConfig(Section):
     """Settings of Mamba-2 layers."""
     init: InitConfig = InitConfig()
     """Initial weights."""
+    multipliers: MultipliersConfig = MultipliersConfig()
+    """Constant factors inside the model."""
+    mup: MupConfig = MupConfig()
+    """Width transfer (µP) from a narrower base model."""
 
     @model_validator(mode="after")
     def _widths(self) -> "ModelConfig":
@@ -149,6 +179,8 @@ class ModelConfig(Section):
             )
         if self.top_k > self.experts:
             raise ValueError(f"model.top_k={self.top_k} is more than model.experts={self.experts}")
+        if self.mup.base_heads and not self.mup.base_width:
+            raise ValueError("model.mup.base_heads needs model.mup.base_width, the width of the base model")
         if self.eod_reset is not None and self.eod_reset >= self.vocab_size:
             raise ValueError(f"model.eod_reset={self.eod_reset} is outside the vocabulary of {self.vocab_size}")
         return self
@@ -169,6 +201,36 @@ class ModelConfig(Section):
     @property
     def inner_size(self) -> int:
         return self.expand * self.hidden_size
+
+    @property
+    def base_width(self) -> int:
+        """Return hidden_size of the base model of a width transfer; without one, this model's."""
+        return self.mup.base_width or self.hidden_size
+
+    @property
+    def base(self) -> "ModelConfig":
+        """Return the base model of a width transfer; of attention heads, it has as many as this one."""
+        inner = ("expert_hidden_size", "shared_expert_hidden_size", "mlp_hidden_size")
+        sizes = {name: size for name in inner if (size := getattr(self, name))}
+        scaled = {name: max(1, round(size * self.base_width / self.hidden_size)) for name, size in sizes.items()}
+        return self.model_copy(update={"hidden_size": self.base_width, **scaled})
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Return the factor of attention scores; None: 1 / sqrt(channels of a head).
+
+        In a width transfer it falls with the channels themselves, since trained queries and keys are correlated.
+        """
+        heads, scale = self.attention.heads, self.multipliers.attention
+        channels, before = self.hidden_size / heads, self.base_width / (self.mup.base_heads or heads)
+        if channels == before:
+            return scale
+        return (before**-0.5 if scale is None else scale) * before / channels
+
+    @property
+    def logits_divisor(self) -> float:
+        """Return the number that output logits are divided by; a width transfer adds the growth of the width."""
+        return self.multipliers.logits * self.hidden_size / self.base_width
 
     @property
     def dt_rank_or_default(self) -> int:

@@ -58,9 +58,10 @@ ROUTER_LAYOUTS = {
     "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),
 }
 STABLE = [*MAMBA2, "model.pattern=MESE", "model.mamba_norms=true", "model.z_loss=0.02", "model.router.z_loss=0.03"]
-STABLE += ["model.logit_softcap=3"]
+STABLE += ["model.logit_softcap=3", "model.multipliers.embedding=3", "model.mup.base_width=16"]
 ATTENTIVE = [*TRANSFORMER_MOE, "model.attention.kv_heads=2", "model.attention.qk_norm=true", "model.z_loss=0.02"]
-ATTENTIVE += ["model.router.kind=softmax", "model.router.z_loss=0.03"]
+ATTENTIVE += ["model.router.kind=softmax", "model.router.z_loss=0.03", "model.multipliers.attention=0.3"]
+ATTENTIVE += ["model.multipliers.residual=0.5", "model.mup.base_width=32"]
 FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
 LONG = ("dp2", "ep2", "pp2", "tp2")

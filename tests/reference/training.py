@@ -34,6 +34,12 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     rotary_base: float = 10000.0
+    embedding: float = 1.0
+    residual: float = 1.0
+    attention: float | None = None
+    logits: float = 1.0
+    factors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By the end of a weight's name, the factors of its learning rate and of its decay."""
 
 
 @dataclass
@@ -77,19 +83,21 @@ class Plain:
         scale = min(1.0, recipe.clip / (norm + 1e-6))
         for name, weight in self.weights.items():
             gradient = gradients[name] * scale
+            factors = next((each for end, each in recipe.factors.items() if name.endswith(end)), (1.0, 1.0))
+            rate, decay = recipe.rate * factors[0], recipe.decay * factors[1]
             first, second = self.moments.get(name, (torch.zeros_like(weight), torch.zeros_like(weight)))
             first, second = b1 * first + (1 - b1) * gradient, b2 * second + (1 - b2) * gradient**2
             self.moments[name] = first, second
             if not name.endswith((".bias", "norm.weight", "A_log", ".D", "dt_bias")):
-                weight -= recipe.rate * recipe.decay * weight
+                weight -= rate * decay * weight
             denominator = (second / (1 - b2**self.steps)).sqrt() + 1e-8
-            weight -= recipe.rate * (first / (1 - b1**self.steps)) / denominator
+            weight -= rate * (first / (1 - b1**self.steps)) / denominator
 
 
 def logits_of(w: dict[str, Tensor], recipe: Recipe, tokens_BS: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
     """Return the logits, and of each router the mean squared log-sum of its logits."""
     embedding_VD = w["embedding.word_embeddings.weight"]
-    x_BSD, routers = embedding_VD[tokens_BS], {}
+    x_BSD, routers = recipe.embedding * embedding_VD[tokens_BS], {}
     for i, letter in enumerate(recipe.pattern):
         start = f"decoder.layers.{i}."
         m = {name.removeprefix(start + "mixer."): value for name, value in w.items() if name.startswith(start)}
@@ -102,11 +110,11 @@ def logits_of(w: dict[str, Tensor], recipe: Recipe, tokens_BS: Tensor) -> tuple[
             y_BSD = _attention(m, recipe, u_BSD)
         else:
             y_BSD, routers[i] = _experts(m, recipe, u_BSD)
-        x_BSD = x_BSD + y_BSD
+        x_BSD = x_BSD + recipe.residual * y_BSD
     mean = x_BSD.mean(-1, keepdim=True)
     variance = ((x_BSD - mean) ** 2).mean(-1, keepdim=True)
     x_BSD = (x_BSD - mean) / (variance + EPS).sqrt() * w["decoder.final_layernorm.weight"]
-    logits_BSV = (x_BSD + w["decoder.final_layernorm.bias"]) @ embedding_VD.T
+    logits_BSV = (x_BSD + w["decoder.final_layernorm.bias"]) @ embedding_VD.T / recipe.logits
     cap = recipe.logit_softcap
     return (logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)), routers
 
@@ -180,7 +188,7 @@ def _attention(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
         if "q_layernorm.weight" in m:
             q, k = _rms(q, m["q_layernorm.weight"]), _rms(k, m["k_layernorm.weight"])
         q, k = _turned(q, angle_SC), _turned(k, angle_SC)
-        scores = (q @ k.transpose(1, 2)) / math.sqrt(C)
+        scores = (q @ k.transpose(1, 2)) * (recipe.attention or 1 / math.sqrt(C))
         scores = scores + torch.full((S, S), -torch.inf, dtype=torch.float64).triu(1)
         found.append(torch.softmax(scores, -1) @ v)
     return torch.cat(found, -1) @ m["linear_proj.weight"].T

@@ -74,6 +74,8 @@ RULES = {
         *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
         *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
         *("model.attention.qk_norm", "model.mamba_norms", "model.logit_softcap"),
+        *("model.multipliers.embedding", "model.multipliers.residual", "model.multipliers.attention"),
+        *("model.multipliers.logits", "model.mup.base_width", "model.mup.base_heads"),
         *("model.mamba2.head_dim", "model.mamba2.state_size", "model.mamba2.groups"),
         *("model.attention.rotary_base", "model.init.std", "model.init.scale_outputs_by_depth", "model.init.dt_min"),
         *("model.init.dt_max", "model.init.dt_floor", "data.kind", "data.sequence_length", "data.seed"),

@@ -1,4 +1,4 @@
-"""The options for stability: losses, weights and metrics of a run beside plain PyTorch, in float64."""
+"""Options for stability and width transfer: losses, weights and metrics of a run beside plain PyTorch, in float64."""
 
 import pytest
 import torch
@@ -19,7 +19,14 @@ SMALL += ["model.mamba2.head_dim=16", "model.mamba2.state_size=6", "model.mamba2
 SMALL += ["model.attention.heads=4", "model.attention.kv_heads=2", "optimizer.weight_decay=0.1", "data.workers=0"]
 NORMS = ["model.mamba_norms=true", "model.attention.qk_norm=true"]
 LOSSES = ["model.z_loss=0.02", "model.router.z_loss=0.03"]
+WIDTH = ["model.multipliers.embedding=3", "model.multipliers.residual=0.4", "model.multipliers.logits=1.5"]
+WIDTH += ["model.multipliers.attention=0.2", "model.mup.base_width=8", "optimizer.groups.experts.learning_rate=0.5"]
+MATRICES = ("in_proj", "x_proj", "out_proj", "linear_qkv", "linear_proj", "router")
+MULTIPLIERS = {"embedding": 3.0, "residual": 0.4, "logits": 1.5 * 4, "attention": 0.2 / 4}
+FACTORS = {f"{name}.weight": (1 / 4, 4.0) for name in MATRICES} | {"experts.fc1": (1 / 8, 4.0), "fc2": (1 / 8, 4.0)}
+FACTORS["dt_proj.weight"] = 1 / 2, 2.0  # its rank is 2, and 1 in the base model
 CASES = {
+    "width": ("MS*E", "sinkhorn", WIDTH),
     "all, sinkhorn": ("MS*E", "sinkhorn", [*NORMS, *LOSSES, "model.logit_softcap=2.5"]),
     "all, softmax": ("MS*E", "softmax", [*NORMS, *LOSSES, "model.logit_softcap=2.5", "model.router.aux_loss=0"]),
     "losses alone": ("ME", "sinkhorn", LOSSES),
@@ -41,6 +48,7 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         *(pattern, run.model.mamba2.groups, run.model.attention.heads, run.model.attention.kv_heads, router),
         **(run.model.model_dump(include={"z_loss", "logit_softcap"})),
         router_z_loss=run.model.router.z_loss,
+        **({**MULTIPLIERS, "factors": FACTORS} if options is WIDTH else {}),
     )
     plain = Plain(recipe, weights)
     random = torch.Generator().manual_seed(0)
