@@ -1,6 +1,7 @@
 """Coordinate check: how values inside a model depend on its width, with width transfer (model.mup) and without.
 
     python -m benchmarks.coordinates [CONFIG] [a.b=c ...] [--kinds MS*E-] [--widths 64 128 256 512 1024] [--steps 5]
+        [--seeds 1 2 3]
 
 For each kind of layer a model with two layers of it takes some steps on one batch of random tokens. Of the last layer
 and the logits, the table has the exponents b in "typical size ~ width^b":
@@ -8,7 +9,8 @@ and the logits, the table has the exponents b in "typical size ~ width^b":
 - at first: of the values before the first step
 - change: of their change by the steps
 
-With a right rule no change grows or vanishes (b near 0), and no first value grows. One process on CPUs, in fp32.
+With a right rule no change grows or vanishes (b near 0), and no first value grows. Sizes are means over the seeds. One
+process on CPUs, in fp32.
 """
 
 import math
@@ -38,20 +40,29 @@ def main() -> None:
     parser.add_argument("--kinds", default=LETTERS, help=f"letters of model.pattern (default {LETTERS})")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=(1, 2, 3))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tables = {}
     for letter in options.kinds:
         with_, without = (
-            {width: sizes(options.config, letter, width, base, options.steps) for width in options.widths}
+            {width: mean_sizes(options, letter, width, base) for width in options.widths}
             for base in (options.widths[0], None)
         )
         tables[f"{kinds.kind_of(letter).name} layers"] = rows(with_, without)
     _common.show({"machine": _common.machine("megatron-core"), "tables": tables}, options.json)
 
 
+def mean_sizes(options: Any, letter: str, width: int, base: int | None) -> Sizes:
+    """Return the sizes of the values in models of some width."""
+    settings = [[*options.config, f"training.seed={seed}"] for seed in options.seeds]
+    found = [sizes(each, letter, width, base, options.steps) for each in settings]
+    pairs = {name: zip(*(each[name] for each in found), strict=True) for name in found[0]}
+    return {name: tuple(sum(each) / len(found) for each in pair) for name, pair in pairs.items()}  # type: ignore[misc]
+
+
 def sizes(config: list[str], letter: str, width: int, base: int | None, steps: int) -> Sizes:
-    """Return the sizes of the values in a model of some width."""
+    """Return the sizes of the values in one model."""
     inner = [f"model.{name}={2 * width}" for name in ("expert_hidden_size", "mlp_hidden_size")]
     shape = [
         f'model.pattern="{letter * 2}"',
@@ -65,8 +76,7 @@ def sizes(config: list[str], letter: str, width: int, base: int | None, steps: i
         first = values(run, trainer)
         for _ in range(steps):
             gradients()
-            for group in trainer.trainable.optimizer.param_groups:
-                group["lr"] = run.optimizer.learning_rate * group.get("learning_rate_factor", 1.0)
+            trainer.schedule.set(0)
             update()
         last = values(run, trainer)
     return {name: (_size(value), _size(last[name] - value)) for name, value in first.items()}
@@ -98,6 +108,7 @@ def values(run: RunConfig, trainer: Any) -> dict[str, Tensor]:
         module.register_forward_hook(keep(name, readouts.get(f"{name}.weight")))
         for name, module in block.mixer.named_modules()
         if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dim() == 2
+        if f"{name}.weight" not in kind.writes_to_residual
     ]
 
     def keep_output(_: Any, __: tuple, output: Any) -> None:
@@ -122,7 +133,7 @@ def rows(with_: dict[int, Sizes], without: dict[int, Sizes]) -> list[dict[str, A
         for title, of_width in (("µP", with_), ("without", without)):
             for place, when in enumerate(("at first", "change")):
                 row[f"{title}: {when}"] = f"{exponent({w: s[name][place] for w, s in of_width.items()}):+.2f}"
-        row["µP: change by width"] = " ".join(f"{sizes[name][1]:.2g}" for sizes in with_.values())
+        row["µP: change at each width"] = " ".join(f"{sizes[name][1]:.2g}" for sizes in with_.values())
         found.append(row)
     return found
 

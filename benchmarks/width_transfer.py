@@ -23,8 +23,8 @@ import torch
 from benchmarks import _common
 from benchmarks._trainer import a_run
 
-RATES = tuple(0.001 * 2**k for k in range(2, 8))
-VOCABULARY, MEGABYTES, LENGTH, BATCH, LAST = 512, 4, 128, 16, 10
+RATES = tuple(0.001 * 2**k for k in range(2, 7))
+VOCABULARY, MEGABYTES, LENGTH, BATCH, LAST = 512, 4, 128, 8, 10
 FIXED = (f"model.vocab_size={VOCABULARY}", "model.pattern=MEME", "model.experts=4", "training.precision=fp32")
 FIXED += (f"data.sequence_length={LENGTH}", f"training.global_batch={BATCH}", f"training.micro_batch={BATCH}")
 FIXED += ("optimizer.decay=linear", "optimizer.min_learning_rate=0", "data.kind=mixture", "data.workers=0")
@@ -46,6 +46,8 @@ def main() -> None:
     record = options.folder / "runs.jsonl"
     losses = dict(_read(record))
     for key in _keys(options):
+        if key[:2] == (False, options.widths[0]):
+            losses[key] = losses[True, *key[1:]]  # the base model is the same
         if key not in losses:
             losses[key] = final_loss([*options.set, f"data.mixture={mixture}"], key, options.widths[0], options.steps)
             with record.open("a") as file:
