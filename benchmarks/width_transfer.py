@@ -47,7 +47,7 @@ def main() -> None:
     losses = dict(_read(record))
     for key in _keys(options):
         if key[:2] == (False, options.widths[0]):
-            losses[key] = losses[True, *key[1:]]  # the base model is the same
+            losses[key] = losses[(True, *key[1:])]  # the base model is the same
         if key not in losses:
             losses[key] = final_loss([*options.set, f"data.mixture={mixture}"], key, options.widths[0], options.steps)
             with record.open("a") as file:

@@ -5,7 +5,6 @@ Its initial deviation falls with the root, and that of rows whose number does no
 itself. All other parameters stay as they are.
 """
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,8 @@ from megatron_blackmamba.settings import ModelConfig, RunConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MIXER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.mixer\.(?P<name>.+)")
+MTP_PROJECTION = f"{kinds.MTP}.proj.weight"
+"""The only matrix in no layer."""
 
 
 def growth(parameter: str, model: ModelConfig) -> float:
@@ -23,10 +23,12 @@ def growth(parameter: str, model: ModelConfig) -> float:
 
     parameter: Its global name, or the stack of which it is a part.
     """
-    mixer = _MIXER.fullmatch(parameter)
-    if mixer is None or model.mup.base_width is None:
+    if model.mup.base_width is None:
         return 1.0
-    kind, name = kinds.kind_of(model.pattern[int(mixer["layer"])]), mixer["name"]
+    mixer = kinds.mixer_of(parameter, model)
+    if mixer is None:
+        return model.hidden_size / model.base_width if parameter == MTP_PROJECTION else 1.0
+    kind, name = mixer
     shape, before = (_shapes(kind, each).get(name, ()) for each in (model, model.base))
     return shape[-1] / before[-1] if len(shape) > 1 else 1.0
 
@@ -37,11 +39,11 @@ def scale_initial(weight: "Tensor", parameter: str, model: ModelConfig) -> "Tens
     if grown == 1:
         return weight
     weight *= grown**-0.5
-    mixer = _MIXER.fullmatch(parameter)
-    assert mixer is not None
-    rows = (kinds.kind_of(model.pattern[int(mixer["layer"])]).readouts(model) or {}).get(mixer["name"])
-    if rows is not None:
-        weight[rows] *= grown**-0.5
+    if mixer := kinds.mixer_of(parameter, model):
+        kind, name = mixer
+        rows = (kind.readouts(model) or {}).get(name)
+        if rows is not None:
+            weight[rows] *= grown**-0.5
     return weight
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.inference.captured import stepper
+from megatron_blackmamba.inference.captured import Step, stepper
 from megatron_blackmamba.inference.decoder import Decoder, State
+from megatron_blackmamba.inference.draft import Guessing, can_guess
 from megatron_blackmamba.inference.sampling import GenerationError, Sampler, Sampling
 from megatron_blackmamba.inference.text import Piece, Text
 from megatron_blackmamba.inference.weights import fitting_dtype, pack
@@ -137,13 +138,8 @@ class Generator:
         if max_new_tokens < 1 or not prompts:
             return
         self.check(prompts)
-        state = self.decoder.start(len(prompts))
-        logits_BV = self._read(state, prompts)
-        if samples > 1:  # a prompt is read once for all its samples
-            rows = torch.arange(len(prompts), device=logits_BV.device).repeat_interleave(samples)
-            state, logits_BV = state.rows(rows), logits_BV[rows]
-            prompts = [prompt for prompt in prompts for _ in range(samples)]
-        step = stepper(self.decoder, state)
+        step, logits_BV = self._begun(prompts, samples)
+        prompts = [prompt for prompt in prompts for _ in range(samples)]
         sampler = Sampler(sampling, prompts, logits_BV.shape[-1], logits_BV.device)
         running = [True] * len(prompts) if running is None else running
         for n in range(max_new_tokens):
@@ -155,6 +151,18 @@ class Generator:
             yield [token if goes_on else None for goes_on, token in zip(running, tokens, strict=True)]
             if n + 1 < max_new_tokens:
                 logits_BV = step(tokens_B)
+
+    def _begun(self, prompts: Sequence[Sequence[int]], samples: int) -> tuple[Step, Tensor]:
+        """Read the prompts; return the function for each further token, and the logits of the first."""
+        if can_guess(self.decoder, len(prompts) * samples):
+            guessing = Guessing(self.decoder, prompts[0])
+            return guessing, guessing.logits_1V
+        state = self.decoder.start(len(prompts))
+        logits_BV = self._read(state, prompts)
+        if samples > 1:  # a prompt is read once for all its samples
+            rows = torch.arange(len(prompts), device=logits_BV.device).repeat_interleave(samples)
+            state, logits_BV = state.rows(rows), logits_BV[rows]
+        return stepper(self.decoder, state), logits_BV
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse an empty prompt, and token ids that the model does not have."""

@@ -7,11 +7,13 @@ Blocks are named by their place in the whole model, so a parameter has the same 
 Shapes: S sequence (of this rank), B batch, D model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.kinds import kind_of
@@ -136,6 +138,8 @@ class Stack(MegatronModule):
         self.tp_group = pg_collection.tp
         self.pre_process = pre_process
         self.received_SBD: Tensor | None = None
+        self.stream_SBD: Tensor | None = None
+        """With model.mtp, what the extra depth reads of the last forward pass of training."""
         pattern = config.described.pattern
         here = layers_of_stage(config.described, pg_collection.pp.rank(), pg_collection.pp.size())
         self.parallel = config.described.arrangement == "parallel"
@@ -172,18 +176,25 @@ class Stack(MegatronModule):
                 shared = block.norm(x)
             x, branch = block(x, branch, inputs, shared)
         x = added(x, branch)
+        if self.config.described.mtp.pattern and self.training:
+            self.stream_SBD = x
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         modules: dict[str, nn.Module] = {f"layers.{name}.": block for name, block in self.layers.named_children()}
         if self.final_layernorm is not None:
             modules["final_layernorm."] = self.final_layernorm
-        state: dict = {}
-        for name, module in modules.items():
-            state |= sharded_state_dict_default(
-                module, f"{prefix}{name}", sharded_offsets, metadata, tp_group=self.tp_group
-            )
-        return state
+        return sharded_modules(modules, prefix, sharded_offsets, metadata, self.tp_group)
+
+
+def sharded_modules(
+    modules: Mapping[str, nn.Module], prefix: str, offsets: tuple, metadata: dict | None, tp_group: ProcessGroup
+) -> dict:
+    """Return the sharded tensors of modules by their names, which end in a dot."""
+    state: dict = {}
+    for name, module in modules.items():
+        state |= sharded_state_dict_default(module, f"{prefix}{name}", offsets, metadata, tp_group=tp_group)
+    return state
 
 
 def added(residual_SBD: Tensor, branch_SBD: Tensor | None) -> Tensor:

@@ -88,6 +88,15 @@ class MupConfig(Section):
     """Attention heads of the base model. null: as many as here, so that heads grow wider."""
 
 
+class MtpConfig(Section):
+    """Multi-token prediction: an extra depth that predicts the token after the next one, as in DeepSeek-V3."""
+
+    pattern: str | None = None
+    """Layers of the extra depth, as letters that model.pattern has too. null: no extra depth."""
+    loss: float = Field(0.1, gt=0)
+    """Weight of its loss (DeepSeek-V3: 0.3, later 0.1)."""
+
+
 class InitConfig(Section):
     """Initial weights; they depend on the seed and a parameter's global name, never on the layout."""
 
@@ -168,6 +177,8 @@ class ModelConfig(Section):
     """Initial weights."""
     multipliers: MultipliersConfig = MultipliersConfig()
     """Constant factors inside the model."""
+    mtp: MtpConfig = MtpConfig()
+    """Multi-token prediction by an extra depth."""
     mup: MupConfig = MupConfig()
     """Width transfer (µP) from a narrower base model."""
 
@@ -188,6 +199,11 @@ class ModelConfig(Section):
     @property
     def layers(self) -> int:
         return len(self.pattern)
+
+    @property
+    def trained_pattern(self) -> str:
+        """Return the letters of all layers that training computes, those of the extra depth at the end."""
+        return self.pattern + (self.mtp.pattern or "")
 
     @property
     def layers_together(self) -> int:

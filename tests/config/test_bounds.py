@@ -10,6 +10,7 @@ from megatron_blackmamba.config.load import walk
 ABOVE_ZERO = [
     "model.router.temperature",
     "model.logit_softcap",
+    "model.mtp.loss",
     *(f"model.multipliers.{name}" for name in ("embedding", "residual", "attention", "logits")),
     "model.router.bias_update_rate",
     "model.init.std",

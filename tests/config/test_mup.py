@@ -110,3 +110,18 @@ def test_what_has_no_rule_is_refused(overrides, told, a_kind_without_a_rule):
 def test_heads_of_a_base_model_need_its_width():
     with pytest.raises(ConfigError, match=r"model\.mup\.base_heads needs model\.mup\.base_width"):
         load("tiny", [*SHAPE, "model.mup.base_heads=2"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["model.mtp.pattern=M*"], r"model\.mtp\.pattern='M\*' is made of letters of model\.pattern=MEME"),
+        (["model.mtp.pattern=''"], r"model\.mtp\.pattern='' is made of letters"),
+        (["model.mtp.pattern=M", "model.arrangement=parallel"], r"model\.mtp has no parallel arrangement"),
+        (["model.mtp.pattern=M", "parallel.pipeline=2"], r"parallel\.pipeline=2 cannot train model\.mtp.*pipeline=1"),
+        (["model.mtp.pattern=M", "parallel.context=2"], r"parallel\.context=2 cannot train model\.mtp.*context=1"),
+    ],
+)
+def test_multi_token_prediction_is_refused_before_a_run(overrides, told):
+    with pytest.raises(ConfigError, match=told):
+        load("tiny", overrides)

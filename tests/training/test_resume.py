@@ -75,6 +75,7 @@ RULES = {
         *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
         *("model.attention.qk_norm", "model.mamba_norms", "model.logit_softcap"),
         *("model.multipliers.embedding", "model.multipliers.residual", "model.multipliers.attention"),
+        "model.mtp.pattern",
         *("model.multipliers.logits", "model.mup.base_width", "model.mup.base_heads"),
         *("model.mamba2.head_dim", "model.mamba2.state_size", "model.mamba2.groups"),
         *("model.attention.rotary_base", "model.init.std", "model.init.scale_outputs_by_depth", "model.init.dt_min"),
@@ -84,7 +85,7 @@ RULES = {
     ),
     "by name": (
         *("training.tokens", "training.global_batch", "training.batch_ramp"),
-        *("model.z_loss", "model.router.z_loss"),
+        *("model.z_loss", "model.router.z_loss", "model.mtp.loss"),
     ),
     "free, the losses stay the same": (
         *("name", "folder", "data.workers", "data.verify_rate", "training.recompute", "training.overlap"),

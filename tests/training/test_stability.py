@@ -27,6 +27,7 @@ FACTORS = {f"{name}.weight": (1 / 4, 4.0) for name in MATRICES} | {"experts.fc1"
 FACTORS["dt_proj.weight"] = 1 / 2, 2.0  # its rank is 2, and 1 in the base model
 CASES = {
     "width": ("MS*E", "sinkhorn", WIDTH),
+    "extra depth": ("MS*E", "sinkhorn", ["model.mtp.pattern=*SE", "model.mtp.loss=0.3", *LOSSES]),
     "all, sinkhorn": ("MS*E", "sinkhorn", [*NORMS, *LOSSES, "model.logit_softcap=2.5"]),
     "all, softmax": ("MS*E", "softmax", [*NORMS, *LOSSES, "model.logit_softcap=2.5", "model.router.aux_loss=0"]),
     "losses alone": ("ME", "sinkhorn", LOSSES),
@@ -48,6 +49,8 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         *(pattern, run.model.mamba2.groups, run.model.attention.heads, run.model.attention.kv_heads, router),
         **(run.model.model_dump(include={"z_loss", "logit_softcap"})),
         router_z_loss=run.model.router.z_loss,
+        extra=run.model.mtp.pattern or "",
+        extra_loss=run.model.mtp.loss,
         **({**MULTIPLIERS, "factors": FACTORS} if options is WIDTH else {}),
     )
     plain = Plain(recipe, weights)
@@ -61,6 +64,9 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         loss, squares, of_routers = plain.step(batches)
         assert found.loss == pytest.approx(loss, abs=1e-10)
         assert found.z_loss == (pytest.approx(squares, abs=1e-10) if with_losses else None)
+        if run.model.mtp.pattern:
+            extra, counted = (sum(each) for each in zip(*plain.seen_extra[-2:], strict=True))
+            assert found.mtp_loss == pytest.approx(extra / counted, abs=1e-10)
         for layer, mean in of_routers.items():
             measured = trainable.model.decoder.layers[layer].mixer.router.measured()
             assert measured.keys() == ({"z_loss"} if with_losses else set())
