@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.inference.decoder import Decoder, State, rms_norm
-from megatron_blackmamba.inference.weights import decodings
+from megatron_blackmamba.inference.weights import Weights, decodings
 from megatron_blackmamba.kinds import Inputs
 
 
-def can_guess(decoder: Decoder, rows: int) -> bool:
-    """Return whether guesses help: one sequence, in fp32, in which one and two tokens at once give equal logits."""
-    weights = decoder.weights
-    return weights.extra is not None and rows == 1 and weights.dtype == torch.float32 and weights.device.type == "cpu"
+def why_no_draft(weights: Weights) -> str | None:
+    """Return why a model cannot draft for itself, or None."""
+    if weights.extra is None:
+        return "has no extra depth that could draft (model.mtp.pattern of a checkpoint)"
+    if weights.dtype != torch.float32 or weights.device.type != "cpu":
+        return "drafts in fp32 on CPUs only, where one and two tokens at once give equal logits (--dtype fp32)"
+    return None
 
 
 class Guessing:
@@ -48,7 +51,7 @@ class Guessing:
         """Return the logits after one more token."""
         token = int(tokens_1)
         if self._ahead is None:
-            self._guess = int(self._guessed(token).argmax())
+            self._guess = self.guess(token)
             before = self.state.rows(torch.zeros(1, dtype=torch.long))
             stream_2D = self._pass([token, self._guess])
             self._ahead = token, before, stream_2D
@@ -59,16 +62,20 @@ class Guessing:
                 self.state = before
                 stream_2D = self._pass([previous, token])
             self.stream_1D = stream_2D[:1]
-            self._guessed(token)
+            self._drafted(token)
             self._ahead, self.stream_1D = None, stream_2D[1:]
         return self.decoder.logits_of_stream(self.stream_1D)
 
-    def _guessed(self, token: int) -> Tensor:
-        """Return the draft's logits of the token after this one, whose place in the model's stream is the last."""
+    def guess(self, token: int) -> int:
+        """Return the extra depth's guess of the token after this one."""
+        return int(self.decoder.logits(self._drafted(token)).argmax())
+
+    def _drafted(self, token: int) -> Tensor:
+        """Return what the head reads to guess the token after this one, `[1, D]`."""
         stream_11D = self.stream_1D[:, None]
-        guessed_11V = self.draft.read(stream_11D, torch.tensor([[token]]), torch.tensor([[self._last]]))
+        drafted_1D = self.draft.read(stream_11D, torch.tensor([[token]]), torch.tensor([[self._last]]))
         self._last = token
-        return guessed_11V[0, 0]
+        return drafted_1D
 
     def _pass(self, tokens: list[int]) -> Tensor:
         self.passes += 1
@@ -84,11 +91,10 @@ class Draft:
         self.decoder, self.weights, self.config = decoder, weights.extra, weights.config
         self.how = decodings(weights.config, weights.config.mtp.pattern)
         self.memories = [how.memory(self.config, 1, weights.dtype, weights.device) for how in self.how]
-        self.last = -1
 
     @torch.inference_mode()
     def read(self, stream_1LD: Tensor, next_1L: Tensor, tokens_1L: Tensor) -> Tensor:
-        """Return the logits of the tokens after the next ones, `[1, L, V]`.
+        """Return what the head reads to guess the tokens after the next ones, `[L, D]`.
 
         Args:
             stream_1LD: The model's stream behind `tokens_1L`, the tokens at these places.
@@ -104,5 +110,4 @@ class Draft:
             x_1LD = rms_norm(residual_1LD, norm_D, eps)
             y_1LD = how.read(self.decoder, layer, memory, x_1LD, inputs)
             residual_1LD = residual_1LD + y_1LD * self.config.multipliers.residual
-        hidden_LD = rms_norm(residual_1LD, weights.final_norm_D, eps)[0]
-        return self.decoder.logits(hidden_LD)[None]
+        return rms_norm(residual_1LD, weights.final_norm_D, eps)[0]

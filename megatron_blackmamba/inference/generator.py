@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_blackmamba.inference.captured import Step, stepper
 from megatron_blackmamba.inference.decoder import Decoder, State
-from megatron_blackmamba.inference.draft import Guessing, can_guess
+from megatron_blackmamba.inference.draft import Guessing, why_no_draft
 from megatron_blackmamba.inference.sampling import GenerationError, Sampler, Sampling
 from megatron_blackmamba.inference.text import Piece, Text
 from megatron_blackmamba.inference.weights import fitting_dtype, pack
@@ -36,6 +36,8 @@ class Generator:
 
     decoder: Decoder
     tokenizer: Tokenizer | None = None
+    draft: bool = False
+    """Whether one text is drafted by the model's extra depth (model.mtp)."""
 
     def generate(
         self,
@@ -154,7 +156,7 @@ class Generator:
 
     def _begun(self, prompts: Sequence[Sequence[int]], samples: int) -> tuple[Step, Tensor]:
         """Read the prompts; return the function for each further token, and the logits of the first."""
-        if can_guess(self.decoder, len(prompts) * samples):
+        if self.draft and len(prompts) * samples == 1:
             guessing = Guessing(self.decoder, prompts[0])
             return guessing, guessing.logits_1V
         state = self.decoder.start(len(prompts))
@@ -214,11 +216,13 @@ def load(
     device: str | torch.device | None = None,
     tokenizer: str | Path | None = None,
     ema: bool = False,
+    draft: bool = False,
 ) -> Generator:
     """Load a model of any kind: one of our checkpoints or runs, a Hugging Face export, or the released files.
 
     dtype: of the large matrices; by default as stored, or bf16 where fp32 would fill the memory.
     ema: take the averaged weights of a checkpoint (training.ema).
+    draft: let the extra depth of a checkpoint (model.mtp) guess tokens of a single text, which stays the same.
     """
     if not isinstance(dtype, (torch.dtype, NoneType)):
         raise GenerationError(f"dtype must be a torch.dtype such as torch.bfloat16, not {dtype!r}")
@@ -226,7 +230,9 @@ def load(
     source = open_model(Path(model), None if tokenizer is None else Path(tokenizer), ema=ema)
     text = tokenizer_of(source)
     weights = pack(source, dtype or fitting_dtype(source, where), where)
-    return Generator(Decoder(weights), text)
+    if draft and (reason := why_no_draft(weights)):
+        raise GenerationError(f"{model}: {reason}. Leave out --draft")
+    return Generator(Decoder(weights), text, draft)
 
 
 def usable_device(wanted: str | torch.device | None) -> torch.device:

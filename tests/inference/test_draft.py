@@ -8,9 +8,10 @@ import torch
 from megatron_blackmamba import model as models
 from megatron_blackmamba.config import load
 from megatron_blackmamba.inference import Decoder
-from megatron_blackmamba.inference.draft import Guessing
+from megatron_blackmamba.inference.draft import Guessing, why_no_draft
 from megatron_blackmamba.inference.generator import Generator
-from megatron_blackmamba.inference.sampling import Sampling
+from megatron_blackmamba.inference.generator import load as load_generator
+from megatron_blackmamba.inference.sampling import GenerationError, Sampling
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange import convert, hf, megatron
 from megatron_blackmamba.interchange.canonical import main_depth
@@ -31,7 +32,7 @@ def canonical(request, place):
 
 
 def tokens(model, **options):
-    generator = Generator(Decoder(pack(model, torch.float32)))
+    generator = Generator(Decoder(pack(model, torch.float32)), draft=model.config.mtp.pattern is not None)
     return [row for (row,) in generator.tokens([PROMPT], max_new_tokens=60, **options)]
 
 
@@ -44,25 +45,36 @@ def test_sampled_tokens_are_the_same(canonical):
     assert tokens(canonical, sampling=sampling) == tokens(main_depth(canonical), sampling=sampling)
 
 
+class Planted(Guessing):
+    """Guesses of which every one is right, or wrong."""
+
+    known: list[int]
+    right: bool
+
+    def guess(self, token):
+        super().guess(token)
+        following = self.known[self.known.index(token) + 1]
+        return following if self.right else (following + 1) % 64
+
+
 @pytest.mark.parametrize("right", [True, False])
-def test_guesses_change_passes_and_not_logits(canonical, right, monkeypatch):
+def test_guesses_change_passes_and_not_logits(canonical, right):
     decoder = Decoder(pack(canonical, torch.float32))
-    known = tokens(main_depth(canonical))
-    guessing = Guessing(decoder, PROMPT)
-    read = guessing.draft.read
-    state = decoder.start(1)
+    guessing, state = Planted(decoder, PROMPT), decoder.start(1)
+    guessing.known, guessing.right = list(range(10, 52)), right
     decoder.read(state, torch.tensor([PROMPT]))
-
-    for number, token in enumerate(known[:40]):
-        guess = known[number + 1] if right else (known[number + 1] + 1) % 64
-
-        def planted(*inputs, guess=guess):
-            return torch.nn.functional.one_hot(torch.tensor([[guess]]), 64) + 0 * read(*inputs)
-
-        monkeypatch.setattr(guessing.draft, "read", planted)
+    for token in guessing.known[:40]:
         expected = decoder.step(state, torch.tensor([token]))
         torch.testing.assert_close(guessing(torch.tensor([token])), expected, atol=2e-5, rtol=2e-5)
     assert guessing.passes == (20 if right else 40)
+
+
+def test_models_without_extra_depth_do_not_draft(canonical, tmp_path):
+    assert why_no_draft(pack(canonical, torch.float32)) is None
+    assert "fp32 on CPUs only" in why_no_draft(pack(canonical, torch.bfloat16))
+    convert.to_checkpoint(main_depth(canonical), tmp_path / "checkpoint", verify=False)
+    with pytest.raises(GenerationError, match=r"checkpoint: has no extra depth .*Leave out --draft"):
+        load_generator(tmp_path / "checkpoint", draft=True)
 
 
 def test_draft_computes_what_training_does(canonical, place):
@@ -78,11 +90,8 @@ def test_draft_computes_what_training_does(canonical, place):
     guessing = Guessing(Decoder(pack(canonical, torch.float32)), PROMPT[:1])
     found = []
     for token, after in pairwise(PROMPT[1:]):
-        logits_V = guessing.draft.read(
-            guessing.stream_1D[:, None], torch.tensor([[token]]), torch.tensor([[guessing._last]])
-        )
-        found.append(torch.nn.functional.cross_entropy(logits_V[0], torch.tensor([after])))
-        guessing._last = token
+        logits_V = guessing.decoder.logits(guessing._drafted(token))
+        found.append(torch.nn.functional.cross_entropy(logits_V, torch.tensor([after])))
         guessing.stream_1D = guessing.decoder.stream(guessing.state, torch.tensor([[token]]))[:, 0]
     torch.testing.assert_close(torch.stack(found), losses_S, atol=2e-5, rtol=2e-5)
 
