@@ -198,11 +198,13 @@ class Step:
     def _over_the_world(self, sums: list[dict[str, Tensor]], forward_only: bool, known_here: tuple[int, ...]) -> Losses:
         """Add up over all ranks what each counted, in one exchange."""
         of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=device.device())
-        more = of_source.new_zeros(3)
+        more = of_source.new_zeros(len(_MORE))
         if self.world.is_last_stage and self.world.tensor_rank == 0:
             for micro_batch in sums:
                 of_source += micro_batch["of_source"]
-                more += more.new_tensor([float(micro_batch.get(name, 0.0)) for name in _MORE])
+                for place, name in enumerate(_MORE):
+                    if name in micro_batch:
+                        more[place] += micro_batch[name]
         expert_tokens_LE = self.model.take_expert_tokens()
         seconds = [0.0] * (2 * self.world.size)
         seconds[self.world.rank :: self.world.size] = self.own_time.take()
