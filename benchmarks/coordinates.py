@@ -14,6 +14,7 @@ process on CPUs, in fp32.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,22 +91,21 @@ def values(run: RunConfig, trainer: Any) -> dict[str, Tensor]:
     kind = kinds.kind_of(run.model.pattern[-1])
     readouts = kind.readouts(run.model) or {}
 
-    def keep(name: str, rows: slice | None) -> Any:
+    def keep(name: str, readout: Sequence[slice]) -> Any:
         def hook(module: Any, inputs: tuple, _: Any) -> None:
             product = F.linear(inputs[0], module.weight)
-            if rows is None:
-                kept[name] = product
-            else:
-                kept[f"{name} (rows that do not grow)"] = product[..., rows]
-                others = torch.ones(product.shape[-1], dtype=torch.bool)
-                others[rows] = False
-                if others.any():
-                    kept[f"{name} (the others)"] = product[..., others]
+            grow = torch.ones(product.shape[-1], dtype=torch.bool)
+            for rows in readout:
+                grow[rows] = False
+            if not grow.all():
+                kept[f"{name} (rows that do not grow)"] = product[..., ~grow]
+            if grow.any():
+                kept[name if grow.all() else f"{name} (the others)"] = product[..., grow]
 
         return hook
 
     hooks = [
-        module.register_forward_hook(keep(name, readouts.get(f"{name}.weight")))
+        module.register_forward_hook(keep(name, readouts.get(f"{name}.weight", ())))
         for name, module in block.mixer.named_modules()
         if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dim() == 2
         if f"{name}.weight" not in kind.writes_to_residual

@@ -41,8 +41,7 @@ def scale_initial(weight: "Tensor", parameter: str, model: ModelConfig) -> "Tens
     weight *= grown**-0.5
     if mixer := kinds.mixer_of(parameter, model):
         kind, name = mixer
-        rows = (kind.readouts(model) or {}).get(name)
-        if rows is not None:
+        for rows in (kind.readouts(model) or {}).get(name, ()):
             weight[rows] *= grown**-0.5
     return weight
 

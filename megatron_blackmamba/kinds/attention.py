@@ -6,7 +6,7 @@ Q = (H + 2G) C.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,7 @@ class Attention(LayerKind):
         norms = dict.fromkeys(QK_NORMS, (D // model.attention.heads,)) if model.attention.qk_norm else {}
         return {**shapes, **norms}
 
-    def readouts(self, model: ModelConfig) -> Mapping[str, slice]:
+    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
         return {}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:

@@ -123,8 +123,7 @@ class LanguageModel(LanguageModule):
 
     def _losses_of_next(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         """Return the losses of the extra depth: it reads the labels, and predicts the labels after them."""
-        stream_SBD, self.decoder.stream_SBD = self.decoder.stream_SBD, None
-        assert stream_SBD is not None
+        stream_SBD = self.decoder.take_stream()
         hidden_SBD = self.extra_depth(
             stream_SBD, self.embedded(labels_BS), self._layer_inputs(labels_BS, tokens_BS[:, 0])
         )

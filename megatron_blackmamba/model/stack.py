@@ -139,7 +139,6 @@ class Stack(MegatronModule):
         self.pre_process = pre_process
         self.received_SBD: Tensor | None = None
         self.stream_SBD: Tensor | None = None
-        """With model.mtp, what the extra depth reads of the last forward pass of training."""
         pattern = config.described.pattern
         here = layers_of_stage(config.described, pg_collection.pp.rank(), pg_collection.pp.size())
         self.parallel = config.described.arrangement == "parallel"
@@ -179,6 +178,12 @@ class Stack(MegatronModule):
         if self.config.described.mtp.pattern and self.training:
             self.stream_SBD = x
         return x if self.final_layernorm is None else self.final_layernorm(x)
+
+    def take_stream(self) -> Tensor:
+        """Return what the last norm read in the last forward pass of training with model.mtp, and let go of it."""
+        stream_SBD, self.stream_SBD = self.stream_SBD, None
+        assert stream_SBD is not None, "only a forward pass of training keeps it"
+        return stream_SBD
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         modules: dict[str, nn.Module] = {f"layers.{name}.": block for name, block in self.layers.named_children()}
