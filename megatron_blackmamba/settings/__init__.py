@@ -1,13 +1,7 @@
 """The sections of a run's config: keys, defaults and bounds. Kinds read them; `config` loads and checks them."""
 
 from megatron_blackmamba.settings.base import ConfigError, Section, UserPath
-from megatron_blackmamba.settings.model import (
-    AttentionConfig,
-    Mamba2Config,
-    ModelConfig,
-    MultipliersConfig,
-    RouterConfig,
-)
+from megatron_blackmamba.settings.model import AttentionConfig, Mamba2Config, ModelConfig, RouterConfig
 from megatron_blackmamba.settings.optimizer import GroupConfig, GroupsConfig, OptimizerConfig
 from megatron_blackmamba.settings.run import (
     CheckpointConfig,
@@ -33,7 +27,6 @@ __all__ = [
     "KernelsConfig",
     "Mamba2Config",
     "ModelConfig",
-    "MultipliersConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "RampStage",

@@ -62,6 +62,27 @@ class Mamba2Config(Section):
     """Groups of heads that share B and C; tensor parallelism splits the groups."""
 
 
+class InitConfig(Section):
+    """Initial weights; they depend on the seed and a parameter's global name, never on the layout."""
+
+    std: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights."""
+    scale_outputs_by_depth: bool = True
+    """Divide the std of projections that write to the residual stream by sqrt(2 * layers)."""
+    dt_min: float = Field(0.001, gt=0)
+    """Smallest initial time step of a Mamba channel."""
+    dt_max: float = Field(0.1, gt=0)
+    """Largest initial time step of a Mamba channel."""
+    dt_floor: float = Field(1e-4, gt=0)
+    """Lower bound of the initial time steps."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "InitConfig":
+        if self.dt_min > self.dt_max:
+            raise ValueError(f"model.init.dt_min={self.dt_min} is above model.init.dt_max={self.dt_max}")
+        return self
+
+
 class MultipliersConfig(Section):
     """Constant factors inside the model, named as in Granite."""
 
@@ -95,27 +116,6 @@ class MtpConfig(Section):
     """Layers of the extra depth, as letters that model.pattern has too. null: no extra depth."""
     loss: float = Field(0.1, gt=0)
     """Weight of its loss (DeepSeek-V3: 0.3, later 0.1)."""
-
-
-class InitConfig(Section):
-    """Initial weights; they depend on the seed and a parameter's global name, never on the layout."""
-
-    std: float = Field(0.02, gt=0)
-    """Standard deviation of the initial weights."""
-    scale_outputs_by_depth: bool = True
-    """Divide the std of projections that write to the residual stream by sqrt(2 * layers)."""
-    dt_min: float = Field(0.001, gt=0)
-    """Smallest initial time step of a Mamba channel."""
-    dt_max: float = Field(0.1, gt=0)
-    """Largest initial time step of a Mamba channel."""
-    dt_floor: float = Field(1e-4, gt=0)
-    """Lower bound of the initial time steps."""
-
-    @model_validator(mode="after")
-    def _in_order(self) -> "InitConfig":
-        if self.dt_min > self.dt_max:
-            raise ValueError(f"model.init.dt_min={self.dt_min} is above model.init.dt_max={self.dt_max}")
-        return self
 
 
 class ModelConfig(Section):

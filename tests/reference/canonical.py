@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import Canonical, in_memory
-from megatron_blackmamba.settings import AttentionConfig, Mamba2Config, MultipliersConfig, RouterConfig
+from megatron_blackmamba.settings import AttentionConfig, Mamba2Config, RouterConfig
 from tests.reference.checkpoint import Tiny
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!'-Ġ"
@@ -40,12 +40,12 @@ def config_of(model: Tiny) -> ModelConfig:
         eod_reset=given["eod_reset"],
         mamba_norms=given.get("mamba_norms", False),
         logit_softcap=given.get("logit_softcap"),
-        multipliers=MultipliersConfig(
-            embedding=given.get("embedding_multiplier", 1.0),
-            residual=given.get("residual_multiplier", 1.0),
-            attention=given.get("attention_multiplier"),
-            logits=given.get("logits_scaling", 1.0),
-        ),
+        multipliers={
+            "embedding": given.get("embedding_multiplier", 1.0),
+            "residual": given.get("residual_multiplier", 1.0),
+            "attention": given.get("attention_multiplier"),
+            "logits": given.get("logits_scaling", 1.0),
+        },  # type: ignore[arg-type]
     )
 
 

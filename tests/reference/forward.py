@@ -57,23 +57,25 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
     for t, token in enumerate(tokens):
         if t > 0 and config.get("eod_reset") is not None and tokens[t - 1] == config["eod_reset"]:
             states.clear()
-        residual_D = config.get("embedding_multiplier", 1.0) * embedding_VD[token]
+        residual_D = embedding_VD[token].copy()
+        residual_D *= config.get("embedding_multiplier", 1.0)
         for i, kind in enumerate(layers):
             layer = f"decoder.layers.{i}."
+            before_D = residual_D.copy()
             mixer = {name[len(layer) + 6 :]: value for name, value in w.items() if name.startswith(layer + "mixer.")}
             if i % 2 == 0 or config.get("arrangement") != "parallel":  # else it is that of the layer before
                 x_D = _rms_norm(residual_D, w[layer + "norm.weight"])
             if kind == "r":
-                y_D = _mamba(mixer, states.setdefault(i, _new_state(mixer)), x_D)
+                residual_D += _mamba(mixer, states.setdefault(i, _new_state(mixer)), x_D)
             elif kind == "mamba2":
-                y_D = _mamba2(mixer, config, states.setdefault(i, _new_state(mixer, config)), x_D)
+                residual_D += _mamba2(mixer, config, states.setdefault(i, _new_state(mixer, config)), x_D)
             elif kind == "attention":
-                y_D = _attention(mixer, config, pasts.setdefault(i, []), x_D)
+                residual_D += _attention(mixer, config, pasts.setdefault(i, []), x_D)
             elif kind == "mlp":
-                y_D = _gated(mixer["linear_fc1.weight"], mixer["linear_fc2.weight"], config["activation"], x_D)
+                residual_D += _gated(mixer["linear_fc1.weight"], mixer["linear_fc2.weight"], config["activation"], x_D)
             else:
-                y_D = _experts(mixer, int(kind), config, x_D, trace, i)
-            residual_D = residual_D + config.get("residual_multiplier", 1.0) * y_D
+                residual_D += _experts(mixer, int(kind), config, x_D, trace, i)
+            residual_D = before_D + config.get("residual_multiplier", 1.0) * (residual_D - before_D)
         final_D = _layer_norm(residual_D, w["decoder.final_layernorm.weight"], w["decoder.final_layernorm.bias"])
         trace.logits_SV[t] = embedding_VD @ final_D / config.get("logits_scaling", 1.0)
         if config.get("logit_softcap"):

@@ -8,7 +8,7 @@ Mamba-2: H heads of P channels in G groups.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -104,15 +104,15 @@ class Plain:
         scale = min(1.0, recipe.clip / (norm + 1e-6))
         for name, weight in self.weights.items():
             gradient = gradients[name] * scale
-            factors = next((each for end, each in recipe.factors.items() if name.endswith(end)), (1.0, 1.0))
-            rate, decay = recipe.rate * factors[0], recipe.decay * factors[1]
+            faster, more = next((each for end, each in recipe.factors.items() if name.endswith(end)), (1.0, 1.0))
+            recipe = replace(self.recipe, rate=self.recipe.rate * faster, decay=self.recipe.decay * more)
             first, second = self.moments.get(name, (torch.zeros_like(weight), torch.zeros_like(weight)))
             first, second = b1 * first + (1 - b1) * gradient, b2 * second + (1 - b2) * gradient**2
             self.moments[name] = first, second
             if not name.endswith((".bias", "norm.weight", "A_log", ".D", "dt_bias")):
-                weight -= rate * decay * weight
+                weight -= recipe.rate * recipe.decay * weight
             denominator = (second / (1 - b2**self.steps)).sqrt() + 1e-8
-            weight -= rate * (first / (1 - b1**self.steps)) / denominator
+            weight -= recipe.rate * (first / (1 - b1**self.steps)) / denominator
 
 
 def _layers(
