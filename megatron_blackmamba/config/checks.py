@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_blackmamba import kinds, norms, optimizers, routers
-from megatron_blackmamba.config import groups
+from megatron_blackmamba.config import groups, mup
 from megatron_blackmamba.registry import ImportFailed, UnknownKind, own_module
 from megatron_blackmamba.settings import ModelConfig, RunConfig
 
@@ -18,10 +18,12 @@ def problem_of(run: RunConfig) -> Problem | None:
     return problem_of_model(run.model) or _first(
         ("optimizer", lambda: [" ".join(optimizers.problems(run.optimizer))]),
         ("", lambda: groups.problems(run)),
+        ("", lambda: mup.problems(run)),
         ("", lambda: _without_experts(run)),
         ("", lambda: _in_fp8(run)),
         ("", lambda: _exported(run)),
         ("", lambda: _cut(run)),
+        ("", lambda: _extra_depth(run)),
     )
 
 
@@ -104,6 +106,23 @@ def _exported(run: RunConfig) -> Iterator[str]:
         reasons.append("model.tie_embeddings=false does not convert")
     if reasons:
         yield f"checkpoint.export_every cannot export this model: {'; '.join(reasons)}. Set it to 0."
+
+
+def _extra_depth(run: RunConfig) -> Iterator[str]:
+    """Refuse multi-token prediction that the run cannot train."""
+    pattern = run.model.mtp.pattern
+    if pattern is None:
+        return
+    if not pattern or set(pattern) - set(run.model.pattern):
+        yield f"model.mtp.pattern={pattern!r} is made of letters of model.pattern={run.model.pattern}"
+    if run.model.arrangement == "parallel":
+        yield "model.mtp has no parallel arrangement. Use model.arrangement=sequential, or leave out model.mtp.pattern."
+    for axis in ("pipeline", "context"):
+        if (ranks := getattr(run.parallel, axis)) > 1:
+            yield (
+                f"parallel.{axis}={ranks} cannot train model.mtp: one rank must have the embedding, the last layer and"
+                f" the next token. Use parallel.{axis}=1, or leave out model.mtp.pattern."
+            )
 
 
 def _cut(run: RunConfig) -> Iterator[str]:

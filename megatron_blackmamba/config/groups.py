@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from megatron_blackmamba import kinds
+from megatron_blackmamba.config import mup
 from megatron_blackmamba.settings import GroupConfig, ModelConfig, OptimizerConfig, RunConfig
 
 WITHOUT_DECAY = ("norms", "recurrence")
 """Groups of which no parameter has a weight decay."""
-MIXER = ".mixer."
 
 
 def chosen(settings: OptimizerConfig) -> dict[str, GroupConfig]:
@@ -18,27 +18,39 @@ def chosen(settings: OptimizerConfig) -> dict[str, GroupConfig]:
 
 def group_of(parameter: str, model: ModelConfig) -> str:
     """Return the group of a parameter of the model, by its global name such as decoder.layers.7.mixer.D."""
-    layer, _, inner = parameter.rpartition(MIXER)
     if "norm" in parameter.rpartition(".")[0]:
         return "norms"
-    if not layer:
+    if parameter == mup.MTP_PROJECTION:
+        return "mixers"
+    mixer = kinds.mixer_of(parameter, model)
+    if mixer is None:
         is_head = parameter.startswith("output_layer.") and not model.tie_embeddings
         return "head" if is_head else "embedding"
+    kind, inner = mixer
     if inner.startswith("router."):
         return "router"
-    kind = kinds.kind_of(model.pattern[int(layer.rpartition(".")[2])])
     if inner in kind.kept_in_fp32:
         return "recurrence"
     return "experts" if kind.routed else "mixers"
+
+
+def factors(parameter: str, run: RunConfig) -> tuple[float, float]:
+    """Return the factors of learning rate and weight decay of a parameter.
+
+    A width transfer divides the rate by the growth of the inputs. The decay is multiplied by it, so that each step
+    shrinks a weight by as much as in the base model.
+    """
+    group: GroupConfig = getattr(run.optimizer.groups, group_of(parameter, run.model))
+    growth = mup.growth(parameter, run.model)
+    return group.learning_rate / growth, group.weight_decay * growth
 
 
 def problems(run: RunConfig) -> Iterator[str]:
     """Refuse factors without effect."""
     settings, model = run.optimizer, run.model
     there = {"embedding", "norms", *([] if model.tie_embeddings else ["head"])}
-    for number, letter in enumerate(model.pattern):
-        names = kinds.kind_of(letter).shapes(model)
-        there |= {group_of(f"decoder.layers.{number}{MIXER}{name}", model) for name in names}
+    for layer, kind in kinds.named_layers(model):
+        there |= {group_of(f"{layer}.mixer.{name}", model) for name in kind.shapes(model)}
     for name, group in chosen(settings).items():
         if name not in there:
             yield f"optimizer.groups.{name}: this model has no such parameters, only {', '.join(sorted(there))}"

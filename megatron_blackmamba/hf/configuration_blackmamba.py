@@ -58,6 +58,10 @@ class BlackMambaConfig(PretrainedConfig):
         shared_expert_hidden_size: Hidden size of an additional expert applied to every token. None: no shared expert.
         mamba_norms: Normalise dt, B and C of a Mamba layer by RMSNorm, and in a "mamba2" layer B and C of each group.
         logit_softcap: Cap of the logits, which become cap * tanh(logits / cap). None: no cap.
+        embedding_multiplier: Factor of the embeddings.
+        residual_multiplier: Factor of each layer's output.
+        attention_multiplier: Factor of the attention scores. None: 1 / sqrt(channels of a head).
+        logits_scaling: Number that the logits are divided by.
         activation: Activation of the expert gates: "silu" as in the paper, "gelu" as in the released code.
         final_norm: Norm before the head: "layer" (LayerNorm with a bias) or "rms".
         arrangement: "sequential", or "parallel": both layers of a pair share one norm, and their outputs are added.
@@ -118,6 +122,10 @@ class BlackMambaConfig(PretrainedConfig):
         qk_norm: bool = False,
         mamba_norms: bool = False,
         logit_softcap: float | None = None,
+        embedding_multiplier: float = 1.0,
+        residual_multiplier: float = 1.0,
+        attention_multiplier: float | None = None,
+        logits_scaling: float = 1.0,
         use_cache: bool = True,
         bos_token_id: int = 0,
         eos_token_id: int = 0,
@@ -169,6 +177,10 @@ class BlackMambaConfig(PretrainedConfig):
         self.qk_norm = qk_norm
         self.mamba_norms = mamba_norms
         self.logit_softcap = logit_softcap
+        self.embedding_multiplier = embedding_multiplier
+        self.residual_multiplier = residual_multiplier
+        self.attention_multiplier = attention_multiplier
+        self.logits_scaling = logits_scaling
         self.use_cache = use_cache
         general: dict[str, Any] = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
         general |= {"pad_token_id": pad_token_id, "tie_word_embeddings": tie_word_embeddings}
@@ -212,6 +224,9 @@ class BlackMambaConfig(PretrainedConfig):
             raise ValueError(f"balance_in_training needs a model trained with Sinkhorn, not {self.router_kind!r}")
         if self.logit_softcap is not None and self.logit_softcap <= 0:
             raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
+        for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.kernels not in ("auto", "torch"):
             raise ValueError(f'kernels must be "auto" or "torch", not {self.kernels!r}')
 

@@ -134,7 +134,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Any, layer: int):
         super().__init__()
-        self.layer, self.theta = layer, config.rope_theta
+        self.layer, self.theta, self.scale = layer, config.rope_theta, config.attention_multiplier
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         D, fast = config.hidden_size, use_kernels(config)
         self.channels = D // self.heads
@@ -160,7 +160,8 @@ class Attention(nn.Module):
         there_S = torch.arange(before + L, device=q.device)
         same_BLS = segment_BL[:, :, None] == segment_BS[:, None]  # padding sees padding: no NaN
         seen_BLS = (there_S <= here_L) & same_BLS
-        y = F.scaled_dot_product_attention(q, k, v, seen_BLS[:, None], enable_gqa=self.heads != self.groups)
+        grouped = self.heads != self.groups
+        y = F.scaled_dot_product_attention(q, k, v, seen_BLS[:, None], scale=self.scale, enable_gqa=grouped)
         return self.linear_proj(y.transpose(1, 2).flatten(2))
 
     def _heads(self, qkv_BLQ: Tensor) -> Iterator[Tensor]:
@@ -234,7 +235,7 @@ class Layer(GradientCheckpointingLayer):
 
     def __init__(self, config: Any, index: int):
         super().__init__()
-        self.kind = config.mamba_moe_layers[index]
+        self.kind, self.multiplier = config.mamba_moe_layers[index], config.residual_multiplier
         shares = config.arrangement == "parallel" and index % 2 == 1
         self.norm = None if shares else RMSNorm(config.hidden_size, config.norm_eps)
         if self.kind == "r":
@@ -273,4 +274,4 @@ class Layer(GradientCheckpointingLayer):
             y = self.mixer(x)
         else:
             y, choice_BLk = self.mixer(x, ids_BL)
-        return residual_BLD + y, choice_BLk, x
+        return residual_BLD + y * self.multiplier, choice_BLk, x

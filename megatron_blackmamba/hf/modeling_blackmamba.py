@@ -165,7 +165,7 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         past = _one_of(cache, past_key_values)
         cache = self._cache(past, use_cache, checkpointing)
-        residual = widen(embeds)
+        residual = widen(embeds) * self.config.embedding_multiplier
         keep_BL1 = self._keep(attention_mask, embeds, past)
         begins_BL = _beginnings(position_ids, embeds)
         reset_BL = self._resets(input_ids, begins_BL, past)
@@ -337,7 +337,8 @@ class BlackMambaForCausalLM(BlackMambaPreTrainedModel, GenerationMixin):
             return_dict=True,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = capped(self.lm_head(body.last_hidden_state[:, kept]), self.config.logit_softcap)
+        hidden = body.last_hidden_state[:, kept] / self.config.logits_scaling
+        logits = capped(self.lm_head(hidden), self.config.logit_softcap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -59,6 +59,9 @@ def generate(
     device: Device = None,
     tokenizer: TokenizerFile = None,
     ema: Averaged = False,
+    draft: Annotated[
+        bool, typer.Option("--draft", help="Let the extra depth (model.mtp) guess tokens of one text.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Generate text with a run, a checkpoint or an export.
@@ -84,7 +87,7 @@ def generate(
     if stream and not as_json and len(texts) * samples > 1:
         raise typer.BadParameter("--stream prints one text. With several, add --json, or leave it out")
     with working(f"loading {model}"):
-        writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer, ema=ema)
+        writer = load(model, dtype=torch_dtype(dtype), device=device, tokenizer=tokenizer, ema=ema, draft=draft)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": _unescaped(stop or [])}
     if as_json and stream:
         for piece in writer.pieces(texts, samples=samples, **options):

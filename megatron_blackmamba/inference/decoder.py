@@ -62,7 +62,8 @@ class Decoder:
         self.gate: Callable[[Tensor], Tensor] = F.silu if weights.config.activation == "silu" else F.gelu
         self.how = decodings(weights.config)
         self.final_norm = norms.kind_of(weights.config.final_norm)
-        compiles = decoding.why_not(weights.embedding_VD) is None and self.config.arrangement == "sequential"
+        in_order = self.config.arrangement == "sequential" and self.config.multipliers.residual == 1
+        compiles = decoding.why_not(weights.embedding_VD) is None and in_order
         self.compiled = [
             how.compiled(layer, norm_D, self.config) if compiles and norm_D is not None else None
             for how, layer, norm_D in zip(self.how, weights.layers, weights.norms_D, strict=True)
@@ -105,7 +106,7 @@ class Decoder:
                 f"tokens have the shape {tuple(tokens_B.shape)}: give one for each sequence of the state,"
                 f" {tuple(state.last_B.shape)}."
             )
-        residual_BD = F.embedding(tokens_B, self.weights.embedding_VD).float()
+        residual_BD = self.embedded(tokens_B)
         with threads_for_matrices_alone(residual_BD, self.weights.embedding_VD) as self.threads:
             self._restart(state)
             compiled = decoding.why_not(self.weights.embedding_VD) is None
@@ -123,13 +124,13 @@ class Decoder:
             in_cpp = compiled and step is not None
             observed = choices is not None and how.routes
             if norm_D is not None and (observed or not in_cpp):
-                x_BD = _rms_norm(residual_BD, norm_D, self.config.norm_eps)
+                x_BD = rms_norm(residual_BD, norm_D, self.config.norm_eps)
             if choices is not None and observed:  # the block in C++ does not tell its choice
                 choices.append(how.choice(layer, x_BD, inputs, self.config))
             if compiled and step is not None:
                 step(residual_BD, *memory, threads=self.threads)
             else:
-                residual_BD += how.step(self, layer, memory, x_BD, inputs)
+                residual_BD += how.step(self, layer, memory, x_BD, inputs) * self.config.multipliers.residual
 
     def _restart(self, state: State) -> None:
         if self.config.eod_reset is None:
@@ -152,6 +153,17 @@ class Decoder:
 
         choices: receives the experts of each token, `[B, L, K]`, of each routed layer.
         """
+        return self._final_norm(self.stream(state, tokens_BL, lengths_B, choices))
+
+    @torch.inference_mode()
+    def stream(
+        self,
+        state: State,
+        tokens_BL: Tensor,
+        lengths_B: Tensor | None = None,
+        choices: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Take in tokens as `hidden` does, and return what the last norm reads."""
         weights, batch = self.weights, len(state.last_B)
         if tokens_BL.dim() != 2 or len(tokens_BL) != batch or tokens_BL.shape[1] == 0:
             raise ValueError(
@@ -159,21 +171,25 @@ class Decoder:
                 f" give [{batch}, L] with L of at least 1."
             )
         inputs = Inputs(tokens_BL, self._keep(tokens_BL, lengths_B), self._resets(state, tokens_BL))
-        residual_BLD = F.embedding(tokens_BL, weights.embedding_VD).float()
+        residual_BLD = self.embedded(tokens_BL)
         x_BLD = residual_BLD
         for how, layer, norm_D, memory in zip(self.how, weights.layers, weights.norms_D, state.memories, strict=True):
             if norm_D is not None:
-                x_BLD = _rms_norm(residual_BLD, norm_D, self.config.norm_eps).to(weights.dtype)
+                x_BLD = rms_norm(residual_BLD, norm_D, self.config.norm_eps).to(weights.dtype)
             if choices is not None and how.routes:
                 choice_TK = how.choice(layer, x_BLD.flatten(0, 1).float(), inputs, self.config)
                 choices.append(choice_TK.unflatten(0, tokens_BL.shape))
-            residual_BLD += how.read(self, layer, memory, x_BLD, inputs)
+            residual_BLD += how.read(self, layer, memory, x_BLD, inputs) * self.config.multipliers.residual
         state.last_B.copy_(tokens_BL[:, -1])
-        return self._final_norm(residual_BLD)
+        return residual_BLD
 
     def times(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
         """Multiply a few rows by a weight, in fp32."""
         return linear(x_BI, weight_OI, self.threads)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return the residual stream before the first layer, fp32 and a tensor of its own."""
+        return F.embedding(tokens, self.weights.embedding_VD).float() * self.config.multipliers.embedding
 
     def _keep(self, tokens_BL: Tensor, lengths_B: Tensor | None) -> Tensor | None:
         L = tokens_BL.shape[1]
@@ -191,10 +207,16 @@ class Decoder:
         return self.final_norm.apply(residual, self.weights.final_norm_D, self.config.norm_eps)
 
     @torch.inference_mode()
+    def logits_of_stream(self, stream_TD: Tensor) -> Tensor:
+        """Apply the last norm and the head to some rows of `stream`."""
+        return self.logits(self._final_norm(stream_TD))
+
+    @torch.inference_mode()
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Apply the head to some rows of `hidden`: `[T, V]` fp32."""
+        hidden_TD = hidden_TD / self.config.logits_divisor
         return capped(self.times(hidden_TD, self.weights.embedding_VD), self.config.logit_softcap)
 
 
-def _rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight_D.shape, weight_D, eps)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.inference.captured import stepper
+from megatron_blackmamba.inference.captured import Step, stepper
 from megatron_blackmamba.inference.decoder import Decoder, State
+from megatron_blackmamba.inference.draft import Guessing, why_no_draft
 from megatron_blackmamba.inference.sampling import GenerationError, Sampler, Sampling
 from megatron_blackmamba.inference.text import Piece, Text
 from megatron_blackmamba.inference.weights import fitting_dtype, pack
@@ -35,6 +36,8 @@ class Generator:
 
     decoder: Decoder
     tokenizer: Tokenizer | None = None
+    draft: bool = False
+    """Whether one text is drafted by the model's extra depth (model.mtp)."""
 
     def generate(
         self,
@@ -137,13 +140,8 @@ class Generator:
         if max_new_tokens < 1 or not prompts:
             return
         self.check(prompts)
-        state = self.decoder.start(len(prompts))
-        logits_BV = self._read(state, prompts)
-        if samples > 1:  # a prompt is read once for all its samples
-            rows = torch.arange(len(prompts), device=logits_BV.device).repeat_interleave(samples)
-            state, logits_BV = state.rows(rows), logits_BV[rows]
-            prompts = [prompt for prompt in prompts for _ in range(samples)]
-        step = stepper(self.decoder, state)
+        step, logits_BV = self._begun(prompts, samples)
+        prompts = [prompt for prompt in prompts for _ in range(samples)]
         sampler = Sampler(sampling, prompts, logits_BV.shape[-1], logits_BV.device)
         running = [True] * len(prompts) if running is None else running
         for n in range(max_new_tokens):
@@ -155,6 +153,18 @@ class Generator:
             yield [token if goes_on else None for goes_on, token in zip(running, tokens, strict=True)]
             if n + 1 < max_new_tokens:
                 logits_BV = step(tokens_B)
+
+    def _begun(self, prompts: Sequence[Sequence[int]], samples: int) -> tuple[Step, Tensor]:
+        """Read the prompts; return the function for each further token, and the logits of the first."""
+        if self.draft and len(prompts) * samples == 1:
+            guessing = Guessing(self.decoder, prompts[0])
+            return guessing, guessing.logits_1V
+        state = self.decoder.start(len(prompts))
+        logits_BV = self._read(state, prompts)
+        if samples > 1:  # a prompt is read once for all its samples
+            rows = torch.arange(len(prompts), device=logits_BV.device).repeat_interleave(samples)
+            state, logits_BV = state.rows(rows), logits_BV[rows]
+        return stepper(self.decoder, state), logits_BV
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse an empty prompt, and token ids that the model does not have."""
@@ -206,11 +216,13 @@ def load(
     device: str | torch.device | None = None,
     tokenizer: str | Path | None = None,
     ema: bool = False,
+    draft: bool = False,
 ) -> Generator:
     """Load a model of any kind: one of our checkpoints or runs, a Hugging Face export, or the released files.
 
     dtype: of the large matrices; by default as stored, or bf16 where fp32 would fill the memory.
     ema: take the averaged weights of a checkpoint (training.ema).
+    draft: let the extra depth of a checkpoint (model.mtp) guess tokens of a single text, which stays the same.
     """
     if not isinstance(dtype, (torch.dtype, NoneType)):
         raise GenerationError(f"dtype must be a torch.dtype such as torch.bfloat16, not {dtype!r}")
@@ -218,7 +230,9 @@ def load(
     source = open_model(Path(model), None if tokenizer is None else Path(tokenizer), ema=ema)
     text = tokenizer_of(source)
     weights = pack(source, dtype or fitting_dtype(source, where), where)
-    return Generator(Decoder(weights), text)
+    if draft and (reason := why_no_draft(weights)):
+        raise GenerationError(f"{model}: {reason}. Leave out --draft")
+    return Generator(Decoder(weights), text, draft)
 
 
 def usable_device(wanted: str | torch.device | None) -> torch.device:

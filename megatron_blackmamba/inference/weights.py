@@ -13,8 +13,18 @@ from torch import Tensor
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.interchange.canonical import Canonical
-from megatron_blackmamba.kinds import Cannot, Decoding, kinds_in
+from megatron_blackmamba.interchange.canonical import MTP_NORMS, Canonical
+from megatron_blackmamba.kinds import MTP, Cannot, Decoding, kinds_in
+
+
+@dataclass(frozen=True)
+class ExtraDepth:
+    embedding_norm_D: Tensor
+    hidden_norm_D: Tensor
+    final_norm_D: Tensor
+    proj_DC: Tensor
+    layers: tuple[Any, ...]
+    norms_D: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,8 @@ class Weights:
     """The norm before each layer; None where it is that of the layer before."""
     final_norm_D: tuple[Tensor, ...]
     """The parameters of the last norm, as its kind lists them."""
+    extra: "ExtraDepth | None" = None
+    """The extra depth of a checkpoint with model.mtp."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,13 +57,14 @@ class Weights:
         return ends + sum(one.bytes_a_token(layer, self.config) for one, layer in zip(how, self.layers, strict=True))
 
 
-def decodings(config: ModelConfig) -> list[Decoding]:
-    """Return how each layer decodes, or refuse the model by the name of the layer that cannot."""
-    by_letter = {kind.letter: kind.decoding(config) for kind in kinds_in(config.pattern)}
+def decodings(config: ModelConfig, pattern: str | None = None) -> list[Decoding]:
+    """Return how each layer decodes, of the model or of a pattern; refuse it by the name of a layer that cannot."""
+    pattern = config.pattern if pattern is None else pattern
+    by_letter = {kind.letter: kind.decoding(config) for kind in kinds_in(pattern)}
     reasons = [answer.reason for answer in by_letter.values() if isinstance(answer, Cannot)]
     if reasons:
         raise ValueError("; ".join(reasons))
-    return [answer for letter in config.pattern if isinstance(answer := by_letter[letter], Decoding)]
+    return [answer for letter in pattern if isinstance(answer := by_letter[letter], Decoding)]
 
 
 def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu") -> Weights:
@@ -60,19 +73,28 @@ def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu
     def get(name: str, as_type: torch.dtype = torch.float32) -> Tensor:
         return model.entries[name].load().to(device=device, dtype=as_type)
 
-    def of_layer(i: int) -> Callable[..., Tensor]:
-        return lambda name, as_type=torch.float32: get(f"decoder.layers.{i}.mixer.{name}", as_type)
+    def packed(stack: str, pattern: str) -> tuple[Any, ...]:
+        def of_layer(i: int) -> Callable[..., Tensor]:
+            return lambda name, as_type=torch.float32: get(f"{stack}.layers.{i}.mixer.{name}", as_type)
 
-    layers = [how.pack(of_layer(i), model.config, dtype, device) for i, how in enumerate(decodings(model.config))]
+        how = decodings(model.config, pattern)
+        return tuple(one.pack(of_layer(i), model.config, dtype, device) for i, one in enumerate(how))
+
+    def extra_depth(pattern: str) -> ExtraDepth:
+        embedding, hidden, final = (get(f"{MTP}.{name}") for name in MTP_NORMS)
+        norms_D = tuple(get(f"{MTP}.layers.{i}.norm.weight") for i in range(len(pattern)))
+        return ExtraDepth(embedding, hidden, final, get(f"{MTP}.proj.weight", dtype), packed(MTP, pattern), norms_D)
+
     return Weights(
         model.config,
         get("embedding.word_embeddings.weight", dtype),
-        tuple(layers),
+        packed("decoder", model.config.pattern),
         tuple(
             get(f"decoder.layers.{i}.norm.weight") if model.config.has_norm(i) else None
             for i in range(model.config.layers)
         ),
         tuple(get(f"{norms.PREFIX}{name}") for name in norms.kind_of(model.config.final_norm).parameters),
+        extra_depth(model.config.mtp.pattern) if model.config.mtp.pattern else None,
     )
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.evaluations import Evaluation
-from megatron_blackmamba.kinds import kinds_in, layers_of, obstacles
+from megatron_blackmamba.kinds import MTP, kinds_in, layers_of, obstacles
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
+MTP_NORMS = ("embedding_norm.weight", "hidden_norm.weight", "final_norm.weight")
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -195,7 +196,26 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.has_norm(i):
             result[f"decoder.layers.{i}.norm.weight"] = (D,)
         result |= {f"decoder.layers.{i}.mixer.{name}": shape for name, shape in kind.shapes(config).items()}
-    return result | {f"{norms.PREFIX}{name}": (D,) for name in norms.kind_of(config.final_norm).parameters}
+    result |= {f"{norms.PREFIX}{name}": (D,) for name in norms.kind_of(config.final_norm).parameters}
+    if config.mtp.pattern:
+        result |= {f"{MTP}.{name}": (D,) for name in MTP_NORMS} | {f"{MTP}.proj.weight": (D, 2 * D)}
+        for i, kind in enumerate(layers_of(config.mtp.pattern)):
+            result[f"{MTP}.layers.{i}.norm.weight"] = (D,)
+            result |= {f"{MTP}.layers.{i}.mixer.{name}": shape for name, shape in kind.shapes(config).items()}
+    return result
+
+
+def without_extra_depth(config: ModelConfig) -> ModelConfig:
+    """Return the config of the model that other formats hold: the extra depth (model.mtp) stays behind."""
+    return config.model_copy(update={"mtp": type(config.mtp)()})
+
+
+def main_depth(model: Canonical) -> Canonical:
+    """Return the same model without its extra depth."""
+    if not model.config.mtp.pattern:
+        return model
+    config = without_extra_depth(model.config)
+    return replace(model, config=config, entries={name: model.entries[name] for name in shapes(config)})
 
 
 def require_convertible(config: ModelConfig, source: str) -> None:

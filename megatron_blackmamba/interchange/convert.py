@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_blackmamba.interchange import hf, megatron, parallel, parity, witness, zyphra
-from megatron_blackmamba.interchange.canonical import Canonical, cast, finite, watched
+from megatron_blackmamba.interchange.canonical import Canonical, cast, finite, main_depth, watched
 from megatron_blackmamba.interchange.folder import new_folder
 from megatron_blackmamba.interchange.observation import Comparison
 
@@ -37,7 +37,7 @@ def to_hf(
     """
     witness.require_memory(model, check)
     dtype = dtype or model.dtype
-    model = cast(model, dtype)
+    model = main_depth(cast(model, dtype))
     more: dict[str, Any] = {}
     if processes > 1:
         shard_bytes = min(shard_bytes, -(-model.bytes // processes))
@@ -66,7 +66,7 @@ def to_zyphra(
     watch: Watch = ignore,
 ) -> Comparison | None:
     """Write the released files to `out`; refuse what the format cannot express, or warn (`zyphra.warning_about`)."""
-    model = cast(model, dtype or model.dtype)
+    model = main_depth(cast(model, dtype or model.dtype))
     with new_folder(out) as folder:
         zyphra.write(watched(finite(model), watch), folder)
         return parity.check(model, named(zyphra.read(folder), out)) if verify else None

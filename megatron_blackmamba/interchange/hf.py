@@ -59,6 +59,10 @@ _SAME = {
 }
 
 
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+"""Granite's names of model.multipliers. They contain what a width transfer adds, which an export does not know."""
+
+
 def write(
     model: Canonical,
     folder: Path,
@@ -138,6 +142,7 @@ def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> di
         "num_layers": config.layers,
         **{theirs: getattr(config, ours) for theirs, ours in _SAME.items()},
         **{name: value for kind in kinds_in(config.pattern) for name, value in kind.exported_fields(config).items()},
+        **multipliers(config),
         "dt_rank": config.dt_rank_or_default,
         "mamba_moe_layers": layer_list(config),
         "max_sequence_length": sequence_length,
@@ -150,6 +155,13 @@ def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> di
     }
 
 
+def multipliers(config: ModelConfig) -> dict[str, float]:
+    """Return the factors that every model has."""
+    factors = config.multipliers
+    values = (factors.embedding, factors.residual, config.logits_divisor)
+    return dict(zip(("embedding_multiplier", "residual_multiplier", "logits_scaling"), values, strict=True))
+
+
 def function_of(config: ModelConfig) -> dict[str, Any]:
     """Return what decides the outputs of given weights: the fields of config.json but for those that only train."""
     fields = to_json(config, 0, torch.float32)
@@ -160,7 +172,7 @@ def function_of(config: ModelConfig) -> dict[str, Any]:
 
 def exported_fields() -> list[str]:
     """Return the fields of ModelConfig that an export carries."""
-    return [*_SAME.values(), "dt_rank", "pattern"]
+    return [*_SAME.values(), "dt_rank", "pattern", "multipliers"]
 
 
 def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
@@ -171,7 +183,9 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     fields = {ours: need(content, theirs, path) for theirs, ours in _SAME.items() if theirs in content}
     if not content.get("tie_word_embeddings", True):
         raise InterchangeError(f"{path}: tie_word_embeddings is false; only tied embeddings convert")
-    return model_config(fields | {"dt_rank": content.get("dt_rank")}, content, path, _SAME), content
+    factors = {name.partition("_")[0]: content[name] for name in MULTIPLIERS if name in content}
+    fields |= {"multipliers": factors, "dt_rank": content.get("dt_rank")}
+    return model_config(fields, content, path, _SAME), content
 
 
 def _canonical_names(entries: dict[str, Entry], folder: Path) -> dict[str, Entry]:

@@ -25,7 +25,14 @@ from megatron_blackmamba.checkpoint.agreement import SaveError, each, gathered, 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import sync_folder
 from megatron_blackmamba.interchange import hf, safetensors_io
-from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError, finite, shapes
+from megatron_blackmamba.interchange.canonical import (
+    Canonical,
+    Entry,
+    InterchangeError,
+    finite,
+    shapes,
+    without_extra_depth,
+)
 from megatron_blackmamba.kinds import stacks_of
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.model.initialise import shards
@@ -55,7 +62,7 @@ def export(model: LanguageModel, world: World, out: Path, **about: Any) -> None:
 
     about: The other fields of the Canonical, which rank 0 writes: source, tokenizer, sequence_length and past.
     """
-    described = model.config.described
+    described = without_extra_depth(model.config.described)
     mine = _tensors_to_write(model, world)
     claims = gathered({name: tensor.dtype for name, tensor in mine.items()})
     whole = _announced(described, claims, mine, about)
@@ -101,7 +108,7 @@ def export(model: LanguageModel, world: World, out: Path, **about: Any) -> None:
 
 def _tensors_to_write(model: LanguageModel, world: World) -> dict[str, Tensor]:
     """Return the parameters that this rank should write, whole and in host memory."""
-    groups, held, whole = world.groups, _held(model), shapes(model.config.described)
+    groups, held, whole = world.groups, _held(model), shapes(without_extra_depth(model.config.described))
     layouts = _layouts(held, groups.tp, expert=False) | _layouts(held, groups.expt_tp, expert=True)
     mine: dict[str, Tensor] = {}
     for number, name in enumerate(whole):

@@ -27,7 +27,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
         **{**to_json(model.config, model.sequence_length, torch.float32), "kernels": "torch", "auto_map": None}
     )
     embedding_VD = model.entries["embedding.word_embeddings.weight"].load().float()
-    residual = embedding_VD[tokens_BS]
+    residual = embedding_VD[tokens_BS] * config.embedding_multiplier
     reset_BS, segment_BS = _resets(model, tokens_BS), torch.zeros_like(tokens_BS)
     ids = [tokens_BS] if kind_of(model.config.router.kind).reads_ids else []  # older modeling files take none
     routers = []
@@ -43,7 +43,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
         residual, _, _ = layer(residual, None, reset_BS, segment_BS, None, shared, *ids)
     norm = norms.kind_of(model.config.final_norm)
     parameters_D = tuple(model.entries[f"{norms.PREFIX}{name}"].load().float() for name in norm.parameters)
-    hidden = norm.apply(residual, parameters_D, model.config.norm_eps)
+    hidden = norm.apply(residual, parameters_D, model.config.norm_eps) / config.logits_scaling
     return Observation(capped(F.linear(hidden, embedding_VD), model.config.logit_softcap), routers)
 
 

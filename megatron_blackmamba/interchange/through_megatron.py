@@ -26,7 +26,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
         _fill(network.embedding, {"word_embeddings.weight": model.entries["embedding.word_embeddings.weight"].load()})
         _fill(network.decoder.final_layernorm, _below(model, norms.PREFIX))
         inputs: LayerInputs = network._layer_inputs(tokens_BS)
-        residual = network.embedding(tokens_BS, position_ids=None)
+        residual = network.embedded(tokens_BS)
         routers = []
         for i, kind in enumerate(layers_of(model.config.pattern)):
             block = network.decoder.layers[letters.index(kind.letter)]

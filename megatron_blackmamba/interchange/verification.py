@@ -5,7 +5,14 @@ from importlib import resources
 from pathlib import Path
 
 from megatron_blackmamba.interchange import hf, parity, witness
-from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, cast, finite, tokenizer_of
+from megatron_blackmamba.interchange.canonical import (
+    Canonical,
+    InterchangeError,
+    cast,
+    finite,
+    main_depth,
+    tokenizer_of,
+)
 from megatron_blackmamba.interchange.hub import local_folder
 from megatron_blackmamba.interchange.json_config import read_json
 from megatron_blackmamba.interchange.observation import Comparison
@@ -34,7 +41,7 @@ def verify(export: Path, against: Path | None = None, check: witness.Check = "fu
     folder = local_folder(export)
     if against is not None:
         _same_config(ours, theirs)
-        ours = cast(ours, theirs.dtype)
+        ours = main_depth(cast(ours, theirs.dtype))
         parity.same_weights(ours, theirs)
     if "model_type" not in read_json(folder / CONFIG):
         comparison = parity.check(ours, theirs)
@@ -47,7 +54,10 @@ def verify(export: Path, against: Path | None = None, check: witness.Check = "fu
 
 
 def _same_config(ours: Canonical, theirs: Canonical) -> None:
-    mine, its = (model.config.model_dump() | {"dt_rank": model.config.dt_rank_or_default} for model in (ours, theirs))
+    mine, its = (
+        config.model_dump() | {"dt_rank": config.dt_rank_or_default, "multipliers": hf.multipliers(config)}
+        for config in (ours.config, theirs.config)
+    )
     fields = [name for name in hf.exported_fields() if mine[name] != its[name]]
     if fields:
         told = "; ".join(f"model.{name} is {its[name]}, not {mine[name]}" for name in fields)

@@ -131,6 +131,8 @@ def require_expressible(config: ModelConfig, source: str) -> None:
         and f"{config.eod_reset}; the released code lets the state run across documents",
         "mamba_norms": config.mamba_norms and "true; the released code has no norms in a Mamba layer",
         "logit_softcap": config.logit_softcap and f"{config.logit_softcap}; the released code does not cap logits",
+        "multipliers": (config.multipliers.embedding, config.multipliers.residual, config.logits_divisor) != (1, 1, 1)
+        and "not 1; the released code has no multipliers, and a width transfer divides the logits",
         "final_norm": not norms.kind_of(config.final_norm).released
         and f"{config.final_norm}; the released code has layer",
         "norm_eps": config.norm_eps != 1e-5 and f"{config.norm_eps}; the released code has 1e-5",

@@ -3,6 +3,7 @@
 A file in this package that defines a LayerKind is found by itself; `register` adds one from elsewhere.
 """
 
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ __all__ = [
     "kind_of",
     "kinds_in",
     "layers_of",
+    "mixer_of",
+    "named_layers",
     "obstacles",
     "register",
     "routes",
@@ -40,6 +43,9 @@ __all__ = [
     "unregister",
 ]
 
+MTP = "extra_depth"
+"""The name of the module of model.mtp. A module named mtp would have to be megatron-core's."""
+_MIXER = re.compile(rf"(?P<stack>decoder|{MTP})\.layers\.(?P<layer>\d+)\.mixer\.(?P<name>.+)")
 _KINDS = Registry(LayerKind, "model.pattern", name="letter")  # type: ignore[type-abstract]
 _KINDS.discover(__name__, __path__)
 register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _KINDS.all_kinds, _KINDS.kind_of
@@ -71,15 +77,15 @@ def unread_keys(pattern: str) -> dict[str, str]:
     }
 
 
-SWITCHES = ("attention.qk_norm", "mamba_norms", "router.z_loss")
+SWITCHES = ("attention.qk_norm", "mamba_norms", "router.z_loss", "multipliers.attention", "mup.base_heads")
 """Keys of `model:` that add something to layers. Adding it to layers that a model does not have is an error."""
 
 
 def unread_switches(model: "ModelConfig") -> dict[str, str]:
     """Return the switches that are on although no layer of the pattern has them, and the kinds that do."""
     unread = unread_keys(model.pattern)
-    on = [(switch, switch.partition(".")[0]) for switch in SWITCHES if attrgetter(switch)(model)]
-    return {switch: unread[key] for switch, key in on if key in unread}
+    on = [switch for switch in SWITCHES if attrgetter(switch)(model)]
+    return {switch: unread[key] for switch in on for key in (switch, switch.partition(".")[0]) if key in unread}
 
 
 def can_cut(pattern: str) -> bool:
@@ -87,13 +93,26 @@ def can_cut(pattern: str) -> bool:
     return all(kind.cut is None for kind in kinds_in(pattern))
 
 
+def named_layers(model: "ModelConfig") -> Iterator[tuple[str, LayerKind]]:
+    """Yield the name of every layer, of the extra depth too, and its kind."""
+    for stack, pattern in (("decoder", model.pattern), (MTP, model.mtp.pattern or "")):
+        yield from ((f"{stack}.layers.{i}", kind) for i, kind in enumerate(layers_of(pattern)))
+
+
+def mixer_of(parameter: str, model: "ModelConfig") -> tuple[LayerKind, str] | None:
+    """Return the kind of a parameter's layer, and its name in the mixer; None: it is in no mixer."""
+    found = _MIXER.fullmatch(parameter)
+    if found is None:
+        return None
+    pattern = model.mtp.pattern or "" if found["stack"] == MTP else model.pattern
+    return kind_of(pattern[int(found["layer"])]), found["name"]
+
+
 def stacks_of(model: "ModelConfig") -> dict[str, Stack]:
     """Return the stacks of every layer by their names in a checkpoint; the parts have their full names."""
     return {
-        f"decoder.layers.{i}.mixer.{name}": Stack(
-            stack.shape, tuple(f"decoder.layers.{i}.mixer.{part}" for part in stack.parts)
-        )
-        for i, kind in enumerate(layers_of(model.pattern))
+        f"{layer}.mixer.{name}": Stack(stack.shape, tuple(f"{layer}.mixer.{part}" for part in stack.parts))
+        for layer, kind in named_layers(model)
         for name, stack in kind.stacks(model).items()
     }
 

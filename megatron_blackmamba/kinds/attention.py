@@ -6,7 +6,7 @@ Q = (H + 2G) C.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
 
 class Attention(LayerKind):
     letter, name = "*", "attention"
-    keys = ("attention",)
+    keys = ("attention", "multipliers.attention", "mup.base_heads")
     block = "megatron_blackmamba.model.specs:attention_block"
     rotary = True
     cut = Cannot("each token attends to all before it, and megatron-core exchanges those only with Transformer Engine")
@@ -74,6 +74,9 @@ class Attention(LayerKind):
         norms = dict.fromkeys(QK_NORMS, (D // model.attention.heads,)) if model.attention.qk_norm else {}
         return {**shapes, **norms}
 
+    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
+        return {}
+
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         return None
 
@@ -116,6 +119,7 @@ class Attention(LayerKind):
             "num_attention_heads": attention.heads,
             "num_key_value_heads": _kv_heads(model),
             "rope_theta": attention.rotary_base,
+            "attention_multiplier": model.attention_scale,
             "qk_norm": attention.qk_norm,
         }
 
@@ -210,7 +214,12 @@ def _attend(
     seen_BLS = (there_S <= here_L[:, None]) & ~padding_BS[:, None]
     seen_BLS = seen_BLS | (there_S == here_L[:, None])  # padding sees itself: a row without any key would be NaN
     y = F.scaled_dot_product_attention(
-        q.to(keys.dtype), keys, values, attn_mask=seen_BLS[:, None], enable_gqa=heads != groups
+        q.to(keys.dtype),
+        keys,
+        values,
+        attn_mask=seen_BLS[:, None],
+        scale=model.attention_scale,
+        enable_gqa=heads != groups,
     )
     return y.transpose(1, 2).flatten(2)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -162,6 +162,13 @@ class LayerKind(Kind, ABC):
     @abstractmethod
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Return the mixer's parameters: canonical name and whole shape."""
+
+    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]] | None:
+        """Return the rows of matrices whose number stays the same in a wider model, by canonical name of the matrix.
+
+        None: this kind has no rule for widths (`model.mup`). An empty answer: every matrix grows on both sides.
+        """
+        return None
 
     def stacks(self, model: ModelConfig) -> dict[str, Stack]:
         """Return the parameters that checkpoints store stacked, by their name there. The others keep their names."""

@@ -8,7 +8,7 @@ F hidden size of an expert, G = 2F gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,9 @@ class Experts(LayerKind):
             "experts.fc1": Stack((E, 2, F, D), tuple(_expert_weight(e, 1) for e in range(E))),
             "experts.fc2": Stack((E, D, F), tuple(_expert_weight(e, 2) for e in range(E))),
         }
+
+    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
+        return {"router.weight": [slice(None)]}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch

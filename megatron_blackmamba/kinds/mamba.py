@@ -6,7 +6,7 @@ Shapes: B batch, L length, D model, I inner, N state, R rank of dt, K convolutio
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,10 @@ class Mamba(LayerKind):
             "out_proj.weight": (D, I),
             **(norms if model.mamba_norms else {}),
         }
+
+    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
+        """Return B and C, which all channels share; and dt if its rank is fixed."""
+        return {"x_proj.weight": [slice(0 if model.dt_rank else model.dt_rank_or_default, None)]}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch

@@ -8,7 +8,7 @@ K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,11 @@ class Mamba2(LayerKind):
             "out_proj.weight": (model.hidden_size, I),
             **({f"{name}.weight": (GN,) for name in NORMS[1:]} if model.mamba_norms else {}),
         }
+
+    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
+        """Return B and C, which all heads of a group share; heads become more with the width, so dt grows."""
+        I, _, GN = _sizes(model)
+        return {"in_proj.weight": [slice(2 * I, 2 * I + 2 * GN)]}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch

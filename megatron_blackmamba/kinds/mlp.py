@@ -5,7 +5,7 @@ Shapes: B batch, L length, D model, F hidden units, G = 2F gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,9 @@ class MLP(LayerKind):
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         D, F = model.hidden_size, model.mlp_hidden_size or 0
         return {"linear_fc1.weight": (2 * F, D), "linear_fc2.weight": (D, F)}  # rows [gate | up]
+
+    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
+        return {}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         return None

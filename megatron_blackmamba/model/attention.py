@@ -21,5 +21,7 @@ class CausalAttention(MegatronModule):
         self, q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, attention_mask: Tensor | None = None, **_: object
     ) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHC, k_SBGC, v_SBGC))
-        out_BHSC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        scale = self.config.described.attention_scale
+        grouped = q.shape[1] != k.shape[1]
+        out_BHSC = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         return out_BHSC.permute(2, 0, 1, 3).flatten(2)

@@ -5,23 +5,20 @@ core and on 256 GPUs.
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from megatron_blackmamba import norms
-from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.kinds import Stack, kind_of, stacks_of
+from megatron_blackmamba.config import ModelConfig, mup
+from megatron_blackmamba.kinds import Stack, mixer_of, stacks_of
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime.seeding import generator
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
-
-_MIXER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.mixer\.(?P<name>.+)")
 
 
 @torch.no_grad()
@@ -44,10 +41,10 @@ def initialise(model: MegatronModule, described: ModelConfig, seed: int) -> None
 
 def _check(name: str, shape: tuple[int, ...], model: ModelConfig, stacks: Mapping[str, Stack]) -> None:
     """Refuse a parameter of a mixer that has another shape over all ranks than its kind says."""
-    mixer = _MIXER.fullmatch(name)
+    mixer = mixer_of(name, model)
     if mixer is None:
         return
-    kind, own = kind_of(model.pattern[int(mixer["layer"])]), mixer["name"]
+    kind, own = mixer
     told = stacks[name].shape if name in stacks else kind.shapes(model).get(own)
     if told != shape:
         says = "does not list it" if told is None else f"says {told}"
@@ -68,14 +65,14 @@ def draw(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int, numbe
     if name.endswith("norm.bias"):
         return torch.zeros(shape)
     std = init.std
-    if mixer := _MIXER.fullmatch(name):
-        kind, own = kind_of(model.pattern[int(mixer["layer"])]), mixer["name"]
+    if mixer := mixer_of(name, model):
+        kind, own = mixer
         value = kind.initial(own, shape, model, random)
         if value is not None:
             return value
         if init.scale_outputs_by_depth and own.endswith(kind.writes_to_residual):
             std /= math.sqrt(2 * model.layers)
-    return torch.randn(shape, generator=random) * std
+    return mup.scale_initial(torch.randn(shape, generator=random) * std, name, model)
 
 
 def shards(state: dict) -> Iterator[ShardedTensor]:

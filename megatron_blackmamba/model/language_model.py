@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_blackmamba.kinds import kinds_in
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import ColumnLinear
-from megatron_blackmamba.model.stack import LayerInputs
+from megatron_blackmamba.model.mtp import ExtraDepth
+from megatron_blackmamba.model.stack import LayerInputs, scaled
 from megatron_blackmamba.ops import head_loss
 from megatron_blackmamba.ops.arguments import require_shape
 from megatron_blackmamba.ops.cross_entropy import cross_entropy_and_log_sum, why_not
@@ -56,6 +57,8 @@ class LanguageModel(LanguageModule):
             post_process=self.post_process,
             pg_collection=pg_collection,
         )
+        if model.mtp.pattern:
+            self.extra_depth = ExtraDepth(config, spec.submodules, pg_collection)
         if self.post_process:
             self.output_layer = ColumnLinear(
                 model.hidden_size,
@@ -70,6 +73,8 @@ class LanguageModel(LanguageModule):
             )
         self.log_sums_BS: Tensor | None = None
         """With model.z_loss, the log-sums of the logits in the last forward pass of training, on the last stage."""
+        self.mtp_losses_BS: Tensor | None = None
+        """With model.mtp, the extra depth's losses in the last forward pass of training; the last column is void."""
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
         self.register_state_dict_post_hook(_without_nothing)
@@ -92,7 +97,7 @@ class LanguageModel(LanguageModule):
         self._refuse_unknown_ids("tokens", tokens_BS)
         if labels_BS is not None:
             self._refuse_unknown_ids("labels", labels_BS)
-        residual_SBD = self._embedded(tokens_BS) if self.pre_process else None
+        residual_SBD = self.embedded(tokens_BS) if self.pre_process else None
         x_SBD = self.decoder(residual_SBD, self._layer_inputs(tokens_BS, before_B))
         if not self.post_process:
             return x_SBD
@@ -100,20 +105,38 @@ class LanguageModel(LanguageModule):
             return self.logits(x_SBD).transpose(0, 1)
         model = self.config.described
         z_loss = model.z_loss if self.training else 0.0
-        weight = self._head_weight()
-        if self._head_computes_losses(x_SBD, weight):
-            loss = {"z_loss": z_loss, "softcap": model.logit_softcap}
-            both = self.output_layer(x_SBD, weight=weight, labels_T=labels_BS.t().flatten(), **loss)
-            losses_BS, log_sums_BS = (each_T.view(x_SBD.shape[:2]).t() for each_T in both)
-        else:
-            losses_BS, log_sums_BS = self._losses(self.logits(x_SBD), labels_BS, z_loss)
+        losses_BS, log_sums_BS = self._losses_of(x_SBD, labels_BS, z_loss)
         self.log_sums_BS = log_sums_BS if z_loss else None
+        if model.mtp.pattern and self.training:
+            self.mtp_losses_BS = self._losses_of_next(tokens_BS, labels_BS)
         return losses_BS
+
+    def _losses_of(self, x_SBD: Tensor, labels_BS: Tensor, z_loss: float) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of each token from normalised hidden states, and the log-sum of its logits."""
+        weight = self._head_weight()
+        if not self._head_computes_losses(x_SBD, weight):
+            return self._losses(self.logits(x_SBD), labels_BS, z_loss)
+        loss = {"z_loss": z_loss, "softcap": self.config.described.logit_softcap}
+        both = self.output_layer(self._scaled(x_SBD), weight=weight, labels_T=labels_BS.t().flatten(), **loss)
+        losses_BS, log_sums_BS = (each_T.view(labels_BS.t().shape).t() for each_T in both)
+        return losses_BS, log_sums_BS
+
+    def _losses_of_next(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        """Return the losses of the extra depth: it reads the labels, and predicts the labels after them."""
+        stream_SBD = self.decoder.take_stream()
+        hidden_SBD = self.extra_depth(
+            stream_SBD, self.embedded(labels_BS), self._layer_inputs(labels_BS, tokens_BS[:, 0])
+        )
+        return self._losses_of(hidden_SBD, labels_BS.roll(-1, dims=1), z_loss=0.0)[0]
 
     def logits(self, x_SBD: Tensor) -> Tensor:
         """Return this rank's logits of normalised hidden states, `[S, B, V]`."""
-        logits_SBV, _ = self.output_layer(x_SBD, weight=self._head_weight())
+        logits_SBV, _ = self.output_layer(self._scaled(x_SBD), weight=self._head_weight())
         return capped(logits_SBV, self.config.described.logit_softcap)
+
+    def _scaled(self, x_SBD: Tensor) -> Tensor:
+        """Return what the head reads: dividing its input costs less than dividing the logits."""
+        return scaled(x_SBD, 1 / self.config.described.logits_divisor)
 
     def _head_weight(self) -> Tensor | None:
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -142,7 +165,8 @@ class LanguageModel(LanguageModule):
             vars(its).update({name: mark for name, mark in vars(parameter).items() if isinstance(mark, int)})
         return copied
 
-    def _embedded(self, tokens_BS: Tensor) -> Tensor:
+    def embedded(self, tokens_BS: Tensor) -> Tensor:
+        """Return the residual stream before the first layer."""
         if tokens_BS.dim() != 2:
             raise ValueError(f"tokens have the shape {tuple(tokens_BS.shape)}: the model reads [batch, sequence].")
         built, found = self.config.params_dtype, self.embedding.word_embeddings.weight.dtype
@@ -152,7 +176,7 @@ class LanguageModel(LanguageModule):
                 " convert it. Build it with training.precision=bf16, fp32 or fp64."
             )
         embedded_SBD: Tensor = self.embedding(tokens_BS, position_ids=None)
-        return embedded_SBD
+        return scaled(embedded_SBD, self.config.described.multipliers.embedding)
 
     def _head_computes_losses(self, x_SBD: Tensor, weight_VD: Tensor | None) -> bool:
         """Return whether the head computes the losses itself, with the kernel for GPUs."""

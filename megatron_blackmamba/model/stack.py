@@ -7,11 +7,13 @@ Blocks are named by their place in the whole model, so a parameter has the same 
 Shapes: S sequence (of this rank), B batch, D model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.kinds import kind_of
@@ -56,6 +58,7 @@ class Block(MegatronModule):
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.recompute = recompute
+        self.multiplier = config.described.multipliers.residual
         self.norm: Any = (
             build_module(submodules.norm, config, config.hidden_size, eps=config.layernorm_epsilon)
             if has_norm
@@ -84,10 +87,10 @@ class Block(MegatronModule):
         recompute = self.recompute and self.training and torch.is_grad_enabled()
         if shared_SBD is None and not recompute:  # the norm's kernel adds
             hidden_SBD, residual_SBD = self.norm(residual_SBD, branch_SBD, and_stream=True)
-            return residual_SBD, self.mix(hidden_SBD, inputs)
+            return residual_SBD, scaled(self.mix(hidden_SBD, inputs), self.multiplier)
 
         def mixed(x_SBD: Tensor) -> Tensor:
-            return self.mix(self.norm(x_SBD) if shared_SBD is None else x_SBD, inputs)
+            return scaled(self.mix(self.norm(x_SBD) if shared_SBD is None else x_SBD, inputs), self.multiplier)
 
         residual_SBD = added(residual_SBD, branch_SBD)
         x_SBD = residual_SBD if shared_SBD is None else shared_SBD
@@ -135,6 +138,7 @@ class Stack(MegatronModule):
         self.tp_group = pg_collection.tp
         self.pre_process = pre_process
         self.received_SBD: Tensor | None = None
+        self.stream_SBD: Tensor | None = None
         pattern = config.described.pattern
         here = layers_of_stage(config.described, pg_collection.pp.rank(), pg_collection.pp.size())
         self.parallel = config.described.arrangement == "parallel"
@@ -171,22 +175,39 @@ class Stack(MegatronModule):
                 shared = block.norm(x)
             x, branch = block(x, branch, inputs, shared)
         x = added(x, branch)
+        if self.config.described.mtp.pattern and self.training:
+            self.stream_SBD = x
         return x if self.final_layernorm is None else self.final_layernorm(x)
+
+    def take_stream(self) -> Tensor:
+        """Return what the last norm read in the last forward pass of training with model.mtp, and let go of it."""
+        stream_SBD, self.stream_SBD = self.stream_SBD, None
+        assert stream_SBD is not None, "only a forward pass of training keeps it"
+        return stream_SBD
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         modules: dict[str, nn.Module] = {f"layers.{name}.": block for name, block in self.layers.named_children()}
         if self.final_layernorm is not None:
             modules["final_layernorm."] = self.final_layernorm
-        state: dict = {}
-        for name, module in modules.items():
-            state |= sharded_state_dict_default(
-                module, f"{prefix}{name}", sharded_offsets, metadata, tp_group=self.tp_group
-            )
-        return state
+        return sharded_modules(modules, prefix, sharded_offsets, metadata, self.tp_group)
+
+
+def sharded_modules(
+    modules: Mapping[str, nn.Module], prefix: str, offsets: tuple, metadata: dict | None, tp_group: ProcessGroup
+) -> dict:
+    """Return the sharded tensors of modules by their names, which end in a dot."""
+    state: dict = {}
+    for name, module in modules.items():
+        state |= sharded_state_dict_default(module, f"{prefix}{name}", offsets, metadata, tp_group=tp_group)
+    return state
 
 
 def added(residual_SBD: Tensor, branch_SBD: Tensor | None) -> Tensor:
     return residual_SBD if branch_SBD is None else residual_SBD + branch_SBD
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 def layers_of_stage(model: ModelConfig, stage: int, stages: int) -> range:

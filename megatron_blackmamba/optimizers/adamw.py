@@ -14,6 +14,7 @@ class AdamW(OptimizerKind):
     keys = ("beta1", "beta2", "eps", "moments")
     state = ("exp_avg", "exp_avg_sq")
     sharding = True
+    widens = True
     fused = True
 
     def number_bytes(self, settings, full):

@@ -37,6 +37,8 @@ class OptimizerKind(Kind, ABC):
     sharding: ClassVar[bool | Cannot]
     """True where megatron-core's distributed optimizer can hold this state (optimizer.distributed=true)."""
 
+    widens: ClassVar[bool] = False
+    """Whether the learning rates of a width transfer (model.mup) are derived for it."""
     fused: ClassVar[bool] = False
     """Whether on GPUs its update also clips the gradients and writes the weights in bf16."""
     extends: ClassVar[str] = ""

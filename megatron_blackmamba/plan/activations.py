@@ -68,12 +68,15 @@ class Activations:
     def logits(self) -> int:
         """Return the bytes of the logits, which the loss keeps; with a split vocabulary, of their fp32 softmax.
 
+        Multi-token prediction has logits of its own, and keeps both until the backward pass.
+
         A soft cap keeps its tangents too, except in the fused loss on a GPU.
         """
         width = FP32 if self.tensor > 1 else self.width
         if self.model.logit_softcap and (self.device == "cpu" or self.tensor > 1):
             width += self.width
-        return self.sizes.whole * (width * self.model.vocab_size // self.tensor + INT64 + BOOL)
+        losses = 2 if self.model.mtp.pattern else 1
+        return losses * self.sizes.whole * (width * self.model.vocab_size // self.tensor + INT64 + BOOL)
 
     def logits_peak(self) -> int:
         """Return the bytes of the logits, and later of their gradient, in addition to the softmax."""
@@ -83,6 +86,17 @@ class Activations:
         if self.device == "cuda" and self.width == FP32:
             return self.width * model.hidden_size * (V + self.sizes.whole)  # gradients of the head's weight and input
         return self.sizes.whole * self.width * V
+
+    def extra_depth(self) -> int:
+        """Return what multi-token prediction keeps beside its layers and logits.
+
+        They are the embeddings, the projection's input, the two ends of its last norm, and ids.
+        """
+        if not self.model.mtp.pattern:
+            return 0
+        both = self.sizes.here * (FP32 * self.model.hidden_size + 2 * self.width * self.model.hidden_size)
+        last = self._norm() + self.width * self.model.hidden_size * self.sizes.here
+        return both + last + self.embedding()
 
     def embedding(self) -> int:
         return INT64 * self.sizes.whole

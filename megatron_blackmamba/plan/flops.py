@@ -43,15 +43,23 @@ def forward(model: ModelConfig, sequence: int) -> int:
     return sum(forward_by_part(model, sequence).values())
 
 
+def extra_depth(model: ModelConfig, sequence: int) -> int:
+    """Return the forward FLOPs per token that multi-token prediction adds in training: layers, projection and head."""
+    if not model.mtp.pattern:
+        return 0
+    layers = sum(sum(kind.flops(model, sequence).values()) for kind in layers_of(model.mtp.pattern))
+    return layers + 4 * model.hidden_size**2 + 2 * model.hidden_size * model.vocab_size
+
+
 def training(model: ModelConfig, sequence: int) -> int:
     """Return the forward and backward FLOPs per token, without recomputation."""
-    return (1 + BACKWARD) * forward(model, sequence)
+    return (1 + BACKWARD) * (forward(model, sequence) + extra_depth(model, sequence))
 
 
 def recomputed(config: RunConfig) -> int:
     """Return the FLOPs per token that `training.recompute` repeats."""
     model, sequence = config.model, config.data.sequence_length
-    again = [kind for kind in layers_of(model.pattern) if config.training.recompute in kind.recompute]
+    again = [kind for kind in layers_of(model.trained_pattern) if config.training.recompute in kind.recompute]
     return sum(sum(kind.flops(model, sequence).values()) for kind in again)
 
 

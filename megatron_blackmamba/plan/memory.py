@@ -11,7 +11,7 @@ import torch
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.engine.parts.accumulation import reduction
-from megatron_blackmamba.kinds import LayerKind, kind_of
+from megatron_blackmamba.kinds import LayerKind, kind_of, layers_of
 from megatron_blackmamba.model import build
 from megatron_blackmamba.model.stack import layers_of_stage
 from megatron_blackmamba.plan.activations import Activations
@@ -155,6 +155,8 @@ def _memory(config: RunConfig, world_size: int, stage: int, state: State, device
     sizes = Activations(config, device)
     last = stage == stages - 1
     at_work = max(sizes.working(kind) for _, kind in _kinds_of_stage(config, stage))
+    for kind in layers_of(config.model.mtp.pattern or ""):  # while the model's own logits wait
+        at_work = max(at_work, sizes.working(kind) + sizes.logits() // 2)
     sent = _communication(config, sizes)
     logits = sizes.logits() + sizes.logits_peak() if last else 0
     in_loss = logits > at_work + sent  # the logits are gone before the last block's backward pass begins
@@ -181,6 +183,9 @@ def kept(config: RunConfig, stage: int, recompute: str, device: str) -> int:
         sizes.block(kind, recompute, config.model.has_norm(layer)) for layer, kind in _kinds_of_stage(config, stage)
     )
     total += sizes.embedding() if stage == 0 else 0
+    total += sizes.extra_depth() + sum(
+        sizes.block(kind, recompute) for kind in layers_of(config.model.mtp.pattern or "")
+    )
     return total + (sizes.head() if stage == stages - 1 else 0)
 
 

@@ -2,13 +2,16 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import nn
 
 from megatron_blackmamba.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_blackmamba.kinds import kind_of, kinds_in
+from megatron_blackmamba.kinds import MTP, kind_of, kinds_in
 from megatron_blackmamba.model import build
 from megatron_blackmamba.runtime import world
+
+MTP_PART = "multi-token prediction"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ def count(config: RunConfig) -> Parameters:
     with world.fake(alone.parallel, world_size=1) as us:
         by_kind = _by_kind(build(alone, us), config.model)
     used = {part: share for kind in kinds_in(config.model.pattern) for part, share in kind.parts(config.model).items()}
+    used[MTP_PART] = Fraction(0)
     forward = sum(int(number * used.get(part, 1)) for part, number in by_kind.items())
     return Parameters(sum(by_kind.values()), forward, by_kind)
 
@@ -44,6 +48,8 @@ def part_of(name: str, pattern: str) -> str:
         return "embedding"
     if parts[0] == "output_layer":
         return "head"
+    if parts[0] == MTP:
+        return MTP_PART
     if "layers" not in parts or parts[3] == "norm":
         return "norms"
     return kind_of(pattern[int(parts[2])]).part_of(".".join(parts[4:]))

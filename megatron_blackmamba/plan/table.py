@@ -82,6 +82,8 @@ def _flops(plan: Plan) -> Table:
     table = _grid("\nFLOPs", "\nforward, a token", "\nshare")
     for part, count in parts.items():
         table.add_row(part.replace("_", " "), f"{count / 1e6:,.2f} M", f"{count / sum(parts.values()):.1%}")
+    if extra := flops.extra_depth(config.model, config.data.sequence_length):
+        table.add_row("multi-token prediction, in training", f"{extra / 1e6:,.2f} M", "")
     table.add_row("training, a token", _count(total, "FLOPs"), "")
     table.add_row("[bold]training, the run[/bold]", f"[bold]{total * tokens:.3g}[/bold]", "")
     if config.training.recompute != "none":

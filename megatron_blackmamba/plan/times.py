@@ -139,6 +139,7 @@ def of_micro_batch(config: RunConfig, stage: int, gpu: Gpu) -> MicroBatch:
     forward = backward = 0.0
     stream = sizes.here * model.hidden_size
     letters = Counter(model.pattern[layer] for layer in layers_of_stage(model, stage, config.parallel.pipeline))
+    letters.update(model.mtp.pattern or "")
     for letter, number in letters.items():
         there, back = kind_of(letter).work(sizes)
         if config.kernels.linear == "fp8":
@@ -153,6 +154,9 @@ def of_micro_batch(config: RunConfig, stage: int, gpu: Gpu) -> MicroBatch:
         backward += seconds([Work((2 * FP32 + 2 * sizes.width) * stream)])
     if stage == config.parallel.pipeline - 1:
         there, back = _head(config)
+        if model.mtp.pattern:
+            product = Work(6 * sizes.width * stream, 4 * model.hidden_size * stream)
+            there, back = [*there, *there, product], [*back, *back, product, product]
         forward, backward = forward + seconds(there), backward + seconds(back)
     return MicroBatch(forward, backward)
 

@@ -99,7 +99,7 @@ def _layers(config: RunConfig, world_size: int) -> tuple[dict[str, float], dict[
     moved = {"tensor": 3.0 * sizes.stream, "expert": 0.0, "expert_tensor": 0.0, "context": 0.0}
     calls = {"tensor": 3.0, "expert": 0.0, "expert_tensor": 0.0, "context": 0.0}
     # The head gathers its input; the embedding of the first stage moves less.
-    for kind in layers_of(config.model.pattern):
+    for kind in layers_of(config.model.trained_pattern):
         passes = 3 if config.training.recompute in kind.recompute else 2
         for axis, volume in kind.traffic(sizes, passes).items():
             moved[axis] += volume / p.pipeline

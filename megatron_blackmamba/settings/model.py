@@ -100,6 +100,41 @@ class InitConfig(Section):
         return self
 
 
+class MultipliersConfig(Section):
+    """Constant factors inside the model, named as in Granite."""
+
+    embedding: float = Field(1.0, gt=0)
+    """Factor of the embeddings (Granite: embedding_multiplier)."""
+    residual: float = Field(1.0, gt=0)
+    """Factor of each layer's output, before it joins the residual stream (residual_multiplier)."""
+    attention: float | None = Field(None, gt=0)
+    """Factor of the attention scores (attention_multiplier). null: 1 / sqrt(channels of a head)."""
+    logits: float = Field(1.0, gt=0)
+    """The output logits are divided by this (logits_scaling)."""
+
+
+class MupConfig(Section):
+    """Width transfer (µP): learning rates and initial values follow from those tuned on a narrower base model.
+
+    The base model has the same keys, but its widths are smaller in proportion: hidden_size and the inner widths of
+    experts and MLPs.
+    """
+
+    base_width: int | None = Field(None, gt=0, le=WIDEST)
+    """hidden_size of the base model. null: no width transfer."""
+    base_heads: int | None = Field(None, gt=0)
+    """Attention heads of the base model. null: as many as here, so that heads grow wider."""
+
+
+class MtpConfig(Section):
+    """Multi-token prediction: an extra depth that predicts the token after the next one, as in DeepSeek-V3."""
+
+    pattern: str | None = None
+    """Layers of the extra depth, as letters that model.pattern has too. null: no extra depth."""
+    loss: float = Field(0.1, gt=0)
+    """Weight of its loss (DeepSeek-V3: 0.3, later 0.1)."""
+
+
 class ModelConfig(Section):
     """One stack of layers; `pattern` has one letter per layer: M Mamba, S Mamba-2, R Mamba-3, E experts,
     * attention, - dense MLP."""
@@ -159,6 +194,12 @@ class ModelConfig(Section):
     """Settings of Mamba-3 layers."""
     init: InitConfig = InitConfig()
     """Initial weights."""
+    multipliers: MultipliersConfig = MultipliersConfig()
+    """Constant factors inside the model."""
+    mtp: MtpConfig = MtpConfig()
+    """Multi-token prediction by an extra depth."""
+    mup: MupConfig = MupConfig()
+    """Width transfer (µP) from a narrower base model."""
 
     @model_validator(mode="after")
     def _widths(self) -> "ModelConfig":
@@ -168,6 +209,8 @@ class ModelConfig(Section):
             )
         if self.top_k > self.experts:
             raise ValueError(f"model.top_k={self.top_k} is more than model.experts={self.experts}")
+        if self.mup.base_heads and not self.mup.base_width:
+            raise ValueError("model.mup.base_heads needs model.mup.base_width, the width of the base model")
         if self.eod_reset is not None and self.eod_reset >= self.vocab_size:
             raise ValueError(f"model.eod_reset={self.eod_reset} is outside the vocabulary of {self.vocab_size}")
         return self
@@ -175,6 +218,11 @@ class ModelConfig(Section):
     @property
     def layers(self) -> int:
         return len(self.pattern)
+
+    @property
+    def trained_pattern(self) -> str:
+        """Return the letters of all layers that training computes, those of the extra depth at the end."""
+        return self.pattern + (self.mtp.pattern or "")
 
     @property
     def layers_together(self) -> int:
@@ -188,6 +236,36 @@ class ModelConfig(Section):
     @property
     def inner_size(self) -> int:
         return self.expand * self.hidden_size
+
+    @property
+    def base_width(self) -> int:
+        """Return hidden_size of the base model of a width transfer; without one, this model's."""
+        return self.mup.base_width or self.hidden_size
+
+    @property
+    def base(self) -> "ModelConfig":
+        """Return the base model of a width transfer; of attention heads, it has as many as this one."""
+        inner = ("expert_hidden_size", "shared_expert_hidden_size", "mlp_hidden_size")
+        sizes = {name: size for name in inner if (size := getattr(self, name))}
+        scaled = {name: max(1, round(size * self.base_width / self.hidden_size)) for name, size in sizes.items()}
+        return self.model_copy(update={"hidden_size": self.base_width, **scaled})
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Return the factor of attention scores; None: 1 / sqrt(channels of a head).
+
+        In a width transfer it falls with the channels themselves, since trained queries and keys are correlated.
+        """
+        heads, scale = self.attention.heads, self.multipliers.attention
+        channels, before = self.hidden_size / heads, self.base_width / (self.mup.base_heads or heads)
+        if channels == before:
+            return scale
+        return (before**-0.5 if scale is None else scale) * before / channels
+
+    @property
+    def logits_divisor(self) -> float:
+        """Return the number that output logits are divided by; a width transfer adds the growth of the width."""
+        return self.multipliers.logits * self.hidden_size / self.base_width
 
     @property
     def dt_rank_or_default(self) -> int:

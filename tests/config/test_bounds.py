@@ -10,6 +10,8 @@ from megatron_blackmamba.config.load import walk
 ABOVE_ZERO = [
     "model.router.temperature",
     "model.logit_softcap",
+    "model.mtp.loss",
+    *(f"model.multipliers.{name}" for name in ("embedding", "residual", "attention", "logits")),
     "model.router.bias_update_rate",
     "model.init.std",
     "model.init.dt_min",
@@ -39,6 +41,8 @@ FROM_ZERO = [
     "checkpoint.keep_every",
 ]
 FROM_ONE = [
+    "model.mup.base_width",
+    "model.mup.base_heads",
     "model.vocab_size",
     "model.hidden_size",
     "model.state_size",
@@ -152,6 +156,8 @@ def test_steps_are_read_as_tokens_are(steps):
 
 
 READER = {  # a kind that reads the key
+    "model.multipliers.attention": ["model.pattern=M*"],
+    "model.mup.base_heads": ["model.pattern=M*", "model.mup.base_width=16"],
     "optimizer.momentum": ["optimizer.kind=sgd", "optimizer.distributed=false"],
     "model.init.dt_max": ["model.init.dt_min=1e-12"],
     "model.router.aux_loss": ["model.router.kind=softmax"],

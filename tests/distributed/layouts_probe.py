@@ -59,13 +59,15 @@ ROUTER_LAYOUTS = {
     "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),
 }
 STABLE = [*MAMBA2, "model.pattern=MESE", "model.mamba_norms=true", "model.z_loss=0.02", "model.router.z_loss=0.03"]
-STABLE += ["model.logit_softcap=3"]
+STABLE += ["model.logit_softcap=3", "model.multipliers.embedding=3", "model.mup.base_width=16"]
 ATTENTIVE = [*TRANSFORMER_MOE, "model.attention.kv_heads=2", "model.attention.qk_norm=true", "model.z_loss=0.02"]
-ATTENTIVE += ["model.router.kind=softmax", "model.router.z_loss=0.03"]
+ATTENTIVE += ["model.router.kind=softmax", "model.router.z_loss=0.03", "model.multipliers.attention=0.3"]
+ATTENTIVE += ["model.multipliers.residual=0.5", "model.mup.base_width=32"]
+AHEAD = ["model.mtp.pattern=ME", "model.mtp.loss=0.5", "model.eod_reset=397"]
 FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
 LONG = ("dp2", "ep2", "pp2", "tp2")
-LONG_FAMILIES = ("mamba2", "parallel", "transformer", "stable", "attentive")
+LONG_FAMILIES = ("mamba2", "parallel", "transformer", "stable", "attentive", "ahead")
 LONG_ROUTERS = ("solo", "cp2_ep2")
 
 RUNS: dict[str, tuple[int, list[str]]] = {
@@ -115,6 +117,10 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "stable_pp2": (2, [*STABLE, "parallel.pipeline=2", "training.recompute=layers"]),
     "stable_ep2": (2, [*STABLE, "parallel.expert=2"]),
     "stable_cp2": (2, [*STABLE, "parallel.context=2"]),
+    "ahead_solo": (1, AHEAD),
+    "ahead_dp2": (2, AHEAD),
+    "ahead_ep2": (2, [*AHEAD, "parallel.expert=2", "training.recompute=layers"]),
+    "ahead_tp2": (2, [*AHEAD, "parallel.tensor=2"]),
     "attentive_solo": (1, ATTENTIVE),
     "attentive_tp2_ep2": (4, [*ATTENTIVE, "parallel.tensor=2", "parallel.expert=2"]),
     "attentive_pp2": (2, [*ATTENTIVE, "parallel.pipeline=2"]),
@@ -198,7 +204,7 @@ def describe(run: RunConfig, steps: int) -> dict:
         workers=0,
     )
     choices = Choices(language_model, place.context_rank * run.parallel.tensor + place.tensor_rank)
-    losses, norms, expert_tokens, z_losses = [], [], [], []
+    losses, norms, expert_tokens, z_losses, mtp_losses = [], [], [], [], []
     for number in range(steps):
         schedule.set(number * run.training.global_batch)
         found = step.gradients(choices.watch(batches) if number == 0 else batches)
@@ -207,6 +213,7 @@ def describe(run: RunConfig, steps: int) -> dict:
         losses.append(found.loss)
         expert_tokens.append(found.expert_tokens)
         z_losses.append(found.z_loss)
+        mtp_losses.append(found.mtp_loss)
         norms.append(step.update().grad_norm)
     trainable.settle()
     log_sums = {
@@ -223,6 +230,7 @@ def describe(run: RunConfig, steps: int) -> dict:
         "norms": norms,
         "expert_tokens": expert_tokens,
         "z_losses": z_losses,
+        "mtp_losses": mtp_losses,
         "log_sums": [rank["log_sums"] for rank in seen],
         "choices": _join_choices([rank["choices"] for rank in seen]),
         "initial": [rank["initial"] for rank in seen],

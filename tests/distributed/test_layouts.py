@@ -31,6 +31,7 @@ def alone(name: str) -> str:
         "transformer",
         "stable",
         "attentive",
+        "ahead",
         *ROUTERS,
     )
     family = next((f for f in families if name.startswith(f)), "")
@@ -86,6 +87,11 @@ def test_z_losses_match_one_process(runs, name):
     squares, expected = mean_squares(many), mean_squares(one)
     assert squares.keys() == expected.keys() and len(squares) == 2
     assert furthest(squares.values(), expected.values()) < 1e-10
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name.startswith("ahead")])
+def test_losses_of_the_extra_depth_match_one_process(runs, name):
+    assert furthest(runs[name]["mtp_losses"], runs["ahead_solo"]["mtp_losses"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", ["fp32_ep2", "fp32_cp2"])

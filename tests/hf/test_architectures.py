@@ -13,6 +13,12 @@ from megatron_blackmamba.interchange import convert, hf, megatron, parity
 from tests.reference import forward, tiny
 from tests.reference.canonical import canonical
 
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 1.5,
+}
 ARCHITECTURES = {
     "transformer": {"layers": "amam"},
     "transformer_moe": {"layers": "a4a4"},
@@ -36,7 +42,7 @@ ARCHITECTURES = {
         "router_normalized": True,
     },
     "mamba_norms": {"layers": "r4r4", "mamba_norms": True, "eod_reset": 7},
-    "every_norm": {"layers": "rsa4", "mamba_norms": True, "qk_norm": True, "logit_softcap": 3.0},
+    "every_norm": {"layers": "rsa4", "mamba_norms": True, "qk_norm": True, "logit_softcap": 3.0, **MULTIPLIERS},
     "expert_choice": {"layers": "r4", "router_kind": "expert_choice", "router_scores": "softmax"},
 }
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(1, 64, size=24)]

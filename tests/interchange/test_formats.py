@@ -334,6 +334,7 @@ def test_another_model_s_config_is_refused(silu, tmp_path):
         ({"shared_expert_hidden_size": 24}, "model.shared_expert_hidden_size is 24"),
         ({"mamba_norms": True}, "model.mamba_norms is true"),
         ({"logit_softcap": 30.0}, "model.logit_softcap is 30"),
+        ({"residual_multiplier": 0.5}, "model.multipliers is not 1"),
     ],
 )
 def test_released_format_refuses_other_models(model, named, tmp_path):

@@ -57,6 +57,8 @@ CASES = {
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
     "norms": (1, "tiny", [*MAMBA2, *NORMS, 'model.pattern="MS*"', "model.attention.qk_norm=true"]),
     "norms_tp2": (2, "tiny", [*MAMBA2, *NORMS, "model.pattern=MS", "parallel.tensor=2", "training.precision=bf16"]),
+    "ahead": (1, "tiny", ["model.mtp.pattern=ME"]),
+    "ahead_tp2": (2, "wide", ["model.mtp.pattern=ME", "parallel.tensor=2", "training.precision=bf16"]),
     "mlp": (1, "tiny", BIG_MLP),
     "mlp_tp2": (2, "tiny", [*BIG_MLP, "parallel.tensor=2"]),
 }
@@ -139,7 +141,7 @@ def count_flops() -> dict[str, int]:
     return counted
 
 
-def causal_attention(q_BHSC, k_BGSC, v_BGSC, *, is_causal: bool, enable_gqa: bool) -> torch.Tensor:
+def causal_attention(q_BHSC, k_BGSC, v_BGSC, *, is_causal: bool, enable_gqa: bool, scale: None) -> torch.Tensor:
     """Attend token by token, to none that follows: torch counts the fused kernel as if every token saw all others."""
     heads_per_group = q_BHSC.shape[1] // k_BGSC.shape[1]
     k_BHSC, v_BHSC = (x.repeat_interleave(heads_per_group, 1) for x in (k_BGSC, v_BGSC))

@@ -98,6 +98,19 @@ def test_paper_formula_covers_only_the_paper_models():
     assert flops.published(load("mamba_343m")) == 8.0e20
 
 
+def test_extra_depth_costs_its_layers_and_another_head():
+    config = load("tiny", ["model.mtp.pattern=ME"])
+    model, alone, longer = config.model, load("tiny").model, load("tiny", ["model.pattern=MEMEME"]).model
+    layers = flops.forward(longer, 128) - flops.forward(alone, 128)
+    head = flops.forward_by_part(model, 128)["head"]
+    assert flops.forward(model, 128) == flops.forward(alone, 128)
+    assert flops.training(model, 128) == flops.training(alone, 128) + 3 * (layers + 2 * 2 * 64 * 64 + head)
+    counts, before = parameters.count(config), parameters.count(load("tiny"))
+    assert counts.forward == before.forward
+    layer = counts.total - before.total - 3 * 64 - 2 * 64 * 64
+    assert layer == parameters.count(load("tiny", ["model.pattern=MEMEME"])).total - before.total
+
+
 def test_recomputing_layers_repeats_all_but_the_head():
     config = load("blackmamba_1.5b", ["training.recompute=layers"])
     parts = flops.forward_by_part(config.model, 2048)

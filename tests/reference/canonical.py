@@ -44,6 +44,12 @@ def config_of(model: Tiny) -> ModelConfig:
         eod_reset=given["eod_reset"],
         mamba_norms=given.get("mamba_norms", False),
         logit_softcap=given.get("logit_softcap"),
+        multipliers={
+            "embedding": given.get("embedding_multiplier", 1.0),
+            "residual": given.get("residual_multiplier", 1.0),
+            "attention": given.get("attention_multiplier"),
+            "logits": given.get("logits_scaling", 1.0),
+        },  # type: ignore[arg-type]
     )
 
 

@@ -7,6 +7,8 @@ and the row order of fused matrices match the released checkpoint: in_proj [x | 
 The released checkpoint has no attention and no dense MLP; they follow the paper's baselines. In linear_qkv, each
 key-value head has its queries, then the key and the value. Rotary positions rotate channel c together with c + C/2.
 
+The multipliers are Granite's.
+
 The norms of `mamba_norms` and `qk_norm` follow Jamba, Mamba-3 and Qwen3: of dt, B and C behind x_proj, of B and C in
 front of Mamba-2's scan, of each head's query and key before the rotation.
 
@@ -59,8 +61,10 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
             states.clear()
             last_tokens.clear()
         residual_D = embedding_VD[token].copy()
+        residual_D *= config.get("embedding_multiplier", 1.0)
         for i, kind in enumerate(layers):
             layer = f"decoder.layers.{i}."
+            before_D = residual_D.copy()
             mixer = {name[len(layer) + 6 :]: value for name, value in w.items() if name.startswith(layer + "mixer.")}
             if i % 2 == 0 or config.get("arrangement") != "parallel":  # else it is that of the layer before
                 x_D = _rms_norm(residual_D, w[layer + "norm.weight"])
@@ -76,8 +80,9 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
                 residual_D += _gated(mixer["linear_fc1.weight"], mixer["linear_fc2.weight"], config["activation"], x_D)
             else:
                 residual_D += _experts(mixer, int(kind), config, x_D, trace, i)
+            residual_D = before_D + config.get("residual_multiplier", 1.0) * (residual_D - before_D)
         final_D = _layer_norm(residual_D, w["decoder.final_layernorm.weight"], w["decoder.final_layernorm.bias"])
-        trace.logits_SV[t] = embedding_VD @ final_D
+        trace.logits_SV[t] = embedding_VD @ final_D / config.get("logits_scaling", 1.0)
         if config.get("logit_softcap"):
             trace.logits_SV[t] = config["logit_softcap"] * np.tanh(trace.logits_SV[t] / config["logit_softcap"])
     return trace
@@ -226,7 +231,8 @@ def _attention(
     for head in range(heads):
         g = head // each
         query = _turned(qkv[g, head % each], position, config["rope_theta"])
-        scores = np.array([query @ token[0, g] for token in past]) / math.sqrt(C)
+        scale = config.get("attention_multiplier", 1 / math.sqrt(C))
+        scores = np.array([query @ token[0, g] for token in past]) * scale
         weights = np.exp(scores - scores.max())
         found.append(sum(w * token[1, g] for w, token in zip(weights / weights.sum(), past, strict=True)))
     return m["linear_proj.weight"] @ np.concatenate(found)

@@ -16,7 +16,7 @@ def logits(model: Tiny) -> np.ndarray:
     "options",
     [
         *({"activation": "silu"}, {"activation": "gelu"}),
-        {"layers": "rsa", "mamba_norms": True, "qk_norm": True, "logit_softcap": 3.0},
+        {"layers": "rsa", "mamba_norms": True, "qk_norm": True, "logit_softcap": 3.0, "embedding_multiplier": 2.0},
     ],
     ids=["silu", "gelu", "norms"],
 )

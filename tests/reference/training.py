@@ -8,7 +8,7 @@ Mamba-2 and 3: H heads of P channels in G groups.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,20 @@ class Recipe:
     z_loss: float = 0.0
     router_z_loss: float = 0.0
     logit_softcap: float | None = None
+    extra: str = ""
+    """Letters of the extra depth."""
+    extra_loss: float = 0.0
     rate: float = 3e-3
     decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     rotary_base: float = 10000.0
+    embedding: float = 1.0
+    residual: float = 1.0
+    attention: float | None = None
+    logits: float = 1.0
+    factors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By the end of a weight's name, the factors of its learning rate and of its decay."""
 
 
 @dataclass
@@ -44,6 +53,8 @@ class Plain:
     weights: dict[str, Tensor]
     moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     steps: int = 0
+    seen_extra: list[tuple[float, float]] = field(default_factory=list)
+    """Of each micro-batch the sum of the extra depth's losses, and their number."""
 
     def step(self, micro_batches: list[dict[str, Tensor]]) -> tuple[float, float, dict[int, float]]:
         """Return the mean loss, and the mean squared log-sum of the logits and of each router, and update."""
@@ -54,10 +65,12 @@ class Plain:
         of_routers: dict[int, list[float]] = {}
         for batch in micro_batches:
             mask_BS = batch["loss_mask"].double()
-            logits_BSV, routers = logits_of(self.weights, self.recipe, batch["tokens"])
+            logits_BSV, routers, stream_BSD = logits_of(self.weights, self.recipe, batch["tokens"])
             log_sum_BS = logits_BSV.logsumexp(-1)
             losses_BS = log_sum_BS - logits_BSV.gather(-1, batch["labels"][..., None])[..., 0]
             total = ((losses_BS + self.recipe.z_loss * log_sum_BS**2) * mask_BS).mean()
+            if self.recipe.extra:
+                total = total + self.recipe.extra_loss * self._extra(stream_BSD, batch["labels"], mask_BS)
             for layer, mean in routers.items():
                 total = total + self.recipe.router_z_loss * mean
                 of_routers.setdefault(layer, []).append(float(mean.detach()))
@@ -68,6 +81,20 @@ class Plain:
         self._update()
         return loss / counted, squares / counted, {layer: sum(x) / len(x) for layer, x in of_routers.items()}
 
+    def _extra(self, stream_BSD: Tensor, labels_BS: Tensor, mask_BS: Tensor) -> Tensor:
+        """Return the mean loss of the token after the next one; a sequence's last token has none and counts as 0."""
+        w, recipe, name = self.weights, self.recipe, "extra_depth."
+        embedding_VD = w["embedding.word_embeddings.weight"]
+        embedded_BSD = _rms(recipe.embedding * embedding_VD[labels_BS], w[name + "embedding_norm.weight"])
+        both_BSC = torch.cat([embedded_BSD, _rms(stream_BSD, w[name + "hidden_norm.weight"])], -1)
+        x_BSD, routers = _layers(w, recipe, recipe.extra, name, both_BSC @ w[name + "proj.weight"].T)
+        x_BSD = _rms(x_BSD, w[name + "final_norm.weight"])[:, :-1]
+        losses_BS = -torch.log_softmax(x_BSD @ embedding_VD.T / recipe.logits, -1)
+        losses_BS = losses_BS.gather(-1, labels_BS[:, 1:, None])[..., 0] * mask_BS[:, 1:]
+        self.seen_extra.append((float(losses_BS.detach().sum()), float(mask_BS[:, 1:].sum())))
+        z_losses: Tensor = sum(recipe.router_z_loss * mean for mean in routers.values())  # type: ignore[assignment]
+        return losses_BS.sum() / labels_BS.numel() + z_losses / recipe.extra_loss
+
     @torch.no_grad()
     def _update(self) -> None:
         self.steps += 1
@@ -77,6 +104,8 @@ class Plain:
         scale = min(1.0, recipe.clip / (norm + 1e-6))
         for name, weight in self.weights.items():
             gradient = gradients[name] * scale
+            faster, more = next((each for end, each in recipe.factors.items() if name.endswith(end)), (1.0, 1.0))
+            recipe = replace(self.recipe, rate=self.recipe.rate * faster, decay=self.recipe.decay * more)
             first, second = self.moments.get(name, (torch.zeros_like(weight), torch.zeros_like(weight)))
             first, second = b1 * first + (1 - b1) * gradient, b2 * second + (1 - b2) * gradient**2
             self.moments[name] = first, second
@@ -86,12 +115,12 @@ class Plain:
             weight -= recipe.rate * (first / (1 - b1**self.steps)) / denominator
 
 
-def logits_of(w: dict[str, Tensor], recipe: Recipe, tokens_BS: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-    """Return the logits, and of each router the mean squared log-sum of its logits."""
-    embedding_VD = w["embedding.word_embeddings.weight"]
-    x_BSD, routers = embedding_VD[tokens_BS], {}
-    for i, letter in enumerate(recipe.pattern):
-        start = f"decoder.layers.{i}."
+def _layers(
+    w: dict[str, Tensor], recipe: Recipe, pattern: str, prefix: str, x_BSD: Tensor
+) -> tuple[Tensor, dict[int, Tensor]]:
+    routers = {}
+    for i, letter in enumerate(pattern):
+        start = f"{prefix}layers.{i}."
         m = {name.removeprefix(start + "mixer."): value for name, value in w.items() if name.startswith(start)}
         u_BSD = _rms(x_BSD, w[start + "norm.weight"])
         if letter == "M":
@@ -104,13 +133,21 @@ def logits_of(w: dict[str, Tensor], recipe: Recipe, tokens_BS: Tensor) -> tuple[
             y_BSD = _attention(m, recipe, u_BSD)
         else:
             y_BSD, routers[i] = _experts(m, recipe, u_BSD)
-        x_BSD = x_BSD + y_BSD
+        x_BSD = x_BSD + recipe.residual * y_BSD
+    return x_BSD, routers
+
+
+def logits_of(w: dict[str, Tensor], recipe: Recipe, tokens_BS: Tensor) -> tuple[Tensor, dict[int, Tensor], Tensor]:
+    """Return the logits, of each router the mean squared log-sum of its logits, and the stream before the last norm."""
+    embedding_VD = w["embedding.word_embeddings.weight"]
+    x_BSD, routers = _layers(w, recipe, recipe.pattern, "decoder.", recipe.embedding * embedding_VD[tokens_BS])
+    stream_BSD = x_BSD
     mean = x_BSD.mean(-1, keepdim=True)
     variance = ((x_BSD - mean) ** 2).mean(-1, keepdim=True)
     x_BSD = (x_BSD - mean) / (variance + EPS).sqrt() * w["decoder.final_layernorm.weight"]
-    logits_BSV = (x_BSD + w["decoder.final_layernorm.bias"]) @ embedding_VD.T
+    logits_BSV = (x_BSD + w["decoder.final_layernorm.bias"]) @ embedding_VD.T / recipe.logits
     cap = recipe.logit_softcap
-    return (logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)), routers
+    return (logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)), routers, stream_BSD
 
 
 def _rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -233,7 +270,7 @@ def _attention(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
         if "q_layernorm.weight" in m:
             q, k = _rms(q, m["q_layernorm.weight"]), _rms(k, m["k_layernorm.weight"])
         q, k = _turned(q, angle_SC), _turned(k, angle_SC)
-        scores = (q @ k.transpose(1, 2)) / math.sqrt(C)
+        scores = (q @ k.transpose(1, 2)) * (recipe.attention or 1 / math.sqrt(C))
         scores = scores + torch.full((S, S), -torch.inf, dtype=torch.float64).triu(1)
         found.append(torch.softmax(scores, -1) @ v)
     return torch.cat(found, -1) @ m["linear_proj.weight"].T

@@ -74,6 +74,9 @@ RULES = {
         *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
         *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
         *("model.attention.qk_norm", "model.mamba_norms", "model.logit_softcap"),
+        *("model.multipliers.embedding", "model.multipliers.residual", "model.multipliers.attention"),
+        "model.mtp.pattern",
+        *("model.multipliers.logits", "model.mup.base_width", "model.mup.base_heads"),
         *("model.mamba2.head_dim", "model.mamba2.state_size", "model.mamba2.groups"),
         *("model.mamba3.head_dim", "model.mamba3.state_size", "model.mamba3.groups", "model.mamba3.rope_fraction"),
         *("model.mamba3.a_floor", "model.mamba3.output_norm"),
@@ -84,7 +87,7 @@ RULES = {
     ),
     "by name": (
         *("training.tokens", "training.global_batch", "training.batch_ramp"),
-        *("model.z_loss", "model.router.z_loss"),
+        *("model.z_loss", "model.router.z_loss", "model.mtp.loss"),
     ),
     "free, the losses stay the same": (
         *("name", "folder", "data.workers", "data.verify_rate", "training.recompute", "training.overlap"),

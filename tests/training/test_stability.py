@@ -1,4 +1,4 @@
-"""The options for stability: losses, weights and metrics of a run beside plain PyTorch, in float64."""
+"""Options for stability and width transfer: losses, weights and metrics of a run beside plain PyTorch, in float64."""
 
 import pytest
 import torch
@@ -20,7 +20,15 @@ SMALL += ["model.mamba3.head_dim=16", "model.mamba3.state_size=8", "model.mamba3
 SMALL += ["model.attention.heads=4", "model.attention.kv_heads=2", "optimizer.weight_decay=0.1", "data.workers=0"]
 NORMS = ["model.mamba_norms=true", "model.attention.qk_norm=true"]
 LOSSES = ["model.z_loss=0.02", "model.router.z_loss=0.03"]
+WIDTH = ["model.multipliers.embedding=3", "model.multipliers.residual=0.4", "model.multipliers.logits=1.5"]
+WIDTH += ["model.multipliers.attention=0.2", "model.mup.base_width=8", "optimizer.groups.experts.learning_rate=0.5"]
+MATRICES = ("in_proj", "x_proj", "out_proj", "linear_qkv", "linear_proj", "router")
+MULTIPLIERS = {"embedding": 3.0, "residual": 0.4, "logits": 1.5 * 4, "attention": 0.2 / 4}
+FACTORS = {f"{name}.weight": (1 / 4, 4.0) for name in MATRICES} | {"experts.fc1": (1 / 8, 4.0), "fc2": (1 / 8, 4.0)}
+FACTORS["dt_proj.weight"] = 1 / 2, 2.0  # its rank is 2, and 1 in the base model
 CASES = {
+    "width": ("MS*E", "sinkhorn", WIDTH),
+    "extra depth": ("MS*E", "sinkhorn", ["model.mtp.pattern=*SE", "model.mtp.loss=0.3", *LOSSES]),
     "all, sinkhorn": ("MS*E", "sinkhorn", [*NORMS, *LOSSES, "model.logit_softcap=2.5"]),
     "all, softmax": ("MS*E", "softmax", [*NORMS, *LOSSES, "model.logit_softcap=2.5", "model.router.aux_loss=0"]),
     "losses alone": ("ME", "sinkhorn", LOSSES),
@@ -44,6 +52,9 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         *(pattern, run.model.mamba2.groups, run.model.attention.heads, run.model.attention.kv_heads, router),
         **(run.model.model_dump(include={"z_loss", "logit_softcap"})),
         router_z_loss=run.model.router.z_loss,
+        extra=run.model.mtp.pattern or "",
+        extra_loss=run.model.mtp.loss,
+        **({**MULTIPLIERS, "factors": FACTORS} if options is WIDTH else {}),
     )
     plain = Plain(recipe, weights)
     random = torch.Generator().manual_seed(0)
@@ -56,6 +67,9 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         loss, squares, of_routers = plain.step(batches)
         assert found.loss == pytest.approx(loss, abs=1e-10)
         assert found.z_loss == (pytest.approx(squares, abs=1e-10) if with_losses else None)
+        if run.model.mtp.pattern:
+            extra, counted = (sum(each) for each in zip(*plain.seen_extra[-2:], strict=True))
+            assert found.mtp_loss == pytest.approx(extra / counted, abs=1e-10)
         for layer, mean in of_routers.items():
             measured = trainable.model.decoder.layers[layer].mixer.router.measured()
             assert measured.keys() == ({"z_loss"} if with_losses else set())

@@ -16,6 +16,12 @@ def z_loss(taken: Taken) -> float | None:
     return taken.losses.z_loss
 
 
+@metric("mtp_loss", "Loss of the token after the next", format=".4f", in_table=True, order=31)
+def mtp_loss(taken: Taken) -> float | None:
+    """Return the mean loss of the extra depth (model.mtp), without its weight; None without it."""
+    return taken.losses.mtp_loss
+
+
 @metric("grad_norm", "Gradient norm", format=".3f", label="gradient norm", in_line=True, from_zero=True, order=3)
 def grad_norm(taken: Taken) -> float:
     """Return the norm of all gradients before clipping; NaN if no update was tried."""

@@ -26,7 +26,7 @@ FIXED = (
     *("training.precision", "training.seed", "optimizer.distributed", "optimizer.kind"),
 )
 """Another model, other data or other optimizer state: the checkpoint does not fit."""
-LOSS_WEIGHTS = ("model.z_loss", "model.router.z_loss")
+LOSS_WEIGHTS = ("model.z_loss", "model.router.z_loss", "model.mtp.loss")
 """Keys of the model that change its training alone."""
 WHOLE = ("optimizer.groups.",)
 """Fixed too with optimizer.distributed=false: megatron-core's plain optimizer finds its state by the groups."""

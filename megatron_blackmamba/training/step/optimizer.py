@@ -89,13 +89,12 @@ def make_trainable(
 
 
 def _overrides(config: RunConfig, model: LanguageModel) -> dict[ParamKey, Any]:
-    """Return what differs between groups of parameters: no weight decay, and the factors of optimizer.groups."""
+    """Return what differs between groups of parameters: no weight decay, and the factors of both."""
     overrides: dict[ParamKey, Any] = {ParamKey(attr=NO_DECAY): ParamGroupOverride(wd_mult=0.0)}
-    chosen = groups.chosen(config.optimizer)
-    if not chosen:
+    if not groups.chosen(config.optimizer) and config.model.mup.base_width is None:
         return overrides
-    group_of = {weight: groups.group_of(name, config.model) for name, weight in model.named_parameters()}
-    for name, factors in chosen.items():
-        key = ParamKey(predicate=ParamPredicate(f"optimizer.groups.{name}", lambda p, name=name: group_of[p] == name))
-        overrides[key] = {RATE_FACTOR: factors.learning_rate, DECAY_FACTOR: factors.weight_decay}
+    of_weight = {weight: groups.factors(name, config) for name, weight in model.named_parameters()}
+    for factors in sorted(set(of_weight.values()) - {(1.0, 1.0)}):
+        predicate = ParamPredicate(f"factors {factors}", lambda p, factors=factors: of_weight[p] == factors)
+        overrides[ParamKey(predicate=predicate)] = dict(zip((RATE_FACTOR, DECAY_FACTOR), factors, strict=True))
     return overrides

@@ -7,7 +7,6 @@ batch leaves the curve over the samples as it was, and so does a ramp.
 from types import SimpleNamespace
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.config.groups import chosen
 from megatron_blackmamba.engine.parts import replace
 from megatron_blackmamba.training.step.optimizer import DECAY_FACTOR, RATE_FACTOR
 
@@ -23,7 +22,8 @@ class Schedule:
 
     def __init__(self, config: RunConfig, optimizer: MegatronOptimizer) -> None:
         self.config = config
-        self._optimizer, self._has_groups = optimizer, bool(chosen(config.optimizer))
+        self._optimizer = optimizer
+        self._has_groups = any(RATE_FACTOR in group for group in optimizer.param_groups)
         decay = config.optimizer.weight_decay
         self.scheduler = OptimizerParamScheduler(
             optimizer,

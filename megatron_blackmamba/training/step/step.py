@@ -28,6 +28,8 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.moe.router import Router
 
 Batch = dict[str, Tensor]
+_MORE = ("squares", "next", "next_tokens")
+"""Sums that only some models have: squared log-sums of logits; losses of the extra depth, and their tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Losses:
     """`ShardCheck.findings`, summed over all ranks."""
     z_loss: float | None = None
     """Mean squared log-sum of the counted tokens' logits, of a training step with model.z_loss."""
+    mtp_loss: float | None = None
+    """Mean loss of the token after the next one, of a training step with model.mtp."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,12 @@ class Step:
         loss = masked_BS.mean() / self.world.parallel.context  # the mean over all parts of the sequences
         self.first_seen.loss(loss)
         seen = {"of_source": of_source}
+        if (next_BS := self.model.mtp_losses_BS) is not None:
+            self.model.mtp_losses_BS = None
+            known_BS = torch.nn.functional.pad(mask_BS[:, 1:], (0, 1))  # the last token has no token after the next
+            next_BS = next_BS * known_BS
+            loss = loss + self.config.model.mtp.loss * next_BS.mean()
+            seen |= {"next": next_BS.detach().double().sum(), "next_tokens": known_BS.double().sum()}
         if (log_sums_BS := self.model.log_sums_BS) is not None:
             seen["squares"] = (log_sums_BS.double().square() * mask_BS).sum()
         return loss, seen
@@ -188,21 +198,24 @@ class Step:
     def _over_the_world(self, sums: list[dict[str, Tensor]], forward_only: bool, known_here: tuple[int, ...]) -> Losses:
         """Add up over all ranks what each counted, in one exchange."""
         of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=device.device())
-        squares = of_source.new_zeros(1)
+        more = of_source.new_zeros(len(_MORE))
         if self.world.is_last_stage and self.world.tensor_rank == 0:
             for micro_batch in sums:
                 of_source += micro_batch["of_source"]
-                squares += micro_batch.get("squares", 0.0)
+                for place, name in enumerate(_MORE):
+                    if name in micro_batch:
+                        more[place] += micro_batch[name]
         expert_tokens_LE = self.model.take_expert_tokens()
         seconds = [0.0] * (2 * self.world.size)
         seconds[self.world.rank :: self.world.size] = self.own_time.take()
         known = of_source.new_tensor([*known_here, *seconds])
-        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), squares, known])
+        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), more, known])
         if self.world.size > 1:
             dist.all_reduce(together)
-        source_sums, source_tokens, experts, squares, known = together.cpu().split(
-            [self.sources, self.sources, expert_tokens_LE.numel(), 1, len(known)]
+        source_sums, source_tokens, experts, more, known = together.cpu().split(
+            [self.sources, self.sources, expert_tokens_LE.numel(), len(_MORE), len(known)]
         )
+        squares, next_sum, next_tokens = more.tolist()
         asked, different, pending, *seconds = known.tolist()
         tokens = source_tokens.sum()
         return Losses(
@@ -216,4 +229,5 @@ class Step:
             asked_to_stop=bool(asked),
             shards=(int(different), int(pending)),
             z_loss=float(squares / tokens) if self.config.model.z_loss and not forward_only else None,
+            mtp_loss=next_sum / next_tokens if next_tokens else None,
         )

@@ -1,0 +1,65 @@
+"""Width transfer (µP): initial values and learning rates of a model from those of its base model (docs/width.md).
+
+A matrix whose inputs are `growth` times as many as in the base model has a learning rate that is as many times smaller.
+Its initial deviation falls with the root, and that of rows whose number does not grow (`readouts`) with the growth
+itself. All other parameters stay as they are.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_blackmamba import kinds, optimizers
+from megatron_blackmamba.settings import ModelConfig, RunConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MTP_PROJECTION = f"{kinds.MTP}.proj.weight"
+"""The only matrix in no layer."""
+
+
+def growth(parameter: str, model: ModelConfig) -> float:
+    """Return how many times as many inputs a matrix has as in the base model; 1 for all other parameters.
+
+    parameter: Its global name, or the stack of which it is a part.
+    """
+    if model.mup.base_width is None:
+        return 1.0
+    mixer = kinds.mixer_of(parameter, model)
+    if mixer is None:
+        return model.hidden_size / model.base_width if parameter == MTP_PROJECTION else 1.0
+    kind, name = mixer
+    shape, before = (_shapes(kind, each).get(name, ()) for each in (model, model.base))
+    return shape[-1] / before[-1] if len(shape) > 1 else 1.0
+
+
+def scale_initial(weight: "Tensor", parameter: str, model: ModelConfig) -> "Tensor":
+    """Return the normal initial values of a parameter, scaled in place from the base model's deviation."""
+    grown = growth(parameter, model)
+    if grown == 1:
+        return weight
+    weight *= grown**-0.5
+    if mixer := kinds.mixer_of(parameter, model):
+        kind, name = mixer
+        for rows in (kind.readouts(model) or {}).get(name, ()):
+            weight[rows] *= grown**-0.5
+    return weight
+
+
+def problems(run: RunConfig) -> Iterator[str]:
+    """Refuse a width transfer of kinds for which no rule is derived."""
+    if run.model.mup.base_width is None:
+        return
+    for kind in kinds.kinds_in(run.model.pattern):
+        if kind.readouts(run.model) is None:
+            yield (
+                f"model.mup: {kind.name} layers ({kind.letter}) have no rule for growing widths. Leave"
+                " model.mup.base_width out, or define `readouts` of the kind (docs/extending.md)."
+            )
+    if not optimizers.kind_of(run.optimizer.kind).widens:
+        able = " or ".join(kind.name for kind in optimizers.all_kinds() if kind.widens)
+        yield f"model.mup: optimizer.kind={run.optimizer.kind} has no rule for growing widths. Use {able}."
+
+
+def _shapes(kind: kinds.LayerKind, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return kind.shapes(model) | {name: stack.shape for name, stack in kind.stacks(model).items()}

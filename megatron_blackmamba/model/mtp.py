@@ -1,0 +1,76 @@
+"""Multi-token prediction: an extra depth that predicts the token after the next one (DeepSeek-V3).
+
+It reads the stream behind the last layer and the embedding of the next token. Embedding and head are the model's own.
+megatron-core's MultiTokenPredictionLayer holds a transformer layer with self-attention only.
+
+Shapes: S sequence (of this rank), B batch, D model.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_blackmamba.kinds import kind_of
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.norms import RMSNorm
+from megatron_blackmamba.model.sharding import empty, replicated
+from megatron_blackmamba.model.stack import LayerInputs, StackSubmodules, added, sharded_modules
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+
+
+class Projection(nn.Module):
+    """The map of two normalised streams to one; every tensor-parallel rank has all of it."""
+
+    def __init__(self, config: MegatronConfig):
+        super().__init__()
+        weight_DC = empty(config.hidden_size, 2 * config.hidden_size, dtype=config.params_dtype)
+        self.weight = replicated(weight_DC, config.sequence_parallel)
+
+    def forward(self, x_SBC: Tensor) -> Tensor:
+        return F.linear(x_SBC, self.weight)
+
+
+class ExtraDepth(MegatronModule):
+    """The layers of model.mtp.pattern, between a projection and a norm of their own."""
+
+    def __init__(self, config: MegatronConfig, submodules: StackSubmodules, pg_collection: ProcessGroupCollection):
+        super().__init__(config)
+        self.tp_group = pg_collection.tp
+        self.embedding_norm, self.hidden_norm, self.final_norm = (
+            RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon) for _ in range(3)
+        )
+        self.proj = Projection(config)
+        self.layers = nn.ModuleList(
+            build_module(
+                submodules.blocks[letter],
+                config=config,
+                layer_number=config.num_layers,  # megatron-core's logs have no row for more
+                pg_collection=pg_collection,
+                recompute=config.recompute in kind_of(letter).recompute,
+            )
+            for letter in config.described.mtp.pattern or ""
+        )
+
+    def forward(self, stream_SBD: Tensor, embedded_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        """Return what the head reads to predict the token after the next one.
+
+        Args:
+            stream_SBD: The residual stream of the model behind its last layer.
+            embedded_SBD: The embeddings of the next tokens.
+            inputs: Of the layers, for the next tokens.
+        """
+        both_SBC = torch.cat([self.embedding_norm(embedded_SBD), self.hidden_norm(stream_SBD)], dim=-1)
+        x_SBD = self.proj(both_SBC).to(stream_SBD.dtype)
+        branch_SBD: Tensor | None = None
+        for block in self.layers:
+            x_SBD, branch_SBD = block(x_SBD, branch_SBD, inputs)
+        normed_SBD: Tensor = self.final_norm(added(x_SBD, branch_SBD))
+        return normed_SBD
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        modules = {f"{name}.": module for name, module in self.named_children() if name != "layers"}
+        modules |= {f"layers.{name}.": block for name, block in self.layers.named_children()}
+        return sharded_modules(modules, prefix, sharded_offsets, metadata, self.tp_group)
