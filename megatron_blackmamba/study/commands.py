@@ -1,21 +1,24 @@
 """`blackmamba study`: from a study file to its page, in as many calls as it takes."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.progress import working
-from megatron_blackmamba.study import corpus, generation
-from megatron_blackmamba.study.config import StudyError, read_study
+from megatron_blackmamba.study import evidence, generation, points
+from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.page import COLUMNS, render, rows
 from megatron_blackmamba.study.pictures import write_pictures
+from megatron_blackmamba.study.points import Evidence
 from megatron_blackmamba.study.results import collect, grouped, to_json
 from megatron_blackmamba.study.runs import Cell, Study
 
@@ -29,21 +32,23 @@ def open_study(name: str, folder: Path | None) -> Study:
     study = Study(Path(name).stem, config, (folder or Path("studies") / Path(name).stem).resolve())
     record = study.folder / "study.json"
     said = config.model_dump_json(indent=2) + "\n"
-    if record.is_file() and record.read_text() != said:
+    if record.is_file() and _decides(json.loads(record.read_bytes()), config) != _decides(json.loads(said), config):
         raise StudyError(f"{study.folder} belongs to another version of this study: name a new --folder, or remove it")
-    if not record.is_file():
-        atomic.write_text(record, said)
+    atomic.write_text(record, said)
     return study
+
+
+def _decides(recorded: dict[str, Any], config: StudyConfig) -> Any:
+    """Return what may not change in a folder. A study with branches may grow: its runs refuse what they cannot be."""
+    return recorded.get("corpus") if config.has_branches else recorded
 
 
 def run(study: Study, how: HowToRun) -> bool:
     """Complete the unfinished part of a study and write its page; return whether the study is finished."""
     if not how.page_only:
-        if not study.mixture.is_file():
-            say("gathering text")
         with working("gathering and tokenizing text"):
-            corpus.build(study.corpus, study.config.corpus_megabytes, study.config.vocabulary)
-        say(f"corpus: {study.corpus}")
+            study.corpus.build()
+        say(f"corpus: {study.corpus.folder}")
     finished = False
     try:
         finished = _train(study, how)
@@ -74,7 +79,9 @@ def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> boo
 
 
 def write_page(study: Study, png: Path | None = None) -> Path:
-    """Write results.json, the page and, into a folder, the main charts of what is finished."""
+    """Write the results, the page and, into a folder, the main charts of what is finished."""
+    if study.config.has_branches:
+        return write_evidence(Evidence.of(study, study.runs(study.learning_rates() or {})), study.folder, png)
     rates = study.learning_rates()
     cells = [*study.tuning(), *(study.runs(rates) if rates else ())]
     with working("measuring generation"):
@@ -87,6 +94,17 @@ def write_page(study: Study, png: Path | None = None) -> Path:
     if png is not None:
         write_pictures(study, results, png)
     show(grouped(results, "run"), grouped(results, "ablation"), path)
+    return path
+
+
+def write_evidence(found: Evidence, folder: Path, png: Path | None) -> Path:
+    """Write the points of a study with branches, its page and its picture, and print its summary."""
+    path = folder / "study.html"
+    found.write(folder / points.FILE)
+    atomic.write_text(path, evidence.render(found))
+    if png is not None:
+        evidence.write_picture(found, png)
+    print(*evidence.summary(found), path, sep="\n")
     return path
 
 

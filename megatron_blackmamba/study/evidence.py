@@ -1,0 +1,254 @@
+"""The page, the picture and the summary of a study with trunks and branches, made from its points alone."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_blackmamba.report import charts, html
+from megatron_blackmamba.report.charts import Line, short
+from megatron_blackmamba.report.pictures import picture
+from megatron_blackmamba.study import fits
+from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
+
+COLUMNS = (
+    "variant", "size", "budget", "seeds", "parameters", "active", "tokens per parameter", "FLOPs", "loss",
+    "bits per byte", "unseen set", "busiest expert", "repeated tokens",
+)  # fmt: skip
+
+
+def summary(evidence: Evidence) -> list[str]:
+    """Return what the points say so far, a sentence or two for each comparison with the first variant."""
+    points, said = evidence.plain, []
+    done, planned = len(evidence.points), evidence.planned
+    said.append(f"{done} of {planned} planned points are finished.")
+    for other in unique(points, "variant"):
+        for size in unique(points, "size"):
+            found = fits.differences(points, evidence.first, other, size)
+            if other == evidence.first or not found:
+                continue
+            last, cross = found[-1], fits.crossing(points, evidence.first, other, size)
+            where = f"{evidence.first} − {other}, size {size}"
+            said.append(
+                f"{where}: {_signed(last)} at the largest budget ({last.per_parameter:.1f} tokens per parameter); "
+                + (_crossing(cross) if cross else "no crossing is known")
+                + "."
+            )
+    return said
+
+
+def _signed(difference: fits.Difference) -> str:
+    interval = difference.interval
+    seeds = f" ± {interval:.3f} over {len(difference.values)} seeds" if interval is not None else ", one seed"
+    return f"{difference.mean:+.3f}{seeds}"
+
+
+def _crossing(cross: fits.Crossing) -> str:
+    parts = []
+    if cross.by_seed:
+        band = cross.band
+        said = f" (95% interval {band[0]:.1f} to {band[1]:.1f})" if band else ""
+        parts.append(f"the sign turns at {cross.mean:.1f} tokens per parameter{said} in {len(cross.by_seed)} seeds")
+    if cross.never:
+        parts.append(f"positive to the end in {cross.never} seeds")
+    if cross.always:
+        parts.append(f"negative at every budget in {cross.always} seeds")
+    return ", ".join(parts)
+
+
+def render(evidence: Evidence) -> str:
+    """Return the page as one string of HTML."""
+    points = evidence.plain
+    header = f"<h1>Study: {escape(evidence.name)}</h1><p>{escape(evidence.about)}</p>"
+    sections = [
+        "<section><h2>So far</h2>" + "".join(f"<p>{escape(line)}</p>" for line in summary(evidence)) + "</section>",
+        html.section("Differences", [*_differences(evidence)], "Below zero, the first variant is better. Bands are 95%"
+                     " confidence intervals over the seeds, which share data and order."),
+        html.section("Loss over training FLOPs", [*_losses(points)], "Means over the seeds; dashed: the fitted law."),
+        _points(points),
+        _laws(points),
+        html.section("Residuals", [*_residuals(points)], "Loss less the law with an offset, else the law without one."),
+        _rates(evidence.points),
+        _corpus(evidence),
+    ]  # fmt: skip
+    words = f"Written by blackmamba study {escape(evidence.name)} --page."
+    return html.page(f"{evidence.name} · BlackMamba study", header, [each for each in sections if each], words)
+
+
+def _means(points: Sequence[Point], field: str = "loss") -> tuple[list[float], list[float]]:
+    """Return FLOPs and the mean of a field at each budget."""
+    budgets = sorted(unique(points, "budget"))
+    at = [chosen(points, budget=budget) for budget in budgets]
+    return [some[0].flops for some in at], [statistics.fmean(getattr(p, field) for p in some) for some in at]
+
+
+def _losses(points: Sequence[Point]) -> Iterator[str]:
+    for size in unique(points, "size"):
+        curves = []
+        for i, variant in enumerate(unique(points, "variant")):
+            spent, losses = _means(chosen(points, variant=variant, size=size))
+            curves.append(Line(variant, np.log10(spent), losses, colour=i))
+            if law := _best_fit(points, variant, size):
+                curves.append(Line(f"{variant}, law", np.log10(spent), law.law.at(spent), colour=i, dashed=True))
+        yield charts.lines(f"Validation loss, size {size}", curves, x_label="log10 of training FLOPs")
+
+
+def _best_fit(points: Sequence[Point], variant: str, size: str) -> fits.Fit | None:
+    return fits.fit(points, variant, size, True) or fits.fit(points, variant, size, False)
+
+
+def _differences(evidence: Evidence) -> Iterator[str]:
+    points = evidence.plain
+    for i, other in enumerate(unique(points, "variant")):
+        curves = []
+        for j, size in enumerate(unique(points, "size")):
+            found = fits.differences(points, evidence.first, other, size)
+            mean = np.array([each.mean for each in found])
+            half = np.array([each.interval or 0.0 for each in found])
+            x = np.log10([each.per_parameter for each in found])
+            curves.append(Line(f"size {size}", x, mean, mean - half, mean + half, colour=j))
+        if i and any(len(curve.x) for curve in curves):
+            title, label = f"{evidence.first} − {other}", "log10 of tokens per parameter"
+            yield charts.lines(title, curves, x_label=label)
+
+
+def _points(points: Sequence[Point]) -> str:
+    rows = []
+    for size in unique(points, "size"):
+        for budget in sorted({p.budget for p in points if p.size == size}):
+            for variant in unique(points, "variant"):
+                if at := chosen(points, variant=variant, size=size, budget=budget):
+                    rows.append(_row(at))
+    words = "Means over the seeds. Losses are in nats per token. Equal budgets are equal training FLOPs."
+    return f"<section><h2>Points</h2><p>{words}</p>{html.table(COLUMNS, rows)}</section>"
+
+
+def _row(at: Sequence[Point]) -> list[str]:
+    one = at[0]
+    half = fits.half_interval([p.loss for p in at])
+    busiest = [p.busiest for p in at if p.busiest is not None]
+    sets = [*one.validation]
+    return [
+        one.variant,
+        one.size,
+        short(one.budget),
+        ", ".join(str(p.seed) for p in at),
+        short(one.parameters),
+        short(one.active),
+        f"{one.tokens / one.parameters:.2f}",
+        f"{one.flops:.2e}",
+        f"{statistics.fmean(p.loss for p in at):.3f}" + ("" if half is None else f" ± {half:.3f}"),
+        " / ".join(f"{name} {statistics.fmean(p.bits_per_byte[name] for p in at):.3f}" for name in sets),
+        _unseen(at),
+        f"{statistics.fmean(busiest):.2f}" if busiest else "–",
+        short(one.repeated),
+    ]
+
+
+def _unseen(at: Sequence[Point]) -> str:
+    from megatron_blackmamba.study.corpus import UNSEEN
+
+    return f"{statistics.fmean(p.validation[UNSEEN] for p in at):.3f}" if UNSEEN in at[0].validation else "–"
+
+
+def _laws(points: Sequence[Point]) -> str:
+    rows = []
+    for size in unique(points, "size"):
+        for variant in unique(points, "variant"):
+            for offset in (False, True):
+                if found := fits.fit(points, variant, size, offset):
+                    half = found.exponent_interval
+                    rows.append(
+                        [
+                            variant,
+                            size,
+                            f"{found.law.offset:.3f}" if offset else "none",
+                            f"{found.law.exponent:.4f}" + ("" if half is None else f" ± {half:.4f}"),
+                            f"{max(abs(v) for each in found.residuals.values() for v in each):.4f}",
+                            _misfit(found),
+                        ]
+                    )
+    columns = ("variant", "size", "offset", "exponent", "largest residual", "do the points fit?")
+    words = (
+        "loss = offset + factor × FLOPs^-exponent for one model size; ± is the 95% interval over fits of single seeds. A"
+        " law holds inside the budgets that it was fitted to, and says nothing about larger models."
+    )
+    return f"<section><h2>Power laws</h2><p>{words}</p>{html.table(columns, rows)}</section>" if rows else ""
+
+
+def _misfit(found: fits.Fit) -> str:
+    if found.seeds < 2:
+        return "unknown: one seed"
+    misfits = ", ".join(short(budget) for budget in found.misfits)
+    return f"no, at {misfits} they lie off it by more than the seeds differ" if misfits else "yes"
+
+
+def _residuals(points: Sequence[Point]) -> Iterator[str]:
+    for size in unique(points, "size"):
+        curves = []
+        for i, variant in enumerate(unique(points, "variant")):
+            if found := _best_fit(points, variant, size):
+                budgets = sorted(found.residuals)
+                means = [statistics.fmean(found.residuals[budget]) for budget in budgets]
+                curves.append(Line(variant, np.log10(budgets), means, colour=i))
+        if curves:
+            yield charts.lines(f"Residuals, size {size}", curves, x_label="log10 of the budget in tokens")
+
+
+def _rates(points: Sequence[Point]) -> str:
+    rows = []
+    for best in fits.best_rates(points):
+        tried = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in best.tried.items())
+        where = f"{best.rate:.2g}" + (" (edge of the grid)" if best.at_edge else "")
+        rows.append([best.variant, best.size, f"{best.flops:.1e}", tried, where, f"{best.loss:.3f}",
+                     "–" if best.twice is None else f"{best.twice:+.3f}"])  # fmt: skip
+    columns = ("variant", "size", "FLOPs", "loss at each rate", "best rate", "its loss", "cost of twice or half of it")
+    return f"<section><h2>Learning rate</h2>{html.table(columns, rows)}</section>" if rows else ""
+
+
+def _corpus(evidence: Evidence) -> str:
+    rows = [
+        [source, part, f"{counts['documents']:,}", f"{counts['bytes'] / 1e6:.1f} MB", f"{counts.get('tokens', 0):,}"]
+        for source, parts in evidence.corpus.items()
+        for part, counts in parts.items()
+    ]
+    return f"<section><h2>Corpus</h2>{html.table(('source', 'part', 'documents', 'bytes', 'tokens'), rows)}</section>"
+
+
+def write_picture(evidence: Evidence, folder: Path) -> Path | None:
+    """Write trend.png: loss over FLOPs, and differences over tokens per parameter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return picture(folder / f"{evidence.name}.png", partial(_draw, evidence), columns=2)
+
+
+def _draw(evidence: Evidence, axes: Any) -> bool:
+    points, (left, right) = evidence.plain, axes
+    if not points:
+        return False
+    styles = ("-", "--", ":", "-.")
+    for i, variant in enumerate(unique(points, "variant")):
+        for size, style in zip(unique(points, "size"), styles, strict=False):
+            spent, losses = _means(chosen(points, variant=variant, size=size))
+            left.plot(spent, losses, color=f"C{i}", linestyle=style, marker=".", linewidth=1.2)
+            found = fits.differences(points, evidence.first, variant, size)
+            if not i or not found:
+                continue
+            x, mean = [each.per_parameter for each in found], np.array([each.mean for each in found])
+            half = np.array([each.interval or 0.0 for each in found])
+            right.plot(x, mean, color=f"C{i}", linestyle=style, marker=".", linewidth=1.2)
+            right.fill_between(x, mean - half, mean + half, color=f"C{i}", alpha=0.12)
+        left.plot([], [], color=f"C{i}", label=variant.replace("_", " "))
+        if i:
+            right.plot([], [], color=f"C{i}", label=f"minus {variant.replace('_', ' ')}")
+    right.axhline(0, color="black", linewidth=0.8)
+    left.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss")
+    right.set(xscale="log", xlabel=f"tokens per parameter of {evidence.first}", ylabel=f"loss of {evidence.first}")
+    right.set_title("below zero, it is the better one", fontsize="medium")
+    left.set_title(f"sizes: {', '.join(unique(points, 'size'))}", fontsize="medium")
+    for place in axes:
+        place.legend(frameon=False)
+    return True
