@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.progress import working
-from megatron_blackmamba.study import evidence, generation, points
+from megatron_blackmamba.study import afford, evidence, generation, points
 from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.options import HowToRun
@@ -45,6 +45,11 @@ def _decides(recorded: dict[str, Any], config: StudyConfig) -> Any:
 
 def run(study: Study, how: HowToRun) -> bool:
     """Complete the unfinished part of a study and write its page; return whether the study is finished."""
+    if how.points is not None:
+        draw(Evidence.read(how.points), study.folder, how.png)
+        return True
+    if how.slurm and study.config.has_branches:
+        raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
     if not how.page_only:
         with working("gathering and tokenizing text"):
             study.corpus.build()
@@ -64,7 +69,14 @@ def _train(study: Study, how: HowToRun) -> bool:
     if not _do(tuning, study, how, local):
         return False
     rates = study.learning_rates()
-    return rates is not None and _do(study.runs(rates), study, how, local)
+    if rates is None:
+        return False
+    cells = study.runs(rates)
+    if how.budget is not None and study.config.has_branches and not how.page_only:
+        left = afford.costs(cells, Evidence.of(study, cells).points)
+        say("; ".join(afford.described(left, how.budget)))
+        return _do(afford.afforded(left, how.budget), study, how, local) and all(cell.done for cell in cells)
+    return _do(cells, study, how, local)
 
 
 def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> bool:
@@ -98,9 +110,14 @@ def write_page(study: Study, png: Path | None = None) -> Path:
 
 
 def write_evidence(found: Evidence, folder: Path, png: Path | None) -> Path:
-    """Write the points of a study with branches, its page and its picture, and print its summary."""
-    path = folder / "study.html"
+    """Write the points of a study with branches and draw them."""
     found.write(folder / points.FILE)
+    return draw(found, folder, png)
+
+
+def draw(found: Evidence, folder: Path, png: Path | None) -> Path:
+    """Write the page and the picture of a study with branches, and print its summary."""
+    path = folder / "study.html"
     atomic.write_text(path, evidence.render(found))
     if png is not None:
         evidence.write_picture(found, png)
