@@ -39,7 +39,9 @@ class Quantile(RouterKind):
     def problems(self, model: ModelConfig) -> list[str]:
         if model.top_k < model.experts:
             return []
-        return [f"model.router.kind=quantile compares chosen experts with others: set model.experts above {model.top_k}"]
+        return [
+            f"model.router.kind=quantile compares chosen experts with others: set model.experts above {model.top_k}"
+        ]
 
     def choose(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         return largest(self.selecting(logits_TE, at), at.model.top_k)

@@ -124,7 +124,9 @@ class Study:
         """Return a branch, and its trunk up to the place where the branch leaves it."""
         name = f"{variant}-{size}-seed{seed}" + "".join(f"-{key.rpartition('.')[2]}_{value}" for key, value in changed)
         keys = {**self._keys(f"trunk-{name}", seed, rate), **dict(changed)}
-        tokens, most = (self._tokens(variant, size, each, dict(changed)) for each in (budget, self.config.tokens[size][-1]))
+        tokens, most = (
+            self._tokens(variant, size, each, dict(changed)) for each in (budget, self.config.tokens[size][-1])
+        )
         _, step = self._cost(variant, size, changed)
         leaves = round((1 - self.config.decay) * tokens / step)
         stop = {"training.stop_after_steps": leaves, "training.evaluate_every": 0, "resume.allow": "[training.tokens]"}
@@ -179,7 +181,7 @@ class Study:
         ours, step = self._cost(variant, size, tuple(changed.items()))
         return max(1, round(budget * theirs / ours / step)) * step
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019 - a process has one study
+    @functools.cache  # noqa: B019 - a process has one study
     def _cost(self, variant: str, size: str, changed: tuple[tuple[str, Any], ...]) -> tuple[int, int]:
         """Return the training FLOPs of a token, and the tokens of a step."""
         config = self._compose(variant, size, dict(changed), {}, self.config.tokens[size][-1])

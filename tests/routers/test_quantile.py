@@ -1,4 +1,4 @@
-"""Quantile balancing: the bias is that of a float64 sort, moves with the weights, and balances inference's own routing."""
+"""Quantile balancing: the bias is that of a float64 sort, moves with the weights, and balances inference's routing."""
 
 import numpy as np
 import pytest
