@@ -94,7 +94,9 @@ class Corpus:
             _write(raw / f"{source}.jsonl", _distinct(found[source], lines, most))
         if self.config.near_duplicates:
             self._dedup(raw)
-        return {source: self._split(source, [*_documents(raw / f"{source}.jsonl")]) for source in self.sources}
+        counts = {source: self._split(source, [*_documents(raw / f"{source}.jsonl")]) for source in self.sources}
+        shutil.rmtree(raw)
+        return counts
 
     def _split(self, source: str, texts: list[str]) -> dict[str, dict[str, int]]:
         """Write training and validation documents of a source; return how many and how large they are."""

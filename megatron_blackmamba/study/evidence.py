@@ -174,8 +174,8 @@ def _laws(points: Sequence[Point]) -> str:
                     )
     columns = ("variant", "size", "offset", "exponent", "largest residual", "do the points fit?")
     words = (
-        "loss = offset + factor × FLOPs^-exponent for one model size; ± is the 95% interval over fits of single seeds. A"
-        " law holds inside the budgets that it was fitted to, and says nothing about larger models."
+        "loss = offset + factor × FLOPs^-exponent for one model size; ± is the 95% interval over fits of single seeds."
+        " A law holds inside the budgets that it was fitted to, and says nothing about larger models."
     )
     return f"<section><h2>Power laws</h2><p>{words}</p>{html.table(columns, rows)}</section>" if rows else ""
 

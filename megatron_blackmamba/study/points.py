@@ -104,7 +104,7 @@ def _quantile(values: Sequence[float], part: float) -> float:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a study knows: its question, its corpus, and the points that are finished."""
+    """The question of a study, its corpus, and the points that are finished."""
 
     name: str
     about: str
