@@ -1,17 +1,16 @@
 """`blackmamba study`: from a study file to its page, in as many calls as it takes."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.progress import working
+from megatron_blackmamba.settings import Section
 from megatron_blackmamba.study import afford, evidence, generation, points
 from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
@@ -31,16 +30,15 @@ def open_study(name: str, folder: Path | None) -> Study:
     config = read_study(name)
     study = Study(Path(name).stem, config, (folder or Path("studies") / Path(name).stem).resolve())
     record = study.folder / "study.json"
-    said = config.model_dump_json(indent=2) + "\n"
-    if record.is_file() and _decides(json.loads(record.read_bytes()), config) != _decides(json.loads(said), config):
+    if record.is_file() and _decides(StudyConfig.model_validate_json(record.read_bytes())) != _decides(config):
         raise StudyError(f"{study.folder} belongs to another version of this study: name a new --folder, or remove it")
-    atomic.write_text(record, said)
+    atomic.write_text(record, config.model_dump_json(indent=2) + "\n")
     return study
 
 
-def _decides(recorded: dict[str, Any], config: StudyConfig) -> Any:
+def _decides(config: StudyConfig) -> Section:
     """Return what may not change in a folder. A study with branches may grow: its runs refuse what they cannot be."""
-    return recorded.get("corpus") if config.has_branches else recorded
+    return config.corpus if config.has_branches else config
 
 
 def run(study: Study, how: HowToRun) -> bool:

@@ -95,6 +95,16 @@ class StudyConfig(Section):
     tuning: TuningConfig
     ablations: dict[str, AblationConfig] = Field({})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _older_keys(cls, content: Any) -> Any:
+        """Accept `vocabulary` and `corpus_megabytes` outside of `corpus`, as in studies of version 0.2 and before."""
+        if not isinstance(content, dict):
+            return content
+        moved = {"vocabulary": "vocabulary", "corpus_megabytes": "megabytes"}
+        corpus = {new: content[old] for old, new in moved.items() if old in content} | content.get("corpus", {})
+        return {key: value for key, value in content.items() if key not in moved} | {"corpus": corpus}
+
     @model_validator(mode="after")
     def _sizes_match(self) -> "StudyConfig":
         for name, sizes in self.variants.items():

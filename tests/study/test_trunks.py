@@ -12,6 +12,7 @@ from megatron_blackmamba.config import to_yaml
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.study import StudyError, afford, evidence, fits
+from megatron_blackmamba.study.commands import open_study
 from megatron_blackmamba.study.config import read_study
 from megatron_blackmamba.study.points import Evidence, Point
 from megatron_blackmamba.study.runs import Study
@@ -170,3 +171,21 @@ def test_best_rate_is_the_vertex_or_an_edge():
     best, edge = fits.best_rates(points)
     assert best.rate == pytest.approx(3e-3) and best.loss == pytest.approx(3) and best.twice == pytest.approx(1)
     assert edge.at_edge and edge.rate == 8e-3 and edge.twice is None
+
+
+def test_study_with_branches_may_grow_in_its_folder(tmp_path):
+    study_of(tmp_path)
+    file = tmp_path / "mine.yaml"
+    open_study(str(file), tmp_path)
+    study_of(tmp_path, seeds=[1, 2])
+    assert open_study(str(file), tmp_path).config.seeds == [1, 2]
+    study_of(tmp_path, corpus={**STUDY["corpus"], "megabytes": 2})
+    with pytest.raises(StudyError, match="belongs to another version"):
+        open_study(str(file), tmp_path)
+
+
+def test_older_study_files_are_read(tmp_path):
+    old = {key: value for key, value in STUDY.items() if key != "corpus"}
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(old | {"vocabulary": 300, "corpus_megabytes": 7}))
+    corpus = read_study(str(tmp_path / "old.yaml")).corpus
+    assert (corpus.vocabulary, corpus.megabytes, corpus.near_duplicates) == (300, 7, False)
