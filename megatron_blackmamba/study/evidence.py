@@ -22,41 +22,41 @@ COLUMNS = (
 
 
 def summary(evidence: Evidence) -> list[str]:
-    """Return what the points say so far, a sentence or two for each comparison with the first variant."""
-    points, said = evidence.plain, []
-    done, planned = len(evidence.points), evidence.planned
-    said.append(f"{done} of {planned} planned points are finished.")
-    for other in unique(points, "variant"):
-        for size in unique(points, "size"):
-            found = fits.differences(points, evidence.first, other, size)
-            if other == evidence.first or not found:
-                continue
-            last, cross = found[-1], fits.crossing(points, evidence.first, other, size)
-            where = f"{evidence.first} − {other}, size {size}"
-            said.append(
-                f"{where}: {_signed(last)} at the largest budget ({last.per_parameter:.1f} tokens per parameter); "
-                + (_crossing(cross) if cross else "no crossing is known")
-                + "."
-            )
+    """Return what the points say so far: a line for each comparison with the first variant."""
+    points, sizes = evidence.plain, unique(evidence.plain, "size")
+    said = [f"{len(evidence.points)} of {evidence.planned} planned points are finished."]
+    for other in [each for each in unique(points, "variant") if each != evidence.first]:
+        name, crossings = f"{evidence.first} − {other}", []
+        for size in sizes:
+            if found := fits.differences(points, evidence.first, other, size):
+                last, cross = found[-1], fits.crossing(points, evidence.first, other, size)
+                crossings += [cross] if cross and cross.by_seed else []
+                at = f"at {last.per_parameter:.1f} tokens per parameter, the largest budget"
+                said.append(f"{name}, size {size}: {_signed(last)} {at}; {_crossing(cross) if cross else ''}.")
+        if slope := fits.crossing_over_sizes(crossings):
+            said.append(f"{name}: the tokens per parameter at the turn grow as parameters^{_exponent(slope)}.")
     return said
 
 
 def _signed(difference: fits.Difference) -> str:
-    interval = difference.interval
-    seeds = f" ± {interval:.3f} over {len(difference.values)} seeds" if interval is not None else ", one seed"
-    return f"{difference.mean:+.3f}{seeds}"
+    interval, seeds = difference.interval, len(difference.values)
+    return f"{difference.mean:+.3f} (" + ("one seed)" if interval is None else f"± {interval:.3f}, {seeds} seeds)")
+
+
+def _exponent(slope: fits.Slope) -> str:
+    return f"{slope.exponent:.2f}" + ("" if slope.interval is None else f" ± {slope.interval:.2f}")
 
 
 def _crossing(cross: fits.Crossing) -> str:
-    parts = []
+    parts, seeds = [], len(cross.by_seed) + cross.never + cross.always
     if cross.by_seed:
         band = cross.band
         said = f" (95% interval {band[0]:.1f} to {band[1]:.1f})" if band else ""
-        parts.append(f"the sign turns at {cross.mean:.1f} tokens per parameter{said} in {len(cross.by_seed)} seeds")
+        parts.append(f"the sign turns at {cross.mean:.1f}{said} in {len(cross.by_seed)} of {seeds} seeds")
     if cross.never:
-        parts.append(f"positive to the end in {cross.never} seeds")
+        parts.append(f"still positive in {cross.never} of {seeds} seeds")
     if cross.always:
-        parts.append(f"negative at every budget in {cross.always} seeds")
+        parts.append(f"negative at every budget in {cross.always} of {seeds} seeds")
     return ", ".join(parts)
 
 
@@ -207,7 +207,16 @@ def _rates(points: Sequence[Point]) -> str:
         rows.append([best.variant, best.size, f"{best.flops:.1e}", tried, where, f"{best.loss:.3f}",
                      "–" if best.twice is None else f"{best.twice:+.3f}"])  # fmt: skip
     columns = ("variant", "size", "FLOPs", "loss at each rate", "best rate", "its loss", "cost of twice or half of it")
-    return f"<section><h2>Learning rate</h2>{html.table(columns, rows)}</section>" if rows else ""
+    words = "".join(f"<p>{escape(line)}</p>" for line in _rate_laws(points))
+    return f"<section><h2>Learning rate</h2>{words}{html.table(columns, rows)}</section>" if rows else ""
+
+
+def _rate_laws(points: Sequence[Point]) -> Iterator[str]:
+    best = fits.best_rates(points)
+    for variant, size in dict.fromkeys((each.variant, each.size) for each in best):
+        own = [each for each in best if (each.variant, each.size) == (variant, size)]
+        if slope := fits.rate_over_flops(own):
+            yield f"{variant}, size {size}: the best rate follows FLOPs^{_exponent(slope)} over {len(own)} budgets."
 
 
 def _corpus(evidence: Evidence) -> str:

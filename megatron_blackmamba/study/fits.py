@@ -125,7 +125,8 @@ class Crossing:
 
     size: str
     parameters: int
-    by_seed: tuple[float, ...]
+    by_seed: dict[int, float]
+    """Seed → tokens per parameter, of the seeds that cross."""
     never: int
     """Seeds whose difference is still positive at the largest budget."""
     always: int
@@ -134,12 +135,12 @@ class Crossing:
     @property
     def mean(self) -> float:
         """Return the geometric mean over the seeds that cross."""
-        return math.exp(statistics.fmean(map(math.log, self.by_seed)))
+        return math.exp(statistics.fmean(map(math.log, self.by_seed.values())))
 
     @property
     def band(self) -> tuple[float, float] | None:
         """Return the 95% interval of that mean; None unless two seeds cross, and all seeds do."""
-        half = half_interval([math.log(value) for value in self.by_seed])
+        half = half_interval([math.log(value) for value in self.by_seed.values()])
         if half is None or self.never or self.always:
             return None
         return self.mean / math.exp(half), self.mean * math.exp(half)
@@ -148,7 +149,7 @@ class Crossing:
 def crossing(points: Sequence[Point], one: str, other: str, size: str) -> Crossing | None:
     """Return where the last change of sign is, interpolated linearly over the logarithm of tokens."""
     some = chosen(points, variant=one, size=size)
-    found, never, always = [], 0, 0
+    found, never, always = {}, 0, 0
     for seed in unique(some, "seed"):
         own = differences([p for p in points if p.seed == seed], one, other, size)
         if not own:
@@ -158,12 +159,28 @@ def crossing(points: Sequence[Point], one: str, other: str, size: str) -> Crossi
         elif before := [i for i, each in enumerate(own) if each.mean > 0]:
             a, b = own[before[-1]], own[before[-1] + 1]
             part = a.mean / (a.mean - b.mean)
-            found.append(math.exp((1 - part) * math.log(a.per_parameter) + part * math.log(b.per_parameter)))
+            found[seed] = math.exp((1 - part) * math.log(a.per_parameter) + part * math.log(b.per_parameter))
         else:
             always += 1
     if not (found or never or always):
         return None
-    return Crossing(size, some[0].parameters, tuple(found), never, always)
+    return Crossing(size, some[0].parameters, found, never, always)
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The exponent of a power law between two quantities, and half of its 95% interval over the seeds, if known."""
+
+    exponent: float
+    interval: float | None
+
+
+def crossing_over_sizes(crossings: Sequence[Crossing]) -> Slope | None:
+    """Return how the crossing grows with the parameters, from the seeds that cross at all of at least two sizes."""
+    seeds = set.intersection(*(set(each.by_seed) for each in crossings)) if len(crossings) > 1 else set()
+    x = np.log([each.parameters for each in crossings])
+    slopes = [float(np.polyfit(x, np.log([each.by_seed[seed] for each in crossings]), 1)[0]) for seed in seeds]
+    return Slope(statistics.fmean(slopes), half_interval(slopes)) if slopes else None
 
 
 @dataclass(frozen=True)
@@ -208,6 +225,15 @@ def best_rates(points: Sequence[Point], key: str = "optimizer.learning_rate") ->
         rate, loss = (lowest, tried[lowest]) if at_edge else _vertex(tried, lowest)
         found.append(BestRate(variant, size, budget, at[0].flops, tried, rate, loss, at_edge))
     return found
+
+
+def rate_over_flops(best: Sequence[BestRate]) -> Slope | None:
+    """Return how the best rate of a variant and size grows with FLOPs, from at least three budgets within the grid."""
+    inside = [each for each in best if not each.at_edge]
+    if len(inside) < 3:
+        return None
+    x, y = np.log([each.flops for each in inside]), np.log([each.rate for each in inside])
+    return Slope(float(np.polyfit(x, y, 1)[0]), None)
 
 
 def _vertex(tried: dict[float, float], lowest: float) -> tuple[float, float]:

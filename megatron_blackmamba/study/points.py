@@ -15,8 +15,6 @@ from megatron_blackmamba.plan import flops, parameters
 from megatron_blackmamba.study.runs import Cell, Study
 
 FILE = "points.json"
-UNDISTURBED = 0.1
-"""The quantile of a run's step times that stands for an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Point:
     busiest: float | None = None
     """The busiest expert's tokens over the mean in training, in the least balanced layer at the end."""
     step_seconds: float = 0.0
-    """Time of a step when the machine is nearly idle: the fastest tenth of the steps."""
+    """Time of the fastest step, which stands for an idle machine."""
 
     @property
     def plain(self) -> bool:
@@ -82,7 +80,7 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
         bits_per_byte={name: loss / math.log(2) * _tokens_per_byte(corpus[name]) for name, loss in losses.items()},
         changed=dict(cell.changed),
         busiest=max(loads[-3:], default=None),
-        step_seconds=_quantile([record["speed/step_seconds"] for record in records], UNDISTURBED),
+        step_seconds=min(record["speed/step_seconds"] for record in records),
     )
 
 
@@ -96,10 +94,6 @@ def _known(loss: float | None) -> float:
 
 def _tokens_per_byte(counts: Mapping[str, Any]) -> float:
     return counts["validation"]["tokens"] / counts["validation"]["bytes"]
-
-
-def _quantile(values: Sequence[float], part: float) -> float:
-    return sorted(values)[int(part * (len(values) - 1))]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -152,12 +153,16 @@ def test_crossing_is_where_the_sign_turns_for_good():
         points += [point("experts", seed, budget, 3.0 - math.log2(budget / 1000 / turn)) for budget in BUDGETS]
     two = [p for p in points if p.seed < 3]
     found = fits.crossing(two, "experts", "dense", "s")
-    assert found.by_seed == pytest.approx((8, 16)) and found.mean == pytest.approx(math.sqrt(128))
+    assert found.by_seed == pytest.approx({1: 8, 2: 16}) and found.mean == pytest.approx(math.sqrt(128))
     assert found.band[0] < found.mean < found.band[1]
     all_three = fits.crossing(points, "experts", "dense", "s")
     assert all_three.never == 1 and all_three.band is None
     said = evidence.summary(Evidence("x", "y", "experts", 9, {}, tuple(two)))
-    assert "the sign turns at 11.3 tokens per parameter" in said[1]
+    assert "the sign turns at 11.3 (95% interval" in said[1] and "in 2 of 2 seeds" in said[1]
+    grown = [replace(found, parameters=1000), replace(found, parameters=4000, by_seed={1: 16.0, 2: 32.0})]
+    slope = fits.crossing_over_sizes(grown)
+    assert slope.exponent == pytest.approx(0.5) and slope.interval == pytest.approx(0)
+    assert fits.crossing_over_sizes(grown[:1]) is None
 
 
 def test_best_rate_is_the_vertex_or_an_edge():
@@ -170,6 +175,9 @@ def test_best_rate_is_the_vertex_or_an_edge():
     ]
     best, edge = fits.best_rates(points)
     assert best.rate == pytest.approx(3e-3) and best.loss == pytest.approx(3) and best.twice == pytest.approx(1)
+    moved = [replace(best, flops=10.0**i, rate=best.rate * 10.0 ** (-0.2 * i)) for i in range(3)]
+    assert fits.rate_over_flops(moved).exponent == pytest.approx(-0.2)
+    assert fits.rate_over_flops([edge] * 3) is None
     assert edge.at_edge and edge.rate == 8e-3 and edge.twice is None
 
 
