@@ -256,6 +256,8 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     right.axhline(0, color="black", linewidth=0.8)
     left.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss")
     right.set(xscale="log", xlabel=f"tokens per parameter of {evidence.first}", ylabel=f"loss of {evidence.first}")
+    for formatter in (right.xaxis.set_major_formatter, right.xaxis.set_minor_formatter):
+        formatter("{x:g}")
     right.set_title("below zero, it is the better one", fontsize="medium")
     left.set_title(f"sizes: {', '.join(unique(points, 'size'))}", fontsize="medium")
     for place in axes:

@@ -24,12 +24,13 @@ Say = Callable[[str], None]
 
 
 class Local:
-    """A runner that trains cells on this machine, `jobs` at a time, each with its share of the cores."""
+    """A runner that trains cells on this machine, `jobs` at a time, each with OMP_NUM_THREADS or its share of the cores."""
 
     def __init__(self, configs: Path, jobs: int, seconds: float | None, say: Say):
         self.configs, self.jobs, self.say = configs, jobs, say
         self.until = None if seconds is None else time.monotonic() + seconds
-        self.threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+        share = max(1, len(os.sched_getaffinity(0)) // jobs)
+        self.threads = os.environ.get("OMP_NUM_THREADS") or str(share)
         self.running: dict[subprocess.Popen, list[Cell]] = {}
         self.stopping = False
         self.failed: list[str] = []
@@ -67,7 +68,7 @@ class Local:
                 if config is not None:
                     written.append(self.configs / f"{name}.yaml")
                     atomic.write_text(written[-1], to_yaml(config))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": self.threads}
         with open(self.output(chain[0]), "ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_blackmamba.study.worker", *map(str, written)],
