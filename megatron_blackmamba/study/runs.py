@@ -123,6 +123,7 @@ class Study:
     ) -> Cell:
         """Return a branch, and its trunk up to the place where the branch leaves it."""
         name = f"{variant}-{size}-seed{seed}" + "".join(f"-{key.rpartition('.')[2]}_{value}" for key, value in changed)
+        rate = dict(changed).get("optimizer.learning_rate", rate)
         keys = {**self._keys(f"trunk-{name}", seed, rate), **dict(changed)}
         tokens, most = (
             self._tokens(variant, size, each, dict(changed)) for each in (budget, self.config.tokens[size][-1])

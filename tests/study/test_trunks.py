@@ -101,6 +101,7 @@ def test_grid_changes_any_key(tmp_path):
     ]
     assert {cell.config.optimizer.learning_rate for cell in cells} == {1e-3, 2e-3}
     assert {cell.trunk.model.experts for cell in cells} == {2}
+    assert all(cell.config.optimizer.min_learning_rate * 20 == cell.trunk.optimizer.learning_rate for cell in cells)
 
 
 @pytest.mark.parametrize(
