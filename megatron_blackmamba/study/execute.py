@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 class Local:
-    """A runner that trains cells on this machine, `jobs` at a time, each with OMP_NUM_THREADS or its share of the cores."""
+    """A runner that trains cells on this machine, `jobs` at a time, on OMP_NUM_THREADS or equal shares of the cores."""
 
     def __init__(self, configs: Path, jobs: int, seconds: float | None, say: Say):
         self.configs, self.jobs, self.say = configs, jobs, say
