@@ -13,11 +13,12 @@ from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, short
 from megatron_blackmamba.report.pictures import picture
 from megatron_blackmamba.study import fits
+from megatron_blackmamba.study.corpus import UNSEEN
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 
 COLUMNS = (
     "variant", "size", "budget", "seeds", "parameters", "active", "tokens per parameter", "FLOPs", "loss",
-    "bits per byte", "unseen set", "busiest expert", "repeated tokens",
+    "bits per byte", "unseen set", "busiest expert in training", "repeated tokens",
 )  # fmt: skip
 
 
@@ -150,8 +151,6 @@ def _row(at: Sequence[Point]) -> list[str]:
 
 
 def _unseen(at: Sequence[Point]) -> str:
-    from megatron_blackmamba.study.corpus import UNSEEN
-
     return f"{statistics.fmean(p.validation[UNSEEN] for p in at):.3f}" if UNSEEN in at[0].validation else "–"
 
 

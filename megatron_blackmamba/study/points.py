@@ -12,6 +12,8 @@ from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.plan import flops, parameters
+from megatron_blackmamba.study.corpus import UNSEEN
+from megatron_blackmamba.study.results import busiest
 from megatron_blackmamba.study.runs import Cell, Study
 
 FILE = "points.json"
@@ -61,7 +63,7 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
     last, counted = records[-1], parameters.count(config)
     prefix = "validation/loss/"
     losses = {name.removeprefix(prefix): _known(loss) for name, loss in last.items() if name.startswith(prefix)}
-    loads = [value for record in records for name, value in record.items() if name.endswith("/max_over_mean")]
+    readable = sum(counts["train"]["tokens"] for source, counts in corpus.items() if source != UNSEEN)
     tokens = last["consumed_tokens"]
     return Point(
         variant=cell.group,
@@ -70,7 +72,7 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
         budget=cell.budget,
         flops=float(flops.training(config.model, config.data.sequence_length) * tokens),
         tokens=tokens,
-        repeated=max(0, tokens - sum(corpus[name]["train"]["tokens"] for name in losses if _trained(name, last))),
+        repeated=max(0, tokens - readable),
         parameters=counted.total,
         active=counted.forward,
         rate=config.optimizer.learning_rate,
@@ -79,13 +81,9 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
         validation=losses,
         bits_per_byte={name: loss / math.log(2) * _tokens_per_byte(corpus[name]) for name, loss in losses.items()},
         changed=dict(cell.changed),
-        busiest=max(loads[-3:], default=None),
+        busiest=max(busiest(records).values(), default=None),
         step_seconds=min(record["speed/step_seconds"] for record in records),
     )
-
-
-def _trained(source: str, record: Mapping[str, Any]) -> bool:
-    return bool(record.get(f"source/samples/{source}"))
 
 
 def _known(loss: float | None) -> float:

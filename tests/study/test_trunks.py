@@ -13,10 +13,12 @@ from megatron_blackmamba.config import to_yaml
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.study import StudyError, afford, evidence, fits
-from megatron_blackmamba.study.commands import open_study
+from megatron_blackmamba.study.commands import open_study, run
 from megatron_blackmamba.study.config import read_study
+from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence, Point
 from megatron_blackmamba.study.runs import Study
+from tests.docs.session import ROOT
 from tests.pages import check_page
 
 SMALL = {"model.pattern": "ME", "model.hidden_size": 16, "model.expert_hidden_size": 16, "model.experts": 4}
@@ -198,3 +200,12 @@ def test_older_study_files_are_read(tmp_path):
     (tmp_path / "old.yaml").write_text(yaml.safe_dump(old | {"vocabulary": 300, "corpus_megabytes": 7}))
     corpus = read_study(str(tmp_path / "old.yaml")).corpus
     assert (corpus.vocabulary, corpus.megabytes, corpus.near_duplicates) == (300, 7, False)
+
+
+def test_page_is_made_from_the_committed_points(tmp_path, capsys):
+    how = HowToRun(points=ROOT / "docs" / "studies" / "trend.json", page_only=True, png=tmp_path / "png")
+    assert run(open_study("trend", tmp_path), how)
+    assert "planned points are finished" in capsys.readouterr().out
+    check_page((tmp_path / "study.html").read_text())
+    assert (tmp_path / "png" / "trend.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "points.json").exists()
