@@ -73,7 +73,7 @@ def render(evidence: Evidence) -> str:
         _points(points),
         _laws(points),
         html.section("Residuals", [*_residuals(points)], "Loss less the law with an offset, else the law without one."),
-        _rates(evidence.points),
+        _grids(evidence.points),
         _corpus(evidence),
     ]  # fmt: skip
     words = f"Written by blackmamba study {escape(evidence.name)} --page."
@@ -198,24 +198,42 @@ def _residuals(points: Sequence[Point]) -> Iterator[str]:
             yield charts.lines(f"Residuals, size {size}", curves, x_label="log10 of the budget in tokens")
 
 
-def _rates(points: Sequence[Point]) -> str:
-    rows = []
-    for best in fits.best_rates(points):
-        tried = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in best.tried.items())
-        where = f"{best.rate:.2g}" + (" (edge of the grid)" if best.at_edge else "")
-        rows.append([best.variant, best.size, f"{best.flops:.1e}", tried, where, f"{best.loss:.3f}",
-                     "–" if best.twice is None else f"{best.twice:+.3f}"])  # fmt: skip
-    columns = ("variant", "size", "FLOPs", "loss at each rate", "best rate", "its loss", "cost of twice or half of it")
-    words = "".join(f"<p>{escape(line)}</p>" for line in _rate_laws(points))
-    return f"<section><h2>Learning rate</h2>{words}{html.table(columns, rows)}</section>" if rows else ""
+def _grids(points: Sequence[Point]) -> str:
+    """Show what each value of a grid's key gives, and the best one as a function of compute."""
+    drawn = []
+    for key in dict.fromkeys(key for point in points for key in point.changed):
+        best, rows = fits.best_values(points, key), []
+        for each in best:
+            tried = ", ".join(f"{value:g}: {loss:.3f}" for value, loss in each.tried.items())
+            where = f"{each.value:.2g}" + (" (edge of the grid)" if each.at_edge else "")
+            cost = "–" if each.twice is None else f"{each.twice:+.3f}"
+            rows.append([each.variant, each.size, f"{each.flops:.1e}", tried, where, f"{each.loss:.3f}", cost])
+        columns = ("variant", "size", "FLOPs", "loss at each value", "best value", "its loss", "cost of twice or half")
+        words = "".join(f"<p>{escape(line)}</p>" for line in _over_flops(best))
+        if rows:
+            drawn.append(f"<section><h2>{escape(key)}</h2>{words}{html.table(columns, rows)}</section>")
+    return "".join([*drawn, _changes(points)])
 
 
-def _rate_laws(points: Sequence[Point]) -> Iterator[str]:
-    best = fits.best_rates(points)
+def _over_flops(best: Sequence[fits.Best]) -> Iterator[str]:
     for variant, size in dict.fromkeys((each.variant, each.size) for each in best):
         own = [each for each in best if (each.variant, each.size) == (variant, size)]
-        if slope := fits.rate_over_flops(own):
-            yield f"{variant}, size {size}: the best rate follows FLOPs^{_exponent(slope)} over {len(own)} budgets."
+        if slope := fits.over_flops(own):
+            yield f"{variant}, size {size}: the best value follows FLOPs^{_exponent(slope)} over {len(own)} budgets."
+
+
+def _changes(points: Sequence[Point]) -> str:
+    plain = {(p.variant, p.size, p.seed, p.budget): p.loss for p in points if p.plain}
+    rows = []
+    for point in (p for p in points if not p.plain):
+        before = plain.get((point.variant, point.size, point.seed, point.budget))
+        said = ", ".join(f"{key}={value}" for key, value in point.changed.items())
+        change = "–" if before is None else f"{point.loss - before:+.3f}"
+        rows.append(
+            [point.variant, point.size, short(point.budget), str(point.seed), said, f"{point.loss:.3f}", change]
+        )
+    columns = ("variant", "size", "budget", "seed", "changes", "loss", "less that without changes")
+    return f"<section><h2>Grids</h2>{html.table(columns, rows)}</section>" if rows else ""
 
 
 def _corpus(evidence: Evidence) -> str:

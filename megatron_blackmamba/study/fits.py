@@ -183,64 +183,73 @@ def crossing_over_sizes(crossings: Sequence[Crossing]) -> Slope | None:
     return Slope(statistics.fmean(slopes), half_interval(slopes)) if slopes else None
 
 
-@dataclass(frozen=True)
-class BestRate:
-    """The learning rate with the lowest loss, on a parabola through the logarithms of the rates tried."""
+RATE = "optimizer.learning_rate"
 
+
+@dataclass(frozen=True)
+class Best:
+    """The value of a key with the lowest loss, on a parabola through the logarithms of the values tried."""
+
+    key: str
     variant: str
     size: str
-    budget: int
     flops: float
     tried: dict[float, float]
-    """Rate → loss."""
-    rate: float
+    """Value → mean loss of the seeds that have them all."""
+    value: float
     loss: float
     at_edge: bool
-    """The lowest loss tried is at the smallest or largest rate, which is then taken."""
+    """The lowest loss tried is at the smallest or largest value, which is then taken."""
 
     @property
     def twice(self) -> float | None:
-        """Return what a factor of 2 from the best rate costs; None at an edge."""
+        """Return what a factor of 2 from the best value costs; None at an edge."""
         if self.at_edge:
             return None
         return float(np.polyfit(np.log2([*self.tried]), [*self.tried.values()], 2)[0])
 
 
-def best_rates(points: Sequence[Point], key: str = "optimizer.learning_rate") -> list[BestRate]:
-    """Return the best rate of each variant, size and budget at which at least three were tried, mean over seeds."""
-    some = [p for p in points if math.isfinite(p.loss) and p.changed.keys() <= {key}]
+def best_values(points: Sequence[Point], key: str) -> list[Best]:
+    """Return the best value of a key for each variant, size and budget at which three or more numbers were tried."""
+    values = {id(p): p.changed.get(key, p.rate if key == RATE else None) for p in points}
+    some = [p for p in points if math.isfinite(p.loss) and p.changed.keys() <= {key} and _is_number(values[id(p)])]
     found = []
     for variant, size, budget in dict.fromkeys((p.variant, p.size, p.budget) for p in some):
         at = chosen(some, variant=variant, size=size, budget=budget)
-        seeds = set.intersection(*({p.seed for p in at if p.rate == rate} for rate in unique(at, "rate")))
+        all_values = sorted({values[id(p)] for p in at})
+        seeds = set.intersection(*({p.seed for p in at if values[id(p)] == value} for value in all_values))
         tried = {
-            rate: statistics.fmean(p.loss for p in at if p.rate == rate and p.seed in seeds)
-            for rate in sorted(unique(at, "rate"))
+            value: statistics.fmean(p.loss for p in at if values[id(p)] == value and p.seed in seeds)
+            for value in all_values
             if seeds
         }
         if len(tried) < 3:
             continue
-        lowest = min(tried, key=lambda rate: tried[rate])
+        lowest = min(tried, key=lambda value: tried[value])
         at_edge = lowest in (min(tried), max(tried))
-        rate, loss = (lowest, tried[lowest]) if at_edge else _vertex(tried, lowest)
-        found.append(BestRate(variant, size, budget, at[0].flops, tried, rate, loss, at_edge))
+        value, loss = (lowest, tried[lowest]) if at_edge else _vertex(tried, lowest)
+        found.append(Best(key, variant, size, at[0].flops, tried, value, loss, at_edge))
     return found
 
 
-def rate_over_flops(best: Sequence[BestRate]) -> Slope | None:
-    """Return how the best rate of a variant and size grows with FLOPs, from at least three budgets within the grid."""
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def over_flops(best: Sequence[Best]) -> Slope | None:
+    """Return how the best value of a variant and size grows with FLOPs, from at least three budgets within the grid."""
     inside = [each for each in best if not each.at_edge]
     if len(inside) < 3:
         return None
-    x, y = np.log([each.flops for each in inside]), np.log([each.rate for each in inside])
+    x, y = np.log([each.flops for each in inside]), np.log([each.value for each in inside])
     return Slope(float(np.polyfit(x, y, 1)[0]), None)
 
 
 def _vertex(tried: dict[float, float], lowest: float) -> tuple[float, float]:
-    """Return the minimum of the parabola through the lowest rate and its neighbours."""
-    rates = [*tried]
-    i = rates.index(lowest)
-    near = rates[i - 1 : i + 2]
-    curve = np.poly1d(np.polyfit(np.log2(near), [tried[rate] for rate in near], 2))
+    """Return the minimum of the parabola through the lowest value and its neighbours."""
+    values = [*tried]
+    i = values.index(lowest)
+    near = values[i - 1 : i + 2]
+    curve = np.poly1d(np.polyfit(np.log2(near), [tried[value] for value in near], 2))
     at = -curve.c[1] / (2 * curve.c[0])
     return float(2**at), float(curve(at))

@@ -168,20 +168,25 @@ def test_crossing_is_where_the_sign_turns_for_good():
     assert fits.crossing_over_sizes(grown[:1]) is None
 
 
-def test_best_rate_is_the_vertex_or_an_edge():
-    points = [
-        point("experts", 1, 1000, 3 + (math.log2(rate / 3e-3)) ** 2, rate=rate, **{"optimizer.learning_rate": rate})
-        for rate in (2e-3, 4e-3, 8e-3)
+def test_best_value_is_the_vertex_or_an_edge():
+    key = "training.global_batch"
+    points = [point("experts", 1, 1000, 3 + math.log2(value / 12) ** 2, **{key: value}) for value in (8, 16, 32)]
+    points += [point("dense", 1, 1000, 3 - value / 1000, **{key: value}) for value in (8, 16, 32)]
+    best, edge = fits.best_values(points, key)
+    assert best.value == pytest.approx(12) and best.loss == pytest.approx(3) and best.twice == pytest.approx(1)
+    moved = [replace(best, flops=10.0**i, value=best.value * 10.0 ** (0.2 * i)) for i in range(3)]
+    assert fits.over_flops(moved).exponent == pytest.approx(0.2)
+    assert fits.over_flops([edge] * 3) is None
+    assert edge.at_edge and edge.value == 32 and edge.twice is None
+    rates = [
+        point("experts", 1, 1000, 3 + loss, rate=rate, **{fits.RATE: rate}) for rate, loss in ((2e-3, 1), (8e-3, 2))
     ]
-    points += [
-        point("dense", 1, 1000, 3 - rate, rate=rate, **{"optimizer.learning_rate": rate}) for rate in (2e-3, 4e-3, 8e-3)
-    ]
-    best, edge = fits.best_rates(points)
-    assert best.rate == pytest.approx(3e-3) and best.loss == pytest.approx(3) and best.twice == pytest.approx(1)
-    moved = [replace(best, flops=10.0**i, rate=best.rate * 10.0 ** (-0.2 * i)) for i in range(3)]
-    assert fits.rate_over_flops(moved).exponent == pytest.approx(-0.2)
-    assert fits.rate_over_flops([edge] * 3) is None
-    assert edge.at_edge and edge.rate == 8e-3 and edge.twice is None
+    assert fits.best_values(rates, fits.RATE) == []
+    (with_the_plain_one,) = fits.best_values([*rates, point("experts", 1, 1000, 3.0)], fits.RATE)
+    assert with_the_plain_one.tried.keys() == {2e-3, 4e-3, 8e-3}
+    page = evidence.render(Evidence("x", "y", "experts", 9, {}, (*points, point("experts", 1, 1000, 4.0))))
+    check_page(page)
+    assert "training.global_batch=16" in page
 
 
 def test_study_with_branches_may_grow_in_its_folder(tmp_path):
