@@ -211,16 +211,15 @@ class Best:
 
 def best_values(points: Sequence[Point], key: str) -> list[Best]:
     """Return the best value of a key for each variant, size and budget at which three or more numbers were tried."""
-    values = {id(p): p.changed.get(key, p.rate if key == RATE else None) for p in points}
-    some = [p for p in points if math.isfinite(p.loss) and p.changed.keys() <= {key} and _is_number(values[id(p)])]
+    some = [(p, value) for p in points if math.isfinite(p.loss) and (value := _value(p, key)) is not None]
     found = []
-    for variant, size, budget in dict.fromkeys((p.variant, p.size, p.budget) for p in some):
-        at = chosen(some, variant=variant, size=size, budget=budget)
-        all_values = sorted({values[id(p)] for p in at})
-        seeds = set.intersection(*({p.seed for p in at if values[id(p)] == value} for value in all_values))
+    for variant, size, budget in dict.fromkeys((p.variant, p.size, p.budget) for p, _ in some):
+        at = [(p, value) for p, value in some if (p.variant, p.size, p.budget) == (variant, size, budget)]
+        values = sorted({value for _, value in at})
+        seeds = set.intersection(*({p.seed for p, its in at if its == value} for value in values))
         tried = {
-            value: statistics.fmean(p.loss for p in at if values[id(p)] == value and p.seed in seeds)
-            for value in all_values
+            value: statistics.fmean(p.loss for p, its in at if its == value and p.seed in seeds)
+            for value in values
             if seeds
         }
         if len(tried) < 3:
@@ -228,12 +227,15 @@ def best_values(points: Sequence[Point], key: str) -> list[Best]:
         lowest = min(tried, key=lambda value: tried[value])
         at_edge = lowest in (min(tried), max(tried))
         value, loss = (lowest, tried[lowest]) if at_edge else _vertex(tried, lowest)
-        found.append(Best(key, variant, size, at[0].flops, tried, value, loss, at_edge))
+        found.append(Best(key, variant, size, at[0][0].flops, tried, value, loss, at_edge))
     return found
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _value(point: Point, key: str) -> float | None:
+    """Return a point's value of a key; None unless it is a number above 0 and nothing else was changed."""
+    value = point.changed.get(key, point.rate if key == RATE else None)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return float(value) if is_number and point.changed.keys() <= {key} else None  # type: ignore[arg-type]
 
 
 def over_flops(best: Sequence[Best]) -> Slope | None:
