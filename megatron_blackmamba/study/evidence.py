@@ -68,7 +68,7 @@ def render(evidence: Evidence) -> str:
     sections = [
         "<section><h2>So far</h2>" + "".join(f"<p>{escape(line)}</p>" for line in summary(evidence)) + "</section>",
         html.section("Differences", [*_differences(evidence)], "Below zero, the first variant is better. Bands are 95%"
-                     " confidence intervals over the seeds, which share data and order."),
+                     " confidence intervals over the seeds. The variants of a seed share the order of the data."),
         html.section("Loss over training FLOPs", [*_losses(points)], "Means over the seeds; dashed: the fitted law."),
         _points(points),
         _laws(points),
