@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megatron_blackmamba.model.language_model import LanguageModel
+from megatron_blackmamba.model.quantile_router import QuantileRouter
 
 from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
@@ -16,11 +17,13 @@ STEPS_WITHOUT_UPDATE = 2
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module) -> None:
-    """Raise the bias of experts with fewer tokens than the mean since the last call, over all replicas; sink others."""
+    """Move the bias of each expert by the tokens since the last call, over all replicas, to balance the experts."""
     for module in model.modules():
         if isinstance(module, LanguageModel) and (reminder := vars(module).get("bias_reminder")) is not None:
             reminder.steps = 0
-        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+        if isinstance(module, QuantileRouter):
+            module.end_batch()
+        elif isinstance(module, TopKRouter) and module.expert_bias is not None:
             tokens_E, rate = module.local_tokens_per_expert, module.config.moe_router_bias_update_rate
             module.expert_bias.copy_(get_updated_expert_bias(tokens_E, module.expert_bias, rate))
             tokens_E.zero_()
@@ -28,7 +31,7 @@ def update_expert_bias(model: nn.Module) -> None:
 
 def remind_of_expert_bias(model: LanguageModel) -> None:
     """Have the model warn when its weights are updated again and again and the expert biases never."""
-    if any(isinstance(module, TopKRouter) and module.expert_bias is not None for module in model.modules()):
+    if any(getattr(module, "expert_bias", None) is not None for module in model.modules()):
         model.bias_reminder = _Reminder()
         model.register_forward_pre_hook(model.bias_reminder)
 

@@ -94,6 +94,12 @@ class _Counted(Router):
         scaled: Tensor = MoEAuxLossAutoScaler.apply(logits, term)
         return scaled
 
+    def begin_batch(self) -> None:
+        """Prepare for the micro-batches of a step, which may be computed again."""
+
+    def end_batch(self) -> None:
+        """Change what the kind keeps (`state`) after these; every rank calls this."""
+
     def measured(self) -> Measured:
         """Return the numbers that the kind's `metrics` names, of the last steps, and begin anew."""
         if not self.z_loss:

@@ -19,6 +19,7 @@ class RouterConfig(Section):
     """sinkhorn: balanced choice in training, sigmoid(logit) scales the output (the paper).
     softmax: an auxiliary loss balances the experts.
     expert_bias: a bias that follows the experts' loads balances them, without an auxiliary loss.
+    quantile: a bias that would have given the last batches equal loads, without an auxiliary loss.
     expert_choice: in training each expert takes its best tokens, so training is not causal.
     hash: a hash of the token id chooses, without weights; the outputs of several experts are averaged."""
     iterations: int = Field(1, ge=1)

@@ -10,12 +10,14 @@ from rich.table import Table
 
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.progress import working
-from megatron_blackmamba.study import corpus, generation
-from megatron_blackmamba.study.config import StudyError, read_study
+from megatron_blackmamba.settings import Section
+from megatron_blackmamba.study import afford, evidence, generation, points
+from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.page import COLUMNS, render, rows
 from megatron_blackmamba.study.pictures import write_pictures
+from megatron_blackmamba.study.points import Evidence
 from megatron_blackmamba.study.results import collect, grouped, to_json
 from megatron_blackmamba.study.runs import Cell, Study
 
@@ -28,22 +30,28 @@ def open_study(name: str, folder: Path | None) -> Study:
     config = read_study(name)
     study = Study(Path(name).stem, config, (folder or Path("studies") / Path(name).stem).resolve())
     record = study.folder / "study.json"
-    said = config.model_dump_json(indent=2) + "\n"
-    if record.is_file() and record.read_text() != said:
+    if record.is_file() and _decides(StudyConfig.model_validate_json(record.read_bytes())) != _decides(config):
         raise StudyError(f"{study.folder} belongs to another version of this study: name a new --folder, or remove it")
-    if not record.is_file():
-        atomic.write_text(record, said)
+    atomic.write_text(record, config.model_dump_json(indent=2) + "\n")
     return study
+
+
+def _decides(config: StudyConfig) -> Section:
+    """Return what may not change in a folder. A study with branches may grow: its runs refuse what they cannot be."""
+    return config.corpus if config.has_branches else config
 
 
 def run(study: Study, how: HowToRun) -> bool:
     """Complete the unfinished part of a study and write its page; return whether the study is finished."""
+    if how.points is not None:
+        draw(Evidence.read(how.points), study.folder, how.png)
+        return True
+    if how.slurm and study.config.has_branches:
+        raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
     if not how.page_only:
-        if not study.mixture.is_file():
-            say("gathering text")
         with working("gathering and tokenizing text"):
-            corpus.build(study.corpus, study.config.corpus_megabytes, study.config.vocabulary)
-        say(f"corpus: {study.corpus}")
+            study.corpus.build()
+        say(f"corpus: {study.corpus.folder}")
     finished = False
     try:
         finished = _train(study, how)
@@ -59,7 +67,14 @@ def _train(study: Study, how: HowToRun) -> bool:
     if not _do(tuning, study, how, local):
         return False
     rates = study.learning_rates()
-    return rates is not None and _do(study.runs(rates), study, how, local)
+    if rates is None:
+        return False
+    cells = study.runs(rates)
+    if how.budget is not None and study.config.has_branches and not how.page_only:
+        left = afford.costs(cells, Evidence.of(study, cells).points)
+        say("; ".join(afford.described(left, how.budget)))
+        return _do(afford.afforded(left, how.budget), study, how, local) and all(cell.done for cell in cells)
+    return _do(cells, study, how, local)
 
 
 def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> bool:
@@ -74,7 +89,9 @@ def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> boo
 
 
 def write_page(study: Study, png: Path | None = None) -> Path:
-    """Write results.json, the page and, into a folder, the main charts of what is finished."""
+    """Write the results, the page and, into a folder, the main charts of what is finished."""
+    if study.config.has_branches:
+        return write_evidence(Evidence.of(study, study.runs(study.learning_rates() or {})), study.folder, png)
     rates = study.learning_rates()
     cells = [*study.tuning(), *(study.runs(rates) if rates else ())]
     with working("measuring generation"):
@@ -87,6 +104,22 @@ def write_page(study: Study, png: Path | None = None) -> Path:
     if png is not None:
         write_pictures(study, results, png)
     show(grouped(results, "run"), grouped(results, "ablation"), path)
+    return path
+
+
+def write_evidence(found: Evidence, folder: Path, png: Path | None) -> Path:
+    """Write the points of a study with branches and draw them."""
+    found.write(folder / points.FILE)
+    return draw(found, folder, png)
+
+
+def draw(found: Evidence, folder: Path, png: Path | None) -> Path:
+    """Write the page and the picture of a study with branches, and print its summary."""
+    path = folder / "study.html"
+    atomic.write_text(path, evidence.render(found))
+    if png is not None:
+        evidence.write_picture(found, png)
+    print(*evidence.summary(found), path, sep="\n")
     return path
 
 

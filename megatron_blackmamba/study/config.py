@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from megatron_blackmamba.config.load import config_folder
 from megatron_blackmamba.settings import Section, file_kinds
@@ -12,6 +12,10 @@ from megatron_blackmamba.settings.yaml_files import read_yaml
 
 Keys = dict[str, Any]
 """Keys of a run and their values: `model.pattern: MEME`."""
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
 
 
 class StudyError(ValueError):
@@ -38,6 +42,34 @@ class AblationConfig(Section):
     seeds: list[int] = Field([1], min_length=1)
 
 
+class SeriesConfig(Section):
+    """Some points of a study, which are trained one after another."""
+
+    sizes: list[str] = Field(min_length=1)
+    seeds: list[int] = Field(min_length=1)
+    variants: list[str] = Field([])
+    """Empty: all of the study."""
+    budgets: int | None = Field(None, ge=1)
+    """Only this many of the smallest budgets of each size; null: all."""
+    grid: dict[str, list[Any]] = Field({})
+    """Keys of a run, each with the values to try; all combinations are trained. Empty: the variants as they are."""
+
+
+class CorpusConfig(Section):
+    """The text that a study gathers, and its tokenizer."""
+
+    vocabulary: int = Field(4096, ge=257)
+    """Tokens of the tokenizer that is trained on the corpus."""
+    megabytes: int = Field(60, gt=0)
+    """Most text gathered from this machine, before near-duplicates are removed."""
+    folders: list[str] = Field([])
+    """More folders with sources and documentation, in addition to this Python's; those that are missing are skipped."""
+    near_duplicates: bool = False
+    """Remove near-duplicates with `blackmamba data dedup`, which needs datatrove."""
+    unseen: bool = False
+    """Validate on manual pages too, which no run trains on."""
+
+
 class StudyConfig(Section):
     """One study file."""
 
@@ -47,17 +79,31 @@ class StudyConfig(Section):
     """Config files or shipped names that every run begins with."""
     set: Keys = Field({})
     """Keys of every run."""
-    vocabulary: int = Field(4096, ge=257)
-    """Tokens of the tokenizer that is trained on the corpus."""
-    corpus_megabytes: int = Field(60, gt=0)
-    """Most text gathered from this machine."""
+    corpus: CorpusConfig = CorpusConfig()
+    """The text and its tokenizer."""
     variants: dict[str, dict[str, Keys]] = Field(min_length=1)
     """For each variant, the keys of each size. The first variant sets the FLOPs."""
-    tokens: dict[str, int] = Field(min_length=1)
-    """For each size, the tokens of the first variant; the others get as many as cost the same FLOPs."""
+    tokens: dict[str, Annotated[list[int], BeforeValidator(_as_list)]] = Field(min_length=1)
+    """For each size, the tokens of the first variant; the others get as many as cost the same FLOPs.
+
+    Several budgets, in rising order: one trunk with a constant learning rate, and a branch with its decay for each."""
+    decay: float = Field(0.2, gt=0, lt=1)
+    """Part of a budget over which the learning rate decays, in studies of several budgets."""
+    series: list[SeriesConfig] = Field([])
+    """The points of a study of several budgets, those that tell most first."""
     seeds: list[int] = Field([1, 2, 3], min_length=1)
     tuning: TuningConfig
     ablations: dict[str, AblationConfig] = Field({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_keys(cls, content: Any) -> Any:
+        """Accept `vocabulary` and `corpus_megabytes` outside of `corpus`, as in studies of version 0.2 and before."""
+        if not isinstance(content, dict):
+            return content
+        moved = {"vocabulary": "vocabulary", "corpus_megabytes": "megabytes"}
+        corpus = {new: content[old] for old, new in moved.items() if old in content} | content.get("corpus", {})
+        return {key: value for key, value in content.items() if key not in moved} | {"corpus": corpus}
 
     @model_validator(mode="after")
     def _sizes_match(self) -> "StudyConfig":
@@ -66,10 +112,21 @@ class StudyConfig(Section):
                 raise ValueError(f"variants.{name} has the sizes {list(sizes)}, and tokens has {list(self.tokens)}")
         if self.tuning.size not in self.tokens:
             raise ValueError(f"tuning.size={self.tuning.size} is none of {list(self.tokens)}")
+        for size, budgets in self.tokens.items():
+            if not budgets or sorted(set(budgets)) != budgets:
+                raise ValueError(f"tokens.{size}={budgets}: list budgets in rising order")
+        for number, series in enumerate(self.series):
+            if unknown := [*set(series.sizes) - set(self.tokens), *set(series.variants) - set(self.variants)]:
+                raise ValueError(f"series.{number}: {unknown[0]} is no size or variant of this study")
         for name, ablation in self.ablations.items():
             if ablation.of not in self.variants or ablation.size not in self.tokens:
                 raise ValueError(f"ablations.{name} is not a variant and size of this study")
         return self
+
+    @property
+    def has_branches(self) -> bool:
+        """Return whether each run is a branch of a trunk that several budgets share."""
+        return any(len(budgets) > 1 for budgets in self.tokens.values())
 
     @property
     def first(self) -> str:

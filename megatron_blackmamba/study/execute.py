@@ -1,5 +1,6 @@
 """Runs of a study, several at once on this machine or as Slurm jobs; a stop saves them, and the next call goes on."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -23,30 +24,33 @@ Say = Callable[[str], None]
 
 
 class Local:
-    """A runner that trains cells on this machine, `jobs` at a time, each with its share of the cores."""
+    """A runner that trains cells on this machine, `jobs` at a time, on OMP_NUM_THREADS or equal shares of the cores."""
 
     def __init__(self, configs: Path, jobs: int, seconds: float | None, say: Say):
         self.configs, self.jobs, self.say = configs, jobs, say
         self.until = None if seconds is None else time.monotonic() + seconds
-        self.threads = max(1, len(os.sched_getaffinity(0)) // jobs)
-        self.running: dict[subprocess.Popen, Cell] = {}
+        share = max(1, len(os.sched_getaffinity(0)) // jobs)
+        self.threads = os.environ.get("OMP_NUM_THREADS") or str(share)
+        self.running: dict[subprocess.Popen, list[Cell]] = {}
         self.stopping = False
         self.failed: list[str] = []
+        self.counts = (0, 0)
 
     def train(self, cells: Sequence[Cell]) -> bool:
         """Train what is not done; return whether all are done. A failed run does not stop the others."""
-        waiting = [cell for cell in cells if not cell.done]
-        total, done = len(cells), len(cells) - len(waiting)
+        left = [cell for cell in cells if not cell.done]
+        waiting = [[*chain] for _, chain in itertools.groupby(left, lambda cell: cell.chain)]
+        self.counts = len(cells) - len(left), len(cells)
         before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            with progress.show(cells, lambda: list(self.running.values())):
+            with progress.show(cells, lambda: [chain[0] for chain in self.running.values() if chain]):
                 while self.running or (waiting and not self.stopping):
                     if self.until is not None and time.monotonic() > self.until and not self.stopping:
                         self._stop()
                     while waiting and len(self.running) < self.jobs and not self.stopping:
                         self._start(waiting.pop(0))
-                    for process in [each for each in self.running if each.poll() is not None]:
-                        done += self._ended(process, done, total)
+                    for process, chain in [*self.running.items()]:
+                        self._look(process, chain)
                     time.sleep(POLL_SECONDS)
         finally:
             for process in self.running:
@@ -57,14 +61,17 @@ class Local:
             raise StudyError(f"{len(self.failed)} runs failed: {self.failed[0]}. Run the same command to retry them")
         return not waiting and all(cell.done for cell in cells)
 
-    def _start(self, cell: Cell) -> None:
-        config = self.configs / f"{cell.name}.yaml"
-        atomic.write_text(config, to_yaml(cell.config))
-        cell.folder.root.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-        with open(cell.folder.root / "output.txt", "ab") as output:
+    def _start(self, chain: list[Cell]) -> None:
+        written = []
+        for cell in chain:
+            for name, config in ((f"{cell.name}.trunk", cell.trunk), (cell.name, cell.config)):
+                if config is not None:
+                    written.append(self.configs / f"{name}.yaml")
+                    atomic.write_text(written[-1], to_yaml(config))
+        environment = {**os.environ, "OMP_NUM_THREADS": self.threads}
+        with open(self.output(chain[0]), "ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_blackmamba", "train", str(config)],
+                [sys.executable, "-m", "megatron_blackmamba.study.worker", *map(str, written)],
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
@@ -72,17 +79,27 @@ class Local:
                 start_new_session=True,  # Ctrl-C reaches this process, which then asks the runs to save
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
-        self.running[process] = cell
+        self.running[process] = chain
 
-    def _ended(self, process: subprocess.Popen, done: int, total: int) -> bool:
-        cell = self.running.pop(process)
-        if process.returncode == 0 and cell.done:
-            self.say(f"{done + 1}/{total} {cell.name}")
-            return True
-        if process.returncode != STOPPED_ON_REQUEST:
-            self.failed.append(f"{cell.name} ended with code {process.returncode}, see {cell.folder.root}/output.txt")
+    def output(self, cell: Cell) -> Path:
+        """Return the file with what a run prints."""
+        return self.configs / f"{cell.chain}.txt"
+
+    def _look(self, process: subprocess.Popen, chain: list[Cell]) -> None:
+        """Say which runs of a chain have ended since the last look."""
+        ended = process.poll() is not None
+        while chain and chain[0].done:
+            done, total = self.counts
+            self.counts = done + 1, total
+            self.say(f"{done + 1}/{total} {chain.pop(0).name}")
+        if not ended:
+            return
+        del self.running[process]
+        asked = process.returncode == STOPPED_ON_REQUEST or (self.stopping and process.returncode == -signal.SIGTERM)
+        if chain and not asked:
+            code = process.returncode
+            self.failed.append(f"{chain[0].name} ended with code {code}, see {self.output(chain[0])}")
             self.say(self.failed[-1])
-        return False
 
     def _stop(self, *_: object) -> None:
         """Ask the runs to save and end; a second request kills them."""

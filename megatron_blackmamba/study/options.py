@@ -15,6 +15,10 @@ class HowToRun:
         None
     )
     minutes: Annotated[float | None, typer.Option(min=0.1, help="Save and stop after this many minutes.")] = None
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="CORE_HOURS", help="Train only the points that this pays for, and list them."),
+    ] = None
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit the runs as Slurm jobs of one node.")] = False
     gpus: Annotated[str, typer.Option(metavar="[TYPE:]N", help="GPUs per Slurm job; 0 trains on CPUs.")] = "1"
     time: Annotated[str, typer.Option(help="Time limit of each Slurm job.")] = "4:00:00"
@@ -23,4 +27,7 @@ class HowToRun:
         typer.Option(metavar="OPTION", help="Extra sbatch option, for example --qos=high; repeatable."),
     ] = ()
     png: Annotated[Path | None, typer.Option(help="Also write the main charts as PNG files into this folder.")] = None
+    points: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --page: draw this file of points, without the runs.")
+    ] = None
     page_only: Annotated[bool, typer.Option("--page", help="Only write the page about the finished runs.")] = False

@@ -69,7 +69,7 @@ def collect(cell: Cell) -> Result:
         balanced=validated[-1].get("validation/loss_balanced") if validated else None,
         tokens_per_second=statistics.median(record["speed/tokens_per_second"] for record in records),
         memory_bytes=int(max(record.get("speed/memory_bytes", 0) for record in records)),
-        busiest=_busiest(records),
+        busiest=busiest(records),
         curve=[
             (record["consumed_tokens"], float(per_token * record["consumed_tokens"]), record["validation/loss"])
             for record in validated
@@ -78,7 +78,8 @@ def collect(cell: Cell) -> Result:
     )
 
 
-def _busiest(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+def busiest(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return by layer the busiest expert's tokens over the mean, as it was last measured in training."""
     for record in reversed(records):
         found = {name.split("/")[1]: value for name, value in record.items() if name.endswith("/max_over_mean")}
         if found:

@@ -1,14 +1,18 @@
 """The runs of a study, by name: first those that choose the learning rates, then the runs themselves."""
 
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_blackmamba.config import RunConfig, load
-from megatron_blackmamba.formats.run_folder import Inside, RunFolder
+from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.plan import flops
-from megatron_blackmamba.study.config import StudyConfig, as_overrides
+from megatron_blackmamba.study.config import Keys, StudyConfig, as_overrides
+from megatron_blackmamba.study.corpus import Corpus
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,17 @@ class Cell:
     size: str
     seed: int
     config: RunConfig
+    trunk: RunConfig | None = None
+    """The run that this one branches from, as far as it needs it."""
+    budget: int = 0
+    """Tokens of the study's first variant for the same FLOPs."""
+    changed: tuple[tuple[str, Any], ...] = ()
+    """Keys of a grid and their values."""
+
+    @property
+    def chain(self) -> str:
+        """Return what runs in one process share: their trunk, if they have one."""
+        return self.name if self.trunk is None else self.trunk.name
 
     @property
     def folder(self) -> RunFolder:
@@ -35,7 +50,7 @@ class Cell:
         return self.folder.done.exists()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Study:
     """A study in its folder."""
 
@@ -43,8 +58,10 @@ class Study:
     config: StudyConfig
     folder: Path
 
-    corpus = Inside("corpus", "folder")
-    mixture = Inside("corpus/mixture.yaml", "folder")
+    @property
+    def corpus(self) -> Corpus:
+        """Return the text of the study."""
+        return Corpus(self.folder / "corpus", self.config.corpus)
 
     def tuning(self) -> list[Cell]:
         """Return the runs that choose learning rates; none if there is only one to choose from."""
@@ -72,6 +89,8 @@ class Study:
 
     def runs(self, rates: dict[str, float]) -> list[Cell]:
         """Return the runs and ablations, whole comparisons first: a study that is cut short compares something."""
+        if self.config.has_branches:
+            return [*self._points(rates)]
         whole = [
             self._cell("run", variant, size, seed, rates[variant])
             for seed in self.config.seeds
@@ -84,6 +103,55 @@ class Study:
         for name, ablation in self.config.ablations.items():
             for seed in ablation.seeds:
                 yield self._cell("ablation", ablation.of, ablation.size, seed, rates[ablation.of], ablation=name)
+
+    def _points(self, rates: dict[str, float]) -> Iterator[Cell]:
+        """Yield the branches of all series, without repetition."""
+        known = set()
+        for series in self.config.series:
+            grid = [[(key, value) for value in values] for key, values in series.grid.items()]
+            variants = series.variants or self.config.variants
+            for size, seed, changed, variant in itertools.product(
+                series.sizes, series.seeds, [*itertools.product(*grid)], variants
+            ):
+                for budget in self.config.tokens[size][: series.budgets]:
+                    if (point := (variant, size, seed, changed, budget)) not in known:
+                        known.add(point)
+                        yield self._branch(*point, rates[variant])
+
+    def _branch(
+        self, variant: str, size: str, seed: int, changed: tuple[tuple[str, Any], ...], budget: int, rate: float
+    ) -> Cell:
+        """Return a branch, and its trunk up to the place where the branch leaves it."""
+        name = f"{variant}-{size}-seed{seed}" + "".join(f"-{key.rpartition('.')[2]}_{value}" for key, value in changed)
+        rate = dict(changed).get("optimizer.learning_rate", rate)
+        keys = {**self._keys(f"trunk-{name}", seed, rate), **dict(changed)}
+        tokens, most = (
+            self._tokens(variant, size, each, dict(changed)) for each in (budget, self.config.tokens[size][-1])
+        )
+        _, step = self._cost(variant, size, changed)
+        leaves = round((1 - self.config.decay) * tokens / step)
+        stop = {"training.stop_after_steps": leaves, "training.evaluate_every": 0, "resume.allow": "[training.tokens]"}
+        trunk = self._compose(variant, size, {"optimizer.decay": "constant"}, {**keys, **stop}, most)
+        decay = {
+            "name": f"{name}-{budget}",
+            "start.branch": f"{Path(trunk.folder) / trunk.name}@{leaves}",
+            "optimizer.decay": "wsd",
+            "optimizer.decay_tokens": tokens - leaves * step,
+        }
+        config = self._compose(variant, size, {}, {**keys, **decay}, tokens)
+        return Cell(config.name, "run", variant, size, seed, config, trunk, budget, changed)
+
+    def _keys(self, name: str, seed: int, rate: float) -> dict[str, Any]:
+        return {
+            "name": name,
+            "folder": str((self.folder / "runs").resolve()),
+            "data.kind": "mixture",
+            "data.mixture": str(self.corpus.mixture.resolve()),
+            "training.seed": seed,
+            "data.seed": seed,
+            "optimizer.learning_rate": rate,
+            "optimizer.min_learning_rate": rate / 20,
+        }
 
     def _cell(
         self,
@@ -98,32 +166,27 @@ class Study:
         group = ablation or variant
         name = f"{kind}-{group}-{size}-seed{seed}" + (f"-lr{rate:g}" if kind == "tuning" else "")
         changed = self.config.ablations[ablation].set if ablation else {}
-        keys = {
-            "name": name,
-            "folder": str((self.folder / "runs").resolve()),
-            "data.kind": "mixture",
-            "data.mixture": str(self.mixture.resolve()),
-            "training.seed": seed,
-            "data.seed": seed,
-            "optimizer.learning_rate": rate,
-            "optimizer.min_learning_rate": rate / 20,
-        }
-        config = self._compose(variant, size, changed, keys, self.config.tokens[size])
-        tokens = self._tokens(config, size, fraction)
-        return Cell(name, kind, group, size, seed, self._compose(variant, size, changed, keys, tokens))
+        keys, budget = self._keys(name, seed, rate), self.config.tokens[size][-1]
+        tokens = self._tokens(variant, size, round(budget * fraction), changed)
+        config = self._compose(variant, size, changed, keys, tokens)
+        return Cell(name, kind, group, size, seed, config, budget=budget)
 
     def _compose(self, variant: str, size: str, changed: dict, keys: dict, tokens: int) -> RunConfig:
         described = self.config.variants[variant][size]
         overrides = as_overrides(self.config.set, described, changed, keys, {"training.tokens": tokens})
         return load(self.config.base, overrides)
 
-    def _tokens(self, config: RunConfig, size: str, fraction: float) -> int:
-        """Return the tokens that cost as many FLOPs as the first variant's, in whole batches."""
-        first = self._compose(self.config.first, size, {}, {}, self.config.tokens[size])
-        theirs = flops.training(first.model, first.data.sequence_length)
-        ours = flops.training(config.model, config.data.sequence_length)
-        steps = self.config.tokens[size] * fraction * theirs / ours / config.tokens_per_step
-        return max(1, round(steps)) * config.tokens_per_step
+    def _tokens(self, variant: str, size: str, budget: int, changed: Keys) -> int:
+        """Return the tokens that cost as many FLOPs as `budget` tokens of the first variant, in whole batches."""
+        theirs, _ = self._cost(self.config.first, size, ())
+        ours, step = self._cost(variant, size, tuple(changed.items()))
+        return max(1, round(budget * theirs / ours / step)) * step
+
+    @functools.cache  # noqa: B019 - a process has one study
+    def _cost(self, variant: str, size: str, changed: tuple[tuple[str, Any], ...]) -> tuple[int, int]:
+        """Return the training FLOPs of a token, and the tokens of a step."""
+        config = self._compose(variant, size, dict(changed), {}, self.config.tokens[size][-1])
+        return flops.training(config.model, config.data.sequence_length), config.tokens_per_step
 
 
 def final_loss(cell: Cell, metric: str = "validation/loss") -> float:

@@ -24,6 +24,8 @@ def study(
     [dim]blackmamba study paper --minutes 60[/dim]
 
     [dim]blackmamba study paper --page --png pictures[/dim]
+
+    [dim]blackmamba study trend --budget 2 --jobs 1[/dim]
     """
     from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
     from megatron_blackmamba.study.commands import open_study

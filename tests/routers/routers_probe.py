@@ -24,6 +24,7 @@ BIAS = ["model.router.kind=expert_bias", "model.router.bias_update_rate=0.05", "
 Z_LOSS = ["model.z_loss=0.01", "model.router.z_loss=0.01"]
 CHOICE = ("model.router.kind=expert_choice", "parallel.pipeline=2")
 UNBALANCED = ["model.router.kind=unbalanced"]
+QUANTILE = ["model.router.kind=quantile", *FP64]
 HALF = "training.stop_after_steps=3"
 JOBS = [
     ("bias", 1, [*BIAS]),
@@ -32,6 +33,9 @@ JOBS = [
     ("bias_fp64", 1, [*BIAS, *FP64, *Z_LOSS]),
     ("bias_resharded", 4, [*BIAS, *FP64, *Z_LOSS, HALF, "parallel.tensor=2", "parallel.pipeline=2"]),
     ("bias_resharded", 2, [*BIAS, *FP64, *Z_LOSS, "parallel.expert=2"]),
+    ("quantile", 1, [*QUANTILE]),
+    ("quantile_resharded", 2, [*QUANTILE, HALF, "parallel.tensor=2"]),
+    ("quantile_resharded", 2, [*QUANTILE, "parallel.expert=2"]),
     ("choice", 2, [*CHOICE, HALF]),
     ("choice_validated", 2, [*CHOICE, HALF, "training.validate_balanced=true", "training.evaluate_every=3"]),
     ("unbalanced", 1, [*UNBALANCED]),

@@ -52,6 +52,10 @@ def test_expert_bias_resumes_on_other_layouts(went):
     assert went["losses"]["bias_resharded"] == pytest.approx(went["losses"]["bias_fp64"], abs=1e-9)
 
 
+def test_quantile_bias_resumes_on_other_layouts(went):
+    assert went["losses"]["quantile_resharded"] == pytest.approx(went["losses"]["quantile"], abs=1e-9)
+
+
 def test_z_losses_are_metrics_under_every_layout(went):
     one, many = went["last"]["bias_fp64"], went["last"]["bias_resharded"]
     names = {name for name in one if name.endswith("z_loss")}

@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm_jobs")]
 def test_study_submits_each_run_once_and_collects_it(slurm, tmp_path):
     content = read_study("smoke").model_dump() | {"ablations": {}, "seeds": [1], "tokens": {"small": 64 * 4 * 5}}
     content["variants"].pop("mamba")
-    content["corpus_megabytes"] = 1
     file = tmp_path / "short.yaml"
     file.write_text(yaml.safe_dump(content))
     study = Study("short", read_study(str(file)), tmp_path / "study")

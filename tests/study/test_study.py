@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ from megatron_blackmamba.plan import flops, parameters
 from megatron_blackmamba.progress import clock
 from megatron_blackmamba.study import StudyError, corpus, progress
 from megatron_blackmamba.study.commands import show
-from megatron_blackmamba.study.config import read_study, shipped
+from megatron_blackmamba.study.config import CorpusConfig, read_study, shipped
 from megatron_blackmamba.study.page import render
 from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.results import Result, collect, grouped, half_interval
@@ -143,12 +144,28 @@ def test_corpus_is_deduplicated_and_split_by_document(tmp_path):
     page = "\n".join(f"a sentence that is long enough, number {i}" for i in range(20))
     changed = page + "\none more line at its end, of some length"
     other = page.replace("sentence", "paragraph")
-    assert corpus._distinct(iter([page, page, changed, other]), lines, 10**6) == ([page, other], 2)
-    counts = corpus.gather(tmp_path, 1)
-    for source in corpus.SOURCES:
-        parts = [(tmp_path / source / f"{part}.jsonl").read_text().splitlines() for part in ("train", "validation")]
-        assert not set(parts[0]) & set(parts[1])
-        assert sum(map(len, parts)) == counts[source]["documents"]
+    assert [*corpus._distinct(iter([page, page, changed, other]), lines, 10**6)] == [page, other]
+    made = corpus.Corpus(tmp_path, CorpusConfig(megabytes=1, unseen=True))
+    counts = made.gather()
+    assert [*counts] == [*corpus.SOURCES, corpus.UNSEEN]
+    for source, parts in counts.items():
+        texts = [(tmp_path / "text" / source / f"{part}.jsonl").read_text().splitlines() for part in parts]
+        assert not set(texts[0]) & set(texts[1])
+        assert [len(each) for each in texts] == [part["documents"] for part in parts.values()]
+
+
+@pytest.mark.skipif(find_spec("datatrove") is None, reason="datatrove is not installed")
+def test_near_duplicates_leave_the_corpus(tmp_path, monkeypatch):
+    """Different lines hide from `_distinct` that two documents have nearly the same words."""
+    words = [f"word{i}" for i in range(600)]
+    near = "\n".join(" ".join(words[i : i + 10]) for i in range(0, 600, 10))
+    again = "\n".join(" ".join(words[i : i + 15]) for i in range(0, 600, 15))
+    others = [near.replace("word", name) for name in ("this", "that", "else")]
+    monkeypatch.setattr(corpus, "_code", lambda folders: iter([near, again, *others[:1]]))
+    monkeypatch.setattr(corpus, "_prose", lambda folders: iter(others[1:]))
+    counts = corpus.Corpus(tmp_path, CorpusConfig(near_duplicates=True)).gather()
+    documents = {source: sum(part["documents"] for part in parts.values()) for source, parts in counts.items()}
+    assert documents == {"code": 2, "prose": 2}
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -180,9 +197,9 @@ def test_wrong_studies_are_one_line(tmp_path):
 
 
 def test_a_machine_without_text_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "_code", lambda: iter(["only one document"]))
+    monkeypatch.setattr(corpus, "_code", lambda folders: iter(["only one document"]))
     with pytest.raises(StudyError, match="no text for the source 'code'"):
-        corpus.gather(tmp_path, 1)
+        corpus.Corpus(tmp_path, CorpusConfig(megabytes=1)).gather()
 
 
 def test_a_study_shows_its_runs_with_step_and_time_left(tmp_path):

@@ -72,15 +72,19 @@ class RouterState:
 
     def __init__(self, model: LanguageModel) -> None:
         names = routers.kind_of(model.config.described.router.kind).state
-        found = [module for module in model.modules() if isinstance(module, Router)]
-        self.here: list[Tensor] = [getattr(router, name) for router in found for name in names]
+        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.here: list[Tensor] = [getattr(router, name) for router in self.routers for name in names]
         self.next: list[Tensor] = []
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Take back what changes inside."""
         before = [buffer.clone() for buffer in self.here]
+        for router in self.routers:
+            router.begin_batch()
         yield
+        for router in self.routers:
+            router.end_batch()
         self.next = [buffer.clone() for buffer in self.here]
         self._set(before)
 

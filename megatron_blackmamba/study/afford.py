@@ -1,0 +1,70 @@
+"""The points of a study that a number of core-hours pays for, in the order of the study."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_blackmamba.plan import flops
+from megatron_blackmamba.study.points import Point
+from megatron_blackmamba.study.runs import Cell
+
+ASSUMED = 4e10
+"""FLOPs per second of one core, before a run has been measured: tiny models in fp32 on a Xeon of 2023."""
+
+
+@dataclass(frozen=True)
+class Costed:
+    """A point that is not finished yet, and what it costs on an idle core."""
+
+    cell: Cell
+    hours: float
+
+
+def costs(cells: Sequence[Cell], points: Sequence[Point]) -> list[Costed]:
+    """Return what each unfinished point costs beyond those before it: a trunk is paid for once."""
+    known: dict[tuple[str, str], list[float]] = {}
+    for point in points:
+        if point.step_seconds:
+            known.setdefault((point.variant, point.size), []).append(point.step_seconds)
+    seconds = {key: statistics.median(values) for key, values in known.items()}
+    reached: dict[str, int] = {}
+    found = []
+    for cell in cells:
+        begins = cell.trunk.training.stop_after_steps or 0 if cell.trunk else 0
+        trunk = max(0, begins - reached.get(cell.chain, 0))
+        reached[cell.chain] = max(begins, reached.get(cell.chain, 0))
+        if not cell.done:
+            found.append(Costed(cell, (trunk + cell.config.steps - begins) * _step(cell, seconds) / 3600))
+    return found
+
+
+def _step(cell: Cell, seconds: Mapping[tuple[str, str], float]) -> float:
+    measured = seconds.get((cell.group, cell.size))
+    per_token = flops.training(cell.config.model, cell.config.data.sequence_length)
+    return measured or per_token * cell.config.tokens_per_step / ASSUMED
+
+
+def afforded(found: Sequence[Costed], hours: float) -> list[Cell]:
+    """Return the first points that fit into a number of core-hours together."""
+    cells = []
+    for each in found:
+        hours -= each.hours
+        if hours < 0:
+            break
+        cells.append(each.cell)
+    return cells
+
+
+def described(found: Sequence[Costed], hours: float) -> list[str]:
+    """Return lines about what the core-hours pay for, by size and seed."""
+    some = found[: len(afforded(found, hours))]
+    total = sum(each.hours for each in found)
+    groups: dict[str, list[Costed]] = {}
+    for each in some:
+        groups.setdefault(f"size {each.cell.size}, seed {each.cell.seed}", []).append(each)
+    lines = [f"{len(some)} of {len(found)} points cost up to {hours:g} core-hours; all cost {total:.1f}"]
+    for name, members in groups.items():
+        budgets = sorted({each.cell.budget for each in members})
+        spent = sum(each.hours for each in members)
+        lines.append(f"{name}: {len(members)} points, budgets {budgets[0]:,} to {budgets[-1]:,}, {spent:.2f} hours")
+    return lines

@@ -1,0 +1,257 @@
+"""Laws fitted to a study's points: loss over compute, where two variants cross, and the best learning rate."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_blackmamba.study.points import Point, chosen, unique
+from megatron_blackmamba.study.results import half_interval
+
+LEAST_BUDGETS = {False: 3, True: 5}
+"""Budgets that a power law needs, without and with an offset."""
+OFFSETS = 400
+MISFIT = 3.0
+"""A budget does not fit if its mean residual is this many standard errors over the seeds."""
+MISFIT_NATS = 0.01
+"""A smaller residual is no misfit, however well the seeds agree."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """loss = offset + factor × FLOPs^-exponent."""
+
+    offset: float
+    factor: float
+    exponent: float
+
+    def at(self, spent: Sequence[float]) -> np.ndarray:
+        """Return the loss at training FLOPs."""
+        return self.offset + self.factor * np.asarray(spent, dtype=float) ** -self.exponent
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law of one variant and size, and how well its points follow it."""
+
+    variant: str
+    size: str
+    law: Law
+    seeds: int
+    exponent_interval: float | None
+    """Half of the 95% interval of the exponent over fits of single seeds; None from one seed."""
+    residuals: dict[int, list[float]]
+    """By budget, loss less law of each seed."""
+
+    @property
+    def misfits(self) -> list[int]:
+        """Return the budgets whose points lie off the law by more than their seeds differ."""
+        return [budget for budget, values in self.residuals.items() if _is_off(values)]
+
+
+def _is_off(residuals: Sequence[float]) -> bool:
+    if len(residuals) < 2 or abs(statistics.fmean(residuals)) < MISFIT_NATS:
+        return False
+    return abs(statistics.fmean(residuals)) > MISFIT * statistics.stdev(residuals) / math.sqrt(len(residuals))
+
+
+def power_law(spent: Sequence[float], losses: Sequence[float], offset: bool) -> Law:
+    """Return the law with the least squares of log(loss - offset), of those with the least squares of the loss."""
+    x, y = np.log(np.asarray(spent)), np.asarray(losses)
+    tried = np.linspace(0, float(y.min()) * 0.999, OFFSETS) if offset else [0.0]
+    laws = []
+    for base in tried:
+        slope, height = np.polyfit(x, np.log(y - base), 1)
+        laws.append(Law(float(base), float(math.exp(height)), float(-slope)))
+    return min(laws, key=lambda law: float(np.sum((law.at(spent) - y) ** 2)))
+
+
+def fit(points: Sequence[Point], variant: str, size: str, offset: bool) -> Fit | None:
+    """Fit a variant at a size over all its seeds; None from too few budgets."""
+    some = chosen(points, variant=variant, size=size)
+    if len(unique(some, "budget")) < LEAST_BUDGETS[offset]:
+        return None
+    law = power_law([point.flops for point in some], [point.loss for point in some], offset)
+    exponents = []
+    for seed in unique(some, "seed"):
+        own = chosen(some, seed=seed)
+        if len(own) >= LEAST_BUDGETS[offset]:
+            exponents.append(power_law([p.flops for p in own], [p.loss for p in own], offset).exponent)
+    residuals: dict[int, list[float]] = {}
+    for point in some:
+        residuals.setdefault(point.budget, []).append(float(point.loss - law.at([point.flops])[0]))
+    return Fit(variant, size, law, len(unique(some, "seed")), half_interval(exponents), residuals)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Loss of one variant less that of another, at one size and budget, for each seed that both have."""
+
+    size: str
+    budget: int
+    per_parameter: float
+    """Tokens per parameter of the first variant."""
+    flops: float
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Return the mean over the seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def interval(self) -> float | None:
+        """Return half of the 95% interval of the mean; None from one seed."""
+        return half_interval(self.values)
+
+
+def differences(points: Sequence[Point], one: str, other: str, size: str) -> list[Difference]:
+    """Return the differences at every budget at which a seed has both variants."""
+    theirs = {(p.seed, p.budget): p.loss for p in chosen(points, variant=other, size=size)}
+    ours = [p for p in chosen(points, variant=one, size=size) if (p.seed, p.budget) in theirs]
+    found = []
+    for budget in sorted(unique(ours, "budget")):
+        at = chosen(ours, budget=budget)
+        values = tuple(p.loss - theirs[p.seed, p.budget] for p in at)
+        found.append(Difference(size, budget, at[0].tokens / at[0].parameters, at[0].flops, values))
+    return found
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Tokens per parameter from which on one variant has the lower loss, at one size."""
+
+    size: str
+    parameters: int
+    by_seed: dict[int, float]
+    """Seed → tokens per parameter, of the seeds that cross."""
+    never: int
+    """Seeds whose difference is still positive at the largest budget."""
+    always: int
+    """Seeds whose difference is negative at all budgets."""
+
+    @property
+    def mean(self) -> float:
+        """Return the geometric mean over the seeds that cross."""
+        return math.exp(statistics.fmean(map(math.log, self.by_seed.values())))
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """Return the 95% interval of that mean; None unless two seeds cross, and all seeds do."""
+        half = half_interval([math.log(value) for value in self.by_seed.values()])
+        if half is None or self.never or self.always:
+            return None
+        return self.mean / math.exp(half), self.mean * math.exp(half)
+
+
+def crossing(points: Sequence[Point], one: str, other: str, size: str) -> Crossing | None:
+    """Return where the last change of sign is, interpolated linearly over the logarithm of tokens."""
+    some = chosen(points, variant=one, size=size)
+    found, never, always = {}, 0, 0
+    for seed in unique(some, "seed"):
+        own = differences([p for p in points if p.seed == seed], one, other, size)
+        if not own:
+            continue
+        if own[-1].mean > 0:
+            never += 1
+        elif before := [i for i, each in enumerate(own) if each.mean > 0]:
+            a, b = own[before[-1]], own[before[-1] + 1]
+            part = a.mean / (a.mean - b.mean)
+            found[seed] = math.exp((1 - part) * math.log(a.per_parameter) + part * math.log(b.per_parameter))
+        else:
+            always += 1
+    if not (found or never or always):
+        return None
+    return Crossing(size, some[0].parameters, found, never, always)
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The exponent of a power law between two quantities, and half of its 95% interval over the seeds, if known."""
+
+    exponent: float
+    interval: float | None
+
+
+def crossing_over_sizes(crossings: Sequence[Crossing]) -> Slope | None:
+    """Return how the crossing grows with the parameters, from the seeds that cross at all of at least two sizes."""
+    seeds = set.intersection(*(set(each.by_seed) for each in crossings)) if len(crossings) > 1 else set()
+    x = np.log([each.parameters for each in crossings])
+    slopes = [float(np.polyfit(x, np.log([each.by_seed[seed] for each in crossings]), 1)[0]) for seed in seeds]
+    return Slope(statistics.fmean(slopes), half_interval(slopes)) if slopes else None
+
+
+RATE = "optimizer.learning_rate"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The value of a key with the lowest loss, on a parabola through the logarithms of the values tried."""
+
+    key: str
+    variant: str
+    size: str
+    flops: float
+    tried: dict[float, float]
+    """Value → mean loss of the seeds that have them all."""
+    value: float
+    loss: float
+    at_edge: bool
+    """The lowest loss tried is at the smallest or largest value, which is then taken."""
+
+    @property
+    def twice(self) -> float | None:
+        """Return what a factor of 2 from the best value costs; None at an edge."""
+        if self.at_edge:
+            return None
+        return float(np.polyfit(np.log2([*self.tried]), [*self.tried.values()], 2)[0])
+
+
+def best_values(points: Sequence[Point], key: str) -> list[Best]:
+    """Return the best value of a key for each variant, size and budget at which three or more numbers were tried."""
+    some = [(p, value) for p in points if math.isfinite(p.loss) and (value := _value(p, key)) is not None]
+    found = []
+    for variant, size, budget in dict.fromkeys((p.variant, p.size, p.budget) for p, _ in some):
+        at = [(p, value) for p, value in some if (p.variant, p.size, p.budget) == (variant, size, budget)]
+        values = sorted({value for _, value in at})
+        seeds = set.intersection(*({p.seed for p, its in at if its == value} for value in values))
+        tried = {
+            value: statistics.fmean(p.loss for p, its in at if its == value and p.seed in seeds)
+            for value in values
+            if seeds
+        }
+        if len(tried) < 3:
+            continue
+        lowest = min(tried, key=lambda value: tried[value])
+        at_edge = lowest in (min(tried), max(tried))
+        value, loss = (lowest, tried[lowest]) if at_edge else _vertex(tried, lowest)
+        found.append(Best(key, variant, size, at[0][0].flops, tried, value, loss, at_edge))
+    return found
+
+
+def _value(point: Point, key: str) -> float | None:
+    """Return a point's value of a key; None unless it is a number above 0 and nothing else was changed."""
+    value = point.changed.get(key, point.rate if key == RATE else None)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return float(value) if is_number and point.changed.keys() <= {key} else None  # type: ignore[arg-type]
+
+
+def over_flops(best: Sequence[Best]) -> Slope | None:
+    """Return how the best value of a variant and size grows with FLOPs, from at least three budgets within the grid."""
+    inside = [each for each in best if not each.at_edge]
+    if len(inside) < 3:
+        return None
+    x, y = np.log([each.flops for each in inside]), np.log([each.value for each in inside])
+    return Slope(float(np.polyfit(x, y, 1)[0]), None)
+
+
+def _vertex(tried: dict[float, float], lowest: float) -> tuple[float, float]:
+    """Return the minimum of the parabola through the lowest value and its neighbours."""
+    values = [*tried]
+    i = values.index(lowest)
+    near = values[i - 1 : i + 2]
+    curve = np.poly1d(np.polyfit(np.log2(near), [tried[value] for value in near], 2))
+    at = -curve.c[1] / (2 * curve.c[0])
+    return float(2**at), float(curve(at))

@@ -1,0 +1,140 @@
+"""The points of a study with trunks and branches: one model each, and one file from which the page is made again."""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.step_records import metrics_so_far
+from megatron_blackmamba.plan import flops, parameters
+from megatron_blackmamba.study.corpus import UNSEEN
+from megatron_blackmamba.study.results import busiest
+from megatron_blackmamba.study.runs import Cell, Study
+
+FILE = "points.json"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One finished branch."""
+
+    variant: str
+    size: str
+    seed: int
+    budget: int
+    """Tokens of the study's first variant for the same FLOPs."""
+    flops: float
+    tokens: int
+    """Tokens from the first step of the trunk on."""
+    repeated: int
+    """Of these, the tokens that the run had read before."""
+    parameters: int
+    active: int
+    rate: float
+    loss: float
+    """Mean validation loss over the sources that were trained on, in nats per token."""
+    training: float
+    """Training loss, the mean over the last 20 steps."""
+    validation: dict[str, float]
+    """Validation loss of each set, in nats per token."""
+    bits_per_byte: dict[str, float]
+    changed: dict[str, Any] = field(default_factory=dict)
+    """Keys of a grid and their values."""
+    busiest: float | None = None
+    """The busiest expert's tokens over the mean in training, in the least balanced layer at the end."""
+    step_seconds: float = 0.0
+    """Time of the fastest step, which stands for an idle machine."""
+
+    @property
+    def plain(self) -> bool:
+        """Return whether no grid changed it."""
+        return not self.changed
+
+
+def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
+    """Return the point of a finished branch; `corpus` has the bytes and tokens of each source."""
+    config, folder = cell.config, RunFolder(Path(cell.config.folder) / cell.config.name)
+    records = list(metrics_so_far(folder.metrics))
+    last, counted = records[-1], parameters.count(config)
+    prefix = "validation/loss/"
+    losses = {name.removeprefix(prefix): _known(loss) for name, loss in last.items() if name.startswith(prefix)}
+    readable = sum(counts["train"]["tokens"] for source, counts in corpus.items() if source != UNSEEN)
+    tokens = last["consumed_tokens"]
+    return Point(
+        variant=cell.group,
+        size=cell.size,
+        seed=cell.seed,
+        budget=cell.budget,
+        flops=float(flops.training(config.model, config.data.sequence_length) * tokens),
+        tokens=tokens,
+        repeated=max(0, tokens - readable),
+        parameters=counted.total,
+        active=counted.forward,
+        rate=config.optimizer.learning_rate,
+        loss=_known(last["validation/loss"]),
+        training=statistics.fmean(_known(record["loss"]) for record in records[-20:]),
+        validation=losses,
+        bits_per_byte={name: loss / math.log(2) * _tokens_per_byte(corpus[name]) for name, loss in losses.items()},
+        changed=dict(cell.changed),
+        busiest=max(busiest(records).values(), default=None),
+        step_seconds=min(record["speed/step_seconds"] for record in records),
+    )
+
+
+def _known(loss: float | None) -> float:
+    return math.nan if loss is None else loss
+
+
+def _tokens_per_byte(counts: Mapping[str, Any]) -> float:
+    return counts["validation"]["tokens"] / counts["validation"]["bytes"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The question of a study, its corpus, and the points that are finished."""
+
+    name: str
+    about: str
+    first: str
+    planned: int
+    corpus: dict[str, Any]
+    points: tuple[Point, ...]
+
+    @classmethod
+    def of(cls, study: Study, cells: Sequence[Cell]) -> "Evidence":
+        """Return what the runs in a study's folder say."""
+        record = study.corpus.record
+        corpus = json.loads(record.read_bytes()) if record.is_file() else {}
+        points = tuple(collect(cell, corpus) for cell in cells if cell.done)
+        return cls(study.name, study.config.about, study.config.first, len(cells), corpus, points)
+
+    @classmethod
+    def read(cls, path: Path) -> "Evidence":
+        """Return what a file of points says."""
+        content = json.loads(path.read_bytes())
+        return cls(**{**content, "points": tuple(Point(**point) for point in content["points"])})
+
+    def write(self, path: Path) -> None:
+        """Write the file of points."""
+        atomic.write_json(path, {**asdict(self), "points": [asdict(point) for point in self.points]})
+
+    @property
+    def plain(self) -> list[Point]:
+        """Return the points that no grid changed."""
+        return [point for point in self.points if point.plain and math.isfinite(point.loss)]
+
+
+def chosen(points: Iterable[Point], **keys: Any) -> list[Point]:
+    """Return the points with given fields, by rising budget."""
+    found = [point for point in points if all(getattr(point, key) == value for key, value in keys.items())]
+    return sorted(found, key=lambda point: (point.seed, point.budget))
+
+
+def unique(points: Iterable[Point], key: str) -> list[Any]:
+    """Return the values of a field in the order in which they first come."""
+    return list(dict.fromkeys(getattr(point, key) for point in points))

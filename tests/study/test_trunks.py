@@ -1,0 +1,216 @@
+"""Studies on trunks and branches: a branch is a whole run with the same schedule, and laws are found where they are."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_blackmamba.config import to_yaml
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
+from megatron_blackmamba.study import StudyError, afford, evidence, fits
+from megatron_blackmamba.study.commands import open_study, run
+from megatron_blackmamba.study.config import read_study
+from megatron_blackmamba.study.options import HowToRun
+from megatron_blackmamba.study.points import Evidence, Point
+from megatron_blackmamba.study.runs import Study
+from tests.docs.session import ROOT
+from tests.pages import check_page
+
+SMALL = {"model.pattern": "ME", "model.hidden_size": 16, "model.expert_hidden_size": 16, "model.experts": 4}
+DENSE = {"model.pattern": "M-", "model.hidden_size": 16, "model.mlp_hidden_size": 16}
+STUDY = {
+    "about": "Do branches work?",
+    "base": ["training/quickstart"],
+    "set": {
+        "data.sequence_length": 64,
+        "training.global_batch": 4,
+        "training.micro_batch": 4,
+        "training.evaluate_every": 1_000_000,
+        "training.evaluate_batches": 1,
+        "training.router_every": 1,
+        "optimizer.warmup_tokens": 512,
+        "model.vocab_size": 300,
+        "logging.tensorboard": False,
+    },
+    "corpus": {"vocabulary": 300, "megabytes": 1, "unseen": True},
+    "variants": {"experts": {"small": SMALL}, "dense": {"small": DENSE}},
+    "tokens": {"small": [2_560, 5_120]},
+    "tuning": {"size": "small", "learning_rates": [4.0e-3]},
+    "series": [{"sizes": ["small"], "seeds": [1], "variants": ["experts"]}, {"sizes": ["small"], "seeds": [1]}],
+}
+
+
+def study_of(folder, **changes):
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump(STUDY | changes, sort_keys=False))
+    return Study("mine", read_study(str(file)), folder)
+
+
+def test_branch_is_the_whole_run_with_its_schedule(tmp_path):
+    study = study_of(tmp_path)
+    study.corpus.build()
+    cells = [cell for cell in study.runs(study.learning_rates()) if cell.group == "experts"]
+    longest = cells[-1].config
+    whole = longest.model_copy(update={"name": "whole", "start": type(longest.start)()})
+    assert longest.start.branch.endswith("trunk-experts-small-seed1@16")
+    paths = []
+    for config in [each for cell in cells for each in (cell.trunk, cell.config)] + [whole]:
+        paths.append(tmp_path / f"{len(paths)}.yaml")
+        paths[-1].write_text(to_yaml(config))
+    worker = [sys.executable, "-m", "megatron_blackmamba.study.worker", *map(str, paths)]
+    subprocess.run(worker, check=True, stdout=subprocess.DEVNULL)
+    found = Evidence.of(study, cells)
+    assert [(point.budget, point.tokens) for point in found.points] == [(2_560, 2_560), (5_120, 5_120)]
+    records = list(metrics_so_far(RunFolder(tmp_path / "runs" / "whole").metrics))
+    assert found.points[1].loss == last_value(records, "validation/loss")
+    point = found.points[0]
+    assert point.validation.keys() == {"code", "prose", "manuals"} and point.repeated == 0 and point.busiest >= 1
+    counts = found.corpus["manuals"]["validation"]
+    bits = point.validation["manuals"] / math.log(2) * counts["tokens"] / counts["bytes"]
+    assert point.bits_per_byte["manuals"] == pytest.approx(bits)
+    found.write(tmp_path / "points.json")
+    again = Evidence.read(tmp_path / "points.json")
+    assert again == found
+    check_page(evidence.render(again))
+
+
+def test_points_are_listed_once_and_cost_equal_flops(tmp_path):
+    study = study_of(tmp_path, variants={**STUDY["variants"], "wide": {"small": {**SMALL, "model.hidden_size": 32}}})
+    cells = study.runs(study.learning_rates())
+    assert len({cell.name for cell in cells}) == len(cells) == 6
+    assert [cell.group for cell in cells[:2]] == ["experts", "experts"]
+    by_budget = [[cell.config for cell in cells if cell.budget == budget] for budget in (2_560, 5_120)]
+    for small, dense, wide in by_budget:
+        assert wide.training.tokens < small.training.tokens <= dense.training.tokens
+    left = afford.costs(cells, [])
+    alone = afford.costs(cells[1:2], [])[0].hours
+    assert left[1].hours < alone  # its trunk has been paid for by the first
+    assert afford.afforded(left, left[0].hours + left[1].hours) == cells[:2]
+
+
+def test_grid_changes_any_key(tmp_path):
+    grid = {"optimizer.learning_rate": [1e-3, 2e-3], "model.experts": [2]}
+    study = study_of(tmp_path, series=[{"sizes": ["small"], "seeds": [1], "budgets": 1, "grid": grid}])
+    cells = study.runs(study.learning_rates())
+    assert [cell.name for cell in cells][:2] == [
+        "experts-small-seed1-learning_rate_0.001-experts_2-2560",
+        "dense-small-seed1-learning_rate_0.001-experts_2-2560",
+    ]
+    assert {cell.config.optimizer.learning_rate for cell in cells} == {1e-3, 2e-3}
+    assert {cell.trunk.model.experts for cell in cells} == {2}
+    assert all(cell.config.optimizer.min_learning_rate * 20 == cell.trunk.optimizer.learning_rate for cell in cells)
+
+
+@pytest.mark.parametrize(
+    "wrong, reason",
+    [
+        ({"tokens": {"small": [2, 1]}}, "rising order"),
+        ({"series": [{"sizes": ["big"], "seeds": [1]}]}, "big is no size"),
+    ],
+)
+def test_wrong_branch_studies_are_one_line(tmp_path, wrong, reason):
+    with pytest.raises(StudyError, match=rf"mine\.yaml: .*{reason}"):
+        study_of(tmp_path, **wrong)
+
+
+def point(variant, seed, budget, loss, size="s", rate=4e-3, **changed):
+    return Point(
+        variant, size, seed, budget, 1e6 * budget, budget, 0, 1000, 500, rate, loss, loss, {"code": loss},
+        {"code": loss}, changed,
+    )  # fmt: skip
+
+
+BUDGETS = [1000 * 2**i for i in range(7)]
+
+
+def test_power_law_is_found_with_and_without_offset():
+    for offset in (0.0, 1.5):
+        law = fits.Law(offset, 40.0, 0.12)
+        losses = [float(law.at([1e6 * budget])[0]) for budget in BUDGETS]
+        found = fits.power_law([1e6 * budget for budget in BUDGETS], losses, offset > 0)
+        assert found.offset == pytest.approx(offset, abs=0.02) and found.exponent == pytest.approx(0.12, abs=0.003)
+
+
+def test_points_off_the_law_are_named():
+    draw = np.random.default_rng(0)
+
+    def loss(budget):
+        return 3 * budget**-0.1 + (0.05 if budget == BUDGETS[3] else 0) + 0.001 * draw.normal()
+
+    points = [point("experts", seed, budget, loss(budget)) for seed in (1, 2, 3) for budget in BUDGETS]
+    found = fits.fit(points, "experts", "s", False)
+    assert BUDGETS[3] in found.misfits and found.exponent_interval > 0
+    assert fits.fit([p for p in points if p.budget <= BUDGETS[1]], "experts", "s", False) is None
+
+
+def test_crossing_is_where_the_sign_turns_for_good():
+    """The difference is log2(tokens per parameter / 8) of seed 1, and turns at 16 for seed 2."""
+    points = []
+    for seed, turn in ((1, 8.0), (2, 16.0), (3, 1000.0)):
+        points += [point("dense", seed, budget, 3.0) for budget in BUDGETS]
+        points += [point("experts", seed, budget, 3.0 - math.log2(budget / 1000 / turn)) for budget in BUDGETS]
+    two = [p for p in points if p.seed < 3]
+    found = fits.crossing(two, "experts", "dense", "s")
+    assert found.by_seed == pytest.approx({1: 8, 2: 16}) and found.mean == pytest.approx(math.sqrt(128))
+    assert found.band[0] < found.mean < found.band[1]
+    all_three = fits.crossing(points, "experts", "dense", "s")
+    assert all_three.never == 1 and all_three.band is None
+    said = evidence.summary(Evidence("x", "y", "experts", 9, {}, tuple(two)))
+    assert "the sign turns at 11.3 (95% interval" in said[1] and "in 2 of 2 seeds" in said[1]
+    grown = [replace(found, parameters=1000), replace(found, parameters=4000, by_seed={1: 16.0, 2: 32.0})]
+    slope = fits.crossing_over_sizes(grown)
+    assert slope.exponent == pytest.approx(0.5) and slope.interval == pytest.approx(0)
+    assert fits.crossing_over_sizes(grown[:1]) is None
+
+
+def test_best_value_is_the_vertex_or_an_edge():
+    key = "training.global_batch"
+    points = [point("experts", 1, 1000, 3 + math.log2(value / 12) ** 2, **{key: value}) for value in (8, 16, 32)]
+    points += [point("dense", 1, 1000, 3 - value / 1000, **{key: value}) for value in (8, 16, 32)]
+    best, edge = fits.best_values(points, key)
+    assert best.value == pytest.approx(12) and best.loss == pytest.approx(3) and best.twice == pytest.approx(1)
+    moved = [replace(best, flops=10.0**i, value=best.value * 10.0 ** (0.2 * i)) for i in range(3)]
+    assert fits.over_flops(moved).exponent == pytest.approx(0.2)
+    assert fits.over_flops([edge] * 3) is None
+    assert edge.at_edge and edge.value == 32 and edge.twice is None
+    rates = [
+        point("experts", 1, 1000, 3 + loss, rate=rate, **{fits.RATE: rate}) for rate, loss in ((2e-3, 1), (8e-3, 2))
+    ]
+    assert fits.best_values(rates, fits.RATE) == []
+    (with_the_plain_one,) = fits.best_values([*rates, point("experts", 1, 1000, 3.0)], fits.RATE)
+    assert with_the_plain_one.tried.keys() == {2e-3, 4e-3, 8e-3}
+    page = evidence.render(Evidence("x", "y", "experts", 9, {}, (*points, point("experts", 1, 1000, 4.0))))
+    check_page(page)
+    assert "training.global_batch=16" in page
+
+
+def test_study_with_branches_may_grow_in_its_folder(tmp_path):
+    study_of(tmp_path)
+    file = tmp_path / "mine.yaml"
+    open_study(str(file), tmp_path)
+    study_of(tmp_path, seeds=[1, 2])
+    assert open_study(str(file), tmp_path).config.seeds == [1, 2]
+    study_of(tmp_path, corpus={**STUDY["corpus"], "megabytes": 2})
+    with pytest.raises(StudyError, match="belongs to another version"):
+        open_study(str(file), tmp_path)
+
+
+def test_older_study_files_are_read(tmp_path):
+    old = {key: value for key, value in STUDY.items() if key != "corpus"}
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(old | {"vocabulary": 300, "corpus_megabytes": 7}))
+    corpus = read_study(str(tmp_path / "old.yaml")).corpus
+    assert (corpus.vocabulary, corpus.megabytes, corpus.near_duplicates) == (300, 7, False)
+
+
+def test_page_is_made_from_the_committed_points(tmp_path, capsys):
+    how = HowToRun(points=ROOT / "docs" / "studies" / "trend.json", page_only=True, png=tmp_path / "png")
+    assert run(open_study("trend", tmp_path), how)
+    assert "planned points are finished" in capsys.readouterr().out
+    check_page((tmp_path / "study.html").read_text())
+    assert (tmp_path / "png" / "trend.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "points.json").exists()
