@@ -1,7 +1,10 @@
 """The functions of BlackMamba's layers in plain PyTorch.
 
 Shapes: B batch, L length, T tokens, I inner, N state, K taps, E experts. In Mamba-2: H heads of P channels in G groups.
+In attention: H heads of C channels.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +25,24 @@ def normalized(x: Tensor, eps: float) -> Tensor:
 def capped(logits: Tensor, cap: float | None) -> Tensor:
     """Return cap * tanh(logits / cap), or without a cap the logits themselves."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return the square of ReLU."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu2": relu2}
+
+
+def rotated(x_BHLC: Tensor, first: int, theta: float) -> Tensor:
+    """Return queries or keys, rotated by their positions, which count from `first`."""
+    L, C = x_BHLC.shape[2:]
+    rates = theta ** (-torch.arange(0, C, 2, device=x_BHLC.device).float() / C)
+    angles_LC = torch.outer(torch.arange(first, first + L, device=x_BHLC.device).float(), rates).repeat(1, 2)
+    x = widen(x_BHLC)
+    half, other = x.chunk(2, dim=-1)
+    return (x * angles_LC.cos() + torch.cat((-other, half), dim=-1) * angles_LC.sin()).to(x_BHLC.dtype)
 
 
 def causal_conv1d(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.interchange.canonical import Canonical
+from megatron_blackmamba.interchange.canonical import HEAD, Canonical
 from megatron_blackmamba.kinds import Cannot, Decoding, kinds_in
 
 
@@ -21,6 +21,8 @@ from megatron_blackmamba.kinds import Cannot, Decoding, kinds_in
 class Weights:
     config: ModelConfig
     embedding_VD: Tensor
+    head_VD: Tensor
+    """The embedding itself, if model.tie_embeddings."""
     layers: tuple[Any, ...]
     """Each as its kind packed it."""
     norms_D: tuple[Tensor | None, ...]
@@ -40,7 +42,7 @@ class Weights:
     def bytes_a_token(self) -> int:
         """Return what one step at batch 1 reads: everything but the experts that were not chosen."""
         vectors = (*self.final_norm_D, *self.norms_D)
-        ends = self.embedding_VD.nbytes + sum(vector.nbytes for vector in vectors if vector is not None)
+        ends = self.head_VD.nbytes + sum(vector.nbytes for vector in vectors if vector is not None)
         how = decodings(self.config)
         return ends + sum(one.bytes_a_token(layer, self.config) for one, layer in zip(how, self.layers, strict=True))
 
@@ -63,10 +65,12 @@ def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu
     def of_layer(i: int) -> Callable[..., Tensor]:
         return lambda name, as_type=torch.float32: get(f"decoder.layers.{i}.mixer.{name}", as_type)
 
+    embedding_VD = get("embedding.word_embeddings.weight", dtype)
     layers = [how.pack(of_layer(i), model.config, dtype, device) for i, how in enumerate(decodings(model.config))]
     return Weights(
         model.config,
-        get("embedding.word_embeddings.weight", dtype),
+        embedding_VD,
+        embedding_VD if model.config.tie_embeddings else get(HEAD, dtype),
         tuple(layers),
         tuple(
             get(f"decoder.layers.{i}.norm.weight") if model.config.has_norm(i) else None

@@ -18,6 +18,8 @@ from megatron_blackmamba.formats.evaluations import Evaluation
 from megatron_blackmamba.kinds import kinds_in, layers_of, obstacles
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
+HEAD = "output_layer.weight"
+"""The output layer, with model.tie_embeddings=false."""
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -64,8 +66,6 @@ class Canonical:
     """Whether these are the averaged weights of a checkpoint."""
 
     def __post_init__(self) -> None:
-        if not self.config.tie_embeddings:
-            raise InterchangeError(f"{self.source}: model.tie_embeddings is false; only tied embeddings convert")
         expected = shapes(self.config)
         missing = [name for name in expected if name not in self.entries]
         unexpected = [name for name in self.entries if name not in expected]
@@ -195,7 +195,8 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.has_norm(i):
             result[f"decoder.layers.{i}.norm.weight"] = (D,)
         result |= {f"decoder.layers.{i}.mixer.{name}": shape for name, shape in kind.shapes(config).items()}
-    return result | {f"{norms.PREFIX}{name}": (D,) for name in norms.kind_of(config.final_norm).parameters}
+    result |= {f"{norms.PREFIX}{name}": (D,) for name in norms.kind_of(config.final_norm).parameters}
+    return result if config.tie_embeddings else {**result, HEAD: (config.vocab_size, D)}
 
 
 def require_convertible(config: ModelConfig, source: str) -> None:

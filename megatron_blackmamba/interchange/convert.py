@@ -46,7 +46,6 @@ def to_hf(
             source=model.source,
             ema=model.ema,
             dtype=dtype,
-            prefix=hf.PREFIX,
             processes=processes,
             watch=watch,
         )

@@ -12,6 +12,7 @@ from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json, write_text
 from megatron_blackmamba.interchange import files, safetensors_io
 from megatron_blackmamba.interchange.canonical import (
+    HEAD,
     Canonical,
     Entry,
     InterchangeError,
@@ -37,7 +38,7 @@ AUTO_MAP = {
 ADAPTER = "adapter_config.json"
 INDEX = files.index_of(files.SAFETENSORS)
 PREFIX = "model."  # of every parameter, before its canonical name
-HEAD = "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # 5.x would write a class of its own, which 4.x does not know
 SHARD_BYTES = 4 * 10**9
 
@@ -76,7 +77,17 @@ def write(
 
 def weight_parts(entries: Mapping[str, Entry], shard_bytes: int = SHARD_BYTES) -> list[dict[str, Entry]]:
     """Return the contents of the weight files under their names in a file; each holds at most `shard_bytes`."""
-    return safetensors_io.shards({PREFIX + name: entry for name, entry in entries.items()}, shard_bytes)
+    return safetensors_io.shards({name_in_file(name): entry for name, entry in entries.items()}, shard_bytes)
+
+
+def name_in_file(name: str) -> str:
+    """Return the name in a weight file of a canonical name."""
+    return LM_HEAD if name == HEAD else PREFIX + name
+
+
+def canonical_name(name: str) -> str:
+    """Return the canonical name of a name in a weight file."""
+    return HEAD if name == LM_HEAD else name.removeprefix(PREFIX)
 
 
 def weight_files(parts: Sequence[dict[str, Entry]]) -> dict[str, dict[str, Entry]]:
@@ -121,7 +132,7 @@ def read(folder: Path) -> Canonical:
     tokenizer = folder / "tokenizer.json"
     return Canonical(
         config,
-        _canonical_names(files.read(folder, (files.SAFETENSORS,)), folder),
+        _canonical_names(files.read(folder, (files.SAFETENSORS,)), folder, config.tie_embeddings),
         str(folder),
         tokenizer if tokenizer.is_file() else None,
         content.get("max_sequence_length", 2048),
@@ -144,7 +155,7 @@ def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> di
         "bias": False,
         "add_bias_linear": False,
         "swiglu": True,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -154,7 +165,7 @@ def function_of(config: ModelConfig) -> dict[str, Any]:
     fields = to_json(config, 0, torch.float32)
     for name in ("initializer_range", "router_kind", "router_options"):
         fields.pop(name, None)
-    return fields | {"tie_word_embeddings": config.tie_embeddings}
+    return fields
 
 
 def exported_fields() -> list[str]:
@@ -168,24 +179,30 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     if content.get("model_type") != "blackmamba":
         raise InterchangeError(f"{path}: model_type is {content.get('model_type')!r}, not 'blackmamba'")
     fields = {ours: need(content, theirs, path) for theirs, ours in _SAME.items() if theirs in content}
-    if not content.get("tie_word_embeddings", True):
-        raise InterchangeError(f"{path}: tie_word_embeddings is false; only tied embeddings convert")
+    fields["tie_embeddings"] = content.get("tie_word_embeddings", True)
     return model_config(fields | {"dt_rank": content.get("dt_rank")}, content, path, _SAME), content
 
 
-def _canonical_names(entries: dict[str, Entry], folder: Path) -> dict[str, Entry]:
-    """Drop the prefix, which older exports lack, and a copy of the tied output layer, which some tools write."""
+def _canonical_names(entries: dict[str, Entry], folder: Path, tied: bool) -> dict[str, Entry]:
+    """Drop the prefix, which older exports lack, and a copy of a tied output layer, which some tools write."""
     result = {name.removeprefix(PREFIX): entry for name, entry in entries.items()}
     twice = next((name for name in entries if not name.startswith(PREFIX) and PREFIX + name in entries), None)
     if twice is not None:
         raise InterchangeError(f"{folder}: has both {twice} and {PREFIX}{twice}. Remove the one that is out of date")
-    head, embedding = result.pop(HEAD, None), result.get("embedding.word_embeddings.weight")
-    if head is not None and (embedding is None or not torch.equal(head.load(), embedding.load())):
+    head = result.pop(LM_HEAD, None)
+    if head is not None and not tied:
+        result[HEAD] = head
+    elif head is not None and not same_tensor(head, result.get("embedding.word_embeddings.weight")):
         raise InterchangeError(
-            f"{folder}: {HEAD} differs from the embedding; only tied embeddings convert. "
+            f"{folder}: {LM_HEAD} differs from the embedding, and tie_word_embeddings in config.json is true. "
             "Tie them with model.tie_weights() and save again"
         )
     return result
+
+
+def same_tensor(one: Entry, other: Entry | None) -> bool:
+    """Return whether two tensors have equal values."""
+    return other is not None and one.shape == other.shape and torch.equal(one.load(), other.load())
 
 
 def _write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:

@@ -15,6 +15,7 @@ from megatron_blackmamba.routers import kind_of
 _GATES = {
     "silu": "SwiGLU (the experts gate with SiLU)",
     "gelu": "GeGLU (the experts gate with erf-GELU)",
+    "relu2": "the square of ReLU gates",
 }
 
 
@@ -27,8 +28,8 @@ def model_card(model: Canonical) -> str:
         "Layers": f"{config.layers}: {counted} (`{config.pattern}`)",
         "Width": _width(model),
         "Experts": _experts(model),
-        "Activation": _GATES[config.activation],
-        "Vocabulary": f"{config.vocab_size:,}, tied with the output",
+        "Activation": _GATES[config.activation] if config.gated else f"{config.activation}, without a gate",
+        "Vocabulary": f"{config.vocab_size:,}" + (", tied with the output" if config.tie_embeddings else ""),
         "Precision": _precision(model),
         "Documents": _documents(model),
         **{str(name): str(value) for name, value in past.facts.items()},

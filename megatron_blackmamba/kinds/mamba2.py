@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 A_RANGE = (1.0, 16.0)
 """Initial decay rates, as in mamba-ssm."""
 
-_FIELDS = ("head_dim", "state_size", "groups")
+_FIELDS = ("heads", "head_dim", "state_size", "groups")
 
 
 class Mamba2(LayerKind):
@@ -42,18 +42,18 @@ class Mamba2(LayerKind):
 
     def problems(self, model: ModelConfig) -> list[str]:
         head_dim, groups = model.mamba2.head_dim, model.mamba2.groups
-        if model.inner_size % head_dim:
+        if model.mamba2.heads is None and model.inner_size % head_dim:
             inner = f"model.expand × model.hidden_size = {model.inner_size}"
-            return [f"{inner} is not divisible by model.mamba2.head_dim={head_dim}"]
-        heads = model.inner_size // head_dim
+            return [f"{inner} is not divisible by model.mamba2.head_dim={head_dim}: set model.mamba2.heads"]
+        heads = sizes(model)[1]
         return (
             [f"the {heads} Mamba-2 heads are not divisible by model.mamba2.groups={groups}"] if heads % groups else []
         )
 
     def divisions(self, model: ModelConfig) -> list[Division]:
-        what = "the number of Mamba-2 heads (model.expand × model.hidden_size / model.mamba2.head_dim)"
+        what = "the number of Mamba-2 heads (model.mamba2.heads, or model.expand × model.hidden_size / head_dim)"
         return [
-            Division(what, model.inner_size // model.mamba2.head_dim, "tensor"),
+            Division(what, sizes(model)[1], "tensor"),
             Division("model.mamba2.groups", model.mamba2.groups, "tensor"),
         ]
 
@@ -64,7 +64,7 @@ class Mamba2(LayerKind):
         return "mamba2"
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        I, H, GN = _sizes(model)
+        I, H, GN = sizes(model)
         Q = I + 2 * GN
         return {
             "in_proj.weight": (I + Q + H, model.hidden_size),  # rows [z | x | B | C | dt]
@@ -100,7 +100,7 @@ class Mamba2(LayerKind):
         from megatron_blackmamba.ops.ssd.chunked import CHUNK
 
         D, N, G = model.hidden_size, model.mamba2.state_size, model.mamba2.groups
-        I, H, GN = _sizes(model)
+        I, H, GN = sizes(model)
         whole, rest = divmod(sequence, CHUNK)
         pairs = (whole * CHUNK**2 + rest**2) / sequence  # a token meets in its chunk
         return {
@@ -117,7 +117,7 @@ class Mamba2(LayerKind):
         parallelism adds the last inputs of the part before, the state at the start, and the decays of all parts.
         Norms of B and C keep these, their normalised values and results, and a number for each group.
         """
-        I, H, GN = _sizes(at.model)
+        I, H, GN = sizes(at.model)
         split = 2 * I + 2 * GN + H + (I + 2 * GN) + 2 * I
         each = at.whole * (at.width * split + FP32 * at.model.mamba2.groups) + 2 * FP32 * H
         each += FP32 * (at.model.conv_kernel + 1) * (I + 2 * GN)
@@ -132,7 +132,7 @@ class Mamba2(LayerKind):
         """Return the gradients of what it keeps, or the needs of PyTorch's scan or of the gated norm."""
         from megatron_blackmamba.ops.ssd import costs
 
-        I, H, GN = (number // at.tensor for number in _sizes(at.model))
+        I, H, GN = (number // at.tensor for number in sizes(at.model))
         scan = costs.working(at, I, H, GN, at.model.mamba2.state_size)
         norm = at.whole * I * (at.width + 8 * max(FP32, at.width))
         return max(self.kept(at), scan, norm)
@@ -143,7 +143,7 @@ class Mamba2(LayerKind):
         For each sequence, every rank of the context group also gathers the last inputs of the convolution, the state
         and, except in the backward pass, a decay for each head.
         """
-        I, H, GN = _sizes(at.model)
+        I, H, GN = sizes(at.model)
         sequences, width = at.sequences, max(at.width, FP32)
         window = at.width * (at.model.conv_kernel - 1) * (I + 2 * GN)
         passed_on = passes * (window + width * I * at.model.mamba2.state_size) + (passes - 1) * width * H
@@ -168,10 +168,10 @@ class Mamba2(LayerKind):
         return Mamba2Decoding()
 
 
-def _sizes(model: ModelConfig) -> tuple[int, int, int]:
+def sizes(model: ModelConfig) -> tuple[int, int, int]:
     """Return I, H, GN."""
-    I = model.inner_size
-    return I, I // model.mamba2.head_dim, model.mamba2.groups * model.mamba2.state_size
+    heads = model.mamba2.heads or model.inner_size // model.mamba2.head_dim
+    return heads * model.mamba2.head_dim, heads, model.mamba2.groups * model.mamba2.state_size
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Mamba2Decoding(Decoding):
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch
 
-        I, H, GN = _sizes(model)
+        I, H, GN = sizes(model)
         return [
             torch.zeros(batch, model.conv_kernel - 1, I + 2 * GN, dtype=torch.float32, device=device),
             torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, dtype=torch.float32, device=device),
@@ -283,12 +283,12 @@ class Mamba2Decoding(Decoding):
 
 def _parts(zxBCdt: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
     """Split in_proj's output into z, the input of the convolution, and dt."""
-    I, H, GN = _sizes(model)
+    I, H, GN = sizes(model)
     return zxBCdt.split([I, I + 2 * GN, H], dim=-1)
 
 
 def _x_B_C(xBC: Tensor, layer: Mamba2Layer, model: ModelConfig) -> tuple[Tensor, ...]:
-    I, H, GN = _sizes(model)
+    I, H, GN = sizes(model)
     x, B, C = xBC.split([I, GN, GN], dim=-1)
     groups = (model.mamba2.groups, -1)
     B, C = B.unflatten(-1, groups), C.unflatten(-1, groups)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_blackmamba.kinds.mamba import NORMS
+from megatron_blackmamba.kinds.mamba2 import sizes
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.mamba import Convolution
 from megatron_blackmamba.model.sharding import empty, sharded, sharded_by_parts, without_decay
@@ -82,7 +83,7 @@ class Mamba2Mixer(MegatronModule):
         self.context = pg_collection.cp
         self.backend = config.kernels.ssd
         ranks = self.tp_group.size()
-        inner, heads = model.inner_size, model.inner_size // model.mamba2.head_dim
+        inner, heads, _ = sizes(model)
         self.groups = model.mamba2.groups // ranks
         self.inner, self.heads, shared = inner // ranks, heads // ranks, self.groups * model.mamba2.state_size
         self.convolved = [self.inner, shared, shared]  # x, B, C

@@ -31,6 +31,8 @@ def alone(name: str) -> str:
         "transformer",
         "stable",
         "attentive",
+        "nemotron",
+        "mixtral",
         *ROUTERS,
     )
     family = next((f for f in families if name.startswith(f)), "")
