@@ -38,6 +38,7 @@ class BlackMambaConfig(PretrainedConfig):
         mamba2_heads: Heads of a "mamba2" layer. Default: expansion_factor * hidden_size / mamba2_head_dim.
         mamba2_head_dim: Channels per head of a "mamba2" layer.
         mamba2_state_size: State size of a "mamba2" layer.
+        mamba2_time_step_min: Lower bound of the time steps of a "mamba2" layer. 0: none.
         mamba2_groups: Groups of a "mamba2" layer; the heads of a group share B and C.
         num_attention_heads: Query heads of an "attention" layer.
         num_key_value_heads: Key and value heads of an "attention" layer. Default: num_attention_heads.
@@ -114,6 +115,7 @@ class BlackMambaConfig(PretrainedConfig):
         head_dim: int | None = None,
         rotary: bool = True,
         mamba2_heads: int | None = None,
+        mamba2_time_step_min: float = 0.0,
         gated: bool = True,
         router_scale: float = 1.0,
         router_bias: bool = True,
@@ -172,6 +174,7 @@ class BlackMambaConfig(PretrainedConfig):
                 f"mamba2_head_dim = {mamba2_head_dim}"
             )
         self.mamba2_heads = self.inner_size // mamba2_head_dim if mamba2_heads is None else mamba2_heads
+        self.mamba2_time_step_min = mamba2_time_step_min
         self.gated = gated
         self.router_scale = router_scale
         self.router_bias = router_bias

@@ -4,6 +4,7 @@ Shapes: B batch, L length, T tokens, I inner, N state, K taps, E experts. In Mam
 In attention: H heads of C channels.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -33,6 +34,19 @@ def relu2(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu2": relu2}
+
+
+def activated(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """Return the activation of x; with a gate, of its first half, times the second."""
+    if not gated:
+        return ACTIVATIONS[activation](x)
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def bounded(dt: Tensor, bias_H: Tensor, least: float) -> Tensor:
+    """Return dt such that softplus(dt + bias) is at least `least`."""
+    return dt.maximum((math.log(math.expm1(least)) - bias_H).to(dt.dtype)) if least else dt
 
 
 def rotated(x_BHLC: Tensor, first: int, theta: float) -> Tensor:
@@ -137,7 +151,7 @@ def ssd(
 
 
 @torch.no_grad()
-def sinkhorn(logits_TE: Tensor, iterations: int, temperature: float, start: str) -> Tensor:
+def sinkhorn(logits_TE: Tensor, iterations: int = 1, temperature: float = 2.0, start: str = "balanced") -> Tensor:
     """Return the logarithms of a plan that gives every expert the same share of the tokens, as in pretraining.
 
     A token's choice is its largest entry, so the last step normalizes the experts and rows may differ by a factor.

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functions_blackmamba import (
-    ACTIVATIONS,
+    activated,
+    bounded,
     causal_conv1d,
     hashed,
     normalized,
@@ -66,9 +67,6 @@ def may_run(fast: bool) -> bool:
     return fast and not torch.compiler.is_exporting()
 
 
-SINKHORN = {"iterations": 1, "temperature": 2.0, "start": "balanced"}
-
-
 class FastLinear(nn.Linear):
     """nn.Linear with a kernel for the few tokens of a step of generation."""
 
@@ -79,7 +77,7 @@ class FastLinear(nn.Linear):
 
 
 def linear(inputs: int, outputs: int, fast: bool) -> nn.Linear:
-    """Apply a linear layer; without the kernels it is exactly nn.Linear, since quantization tools check the type."""
+    """Apply a linear layer; without kernels it is exactly nn.Linear, since quantization tools check the type."""
     return (FastLinear if fast else nn.Linear)(inputs, outputs, bias=False)
 
 
@@ -156,8 +154,8 @@ class Router(nn.Linear):
         self.top_k = config.num_experts_per_tok
         self.scores, self.normalized, self.scale = config.router_scores, config.router_normalized, config.router_scale
         self.balanced = config.balance_in_training
-        options = config.router_options or {}
-        self.plan_options = {name: options.get(name, value) for name, value in SINKHORN.items()}
+        options = (config.router_options or {}).items()
+        self.plan_options = {name: value for name, value in options if name in ("iterations", "temperature", "start")}
         bias = torch.zeros(experts, dtype=torch.float32) if config.router_biased else None
         self.register_buffer("expert_bias", bias)  # transformers loads it in this dtype
 
@@ -321,7 +319,7 @@ class Mamba2Mixer(Recurrent):
         super().__init__()
         D, H, K, P = config.hidden_size, config.mamba2_heads, config.conv_dimension, config.mamba2_head_dim
         self.layer, self.groups, self.fast = layer, config.mamba2_groups, use_kernels(config)
-        I, GN = H * P, self.groups * config.mamba2_state_size
+        I, GN, self.time_step_min = H * P, self.groups * config.mamba2_state_size, config.mamba2_time_step_min
         self.splits, self.state_shape = (I, GN, GN), (H, P, config.mamba2_state_size)
         self.in_proj = linear(D, 2 * I + 2 * GN + H, self.fast)
         self.conv1d = Convolution(I + 2 * GN, I + 2 * GN, K, groups=I + 2 * GN)
@@ -341,6 +339,7 @@ class Mamba2Mixer(Recurrent):
     def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
         heads, groups = self.state_shape[0], self.groups
         z, x, dt_BLH = self.in_proj(u_BLD).split((self.splits[0], sum(self.splits), heads), dim=-1)
+        dt_BLH = bounded(dt_BLH, self.dt_bias, self.time_step_min)
         x, window, state = self.convolved(x, keep_BL1, reset_BL, cache, self.state_shape)
         x, B, C = x.split(self.splits, dim=-1)
         if self.b_layernorm is not None and self.c_layernorm is not None:
@@ -410,14 +409,10 @@ class MLP(nn.Module):
         size, fast, self.gated = config.hidden_size, use_kernels(config), config.gated
         self.linear_fc1 = linear(size, 2 * hidden if self.gated else hidden, fast)  # rows are [gate | up]
         self.linear_fc2 = linear(hidden, size, fast)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        hidden = self.linear_fc1(x_TD)
-        if not self.gated:
-            return self.linear_fc2(self.activation(hidden))
-        gate, up = hidden.chunk(2, dim=-1)
-        return self.linear_fc2(self.activation(gate) * up)
+        return self.linear_fc2(activated(self.linear_fc1(x_TD), self.activation, self.gated))
 
 
 class Experts(nn.Module):

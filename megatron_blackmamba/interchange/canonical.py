@@ -199,6 +199,11 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return result if config.tie_embeddings else {**result, HEAD: (config.vocab_size, D)}
 
 
+def same_tensor(one: Entry, other: Entry | None) -> bool:
+    """Return whether two tensors have equal values."""
+    return other is not None and one.shape == other.shape and torch.equal(one.load(), other.load())
+
+
 def require_convertible(config: ModelConfig, source: str) -> None:
     """Refuse a model that other formats cannot hold, naming the field that is in the way."""
     reasons = obstacles(config)

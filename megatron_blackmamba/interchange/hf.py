@@ -17,6 +17,7 @@ from megatron_blackmamba.interchange.canonical import (
     Entry,
     InterchangeError,
     require_convertible,
+    same_tensor,
     tokenizer_of,
 )
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
@@ -36,6 +37,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_blackmamba.BlackMambaForCausalLM",
 }
 ADAPTER = "adapter_config.json"
+MODEL_TYPE = "blackmamba"
 INDEX = files.index_of(files.SAFETENSORS)
 PREFIX = "model."  # of every parameter, before its canonical name
 LM_HEAD = "lm_head.weight"
@@ -69,10 +71,25 @@ def write(
     """Fill `folder` with all that `from_pretrained(folder, trust_remote_code=True)` needs; the index comes last."""
     require_convertible(model.config, model.source)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = weight_files(weight_parts(model.entries, shard_bytes))
-    write_files({folder / name: entries for name, entries in weights.items()})
-    write_index(folder, weights, model.bytes)
+    write_weights(in_file(model), folder, shard_bytes, write_files)
     write_rest(model, folder)
+
+
+def in_file(model: Canonical) -> dict[str, Entry]:
+    """Return the tensors under their names in the files."""
+    return {name_in_file(name): entry for name, entry in model.entries.items()}
+
+
+def write_weights(
+    entries: Mapping[str, Entry],
+    folder: Path,
+    shard_bytes: int,
+    write_files: Callable[[safetensors_io.Files], None] = safetensors_io.write_files,
+) -> None:
+    """Write weight files of at most `shard_bytes`, and the index of several."""
+    weights = weight_files(safetensors_io.shards(entries, shard_bytes))
+    write_files({folder / name: part for name, part in weights.items()})
+    write_index(folder, weights, sum(entry.bytes for entry in entries.values()))
 
 
 def weight_parts(entries: Mapping[str, Entry], shard_bytes: int = SHARD_BYTES) -> list[dict[str, Entry]]:
@@ -83,11 +100,6 @@ def weight_parts(entries: Mapping[str, Entry], shard_bytes: int = SHARD_BYTES) -
 def name_in_file(name: str) -> str:
     """Return the name in a weight file of a canonical name."""
     return LM_HEAD if name == HEAD else PREFIX + name
-
-
-def canonical_name(name: str) -> str:
-    """Return the canonical name of a name in a weight file."""
-    return HEAD if name == LM_HEAD else name.removeprefix(PREFIX)
 
 
 def weight_files(parts: Sequence[dict[str, Entry]]) -> dict[str, dict[str, Entry]]:
@@ -106,7 +118,7 @@ def write_index(folder: Path, weights: Mapping[str, Mapping[str, Entry]], total_
 
 def write_rest(model: Canonical, folder: Path) -> None:
     """Write all files but the weights and their index."""
-    tokens = _write_tokenizer(model, folder)
+    tokens = write_tokenizer(model, folder)
     config = to_json(model.config, model.sequence_length, model.dtype) | tokens
     write_json(folder / "config.json", config | ({"tokenizer_class": TOKENIZER_CLASS} if model.tokenizer else {}))
     write_json(folder / "generation_config.json", tokens)
@@ -123,11 +135,7 @@ def code_files(folder: Path) -> list[Path]:
 def read(folder: Path) -> Canonical:
     """Read a folder written by `write`, or by `save_pretrained` of such a model."""
     folder = Path(folder)
-    if (folder / ADAPTER).is_file():
-        raise InterchangeError(
-            f"{folder / ADAPTER}: the folder holds an adapter, which transformers adds to the weights. Merge it with "
-            "merge_and_unload() and save the model to another folder"
-        )
+    refuse_adapter(folder)
     config, content = read_config(folder / "config.json")
     tokenizer = folder / "tokenizer.json"
     return Canonical(
@@ -139,11 +147,20 @@ def read(folder: Path) -> Canonical:
     )
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder whose weights are not all of the model."""
+    if (folder / ADAPTER).is_file():
+        raise InterchangeError(
+            f"{folder / ADAPTER}: the folder holds an adapter, which transformers adds to the weights. Merge it with "
+            "merge_and_unload() and save the model to another folder"
+        )
+
+
 def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the config.json of a model, without the fields of the tokenizer."""
     return {
         "architectures": ["BlackMambaForCausalLM"],
-        "model_type": "blackmamba",
+        "model_type": MODEL_TYPE,
         "auto_map": AUTO_MAP,
         "num_layers": config.layers,
         **{theirs: getattr(config, ours) for theirs, ours in _SAME.items()},
@@ -176,8 +193,8 @@ def exported_fields() -> list[str]:
 def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """Return the ModelConfig of an export's config.json, and the whole content."""
     content = read_json(path)
-    if content.get("model_type") != "blackmamba":
-        raise InterchangeError(f"{path}: model_type is {content.get('model_type')!r}, not 'blackmamba'")
+    if content.get("model_type") != MODEL_TYPE:
+        raise InterchangeError(f"{path}: model_type is {content.get('model_type')!r}, not {MODEL_TYPE!r}")
     fields = {ours: need(content, theirs, path) for theirs, ours in _SAME.items() if theirs in content}
     fields["tie_embeddings"] = content.get("tie_word_embeddings", True)
     return model_config(fields | {"dt_rank": content.get("dt_rank")}, content, path, _SAME), content
@@ -190,7 +207,9 @@ def _canonical_names(entries: dict[str, Entry], folder: Path, tied: bool) -> dic
     if twice is not None:
         raise InterchangeError(f"{folder}: has both {twice} and {PREFIX}{twice}. Remove the one that is out of date")
     head = result.pop(LM_HEAD, None)
-    if head is not None and not tied:
+    if not tied:
+        if head is None:
+            raise InterchangeError(f"{folder}: has no {LM_HEAD}, and tie_word_embeddings in config.json is false")
         result[HEAD] = head
     elif head is not None and not same_tensor(head, result.get("embedding.word_embeddings.weight")):
         raise InterchangeError(
@@ -200,12 +219,7 @@ def _canonical_names(entries: dict[str, Entry], folder: Path, tied: bool) -> dic
     return result
 
 
-def same_tensor(one: Entry, other: Entry | None) -> bool:
-    """Return whether two tensors have equal values."""
-    return other is not None and one.shape == other.shape and torch.equal(one.load(), other.load())
-
-
-def _write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
+def write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
     """Write tokenizer files that every transformers version loads; return the special ids for the configs."""
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     tokenizer = tokenizer_of(model)

@@ -8,6 +8,7 @@ K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 A_RANGE = (1.0, 16.0)
 """Initial decay rates, as in mamba-ssm."""
 
-_FIELDS = ("heads", "head_dim", "state_size", "groups")
+_FIELDS = ("heads", "head_dim", "state_size", "groups", "time_step_min")
 
 
 class Mamba2(LayerKind):
@@ -174,6 +175,13 @@ def sizes(model: ModelConfig) -> tuple[int, int, int]:
     return heads * model.mamba2.head_dim, heads, model.mamba2.groups * model.mamba2.state_size
 
 
+def bounded(dt: Tensor, bias_H: Tensor, least: float) -> Tensor:
+    """Return dt such that softplus(dt + bias) is at least `least`."""
+    if not least:
+        return dt
+    return dt.maximum((math.log(math.expm1(least)) - bias_H).to(dt.dtype))
+
+
 @dataclass(frozen=True)
 class Mamba2Layer:
     """The weights of one layer; the parameters of the recurrence are in fp32."""
@@ -228,7 +236,7 @@ class Mamba2Decoding(Decoding):
     def compiled(self, layer: Mamba2Layer, norm_D: Tensor, model: ModelConfig) -> Step | None:
         from megatron_blackmamba.ops.decoding import mamba2_step
 
-        if model.mamba_norms:
+        if model.mamba_norms or model.mamba2.time_step_min:
             return None
         return mamba2_step(norm_D=norm_D, **vars(layer), groups=model.mamba2.groups, eps=model.norm_eps)
 
@@ -238,6 +246,7 @@ class Mamba2Decoding(Decoding):
 
         window_BWQ, state_BHPN = memory
         z_BI, xBC_BQ, dt_BH = _parts(run.times(x_BD, layer.in_proj), run.config)
+        dt_BH = bounded(dt_BH, layer.dt_bias_H, run.config.mamba2.time_step_min)
         xBC_BQ = causal_conv1d_step(window_BWQ, xBC_BQ, layer.conv_weight_QK, layer.conv_bias_Q)
         x_BHP, B_BGN, C_BGN = _x_B_C(xBC_BQ, layer, run.config)
         y_BHP = ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
@@ -251,6 +260,7 @@ class Mamba2Decoding(Decoding):
         keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
         window_BWQ, state_BHPN = memory
         z_BLI, xBC_BLQ, dt_BLH = _parts(product(x_BLD, layer.in_proj), run.config)
+        dt_BLH = bounded(dt_BLH, layer.dt_bias_H, run.config.mamba2.time_step_min)
         if keep_BL1 is not None:
             xBC_BLQ = xBC_BLQ * keep_BL1
         xBC_BLQ, last_window_BWQ = causal_conv1d(

@@ -72,6 +72,8 @@ class Mamba2Config(Section):
     """State size of a channel."""
     groups: int = Field(1, gt=0)
     """Groups of heads that share B and C; tensor parallelism splits the groups."""
+    time_step_min: float = Field(0.0, ge=0)
+    """Lower bound of the time steps, as transformers has for Nemotron-H (0.001). 0: none."""
 
 
 class InitConfig(Section):

@@ -63,7 +63,13 @@ ATTENTIVE = [*TRANSFORMER_MOE, "model.attention.kv_heads=2", "model.attention.qk
 ATTENTIVE += ["model.router.kind=softmax", "model.router.z_loss=0.03"]
 NEMOTRON = [  # no size is another one divided
     *MAMBA2,
-    *("model.pattern=SE*-", "model.mamba2.heads=6", "model.attention.heads=4", "model.attention.kv_heads=2"),
+    *(
+        "model.pattern=SE*-",
+        "model.mamba2.heads=6",
+        "model.mamba2.time_step_min=0.02",
+        "model.attention.heads=4",
+        "model.attention.kv_heads=2",
+    ),
     *("model.attention.head_dim=10", "model.attention.rotary=false", "model.mlp_hidden_size=80", "model.gated=false"),
     *("model.activation=relu2", "model.final_norm=rms", "model.tie_embeddings=false", "model.top_k=2"),
     *("model.router.kind=expert_bias", "model.router.scale=2.5", "model.router.bias=false"),
@@ -129,7 +135,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "attentive_pp2": (2, [*ATTENTIVE, "parallel.pipeline=2"]),
     "nemotron_solo": (1, NEMOTRON),
     "nemotron_tp2_ep2": (4, [*NEMOTRON, "parallel.tensor=2", "parallel.expert=2"]),
-    "nemotron_pp2": (2, [*NEMOTRON, "parallel.pipeline=2", "training.recompute=layers"]),
+    "nemotron_pp2": (4, [*NEMOTRON, "parallel.pipeline=2", "training.recompute=layers"]),
     "mixtral_solo": (1, MIXTRAL),
     "mixtral_tp2": (2, [*MIXTRAL, "parallel.tensor=2"]),
     **{

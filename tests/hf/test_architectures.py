@@ -44,6 +44,7 @@ ARCHITECTURES = {
         "head_dim": 6,
         "rotary": False,
         "mamba2_heads": 6,
+        "mamba2_time_step_min": 0.1,
         "num_experts_per_tok": 2,
         "router_kind": "expert_bias",
         "router_biased": True,

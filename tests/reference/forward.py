@@ -134,7 +134,7 @@ def _mamba2(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, 
     y_I = np.empty(inner)
     for h in range(heads):
         g = h // (heads // groups)
-        dt = np.logaddexp(0.0, dt_H[h] + m["dt_bias"][h])
+        dt = max(np.logaddexp(0.0, dt_H[h] + m["dt_bias"][h]), config.get("mamba2_time_step_min", 0.0))
         decay = np.exp(-np.exp(m["A_log"][h]) * dt)
         for i in range(h * channels, (h + 1) * channels):
             state.ssm_IN[i] = decay * state.ssm_IN[i] + dt * B_GN[g] * x_I[i]
