@@ -173,6 +173,9 @@ def import_hf(
     out: Out,
     dtype: Dtype = None,
     tokenizer: TokenizerFile = None,
+    config_only: Annotated[
+        bool, typer.Option("--config-only", help="Write the model's config alone, to OUT, a YAML file.")
+    ] = False,
     verify: Verify = True,
     as_json: Json = False,
 ) -> None:
@@ -182,11 +185,20 @@ def import_hf(
 
     [dim]blackmamba import hf exports/blackmamba_1.5b checkpoints/start[/dim]
 
-    [dim]blackmamba train my_run.yaml start.from=checkpoints/start[/dim]
+    [dim]blackmamba train my_run.yaml checkpoints/start/model.yaml start.from=checkpoints/start[/dim]
+
+    [dim]blackmamba import hf mamba-130m-hf mamba.yaml --config-only[/dim]
     """
     from megatron_blackmamba.interchange import convert
-    from megatron_blackmamba.interchange.open import open_export
+    from megatron_blackmamba.interchange.open import config_of_export, open_export
 
+    if config_only:
+        from megatron_blackmamba.config import model_to_yaml
+        from megatron_blackmamba.formats import atomic
+
+        atomic.write_text(out, model_to_yaml(config_of_export(source)))
+        print(f"{out}: name it after a run's file, as in blackmamba plan RUN {out}")
+        return
     model = _with_tokenizer(open_export(source), tokenizer)
     _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify})
 

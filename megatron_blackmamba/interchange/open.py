@@ -37,6 +37,16 @@ def open_export(path: Path) -> Canonical:
     return native.read(path) if native.is_native(path) else hf.read(path)
 
 
+def config_of_export(path: Path) -> ModelConfig:
+    """Return the config of a Hugging Face model, of which only config.json needs to be there."""
+    path = local_folder(path)
+    return (
+        native.read_config(path / "config.json")[1]
+        if native.is_native(path)
+        else hf.read_config(path / "config.json")[0]
+    )
+
+
 def weights_of(path: Path) -> tuple[ModelConfig, dict[str, Entry]]:
     """Return a model's config, and its weights under the names of `LanguageModel.state_dict`, not yet loaded.
 

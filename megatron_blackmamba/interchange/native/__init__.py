@@ -56,8 +56,10 @@ def described(model: ModelConfig) -> str:
     """Return in a line whether `export hf --native` will take a model, for `plan`."""
     architecture, obstacles = nearest(model)
     if not obstacles:
-        return f"{architecture.model_type} of transformers, without our code (export hf --native)"
-    return f"with our code; for {architecture.model_type} of transformers: {'; '.join(obstacles)}"
+        return f"{architecture.model_type}, a model of transformers (export hf --native), or with our code"
+    if not architecture_has(architecture, model):
+        return "a model with our code: no architecture of transformers has its layers"
+    return f"a model with our code; to be a {architecture.model_type} of transformers: {'; '.join(obstacles)}"
 
 
 def is_native(folder: Path) -> bool:
@@ -115,7 +117,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     hf.write_weights(architecture.in_file(model), folder, shard_bytes, write_files)
     tokens = hf.write_tokenizer(model, folder)
-    config = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
+    config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
     config |= architecture.exported(model.config) | tokens | {LENGTH: model.sequence_length}
     config |= {"initializer_range": model.config.init.std, "torch_dtype": str(model.dtype).removeprefix("torch.")}
     write_json(folder / "config.json", config)

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.interchange.native.base import Field, Uniform, head_dim, kv_heads
+from megatron_blackmamba.interchange.native.base import Field, Names, Uniform, head_dim, kv_heads
 from megatron_blackmamba.kinds.attention import Attention
 from megatron_blackmamba.kinds.mlp import MLP
 
@@ -20,7 +20,7 @@ FIELDS = {
 FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
 OURS = {"final_norm": "rms"}
 ENDS = ("model.embed_tokens.weight", "model.norm.weight")
-ATTENTION = {
+ATTENTION: dict[str, Names] = {
     "norm.weight": "input_layernorm.weight",
     "mixer.linear_qkv.weight": tuple(f"self_attn.{each}_proj.weight" for each in "qkv"),
     "mixer.linear_proj.weight": "self_attn.o_proj.weight",
