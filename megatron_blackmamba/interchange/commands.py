@@ -176,6 +176,10 @@ def import_hf(
     config_only: Annotated[
         bool, typer.Option("--config-only", help="Write the model's config alone, to OUT, a YAML file.")
     ] = False,
+    experts: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Upcycle: copy each dense MLP to N experts.")
+    ] = None,
+    top_k: Annotated[int, typer.Option(min=2, metavar="K", help="With --experts: number of experts per token.")] = 2,
     verify: Verify = True,
     as_json: Json = False,
 ) -> None:
@@ -188,11 +192,15 @@ def import_hf(
     [dim]blackmamba train my_run.yaml checkpoints/start/model.yaml start.from=checkpoints/start[/dim]
 
     [dim]blackmamba import hf mamba-130m-hf mamba.yaml --config-only[/dim]
+
+    [dim]blackmamba import hf TinyLlama_v1.1 checkpoints/upcycled --experts 8[/dim]
     """
     from megatron_blackmamba.interchange import convert
     from megatron_blackmamba.interchange.open import config_of_export, open_export
 
     if config_only:
+        if experts is not None:
+            raise typer.BadParameter("--config-only does not upcycle. Leave out --experts")
         from megatron_blackmamba.config import model_to_yaml
         from megatron_blackmamba.formats import atomic
 
@@ -200,6 +208,10 @@ def import_hf(
         print(f"{out}: name it after a run's file, as in blackmamba plan RUN {out}")
         return
     model = _with_tokenizer(open_export(source), tokenizer)
+    if experts is not None:
+        from megatron_blackmamba.interchange.upcycle import upcycled
+
+        model = upcycled(model, experts, top_k)
     _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify})
 
 

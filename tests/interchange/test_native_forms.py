@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_blackmamba.config import load
-from megatron_blackmamba.interchange import convert, native
+from megatron_blackmamba.interchange import convert, megatron, native, through_megatron
 from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.interchange.upcycle import upcycled
 from tests.interchange.native_grid import ODD, SIZES, tensors, write_model
 
 RMS = ["model.final_norm=rms"]
@@ -96,3 +97,22 @@ def test_original_files_of_state_spaces_are_read(model_type, tmp_path):
         with pytest.raises(InterchangeError, match=told):
             native.read(original)
         (original / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "nemotron_h"])
+def test_upcycled_model_computes_as_its_source(model_type, tmp_path):
+    keys = {**SIZES, **ODD[model_type]} | ({"hybrid_override_pattern": "M*-"} if model_type == "nemotron_h" else {})
+    source = native.read(write_model(model_type, tmp_path / "model", **keys))
+    convert.to_checkpoint(upcycled(source, experts=4, top_k=3), tmp_path / "checkpoint", verify=False)
+    found, tokens = megatron.read(tmp_path / "checkpoint"), torch.arange(40).view(2, 20)
+    assert found.config.pattern == source.config.pattern.replace("-", "E")
+    expected, got = (through_megatron.observe(model, tokens) for model in (source, found))
+    torch.testing.assert_close(got.logits_BSV, expected.logits_BSV, atol=1e-5, rtol=0)
+    assert len({tuple(row) for row in got.routers[0].choice_BSK.flatten(0, 1).tolist()}) > 1
+    if model_type == "llama":
+        assert native.nearest(found.config)[0].model_type == "mixtral" and not native.nearest(found.config)[1]
+    for experts, top_k, told in [(4, 5, "--top-k 5 of --experts 4"), (4, 1, "give 2 to 4")]:
+        with pytest.raises(InterchangeError, match=told):
+            upcycled(source, experts, top_k)
+    with pytest.raises(InterchangeError, match="upcycling needs dense MLPs"):
+        upcycled(found, 4, 2)
