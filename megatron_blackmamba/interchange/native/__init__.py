@@ -83,7 +83,7 @@ def read(folder: Path) -> Canonical:
         architecture.canonical(config, entries, folder),
         str(folder),
         tokenizer if tokenizer.is_file() else None,
-        content.get(LENGTH, 2048),
+        length if isinstance(length := content.get(LENGTH), int) and length > 0 else 2048,
     )
 
 

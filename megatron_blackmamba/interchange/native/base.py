@@ -122,7 +122,10 @@ class Architecture(ABC):
         ours |= self.more_imported(left, path)
         for name, field in self.fields.items():
             value = need(dict(content), name, path) if field.default is REQUIRED else content.get(name, field.default)
-            ours[field.ours] = field.read(value)
+            try:
+                ours[field.ours] = field.read(value)
+            except TypeError:
+                raise InterchangeError(f"{path}: {name} is {value!r}, a {type(value).__name__}") from None
         known = {
             *self.fields,
             *self.fixed,
@@ -184,7 +187,12 @@ class Architecture(ABC):
 
     def canonical(self, model: ModelConfig, entries: Mapping[str, Entry], source: Path) -> dict[str, Entry]:
         """Return our tensors, made of theirs; refuse missing, unexpected and wrongly shaped ones by their names."""
-        left = {self._known(name): entry for name, entry in entries.items() if not name.endswith(".inv_freq")}
+        left: dict[str, Entry] = {}
+        for name, entry in entries.items():
+            if self._known(name) in left:
+                raise InterchangeError(f"{source}: holds {self._known(name)} twice, under another name too")
+            if not name.endswith(".inv_freq"):  # follows from the config
+                left[self._known(name)] = entry
         head = left.get("lm_head.weight")
         if model.tie_embeddings and head is not None:
             if not same_tensor(head, left.get(self.ends[0])):

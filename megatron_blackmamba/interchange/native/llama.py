@@ -36,17 +36,19 @@ class Rotary(Uniform):
         return {"rope_theta": float(model.attention.rotary_base)}
 
     def more_imported(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
-        rope = dict(content.pop("rope_parameters", None) or {})
-        scaling = content.pop("rope_scaling", None) or {}
-        theta = content.pop("rope_theta", None) or rope.pop("rope_theta", None) or self.theta
+        rope, scaling = (content.pop(name, None) or {} for name in ("rope_parameters", "rope_scaling"))
+        if not isinstance(rope, dict) or not isinstance(scaling, dict):
+            raise InterchangeError(f"{path}: rope_parameters or rope_scaling is not an object")
+        rope = dict(rope)
+        theta: Any = content.pop("rope_theta", None) or rope.pop("rope_theta", None) or self.theta
         rope.pop("rope_theta", None)
         for value in (rope, scaling):
             if any(value[key] not in (None, "default", 1.0) for key in value):
                 raise InterchangeError(
                     f"{path}: rope_parameters or rope_scaling is {value}; only plain rotary positions convert"
                 )
-        if theta != int(theta):
-            raise InterchangeError(f"{path}: rope_theta is {theta}; only whole numbers convert")
+        if not isinstance(theta, (int, float)) or theta != int(theta):
+            raise InterchangeError(f"{path}: rope_theta is {theta!r}; only whole numbers convert")
         return {"attention.rotary_base": int(theta)}
 
 

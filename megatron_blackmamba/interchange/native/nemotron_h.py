@@ -120,7 +120,10 @@ class NemotronH(Architecture):
         )
         if name is None:
             raise InterchangeError(f"{path}: has no field 'hybrid_override_pattern', nor 'layers_block_type'")
-        layers, known = content[name], LETTERS if name == "hybrid_override_pattern" else TYPES
+        layers, count = content[name], content.get("num_hidden_layers")
+        if not isinstance(layers, (str, list)) or count not in (None, len(layers)):
+            raise InterchangeError(f"{path}: num_hidden_layers is {count!r}, and {name} is {layers!r}")
+        known = LETTERS if name == "hybrid_override_pattern" else TYPES
         unknown = [layer for layer in layers if layer not in known]
         if unknown:
             raise InterchangeError(f"{path}: {name} has {unknown[0]!r}; a layer is one of {', '.join(known)}")
