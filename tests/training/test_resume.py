@@ -220,7 +220,6 @@ def started(tmp_path):
         (["model.top_k=1"], ["model.top_k=2"]),
         (["model.norm_eps=1e-5"], ["model.norm_eps=1e-6"]),
         (["model.eod_reset=null"], ["model.eod_reset=3"]),
-        (["model.tie_embeddings=false"], ["model.tie_embeddings=true"]),
         (["model.router.kind=softmax", "model.router.aux_loss=0.1"], ["model.router.kind=sinkhorn"]),
     ],
 )
@@ -228,6 +227,11 @@ def test_start_refuses_weights_that_compute_otherwise(started, old, new):
     key = new[0].partition("=")[0]
     with pytest.raises(ResumeError, match=rf"weights have .*{key}=.* this run has .*{key}=.*allow=\[.*{key}\]"):
         refuse_start(started(old, new))
+
+
+def test_start_refuses_weights_with_an_output_layer_of_their_own(started):
+    with pytest.raises(ResumeError, match=r"Use model\.tie_embeddings=False, or leave start\.from out"):
+        refuse_start(started(["model.tie_embeddings=false"], ["model.tie_embeddings=true"]))
 
 
 def test_start_refuses_other_heads_of_equal_shapes(started):
