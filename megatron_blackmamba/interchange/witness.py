@@ -84,7 +84,8 @@ def check(model: Canonical, export: Path, how: Check = "full") -> Comparison:
         except WitnessError as error:
             told = str(error).replace(str(folder), str(export))
             write_text(mark, f"{told}\n\n{getattr(error, 'traceback', '')}")
-            raise WitnessError(f"{export}: {told}. The folder stays, marked by {MARK}. {REFRESH} {export}") from None
+            advice = f" {REFRESH} {export}" if hf.code_files(export) else ""
+            raise WitnessError(f"{export}: {told}. The folder stays, marked by {MARK}.{advice}") from None
     mark.unlink(missing_ok=True)
     return comparison
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.interchange import convert, megatron, native, through_megatron
@@ -30,11 +31,15 @@ NEMOTRON = [
         (LLAMA, "llama"),
         ([*MIXTRAL, "model.router.normalize=true", "model.router.bias=false"], "mixtral"),
         (NEMOTRON, "nemotron_h"),
+        ([*NEMOTRON, "model.pattern=SE*", "model.mlp_hidden_size=null"], "nemotron_h"),
     ],
 )
 def test_these_settings_make_a_native_model(overrides, model_type):
-    architecture, obstacles = native.nearest(load("tiny", overrides).model)
+    model = load("tiny", overrides).model
+    architecture, obstacles = native.nearest(model)
     assert (architecture.model_type, obstacles) == (model_type, [])
+    config = AutoConfig.for_model(model_type, **architecture.exported(model))  # which checks the types of values
+    assert config.vocab_size == model.vocab_size
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,8 @@ class Architecture(ABC):
     def exported(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of config.json that describe a model."""
         flat = flattened(model)
-        written = {name: field.write(model) if field.write else flat[field.ours] for name, field in self.fields.items()}
+        values = {name: field.write(model) if field.write else flat[field.ours] for name, field in self.fields.items()}
+        written = {name: value for name, value in values.items() if value is not None}  # no layer reads the others
         return {**written, **self.fixed, **(self.counted(model.pattern) or {}), **self.more_exported(model)}
 
     def imported(self, content: Mapping[str, Any], path: Path) -> ModelConfig:
