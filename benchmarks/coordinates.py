@@ -28,8 +28,15 @@ from megatron_blackmamba.config import RunConfig
 
 WIDTHS = (64, 128, 256, 512, 1024)
 LENGTH, SEQUENCES = 64, 4
-LETTERS = "MS*E-"
-FIXED = ("model.mamba2.head_dim=32", "model.mamba2.state_size=16", "model.attention.heads=4", "optimizer.clip=0")
+LETTERS = "MSR*E-"
+FIXED = (
+    "model.mamba2.head_dim=32",
+    "model.mamba2.state_size=16",
+    "model.mamba3.head_dim=32",
+    "model.mamba3.state_size=16",
+    "model.attention.heads=4",
+    "optimizer.clip=0",
+)
 FIXED += ("optimizer.warmup_fraction=0", "optimizer.decay=constant", "training.precision=fp32")
 Sizes = dict[str, tuple[float, float]]
 """By name of a value its root mean square at first, and that of its change."""

@@ -127,15 +127,17 @@ def export_hf(
     folder: str | Path,
     tokenizer: str | Path | None = None,
     check: "Check" = "full",
+    native: bool = False,
 ) -> "Comparison | None":
     """Write a Hugging Face folder and return the comparison of its logits, routing and text with the model's.
 
     model: a model from `build`, a run, a checkpoint or another export.
     check: what the installed transformers loads to compare: "full", "short" (the first layers of each kind) or "none".
+    native: write a Mamba, Mamba-2, Nemotron-H, Llama or Mixtral of transformers, without our code.
     """
     from megatron_blackmamba.interchange.convert import to_hf
 
-    return to_hf(_canonical(model, tokenizer), Path(folder), check=check)
+    return to_hf(_canonical(model, tokenizer), Path(folder), check=check, as_native=native)
 
 
 def evaluate(

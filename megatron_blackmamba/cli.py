@@ -166,10 +166,13 @@ def plan(
 
             begins = beginning(run)
         made = estimate.make_plan(run, asked, begins)
+    from megatron_blackmamba.interchange import native
+
     if as_json:
-        print(json.dumps(estimate.as_json(made), indent=2))
+        print(json.dumps(estimate.as_json(made) | {"exports_as": native.described(run.model)}, indent=2))
     elif not check:
         table.show(made, Console())
+        print(f"Exports as {native.described(run.model)}")
     for warning in table.warnings(made):
         print(f"blackmamba: warning: {warning}", file=sys.stderr)
     if made.placed and (made.placed.refused or check):

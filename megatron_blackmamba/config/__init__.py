@@ -1,7 +1,7 @@
 """A run, described: models of every section, YAML files that include each other, and `a.b=c` overrides."""
 
 from megatron_blackmamba.config.load import find, keys, load, shipped
-from megatron_blackmamba.config.saved import from_saved, read_saved, to_saved, to_yaml
+from megatron_blackmamba.config.saved import from_saved, model_to_yaml, read_saved, to_saved, to_yaml
 from megatron_blackmamba.settings import ConfigError, KernelsConfig, ModelConfig, ParallelConfig, RampStage, RunConfig
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "from_saved",
     "keys",
     "load",
+    "model_to_yaml",
     "read_saved",
     "shipped",
     "to_saved",

@@ -102,8 +102,6 @@ def _exported(run: RunConfig) -> Iterator[str]:
     reasons = kinds.obstacles(run.model)
     if run.training.precision == "fp64":
         reasons.append("training.precision=fp64 has no place in a Hugging Face model")
-    if not run.model.tie_embeddings:
-        reasons.append("model.tie_embeddings=false does not convert")
     if reasons:
         yield f"checkpoint.export_every cannot export this model: {'; '.join(reasons)}. Set it to 0."
 

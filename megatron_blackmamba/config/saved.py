@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from megatron_blackmamba.config import migrations
 from megatron_blackmamba.config.load import explain, refuse_problem, unknown_key
-from megatron_blackmamba.settings import ConfigError, RunConfig
+from megatron_blackmamba.settings import ConfigError, ModelConfig, RunConfig
 from megatron_blackmamba.settings.yaml_files import read_yaml
 from megatron_blackmamba.version import __version__
 
@@ -21,6 +21,11 @@ def to_saved(config: RunConfig) -> dict[str, Any]:
 def to_yaml(config: RunConfig) -> str:
     """Return the run as YAML that `load` and `read_saved` read back to the same run, also in later versions."""
     return yaml.safe_dump(to_saved(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+def model_to_yaml(model: ModelConfig) -> str:
+    """Return a file with the `model:` section alone, to name after a run's file."""
+    return yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False, allow_unicode=True, width=120)
 
 
 def from_saved(content: Any, where: str | Path) -> RunConfig:

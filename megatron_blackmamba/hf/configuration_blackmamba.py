@@ -36,8 +36,10 @@ class BlackMambaConfig(PretrainedConfig):
     Args:
         mamba_moe_layers: One entry per layer: "r" (Mamba), "mamba2", "mamba3", "attention", "mlp",
             or the number of experts.
+        mamba2_heads: Heads of a "mamba2" layer. Default: expansion_factor * hidden_size / mamba2_head_dim.
         mamba2_head_dim: Channels per head of a "mamba2" layer.
         mamba2_state_size: State size of a "mamba2" layer.
+        mamba2_time_step_min: Lower bound of the time steps of a "mamba2" layer. 0: none.
         mamba2_groups: Groups of a "mamba2" layer; the heads of a group share B and C.
         mamba3_head_dim, mamba3_state_size, mamba3_groups: The same of a "mamba3" layer.
         mamba3_rope_fraction: Part of a "mamba3" state whose pairs turn.
@@ -45,11 +47,15 @@ class BlackMambaConfig(PretrainedConfig):
         mamba3_output_norm: Normalise each head's output of a "mamba3" layer by RMSNorm.
         num_attention_heads: Query heads of an "attention" layer.
         num_key_value_heads: Key and value heads of an "attention" layer. Default: num_attention_heads.
+        head_dim: Channels per head of an "attention" layer. Default: hidden_size / num_attention_heads.
+        rotary: Rotate queries and keys of an "attention" layer by their positions.
         rope_theta: Base of the rotary position embedding of an "attention" layer.
         qk_norm: Normalise queries and keys of each head by RMSNorm before the rotation.
         mlp_hidden_size: Hidden size of an "mlp" layer.
         num_experts_per_tok: Number of experts per token.
         router_scores: Weights of the expert outputs: "sigmoid" or "softmax" of the router logits.
+        router_scale: Factor of the expert weights.
+        router_bias: Whether the router has a bias for each logit.
         router_normalized: Divide the expert weights of each token by their sum.
         router_biased: Choose the largest sums of score and expert bias instead of the largest logits.
         router_kind: Router used in pretraining.
@@ -62,7 +68,8 @@ class BlackMambaConfig(PretrainedConfig):
         residual_multiplier: Factor of each layer's output.
         attention_multiplier: Factor of the attention scores. None: 1 / sqrt(channels of a head).
         logits_scaling: Number that the logits are divided by.
-        activation: Activation of the expert gates: "silu" as in the paper, "gelu" as in the released code.
+        activation: Activation of the gates: "silu" as in the paper, "gelu" as in the released code, or "relu2".
+        gated: Whether experts and MLPs have a gate. If not, their first product is activated as a whole.
         final_norm: Norm before the head: "layer" (LayerNorm with a bias) or "rms".
         arrangement: "sequential", or "parallel": both layers of a pair share one norm, and their outputs are added.
         eod_reset: Token id after which the state is reset. None: the state continues across documents, as in the paper.
@@ -120,6 +127,13 @@ class BlackMambaConfig(PretrainedConfig):
         kernels: str = "auto",
         output_router_choices: bool = False,
         qk_norm: bool = False,
+        head_dim: int | None = None,
+        rotary: bool = True,
+        mamba2_heads: int | None = None,
+        mamba2_time_step_min: float = 0.0,
+        gated: bool = True,
+        router_scale: float = 1.0,
+        router_bias: bool = True,
         mamba_norms: bool = False,
         logit_softcap: float | None = None,
         embedding_multiplier: float = 1.0,
@@ -175,6 +189,20 @@ class BlackMambaConfig(PretrainedConfig):
         self.kernels = kernels
         self.output_router_choices = output_router_choices
         self.qk_norm = qk_norm
+        if head_dim is None and "attention" in self.mamba_moe_layers and hidden_size % num_attention_heads:
+            raise ValueError(f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}")
+        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        self.rotary = rotary
+        if mamba2_heads is None and "mamba2" in self.mamba_moe_layers and self.inner_size % mamba2_head_dim:
+            raise ValueError(
+                f"expansion_factor * hidden_size = {self.inner_size} is not divisible by "
+                f"mamba2_head_dim = {mamba2_head_dim}"
+            )
+        self.mamba2_heads = self.inner_size // mamba2_head_dim if mamba2_heads is None else mamba2_heads
+        self.mamba2_time_step_min = mamba2_time_step_min
+        self.gated = gated
+        self.router_scale = router_scale
+        self.router_bias = router_bias
         self.mamba_norms = mamba_norms
         self.logit_softcap = logit_softcap
         self.embedding_multiplier = embedding_multiplier
@@ -203,21 +231,18 @@ class BlackMambaConfig(PretrainedConfig):
                 raise ValueError(f"num_experts_per_tok must be 1 to {kind}, not {self.num_experts_per_tok}")
         if "mlp" in self.mamba_moe_layers and self.mlp_hidden_size is None:
             raise ValueError("mamba_moe_layers has mlp: set mlp_hidden_size")
-        for kind in ("mamba2", "mamba3"):
-            heads_of_group = getattr(self, f"{kind}_head_dim") * getattr(self, f"{kind}_groups")
-            if kind in self.mamba_moe_layers and self.inner_size % heads_of_group:
-                raise ValueError(
-                    f"expansion_factor * hidden_size = {self.inner_size} is not divisible by "
-                    f"{kind}_head_dim * {kind}_groups = {heads_of_group}"
-                )
-        if "attention" in self.mamba_moe_layers and self.hidden_size % self.num_attention_heads:
+        if "mamba2" in self.mamba_moe_layers and self.mamba2_heads % self.mamba2_groups:
+            raise ValueError(f"mamba2_heads {self.mamba2_heads} is not divisible by mamba2_groups {self.mamba2_groups}")
+        heads_of_group = self.mamba3_head_dim * self.mamba3_groups
+        if "mamba3" in self.mamba_moe_layers and self.inner_size % heads_of_group:
             raise ValueError(
-                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+                f"expansion_factor * hidden_size = {self.inner_size} is not divisible by "
+                f"mamba3_head_dim * mamba3_groups = {heads_of_group}"
             )
         if self.arrangement not in ("sequential", "parallel"):
             raise ValueError(f'arrangement must be "sequential" or "parallel", not {self.arrangement!r}')
-        if self.activation not in ("silu", "gelu"):
-            raise ValueError(f'activation must be "silu" or "gelu", not {self.activation!r}')
+        if self.activation not in ("silu", "gelu", "relu2"):
+            raise ValueError(f'activation must be "silu", "gelu" or "relu2", not {self.activation!r}')
         if self.router_scores not in ("sigmoid", "softmax"):
             raise ValueError(f'router_scores must be "sigmoid" or "softmax", not {self.router_scores!r}')
         if self.balance_in_training and self.router_kind != "sinkhorn":

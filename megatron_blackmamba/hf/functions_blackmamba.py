@@ -1,10 +1,11 @@
 """The functions of BlackMamba's layers in plain PyTorch.
 
 Shapes: B batch, L length, T tokens, I inner, N state, K taps, E experts. In Mamba-2 and 3: H heads of P channels in G
-groups, S angles of a state.
+groups, S angles of a state. In attention: H heads of C channels.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,37 @@ def normalized(x: Tensor, eps: float) -> Tensor:
 def capped(logits: Tensor, cap: float | None) -> Tensor:
     """Return cap * tanh(logits / cap), or without a cap the logits themselves."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return the square of ReLU."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu2": relu2}
+
+
+def activated(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """Return the activation of x; with a gate, of its first half, times the second."""
+    if not gated:
+        return ACTIVATIONS[activation](x)
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def bounded(dt: Tensor, bias_H: Tensor, least: float) -> Tensor:
+    """Return dt such that softplus(dt + bias) is at least `least`."""
+    return dt.maximum((math.log(math.expm1(least)) - bias_H).to(dt.dtype)) if least else dt
+
+
+def rotated(x_BHLC: Tensor, first: int, theta: float) -> Tensor:
+    """Return queries or keys, rotated by their positions, which count from `first`."""
+    L, C = x_BHLC.shape[2:]
+    rates = theta ** (-torch.arange(0, C, 2, device=x_BHLC.device).float() / C)
+    angles_LC = torch.outer(torch.arange(first, first + L, device=x_BHLC.device).float(), rates).repeat(1, 2)
+    x = widen(x_BHLC)
+    half, other = x.chunk(2, dim=-1)
+    return (x * angles_LC.cos() + torch.cat((-other, half), dim=-1) * angles_LC.sin()).to(x_BHLC.dtype)
 
 
 def causal_conv1d(
@@ -170,7 +202,7 @@ def _decaying_sums(
 
 
 @torch.no_grad()
-def sinkhorn(logits_TE: Tensor, iterations: int, temperature: float, start: str) -> Tensor:
+def sinkhorn(logits_TE: Tensor, iterations: int = 1, temperature: float = 2.0, start: str = "balanced") -> Tensor:
     """Return the logarithms of a plan that gives every expert the same share of the tokens, as in pretraining.
 
     A token's choice is its largest entry, so the last step normalizes the experts and rows may differ by a factor.

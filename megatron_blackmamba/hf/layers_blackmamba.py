@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions_blackmamba import hashed, sinkhorn, widen
+from .functions_blackmamba import activated, hashed, rotated, sinkhorn, widen
 from .recurrent_blackmamba import (
     Mamba2Mixer,
     Mamba3Mixer,
@@ -38,10 +38,6 @@ except ImportError:  # transformers 4.50
             return super().__call__(*args)
 
 
-SINKHORN = {"iterations": 1, "temperature": 2.0, "start": "balanced"}
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
-
-
 class FinalNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = widen(self.weight), widen(self.bias)
@@ -58,12 +54,12 @@ class Router(nn.Linear):
     expert_bias: Tensor | None
 
     def __init__(self, config: Any, experts: int):
-        super().__init__(config.hidden_size, experts)
+        super().__init__(config.hidden_size, experts, bias=config.router_bias)
         self.top_k = config.num_experts_per_tok
-        self.scores, self.normalized = config.router_scores, config.router_normalized
+        self.scores, self.normalized, self.scale = config.router_scores, config.router_normalized, config.router_scale
         self.balanced = config.balance_in_training
-        options = config.router_options or {}
-        self.plan_options = {name: options.get(name, value) for name, value in SINKHORN.items()}
+        options = (config.router_options or {}).items()
+        self.plan_options = {name: value for name, value in options if name in ("iterations", "temperature", "start")}
         bias = torch.zeros(experts, dtype=torch.float32) if config.router_biased else None
         self.register_buffer("expert_bias", bias)  # transformers loads it in this dtype
 
@@ -77,7 +73,7 @@ class Router(nn.Linear):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(widen(x), widen(self.weight), widen(self.bias))
+        return F.linear(widen(x), widen(self.weight), None if self.bias is None else widen(self.bias))
 
     def scored(self, logits_TE: Tensor) -> Tensor:
         return torch.sigmoid(logits_TE) if self.scores == "sigmoid" else torch.softmax(logits_TE, dim=-1)
@@ -98,7 +94,7 @@ class Router(nn.Linear):
         if self.normalized:
             sum_T1 = weights_Tk.sum(dim=-1, keepdim=True)
             weights_Tk = weights_Tk / sum_T1.where(sum_T1 > 0, 1)
-        return weights_Tk, choice_Tk
+        return weights_Tk * self.scale, choice_Tk
 
 
 class HashRouter(nn.Module):
@@ -127,20 +123,21 @@ ROUTERS: dict[str, Any] = {"hash": HashRouter}
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions, over the tokens with the same segment_BL; -1 is padding.
+    """Causal attention, by default with rotary positions, over the tokens with the same segment_BL; -1 is padding.
 
     eod_reset begins no segment: attention crosses documents, as in training.
     """
 
     def __init__(self, config: Any, layer: int):
         super().__init__()
-        self.layer, self.theta, self.scale = layer, config.rope_theta, config.attention_multiplier
+        self.layer, self.rotary, self.theta = layer, config.rotary, config.rope_theta
+        self.scale = config.attention_multiplier
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         D, fast = config.hidden_size, use_kernels(config)
-        self.channels = D // self.heads
+        self.channels = config.head_dim
         # For each group of heads the rows are its queries, one key and one value.
         self.linear_qkv = linear(D, (self.heads + 2 * self.groups) * self.channels, fast)
-        self.linear_proj = linear(D, D, fast)
+        self.linear_proj = linear(self.heads * self.channels, D, fast)
         self.q_layernorm, self.k_layernorm = (
             RMSNorm(self.channels, config.norm_eps) if config.qk_norm else None for _ in range(2)
         )
@@ -151,7 +148,8 @@ class Attention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         before = 0 if cache is None else cache.get_seq_length()
-        q, k = (self._rotated(x, before) for x in (q, k))
+        if self.rotary:
+            q, k = (rotated(x, before, self.theta) for x in (q, k))
         segment_BS = segment_BL
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
@@ -170,35 +168,26 @@ class Attention(nn.Module):
         of_groups = qkv_BLQ.view(B, L, self.groups, each + 2, self.channels).permute(0, 2, 3, 1, 4)
         return (part.flatten(1, 2) for part in of_groups.split((each, 1, 1), dim=2))
 
-    def _rotated(self, x_BHLC: Tensor, first: int) -> Tensor:
-        C, L = self.channels, x_BHLC.shape[2]
-        rates = self.theta ** (-torch.arange(0, C, 2, device=x_BHLC.device).float() / C)
-        angles_LC = torch.outer(torch.arange(first, first + L, device=x_BHLC.device).float(), rates).repeat(1, 2)
-        x = widen(x_BHLC)
-        half, other = x.chunk(2, dim=-1)
-        return (x * angles_LC.cos() + torch.cat((-other, half), dim=-1) * angles_LC.sin()).to(x_BHLC.dtype)
 
-
-class GatedMLP(nn.Module):
+class MLP(nn.Module):
     def __init__(self, config: Any, hidden: int):
         super().__init__()
-        size, fast = config.hidden_size, use_kernels(config)
-        self.linear_fc1 = linear(size, 2 * hidden, fast)  # rows are [gate | up]
+        size, fast, self.gated = config.hidden_size, use_kernels(config), config.gated
+        self.linear_fc1 = linear(size, 2 * hidden if self.gated else hidden, fast)  # rows are [gate | up]
         self.linear_fc2 = linear(hidden, size, fast)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate, up = self.linear_fc1(x_TD).chunk(2, dim=-1)
-        return self.linear_fc2(self.activation(gate) * up)
+        return self.linear_fc2(activated(self.linear_fc1(x_TD), self.activation, self.gated))
 
 
 class Experts(nn.Module):
     def __init__(self, config: Any, experts: int):
         super().__init__()
         self.router = ROUTERS.get(config.router_kind, Router)(config, experts)
-        self.local_experts = nn.ModuleList([GatedMLP(config, config.ffn_hidden_size) for _ in range(experts)])
+        self.local_experts = nn.ModuleList([MLP(config, config.ffn_hidden_size) for _ in range(experts)])
         shared = config.shared_expert_hidden_size
-        self.shared_experts = GatedMLP(config, shared) if shared else None
+        self.shared_experts = MLP(config, shared) if shared else None
 
     def forward(self, u_BLD: Tensor, ids_BL: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TD = u_BLD.flatten(0, 1)
@@ -247,7 +236,7 @@ class Layer(GradientCheckpointingLayer):
         elif self.kind == "attention":
             self.mixer = Attention(config, index)
         elif self.kind == "mlp":
-            self.mixer = GatedMLP(config, config.mlp_hidden_size)
+            self.mixer = MLP(config, config.mlp_hidden_size)
         else:
             self.mixer = Experts(config, int(self.kind))
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions_blackmamba import causal_conv1d, mamba3, mamba3_rates, normalized, selective_scan, ssd, widen
+from .functions_blackmamba import bounded, causal_conv1d, mamba3, mamba3_rates, normalized, selective_scan, ssd, widen
 
 try:
     from megatron_blackmamba.ops.causal_conv1d import causal_conv1d as fast_conv1d
@@ -207,9 +207,9 @@ class Mamba2Mixer(Recurrent):
 
     def __init__(self, config: Any, layer: int):
         super().__init__()
-        D, I, K, P = config.hidden_size, config.inner_size, config.conv_dimension, config.mamba2_head_dim
+        D, H, K, P = config.hidden_size, config.mamba2_heads, config.conv_dimension, config.mamba2_head_dim
         self.layer, self.groups, self.fast = layer, config.mamba2_groups, use_kernels(config)
-        H, GN = I // P, self.groups * config.mamba2_state_size
+        I, GN, self.time_step_min = H * P, self.groups * config.mamba2_state_size, config.mamba2_time_step_min
         self.splits, self.state_shape = (I, GN, GN), (H, P, config.mamba2_state_size)
         self.in_proj = linear(D, 2 * I + 2 * GN + H, self.fast)
         self.conv1d = Convolution(I + 2 * GN, I + 2 * GN, K, groups=I + 2 * GN)
@@ -229,6 +229,7 @@ class Mamba2Mixer(Recurrent):
     def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
         heads, groups = self.state_shape[0], self.groups
         z, x, dt_BLH = self.in_proj(u_BLD).split((self.splits[0], sum(self.splits), heads), dim=-1)
+        dt_BLH = bounded(dt_BLH, self.dt_bias, self.time_step_min)
         x, window, state = self.convolved(x, keep_BL1, reset_BL, cache, self.state_shape)
         x, B, C = x.split(self.splits, dim=-1)
         if self.b_layernorm is not None and self.c_layernorm is not None:

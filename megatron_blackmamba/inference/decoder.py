@@ -3,7 +3,7 @@
 Shapes: B batch, L prompt length, T = B * L tokens, D model, I and O in and out, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,6 +16,7 @@ from megatron_blackmamba.inference.linear import linear, threads_for_matrices_al
 from megatron_blackmamba.inference.weights import Weights, decodings
 from megatron_blackmamba.kinds import Inputs
 from megatron_blackmamba.ops import decoding
+from megatron_blackmamba.ops.gated import activated
 from megatron_blackmamba.ops.softcap import capped
 
 
@@ -59,7 +60,6 @@ class Decoder:
         self.weights = weights
         self.config = weights.config
         self.threads: int | None = None
-        self.gate: Callable[[Tensor], Tensor] = F.silu if weights.config.activation == "silu" else F.gelu
         self.how = decodings(weights.config)
         self.final_norm = norms.kind_of(weights.config.final_norm)
         in_order = self.config.arrangement == "sequential" and self.config.multipliers.residual == 1
@@ -191,6 +191,10 @@ class Decoder:
         """Return the residual stream before the first layer, fp32 and a tensor of its own."""
         return F.embedding(tokens, self.weights.embedding_VD).float() * self.config.multipliers.embedding
 
+    def activated(self, x: Tensor) -> Tensor:
+        """Return what the second weight of an MLP or expert reads, of the product with the first."""
+        return activated(x, self.config.activation, self.config.gated)
+
     def _keep(self, tokens_BL: Tensor, lengths_B: Tensor | None) -> Tensor | None:
         L = tokens_BL.shape[1]
         if lengths_B is None or bool((lengths_B == L).all()):
@@ -215,7 +219,7 @@ class Decoder:
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Apply the head to some rows of `hidden`: `[T, V]` fp32."""
         hidden_TD = hidden_TD / self.config.logits_divisor
-        return capped(self.times(hidden_TD, self.weights.embedding_VD), self.config.logit_softcap)
+        return capped(self.times(hidden_TD, self.weights.head_VD), self.config.logit_softcap)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

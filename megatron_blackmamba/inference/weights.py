@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.interchange.canonical import MTP_NORMS, Canonical
+from megatron_blackmamba.interchange.canonical import HEAD, MTP_NORMS, Canonical
 from megatron_blackmamba.kinds import MTP, Cannot, Decoding, kinds_in
 
 
@@ -31,6 +31,8 @@ class ExtraDepth:
 class Weights:
     config: ModelConfig
     embedding_VD: Tensor
+    head_VD: Tensor
+    """The embedding itself, if model.tie_embeddings."""
     layers: tuple[Any, ...]
     """Each as its kind packed it."""
     norms_D: tuple[Tensor | None, ...]
@@ -52,7 +54,7 @@ class Weights:
     def bytes_a_token(self) -> int:
         """Return what one step at batch 1 reads: everything but the experts that were not chosen."""
         vectors = (*self.final_norm_D, *self.norms_D)
-        ends = self.embedding_VD.nbytes + sum(vector.nbytes for vector in vectors if vector is not None)
+        ends = self.head_VD.nbytes + sum(vector.nbytes for vector in vectors if vector is not None)
         how = decodings(self.config)
         return ends + sum(one.bytes_a_token(layer, self.config) for one, layer in zip(how, self.layers, strict=True))
 
@@ -85,9 +87,11 @@ def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu
         norms_D = tuple(get(f"{MTP}.layers.{i}.norm.weight") for i in range(len(pattern)))
         return ExtraDepth(embedding, hidden, final, get(f"{MTP}.proj.weight", dtype), packed(MTP, pattern), norms_D)
 
+    embedding_VD = get("embedding.word_embeddings.weight", dtype)
     return Weights(
         model.config,
-        get("embedding.word_embeddings.weight", dtype),
+        embedding_VD,
+        embedding_VD if model.config.tie_embeddings else get(HEAD, dtype),
         packed("decoder", model.config.pattern),
         tuple(
             get(f"decoder.layers.{i}.norm.weight") if model.config.has_norm(i) else None

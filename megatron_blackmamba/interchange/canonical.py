@@ -19,6 +19,8 @@ from megatron_blackmamba.kinds import MTP, kinds_in, layers_of, obstacles
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
 MTP_NORMS = ("embedding_norm.weight", "hidden_norm.weight", "final_norm.weight")
+HEAD = "output_layer.weight"
+"""The output layer, with model.tie_embeddings=false."""
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -65,8 +67,6 @@ class Canonical:
     """Whether these are the averaged weights of a checkpoint."""
 
     def __post_init__(self) -> None:
-        if not self.config.tie_embeddings:
-            raise InterchangeError(f"{self.source}: model.tie_embeddings is false; only tied embeddings convert")
         expected = shapes(self.config)
         missing = [name for name in expected if name not in self.entries]
         unexpected = [name for name in self.entries if name not in expected]
@@ -202,7 +202,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for i, kind in enumerate(layers_of(config.mtp.pattern)):
             result[f"{MTP}.layers.{i}.norm.weight"] = (D,)
             result |= {f"{MTP}.layers.{i}.mixer.{name}": shape for name, shape in kind.shapes(config).items()}
-    return result
+    return result if config.tie_embeddings else {**result, HEAD: (config.vocab_size, D)}
 
 
 def without_extra_depth(config: ModelConfig) -> ModelConfig:
@@ -216,6 +216,11 @@ def main_depth(model: Canonical) -> Canonical:
         return model
     config = without_extra_depth(model.config)
     return replace(model, config=config, entries={name: model.entries[name] for name in shapes(config)})
+
+
+def same_tensor(one: Entry, other: Entry | None) -> bool:
+    """Return whether two tensors have equal values."""
+    return other is not None and one.shape == other.shape and torch.equal(one.load(), other.load())
 
 
 def require_convertible(config: ModelConfig, source: str) -> None:

@@ -88,12 +88,14 @@ def export_hf(
     push_to: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face hub.")] = None,
     private: Annotated[bool, typer.Option("--private/--public", help="Visibility of a new repository.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --push-to: list the uploads only.")] = False,
+    native: Annotated[bool, typer.Option("--native", help="Write a model of transformers, without our code.")] = False,
     check: Check = Checked.full,
     no_verify: Annotated[bool, typer.Option("--no-verify", hidden=True, help="Old name of --check none.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)` loads.
 
+    With --native it is a Mamba, Mamba-2, Nemotron-H, Llama or Mixtral, and loads without that argument.
     Then another process loads it in that way, with the installed transformers. If that fails, the command fails.
 
     [dim]blackmamba export hf runs/blackmamba_1.5b exports/blackmamba_1.5b --dtype bf16[/dim]
@@ -104,6 +106,8 @@ def export_hf(
 
     [dim]blackmamba export hf runs/blackmamba_1.5b exports/averaged --ema --dtype bf16[/dim]
 
+    [dim]blackmamba export hf runs/mamba_343m exports/mamba_343m --native[/dim]
+
     [dim]blackmamba export hf runs/tiny exports/tiny --license apache-2.0 --push-to me/tiny --dry-run[/dim]
 
     [dim]blackmamba export hf runs/blackmamba_1.5b exports/beside --every 10000[/dim]
@@ -112,7 +116,7 @@ def export_hf(
 
     from megatron_blackmamba.interchange import convert, following, push
 
-    how: dict[str, Any] = {"shard_bytes": int(shard_gb * 1e9), "processes": nproc}
+    how: dict[str, Any] = {"shard_bytes": int(shard_gb * 1e9), "processes": nproc, "as_native": native}
     how["check"] = "none" if no_verify else check.value
     if every is not None:
         if push_to is not None or dry_run:
@@ -165,23 +169,49 @@ def export_zyphra(
 
 @import_app.command("hf")
 def import_hf(
-    source: Annotated[Path, typer.Argument(help="A folder written by `export hf` or `save_pretrained`.")],
+    source: Annotated[Path, typer.Argument(help="A model of transformers or state-spaces/mamba, or our export.")],
     out: Out,
     dtype: Dtype = None,
     tokenizer: TokenizerFile = None,
+    config_only: Annotated[
+        bool, typer.Option("--config-only", help="Write the model's config alone, to OUT, a YAML file.")
+    ] = False,
+    experts: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Upcycle: copy each dense MLP to N experts.")
+    ] = None,
+    top_k: Annotated[int, typer.Option(min=2, metavar="K", help="With --experts: number of experts per token.")] = 2,
     verify: Verify = True,
     as_json: Json = False,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint that training can start from, under any layout.
 
+    It reads our exports, Mamba, Mamba-2, Nemotron-H, Llama and Mixtral, and the files of state-spaces/mamba.
+
     [dim]blackmamba import hf exports/blackmamba_1.5b checkpoints/start[/dim]
 
-    [dim]blackmamba train my_run.yaml start.from=checkpoints/start[/dim]
-    """
-    from megatron_blackmamba.interchange import convert, hf
-    from megatron_blackmamba.interchange.hub import local_folder
+    [dim]blackmamba train my_run.yaml checkpoints/start/model.yaml start.from=checkpoints/start[/dim]
 
-    model = _with_tokenizer(hf.read(local_folder(source)), tokenizer)
+    [dim]blackmamba import hf mamba-130m-hf mamba.yaml --config-only[/dim]
+
+    [dim]blackmamba import hf TinyLlama_v1.1 checkpoints/upcycled --experts 8[/dim]
+    """
+    from megatron_blackmamba.interchange import convert
+    from megatron_blackmamba.interchange.open import config_of_export, open_export
+
+    if config_only:
+        if experts is not None:
+            raise typer.BadParameter("--config-only does not upcycle. Leave out --experts")
+        from megatron_blackmamba.config import model_to_yaml
+        from megatron_blackmamba.formats import atomic
+
+        atomic.write_text(out, model_to_yaml(config_of_export(source)))
+        print(f"{out}: name it after a run's file, as in blackmamba plan RUN {out}")
+        return
+    model = _with_tokenizer(open_export(source), tokenizer)
+    if experts is not None:
+        from megatron_blackmamba.interchange.upcycle import upcycled
+
+        model = upcycled(model, experts, top_k)
     _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_blackmamba.interchange import hf, megatron, parallel, parity, witness, zyphra
+from megatron_blackmamba.interchange import hf, megatron, native, parallel, parity, witness, zyphra
 from megatron_blackmamba.interchange.canonical import Canonical, cast, finite, main_depth, watched
 from megatron_blackmamba.interchange.folder import new_folder
 from megatron_blackmamba.interchange.observation import Comparison
@@ -29,12 +29,18 @@ def to_hf(
     shard_bytes: int = hf.SHARD_BYTES,
     processes: int = 1,
     watch: Watch = ignore,
+    as_native: bool = False,
 ) -> Comparison | None:
     """Write a Hugging Face folder to `out`; weights are rounded to `dtype`, if given, and otherwise copied exactly.
+
+    as_native: Write a model that transformers itself has, without code.
 
     check: How much the installed transformers then loads. A folder that fails stays, and is marked.
     processes: Number of processes that write weights, each to its own files.
     """
+    form: Any = native if as_native else hf
+    if as_native:
+        native.architecture_of(model.config, model.source)
     witness.require_memory(model, check)
     dtype = dtype or model.dtype
     model = main_depth(cast(model, dtype))
@@ -46,14 +52,14 @@ def to_hf(
             source=model.source,
             ema=model.ema,
             dtype=dtype,
-            prefix=hf.PREFIX,
+            as_native=as_native,
             processes=processes,
             watch=watch,
         )
     with new_folder(out) as folder:
-        hf.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes, **more)
+        form.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes, **more)
         if check != "none":
-            parity.same_weights(model, named(hf.read(folder), out))
+            parity.same_weights(model, named(form.read(folder), out))
     return None if check == "none" else witness.check(model, out, check)
 
 

@@ -12,10 +12,12 @@ from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json, write_text
 from megatron_blackmamba.interchange import files, safetensors_io
 from megatron_blackmamba.interchange.canonical import (
+    HEAD,
     Canonical,
     Entry,
     InterchangeError,
     require_convertible,
+    same_tensor,
     tokenizer_of,
 )
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
@@ -36,9 +38,10 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_blackmamba.BlackMambaForCausalLM",
 }
 ADAPTER = "adapter_config.json"
+MODEL_TYPE = "blackmamba"
 INDEX = files.index_of(files.SAFETENSORS)
 PREFIX = "model."  # of every parameter, before its canonical name
-HEAD = "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # 5.x would write a class of its own, which 4.x does not know
 SHARD_BYTES = 4 * 10**9
 
@@ -73,15 +76,35 @@ def write(
     """Fill `folder` with all that `from_pretrained(folder, trust_remote_code=True)` needs; the index comes last."""
     require_convertible(model.config, model.source)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = weight_files(weight_parts(model.entries, shard_bytes))
-    write_files({folder / name: entries for name, entries in weights.items()})
-    write_index(folder, weights, model.bytes)
+    write_weights(in_file(model), folder, shard_bytes, write_files)
     write_rest(model, folder)
+
+
+def in_file(model: Canonical) -> dict[str, Entry]:
+    """Return the tensors under their names in the files."""
+    return {name_in_file(name): entry for name, entry in model.entries.items()}
+
+
+def write_weights(
+    entries: Mapping[str, Entry],
+    folder: Path,
+    shard_bytes: int,
+    write_files: Callable[[safetensors_io.Files], None] = safetensors_io.write_files,
+) -> None:
+    """Write weight files of at most `shard_bytes`, and the index of several."""
+    weights = weight_files(safetensors_io.shards(entries, shard_bytes))
+    write_files({folder / name: part for name, part in weights.items()})
+    write_index(folder, weights, sum(entry.bytes for entry in entries.values()))
 
 
 def weight_parts(entries: Mapping[str, Entry], shard_bytes: int = SHARD_BYTES) -> list[dict[str, Entry]]:
     """Return the contents of the weight files under their names in a file; each holds at most `shard_bytes`."""
-    return safetensors_io.shards({PREFIX + name: entry for name, entry in entries.items()}, shard_bytes)
+    return safetensors_io.shards({name_in_file(name): entry for name, entry in entries.items()}, shard_bytes)
+
+
+def name_in_file(name: str) -> str:
+    """Return the name in a weight file of a canonical name."""
+    return LM_HEAD if name == HEAD else PREFIX + name
 
 
 def weight_files(parts: Sequence[dict[str, Entry]]) -> dict[str, dict[str, Entry]]:
@@ -100,7 +123,7 @@ def write_index(folder: Path, weights: Mapping[str, Mapping[str, Entry]], total_
 
 def write_rest(model: Canonical, folder: Path) -> None:
     """Write all files but the weights and their index."""
-    tokens = _write_tokenizer(model, folder)
+    tokens = write_tokenizer(model, folder)
     config = to_json(model.config, model.sequence_length, model.dtype) | tokens
     write_json(folder / "config.json", config | ({"tokenizer_class": TOKENIZER_CLASS} if model.tokenizer else {}))
     write_json(folder / "generation_config.json", tokens)
@@ -117,27 +140,32 @@ def code_files(folder: Path) -> list[Path]:
 def read(folder: Path) -> Canonical:
     """Read a folder written by `write`, or by `save_pretrained` of such a model."""
     folder = Path(folder)
-    if (folder / ADAPTER).is_file():
-        raise InterchangeError(
-            f"{folder / ADAPTER}: the folder holds an adapter, which transformers adds to the weights. Merge it with "
-            "merge_and_unload() and save the model to another folder"
-        )
+    refuse_adapter(folder)
     config, content = read_config(folder / "config.json")
     tokenizer = folder / "tokenizer.json"
     return Canonical(
         config,
-        _canonical_names(files.read(folder, (files.SAFETENSORS,)), folder),
+        _canonical_names(files.read(folder, (files.SAFETENSORS,)), folder, config.tie_embeddings),
         str(folder),
         tokenizer if tokenizer.is_file() else None,
         content.get("max_sequence_length", 2048),
     )
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder whose weights are not all of the model."""
+    if (folder / ADAPTER).is_file():
+        raise InterchangeError(
+            f"{folder / ADAPTER}: the folder holds an adapter, which transformers adds to the weights. Merge it with "
+            "merge_and_unload() and save the model to another folder"
+        )
+
+
 def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the config.json of a model, without the fields of the tokenizer."""
     return {
         "architectures": ["BlackMambaForCausalLM"],
-        "model_type": "blackmamba",
+        "model_type": MODEL_TYPE,
         "auto_map": AUTO_MAP,
         "num_layers": config.layers,
         **{theirs: getattr(config, ours) for theirs, ours in _SAME.items()},
@@ -150,7 +178,7 @@ def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> di
         "bias": False,
         "add_bias_linear": False,
         "swiglu": True,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -167,7 +195,7 @@ def function_of(config: ModelConfig) -> dict[str, Any]:
     fields = to_json(config, 0, torch.float32)
     for name in ("initializer_range", "router_kind", "router_options"):
         fields.pop(name, None)
-    return fields | {"tie_word_embeddings": config.tie_embeddings}
+    return fields
 
 
 def exported_fields() -> list[str]:
@@ -178,32 +206,35 @@ def exported_fields() -> list[str]:
 def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """Return the ModelConfig of an export's config.json, and the whole content."""
     content = read_json(path)
-    if content.get("model_type") != "blackmamba":
-        raise InterchangeError(f"{path}: model_type is {content.get('model_type')!r}, not 'blackmamba'")
+    if content.get("model_type") != MODEL_TYPE:
+        raise InterchangeError(f"{path}: model_type is {content.get('model_type')!r}, not {MODEL_TYPE!r}")
     fields = {ours: need(content, theirs, path) for theirs, ours in _SAME.items() if theirs in content}
-    if not content.get("tie_word_embeddings", True):
-        raise InterchangeError(f"{path}: tie_word_embeddings is false; only tied embeddings convert")
     factors = {name.partition("_")[0]: content[name] for name in MULTIPLIERS if name in content}
     fields |= {"multipliers": factors, "dt_rank": content.get("dt_rank")}
+    fields["tie_embeddings"] = content.get("tie_word_embeddings", True)
     return model_config(fields, content, path, _SAME), content
 
 
-def _canonical_names(entries: dict[str, Entry], folder: Path) -> dict[str, Entry]:
-    """Drop the prefix, which older exports lack, and a copy of the tied output layer, which some tools write."""
+def _canonical_names(entries: dict[str, Entry], folder: Path, tied: bool) -> dict[str, Entry]:
+    """Drop the prefix, which older exports lack, and a copy of a tied output layer, which some tools write."""
     result = {name.removeprefix(PREFIX): entry for name, entry in entries.items()}
     twice = next((name for name in entries if not name.startswith(PREFIX) and PREFIX + name in entries), None)
     if twice is not None:
         raise InterchangeError(f"{folder}: has both {twice} and {PREFIX}{twice}. Remove the one that is out of date")
-    head, embedding = result.pop(HEAD, None), result.get("embedding.word_embeddings.weight")
-    if head is not None and (embedding is None or not torch.equal(head.load(), embedding.load())):
+    head = result.pop(LM_HEAD, None)
+    if not tied:
+        if head is None:
+            raise InterchangeError(f"{folder}: has no {LM_HEAD}, and tie_word_embeddings in config.json is false")
+        result[HEAD] = head
+    elif head is not None and not same_tensor(head, result.get("embedding.word_embeddings.weight")):
         raise InterchangeError(
-            f"{folder}: {HEAD} differs from the embedding; only tied embeddings convert. "
+            f"{folder}: {LM_HEAD} differs from the embedding, and tie_word_embeddings in config.json is true. "
             "Tie them with model.tie_weights() and save again"
         )
     return result
 
 
-def _write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
+def write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
     """Write tokenizer files that every transformers version loads; return the special ids for the configs."""
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     tokenizer = tokenizer_of(model)

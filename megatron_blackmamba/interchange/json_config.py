@@ -28,8 +28,13 @@ def model_config(fields: dict[str, Any], content: dict[str, Any], path: Path, na
         )
     for kind in kinds_in(pattern):
         of_layers |= kind.imported_fields(content)
+    return validated({**fields, **of_layers, "pattern": pattern}, path, names)
+
+
+def validated(fields: Mapping[str, Any], path: Path, names: Mapping[str, str]) -> ModelConfig:
+    """Return the ModelConfig of these fields; refuse a wrong one by its name in the file."""
     try:
-        model = ModelConfig.model_validate({**fields, **of_layers, "pattern": pattern})
+        model = ModelConfig.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "the config"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_blackmamba.checkpoint import CheckpointReader, common, manifest
 from megatron_blackmamba.checkpoint.reading import STATE
-from megatron_blackmamba.config import RunConfig, to_saved, to_yaml
+from megatron_blackmamba.config import RunConfig, model_to_yaml, to_saved, to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.evaluations import Evaluation, read_evaluation
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -26,6 +26,10 @@ from megatron_blackmamba.version import __version__
 
 if TYPE_CHECKING:
     from megatron_blackmamba.model import LanguageModel
+
+
+MODEL = "model.yaml"
+"""The `model:` section of a converted checkpoint, to name after a run's file in `train`."""
 
 
 def read(path: Path, *, verify: bool = False, ema: bool = False) -> Canonical:
@@ -81,6 +85,7 @@ def write(model: Canonical, folder: Path) -> None:
     run = run_config(model)
     atomic.write_json(folder / STATE, {"config": to_saved(run)})
     atomic.write_text(folder / "config.yaml", to_yaml(run))
+    atomic.write_text(folder / MODEL, model_to_yaml(run.model))
     tokenizer = tokenizer_of(model)
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer.json")

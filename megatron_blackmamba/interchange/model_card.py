@@ -15,11 +15,20 @@ from megatron_blackmamba.routers import kind_of
 _GATES = {
     "silu": "SwiGLU (the experts gate with SiLU)",
     "gelu": "GeGLU (the experts gate with erf-GELU)",
+    "relu2": "the square of ReLU gates",
 }
 
 
-def model_card(model: Canonical) -> str:
+def model_card(model: Canonical, native: str = "") -> str:
+    """Return the card; `native` is the model type of an export that needs no code."""
     config, past = model.config, model.past()
+    trust = "" if native else ", trust_remote_code=True"
+    works = (
+        f"A `{native}` of transformers: it loads without code of its own."
+        if native
+        else "Works with transformers 4.50 and later. Where the package `megatron-blackmamba` is installed, its kernels"
+        " are used."
+    )
     layers = Counter(kind.name for kind in layers_of(config.pattern))
     counted = ", ".join(f"{number} {name}" for name, number in layers.items())
     rows = {
@@ -27,8 +36,8 @@ def model_card(model: Canonical) -> str:
         "Layers": f"{config.layers}: {counted} (`{config.pattern}`)",
         "Width": _width(model),
         "Experts": _experts(model),
-        "Activation": _GATES[config.activation],
-        "Vocabulary": f"{config.vocab_size:,}, tied with the output",
+        "Activation": _GATES[config.activation] if config.gated else f"{config.activation}, without a gate",
+        "Vocabulary": f"{config.vocab_size:,}" + (", tied with the output" if config.tie_embeddings else ""),
         "Precision": _precision(model),
         "Documents": _documents(model),
         **{str(name): str(value) for name, value in past.facts.items()},
@@ -40,7 +49,7 @@ def model_card(model: Canonical) -> str:
     )
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
-{_metadata(model, past.evaluation)}
+{_metadata(model, past.evaluation, native)}
 ---
 # BlackMamba
 
@@ -54,24 +63,24 @@ A base language model of these kinds of layers: {", ".join(layers)}. It continue
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # this folder, or its name on the hub
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder{trust})
+tokenizer = AutoTokenizer.from_pretrained(folder{trust})
 inputs = tokenizer("The state of a recurrent model", return_tensors="pt"{adds})
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
 
-Works with transformers 4.50 and later. Where the package `megatron-blackmamba` is installed, its kernels are used.
-{_training(config)}{_scores(past.evaluation)}"""
+{works}
+{"" if native else _training(config)}{_scores(past.evaluation)}"""
 
 
-def _metadata(model: Canonical, evaluation: Evaluation | None) -> str:
+def _metadata(model: Canonical, evaluation: Evaluation | None, native: str) -> str:
     """Return the fields that the hub reads, as YAML."""
     kinds = ["mamba"] * _has(model, "A_log") + ["mixture-of-experts"] * routes(model.config.pattern)
     fields: dict[str, Any] = {
         "license": model.license,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["blackmamba", *kinds, "custom_code"],
+        "tags": ["blackmamba", *kinds, native or "custom_code"],
     }
     if evaluation is not None and evaluation.results:
         results = [

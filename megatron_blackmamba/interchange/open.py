@@ -1,4 +1,4 @@
-"""Open any of the three kinds of model folder, recognised by its files."""
+"""Open any kind of model folder, recognised by its files."""
 
 import difflib
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.interchange import hf, megatron, zyphra
+from megatron_blackmamba.interchange import hf, megatron, native, zyphra
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError
 from megatron_blackmamba.interchange.hub import local_folder
 from megatron_blackmamba.interchange.json_config import read_json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = False, ema: bool = False) -> Canonical:
-    """Open one of our checkpoints (or a run's newest one), a Hugging Face export, or the released files.
+    """Open one of our checkpoints (or a run's newest one), a Hugging Face model, or the released files.
 
     A name on the Hugging Face hub means its newest download.
 
@@ -29,6 +29,22 @@ def open_model(path: Path, tokenizer: Path | None = None, *, verify: bool = Fals
     path = existing_folder(path)
     model = _open(path, verify, ema)
     return model if tokenizer is None else replace(model, tokenizer=tokenizer)
+
+
+def open_export(path: Path) -> Canonical:
+    """Open a Hugging Face model: our export, or one of another family."""
+    path = local_folder(path)
+    return native.read(path) if native.is_native(path) else hf.read(path)
+
+
+def config_of_export(path: Path) -> ModelConfig:
+    """Return the config of a Hugging Face model, of which only config.json needs to be there."""
+    path = local_folder(path)
+    return (
+        native.read_config(path / "config.json")[1]
+        if native.is_native(path)
+        else hf.read_config(path / "config.json")[0]
+    )
 
 
 def weights_of(path: Path) -> tuple[ModelConfig, dict[str, Entry]]:
@@ -76,6 +92,8 @@ def _open(path: Path, verify: bool, ema: bool = False) -> Canonical:
     if (path / zyphra.CONFIG).is_file():
         if ema:
             raise InterchangeError(f"{path}: an export, and --ema reads checkpoints. Name a run, or leave out --ema")
+        if native.is_native(path):
+            return native.read(path)
         released = "model_type" not in read_json(path / zyphra.CONFIG)
         return zyphra.read(path) if released else hf.read(path)
     return megatron.read(path, verify=verify, ema=ema)

@@ -9,35 +9,36 @@ from pathlib import Path
 import torch
 
 from megatron_blackmamba import interrupts
-from megatron_blackmamba.interchange import safetensors_io
+from megatron_blackmamba.interchange import hf, native, safetensors_io
 from megatron_blackmamba.interchange.canonical import InterchangeError, cast, finite, watched
 from megatron_blackmamba.interchange.open import open_model
 
 Task = Sequence[tuple[Path, list[str]]]
+"""Files, and the names of the tensors in each."""
 
 
 def write_files(
     files: safetensors_io.Files,
     source: str,
     dtype: torch.dtype,
-    prefix: str,
     processes: int,
     watch: Callable[[int], None],
     ema: bool = False,
+    as_native: bool = False,
 ) -> None:
     """Write safetensors files of a source's weights in `dtype`, spread over processes.
 
-    prefix: What the names have in front of the canonical ones.
     ema: Write the averaged weights of a checkpoint.
+    as_native: Write the tensors of a model of transformers.
     """
-    names = [(path, [name.removeprefix(prefix) for name in entries]) for path, entries in files.items()]
+    names = [(path, list(entries)) for path, entries in files.items()]
     context = interrupts.spawn_context()
     running: dict[Connection, multiprocessing.process.BaseProcess] = {}
     threads = max(1, (os.cpu_count() or 1) // processes)
     try:
         for number in range(min(processes, len(names))):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, source, dtype, prefix, names[number::processes], threads, ema)
+            arguments = (theirs, source, dtype, names[number::processes], threads, ema, as_native)
             process = context.Process(target=_write, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -73,12 +74,15 @@ def _receive(
         watch(message)
 
 
-def _write(pipe: Connection, source: str, dtype: torch.dtype, prefix: str, task: Task, threads: int, ema: bool) -> None:
+def _write(
+    pipe: Connection, source: str, dtype: torch.dtype, task: Task, threads: int, ema: bool, as_native: bool
+) -> None:
     torch.set_num_threads(threads)
     try:
         model = watched(finite(cast(open_model(Path(source), ema=ema), dtype)), pipe.send)
+        entries = (native if as_native else hf).in_file(model)
         for path, names in task:
-            safetensors_io.write(path, {prefix + name: model.entries[name] for name in names})
+            safetensors_io.write(path, {name: entries[name] for name in names})
         pipe.send(None)
     except (OSError, ValueError) as error:
         pipe.send(error)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba import norms
-from megatron_blackmamba.interchange.canonical import Canonical
+from megatron_blackmamba.interchange.canonical import HEAD, Canonical
 from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
 from megatron_blackmamba.kinds import layers_of
@@ -44,7 +44,8 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     norm = norms.kind_of(model.config.final_norm)
     parameters_D = tuple(model.entries[f"{norms.PREFIX}{name}"].load().float() for name in norm.parameters)
     hidden = norm.apply(residual, parameters_D, model.config.norm_eps) / config.logits_scaling
-    return Observation(capped(F.linear(hidden, embedding_VD), model.config.logit_softcap), routers)
+    head_VD = embedding_VD if model.config.tie_embeddings else model.entries[HEAD].load().float()
+    return Observation(capped(F.linear(hidden, head_VD), model.config.logit_softcap), routers)
 
 
 def _layer(config: Any, model: Canonical, index: int) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_blackmamba.interchange.canonical import Canonical
+from megatron_blackmamba.interchange.canonical import HEAD, Canonical
 from megatron_blackmamba.interchange.observation import Observation, Router
 from megatron_blackmamba.kinds import LayerKind, layers_of
 
@@ -24,6 +24,8 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     with world.fake(ParallelConfig(), world_size=1, where="cpu") as alone:
         network = build(run, alone).eval()
         _fill(network.embedding, {"word_embeddings.weight": model.entries["embedding.word_embeddings.weight"].load()})
+        if not model.config.tie_embeddings:
+            _fill(network.output_layer, {"weight": model.entries[HEAD].load()})
         _fill(network.decoder.final_layernorm, _below(model, norms.PREFIX))
         inputs: LayerInputs = network._layer_inputs(tokens_BS)
         residual = network.embedded(tokens_BS)

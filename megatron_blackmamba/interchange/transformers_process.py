@@ -8,6 +8,7 @@ tokens, and the text's token ids. The last line of the output is JSON: the versi
 """
 
 import json
+import os
 import sys
 import traceback
 
@@ -22,18 +23,22 @@ def answer(folder: str, question: str, destination: str) -> None:
 
     asked = load_file(question)
     prompts, text = asked["prompts"], bytes(asked["text"].tolist()).decode()
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).float().eval()
+    with open(os.path.join(folder, "config.json")) as file:
+        own_code = "auto_map" in json.load(file)
+    kind = {"trust_remote_code": True} if own_code else {"torch_dtype": torch.float32}  # before anything is rounded
+    model = AutoModelForCausalLM.from_pretrained(folder, **kind).float().eval()
     greedy = GenerationConfig(
         max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
     )
     written = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=greedy)
     found = {"tokens": written.sequences, "steps": torch.stack(written.logits, dim=1).float()}
     with torch.inference_mode():
-        output = model(found["tokens"], output_router_choices=True)
+        output = model(found["tokens"], **({"output_router_choices": True} if own_code else {}))
     found["logits"] = output.logits.float()
-    found |= {f"choices.{i}": choice for i, choice in enumerate(output.router_choices or ())}
+    if own_code:
+        found |= {f"choices.{i}": choice for i, choice in enumerate(output.router_choices or ())}
     if text:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=own_code)
         found["text"] = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, destination)
 

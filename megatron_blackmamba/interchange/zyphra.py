@@ -135,6 +135,10 @@ def require_expressible(config: ModelConfig, source: str) -> None:
         and "not 1; the released code has no multipliers, and a width transfer divides the logits",
         "final_norm": not norms.kind_of(config.final_norm).released
         and f"{config.final_norm}; the released code has layer",
+        "tie_embeddings": not config.tie_embeddings and "false; the released code ties them",
+        "gated": not config.gated and "false; the released code gates experts",
+        "activation": config.activation == "relu2" and "relu2; the released code has erf-GELU",
+        "router.bias": routes(config.pattern) and not config.router.bias and "false; the released code has one",
         "norm_eps": config.norm_eps != 1e-5 and f"{config.norm_eps}; the released code has 1e-5",
     }
     for field, problem in problems.items():

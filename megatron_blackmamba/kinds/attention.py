@@ -1,4 +1,4 @@
-"""Causal self-attention with rotary positions, as in the paper's transformer baselines.
+"""Causal self-attention, with rotary positions as in the paper's transformer baselines or without any.
 
 Shapes: B batch, L new tokens, S all tokens so far, D model, H heads, G key-value heads, C channels of a head,
 Q = (H + 2G) C.
@@ -36,10 +36,15 @@ class Attention(LayerKind):
 
     def problems(self, model: ModelConfig) -> list[str]:
         width, heads, kv_heads = model.hidden_size, model.attention.heads, _kv_heads(model)
-        found = []
-        if width % heads:
-            found.append(f"model.hidden_size={width} is not divisible by model.attention.heads={heads}")
-        elif width // heads % 2:
+        found, given, odd = [], model.attention.head_dim, self.rotates(model) and _head_dim(model) % 2
+        if given is None and width % heads:
+            found.append(
+                f"model.hidden_size={width} is not divisible by model.attention.heads={heads}: set"
+                " model.attention.head_dim"
+            )
+        elif given is not None and odd:
+            found.append(f"model.attention.head_dim={given}: rotary positions need an even number")
+        elif odd:
             found.append(
                 f"model.attention.heads={heads} leaves {width // heads} channels a head of model.hidden_size={width}:"
                 " rotary positions need an even number"
@@ -48,11 +53,13 @@ class Attention(LayerKind):
             found.append(f"model.attention.heads={heads} is not divisible by model.attention.kv_heads={kv_heads}")
         return found
 
+    def rotates(self, model: ModelConfig) -> bool:
+        return model.attention.rotary
+
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
-        heads = model.attention.heads
         return {
-            "num_attention_heads": heads,
-            "kv_channels": model.hidden_size // heads,
+            "num_attention_heads": model.attention.heads,
+            "kv_channels": _head_dim(model),
             "num_query_groups": model.attention.kv_heads,
         }
 
@@ -69,9 +76,9 @@ class Attention(LayerKind):
         return "attention"
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        D = model.hidden_size
-        shapes = {"linear_qkv.weight": (D + 2 * _key_values(model), D), "linear_proj.weight": (D, D)}
-        norms = dict.fromkeys(QK_NORMS, (D // model.attention.heads,)) if model.attention.qk_norm else {}
+        D, queries = model.hidden_size, _queries(model)
+        shapes = {"linear_qkv.weight": (queries + 2 * _key_values(model), D), "linear_proj.weight": (D, queries)}
+        norms = dict.fromkeys(QK_NORMS, (_head_dim(model),)) if model.attention.qk_norm else {}
         return {**shapes, **norms}
 
     def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
@@ -81,10 +88,10 @@ class Attention(LayerKind):
         return None
 
     def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
-        D = model.hidden_size
+        D, queries = model.hidden_size, _queries(model)
         return {
-            "attention_projections": 2 * D * (2 * D + 2 * _key_values(model)),
-            "attention_scores": 4 * D * (sequence + 1) // 2,
+            "attention_projections": 2 * D * (2 * queries + 2 * _key_values(model)),
+            "attention_scores": 4 * queries * (sequence + 1) // 2,
         }
 
     def kept(self, at: Sizes) -> int:
@@ -94,13 +101,13 @@ class Attention(LayerKind):
         log-sums, and the tables of the rotation. Norms keep their inputs, queries and keys, and a number for each head.
         """
         model, heads = at.model, at.model.attention.heads
-        D = model.hidden_size // at.tensor
-        channels = 3 * D + 3 * D * _kv_heads(model) // heads
+        D, rotates = _queries(model) // at.tensor, self.rotates(model)
+        channels = (3 if rotates else 2) * D + (3 if rotates else 2) * D * _kv_heads(model) // heads
         kept = at.width * channels + FP32 * heads // at.tensor
         if model.attention.qk_norm:
             normed = heads + _kv_heads(model)
             kept += kept_by_norms(at, D * normed // heads) + FP32 * normed // at.tensor
-        tables = 4 * at.width * at.sequence * model.hidden_size // heads
+        tables = 4 * at.width * at.sequence * _head_dim(model) if rotates else 0
         return at.width * at.here * model.hidden_size + at.whole * kept + tables
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
@@ -118,6 +125,8 @@ class Attention(LayerKind):
         return {
             "num_attention_heads": attention.heads,
             "num_key_value_heads": _kv_heads(model),
+            "head_dim": attention.head_dim,
+            "rotary": attention.rotary,
             "rope_theta": attention.rotary_base,
             "attention_multiplier": model.attention_scale,
             "qk_norm": attention.qk_norm,
@@ -125,7 +134,7 @@ class Attention(LayerKind):
 
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
         names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "rotary_base": "rope_theta"}
-        names |= {"qk_norm": "qk_norm"}
+        names |= {key: key for key in ("qk_norm", "head_dim", "rotary")}
         return {"attention": {ours: content[theirs] for ours, theirs in names.items() if theirs in content}}
 
     def decoding(self, model: ModelConfig) -> Decoding:
@@ -136,9 +145,18 @@ def _kv_heads(model: ModelConfig) -> int:
     return model.attention.kv_heads or model.attention.heads
 
 
+def _head_dim(model: ModelConfig) -> int:
+    return model.attention.head_dim or model.hidden_size // model.attention.heads
+
+
+def _queries(model: ModelConfig) -> int:
+    """Return the width of the queries."""
+    return _head_dim(model) * model.attention.heads
+
+
 def _key_values(model: ModelConfig) -> int:
     """Return the width of the keys, and of the values."""
-    return model.hidden_size * _kv_heads(model) // model.attention.heads
+    return _head_dim(model) * _kv_heads(model)
 
 
 @dataclass(frozen=True)
@@ -169,7 +187,7 @@ class AttentionDecoding(Decoding):
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch
 
-        shape = (batch, _kv_heads(model), 0, model.hidden_size // model.attention.heads)
+        shape = (batch, _kv_heads(model), 0, _head_dim(model))
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return [k, v, torch.zeros(batch, 0, dtype=torch.bool, device=device)]
 
@@ -197,15 +215,16 @@ def _attend(
     keys, values, padding_BS = memory
     B, L, _ = qkv_BLQ.shape
     heads, groups = model.attention.heads, _kv_heads(model)
-    of_groups = qkv_BLQ.view(B, L, groups, -1, model.hidden_size // heads).permute(0, 2, 3, 1, 4)
+    of_groups = qkv_BLQ.view(B, L, groups, -1, _head_dim(model)).permute(0, 2, 3, 1, 4)
     q, k, v = of_groups.split([heads // groups, 1, 1], dim=2)
     q, k, v = q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
     if model.attention.qk_norm:
         norms = layer.norms_2C
         q, k = (F.rms_norm(x.float(), w.shape, w, model.norm_eps) for x, w in zip((q, k), norms, strict=True))
     before = keys.shape[2]
-    cos_LC, sin_LC = _rotation(model, before, L, q.device)
-    q, k = (x.float() * cos_LC + _half_turned(x.float()) * sin_LC for x in (q, k))
+    if model.attention.rotary:
+        cos_LC, sin_LC = _rotation(model, before, L, q.device)
+        q, k = (x.float() * cos_LC + _half_turned(x.float()) * sin_LC for x in (q, k))
     new_padding_BL = torch.zeros(B, L, dtype=torch.bool, device=q.device) if keep_BL1 is None else keep_BL1[..., 0] == 0
     memory[0] = keys = torch.cat([keys, k.to(keys.dtype)], dim=2)
     memory[1] = values = torch.cat([values, v.to(values.dtype)], dim=2)
@@ -228,7 +247,7 @@ def _rotation(model: ModelConfig, first: int, count: int, device: Any) -> tuple[
     """Return the cosines and sines `[L, C]` of the rotary embedding of positions from `first` on."""
     import torch
 
-    C = model.hidden_size // model.attention.heads
+    C = _head_dim(model)
     rates = model.attention.rotary_base ** (-torch.arange(0, C, 2, device=device).float() / C)
     angles_LC = torch.outer(torch.arange(first, first + count, device=device).float(), rates).repeat(1, 2)
     return angles_LC.cos(), angles_LC.sin()

@@ -53,10 +53,13 @@ class Runner(Protocol):
     """The parts of a decoder that its layers use."""
 
     config: ModelConfig
-    gate: Callable[[Tensor], Tensor]
 
     def times(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
         """Multiply a few rows by a weight."""
+        ...
+
+    def activated(self, x: Tensor) -> Tensor:
+        """Return what the second weight of an MLP reads, of the product with the first."""
         ...
 
 
@@ -123,7 +126,7 @@ class LayerKind(Kind, ABC):
     routed: ClassVar[bool] = False
     """Has a `mixer.router` that sends tokens to experts."""
     rotary: ClassVar[bool] = False
-    """Needs rotary position embeddings."""
+    """May need rotary position embeddings; `rotates` says so of a model."""
     cut: ClassVar[Cannot | None] = Cannot("this kind of layer passes no state between ranks")
     """Why parallel.context cannot cut its sequences; None: it can."""
     recompute: ClassVar[frozenset[str]] = frozenset({"layers"})
@@ -142,6 +145,10 @@ class LayerKind(Kind, ABC):
     def problems(self, model: ModelConfig) -> list[str]:
         """Return what the config lacks or gets wrong for this kind."""
         return []
+
+    def rotates(self, model: ModelConfig) -> bool:
+        """Return whether its layers get rotary position embeddings."""
+        return self.rotary
 
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of megatron-core's TransformerConfig that this kind sets."""

@@ -1,9 +1,9 @@
-"""Mixture of experts: a router, SwiGLU experts, `model.top_k` of them per token, and an optional shared expert.
+"""Mixture of experts: a router, `model.top_k` experts per token, by default SwiGLU, and an optional shared expert.
 
 The router kind decides which experts a token goes to (`routers`).
 
 Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K token-expert pairs, D model, E experts.
-F hidden size of an expert, G = 2F gate and up.
+F hidden size of an expert, G = 2F gate and up; without a gate, G = F.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.costs import FP32, INT64, Sizes, Work
+from megatron_blackmamba.kinds import mlp
 from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, Inputs, LayerKind, Runner, Stack
-from megatron_blackmamba.kinds.mlp import GLU_KEEPS
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ SMALL_KERNELS = (30, 20)
 
 class Experts(LayerKind):
     letter, name = "E", "mixture of experts"
-    keys = ("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "router", "activation")
+    keys = ("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "router", "activation", "gated")
     block = "megatron_blackmamba.model.specs:experts_block"
     cut = None
     routed = True
@@ -86,20 +86,21 @@ class Experts(LayerKind):
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         D, E, F = _sizes(model)
         router = routers.kind_of(model.router.kind)
-        shapes: dict[str, tuple[int, ...]] = {"router.weight": (E, D), "router.bias": (E,)} if router.learned else {}
+        shapes: dict[str, tuple[int, ...]] = {"router.weight": (E, D)} if router.learned else {}
+        shapes |= {"router.bias": (E,)} if router.learned and model.router.bias else {}
         shapes |= {f"router.{name}": (E,) for name in router.state}
         for e in range(E):
-            shapes[_expert_weight(e, 1)] = (2 * F, D)  # rows [gate | up]
+            shapes[_expert_weight(e, 1)] = (mlp.rows(model, F), D)
             shapes[_expert_weight(e, 2)] = (D, F)
         if shared := model.shared_expert_hidden_size:
-            shapes["shared_experts.linear_fc1.weight"] = (2 * shared, D)  # rows [gate | up]
+            shapes["shared_experts.linear_fc1.weight"] = (mlp.rows(model, shared), D)
             shapes["shared_experts.linear_fc2.weight"] = (D, shared)
         return shapes
 
     def stacks(self, model: ModelConfig) -> dict[str, Stack]:
         D, E, F = _sizes(model)
         return {
-            "experts.fc1": Stack((E, 2, F, D), tuple(_expert_weight(e, 1) for e in range(E))),
+            "experts.fc1": Stack((E, mlp.rows(model, 1), F, D), tuple(_expert_weight(e, 1) for e in range(E))),
             "experts.fc2": Stack((E, D, F), tuple(_expert_weight(e, 2) for e in range(E))),
         }
 
@@ -113,19 +114,26 @@ class Experts(LayerKind):
 
     def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
         D, _, F = _sizes(model)
-        shared = {"shared_expert": 6 * D * size} if (size := model.shared_expert_hidden_size) else {}
-        return {"router": routers.kind_of(model.router.kind).flops(model), "experts": model.top_k * 6 * D * F, **shared}
+        each = 2 * mlp.products(model) * D
+        shared = {"shared_expert": each * size} if (size := model.shared_expert_hidden_size) else {}
+        return {"router": routers.kind_of(model.router.kind).flops(model), "experts": model.top_k * each * F, **shared}
 
     def kept(self, at: Sizes) -> int:
         """Add up the router; the experts' input, gate and up, and product; and the shared expert, which is an MLP."""
         D, _, hidden = _sizes(at.model)
         F = hidden // at.expert_tensor
-        expert = at.width * (D + 3 * F) + FP32 + INT64
+        expert = at.width * self._kept_by_expert(at.model, D, F) + FP32 + INT64
         shared = 0
         if at.model.shared_expert_hidden_size:
-            shared = at.width * GLU_KEEPS * at.model.shared_expert_hidden_size // at.tensor
+            shared = at.width * mlp.kept(at.model) * at.model.shared_expert_hidden_size // at.tensor
         router = routers.kind_of(at.model.router.kind).kept(at)
         return at.here * router + at.routed * expert + at.whole * shared
+
+    def _kept_by_expert(self, model: ModelConfig, D: int, F: int) -> int:
+        """Return the numbers kept for a token: the kernels compute the activation again, plain PyTorch keeps parts."""
+        if model.gated and model.activation in ("silu", "gelu"):
+            return D + 3 * F
+        return 2 * D + (5 if model.gated else 2) * F  # the weight meets the output
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the traffic of the tokens to their experts and back, one copy per expert.
@@ -150,11 +158,12 @@ class Experts(LayerKind):
         stream, sorted_tokens = at.width * D * at.here, at.width * D * at.here * at.model.top_k
         rows = at.width * at.routed
         router = Work(stream, routers.kind_of(at.model.router.kind).flops(at.model) * at.here)
-        products = [Work(rows * (D + 2 * F), 4 * D * F * at.routed), Work(rows * (F + D), 2 * D * F * at.routed)]
+        G = mlp.rows(at.model, F)
+        products = [Work(rows * (D + G), 2 * D * G * at.routed), Work(rows * (F + D), 2 * D * F * at.routed)]
         shared = []
         if size := at.model.shared_expert_hidden_size:
             width = at.width * at.whole * size // at.tensor
-            shared = [Work(3 * width, 6 * D * size * at.here)]
+            shared = [Work(3 * width, 2 * mlp.products(at.model) * D * size * at.here)]
         forward = [router, *products, *shared, Work(3 * F * rows), Work(2 * sorted_tokens), Work(2 * sorted_tokens)]
         backward = [router, router, *products, *products, *shared, *shared, Work(5 * F * rows)]
         backward += [Work(2 * sorted_tokens), Work(2 * sorted_tokens), Work(3 * stream)]
@@ -162,7 +171,7 @@ class Experts(LayerKind):
         return [*forward, small[0]], [*backward, small[1]]
 
     def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
-        if model.top_k > 1 or model.shared_expert_hidden_size:
+        if model.top_k > 1 or model.shared_expert_hidden_size or not model.gated:
             return None
         D, E, _ = _sizes(model)
         return D * E * (16 * D + 2), 16 * D * D + 2 * D * E
@@ -175,14 +184,19 @@ class Experts(LayerKind):
         return {"experts": int(entry)} if entry.isdecimal() and int(entry) > 0 else None
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
-        use = routers.kind_of(model.router.kind).use(model)
+        use = _use(model)
         return {
+            "gated": model.gated,
             "num_experts_per_tok": model.top_k,
             "shared_expert_hidden_size": model.shared_expert_hidden_size,
             "router_kind": model.router.kind,
             "router_options": {
-                key: getattr(model.router, key) for key in routers.kind_of(model.router.kind).keys if key != "scope"
+                key: getattr(model.router, key)
+                for key in routers.kind_of(model.router.kind).keys
+                if key not in ("scope", *routers.LOGITS)
             },
+            "router_bias": model.router.bias and routers.kind_of(model.router.kind).learned,
+            "router_scale": use.scale,
             "router_scores": use.scores,
             "router_normalized": use.normalized,
             "router_biased": use.biased,
@@ -191,8 +205,12 @@ class Experts(LayerKind):
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
         names = {"top_k": "num_experts_per_tok", "shared_expert_hidden_size": "shared_expert_hidden_size"}
         fields = {ours: content[theirs] for ours, theirs in names.items() if theirs in content}
-        options = content.get("router_options") or {}
-        return fields | {"router": {"kind": content.get("router_kind", "sinkhorn"), **options}}
+        router = {"kind": content.get("router_kind", "sinkhorn"), **(content.get("router_options") or {})}
+        kind = routers.kind_of(router["kind"])
+        router |= {
+            key: content[f"router_{key}"] for key in routers.LOGITS if key in kind.keys and f"router_{key}" in content
+        }
+        return fields | {"router": router, "gated": content.get("gated", True)}
 
     def decoding(self, model: ModelConfig) -> Decoding | Cannot:
         exported = self.exported(model)
@@ -206,9 +224,6 @@ def _sizes(model: ModelConfig) -> tuple[int, int, int]:
 
 def _expert_weight(expert: int, linear: int) -> str:
     return f"local_experts.{expert}.linear_fc{linear}.weight"
-
-
-_ROUTER = {"ED": "weight", "bias_E": "bias"}
 
 
 @dataclass(frozen=True)
@@ -239,13 +254,15 @@ class ExpertsDecoding(Decoding):
         import torch
 
         D, E, F = _sizes(model)
-        fc1_EGD = torch.empty(E, 2 * F, D, dtype=dtype, device=device)
+        fc1_EGD = torch.empty(E, mlp.rows(model, F), D, dtype=dtype, device=device)
         fc2_EDF = torch.empty(E, D, F, dtype=dtype, device=device)
         for e in range(E):
             fc1_EGD[e] = get(_expert_weight(e, 1), dtype)
             fc2_EDF[e] = get(_expert_weight(e, 2), dtype)
         none, learned = torch.empty(0, dtype=dtype, device=device), routers.kind_of(model.router.kind).learned
-        weights = {f"router_{end}": get(f"router.{name}") if learned else none for end, name in _ROUTER.items()}
+        weights = {"router_ED": get("router.weight") if learned else none, "router_bias_E": none}
+        if learned:
+            weights["router_bias_E"] = get("router.bias") if model.router.bias else torch.zeros(E, device=device)
         weights |= {"fc1_EGD": fc1_EGD, "fc2_EDF": fc2_EDF}
         if is_papers(model):
             return ExpertsLayer(**weights)
@@ -282,8 +299,7 @@ class ExpertsDecoding(Decoding):
         if not run.config.shared_expert_hidden_size:
             return y_BD
         assert isinstance(layer, RoutedLayer)
-        gate, up = run.times(x_BD, layer.shared_fc1_GD).chunk(2, dim=-1)
-        return y_BD + run.times(run.gate(gate) * up, layer.shared_fc2_DF)
+        return y_BD + run.times(run.activated(run.times(x_BD, layer.shared_fc1_GD)), layer.shared_fc2_DF)
 
     def read(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         import torch.nn.functional as F
@@ -293,13 +309,15 @@ class ExpertsDecoding(Decoding):
         y_TD = _weighed(_grouped(run, layer, x_TD, routed.chosen), routed.weights)
         if run.config.shared_expert_hidden_size:
             assert isinstance(layer, RoutedLayer)
-            gate, up = F.linear(x_TD.to(layer.shared_fc1_GD.dtype), layer.shared_fc1_GD).chunk(2, dim=-1)
-            y_TD = y_TD + F.linear(run.gate(gate) * up, layer.shared_fc2_DF).float()
+            hidden = run.activated(F.linear(x_TD.to(layer.shared_fc1_GD.dtype), layer.shared_fc1_GD))
+            y_TD = y_TD + F.linear(hidden, layer.shared_fc2_DF).float()
         return y_TD.view_as(x_BLD)
 
 
 def is_papers(model: ModelConfig) -> bool:
-    """Return whether the layer routes as the paper's: one expert a token, scaled by the sigmoid of its logit."""
+    """Return whether the layer is the paper's: one gated expert a token, scaled by the sigmoid of its logit."""
+    if not model.gated or model.activation not in ("silu", "gelu"):
+        return False
     return model.top_k == 1 and _use(model) == routers.Use("sigmoid") and not model.shared_expert_hidden_size
 
 
@@ -337,8 +355,7 @@ def gathered(run: Runner, layer: ExpertsLayer, x_BD: Tensor, choice_B: Tensor) -
         x_B1D, fc1, fc2 = x[:, None], layer.fc1_EGD[choice_B], layer.fc2_EDF[choice_B]
     else:  # all experts for all rows read less than that
         x_B1D, fc1, fc2 = x.expand(E, *x.shape), layer.fc1_EGD, layer.fc2_EDF
-    gate, up = torch.bmm(x_B1D, fc1.mT).chunk(2, dim=-1)
-    y = torch.bmm(run.gate(gate.float()).mul(up).to(x.dtype), fc2.mT).float()
+    y = torch.bmm(run.activated(torch.bmm(x_B1D, fc1.mT).float()).to(x.dtype), fc2.mT).float()
     return y[:, 0] if len(x) < E else y[choice_B, torch.arange(len(x), device=x.device)]
 
 
@@ -355,8 +372,7 @@ def chosen(run: Runner, layer: ExpertsLayer, x_BD: Tensor, choice_B: list[int]) 
 
 
 def _expert(run: Runner, layer: ExpertsLayer, x_BD: Tensor, expert: int) -> Tensor:
-    gate, up = run.times(x_BD, layer.fc1_EGD[expert]).chunk(2, dim=-1)
-    return run.times(run.gate(gate) * up, layer.fc2_EDF[expert])
+    return run.times(run.activated(run.times(x_BD, layer.fc1_EGD[expert])), layer.fc2_EDF[expert])
 
 
 def _grouped(run: Runner, layer: ExpertsLayer, x_TD: Tensor, choice_TK: Tensor) -> Tensor:
@@ -369,5 +385,6 @@ def _grouped(run: Runner, layer: ExpertsLayer, x_TD: Tensor, choice_TK: Tensor) 
     order_P = choice_P.argsort()
     tokens_E = (choice_P[:, None] == torch.arange(len(layer.fc1_EGD), device=choice_P.device)).sum(dim=0)
     x_PD = x_TD[order_P // K].to(layer.fc1_EGD.dtype)
-    y_PD = grouped_experts(x_PD, tokens_E, layer.fc1_EGD, layer.fc2_EDF, activation=run.config.activation)
+    activation, gate = run.config.activation, run.config.gated
+    y_PD = grouped_experts(x_PD, tokens_E, layer.fc1_EGD, layer.fc2_EDF, activation=activation, gate=gate)
     return torch.empty_like(y_PD, dtype=torch.float32).index_copy_(0, order_P, y_PD.float())

@@ -8,6 +8,7 @@ K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 A_RANGE = (1.0, 16.0)
 """Initial decay rates, as in mamba-ssm."""
 
-_FIELDS = ("head_dim", "state_size", "groups")
+_FIELDS = ("heads", "head_dim", "state_size", "groups", "time_step_min")
 
 
 class Mamba2(LayerKind):
@@ -42,18 +43,18 @@ class Mamba2(LayerKind):
 
     def problems(self, model: ModelConfig) -> list[str]:
         head_dim, groups = model.mamba2.head_dim, model.mamba2.groups
-        if model.inner_size % head_dim:
+        if model.mamba2.heads is None and model.inner_size % head_dim:
             inner = f"model.expand × model.hidden_size = {model.inner_size}"
-            return [f"{inner} is not divisible by model.mamba2.head_dim={head_dim}"]
-        heads = model.inner_size // head_dim
+            return [f"{inner} is not divisible by model.mamba2.head_dim={head_dim}: set model.mamba2.heads"]
+        heads = sizes(model)[1]
         return (
             [f"the {heads} Mamba-2 heads are not divisible by model.mamba2.groups={groups}"] if heads % groups else []
         )
 
     def divisions(self, model: ModelConfig) -> list[Division]:
-        what = "the number of Mamba-2 heads (model.expand × model.hidden_size / model.mamba2.head_dim)"
+        what = "the number of Mamba-2 heads (model.mamba2.heads, or model.expand × model.hidden_size / head_dim)"
         return [
-            Division(what, model.inner_size // model.mamba2.head_dim, "tensor"),
+            Division(what, sizes(model)[1], "tensor"),
             Division("model.mamba2.groups", model.mamba2.groups, "tensor"),
         ]
 
@@ -64,7 +65,7 @@ class Mamba2(LayerKind):
         return "mamba2"
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        I, H, GN = _sizes(model)
+        I, H, GN = sizes(model)
         Q = I + 2 * GN
         return {
             "in_proj.weight": (I + Q + H, model.hidden_size),  # rows [z | x | B | C | dt]
@@ -80,7 +81,7 @@ class Mamba2(LayerKind):
 
     def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
         """Return B and C, which all heads of a group share; heads become more with the width, so dt grows."""
-        I, _, GN = _sizes(model)
+        I, _, GN = sizes(model)
         return {"in_proj.weight": [slice(2 * I, 2 * I + 2 * GN)]}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
@@ -105,7 +106,7 @@ class Mamba2(LayerKind):
         from megatron_blackmamba.ops.ssd.chunked import CHUNK
 
         D, N, G = model.hidden_size, model.mamba2.state_size, model.mamba2.groups
-        I, H, GN = _sizes(model)
+        I, H, GN = sizes(model)
         whole, rest = divmod(sequence, CHUNK)
         pairs = (whole * CHUNK**2 + rest**2) / sequence  # a token meets in its chunk
         return {
@@ -122,7 +123,7 @@ class Mamba2(LayerKind):
         parallelism adds the last inputs of the part before, the state at the start, and the decays of all parts.
         Norms of B and C keep these, their normalised values and results, and a number for each group.
         """
-        I, H, GN = _sizes(at.model)
+        I, H, GN = sizes(at.model)
         split = 2 * I + 2 * GN + H + (I + 2 * GN) + 2 * I
         each = at.whole * (at.width * split + FP32 * at.model.mamba2.groups) + 2 * FP32 * H
         each += FP32 * (at.model.conv_kernel + 1) * (I + 2 * GN)
@@ -137,7 +138,7 @@ class Mamba2(LayerKind):
         """Return the gradients of what it keeps, or the needs of PyTorch's scan or of the gated norm."""
         from megatron_blackmamba.ops.ssd import costs
 
-        I, H, GN = (number // at.tensor for number in _sizes(at.model))
+        I, H, GN = (number // at.tensor for number in sizes(at.model))
         scan = costs.working(at, I, H, GN, at.model.mamba2.state_size)
         norm = at.whole * I * (at.width + 8 * max(FP32, at.width))
         return max(self.kept(at), scan, norm)
@@ -148,7 +149,7 @@ class Mamba2(LayerKind):
         For each sequence, every rank of the context group also gathers the last inputs of the convolution, the state
         and, except in the backward pass, a decay for each head.
         """
-        I, H, GN = _sizes(at.model)
+        I, H, GN = sizes(at.model)
         sequences, width = at.sequences, max(at.width, FP32)
         window = at.width * (at.model.conv_kernel - 1) * (I + 2 * GN)
         passed_on = passes * (window + width * I * at.model.mamba2.state_size) + (passes - 1) * width * H
@@ -173,10 +174,17 @@ class Mamba2(LayerKind):
         return Mamba2Decoding()
 
 
-def _sizes(model: ModelConfig) -> tuple[int, int, int]:
+def sizes(model: ModelConfig) -> tuple[int, int, int]:
     """Return I, H, GN."""
-    I = model.inner_size
-    return I, I // model.mamba2.head_dim, model.mamba2.groups * model.mamba2.state_size
+    heads = model.mamba2.heads or model.inner_size // model.mamba2.head_dim
+    return heads * model.mamba2.head_dim, heads, model.mamba2.groups * model.mamba2.state_size
+
+
+def bounded(dt: Tensor, bias_H: Tensor, least: float) -> Tensor:
+    """Return dt such that softplus(dt + bias) is at least `least`."""
+    if not least:
+        return dt
+    return dt.maximum((math.log(math.expm1(least)) - bias_H).to(dt.dtype))
 
 
 @dataclass(frozen=True)
@@ -224,7 +232,7 @@ class Mamba2Decoding(Decoding):
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch
 
-        I, H, GN = _sizes(model)
+        I, H, GN = sizes(model)
         return [
             torch.zeros(batch, model.conv_kernel - 1, I + 2 * GN, dtype=torch.float32, device=device),
             torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, dtype=torch.float32, device=device),
@@ -233,7 +241,7 @@ class Mamba2Decoding(Decoding):
     def compiled(self, layer: Mamba2Layer, norm_D: Tensor, model: ModelConfig) -> Step | None:
         from megatron_blackmamba.ops.decoding import mamba2_step
 
-        if model.mamba_norms:
+        if model.mamba_norms or model.mamba2.time_step_min:
             return None
         return mamba2_step(norm_D=norm_D, **vars(layer), groups=model.mamba2.groups, eps=model.norm_eps)
 
@@ -243,6 +251,7 @@ class Mamba2Decoding(Decoding):
 
         window_BWQ, state_BHPN = memory
         z_BI, xBC_BQ, dt_BH = _parts(run.times(x_BD, layer.in_proj), run.config)
+        dt_BH = bounded(dt_BH, layer.dt_bias_H, run.config.mamba2.time_step_min)
         xBC_BQ = causal_conv1d_step(window_BWQ, xBC_BQ, layer.conv_weight_QK, layer.conv_bias_Q)
         x_BHP, B_BGN, C_BGN = _x_B_C(xBC_BQ, layer, run.config)
         y_BHP = ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
@@ -256,6 +265,7 @@ class Mamba2Decoding(Decoding):
         keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
         window_BWQ, state_BHPN = memory
         z_BLI, xBC_BLQ, dt_BLH = _parts(product(x_BLD, layer.in_proj), run.config)
+        dt_BLH = bounded(dt_BLH, layer.dt_bias_H, run.config.mamba2.time_step_min)
         if keep_BL1 is not None:
             xBC_BLQ = xBC_BLQ * keep_BL1
         xBC_BLQ, last_window_BWQ = causal_conv1d(
@@ -288,12 +298,12 @@ class Mamba2Decoding(Decoding):
 
 def _parts(zxBCdt: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
     """Split in_proj's output into z, the input of the convolution, and dt."""
-    I, H, GN = _sizes(model)
+    I, H, GN = sizes(model)
     return zxBCdt.split([I, I + 2 * GN, H], dim=-1)
 
 
 def _x_B_C(xBC: Tensor, layer: Mamba2Layer, model: ModelConfig) -> tuple[Tensor, ...]:
-    I, H, GN = _sizes(model)
+    I, H, GN = sizes(model)
     x, B, C = xBC.split([I, GN, GN], dim=-1)
     groups = (model.mamba2.groups, -1)
     B, C = B.unflatten(-1, groups), C.unflatten(-1, groups)

@@ -9,7 +9,7 @@ X = 2I + 2GN + 3H + S rows of in_proj.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,11 @@ class Mamba3(LayerKind):
             **({"norm.weight": (I,)} if model.mamba3.output_norm else {}),
             "out_proj.weight": (model.hidden_size, I),
         }
+
+    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
+        """Return B and C, which all heads of a group share, and the angles, which all heads share."""
+        I, GN, _, S = _sizes(model)
+        return {"in_proj.weight": [slice(2 * I, 2 * I + 2 * GN), slice(-S, None)]}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch

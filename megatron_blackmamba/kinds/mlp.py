@@ -1,6 +1,6 @@
-"""Dense SwiGLU MLP, as in the paper's transformer baseline.
+"""Dense MLP, by default SwiGLU as in the paper's transformer baseline.
 
-Shapes: B batch, L length, D model, F hidden units, G = 2F gate and up.
+Shapes: B batch, L length, D model, F hidden units, G = 2F gate and up; without a gate, G = F.
 """
 
 from __future__ import annotations
@@ -20,16 +20,30 @@ if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
 
-GLU_KEEPS = 5
-"""Numbers that megatron-core's MLP keeps for each hidden unit, on every device.
+def rows(model: ModelConfig, hidden: int) -> int:
+    """Return the rows of fc1, [gate | up] or all of them without a gate."""
+    return 2 * hidden if model.gated else hidden
 
-Gate and up, the activated gate, the product, and a copy of up: megatron-core adds `glu_linear_offset` to it, even a 0.
-"""
+
+def products(model: ModelConfig) -> int:
+    """Return the matrix products of an MLP, each between the model's width and the hidden units."""
+    return 3 if model.gated else 2
+
+
+def kept(model: ModelConfig) -> int:
+    """Return the numbers that megatron-core's MLP keeps for each hidden unit, on every device.
+
+    Gate and up, the activated gate, the product, and a copy of up: megatron-core adds `glu_linear_offset` to it, even
+    a 0. The squared ReLU keeps the ReLU alone; without a gate there are its input and its output.
+    """
+    if not model.gated:
+        return 2
+    return 4 if model.activation == "relu2" else 5
 
 
 class MLP(LayerKind):
     letter, name = "-", "dense MLP"
-    keys = ("mlp_hidden_size", "activation")
+    keys = ("mlp_hidden_size", "activation", "gated")
     cut = None
     block = "megatron_blackmamba.model.specs:mlp_block"
     writes_to_residual = ("linear_fc2.weight",)
@@ -49,7 +63,7 @@ class MLP(LayerKind):
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         D, F = model.hidden_size, model.mlp_hidden_size or 0
-        return {"linear_fc1.weight": (2 * F, D), "linear_fc2.weight": (D, F)}  # rows [gate | up]
+        return {"linear_fc1.weight": (rows(model, F), D), "linear_fc2.weight": (D, F)}
 
     def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
         return {}
@@ -58,12 +72,12 @@ class MLP(LayerKind):
         return None
 
     def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
-        return {"mlp": 6 * model.hidden_size * (model.mlp_hidden_size or 0)}
+        return {"mlp": 2 * products(model) * model.hidden_size * (model.mlp_hidden_size or 0)}
 
     def kept(self, at: Sizes) -> int:
-        """Return the bytes of the input, and `GLU_KEEPS` numbers for each hidden unit."""
+        """Return the bytes of the input, and what is kept for each hidden unit."""
         F = (at.model.mlp_hidden_size or 0) // at.tensor
-        return at.width * (at.here * at.model.hidden_size + at.whole * GLU_KEEPS * F)
+        return at.width * (at.here * at.model.hidden_size + at.whole * kept(at.model) * F)
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient."""
@@ -76,10 +90,10 @@ class MLP(LayerKind):
         return {} if entry == "mlp" else None
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
-        return {"mlp_hidden_size": model.mlp_hidden_size}
+        return {"mlp_hidden_size": model.mlp_hidden_size, "gated": model.gated}
 
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        return {"mlp_hidden_size": content.get("mlp_hidden_size")}
+        return {"mlp_hidden_size": content.get("mlp_hidden_size"), "gated": content.get("gated", True)}
 
     def decoding(self, model: ModelConfig) -> Decoding:
         return MLPDecoding()
@@ -87,7 +101,7 @@ class MLP(LayerKind):
 
 @dataclass(frozen=True)
 class MLPLayer:
-    """The weights of one layer; the rows of fc1 are [gate | up]."""
+    """The weights of one layer; the rows of fc1 are [gate | up], or all alike without a gate."""
 
     fc1_GD: Tensor
     fc2_DF: Tensor
@@ -103,11 +117,9 @@ class MLPDecoding(Decoding):
         return []
 
     def step(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
-        gate, up = run.times(x_BD, layer.fc1_GD).chunk(2, dim=-1)
-        return run.times(run.gate(gate) * up, layer.fc2_DF)
+        return run.times(run.activated(run.times(x_BD, layer.fc1_GD)), layer.fc2_DF)
 
     def read(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.matvec import product
 
-        gate, up = product(x_BLD, layer.fc1_GD).chunk(2, dim=-1)
-        return product(run.gate(gate) * up, layer.fc2_DF)
+        return product(run.activated(product(x_BLD, layer.fc1_GD)), layer.fc2_DF)

@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron_blackmamba.config import KernelsConfig, ModelConfig, RunConfig
 from megatron_blackmamba.kinds import kinds_in
+from megatron_blackmamba.ops.gated import ACTIVATIONS
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-GATES = {"silu": F.silu, "gelu": F.gelu}
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -60,8 +59,8 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         ffn_hidden_size=model.mlp_hidden_size or model.expert_hidden_size or model.inner_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
-        gated_linear_unit=True,
-        activation_func=GATES[model.activation],
+        gated_linear_unit=model.gated,
+        activation_func=ACTIVATIONS[model.activation],
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,

@@ -1,7 +1,7 @@
 """The experts of one rank, as two stacked weights, behind megatron-core's token dispatchers.
 
 Expert parallelism splits the first axis. Expert tensor parallelism splits the hidden units of each expert, for gate and
-up alike. fc1 therefore has a separate axis for the two: [E, 2, F, D], gate first.
+up alike. fc1 therefore has a separate axis for the two: [E, 2, F, D], gate first, or [E, 1, F, D] without a gate.
 
 Shapes: T tokens sent to this rank's experts, sorted by expert, D model, E experts of this rank, F hidden units of this
 rank.
@@ -32,10 +32,10 @@ class GroupedExperts(MegatronModule):
     ):
         super().__init__(config)
         self.groups = pg_collection
-        self.activation = config.described.activation
+        self.activation, self.gate = config.described.activation, config.described.gated
         self.backend = "fp8" if config.kernels.linear == "fp8" else "auto"
         hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.fc1 = self._parameter(num_local_experts, 2, hidden, config.hidden_size)
+        self.fc1 = self._parameter(num_local_experts, 2 if self.gate else 1, hidden, config.hidden_size)
         self.fc2 = self._parameter(num_local_experts, config.hidden_size, hidden)
 
     def _parameter(self, *shape: int) -> nn.Parameter:
@@ -54,6 +54,7 @@ class GroupedExperts(MegatronModule):
             self.fc2,
             weights_T,
             activation=self.activation,
+            gate=self.gate,
             backend=self.backend,
         ), None
 

@@ -49,7 +49,9 @@ class LanguageModel(LanguageModule):
                 position_embedding_type="none",
                 tp_group=pg_collection.tp,
             )
-        self.rotary = _rotary(config, pg_collection) if any(kind.rotary for kind in kinds_in(model.pattern)) else None
+        self.rotary = (
+            _rotary(config, pg_collection) if any(kind.rotates(model) for kind in kinds_in(model.pattern)) else None
+        )
         self.decoder = build_module(
             spec,
             config=config,

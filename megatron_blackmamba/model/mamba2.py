@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_blackmamba.kinds.mamba import NORMS
+from megatron_blackmamba.kinds.mamba2 import bounded, sizes
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.mamba import Convolution
 from megatron_blackmamba.model.sharding import empty, sharded, sharded_by_parts, without_decay
@@ -82,8 +83,8 @@ class Mamba2Mixer(MegatronModule):
         self.context = pg_collection.cp
         self.backend = config.kernels.ssd
         ranks = self.tp_group.size()
-        inner, heads = model.inner_size, model.inner_size // model.mamba2.head_dim
-        self.groups = model.mamba2.groups // ranks
+        inner, heads, _ = sizes(model)
+        self.groups, self.time_step_min = model.mamba2.groups // ranks, model.mamba2.time_step_min
         self.inner, self.heads, shared = inner // ranks, heads // ranks, self.groups * model.mamba2.state_size
         self.convolved = [self.inner, shared, shared]  # x, B, C
 
@@ -133,7 +134,7 @@ class Mamba2Mixer(MegatronModule):
         scan: Any = partial(ssd_part, group=self.context) if self.context.size() > 1 else ssd
         y_BSHP = scan(
             x_BSI.unflatten(2, (self.heads, -1)),
-            dt_BSH,
+            bounded(dt_BSH, self.dt_bias, self.time_step_min),
             -torch.exp(self.A_log),
             B_BS.unflatten(2, (self.groups, -1)),
             C_BS.unflatten(2, (self.groups, -1)),

@@ -38,8 +38,10 @@ class _Counted(Router):
         self.use = self.kind.use(config.described)
         self.groups: dict[str, dist.ProcessGroup | None] = {}
         if self.kind.learned:
-            bias_E = empty(config.num_moe_experts, dtype=config.params_dtype)
-            self.bias = without_decay(replicated(bias_E, config.sequence_parallel))
+            self.bias = None
+            if config.described.router.bias:
+                bias_E = empty(config.num_moe_experts, dtype=config.params_dtype)
+                self.bias = without_decay(replicated(bias_E, config.sequence_parallel))
         else:
             del self.weight
             self.register_parameter("weight", None)

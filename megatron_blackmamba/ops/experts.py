@@ -1,7 +1,8 @@
 """Feed-forward experts on tokens sorted by expert: one grouped matrix product for all of them.
 
 Each expert computes fc2(activation(gate) * up) with [gate | up] = fc1(x), no bias. Weights are stacked as Megatron and
-the released checkpoint hold them per expert: fc1 `[E, 2F, D]`, gate rows first; fc2 `[E, D, F]`.
+the released checkpoint hold them per expert: fc1 `[E, 2F, D]`, gate rows first; fc2 `[E, D, F]`. Without a gate, an
+expert computes fc2(activation(fc1(x))), and G = F.
 
 Shapes: T tokens, D model, E experts, F expert hidden, G = 2F gate and up, O out.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
 from megatron_blackmamba.ops.fp8 import fp8_grouped_linear
-from megatron_blackmamba.ops.gated import gated, is_fused
+from megatron_blackmamba.ops.gated import ACTIVATIONS, activated, gated, is_fused
 from megatron_blackmamba.ops.matvec import bf16_products, product
 
 BACKENDS = ("grouped_mm", "loop")  # best first, each where it applies
@@ -30,6 +31,7 @@ def grouped_experts(
     weights_T: Tensor | None = None,
     *,
     activation: str = "silu",
+    gate: bool = True,
     backend: str = "auto",
 ) -> Tensor:
     """Return `[T, D]`: the output of each token's expert, times its weight. Experts and T may be empty.
@@ -43,7 +45,8 @@ def grouped_experts(
         fc1_EGD: First weight of each expert: F rows of the gate, then F rows of up.
         fc2_EDF: Second weight of each expert.
         weights_T: Factor of each token's output, such as the router's probability; 1 by default.
-        activation: "silu" or "gelu".
+        activation: "silu", "gelu" or "relu2".
+        gate: Whether fc1 has a gate. Without one, an expert computes `fc2 @ activation(fc1 @ x)`, and G = F.
         backend: "auto", a key of `megatron_blackmamba.ops.experts.available_backends()`, or "fp8": products of bf16
             tensors rounded to FP8 (`megatron_blackmamba.ops.fp8`).
     """
@@ -51,16 +54,18 @@ def grouped_experts(
     require_dimensions("grouped_experts", "x", x_TD, 2)
     require_shape("grouped_experts", "weights", weights_T, len(x_TD))
     require_dimensions("grouped_experts", "fc1", fc1_EGD, 3)
-    (experts, gate_and_up, _), hidden = fc1_EGD.shape, x_TD.shape[1]
-    require_shape("grouped_experts", "fc1", fc1_EGD, experts, gate_and_up // 2 * 2, hidden)
-    require_shape("grouped_experts", "fc2", fc2_EDF, experts, hidden, gate_and_up // 2)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"grouped_experts: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    (experts, rows, _), hidden, halves = fc1_EGD.shape, x_TD.shape[1], 2 if gate else 1
+    require_shape("grouped_experts", "fc1", fc1_EGD, experts, rows // halves * halves, hidden)
+    require_shape("grouped_experts", "fc2", fc2_EDF, experts, hidden, rows // halves)
     ends_E = None
     if x_TD.is_cuda:  # once, out of the pinned memory that a dispatcher has copied to: the host does not wait
         tokens_per_expert_E = tokens_per_expert_E.to(x_TD.device, non_blocking=True)
         ends_E = tokens_per_expert_E.cumsum(0, dtype=torch.int32)
     gate_up_TG = grouped_linear(x_TD, tokens_per_expert_E, fc1_EGD, backend=backend, ends_E=ends_E)
-    early = is_fused(gate_up_TG)  # the weights cost nothing there; elsewhere they meet the smaller tensor
-    hidden_TF = gated(gate_up_TG, activation, weights_T if early else None)
+    early = gate and is_fused(gate_up_TG, activation)  # there weights cost nothing; else they meet the smaller tensor
+    hidden_TF = gated(gate_up_TG, activation, weights_T) if early else activated(gate_up_TG, activation, gate)
     y_TD = grouped_linear(hidden_TF, tokens_per_expert_E, fc2_EDF, backend=backend, ends_E=ends_E)
     return y_TD if early or weights_T is None else (y_TD * weights_T[:, None]).to(x_TD.dtype)
 

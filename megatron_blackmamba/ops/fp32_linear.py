@@ -8,17 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def fp32_linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor, full: torch.dtype = torch.float32) -> Tensor:
-    """Return `x @ weight.T + bias` in `full`, which is float64 for a float64 model."""
+def fp32_linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None, full: torch.dtype = torch.float32) -> Tensor:
+    """Return `x @ weight.T`, plus the bias if there is one, in `full`, which is float64 for a float64 model."""
     if applies(x, weight_ED):
         return fp32_linear_and_input(x, weight_ED, bias_E)[0]
-    return F.linear(*(t.to(full) for t in (x, weight_ED, bias_E)))
+    return F.linear(*(None if t is None else t.to(full) for t in (x, weight_ED, bias_E)))  # type: ignore[arg-type]
 
 
-def fp32_linear_and_input(x: Tensor, weight_ED: Tensor, bias_E: Tensor) -> tuple[Tensor, Tensor]:
+def fp32_linear_and_input(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return also x, for its other readers: the product that makes the gradient adds theirs to it."""
     logits_TE, x_TD = Fp32Product.apply(x.flatten(0, -2), weight_ED)
-    return logits_TE.view(*x.shape[:-1], -1) + bias_E, x_TD.view_as(x)
+    logits = logits_TE.view(*x.shape[:-1], -1)
+    return logits if bias_E is None else logits + bias_E, x_TD.view_as(x)
 
 
 def applies(x: Tensor, weight_ED: Tensor) -> bool:

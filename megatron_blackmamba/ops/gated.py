@@ -1,5 +1,7 @@
 """Gated activations: activation(gate) * up, times a weight for each token; one kernel of C++ or Triton each way.
 
+`activated` also takes what no kernel computes: relu2, and activations without a gate.
+
 Shapes: T tokens, F hidden units, G = 2F gate and up, gate first.
 """
 
@@ -16,7 +18,23 @@ from megatron_blackmamba.ops.gradients import first_order
 
 why_not_cpp = library.unsupported
 # SwiGLU, and GeGLU with the exact (erf) GELU.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+FUSED: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return the square of ReLU."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS = {**FUSED, "relu2": relu2}
+
+
+def activated(x: Tensor, activation: str, gate: bool = True) -> Tensor:
+    """Return the activation of x; with a gate, of its first half, times the second."""
+    if not gate:
+        return ACTIVATIONS[activation](x)
+    gate_half, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate_half) * up
 
 
 def available_backends() -> dict[str, str | None]:
@@ -24,15 +42,17 @@ def available_backends() -> dict[str, str | None]:
     return backends.fused("gated")
 
 
-def is_fused(gate_up_TG: Tensor) -> bool:
+def is_fused(gate_up_TG: Tensor, activation: str) -> bool:
     """Return whether one kernel does it all, so that weights of tokens cost nothing."""
+    if activation not in FUSED:
+        return False
     return why_not_cpp(gate_up_TG) is None or backends.triton_of("gated", gate_up_TG) is not None
 
 
 def gated(gate_up_TG: Tensor, activation: str, weights_T: Tensor | None = None) -> Tensor:
     """Return `[T, F]` in the dtype of gate and up."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"gated: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    if activation not in FUSED:
+        raise ValueError(f"gated: activation must be one of {', '.join(FUSED)}, not {activation!r}")
     require_floats("gated", gate_up=gate_up_TG, weights=weights_T)
     require_dimensions("gated", "gate_up", gate_up_TG, 2)
     require_shape("gated", "weights", weights_T, len(gate_up_TG))
@@ -42,8 +62,7 @@ def gated(gate_up_TG: Tensor, activation: str, weights_T: Tensor | None = None) 
         y_TF: Tensor = triton.gated(gate_up_TG, weights_T, activation == "gelu")
         return y_TF
     if why_not_cpp(gate_up_TG):
-        gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
-        y_TF = ACTIVATIONS[activation](gate_TF) * up_TF
+        y_TF = activated(gate_up_TG, activation)
         return y_TF if weights_T is None else (y_TF * weights_T[:, None]).to(y_TF.dtype)
     return _Gated.apply(gate_up_TG, weights_T, activation == "gelu")
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_blackmamba.registry import Cannot, Registry
-from megatron_blackmamba.routers.base import Routed, RouterKind, Tokens, Use, largest
+from megatron_blackmamba.routers.base import LOGITS, Routed, RouterKind, Tokens, Use, largest
 
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import RouterConfig
 
 __all__ = [
+    "LOGITS",
     "Cannot",
     "Routed",
     "RouterKind",

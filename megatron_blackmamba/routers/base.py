@@ -24,6 +24,8 @@ __all__ = ["Cannot", "Routed", "RouterKind", "Sizes", "Tokens", "Use", "largest"
 
 OWN_MODULE = "megatron_blackmamba.model.router:KindRouter"
 MEGATRON_MODULE = "megatron_blackmamba.model.router:MegatronRouter"
+LOGITS = ("bias", "scale")
+"""Keys of every kind that computes logits."""
 Z_LOSS = "z_loss"
 """The name of what `measured` says of model.router.z_loss, whichever the kind."""
 
@@ -41,6 +43,8 @@ class Use:
     """Whether the weights of a token are divided by their sum, unless that is 0."""
     biased: bool = False
     """Whether the largest sums of score and expert bias are chosen instead. The bias does not enter the weights."""
+    scale: float = 1.0
+    """Factor of the weights."""
 
     def scored(self, logits_TE: Tensor) -> Tensor:
         """Return the score of every expert."""
@@ -63,12 +67,20 @@ class Use:
         scores_TE = logits_TE if self.scores == "sigmoid" else logits_TE.softmax(-1)
         scores_TK = scores_TE.gather(-1, choice_TK)
         scores_TK = scores_TK.sigmoid() if self.scores == "sigmoid" else scores_TK
-        return _divided_by_sum(scores_TK) if self.normalized else scores_TK
+        return self._final(scores_TK)
 
     def weight_map(self, logits_TE: Tensor, chosen_TE: Tensor) -> Tensor:
         """Return the weights of the chosen experts and zero for the others, `[T, E]`."""
-        weights_TE = self.scored(logits_TE) * chosen_TE
-        return _divided_by_sum(weights_TE) if self.normalized else weights_TE
+        return self._final(self.scored(logits_TE) * chosen_TE)
+
+    def _final(self, weights: Tensor) -> Tensor:
+        weights = _divided_by_sum(weights) if self.normalized else weights
+        return weights if self.scale == 1 else weights * self.scale
+
+
+def scaling(model: ModelConfig) -> float | None:
+    """Return megatron-core's factor of the expert weights; None leaves them as they are."""
+    return None if model.router.scale == 1 else model.router.scale
 
 
 def largest(selecting_TE: Tensor, top_k: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.routers.base import MEGATRON_MODULE, RouterKind, Use
+from megatron_blackmamba.routers.base import LOGITS, MEGATRON_MODULE, RouterKind, Use, scaling
 
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class ExpertBias(RouterKind):
     name = "expert_bias"
-    keys = ("bias_update_rate",)
+    keys = ("bias_update_rate", *LOGITS)
     depends_on = "the token, and the expert loads of earlier steps"
     balances_micro_batches = False
     module = MEGATRON_MODULE
@@ -29,10 +29,11 @@ class ExpertBias(RouterKind):
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_bias_update_rate": model.router.bias_update_rate,
+            "moe_router_topk_scaling_factor": scaling(model),
         }
 
     def use(self, model: ModelConfig) -> Use:
-        return Use("sigmoid", normalized=model.top_k > 1, biased=True)
+        return Use("sigmoid", normalized=model.top_k > 1, biased=True, scale=model.router.scale)
 
     def layouts(self, model: ModelConfig) -> bool:
         return True

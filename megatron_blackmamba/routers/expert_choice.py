@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megatron_blackmamba.costs import FP32, Sizes
-from megatron_blackmamba.routers.base import Cannot, RouterKind, Tokens, Use
+from megatron_blackmamba.routers.base import LOGITS, Cannot, RouterKind, Tokens, Use
 from megatron_blackmamba.routers.sinkhorn import of_scope
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class ExpertChoice(RouterKind):
     name = "expert_choice"
-    keys = ("scope",)
+    keys = ("scope", *LOGITS)
     depends_on = "all tokens of the micro-batch, later ones too"
     every_token_gets_k = False
     metrics = MappingProxyType({"unrouted": "Share of tokens without an expert"})
@@ -49,7 +49,7 @@ class ExpertChoice(RouterKind):
         return chosen_AE[rank * T : (rank + 1) * T]
 
     def use(self, model: ModelConfig) -> Use:
-        return Use("softmax")
+        return Use("softmax", scale=model.router.scale)
 
     def layouts(self, model: ModelConfig) -> bool | Cannot:
         return of_scope(model)

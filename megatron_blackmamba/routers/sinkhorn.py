@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.routers.base import Cannot, RouterKind, Tokens, Use
+from megatron_blackmamba.routers.base import LOGITS, Cannot, RouterKind, Tokens, Use
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ class Sinkhorn(RouterKind):
     name = "sinkhorn"
     balanced_by_exports = True
     counts_tokens = True
-    keys = ("iterations", "temperature", "start", "scope")
+    keys = ("iterations", "temperature", "start", "scope", *LOGITS)
     depends_on = "all tokens of the micro-batch, later ones too"
 
     def choose(self, logits_TE: Tensor, at: Tokens) -> Tensor:
@@ -38,7 +38,7 @@ class Sinkhorn(RouterKind):
         return choice.view(-1, top_k)
 
     def use(self, model: ModelConfig) -> Use:
-        return Use("sigmoid")
+        return Use("sigmoid", scale=model.router.scale)
 
     def layouts(self, model: ModelConfig) -> bool | Cannot:
         return of_scope(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.routers.base import MEGATRON_MODULE, RouterKind, Use
+from megatron_blackmamba.routers.base import LOGITS, MEGATRON_MODULE, RouterKind, Use, scaling
 
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 class Softmax(RouterKind):
     name = "softmax"
-    keys = ("aux_loss",)
+    keys = ("aux_loss", "normalize", *LOGITS)
     depends_on = "the token alone; the loss pulls all tokens of a micro-batch towards balance"
     module = MEGATRON_MODULE
 
@@ -20,10 +20,17 @@ class Softmax(RouterKind):
         return {
             "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": model.router.aux_loss,
+            "moe_router_pre_softmax": not model.router.normalize,  # a softmax of the chosen experts' logits alone
+            "moe_router_topk_scaling_factor": scaling(model),
         }
 
+    def problems(self, model: ModelConfig) -> list[str]:
+        if model.router.normalize and model.top_k == 1:
+            return ["model.router.normalize: with model.top_k=1 every weight is 1 and the router learns nothing"]
+        return []
+
     def use(self, model: ModelConfig) -> Use:
-        return Use("softmax")
+        return Use("softmax", normalized=model.router.normalize, scale=model.router.scale)
 
     def layouts(self, model: ModelConfig) -> bool:
         return True

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from megatron_blackmamba.settings.base import Section
 
-Activation = Literal["silu", "gelu"]
+Activation = Literal["silu", "gelu", "relu2"]
 WIDEST = 2**24
 """Largest width of a layer: the number of values in a weight, and of its bytes, stays below 2^63."""
 
@@ -37,6 +37,12 @@ class RouterConfig(Section):
     """Amount by which expert_bias changes the bias of an expert after each step."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of the squared log-sum of each token's router logits in the loss (ST-MoE: 0.001). 0: none."""
+    bias: bool = True
+    """Learn a bias for the logit of each expert. false, as in most other models: none."""
+    normalize: bool = False
+    """Divide the softmax router's weights of a token by their sum, as Mixtral does."""
+    scale: float = Field(1.0, gt=0)
+    """Factor of the expert weights of a token (Nemotron-H: 2.5)."""
 
 
 class AttentionConfig(Section):
@@ -46,6 +52,10 @@ class AttentionConfig(Section):
     """Number of attention heads."""
     kv_heads: int | None = Field(None, gt=0)
     """Number of groups of heads that share keys and values, a divisor of heads. null: as many as heads."""
+    head_dim: int | None = Field(None, gt=0, le=WIDEST)
+    """Channels of a head. null: hidden_size / heads."""
+    rotary: bool = True
+    """Rotate queries and keys by their positions. false: attention has no positions, as in Nemotron-H."""
     rotary_base: int = Field(10000, gt=0, le=2**53)
     """Base of the rotary position embedding."""
     qk_norm: bool = False
@@ -55,12 +65,16 @@ class AttentionConfig(Section):
 class Mamba2Config(Section):
     """Mamba-2 layers (`S`); they share `expand` and `conv_kernel` with Mamba-1 layers."""
 
-    head_dim: int = Field(64, gt=0)
+    heads: int | None = Field(None, gt=0, le=WIDEST)
+    """Number of heads. null: expand × hidden_size / head_dim."""
+    head_dim: int = Field(64, gt=0, le=WIDEST)
     """Channels of a head; expand × hidden_size is divided into heads."""
     state_size: int = Field(128, gt=0, le=WIDEST)
     """State size of a channel."""
     groups: int = Field(1, gt=0)
     """Groups of heads that share B and C; tensor parallelism splits the groups."""
+    time_step_min: float = Field(0.0, ge=0)
+    """Lower bound of the time steps, as transformers has for Nemotron-H (0.001). 0: none."""
 
 
 class Mamba3Config(Section):
@@ -168,7 +182,11 @@ class ModelConfig(Section):
     mlp_hidden_size: int | None = Field(None, gt=0, le=WIDEST)
     """Inner width of a dense MLP; needed when the pattern has -."""
     activation: Activation = "silu"
-    """The gate of experts and MLPs. The paper says SwiGLU (silu); the released inference code gates with erf-GELU."""
+    """The gate of experts and MLPs. The paper says SwiGLU (silu); the released inference code gates with erf-GELU.
+    relu2: the square of ReLU, as in Nemotron-H."""
+    gated: bool = True
+    """Multiply the activated half of an MLP's or expert's first product by the other half.
+    false: activate all of it."""
     final_norm: str = "layer"
     """The norm before the head. layer: LayerNorm with a bias (the released code's).
     rms: RMSNorm, as before the layers."""

@@ -9,7 +9,7 @@ from megatron_blackmamba.config.describe import every_key, new_run, write_new
 KINDS = {
     "name": "text",
     "model": "section",
-    "model.activation": "silu, gelu",
+    "model.activation": "silu, gelu, relu2",
     "model.conv_kernel": "integer, ≥ 2, ≤ 8",
     "model.experts": "integer, ≥ 1, ≤ 2^16",
     "model.vocab_size": "integer, > 0, ≤ 2^31",

@@ -64,6 +64,22 @@ ATTENTIVE = [*TRANSFORMER_MOE, "model.attention.kv_heads=2", "model.attention.qk
 ATTENTIVE += ["model.router.kind=softmax", "model.router.z_loss=0.03", "model.multipliers.attention=0.3"]
 ATTENTIVE += ["model.multipliers.residual=0.5", "model.mup.base_width=32"]
 AHEAD = ["model.mtp.pattern=ME", "model.mtp.loss=0.5", "model.eod_reset=397"]
+NEMOTRON = [  # no size is another one divided
+    *MAMBA2,
+    *(
+        "model.pattern=SE*-",
+        "model.mamba2.heads=6",
+        "model.mamba2.time_step_min=0.02",
+        "model.attention.heads=4",
+        "model.attention.kv_heads=2",
+    ),
+    *("model.attention.head_dim=10", "model.attention.rotary=false", "model.mlp_hidden_size=80", "model.gated=false"),
+    *("model.activation=relu2", "model.final_norm=rms", "model.tie_embeddings=false", "model.top_k=2"),
+    *("model.router.kind=expert_bias", "model.router.scale=2.5", "model.router.bias=false"),
+    "model.shared_expert_hidden_size=48",
+]
+MIXTRAL = [*TRANSFORMER_MOE, "model.final_norm=rms", "model.top_k=2", "model.router.kind=softmax"]
+MIXTRAL += ["model.router.normalize=true", "model.router.bias=false", "model.activation=relu2"]
 FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
 LONG = ("dp2", "ep2", "pp2", "tp2")
@@ -124,6 +140,11 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "attentive_solo": (1, ATTENTIVE),
     "attentive_tp2_ep2": (4, [*ATTENTIVE, "parallel.tensor=2", "parallel.expert=2"]),
     "attentive_pp2": (2, [*ATTENTIVE, "parallel.pipeline=2"]),
+    "nemotron_solo": (1, NEMOTRON),
+    "nemotron_tp2_ep2": (4, [*NEMOTRON, "parallel.tensor=2", "parallel.expert=2"]),
+    "nemotron_pp2": (4, [*NEMOTRON, "parallel.pipeline=2", "training.recompute=layers"]),
+    "mixtral_solo": (1, MIXTRAL),
+    "mixtral_tp2": (2, [*MIXTRAL, "parallel.tensor=2"]),
     **{
         f"{router}_{layout}": (ranks, ["model.top_k=2", *settings, *overrides])
         for router, settings in ROUTERS.items()

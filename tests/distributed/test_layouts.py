@@ -32,6 +32,8 @@ def alone(name: str) -> str:
         "stable",
         "attentive",
         "ahead",
+        "nemotron",
+        "mixtral",
         *ROUTERS,
     )
     family = next((f for f in families if name.startswith(f)), "")

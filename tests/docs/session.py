@@ -63,7 +63,7 @@ class Session:
         self.socket = folder / "socket"
         self.bin = folder / "bin"
         self.bin.mkdir()
-        for name in ("blackmamba", "run-python"):
+        for name in ("blackmamba", "run-python", "python"):
             shim = self.bin / name
             shim.write_text(SHIM.format(python=sys.executable, socket=str(self.socket)))
             shim.chmod(0o755)
@@ -181,6 +181,8 @@ def _run(words: list[str], cli) -> int:
     try:
         if program == "blackmamba":
             cli.main()
+        elif words[1] == "-c":
+            exec(words[2], {"__name__": "__main__"})
         elif words[1] == "-m":
             sys.argv = words[2:]
             runpy.run_module(words[2], run_name="__main__", alter_sys=True)

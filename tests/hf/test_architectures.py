@@ -43,6 +43,37 @@ ARCHITECTURES = {
     },
     "mamba_norms": {"layers": "r4r4", "mamba_norms": True, "eod_reset": 7},
     "every_norm": {"layers": "rsa4", "mamba_norms": True, "qk_norm": True, "logit_softcap": 3.0, **MULTIPLIERS},
+    "nemotron": {
+        "layers": "s4am",
+        "activation": "relu2",
+        "gated": False,
+        "final_norm": "rms",
+        "tie_word_embeddings": False,
+        "head_dim": 6,
+        "rotary": False,
+        "mamba2_heads": 6,
+        "mamba2_time_step_min": 0.1,
+        "num_experts_per_tok": 2,
+        "router_kind": "expert_bias",
+        "router_biased": True,
+        "router_normalized": True,
+        "router_bias": False,
+        "router_scale": 2.5,
+        "shared_expert_hidden_size": 20,
+    },
+    "mixtral": {
+        "layers": "a4a4",
+        "activation": "relu2",
+        "final_norm": "rms",
+        "head_dim": 12,
+        "num_experts_per_tok": 2,
+        "router_kind": "softmax",
+        "router_scores": "softmax",
+        "router_normalized": True,
+        "router_bias": False,
+        "router_scale": 1.5,
+    },
+    "scaled_sinkhorn": {"layers": "r4", "router_scale": 0.5, "router_bias": False, "activation": "gelu"},
     "expert_choice": {"layers": "r4", "router_kind": "expert_choice", "router_scores": "softmax"},
 }
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(1, 64, size=24)]
@@ -51,7 +82,7 @@ TOKENS = [int(t) for t in np.random.default_rng(5).integers(1, 64, size=24)]
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def made(request, tmp_path_factory):
     """A model and its export, compared with megatron's answers on the way."""
-    model = tiny("silu", **ARCHITECTURES[request.param], seed=2)
+    model = tiny(**{"activation": "silu", **ARCHITECTURES[request.param]}, seed=2)
     folder = tmp_path_factory.mktemp(request.param) / "hf"
     hf.write(canonical(model), folder)
     assert parity.check(canonical(model), hf.read(folder)).agrees
@@ -88,7 +119,7 @@ def test_half_precision_keeps_expert_bias(made):
     network = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, torch_dtype=torch.bfloat16)
     for moved in (network, network.to(torch.float32).to(torch.bfloat16)):
         biases = {name: value for name, value in moved.state_dict().items() if name.endswith("expert_bias")}
-        assert len(biases) == (2 if model.config.get("router_biased") else 0)
+        assert len(biases) == (model.config["mamba_moe_layers"].count("4") if model.config.get("router_biased") else 0)
         for name, value in biases.items():
             assert torch.equal(value, model.weights[name.removeprefix("model.")])
 

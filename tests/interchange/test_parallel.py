@@ -47,7 +47,7 @@ def test_an_error_in_one_process_leaves_nothing(ours, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def die_or_go_on(pipe, source, dtype, prefix, task, threads, ema):
+def die_or_go_on(pipe, source, dtype, task, threads, ema, as_native):
     """Let the process of the first file die, and the other one work for minutes if nothing ends it."""
     if "-00001-of-" in task[0][0].name:
         os.kill(os.getpid(), signal.SIGKILL)

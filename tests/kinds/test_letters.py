@@ -33,6 +33,8 @@ ALLOWED = {
     ("hints.py", "-"): "the start of an option",
     ("runtime/deadman.py", "-S"): "an option of Python",
     ("interchange/refresh.py", "--"): "a mark in a name of the hub",
+    ("interchange/native/nemotron_h.py", "M*-E"): "letters of Nemotron-H",
+    ("interchange/native/nemotron_h.py", "attention"): "a kind of layer of Nemotron-H",
     ("settings/run.py", "-"): "the start of an option",
     ("data_tools/commands.py", "-"): "standard input",
     ("inference/commands.py", "-"): "standard input",

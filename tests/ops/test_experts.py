@@ -145,7 +145,7 @@ def test_rows_unfit_for_grouped_mm_use_the_loop():
 
 def test_wrong_calls_are_refused_by_name():
     tensors, counts = expert_inputs([4, 4])
-    with pytest.raises(ValueError, match="activation must be one of silu, gelu, not 'relu'"):
+    with pytest.raises(ValueError, match="activation must be one of silu, gelu, relu2, not 'relu'"):
         grouped_experts(tensors["x"], counts, tensors["fc1"], tensors["fc2"], activation="relu")
     for wrong in ([4, 5], [-1, 9]):
         with pytest.raises(ValueError, match=r"\[-?\d, \d\] are not counts that add up to 8"):

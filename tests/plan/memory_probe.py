@@ -22,6 +22,13 @@ MAMBA3 = ["model.pattern=RER", "model.mamba3.head_dim=16", "model.mamba3.state_s
 NORMS = ["model.mamba_norms=true", "model.attention.heads=4", "model.logit_softcap=30", "model.z_loss=0.01"]
 PARALLEL = ["model.pattern=MEMEME", "model.arrangement=parallel"]
 BIG_MLP = ["model.pattern=--", "model.hidden_size=256", "model.mlp_hidden_size=1024"]
+NEMOTRON = [
+    *('model.pattern="SE*E"', "model.mamba2.heads=6", "model.mamba2.head_dim=16", "model.mamba2.groups=2"),
+    *("model.attention.heads=4", "model.attention.head_dim=24", "model.attention.rotary=false", "model.gated=false"),
+    *("model.activation=relu2", "model.final_norm=rms", "model.tie_embeddings=false", "model.top_k=2"),
+    *("model.router.kind=expert_bias", "model.router.scale=2.5", "model.router.bias=false"),
+    *("model.expert_hidden_size=256", "model.shared_expert_hidden_size=160"),
+]
 SHAPES = {
     "tiny": ["data.sequence_length=64"],
     "wide": ["model.pattern=MEMEE", "model.hidden_size=160", "model.expert_hidden_size=272", "model.vocab_size=768"],
@@ -60,6 +67,10 @@ CASES = {
     "ahead": (1, "tiny", ["model.mtp.pattern=ME"]),
     "ahead_tp2": (2, "wide", ["model.mtp.pattern=ME", "parallel.tensor=2", "training.precision=bf16"]),
     "mlp": (1, "tiny", BIG_MLP),
+    "ungated": (1, "tiny", [*BIG_MLP, "model.gated=false", "model.activation=relu2"]),
+    "relu2": (1, "tiny", [*BIG_MLP, "model.activation=relu2"]),
+    "nemotron": (1, "tiny", NEMOTRON),
+    "nemotron_tp2": (2, "tiny", [*NEMOTRON, "parallel.tensor=2", "model.gated=true"]),
     "mlp_tp2": (2, "tiny", [*BIG_MLP, "parallel.tensor=2"]),
 }
 TOP2 = ["model.top_k=2"]

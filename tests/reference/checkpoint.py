@@ -84,6 +84,7 @@ def tiny(
 def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     D, N, K = config["hidden_size"], config["state_size"], config["conv_dimension"]
     inner, rank, F = config["expansion_factor"] * D, math.ceil(D / 16), config["ffn_hidden_size"]
+    halves = 2 if config.get("gated", True) else 1
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (config["vocab_size"], D)}
     for i, kind in enumerate(config["mamba_moe_layers"]):
         layer = {} if i % 2 and config.get("arrangement") == "parallel" else {"norm.weight": (D,)}
@@ -103,16 +104,17 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 sizes = {"dt": rank, "b": N, "c": N}
                 layer |= {f"mixer.{part}_layernorm.weight": (size,) for part, size in sizes.items()}
         elif kind == "mamba2":
-            heads, shared = inner // config["mamba2_head_dim"], config["mamba2_groups"] * config["mamba2_state_size"]
+            heads = config.get("mamba2_heads") or inner // config["mamba2_head_dim"]
+            channels, shared = heads * config["mamba2_head_dim"], config["mamba2_groups"] * config["mamba2_state_size"]
             layer |= {
-                "mixer.in_proj.weight": (2 * inner + 2 * shared + heads, D),
-                "mixer.conv1d.weight": (inner + 2 * shared, 1, K),
-                "mixer.conv1d.bias": (inner + 2 * shared,),
+                "mixer.in_proj.weight": (2 * channels + 2 * shared + heads, D),
+                "mixer.conv1d.weight": (channels + 2 * shared, 1, K),
+                "mixer.conv1d.bias": (channels + 2 * shared,),
                 "mixer.dt_bias": (heads,),
                 "mixer.A_log": (heads,),
                 "mixer.D": (heads,),
-                "mixer.norm.weight": (inner,),
-                "mixer.out_proj.weight": (D, inner),
+                "mixer.norm.weight": (channels,),
+                "mixer.out_proj.weight": (D, channels),
             }
             if config.get("mamba_norms"):
                 layer |= {f"mixer.{part}_layernorm.weight": (shared,) for part in "bc"}
@@ -127,26 +129,36 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if config.get("mamba3_output_norm"):
                 layer["mixer.norm.weight"] = (inner,)
         elif kind == "attention":
-            channels = D // config["num_attention_heads"]
+            channels = config.get("head_dim", D // config["num_attention_heads"])
+            queries = channels * config["num_attention_heads"]
             rows = channels * (config["num_attention_heads"] + 2 * config["num_key_value_heads"])
-            layer |= {"mixer.linear_qkv.weight": (rows, D), "mixer.linear_proj.weight": (D, D)}
+            layer |= {"mixer.linear_qkv.weight": (rows, D), "mixer.linear_proj.weight": (D, queries)}
             if config.get("qk_norm"):
                 layer |= {f"mixer.{part}_layernorm.weight": (channels,) for part in "qk"}
         elif kind == "mlp":
             hidden = config["mlp_hidden_size"]
-            layer |= {"mixer.linear_fc1.weight": (2 * hidden, D), "mixer.linear_fc2.weight": (D, hidden)}
+            layer |= {"mixer.linear_fc1.weight": (halves * hidden, D), "mixer.linear_fc2.weight": (D, hidden)}
         else:
-            layer |= {"mixer.router.weight": (int(kind), D), "mixer.router.bias": (int(kind),)}
+            layer["mixer.router.weight"] = (int(kind), D)
+            if config.get("router_bias", True):
+                layer["mixer.router.bias"] = (int(kind),)
             if config.get("router_biased"):
                 layer["mixer.router.expert_bias"] = (int(kind),)
             if shared := config.get("shared_expert_hidden_size"):
-                layer["mixer.shared_experts.linear_fc1.weight"] = (2 * shared, D)
+                layer["mixer.shared_experts.linear_fc1.weight"] = (halves * shared, D)
                 layer["mixer.shared_experts.linear_fc2.weight"] = (D, shared)
             for e in range(int(kind)):
-                layer[f"mixer.local_experts.{e}.linear_fc1.weight"] = (2 * F, D)
+                layer[f"mixer.local_experts.{e}.linear_fc1.weight"] = (halves * F, D)
                 layer[f"mixer.local_experts.{e}.linear_fc2.weight"] = (D, F)
         shapes |= {f"decoder.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes | {"decoder.final_layernorm.weight": (D,), "decoder.final_layernorm.bias": (D,)}
+    shapes["decoder.final_layernorm.weight"] = (D,)
+    if config.get("final_norm") != "rms":
+        shapes["decoder.final_layernorm.bias"] = (D,)
+    return (
+        shapes
+        if config.get("tie_word_embeddings", True)
+        else {**shapes, "output_layer.weight": (config["vocab_size"], D)}
+    )
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -15,6 +15,9 @@ front of Mamba-2's scan, of each head's query and key before the rotation.
 Mamba-2 follows mamba-ssm: in_proj [z | x | B | C | dt], and a norm of each group's gated channels. Mamba-3 follows it
 too: in_proj [z | x | B | C | dt | A | trap | angle].
 
+`head_dim`, `rotary`, `mamba2_heads`, `gated`, `router_scale`, `router_bias`, `final_norm` and an output layer of its
+own follow Nemotron-H and Llama.
+
 Shapes: S sequence, V vocabulary, D model, I inner, N state, K taps, C channels of a head. In Mamba-2: H heads, G
 groups.
 """
@@ -77,12 +80,16 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
             elif kind == "attention":
                 residual_D += _attention(mixer, config, pasts.setdefault(i, []), x_D)
             elif kind == "mlp":
-                residual_D += _gated(mixer["linear_fc1.weight"], mixer["linear_fc2.weight"], config["activation"], x_D)
+                residual_D += _mlp(mixer["linear_fc1.weight"], mixer["linear_fc2.weight"], config, x_D)
             else:
                 residual_D += _experts(mixer, int(kind), config, x_D, trace, i)
             residual_D = before_D + config.get("residual_multiplier", 1.0) * (residual_D - before_D)
-        final_D = _layer_norm(residual_D, w["decoder.final_layernorm.weight"], w["decoder.final_layernorm.bias"])
-        trace.logits_SV[t] = embedding_VD @ final_D / config.get("logits_scaling", 1.0)
+        if config.get("final_norm") == "rms":
+            final_D = _rms_norm(residual_D, w["decoder.final_layernorm.weight"])
+        else:
+            final_D = _layer_norm(residual_D, w["decoder.final_layernorm.weight"], w["decoder.final_layernorm.bias"])
+        head_VD = w.get("output_layer.weight", embedding_VD)
+        trace.logits_SV[t] = head_VD @ final_D / config.get("logits_scaling", 1.0)
         if config.get("logit_softcap"):
             trace.logits_SV[t] = config["logit_softcap"] * np.tanh(trace.logits_SV[t] / config["logit_softcap"])
     return trace
@@ -138,7 +145,7 @@ def _mamba2(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, 
     y_I = np.empty(inner)
     for h in range(heads):
         g = h // (heads // groups)
-        dt = np.logaddexp(0.0, dt_H[h] + m["dt_bias"][h])
+        dt = max(np.logaddexp(0.0, dt_H[h] + m["dt_bias"][h]), config.get("mamba2_time_step_min", 0.0))
         decay = np.exp(-np.exp(m["A_log"][h]) * dt)
         for i in range(h * channels, (h + 1) * channels):
             state.ssm_IN[i] = decay * state.ssm_IN[i] + dt * B_GN[g] * x_I[i]
@@ -187,7 +194,7 @@ def _mamba3(
 def _experts(
     m: dict[str, np.ndarray], experts: int, config: Mapping[str, Any], x_D: np.ndarray, trace: Trace, layer: int
 ) -> np.ndarray:
-    logits = m["router.weight"] @ x_D + m["router.bias"]
+    logits = m["router.weight"] @ x_D + m.get("router.bias", 0.0)
     assert len(logits) == experts
     scores = 1.0 / (1.0 + np.exp(-logits))
     if config.get("router_scores") == "softmax":
@@ -198,26 +205,31 @@ def _experts(
     trace.routes[layer].append(chosen[0] if taken == 1 else sorted(chosen))
     trace.margins.append(float(ranking[order[taken - 1]] - ranking[order[taken]]))
     total = sum(scores[e] for e in chosen) if config.get("router_normalized") else 1.0
+    total /= config.get("router_scale", 1.0)
     y_D = np.zeros_like(x_D)
     for e in chosen:
         fc1, fc2 = (m[f"local_experts.{e}.linear_{name}.weight"] for name in ("fc1", "fc2"))
-        y_D += _gated(fc1, fc2, config["activation"], x_D) * scores[e] / total
+        y_D += _mlp(fc1, fc2, config, x_D) * scores[e] / total
     if config.get("shared_expert_hidden_size"):
         fc1, fc2 = (m[f"shared_experts.linear_{name}.weight"] for name in ("fc1", "fc2"))
-        y_D += _gated(fc1, fc2, config["activation"], x_D)
+        y_D += _mlp(fc1, fc2, config, x_D)
     return y_D
 
 
-def _gated(fc1: np.ndarray, fc2: np.ndarray, activation: str, x_D: np.ndarray) -> np.ndarray:
+def _mlp(fc1: np.ndarray, fc2: np.ndarray, config: Mapping[str, Any], x_D: np.ndarray) -> np.ndarray:
+    activate = {"silu": _silu, "gelu": _gelu, "relu2": _relu2}[config["activation"]]
+    if not config.get("gated", True):
+        return fc2 @ activate(fc1 @ x_D)
     gate, up = fc1[: len(fc1) // 2] @ x_D, fc1[len(fc1) // 2 :] @ x_D
-    return fc2 @ ({"silu": _silu, "gelu": _gelu}[activation](gate) * up)
+    return fc2 @ (activate(gate) * up)
 
 
 def _attention(
     m: dict[str, np.ndarray], config: Mapping[str, Any], past: list[np.ndarray], x_D: np.ndarray
 ) -> np.ndarray:
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    C, each = len(x_D) // heads, heads // groups
+    C, each = config.get("head_dim", len(x_D) // heads), heads // groups
+    turned = _turned if config.get("rotary", True) else lambda x_C, *_: x_C
     qkv = (m["linear_qkv.weight"] @ x_D).reshape(groups, each + 2, C)
     if "q_layernorm.weight" in m:
         for g in range(groups):
@@ -225,12 +237,12 @@ def _attention(
             for i in range(each):
                 qkv[g, i] = _rms_norm(qkv[g, i], m["q_layernorm.weight"])
     position = len(past)
-    keys = np.array([_turned(qkv[g, each], position, config["rope_theta"]) for g in range(groups)])
+    keys = np.array([turned(qkv[g, each], position, config["rope_theta"]) for g in range(groups)])
     past.append(np.stack([keys, qkv[:, each + 1]]))
     found = []
     for head in range(heads):
         g = head // each
-        query = _turned(qkv[g, head % each], position, config["rope_theta"])
+        query = turned(qkv[g, head % each], position, config["rope_theta"])
         scale = config.get("attention_multiplier", 1 / math.sqrt(C))
         scores = np.array([query @ token[0, g] for token in past]) * scale
         weights = np.exp(scores - scores.max())
@@ -259,6 +271,10 @@ def _layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarr
 
 def _silu(x: np.ndarray) -> np.ndarray:
     return x / (1.0 + np.exp(-x))
+
+
+def _relu2(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0.0) ** 2
 
 
 def _gelu(x: np.ndarray) -> np.ndarray:

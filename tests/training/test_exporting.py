@@ -76,8 +76,9 @@ def test_failed_export_is_reported_and_training_continues():
     assert "step 3 has no usable export (write: rank 1: No space left" in exports.events[0].sentence
 
 
-@pytest.mark.parametrize("setting", ["training.precision=fp64", "model.tie_embeddings=false"])
-def test_models_that_do_not_convert_are_refused(setting):
-    load("tiny", [setting])
-    with pytest.raises(ConfigError, match=f"checkpoint.export_every cannot export this model: {setting} "):
-        load("tiny", [setting, "checkpoint.export_every=5"])
+def test_models_that_do_not_convert_are_refused():
+    load("tiny", ["training.precision=fp64"])
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.export_every cannot export this model: training.precision=fp64 "
+    ):
+        load("tiny", ["training.precision=fp64", "checkpoint.export_every=5"])

@@ -69,7 +69,20 @@ RULES = {
         ),
         *("model.expand", "model.dt_rank", "model.experts", "model.top_k", "model.expert_hidden_size"),
         *("model.mlp_hidden_size", "model.activation", "model.final_norm", "model.norm_eps"),
-        *("model.tie_embeddings", "model.eod_reset"),
+        *(
+            "model.tie_embeddings",
+            "model.eod_reset",
+            "model.gated",
+            "model.attention.head_dim",
+            "model.attention.rotary",
+        ),
+        *(
+            "model.router.bias",
+            "model.router.normalize",
+            "model.router.scale",
+            "model.mamba2.heads",
+            "model.mamba2.time_step_min",
+        ),
         *("model.router.kind", "model.router.iterations", "model.router.temperature", "model.router.start"),
         *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
         *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
@@ -212,7 +225,6 @@ def started(tmp_path):
         (["model.top_k=1"], ["model.top_k=2"]),
         (["model.norm_eps=1e-5"], ["model.norm_eps=1e-6"]),
         (["model.eod_reset=null"], ["model.eod_reset=3"]),
-        (["model.tie_embeddings=false"], ["model.tie_embeddings=true"]),
         (["model.router.kind=softmax", "model.router.aux_loss=0.1"], ["model.router.kind=sinkhorn"]),
     ],
 )
@@ -220,6 +232,11 @@ def test_start_refuses_weights_that_compute_otherwise(started, old, new):
     key = new[0].partition("=")[0]
     with pytest.raises(ResumeError, match=rf"weights have .*{key}=.* this run has .*{key}=.*allow=\[.*{key}\]"):
         refuse_start(started(old, new))
+
+
+def test_start_refuses_weights_with_an_output_layer_of_their_own(started):
+    with pytest.raises(ResumeError, match=r"Use model\.tie_embeddings=False, or leave start\.from out"):
+        refuse_start(started(["model.tie_embeddings=false"], ["model.tie_embeddings=true"]))
 
 
 def test_start_refuses_other_heads_of_equal_shapes(started):

@@ -1,0 +1,125 @@
+"""Models of other families, in and out: folders that transformers and serving engines load without code of ours."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.formats.atomic import write_json, write_text
+from megatron_blackmamba.interchange import files, hf, safetensors_io
+from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError
+from megatron_blackmamba.interchange.json_config import need, read_json
+from megatron_blackmamba.interchange.model_card import model_card
+from megatron_blackmamba.interchange.native import state_spaces
+from megatron_blackmamba.interchange.native.base import LENGTH, Architecture
+from megatron_blackmamba.interchange.native.llama import Llama
+from megatron_blackmamba.interchange.native.mamba import Mamba
+from megatron_blackmamba.interchange.native.mamba2 import Mamba2
+from megatron_blackmamba.interchange.native.mixtral import Mixtral
+from megatron_blackmamba.interchange.native.nemotron_h import NemotronH
+
+ARCHITECTURES: tuple[Architecture, ...] = (Mamba(), Mamba2(), NemotronH(), Llama(), Mixtral())
+BY_TYPE = {architecture.model_type: architecture for architecture in ARCHITECTURES}
+
+
+def nearest(model: ModelConfig) -> tuple[Architecture, list[str]]:
+    """Return the architecture with the fewest obstacles, and these; none if the model is one of its."""
+    found = [(architecture, architecture.obstacles(model)) for architecture in ARCHITECTURES]
+    fits = [pair for pair in found if architecture_has(pair[0], model)]
+    return min(fits or found, key=lambda pair: len(pair[1]))
+
+
+def architecture_has(architecture: Architecture, model: ModelConfig) -> bool:
+    """Return whether an architecture has the model's kinds of layers, in their order."""
+    return architecture.counted(model.pattern) is not None
+
+
+def architecture_of(model: ModelConfig, source: str) -> Architecture:
+    """Return the architecture of a model; refuse a model without one, with the keys in the way."""
+    architecture, obstacles = nearest(model)
+    if not obstacles:
+        return architecture
+    if not architecture_has(architecture, model):
+        named = ", ".join(
+            f"{each.model_type} ({', '.join(each.obstacles(model)).partition(': ')[2]})" for each in ARCHITECTURES
+        )
+        raise InterchangeError(
+            f"{source}: model.pattern={model.pattern} is in no architecture of transformers: {named}"
+        )
+    raise InterchangeError(
+        f"{source}: not quite a {architecture.model_type} of transformers: {'; '.join(obstacles)}. Set these keys when "
+        "the next model is trained, or export with our code: leave out --native"
+    )
+
+
+def described(model: ModelConfig) -> str:
+    """Return in a line whether `export hf --native` will take a model, for `plan`."""
+    architecture, obstacles = nearest(model)
+    if not obstacles:
+        return f"{architecture.model_type}, a model of transformers (export hf --native), or with our code"
+    if not architecture_has(architecture, model):
+        return "a model with our code: no architecture of transformers has its layers"
+    return f"a model with our code; to be a {architecture.model_type} of transformers: {'; '.join(obstacles)}"
+
+
+def is_native(folder: Path) -> bool:
+    """Return whether a folder holds a model of another family."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    content = read_json(path)
+    return content.get("model_type", hf.MODEL_TYPE) != hf.MODEL_TYPE or state_spaces.is_one(content)
+
+
+def read(folder: Path) -> Canonical:
+    """Read a folder of transformers or of state-spaces/mamba; refuse what does not convert, by key and value."""
+    folder = Path(folder)
+    hf.refuse_adapter(folder)
+    architecture, config, content = read_config(folder / "config.json")
+    tokenizer = folder / "tokenizer.json"
+    entries = files.read(folder, (files.SAFETENSORS, files.TORCH))
+    return Canonical(
+        config,
+        architecture.canonical(config, entries, folder),
+        str(folder),
+        tokenizer if tokenizer.is_file() else None,
+        length if isinstance(length := content.get(LENGTH), int) and length > 0 else 2048,
+    )
+
+
+def read_config(path: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
+    """Return what a config.json describes, and its content."""
+    content = read_json(path)
+    if state_spaces.is_one(content):
+        content = state_spaces.translated(content, path)
+    model_type = need(content, "model_type", path)
+    if model_type not in BY_TYPE:
+        known = ", ".join((*BY_TYPE, hf.MODEL_TYPE))
+        raise InterchangeError(f"{path}: model_type is {model_type!r}; import reads {known}, and state-spaces/mamba")
+    architecture = BY_TYPE[model_type]
+    return architecture, architecture.imported(content, path), content
+
+
+def in_file(model: Canonical) -> dict[str, Entry]:
+    """Return the tensors under their names in the files."""
+    return architecture_of(model.config, model.source).in_file(model)
+
+
+def write(
+    model: Canonical,
+    folder: Path,
+    *,
+    shard_bytes: int = hf.SHARD_BYTES,
+    write_files: Callable[[safetensors_io.Files], None] = safetensors_io.write_files,
+) -> None:
+    """Fill `folder` with what `from_pretrained(folder)` needs, without code."""
+    architecture = architecture_of(model.config, model.source)
+    folder.mkdir(parents=True, exist_ok=True)
+    hf.write_weights(architecture.in_file(model), folder, shard_bytes, write_files)
+    tokens = hf.write_tokenizer(model, folder)
+    config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
+    config |= architecture.exported(model.config) | tokens | {LENGTH: model.sequence_length}
+    config |= {"initializer_range": model.config.init.std, "torch_dtype": str(model.dtype).removeprefix("torch.")}
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", tokens)
+    write_text(folder / "README.md", model_card(model, architecture.model_type))

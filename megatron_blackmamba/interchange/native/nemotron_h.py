@@ -1,0 +1,148 @@
+"""transformers' Nemotron-H: Mamba-2, attention without positions, and MLPs and experts with a squared ReLU."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.interchange.native.base import Architecture, Field, head_dim, heads_of_mamba2, kv_heads
+from megatron_blackmamba.interchange.native.mamba import same_names
+from megatron_blackmamba.interchange.native.mamba2 import MIXER, NO_LIMIT
+from megatron_blackmamba.kinds.attention import Attention
+from megatron_blackmamba.kinds.experts import Experts
+from megatron_blackmamba.kinds.mamba2 import Mamba2
+from megatron_blackmamba.kinds.mlp import MLP
+
+LETTERS = dict(zip("M*-E", (kind.letter for kind in (Mamba2, Attention, MLP, Experts)), strict=True))
+"""Ours by theirs."""
+TYPES = {
+    **dict.fromkeys(("linear_attention", "mamba"), Mamba2.letter),
+    **dict.fromkeys(("full_attention", "attention"), Attention.letter),
+    "mlp": MLP.letter,
+    "moe": Experts.letter,
+}
+"""Ours by the types of layers_block_type."""
+NO_BOUND = 1e-30
+"""A lower bound of time steps that bounds none; transformers takes the logarithm of it, so 0 is not allowed."""
+LINEAR = {"mixer.linear_fc1.weight": "mixer.up_proj.weight", "mixer.linear_fc2.weight": "mixer.down_proj.weight"}
+
+
+class NemotronH(Architecture):
+    model_type, class_name = "nemotron_h", "NemotronHForCausalLM"
+    fields = {
+        "vocab_size": Field("vocab_size"),
+        "hidden_size": Field("hidden_size"),
+        "layer_norm_epsilon": Field("norm_eps", 1e-5),
+        "conv_kernel": Field("conv_kernel", 4),
+        "mamba_num_heads": Field("mamba2.heads", 128, write=heads_of_mamba2),
+        "mamba_head_dim": Field("mamba2.head_dim", 64),
+        "ssm_state_size": Field("mamba2.state_size", 128),
+        "time_step_min": Field(
+            "mamba2.time_step_min",
+            0.001,
+            lambda value: 0.0 if value <= NO_BOUND else value,
+            lambda model: model.mamba2.time_step_min or NO_BOUND,
+        ),
+        "n_groups": Field("mamba2.groups", 8),
+        "num_attention_heads": Field("attention.heads", 32),
+        "num_key_value_heads": Field("attention.kv_heads", 8, write=kv_heads),
+        "head_dim": Field("attention.head_dim", 128, write=head_dim),
+        "intermediate_size": Field("mlp_hidden_size", 21504),
+        "n_routed_experts": Field("experts", 8),
+        "num_experts_per_tok": Field("top_k", 2),
+        "moe_intermediate_size": Field("expert_hidden_size", 7688),
+        "moe_shared_expert_intermediate_size": Field("shared_expert_hidden_size", 7688),
+        "routed_scaling_factor": Field("router.scale", 1.0),
+    }
+    fixed = {
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_bias": False,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "use_conv_bias": True,
+        "mamba_proj_bias": False,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "moe_latent_size": None,
+        "sliding_window": None,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "num_nextn_predict_layers": 0,
+    }
+    only = {"time_step_limit": NO_LIMIT}
+    ours = {
+        "activation": "relu2",
+        "gated": False,
+        "final_norm": "rms",
+        "tie_embeddings": False,
+        "attention.rotary": False,
+        "router.kind": "expert_bias",
+        "router.bias": False,
+    }
+    ignored = frozenset(
+        {
+            *("layers_block_type", "layer_types", "hybrid_override_pattern", "mtp_layers_block_type", "expand"),
+            *("mtp_hybrid_override_pattern", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
+            *("moe_shared_expert_overlap", "output_router_logits", "rope_theta", "partial_rotary_factor"),
+            *("time_step_rank", "norm_eps", "router_dtype"),
+        }
+    )
+    layers, ends = "backbone.layers.{i}.", ("backbone.embeddings.weight", "backbone.norm_f.weight")
+    names = {
+        Mamba2.letter: same_names(MIXER),
+        Attention.letter: {
+            "norm.weight": "norm.weight",
+            "mixer.linear_qkv.weight": tuple(f"mixer.{each}_proj.weight" for each in "qkv"),
+            "mixer.linear_proj.weight": "mixer.o_proj.weight",
+        },
+        MLP.letter: {"norm.weight": "norm.weight", **LINEAR},
+        Experts.letter: {
+            "norm.weight": "norm.weight",
+            "mixer.router.weight": "mixer.gate.weight",
+            "mixer.router.expert_bias": "mixer.gate.e_score_correction_bias",
+            **{
+                ours.replace("mixer.", f"mixer.{held}."): theirs.replace("mixer.", f"mixer.{there}.")
+                for held, there in (("local_experts.{e}", "experts.{e}"), ("shared_experts", "shared_experts"))
+                for ours, theirs in LINEAR.items()
+            },
+        },
+    }
+    renamed = {"model.": "backbone."}
+
+    def pattern(self, content: Mapping[str, Any], path: Path) -> str:
+        name = next(
+            (key for key in ("layers_block_type", "layer_types", "hybrid_override_pattern") if content.get(key)), None
+        )
+        if name is None:
+            raise InterchangeError(f"{path}: has no field 'hybrid_override_pattern', nor 'layers_block_type'")
+        layers, count = content[name], content.get("num_hidden_layers")
+        if not isinstance(layers, (str, list)) or count not in (None, len(layers)):
+            raise InterchangeError(f"{path}: num_hidden_layers is {count!r}, and {name} is {layers!r}")
+        known = LETTERS if name == "hybrid_override_pattern" else TYPES
+        unknown = [layer for layer in layers if layer not in known]
+        if unknown:
+            raise InterchangeError(f"{path}: {name} has {unknown[0]!r}; a layer is one of {', '.join(known)}")
+        return "".join(known[layer] for layer in layers)
+
+    def counted(self, pattern: str) -> dict[str, Any] | None:
+        theirs = {ours: letter for letter, ours in LETTERS.items()}
+        if not set(pattern) <= theirs.keys():
+            return None
+        return {"hybrid_override_pattern": "".join(theirs[each] for each in pattern), "num_hidden_layers": len(pattern)}
+
+    def refused(self, model: ModelConfig) -> list[str]:
+        found = []
+        if Attention.letter not in model.pattern:
+            found.append(f"model.pattern={model.pattern}: transformers 5.24 writes no text without an attention layer")
+        if Experts.letter not in model.pattern:
+            return found
+        if model.top_k == 1:
+            found.append("model.top_k=1: set 2 or more")
+        if model.shared_expert_hidden_size is None:
+            found.append("model.shared_expert_hidden_size=null: set a size")
+        return found

@@ -1,0 +1,140 @@
+"""Compare models of other families with transformers' own at random odd sizes: logits and gradients in fp32.
+
+`python -m tests.interchange.native_grid [TYPE...] [--count 10]` prints a line for each model, and the largest
+differences. The tests take one model of each family from here.
+"""
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+SIZES = {"vocab_size": 60, "hidden_size": 24}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 20}
+MAMBA2 = {"mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 3, "ssm_state_size": 6, "chunk_size": 8}
+EXPERTS = {"n_routed_experts": 5, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 14}
+ODD: dict[str, dict[str, Any]] = {
+    "mamba": {"num_hidden_layers": 2, "state_size": 6, "time_step_rank": 5, "expand": 3, "tie_word_embeddings": False},
+    "mamba2": {"num_hidden_layers": 2, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 6, "chunk_size": 8},
+    "nemotron_h": HEADS | MAMBA2 | EXPERTS | {"hybrid_override_pattern": "ME*-E", "routed_scaling_factor": 2.5},
+    "llama": {**HEADS, "num_hidden_layers": 2, "tie_word_embeddings": True, "rope_theta": 500.0},
+    "mixtral": {**HEADS, "num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": 3},
+}
+"""Keys of each family at which no size equals another one by chance."""
+
+
+def random_keys(model_type: str, seed: int) -> dict[str, Any]:
+    """Return keys of a model of random sizes."""
+    draw = random.Random(f"{model_type} {seed}")
+    heads, groups = draw.choice([(4, 2), (6, 3), (5, 1), (3, 3)])
+    eps = 10.0 ** -draw.randint(4, 6)
+    keys: dict[str, Any] = {"vocab_size": draw.randint(40, 90), "hidden_size": 24 * draw.randint(1, 3)}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 2 * draw.randint(2, 7)}
+    attention["intermediate_size"] = draw.randint(5, 21)
+    if model_type == "nemotron_h":
+        keys |= {"mamba_num_heads": heads, "n_groups": groups, "mamba_head_dim": draw.randint(2, 9), "chunk_size": 8}
+        keys |= {"ssm_state_size": draw.randint(2, 9), "n_routed_experts": draw.randint(3, 8)}
+        keys |= {"moe_intermediate_size": draw.randint(5, 21), "num_experts_per_tok": draw.randint(2, 3)}
+        keys |= {"moe_shared_expert_intermediate_size": draw.randint(3, 20), "layer_norm_epsilon": eps}
+        keys |= {"routed_scaling_factor": draw.choice([1.0, 2.5]), "time_step_min": draw.choice([0.001, 0.1])}
+        layers = draw.choices("ME*-", k=draw.randint(2, 6))
+        return keys | attention | {"hybrid_override_pattern": "".join((*layers, "*"))}
+    keys |= {"num_hidden_layers": draw.randint(1, 4), "tie_word_embeddings": draw.random() < 0.5}
+    if model_type.startswith("mamba"):
+        keys |= {"conv_kernel": draw.randint(2, 5), "layer_norm_epsilon": eps, "expand": draw.randint(1, 3)}
+        keys |= {"state_size": draw.randint(2, 21)}
+        if model_type == "mamba":
+            return keys | {"time_step_rank": draw.randint(1, 9)}
+        heads = keys["expand"] * keys["hidden_size"] // 8
+        return keys | {"num_heads": heads, "head_dim": 8, "n_groups": draw.choice([1, 3]), "chunk_size": 8}
+    if model_type == "llama":  # which refuses sizes that heads do not divide
+        attention |= {"num_attention_heads": 4, "num_key_value_heads": draw.choice([1, 2, 4])}
+    else:
+        keys |= {"num_local_experts": draw.randint(3, 8), "num_experts_per_tok": draw.randint(2, 3)}
+    return keys | attention | {"rms_norm_eps": eps, "rope_theta": float(draw.choice([100, 500000]))}
+
+
+@torch.no_grad()
+def write_model(model_type: str, folder: Path, **keys: Any) -> Path:
+    """Write a random model of transformers; no parameter has a value that could be forgotten."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(model_type, **(keys or {**SIZES, **ODD[model_type]}))
+    model = AutoModelForCausalLM.from_config(config)
+    state = {name: value + 0.1 * torch.randn_like(value) for name, value in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state[next(name for name in state if "embed" in name)]
+    model.load_state_dict(state)
+    model.save_pretrained(folder, max_shard_size="10KB")
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all weights of a folder."""
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def differences(folder: Path) -> tuple[float, float]:
+    """Return the largest difference of a logit and of a gradient, between transformers and our modules."""
+    from transformers import AutoModelForCausalLM
+
+    from megatron_blackmamba.config import ParallelConfig
+    from megatron_blackmamba.interchange import megatron, native
+    from megatron_blackmamba.interchange.canonical import in_memory
+    from megatron_blackmamba.interchange.open import copy_into
+    from megatron_blackmamba.model import build
+    from megatron_blackmamba.runtime import world
+
+    model = native.read(folder)
+    ids = torch.randint(model.config.vocab_size, (2, 22), generator=torch.Generator().manual_seed(1))
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+    logits = theirs(tokens, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    folder_of_gradients = folder / "gradients"
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    theirs.save_pretrained(folder_of_gradients)
+    with world.fake(ParallelConfig(), world_size=1, where="cpu") as alone:
+        ours = build(megatron.run_config(model), alone).eval()
+        copy_into(ours, megatron.stacked(model), folder)
+        found = ours(tokens)
+        ours(tokens, labels).mean().backward()
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        gradients = {name: entry.load() for name, entry in megatron.of_module(ours).entries.items()}
+    expected = tensors(folder_of_gradients)
+    mine = native.in_file(in_memory(model.config, gradients))
+    compared = [name for name in expected if not name.endswith("e_score_correction_bias")]
+    return (
+        float((found - logits).detach().abs().max()),
+        max(float((mine[name].load() - expected[name]).abs().max()) for name in compared),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*", default=list(ODD))
+    parser.add_argument("--count", type=int, default=10)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    worst = (0.0, 0.0)
+    for model_type in asked.types:
+        for seed in range(asked.count):
+            keys = random_keys(model_type, seed)
+            with tempfile.TemporaryDirectory() as folder:
+                found = differences(write_model(model_type, Path(folder), **keys))
+            worst = max(worst[0], found[0]), max(worst[1], found[1])
+            print(f"{model_type} {seed}: logits {found[0]:.1e}, gradients {found[1]:.1e}", flush=True)
+    print(f"largest difference: logits {worst[0]:.1e}, gradients {worst[1]:.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Models of other families: transformers' own, randomly initialised, in and out again, without our code."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from megatron_blackmamba.cli import app
+from megatron_blackmamba.inference import Decoder
+from megatron_blackmamba.inference.weights import pack
+from megatron_blackmamba.interchange import convert, native, open
+from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.interchange.hf import INDEX
+from tests.interchange.native_grid import ODD, SIZES, differences, tensors, write_model
+
+TOKENS = torch.arange(2 * 21).view(2, 21) * 7 % 60
+
+
+@pytest.fixture(scope="module", params=ODD)
+def theirs(request, tmp_path_factory):
+    return write_model(request.param, tmp_path_factory.mktemp("native") / request.param)
+
+
+@pytest.fixture(scope="module")
+def back(theirs):
+    """The model as our checkpoint, and that as a model of transformers."""
+    checkpoint, out = theirs.parent / "checkpoint", theirs.parent / "back"
+    convert.to_checkpoint(native.read(theirs), checkpoint, verify=False)
+    convert.to_hf(open.open_model(checkpoint), out, as_native=True, check="none", shard_bytes=20_000)
+    return out
+
+
+def test_imported_model_computes_as_in_transformers(theirs, tmp_path):
+    logits, gradients = differences(shutil.copytree(theirs, tmp_path / "model"))
+    assert logits < 1e-5 and gradients < 1e-5
+
+
+def test_bound_of_time_steps_is_imported(tmp_path):
+    keys = {**SIZES, **ODD["nemotron_h"], "time_step_min": 0.1}
+    folder = write_model("nemotron_h", tmp_path / "model", **keys)
+    assert native.read(folder).config.mamba2.time_step_min == 0.1
+    assert max(differences(folder)) < 1e-5
+
+
+def test_imported_weights_are_exported_bit_exactly(theirs, back):
+    before, after = tensors(theirs), tensors(back)
+    assert before.keys() == after.keys() and len(list(back.glob("*.safetensors"))) > 1
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@torch.no_grad()
+def test_export_writes_the_same_text_without_code(back):
+    assert not list(back.glob("*.py")) and "auto_map" not in json.loads((back / "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(back, trust_remote_code=False, dtype=torch.float32).eval()
+    assert not type(model).__module__.startswith("transformers_modules")
+    decoder = Decoder(pack(native.read(back), torch.float32))
+    state = decoder.start(2)
+    logits = decoder.read_all(state, TOKENS)
+    torch.testing.assert_close(logits, model(TOKENS).logits, atol=1e-5, rtol=0)
+    written = [logits[:, -1].argmax(-1)]
+    for _ in range(7):
+        written.append(decoder.step(state, written[-1]).argmax(-1))
+    expected = model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=8, do_sample=False)
+    assert torch.stack(written, dim=1).tolist() == expected[:, TOKENS.shape[1] :].tolist()
+
+
+def test_commands_go_both_ways_and_transformers_agrees(tmp_path):
+    folder = write_model("nemotron_h", tmp_path / "model")
+    for command in (["import", "hf", folder, "checkpoint"], ["export", "hf", "checkpoint", "out", "--native"]):
+        told = CliRunner().invoke(
+            app, [str(tmp_path / word) if word in ("checkpoint", "out") else str(word) for word in command]
+        )
+        assert told.exit_code == 0, told.output
+    assert "top-1 agreement 144/144, same greedy token 16/16 (loaded by transformers" in told.output
+
+
+def changed(folder: Path, out: Path, **changes) -> Path:
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | changes))
+    return out
+
+
+def test_every_tensor_of_the_source_is_accounted_for(theirs, tmp_path):
+    folder = changed(theirs, tmp_path / "model")
+    index = json.loads((folder / INDEX).read_text())
+    name = next(name for name in index["weight_map"] if "norm" in name)
+    file = folder / index["weight_map"][name]
+    held = load_file(file)
+    extra = {**held, "left.over": torch.zeros(1)}
+    short = {**held, name: held[name][:-1].clone()}
+    for weights, told in ((extra, "holds left.over, which a"), (short, f"{name} is .*; its config says")):
+        save_file(weights, file, {"format": "pt"})
+        places = {**index["weight_map"], **dict.fromkeys(weights, file.name)}
+        (folder / INDEX).write_text(json.dumps({**index, "weight_map": places}))
+        with pytest.raises(InterchangeError, match=told):
+            native.read(folder)
+
+
+def test_truncated_shards_and_nan_are_named_and_leave_nothing(theirs, tmp_path):
+    folder = changed(theirs, tmp_path / "model")
+    file = sorted(folder.glob("*.safetensors"))[0]
+    content = file.read_bytes()
+    file.write_bytes(content[:-40])
+    with pytest.raises(InterchangeError, match=rf"{file.name}: not a complete safetensors file"):
+        native.read(folder)
+    held = load_file(theirs / file.name)
+    name = next(iter(held))
+    held[name].view(-1)[0] = torch.nan
+    save_file(held, file, {"format": "pt"})
+    with pytest.raises(InterchangeError, match="holds NaN or infinity"):
+        convert.to_checkpoint(native.read(folder), tmp_path / "out", verify=False)
+    assert not [path for path in tmp_path.iterdir() if path != folder]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "told"),
+    [
+        ("mamba", {"use_bias": True}, "use_bias is True; only False converts"),
+        ("mamba", {"num_hidden_layers": 3}, r"has no backbone\.layers\.2\.norm\.weight, which its config requires"),
+        ("mamba", {"num_hidden_layers": "x"}, "num_hidden_layers is 'x', not a number of layers"),
+        ("mamba2", {"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0\.0, 1\.0\]; only"),
+        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size is 8; only None converts"),
+        ("nemotron_h", {"layers_block_type": ["moe", "rnn"]}, "layers_block_type has 'rnn'; a layer is one of"),
+        ("nemotron_h", {"num_hidden_layers": 3}, "num_hidden_layers is 3, and layers_block_type is"),
+        ("nemotron_h", {"time_step_min": "x"}, "time_step_min is 'x', a str"),
+        ("llama", {"rope_theta": "x", "rope_parameters": None}, "rope_theta is 'x'; only whole numbers"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "only plain rotary positions convert"),
+        ("llama", {"attention_bias": True}, "attention_bias is True; only False converts"),
+        ("llama", {"new_key": 3}, "new_key is 3, which import does not know for llama"),
+        ("llama", {"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),
+        ("mixtral", {"sliding_window": 64}, "sliding_window is 64; only None converts"),
+        ("mixtral", {"model_type": "falcon"}, "model_type is 'falcon'; import reads mamba, mamba2"),
+    ],
+)
+def test_what_does_not_convert_is_named_by_key_and_value(model_type, changes, told, tmp_path_factory, tmp_path):
+    folder = tmp_path_factory.getbasetemp() / f"plain_{model_type}"
+    if not folder.exists():
+        write_model(model_type, folder)
+    with pytest.raises(InterchangeError, match=rf"^{tmp_path}.*{told}"):
+        native.read(changed(folder, tmp_path / "model", **changes))
