@@ -46,6 +46,7 @@ class BlackMambaConfig(PretrainedConfig):
         num_attention_heads: Query heads of an "attention" layer.
         num_key_value_heads: Key and value heads of an "attention" layer. Default: num_attention_heads.
         rope_theta: Base of the rotary position embedding of an "attention" layer.
+        attention_across_documents: Attend to earlier documents also with eod_reset, as older exports do.
         qk_norm: Normalise queries and keys of each head by RMSNorm before the rotation.
         mlp_hidden_size: Hidden size of an "mlp" layer.
         num_experts_per_tok: Number of experts per token.
@@ -116,6 +117,7 @@ class BlackMambaConfig(PretrainedConfig):
         kernels: str = "auto",
         output_router_choices: bool = False,
         qk_norm: bool = False,
+        attention_across_documents: bool = True,
         mamba_norms: bool = False,
         logit_softcap: float | None = None,
         use_cache: bool = True,
@@ -167,6 +169,7 @@ class BlackMambaConfig(PretrainedConfig):
         self.kernels = kernels
         self.output_router_choices = output_router_choices
         self.qk_norm = qk_norm
+        self.attention_across_documents = attention_across_documents
         self.mamba_norms = mamba_norms
         self.logit_softcap = logit_softcap
         self.use_cache = use_cache

@@ -32,6 +32,7 @@ def config_of(model: Tiny) -> ModelConfig:
             kv_heads=given.get("num_key_value_heads"),
             rotary_base=given.get("rope_theta", 10000),
             qk_norm=given.get("qk_norm", False),
+            across_documents=given.get("attention_across_documents", False),
         ),
         mamba2=Mamba2Config(
             **{name[7:]: given[name] for name in given if name.startswith("mamba2_")},

@@ -73,7 +73,7 @@ RULES = {
         *("model.router.kind", "model.router.iterations", "model.router.temperature", "model.router.start"),
         *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
         *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
-        *("model.attention.qk_norm", "model.mamba_norms", "model.logit_softcap"),
+        *("model.attention.qk_norm", "model.attention.across_documents", "model.mamba_norms", "model.logit_softcap"),
         *("model.mamba2.head_dim", "model.mamba2.state_size", "model.mamba2.groups"),
         *("model.mamba3.head_dim", "model.mamba3.state_size", "model.mamba3.groups", "model.mamba3.rope_fraction"),
         *("model.mamba3.a_floor", "model.mamba3.output_norm"),
