@@ -138,8 +138,15 @@ def _forget_unread_router_keys(content: Content) -> None:
         del router[key]
 
 
+def _attend_across_documents(content: Content) -> None:
+    """Keep what model.eod_reset left to attention."""
+    if content.get("model", {}).get("eod_reset") is not None:
+        assume("model.attention.across_documents", True)(content)
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     Migration("implementations leave model:, and init: is split by when it is read", rename(RENAMED)),
     Migration("a kind of router refuses keys that it does not read", _forget_unread_router_keys),
+    Migration("model.eod_reset ends a document for attention too", _attend_across_documents),
 )
 """The first entry turns version 1 into version 2, and so on. Append only."""

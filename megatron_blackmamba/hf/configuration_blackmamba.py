@@ -50,6 +50,7 @@ class BlackMambaConfig(PretrainedConfig):
         head_dim: Channels per head of an "attention" layer. Default: hidden_size / num_attention_heads.
         rotary: Rotate queries and keys of an "attention" layer by their positions.
         rope_theta: Base of the rotary position embedding of an "attention" layer.
+        attention_across_documents: Attend to earlier documents also with eod_reset, as older exports do.
         qk_norm: Normalise queries and keys of each head by RMSNorm before the rotation.
         mlp_hidden_size: Hidden size of an "mlp" layer.
         num_experts_per_tok: Number of experts per token.
@@ -134,6 +135,7 @@ class BlackMambaConfig(PretrainedConfig):
         gated: bool = True,
         router_scale: float = 1.0,
         router_bias: bool = True,
+        attention_across_documents: bool = True,
         mamba_norms: bool = False,
         logit_softcap: float | None = None,
         embedding_multiplier: float = 1.0,
@@ -203,6 +205,7 @@ class BlackMambaConfig(PretrainedConfig):
         self.gated = gated
         self.router_scale = router_scale
         self.router_bias = router_bias
+        self.attention_across_documents = attention_across_documents
         self.mamba_norms = mamba_norms
         self.logit_softcap = logit_softcap
         self.embedding_multiplier = embedding_multiplier

@@ -148,7 +148,7 @@ def mamba3(
     x, (angle, state, last_B, last_x) = widen(x_BLHP), last
     if reset_BL is not None:
         before = before.masked_fill(reset_BL[..., None], 0)
-    angles = (turn.cumsum(1) + angle[:, None]).remainder(2 * torch.pi)
+    angles = document_sums(turn, angle, reset_BL).remainder(2 * torch.pi)
     B, C = turned(B_BLHN, angles), turned(C_BLHN, angles)
     # A token counts for the later ones as it and the next one write it, and for itself as it writes itself.
     following = F.pad(before[:, 1:], (0, 0, 0, 1))
@@ -167,6 +167,20 @@ def mamba3_rates(
     A = A.clamp_min(0) + 1 / (1 - A.clamp_max(0))
     own = torch.sigmoid(trap) * dt
     return -A.clamp_min(floor) * dt, own, dt - own, (torch.tanh(angle) * torch.pi)[..., None, :] * dt[..., None]
+
+
+def document_sums(x: Tensor, start: Tensor, reset_BL: Tensor | None, chunk: int = 64) -> Tensor:
+    """Return the running sum of x `[B, L, ...]` from `start` on, anew in each document: exactly, so no plain cumsum."""
+    document_BL = torch.zeros(x.shape[:2], device=x.device) if reset_BL is None else reset_BL.cumsum(1)
+    last_B, parts = document_BL.new_zeros(len(x)), []
+    for here in (slice(first, first + chunk) for first in range(0, x.shape[1], chunk)):
+        document_BT = document_BL[:, here]
+        same_BTT = (document_BT[..., None] == document_BT[:, None]).tril().to(x.dtype)
+        goes_on_BT = (document_BT == last_B[:, None]).view(*document_BT.shape, *[1] * (x.dim() - 2))
+        sums = (same_BTT @ x[:, here].flatten(2)).view_as(x[:, here]) + start[:, None] * goes_on_BT
+        start, last_B = sums[:, -1], document_BT[:, -1]
+        parts.append(sums)
+    return torch.cat(parts, dim=1)
 
 
 def turned(V_BLHN: Tensor, angle_BLHS: Tensor) -> Tensor:

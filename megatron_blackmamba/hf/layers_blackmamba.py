@@ -125,7 +125,7 @@ ROUTERS: dict[str, Any] = {"hash": HashRouter}
 class Attention(nn.Module):
     """Causal attention, by default with rotary positions, over the tokens with the same segment_BL; -1 is padding.
 
-    eod_reset begins no segment: attention crosses documents, as in training.
+    eod_reset begins a segment too, unless config.attention_across_documents is true.
     """
 
     def __init__(self, config: Any, layer: int):

@@ -169,7 +169,8 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         keep_BL1 = self._keep(attention_mask, embeds, past)
         begins_BL = _beginnings(position_ids, embeds)
         reset_BL = self._resets(input_ids, begins_BL, past)
-        segment_BL = _segments(keep_BL1, begins_BL, embeds, past)
+        across = self.config.attention_across_documents
+        segment_BL = _segments(keep_BL1, begins_BL if across else reset_BL, embeds, past)
         hidden_states, choices, shared = [], [], None
         for layer in self.decoder.layers:
             if output_hidden_states:

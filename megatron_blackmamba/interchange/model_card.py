@@ -139,11 +139,12 @@ def _precision(model: Canonical) -> str:
 def _documents(model: Canonical) -> str:
     """Return how the text before a document affects it."""
     texts = []
-    if _has(model, "A_log"):
-        reset = model.config.eod_reset
+    reset = model.config.eod_reset
+    if _has(model, "A_log") or _has(model, "dt_bias"):
         texts.append("the state runs across documents" if reset is None else f"the state restarts after token {reset}")
     if _has(model, "linear_qkv.weight"):
-        texts.append("attention reads across documents")
+        apart = reset is not None and not model.config.attention.across_documents
+        texts.append("attention stays in a document" if apart else "attention reads across documents")
     return "; ".join(texts)
 
 

@@ -29,6 +29,8 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     embedding_VD = model.entries["embedding.word_embeddings.weight"].load().float()
     residual = embedding_VD[tokens_BS] * config.embedding_multiplier
     reset_BS, segment_BS = _resets(model, tokens_BS), torch.zeros_like(tokens_BS)
+    if reset_BS is not None and not model.config.attention.across_documents:
+        segment_BS = reset_BS.long().cumsum(1)
     ids = [tokens_BS] if kind_of(model.config.router.kind).reads_ids else []  # older modeling files take none
     routers = []
     for i, kind in enumerate(layers_of(model.config.pattern)):

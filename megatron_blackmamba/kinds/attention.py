@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.costs import FP32, Sizes, kept_by_norms
-from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, Inputs, LayerKind, Runner
+from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ class Attention(LayerKind):
     keys = ("attention", "multipliers.attention", "mup.base_heads")
     block = "megatron_blackmamba.model.specs:attention_block"
     rotary = True
-    cut = Cannot("each token attends to all before it, and megatron-core exchanges those only with Transformer Engine")
+    cut = None
     writes_to_residual = ("linear_proj.weight",)
     entry = '"attention"'
 
@@ -99,11 +99,14 @@ class Attention(LayerKind):
 
         They are the input, the projected queries, keys and values, the rotated queries and keys, the output and its
         log-sums, and the tables of the rotation. Norms keep their inputs, queries and keys, and a number for each head.
+        Context parallelism keeps the keys and values of whole sequences.
         """
         model, heads = at.model, at.model.attention.heads
         D, rotates = _queries(model) // at.tensor, self.rotates(model)
         channels = (3 if rotates else 2) * D + (3 if rotates else 2) * D * _kv_heads(model) // heads
         kept = at.width * channels + FP32 * heads // at.tensor
+        if at.context > 1:
+            kept += at.width * 2 * at.context * D * _kv_heads(model) // heads
         if model.attention.qk_norm:
             normed = heads + _kv_heads(model)
             kept += kept_by_norms(at, D * normed // heads) + FP32 * normed // at.tensor
@@ -111,8 +114,12 @@ class Attention(LayerKind):
         return at.width * at.here * model.hidden_size + at.whole * kept + tables
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient."""
-        return {"tensor": (2 * passes + 1) * at.stream}
+        """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient.
+
+        In each forward pass the ranks of a context group gather keys and values; backward they sum their gradients.
+        """
+        joined = at.context * at.whole * at.width * 2 * _key_values(at.model) / at.tensor
+        return {"tensor": (2 * passes + 1) * at.stream, "context": (passes - 1 + 2) * joined}
 
     def exported(self, model: ModelConfig) -> str:
         return "attention"
@@ -130,15 +137,17 @@ class Attention(LayerKind):
             "rope_theta": attention.rotary_base,
             "attention_multiplier": model.attention_scale,
             "qk_norm": attention.qk_norm,
+            "attention_across_documents": attention.across_documents,
         }
 
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
         names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "rotary_base": "rope_theta"}
         names |= {key: key for key in ("qk_norm", "head_dim", "rotary")}
-        return {"attention": {ours: content[theirs] for ours, theirs in names.items() if theirs in content}}
+        found = {ours: content[theirs] for ours, theirs in names.items() if theirs in content}
+        return {"attention": {**found, "across_documents": content.get("attention_across_documents", True)}}
 
     def decoding(self, model: ModelConfig) -> Decoding:
-        return AttentionDecoding()
+        return AttentionDecoding(model.attention.across_documents)
 
 
 def _kv_heads(model: ModelConfig) -> int:
@@ -170,12 +179,15 @@ class AttentionLayer:
 
 
 class AttentionDecoding(Decoding):
-    """The memory is the rotated keys and the values `[B, G, S, C]`, and which of the S tokens are padding `[B, S]`.
+    """The memory is the rotated keys and the values `[B, G, S, C]`, and which of the S tokens are hidden `[B, S]`.
 
-    A document does not end it: attention crosses documents in training too.
+    Padding is, and after the end of a document all tokens so far, unless attention is `across` documents.
     """
 
     grows = True
+
+    def __init__(self, across: bool) -> None:
+        self.across = across
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> AttentionLayer:
         import torch
@@ -192,27 +204,34 @@ class AttentionDecoding(Decoding):
         return [k, v, torch.zeros(batch, 0, dtype=torch.bool, device=device)]
 
     def restart(self, memory: list[Tensor], going_on_B: Tensor) -> None:
-        """Keep everything."""
+        if not self.across:
+            memory[2] = memory[2] | ~going_on_B[:, None]
 
     def step(self, run: Runner, layer: AttentionLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         qkv_B1Q = run.times(x_BD, layer.linear_qkv)[:, None]
-        return run.times(_attend(run.config, layer, memory, qkv_B1Q, None)[:, 0].float(), layer.linear_proj)
+        return run.times(_attend(run.config, layer, memory, qkv_B1Q, None, None)[:, 0].float(), layer.linear_proj)
 
     def read(self, run: Runner, layer: AttentionLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.matvec import product
 
-        y_BLD = _attend(run.config, layer, memory, product(x_BLD, layer.linear_qkv), inputs.keep_BL1)
+        reset_BL = None if self.across else inputs.reset_BL
+        y_BLD = _attend(run.config, layer, memory, product(x_BLD, layer.linear_qkv), inputs.keep_BL1, reset_BL)
         return product(y_BLD, layer.linear_proj)
 
 
 def _attend(
-    model: ModelConfig, layer: AttentionLayer, memory: list[Tensor], qkv_BLQ: Tensor, keep_BL1: Tensor | None
+    model: ModelConfig,
+    layer: AttentionLayer,
+    memory: list[Tensor],
+    qkv_BLQ: Tensor,
+    keep_BL1: Tensor | None,
+    reset_BL: Tensor | None,
 ) -> Tensor:
     """Append keys and values to the memory and return `[B, L, D]`, what the queries find in it."""
     import torch
     import torch.nn.functional as F
 
-    keys, values, padding_BS = memory
+    keys, values, hidden_BS = memory
     B, L, _ = qkv_BLQ.shape
     heads, groups = model.attention.heads, _kv_heads(model)
     of_groups = qkv_BLQ.view(B, L, groups, -1, _head_dim(model)).permute(0, 2, 3, 1, 4)
@@ -225,12 +244,18 @@ def _attend(
     if model.attention.rotary:
         cos_LC, sin_LC = _rotation(model, before, L, q.device)
         q, k = (x.float() * cos_LC + _half_turned(x.float()) * sin_LC for x in (q, k))
-    new_padding_BL = torch.zeros(B, L, dtype=torch.bool, device=q.device) if keep_BL1 is None else keep_BL1[..., 0] == 0
+    padding_BL = torch.zeros(B, L, dtype=torch.bool, device=q.device) if keep_BL1 is None else keep_BL1[..., 0] == 0
     memory[0] = keys = torch.cat([keys, k.to(keys.dtype)], dim=2)
     memory[1] = values = torch.cat([values, v.to(values.dtype)], dim=2)
-    memory[2] = padding_BS = torch.cat([padding_BS, new_padding_BL], dim=1)
+    hidden_BS = torch.cat([hidden_BS, padding_BL], dim=1)
     here_L, there_S = torch.arange(before, before + L, device=q.device), torch.arange(before + L, device=q.device)
-    seen_BLS = (there_S <= here_L[:, None]) & ~padding_BS[:, None]
+    seen_BLS = (there_S <= here_L[:, None]) & ~hidden_BS[:, None]
+    if reset_BL is not None:
+        document_BL = reset_BL.long().cumsum(1)
+        document_BS = F.pad(document_BL, (before, 0))
+        seen_BLS = seen_BLS & (document_BL[..., None] == document_BS[:, None])
+        hidden_BS = hidden_BS | (document_BS != document_BL[:, -1:])
+    memory[2] = hidden_BS
     seen_BLS = seen_BLS | (there_S == here_L[:, None])  # padding sees itself: a row without any key would be NaN
     y = F.scaled_dot_product_attention(
         q.to(keys.dtype),

@@ -126,7 +126,7 @@ class LayerKind(Kind, ABC):
     routed: ClassVar[bool] = False
     """Has a `mixer.router` that sends tokens to experts."""
     rotary: ClassVar[bool] = False
-    """May need rotary position embeddings; `rotates` says so of a model."""
+    """Attends to earlier tokens, so it may need rotary position embeddings; `rotates` says so of a model."""
     cut: ClassVar[Cannot | None] = Cannot("this kind of layer passes no state between ranks")
     """Why parallel.context cannot cut its sequences; None: it can."""
     recompute: ClassVar[frozenset[str]] = frozenset({"layers"})

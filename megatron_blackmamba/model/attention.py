@@ -1,27 +1,29 @@
 """Causal attention on PyTorch's fused kernel, inside megatron-core's SelfAttention.
 
-megatron-core's own core attention without Transformer Engine writes out the S × S scores; this one does not.
+megatron-core's own core attention without Transformer Engine writes out the S × S scores, and shares no sequences
+between ranks. This one does not write them, and does share (`ops/attention.py`).
 
 Shapes: S sequence, B batch, H heads of this rank, G key-value heads of this rank, C channels a head.
 """
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.ops.attention import attention
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
 
 class CausalAttention(MegatronModule):
-    def __init__(self, config: MegatronConfig, layer_number: int, **_: object):
+    def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: object):
         super().__init__(config)
+        self.context = pg_collection.cp
 
     def forward(
         self, q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, attention_mask: Tensor | None = None, **_: object
     ) -> Tensor:
+        """Attend; in the place of a mask megatron-core hands on each token's first visible one (`LayerInputs`)."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHC, k_SBGC, v_SBGC))
         scale = self.config.described.attention_scale
-        grouped = q.shape[1] != k.shape[1]
-        out_BHSC = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        return out_BHSC.permute(2, 0, 1, 3).flatten(2)
+        return attention(q, k, v, attention_mask, self.context, scale).permute(2, 0, 1, 3).flatten(2)

@@ -34,6 +34,8 @@ class LayerInputs:
     """Token ids of whole sequences, or of this rank's parts of them under `parallel.context`."""
     reset_BS: Tensor | None = None
     rotary: Tensor | None = None
+    starts_BS: Tensor | None = None
+    """Position of each token's first visible one, where attention stays within documents."""
 
 
 @dataclass
@@ -109,7 +111,7 @@ class ExpertsBlock(Block):
 
 class AttentionBlock(Block):
     def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        return self.mixer(hidden_SBD, attention_mask=None, rotary_pos_emb=inputs.rotary)[0]
+        return self.mixer(hidden_SBD, attention_mask=inputs.starts_BS, rotary_pos_emb=inputs.rotary)[0]
 
 
 class MLPBlock(Block):

@@ -132,19 +132,35 @@ class _FromNext(torch.autograd.Function):
         return from_neighbour(grad, ctx.group, -1), None
 
 
-def sum_before(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of `x` over all parts before this one, and pass on its gradient."""
-    found: Tensor = _SumBefore.apply(x, group)
+def sum_before(x: Tensor, ended_B: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of `x` `[B, ...]` over the parts before this one, and pass on its gradient.
+
+    ended_B: True where a document begins in this part; then later parts get nothing from the ones before it.
+    """
+    reached_GB = torch.ones(group.size(), len(x), dtype=x.dtype, device=x.device)
+    ended_GB = _gathered(ended_B, group)
+    for part in range(group.rank() - 2, -1, -1):
+        reached_GB[part] = reached_GB[part + 1] * ~ended_GB[part + 1]
+    onward_GB = torch.ones_like(reached_GB)
+    for part in range(group.rank() + 2, group.size()):
+        onward_GB[part] = onward_GB[part - 1] * ~ended_GB[part - 1]
+    found: Tensor = _SumBefore.apply(x, reached_GB, onward_GB, group)
     return found
 
 
 class _SumBefore(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _gathered(x, group)[: group.rank()].sum(0)
+    def forward(ctx, x, reached_GB, onward_GB, group):
+        ctx.onward_GB, ctx.group = onward_GB, group
+        return _weighted(_gathered(x, group), reached_GB, slice(0, group.rank()))
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        return _gathered(grad, ctx.group)[ctx.group.rank() + 1 :].sum(0), None
+        later = slice(ctx.group.rank() + 1, None)
+        return _weighted(_gathered(grad, ctx.group), ctx.onward_GB, later), None, None, None
+
+
+def _weighted(x_GB: Tensor, weights_GB: Tensor, parts: slice) -> Tensor:
+    weights = weights_GB[parts].view(*weights_GB[parts].shape, *[1] * (x_GB.dim() - 2))
+    return (x_GB[parts] * weights).sum(0)

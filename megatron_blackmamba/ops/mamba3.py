@@ -11,7 +11,7 @@ where B and C, with a bias for each head, are turned by angle[t]. The trapezoida
 **One SSD scan does this.** To later tokens, token s counts t[s] * dt[s] + (1 - t[s + 1]) * dt[s + 1]; to itself only
 the first term. So the scan adds x * B with the sum of both, and each output loses
 (1 - t[s + 1]) * dt[s + 1] * (C[s] · B[s]) * x[s] again. Inside a document only differences of angles
-matter, so nothing resets them.
+matter, but the sum begins anew with each, so that no rounding of one document reaches another.
 
 Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state, S angles (at most N / 2).
 """
@@ -26,7 +26,7 @@ from megatron_blackmamba.ops.arguments import require_dimensions, require_shapes
 from megatron_blackmamba.ops.context import from_next, sum_before
 from megatron_blackmamba.ops.ssd.chunked import scan
 from megatron_blackmamba.ops.ssd.part import scan_cut
-from megatron_blackmamba.ops.ssd.turned import Inputs, Rates, turned
+from megatron_blackmamba.ops.ssd.turned import Inputs, Rates, document_sums, turned
 
 __all__ = ["Memory", "Rates", "mamba3", "mamba3_step"]
 
@@ -80,15 +80,16 @@ def mamba3(
     compute = rates.steps.dtype
 
     before_BLH = rates.before if reset_BL is None else rates.before.masked_fill(reset_BL[..., None], 0)
-    turns = rates.turn.double()
-    angle_BLHS = turns.cumsum(1)
+    angle_BLHS = document_sums(rates.turn.double(), reset_BL)
+    start_BHS = None if memory is None else memory.angle_BHS.double()
+    first = torch.zeros_like(before_BLH[:, 0])
     if group is not None and group.size() > 1:
         first = from_next(before_BLH[:, 0], group)
-        angle_BLHS = angle_BLHS + sum_before(turns.sum(1), group)[:, None]
-    else:
-        first = torch.zeros_like(before_BLH[:, 0])
-    if memory is not None:
-        angle_BLHS = angle_BLHS + memory.angle_BHS[:, None]
+        ended_B = torch.zeros(B, dtype=torch.bool, device=x_BLHP.device) if reset_BL is None else reset_BL.any(1)
+        start_BHS = sum_before(angle_BLHS[:, -1], ended_B, group)
+    if start_BHS is not None:
+        goes_on = 1 if reset_BL is None else (reset_BL.cumsum(1) == 0)[:, :, None, None]
+        angle_BLHS = angle_BLHS + start_BHS[:, None] * goes_on
     angle_BLHS = angle_BLHS.remainder(2 * torch.pi).to(compute)
     next_BLH = torch.cat((before_BLH[:, 1:], first[:, None]), dim=1)
     inputs = Inputs(

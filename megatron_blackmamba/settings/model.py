@@ -58,6 +58,8 @@ class AttentionConfig(Section):
     """Rotate queries and keys by their positions. false: attention has no positions, as in Nemotron-H."""
     rotary_base: int = Field(10000, gt=0, le=2**53)
     """Base of the rotary position embedding."""
+    across_documents: bool = False
+    """Attend to earlier documents also where model.eod_reset ends states. true: as in versions before 0.3."""
     qk_norm: bool = False
     """Normalise the queries and keys of each head by RMSNorm before the rotation, as Qwen3 does."""
 

@@ -149,7 +149,6 @@ def test_missing_value_names_the_file_of_its_section(write):
         (["data.kind=mixture"], "data.mixture"),
         (["optimizer.min_learning_rate=1"], "is above optimizer.learning_rate"),
         (["data.sequence_length=127", "parallel.tensor=2"], "sequence parallelism splits it"),
-        (["model.pattern=*E", "parallel.context=2"], "cannot cut the sequences of attention layers (*)"),
         (["kernels.scan=mamba_ssm", "parallel.context=2"], "kernels.scan=mamba_ssm takes no initial state"),
         (["name=a/b"], "'a/b'"),
         (["training.tokens=-1"], "training.tokens=-1"),

@@ -38,7 +38,9 @@ MAMBA2 += ["model.mamba3.head_dim=16", "model.mamba3.state_size=16", "model.mamb
 PARALLEL = ["model.arrangement=parallel"]
 CUT = [
     *MAMBA2,
-    "model.pattern=MERES",
+    "model.pattern=MER*ES",
+    "model.attention.heads=4",
+    "model.attention.kv_heads=2",
     "model.eod_reset=397",
 ]  # a letter that ends documents, so that some end where sequences are cut
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison

@@ -28,6 +28,8 @@ ARCHITECTURES = {
     "mamba2_attention": {"layers": "s4a4"},
     "mamba3": {"layers": "t4"},
     "mamba3_hybrid": {"layers": "r4t4s", "eod_reset": 7, "mamba3_output_norm": True, "mamba3_rope_fraction": 1.0},
+    "documents": {"layers": "ra4t", "eod_reset": 7},
+    "across_documents": {"layers": "ra4", "eod_reset": 7, "attention_across_documents": True},
     "parallel": {"layers": "r4r4", "arrangement": "parallel"},
     "all_parallel": {"layers": "ra4m", "arrangement": "parallel"},
     "sinkhorn_2": {"layers": "r4r4", "num_experts_per_tok": 2},

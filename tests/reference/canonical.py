@@ -39,6 +39,7 @@ def config_of(model: Tiny) -> ModelConfig:
             qk_norm=given.get("qk_norm", False),
             head_dim=given.get("head_dim"),
             rotary=given.get("rotary", True),
+            across_documents=given.get("attention_across_documents", False),
         ),
         mamba2=Mamba2Config(
             **{name[7:]: given[name] for name in given if name.startswith("mamba2_")},

@@ -58,10 +58,12 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
     )
     states: dict[int, _State] = {}
     last_tokens: dict[int, dict[str, np.ndarray]] = {}
-    pasts: dict[int, list[np.ndarray]] = {}  # attention crosses documents
+    pasts: dict[int, list[np.ndarray]] = {}
     for t, token in enumerate(tokens):
         if t > 0 and config.get("eod_reset") is not None and tokens[t - 1] == config["eod_reset"]:
             states.clear()
+            if not config.get("attention_across_documents"):
+                pasts.clear()
             last_tokens.clear()
         residual_D = embedding_VD[token].copy()
         residual_D *= config.get("embedding_multiplier", 1.0)

@@ -86,7 +86,7 @@ RULES = {
         *("model.router.kind", "model.router.iterations", "model.router.temperature", "model.router.start"),
         *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
         *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
-        *("model.attention.qk_norm", "model.mamba_norms", "model.logit_softcap"),
+        *("model.attention.qk_norm", "model.attention.across_documents", "model.mamba_norms", "model.logit_softcap"),
         *("model.multipliers.embedding", "model.multipliers.residual", "model.multipliers.attention"),
         "model.mtp.pattern",
         *("model.multipliers.logits", "model.mup.base_width", "model.mup.base_heads"),

@@ -179,28 +179,31 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
 def _decays(steps_HT: Tensor, document_T: Tensor | None) -> Tensor:
     """Return how much of step S is left at step T, `[..., H, T, S]`: nothing of later steps and of other documents."""
     T = steps_HT.shape[-1]
-    hidden = torch.ones(T, T, dtype=torch.bool, device=steps_HT.device).triu(1)
+    seen = torch.ones(T, T, dtype=torch.bool, device=steps_HT.device).tril()
     if document_T is not None:
-        hidden = (hidden | (document_T[..., None] != document_T[..., None, :])).unsqueeze(-3)
-    return _sums_between(steps_HT).masked_fill_(hidden, -torch.inf).exp_()
+        seen = seen & (document_T[..., None] == document_T[..., None, :])
+    sums = _sums_between(steps_HT, seen, document_T is not None)
+    return sums.masked_fill_(~seen.unsqueeze(-3), -torch.inf).exp_()
 
 
-def _sums_between(steps_T: Tensor) -> Tensor:
-    """Return the sum of the steps after S up to T, `[..., T, S]`; where S > T, any finite number.
+def _sums_between(steps_HT: Tensor, seen_TT: Tensor, documents: bool) -> Tensor:
+    """Return the sum of the steps after S up to T, `[..., H, T, S]`; where T does not see S, any finite number.
 
     In fp32, the difference of two running sums would be wrong: after one large step, small ones have no digits left.
     A GPU, which is slow in float64, starts a running sum at each S. For a CPU, differences in float64 are faster.
     """
-    return _sums_from_each(steps_T) if steps_T.is_cuda else _differences_of_sums(steps_T)
+    return _sums_from_each(steps_HT) if steps_HT.is_cuda else _differences_of_sums(steps_HT, seen_TT, documents)
 
 
-def _sums_from_each(steps_T: Tensor) -> Tensor:
-    return steps_T[..., None].expand(*steps_T.shape, steps_T.shape[-1]).tril(-1).cumsum(-2)
+def _sums_from_each(steps_HT: Tensor, *_: object) -> Tensor:
+    return steps_HT[..., None].expand(*steps_HT.shape, steps_HT.shape[-1]).tril(-1).cumsum(-2)
 
 
-def _differences_of_sums(steps_T: Tensor) -> Tensor:
-    sums_T = steps_T.double().cumsum(-1)
-    return (sums_T[..., None] - sums_T[..., None, :]).to(steps_T.dtype)
+def _differences_of_sums(steps_HT: Tensor, seen_TT: Tensor, documents: bool) -> Tensor:
+    """Return them as differences; a document's sum starts with it, or its rounding would depend on the ones before."""
+    exact_HT = steps_HT.double()
+    sums_HT = exact_HT @ seen_TT.mT.double() if documents else exact_HT.cumsum(-1)
+    return (sums_HT[..., None] - sums_HT[..., None, :]).to(steps_HT.dtype)
 
 
 def _states(at: _Chunks, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,30 @@ class Rates(NamedTuple):
         return cls(-A.clamp_min(floor) * dt, own, dt - own, turn)
 
 
+def document_sums(x: Tensor, reset_BL: Tensor | None) -> Tensor:
+    """Return the running sum of x `[B, L, ...]` along L, which begins anew where `reset_BL` is True.
+
+    It is a product with ones and zeros inside chunks, and another one between them. So nothing of another document takes
+    part in a sum or in its gradient.
+    """
+    if reset_BL is None:
+        return x.cumsum(1)
+    L = x.shape[1]
+    T = max(16, 1 << (L - 1).bit_length() // 2)  # as many tokens as chunks
+    more = -L % T
+    x_BKTF = F.pad(x.flatten(2), (0, 0, 0, more)).unflatten(1, (-1, T))
+    document_BKT = F.pad(reset_BL, (0, more)).long().cumsum(1).unflatten(1, (-1, T))
+    same_BKTT = document_BKT[..., None] == document_BKT[..., None, :]
+    sums_BKTF = same_BKTT.tril().to(x.dtype) @ x_BKTF
+    ends_BK = document_BKT[..., -1]
+    before_BK = F.pad(ends_BK[:, :-1], (1, 0), value=-1)
+    reached_BKK = (before_BK[..., None] == ends_BK[:, None]).tril(-1)
+    starts_BKF = reached_BKK.to(x.dtype) @ sums_BKTF[:, :, -1]
+    goes_on_BKT = document_BKT == before_BK[..., None]
+    sums_BKTF = sums_BKTF + starts_BKF[:, :, None] * goes_on_BKT[..., None]
+    return sums_BKTF.flatten(1, 2)[:, :L].unflatten(2, x.shape[2:])
+
+
 def turned(V_GN: Tensor, bias_HN: Tensor, angle_HS: Tensor, rotation: Tensor | None = None) -> Tensor:
     """Return B or C of each head `[..., H, N]`: with its bias, its first S pairs of numbers turned by their angles.
 

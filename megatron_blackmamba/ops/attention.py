@@ -1,0 +1,133 @@
+"""Causal attention within documents, and over sequences that ranks share in parts.
+
+A token sees its own document's tokens up to itself. Queries are taken in blocks. A block sees the keys from the start
+of its first document on, so documents save work. No mask is larger than a block, and the backward pass builds it again.
+PyTorch's fused kernel computes each block.
+
+Under context parallelism all ranks gather the keys and values, whose few heads are small beside the queries' scores. A
+rank has a contiguous part of each sequence, since states pass between layers of Mamba that way. So the last rank does
+the most: for G ranks, 2 - 1/G times the mean.
+
+Shapes: B batch, L queries, S keys, H heads, G key-value heads (or ranks of a group), C channels of a head.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_blackmamba.ops.gradients import first_order
+
+BLOCK = 512
+"""Queries of a block."""
+
+
+def attention(
+    q_BHLC: Tensor,
+    k_BGLC: Tensor,
+    v_BGLC: Tensor,
+    starts_BL: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return what each query finds, `[B, H, L, C]`.
+
+    Args:
+        starts_BL: Position in the whole sequence of each token's first visible token (`document_starts`); None: 0.
+        group: Ranks with the other parts of these sequences, in order.
+        scale: Factor of the scores; None: 1 / sqrt(C).
+    """
+    if group is not None and group.size() > 1:
+        k_BGLC, v_BGLC = (_Joined.apply(x, group) for x in (k_BGLC, v_BGLC))
+    first = k_BGLC.shape[2] - q_BHLC.shape[2] if group is None else group.rank() * q_BHLC.shape[2]
+    if starts_BL is None and q_BHLC.shape[2] == k_BGLC.shape[2]:
+        grouped = q_BHLC.shape[1] != k_BGLC.shape[1]
+        return F.scaled_dot_product_attention(q_BHLC, k_BGLC, v_BGLC, is_causal=True, scale=scale, enable_gqa=grouped)
+    if starts_BL is None:
+        starts_BL = torch.zeros(len(q_BHLC), q_BHLC.shape[2], dtype=torch.int64, device=q_BHLC.device)
+    found: Tensor = _Blocks.apply(q_BHLC, k_BGLC, v_BGLC, starts_BL, first, scale)
+    return found
+
+
+@torch.no_grad()
+def document_starts(reset_BL: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the position in the whole sequence of the first token of each token's document, `[B, L]`.
+
+    reset_BL: True at the first token of a document, in this rank's part of each sequence if there is a group.
+    """
+    rank = 0 if group is None else group.rank()
+    L = reset_BL.shape[1]
+    here_L = torch.arange(rank * L, (rank + 1) * L, device=reset_BL.device)
+    starts_BL = torch.where(reset_BL, here_L, 0).cummax(1).values
+    if group is not None and group.size() > 1:
+        last_GB = starts_BL.new_empty(group.size(), len(starts_BL))
+        dist.all_gather(list(last_GB.unbind()), starts_BL[:, -1].contiguous(), group=group)
+        if rank:
+            starts_BL = torch.maximum(starts_BL, last_GB[:rank].amax(0)[:, None])
+    return starts_BL
+
+
+class _Joined(torch.autograd.Function):
+    """The parts of all ranks, one behind the other; a part's gradient is the sum of what all ranks found."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        total = grad.contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size(), dim=2)[ctx.group.rank()], None
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, starts, first, scale):
+        ctx.save_for_backward(q, k, v, starts)
+        ctx.spans, ctx.scale = _spans(starts, first), scale
+        found = []
+        for begin, end, low, high in ctx.spans:
+            visible = _visible(starts[:, begin:end], first + begin, low, high)
+            found.append(_attend(q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high], visible, scale))
+        return torch.cat(found, dim=2)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        q, k, v, starts = ctx.saved_tensors
+        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        for begin, end, low, high in ctx.spans:
+            here, seen = slice(begin, end), slice(low, high)
+            leaves = [x[:, :, part].detach().requires_grad_() for x, part in ((q, here), (k, seen), (v, seen))]
+            with torch.enable_grad():
+                y = _attend(*leaves, _visible(starts[:, here], high - (end - begin), low, high), ctx.scale)
+            for total, part, found in zip(
+                grads, (here, seen, seen), torch.autograd.grad(y, leaves, grad[:, :, here]), strict=True
+            ):
+                total[:, :, part] += found
+        return *grads, None, None, None
+
+
+def _spans(starts_BL: Tensor, first: int) -> list[tuple[int, int, int, int]]:
+    """Return the first and last query of each block, and the first and last key that it sees."""
+    L = starts_BL.shape[1]
+    begins = list(range(0, L, BLOCK))
+    lows = starts_BL[:, begins].amin(0).tolist()  # later tokens begin later
+    return [(b, min(b + BLOCK, L), low, first + min(b + BLOCK, L)) for b, low in zip(begins, lows, strict=True)]
+
+
+def _visible(starts_BL: Tensor, position: int, low: int, high: int) -> Tensor:
+    """Return which keys from low to high the queries from `position` on see, `[B, 1, L, S]`."""
+    there_S = torch.arange(low, high, device=starts_BL.device)
+    here_L = torch.arange(position, position + starts_BL.shape[1], device=starts_BL.device)
+    return ((there_S >= starts_BL[..., None]) & (there_S <= here_L[:, None]))[:, None]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
