@@ -13,7 +13,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.routers.base import RouterKind, Tokens, Use, largest
+from megatron_blackmamba.routers.base import LOGITS, RouterKind, Tokens, Use, largest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ RANGE = 1.0
 
 class Quantile(RouterKind):
     name = "quantile"
-    keys = ()
+    keys = LOGITS
     depends_on = "the token, and the scores of earlier steps"
     balances_micro_batches = False
     module = "megatron_blackmamba.model.quantile_router:QuantileRouter"
@@ -47,7 +47,7 @@ class Quantile(RouterKind):
         return largest(self.selecting(logits_TE, at), at.model.top_k)
 
     def use(self, model: ModelConfig) -> Use:
-        return Use("sigmoid", normalized=model.top_k > 1, biased=True)
+        return Use("sigmoid", normalized=model.top_k > 1, biased=True, scale=model.router.scale)
 
     def layouts(self, model: ModelConfig) -> bool:
         return True

@@ -54,6 +54,6 @@ def test_references_are_under_reference():
 
 
 def test_every_page_is_in_the_menu():
-    menu = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    menu = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert menu == written | {"reference/commands.md", "reference/config.md"}

@@ -36,7 +36,7 @@ ALLOWED = {
     ("interchange/native/nemotron_h.py", "M*-E"): "letters of Nemotron-H",
     ("interchange/native/nemotron_h.py", "attention"): "a kind of layer of Nemotron-H",
     ("settings/run.py", "-"): "the start of an option",
-    ("data_tools/commands.py", "-"): "standard input",
+    ("data_tools/cleaning_commands.py", "-"): "standard input",
     ("inference/commands.py", "-"): "standard input",
     ("launch/job.py", "-"): "the start of an option",
     ("training/metrics/base.py", "*"): "a wildcard in a metric's name",

@@ -40,8 +40,8 @@ class Rates(NamedTuple):
 def document_sums(x: Tensor, reset_BL: Tensor | None) -> Tensor:
     """Return the running sum of x `[B, L, ...]` along L, which begins anew where `reset_BL` is True.
 
-    It is a product with ones and zeros inside chunks, and another one between them. So nothing of another document takes
-    part in a sum or in its gradient.
+    It is a product with ones and zeros inside chunks, and another one between them. So nothing of another document
+    takes part in a sum or in its gradient.
     """
     if reset_BL is None:
         return x.cumsum(1)
