@@ -39,6 +39,7 @@ CPU = (
     Benchmark("selective_scan", "the scan at the 1.5B model's shape", ("--repeats", "3"), 180),
     Benchmark("ssd", "the scan of Mamba-2 at the 1.5B model's width", ("--repeats", "3"), 120),
     Benchmark("mixers", "a layer of Mamba, Mamba-2 and Mamba-3 at the 1.5B model's width"),
+    Benchmark("attention", "attention across documents and within them", ("--repeats", "3")),
     Benchmark("sinkhorn", "routing 16,384 tokens to 8 experts"),
     Benchmark("experts", "grouped experts"),
     Benchmark("train_step", "a step of the tiny model", ("--repeats", "20", "--scans")),
