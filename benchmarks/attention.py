@@ -2,8 +2,8 @@
 
     python -m benchmarks.attention [--lengths 2048 8192 32768 --heads 4 --kv-heads 2 --channels 64 --mean 1000] [--json]
 
-Documents have log-normal lengths, as web pages do. Across documents, PyTorch's causal kernel does it in one call. Within
-them, `ops/attention.py` calls it block by block with a mask, and once more in the backward pass.
+Documents have log-normal lengths, as web pages do. Across documents, PyTorch's causal kernel does it in one call.
+Within them, `ops/attention.py` calls it block by block with a mask, and once more in the backward pass.
 """
 
 from functools import partial

@@ -80,8 +80,9 @@ def mamba3(
     compute = rates.steps.dtype
 
     before_BLH = rates.before if reset_BL is None else rates.before.masked_fill(reset_BL[..., None], 0)
-    angle_BLHS = document_sums(rates.turn.double(), reset_BL)
-    start_BHS = None if memory is None else memory.angle_BHS.double()
+    turns = rates.turn if x_BLHP.is_cuda else rates.turn.double()  # which GPUs compute slowly
+    angle_BLHS = document_sums(turns, reset_BL)
+    start_BHS = None if memory is None else memory.angle_BHS.to(turns.dtype)
     first = torch.zeros_like(before_BLH[:, 0])
     if group is not None and group.size() > 1:
         first = from_next(before_BLH[:, 0], group)

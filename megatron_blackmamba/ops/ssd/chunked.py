@@ -179,30 +179,30 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
 def _decays(steps_HT: Tensor, document_T: Tensor | None) -> Tensor:
     """Return how much of step S is left at step T, `[..., H, T, S]`: nothing of later steps and of other documents."""
     T = steps_HT.shape[-1]
-    seen = torch.ones(T, T, dtype=torch.bool, device=steps_HT.device).tril()
+    hidden = torch.ones(T, T, dtype=torch.bool, device=steps_HT.device).triu(1)
     if document_T is not None:
-        seen = seen & (document_T[..., None] == document_T[..., None, :])
-    sums = _sums_between(steps_HT, seen, document_T is not None)
-    return sums.masked_fill_(~seen.unsqueeze(-3), -torch.inf).exp_()
+        hidden = hidden | (document_T[..., None] != document_T[..., None, :])
+    sums = _sums_between(steps_HT, None if document_T is None else hidden)
+    return sums.masked_fill_(hidden.unsqueeze(-3), -torch.inf).exp_()
 
 
-def _sums_between(steps_HT: Tensor, seen_TT: Tensor, documents: bool) -> Tensor:
-    """Return the sum of the steps after S up to T, `[..., H, T, S]`; where T does not see S, any finite number.
+def _sums_between(steps_HT: Tensor, hidden_TT: Tensor | None) -> Tensor:
+    """Return the sum of the steps after S up to T, `[..., H, T, S]`; where S is hidden from T, any finite number.
 
     In fp32, the difference of two running sums would be wrong: after one large step, small ones have no digits left.
     A GPU, which is slow in float64, starts a running sum at each S. For a CPU, differences in float64 are faster.
     """
-    return _sums_from_each(steps_HT) if steps_HT.is_cuda else _differences_of_sums(steps_HT, seen_TT, documents)
+    return _sums_from_each(steps_HT) if steps_HT.is_cuda else _differences_of_sums(steps_HT, hidden_TT)
 
 
 def _sums_from_each(steps_HT: Tensor, *_: object) -> Tensor:
     return steps_HT[..., None].expand(*steps_HT.shape, steps_HT.shape[-1]).tril(-1).cumsum(-2)
 
 
-def _differences_of_sums(steps_HT: Tensor, seen_TT: Tensor, documents: bool) -> Tensor:
+def _differences_of_sums(steps_HT: Tensor, hidden_TT: Tensor | None) -> Tensor:
     """Return them as differences; a document's sum starts with it, or its rounding would depend on the ones before."""
     exact_HT = steps_HT.double()
-    sums_HT = exact_HT @ seen_TT.mT.double() if documents else exact_HT.cumsum(-1)
+    sums_HT = exact_HT.cumsum(-1) if hidden_TT is None else exact_HT @ (~hidden_TT).mT.double()
     return (sums_HT[..., None] - sums_HT[..., None, :]).to(steps_HT.dtype)
 
 
