@@ -72,6 +72,8 @@ CASES = {
     "data verify": Case("data verify {material}/tokens --workers 2"),
     "data adopt": Case("data adopt foreign/text --tokenizer {material}/tokens/tokenizer.json"),
     "data dedup": Case("data dedup {material}/text deduplicated --part-size 4 --workers 2"),
+    "data filter": Case("data filter {material}/recipe.yaml {material}/text filtered --workers 2"),
+    "data report": Case("data report {material}/tokens --out corpus.html"),
     "data decontaminate": Case(
         "data decontaminate {material}/text clean --against {material}/text/3.jsonl --workers 2"
     ),
@@ -105,6 +107,7 @@ def make_material(folder: Path) -> Path:
             )
     mixture = {"sources": [{"name": "text", "shards": "tokens", "tokens": 1e6, "weight": 1}]}
     (folder / "mixture.yaml").write_text(json.dumps(mixture))
+    (folder / "recipe.yaml").write_text("- gopher_repetition\n- gopher_quality\n- pii\n")
     shared = f"{SHORT} model.vocab_size=512 folder=runs data.kind=mixture data.mixture={folder}/mixture.yaml"
     for command in (
         "data tokenize text/0.jsonl tokens --train-tokenizer 512",
