@@ -16,6 +16,8 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -34,6 +36,33 @@ class ColumnLinear(ColumnParallelLinear):
 class RowLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         return super().forward(input_) if self.tp_group.size() > 1 else (F.linear(input_, self.weight), None)
+
+
+def column(
+    kind: ModuleSpec | type, inputs: int, outputs: int, config: TransformerConfig, tp_group: ProcessGroup
+) -> Any:
+    """Return a mixer's first linear, without a bias: each rank has some of its rows."""
+    return _unbiased(kind, inputs, outputs, config, tp_group, init_method=config.init_method, gather_output=False)
+
+
+def row(
+    kind: ModuleSpec | type,
+    inputs: int,
+    outputs: int,
+    config: TransformerConfig,
+    tp_group: ProcessGroup,
+    writes_to_residual: bool = True,
+) -> Any:
+    """Return a mixer's linear behind split channels, without a bias: each rank has some of its columns."""
+    initial = config.output_layer_init_method if writes_to_residual else config.init_method
+    return _unbiased(kind, inputs, outputs, config, tp_group, init_method=initial, input_is_parallel=True)
+
+
+def _unbiased(
+    kind: ModuleSpec | type, inputs: int, outputs: int, config: TransformerConfig, tp_group: ProcessGroup, **how: Any
+) -> Any:
+    same = {"bias": False, "skip_bias_add": False, "is_expert": False}
+    return build_module(kind, inputs, outputs, config=config, tp_group=tp_group, **same, **how)
 
 
 class Fp8ColumnLinear(ColumnParallelLinear):

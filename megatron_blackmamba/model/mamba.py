@@ -25,8 +25,9 @@ from torch.distributed import ProcessGroup
 from megatron_blackmamba.engine.checked import replace
 from megatron_blackmamba.kinds.mamba import NORMS
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.norms import RMSNorm
-from megatron_blackmamba.model.sharding import empty, replicated, sharded, without_decay
+from megatron_blackmamba.model.sharding import empty, replicated, sharded, sharded_mixer, without_decay
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
 from megatron_blackmamba.ops.causal_conv1d.halves import Halves, convolve_first_half
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
@@ -37,8 +38,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 @dataclass
@@ -111,35 +111,14 @@ class MambaMixer(MegatronModule):
         self.keep_states = config.kernels.scan_states == "keep"
         inner, local = model.inner_size, model.inner_size // self.tp_group.size()
 
-        linear = {
-            "config": config,
-            "bias": False,
-            "skip_bias_add": False,
-            "is_expert": False,
-            "tp_group": self.tp_group,
-        }
-        self.in_proj = build_module(
-            submodules.in_proj,
-            model.hidden_size,
-            2 * inner,
-            init_method=config.init_method,
-            gather_output=False,
-            **linear,
-        )
+        self.in_proj = column(submodules.in_proj, model.hidden_size, 2 * inner, config, self.tp_group)
         self.conv1d = ConvolutionOfRows(
             empty(local, 1, model.conv_kernel, dtype=config.params_dtype), empty(local, dtype=config.params_dtype)
         )
-        self.x_proj = build_module(
-            submodules.x_proj,
-            inner,
-            self.dt_rank + 2 * model.state_size,
-            init_method=config.init_method,
-            input_is_parallel=True,
-            **linear,
-        )
+        self.parts = [self.dt_rank, model.state_size, model.state_size]
+        self.x_proj = row(submodules.x_proj, inner, sum(self.parts), config, self.tp_group, writes_to_residual=False)
         # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
         replace(self.x_proj, "sequence_parallel", False)
-        self.parts = [self.dt_rank, model.state_size, model.state_size]
         self.norms = dict(zip(NORMS, self.parts, strict=True)) if model.mamba_norms else {}
         for name, size in self.norms.items():
             norm = RMSNorm(config, size, config.layernorm_epsilon)
@@ -150,14 +129,7 @@ class MambaMixer(MegatronModule):
         )
         self.A_log = without_decay(sharded(empty(local, model.state_size, dtype=config.full_precision), 0))
         self.D = without_decay(sharded(empty(local, dtype=config.full_precision), 0))
-        self.out_proj = build_module(
-            submodules.out_proj,
-            inner,
-            model.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            **linear,
-        )
+        self.out_proj = row(submodules.out_proj, inner, model.hidden_size, config, self.tp_group)
 
     def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
@@ -194,21 +166,9 @@ class MambaMixer(MegatronModule):
         return out_SBD
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        own = {"A_log": self.A_log, "D": self.D}
-        own |= {f"conv1d.{name}": parameter for name, parameter in self.conv1d.named_parameters()}
-        own |= {f"dt_proj.{name}": parameter for name, parameter in self.dt_proj.named_parameters()}
-        state = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            dict.fromkeys(own, 0),
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
-        for name in ("in_proj", "x_proj", "out_proj", *self.norms):
-            state |= sharded_state_dict_default(
-                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
+        own = ("A_log", "D", "conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias")
+        modules = ("in_proj", "x_proj", "out_proj", *self.norms)
+        state = sharded_mixer(self, own, modules, prefix, sharded_offsets, metadata, self.tp_group)
         in_proj = f"{prefix}in_proj.weight"
         state[in_proj] = apply_swiglu_sharded_factory(state[in_proj], sharded_offsets)
         return state

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from megatron_blackmamba.kinds.mamba import NORMS
 from megatron_blackmamba.kinds.mamba2 import bounded, sizes
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.mamba import Convolution
-from megatron_blackmamba.model.sharding import empty, sharded, sharded_by_parts, without_decay
+from megatron_blackmamba.model.sharding import empty, sharded, sharded_by_parts, sharded_mixer, without_decay
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm
 from megatron_blackmamba.ops.ssd import ssd
 from megatron_blackmamba.ops.ssd.part import ssd_part
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 @dataclass
@@ -88,20 +88,12 @@ class Mamba2Mixer(MegatronModule):
         self.inner, self.heads, shared = inner // ranks, heads // ranks, self.groups * model.mamba2.state_size
         self.convolved = [self.inner, shared, shared]  # x, B, C
 
-        linear = {
-            "config": config,
-            "bias": False,
-            "skip_bias_add": False,
-            "is_expert": False,
-            "tp_group": self.tp_group,
-        }
-        self.in_proj = build_module(
+        self.in_proj = column(
             submodules.in_proj,
             model.hidden_size,
             ranks * (self.inner + sum(self.convolved) + self.heads),
-            init_method=config.init_method,
-            gather_output=False,
-            **linear,
+            config,
+            self.tp_group,
         )
         channels = sum(self.convolved)
         self.conv1d = Convolution(
@@ -115,14 +107,7 @@ class Mamba2Mixer(MegatronModule):
         for name in self.norms:
             self.add_module(name, GroupNorm(shared, self.groups, config))
         self.norm = GatedNorm(self.inner, self.groups, config)
-        self.out_proj = build_module(
-            submodules.out_proj,
-            inner,
-            model.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            **linear,
-        )
+        self.out_proj = row(submodules.out_proj, inner, model.hidden_size, config, self.tp_group)
 
     def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
@@ -148,21 +133,10 @@ class Mamba2Mixer(MegatronModule):
         return out_SBD
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        own = {"dt_bias": self.dt_bias, "A_log": self.A_log, "D": self.D, "norm.weight": self.norm.weight}
-        own |= {f"{name}.weight": getattr(self, name).weight for name in self.norms}
-        own |= {f"conv1d.{name}": parameter for name, parameter in self.conv1d.named_parameters()}
-        state = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            dict.fromkeys(own, 0),
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
-        for name in ("in_proj", "out_proj"):
-            state |= sharded_state_dict_default(
-                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
+        own = ["dt_bias", "A_log", "D", "norm.weight", "conv1d.weight", "conv1d.bias"]
+        own += [f"{name}.weight" for name in self.norms]
+        modules = ("in_proj", "out_proj")
+        state = sharded_mixer(self, own, modules, prefix, sharded_offsets, metadata, self.tp_group)
         parts = {
             "in_proj.weight": [self.inner, *self.convolved, self.heads],
             "conv1d.weight": self.convolved,

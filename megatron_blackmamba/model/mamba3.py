@@ -19,8 +19,16 @@ from torch import Tensor, nn
 
 from megatron_blackmamba.kinds.mamba3 import BIASES, NORMS, rows
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.mamba2 import GroupNorm
-from megatron_blackmamba.model.sharding import empty, replicated, sharded, sharded_by_parts, without_decay
+from megatron_blackmamba.model.sharding import (
+    empty,
+    replicated,
+    sharded,
+    sharded_by_parts,
+    sharded_mixer,
+    without_decay,
+)
 from megatron_blackmamba.ops.mamba3 import Rates, mamba3
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -29,8 +37,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 @dataclass
@@ -70,35 +77,14 @@ class Mamba3Mixer(MegatronModule):
         self.groups, self.floor = model.mamba3.groups // ranks, model.mamba3.a_floor
         inner, heads, N = self.rows[0], self.rows[4], model.mamba3.state_size
 
-        linear = {
-            "config": config,
-            "bias": False,
-            "skip_bias_add": False,
-            "is_expert": False,
-            "tp_group": self.tp_group,
-        }
-        self.in_proj = build_module(
-            submodules.in_proj,
-            model.hidden_size,
-            sum(rows(model)),
-            init_method=config.init_method,
-            gather_output=False,
-            **linear,
-        )
+        self.in_proj = column(submodules.in_proj, model.hidden_size, sum(rows(model)), config, self.tp_group)
         shapes = {"dt_bias": (heads,), "B_bias": (heads, 1, N), "C_bias": (heads, 1, N), "D": (heads,)}
         for name, shape in shapes.items():
             self.register_parameter(name, without_decay(sharded(empty(*shape, dtype=config.full_precision), 0)))
         for name in NORMS:
             self.add_module(name, SharedNorm(N, config, self.tp_group))
         self.norm = GroupNorm(inner, heads, config) if model.mamba3.output_norm else None
-        self.out_proj = build_module(
-            submodules.out_proj,
-            model.inner_size,
-            model.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            **linear,
-        )
+        self.out_proj = row(submodules.out_proj, model.inner_size, model.hidden_size, config, self.tp_group)
 
     def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
@@ -125,23 +111,9 @@ class Mamba3Mixer(MegatronModule):
         return out_SBD
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        own = {name: getattr(self, name) for name in (*BIASES, "D")}
-        if self.norm is not None:
-            own["norm.weight"] = self.norm.weight
-        axes = dict.fromkeys(own, 0)
-        own |= {f"{name}.weight": getattr(self, name).weight for name in NORMS}  # the same on every rank
-        state = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            axes,
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
-        for name in ("in_proj", "out_proj"):
-            state |= sharded_state_dict_default(
-                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
+        own = [*BIASES, "D"] + (["norm.weight"] if self.norm is not None else [])
+        modules = ("in_proj", "out_proj", *NORMS)
+        state = sharded_mixer(self, own, modules, prefix, sharded_offsets, metadata, self.tp_group)
         in_proj = f"{prefix}in_proj.weight"
         state[in_proj] = sharded_by_parts(state[in_proj], self.rows, self.tp_group.rank())
         return state

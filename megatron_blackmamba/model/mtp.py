@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from megatron_blackmamba.kinds import kind_of
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.norms import RMSNorm
-from megatron_blackmamba.model.sharding import empty, replicated
-from megatron_blackmamba.model.stack import LayerInputs, StackSubmodules, added, sharded_modules
+from megatron_blackmamba.model.sharding import empty, replicated, sharded_modules
+from megatron_blackmamba.model.stack import LayerInputs, StackSubmodules, added
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule

@@ -4,11 +4,12 @@ A parameter is sharded over the tensor-parallel group along one axis, or replica
 are split along the sequence need their gradients summed over the group: `sequence_parallel`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.optimizers.base import NO_DECAY, STACKED
 from megatron_blackmamba.runtime import device
@@ -20,6 +21,7 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
 
 def sharded(parameter: nn.Parameter, axis: int) -> nn.Parameter:
@@ -70,6 +72,42 @@ def sharded_by_parts(whole: ShardedTensor, parts: Sequence[int], rank: int) -> S
         return shards
 
     return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
+
+
+def sharded_modules(
+    modules: Mapping[str, nn.Module], prefix: str, offsets: tuple, metadata: dict | None, tp_group: ProcessGroup
+) -> dict:
+    """Return the sharded tensors of modules by their names, which end in a dot."""
+    state: dict = {}
+    for name, module in modules.items():
+        state |= sharded_state_dict_default(module, f"{prefix}{name}", offsets, metadata, tp_group=tp_group)
+    return state
+
+
+def sharded_mixer(
+    mixer: nn.Module,
+    own: Sequence[str],
+    modules: Sequence[str],
+    prefix: str,
+    offsets: tuple,
+    metadata: dict | None,
+    tp_group: ProcessGroup,
+) -> dict:
+    """Return the sharded tensors of a mixer.
+
+    own: names of parameters that are split along their first axis. modules: names of modules that shard themselves.
+    """
+    parameters = dict(mixer.named_parameters())
+    state: dict = make_sharded_tensors_for_checkpoint(
+        {name: parameters[name] for name in own},
+        prefix,
+        dict.fromkeys(own, 0),
+        offsets,
+        tp_group=tp_group,
+        dp_cp_group=(metadata or {}).get("dp_cp_group"),
+    )
+    children = {f"{name}.": mixer.get_submodule(name) for name in modules}
+    return state | sharded_modules(children, prefix, offsets, metadata, tp_group)
 
 
 def mark_linears(model: nn.Module) -> None:

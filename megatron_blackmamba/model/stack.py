@@ -7,23 +7,21 @@ Blocks are named by their place in the whole model, so a parameter has the same 
 Shapes: S sequence (of this rank), B batch, D model.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.kinds import kind_of
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.sharding import sharded_modules
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.utils import sharded_state_dict_default
 
 
 @dataclass
@@ -192,16 +190,6 @@ class Stack(MegatronModule):
         if self.final_layernorm is not None:
             modules["final_layernorm."] = self.final_layernorm
         return sharded_modules(modules, prefix, sharded_offsets, metadata, self.tp_group)
-
-
-def sharded_modules(
-    modules: Mapping[str, nn.Module], prefix: str, offsets: tuple, metadata: dict | None, tp_group: ProcessGroup
-) -> dict:
-    """Return the sharded tensors of modules by their names, which end in a dot."""
-    state: dict = {}
-    for name, module in modules.items():
-        state |= sharded_state_dict_default(module, f"{prefix}{name}", offsets, metadata, tp_group=tp_group)
-    return state
 
 
 def added(residual_SBD: Tensor, branch_SBD: Tensor | None) -> Tensor:
