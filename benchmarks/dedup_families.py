@@ -1,4 +1,4 @@
-"""What deduplication removes from families of different documents, and which copies it finds, beside datatrove.
+"""Removals of deduplication from families of different documents, and the copies that it finds, beside datatrove.
 
     python -m benchmarks.dedup_families [--pages 1000] [--functions 4000] [--similarity 0.6] [--json]
 

@@ -13,6 +13,7 @@ SIMILARITY = 0.6
 BANDS = 9
 """Pairs of MinHashes of a document; one that two documents share proposes them: 98% at the threshold."""
 MOST_PAIRS = 50_000
+"""Proposed pairs that are compared, chosen at random where there are more."""
 _EXAMPLES = 3
 _FACTORS = np.random.default_rng(7).integers(1 << 62, 1 << 63, (BANDS, 2, 2), np.uint64) | np.uint64(1)
 _HALF = np.uint64(29)
@@ -35,6 +36,9 @@ class NearCopies:
     examples: dict[tuple[int, int], list[tuple[int, int, float]]] = field(default_factory=dict)
     """For two groups: pairs, as numbers in `places`, and their similarity. Each pair of groups is listed once."""
     places: list[Place] = field(default_factory=list)
+    proposed: int = 0
+    checked: int = 0
+    """Pairs that MinHash proposed, and those whose similarity was computed: if they are fewer, `found` is too low."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,12 @@ def near_copies(groups: Mapping[str, Sequence[Shard]], most_tokens: int) -> Near
     result = NearCopies([*groups], compared, totals, np.zeros((len(groups), len(groups)), np.int64))
     copies: dict[tuple[int, int], set[int]] = {}
     shingles = _Shingles(shards, documents)
-    for one, other in _proposed(documents, len(groups)):
+    pairs = _proposed(documents, len(groups))
+    result.proposed = len(pairs)
+    if len(pairs) > MOST_PAIRS:
+        pairs = pairs[np.random.default_rng(0).permutation(len(pairs))[:MOST_PAIRS]]
+    result.checked = len(pairs)
+    for one, other in pairs.tolist():
         similarity = shingles.jaccard(one, other)
         if similarity < SIMILARITY:
             continue
@@ -119,7 +128,7 @@ def _mixed(values: np.ndarray, one: np.uint64, two: np.uint64) -> np.ndarray:
     return mixed ^ (mixed >> _HALF)
 
 
-def _proposed(documents: _Documents, groups: int) -> list[tuple[int, int]]:
+def _proposed(documents: _Documents, groups: int) -> np.ndarray:
     """Return pairs that share a band: each document with the first one of every group."""
     found: list[np.ndarray] = []
     number = len(documents.group)
@@ -135,10 +144,7 @@ def _proposed(documents: _Documents, groups: int) -> list[tuple[int, int]]:
             paired = (partner >= 0) & (partner != order)
             pairs = np.stack([order[paired], partner[paired]], axis=1)
             found.append(np.sort(pairs, axis=1))
-    pairs = np.unique(np.concatenate(found), axis=0) if found else np.empty((0, 2), np.int64)
-    if len(pairs) > MOST_PAIRS:
-        pairs = pairs[np.random.default_rng(0).permutation(len(pairs))[:MOST_PAIRS]]
-    return [(int(one), int(other)) for one, other in pairs]
+    return np.unique(np.concatenate(found), axis=0) if found else np.empty((0, 2), np.int64)
 
 
 class _Shingles:

@@ -1,4 +1,4 @@
-"""What the command line suggests for a command or an option that does not exist."""
+"""Suggestions of the command line for a command or an option that does not exist."""
 
 import difflib
 from collections.abc import Iterator, Sequence

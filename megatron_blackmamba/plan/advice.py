@@ -1,4 +1,4 @@
-"""What works instead of a refused layout, each with its speed at best."""
+"""Layouts that work instead of a refused one, each with its speed at best."""
 
 from collections.abc import Sequence
 

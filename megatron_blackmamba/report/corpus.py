@@ -114,6 +114,8 @@ def _copies(corpus: Corpus, tokenizer: str | None) -> str:
         "Documents of the source in the first column that have a near-copy in the source above. At least "
         f"{SIMILARITY:.0%} of the distinct pairs of neighbouring tokens are in both."
     )
+    if copies.checked < copies.proposed:
+        words += f" The counts are too low: of {copies.proposed:,} candidate pairs, {copies.checked:,} were compared."
     columns = zip(copies.groups, copies.compared, copies.documents, copies.found.tolist(), strict=True)
     rows = [[name, f"{compared:,} of {total:,}", *map(_count, found)] for name, compared, total, found in columns]
     table = html.table(["near-copies of", "compared", *copies.groups], rows)

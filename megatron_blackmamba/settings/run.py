@@ -233,7 +233,7 @@ class KernelsConfig(Section):
 
 
 class StartConfig(Section):
-    """What a new run starts with; not read on resume."""
+    """Start of a new run; not read on resume."""
 
     from_: UserPath | None = Field(None, alias="from")
     """A checkpoint whose weights start this run, with a fresh optimizer and schedule."""

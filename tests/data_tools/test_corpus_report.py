@@ -10,6 +10,7 @@ from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools import near_copies
 from megatron_blackmamba.data_tools.corpus_figures import groups_of, measure, script_of
 from megatron_blackmamba.data_tools.near_copies import SIMILARITY
+from megatron_blackmamba.report.corpus import render
 from tests.data_tools.test_filters import prose
 from tests.pages import check_page
 from tests.report.test_report import BROWSER, browse
@@ -70,6 +71,14 @@ def test_fewer_tokens_compare_fewer_documents(corpus):
     paths = [str(corpus / name) for name in ("web", "books")]
     assert measure(paths, sample=5, most_tokens=1).copies.compared == [60, 50]  # a shard is read whole
     assert [len(group.sample) for group in measure(paths, sample=5).groups] == [5, 5]
+
+
+def test_counts_that_are_too_low_are_called_so(corpus, figures, monkeypatch):
+    assert figures.copies.checked == figures.copies.proposed and "too low" not in render(figures, [])
+    monkeypatch.setattr(near_copies, "MOST_PAIRS", 3)
+    part = measure([str(corpus / "mixture.yaml")], sample=5)
+    assert part.copies.found.sum() <= 6 < figures.copies.found.sum()
+    assert f"of {figures.copies.proposed} candidate pairs, 3 were compared" in render(part, [])
 
 
 def test_sides_of_a_hold_out_are_told_apart(corpus, tmp_path, run):

@@ -64,7 +64,7 @@ class Update:
 
 
 class RouterState:
-    """What routers keep beside weights (`RouterKind.state`) and change during the gradients, kept until the update.
+    """Copies of what routers keep beside weights (`RouterKind.state`) and change during the gradients.
 
     A step that is not applied, or computed again, must leave it as it was. megatron-core changes expert biases as it
     reduces the gradients.
