@@ -38,7 +38,7 @@ class BatchStream:
         dp_size: int = 1,
         part: tuple[int, int] = (0, 1),
         workers: int = 2,
-        skips: Sequence[tuple[int, int]] = (),
+        passed_over: Sequence[tuple[int, int]] = (),
         stop_sample: int | None = None,
         source_id: int = 0,
     ) -> None:
@@ -47,7 +47,7 @@ class BatchStream:
         Args:
             global_batch: Samples of a global batch; or a function that gives it from the samples served before.
             part: Index and number of contiguous parts of each sequence; the stream serves one part.
-            skips: First and last sample of each range never served, for example after rewinding past a spike.
+            passed_over: First and last sample of each range never served, for example after rewinding past a spike.
             stop_sample: Sample at which the stream ends; None means never. The last global batch is padded with samples
                 that do not count (loss_mask 0, sample_ids -1).
             source_id: Source of all samples, for a dataset with one source.
@@ -58,7 +58,7 @@ class BatchStream:
         self.micro_batch = micro_batch
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.part = part
-        self.skips = sorted((int(first), int(last)) for first, last in skips)
+        self.passed_over = sorted((int(first), int(last)) for first, last in passed_over)
         self.stop_sample, self.source_id = stop_sample, source_id
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, "read-ahead") if workers else None
@@ -119,12 +119,12 @@ class BatchStream:
     def _plan(self, sample: int) -> Iterator[tuple[list[int], int | None]]:
         """Yield the samples of this rank's micro-batches; at the end of a global batch, also the position after it."""
         served = 0
-        while self.stop_sample is None or self._after_skips(sample) < self.stop_sample:
+        while self.stop_sample is None or self._next(sample) < self.stop_sample:
             global_batch, samples = self._size_after(served), []
             self._refuse_uneven(global_batch)
             served += global_batch
             for _ in range(global_batch):
-                sample = self._after_skips(sample)
+                sample = self._next(sample)
                 inside = self.stop_sample is None or sample < self.stop_sample
                 samples.append(sample if inside else -1)
                 sample += inside
@@ -133,8 +133,8 @@ class BatchStream:
                 first = (number * self.dp_size + self.dp_rank) * self.micro_batch
                 yield samples[first : first + self.micro_batch], sample if number + 1 == micro_batches else None
 
-    def _after_skips(self, sample: int) -> int:
-        for first, last in self.skips:
+    def _next(self, sample: int) -> int:
+        for first, last in self.passed_over:
             if first <= sample <= last:
                 sample = last + 1
         return sample

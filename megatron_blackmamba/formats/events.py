@@ -238,12 +238,12 @@ class Rewound(Event):
     """The run goes back from `step` to the checkpoint of step `to`."""
 
     to: int
-    skipped: Samples = field(default_factory=list)
+    passed_over: Samples = field(default_factory=list)
     """Samples that the run does not read again."""
 
     @property
     def text(self) -> str:
-        return f"rewound to step {self.to}" + (f", past samples {ranges(self.skipped)}" if self.skipped else "")
+        return f"rewound to step {self.to}" + (f", past samples {ranges(self.passed_over)}" if self.passed_over else "")
 
 
 class NotRewound(Event):
@@ -262,7 +262,7 @@ class NotRewound(Event):
         if self.checkpoint is None:
             return "no checkpoint to rewind to yet"
         counted = f"rewound to step {self.checkpoint} {self.times} times (training.guard.max_spikes)"
-        end = ": a new level of the loss, trained on from here" if self.new_level else ", and that did not help"
+        end = ": a new level of the loss, and the next steps count" if self.new_level else ", and that did not help"
         return counted + end
 
 
@@ -483,11 +483,15 @@ def ranges(samples: Samples) -> str:
     return ", ".join(f"{first}–{last}" for first, last in samples)
 
 
+_FORMER = {("rewound", "skipped"): "passed_over"}  # names of fields in files of older versions
+
+
 def _event(fields: dict[str, Any]) -> Event | None:
     kind = KINDS.get(fields["kind"])
     if kind is None:
         return None
     names = {each.name for each in dataclasses.fields(kind)}
+    fields = {_FORMER.get((kind.kind, name), name): value for name, value in fields.items()}
     try:
         return kind(**{name: value for name, value in fields.items() if name in names})
     except TypeError:  # a field is missing: another version's

@@ -44,7 +44,7 @@ class Steps:
             self._ends.append(record["next_sample"])
             self._consumed.append(record["consumed_samples"])
         self._judged = [int(last) for event in events for _, last in getattr(event, "samples", ())]
-        self._skipped = [(int(a), int(b)) for event in of_kind(events, Rewound) for a, b in event.skipped]
+        self._passed_over = [(int(a), int(b)) for event in of_kind(events, Rewound) for a, b in event.passed_over]
 
     @classmethod
     def of_run(cls, run: Path) -> "Steps":
@@ -108,7 +108,7 @@ class Steps:
         return step if sample in self.samples_of(step) else None
 
     def _unskipped(self, first: int, end: int) -> list[int]:
-        return [n for n in range(first, end) if not any(a <= n <= b for a, b in self._skipped)]
+        return [n for n in range(first, end) if not any(a <= n <= b for a, b in self._passed_over)]
 
 
 def _events(folder: RunFolder) -> list[Event]:

@@ -132,9 +132,10 @@ class Trainer:
             while self.progress.step < self.config.last_step(self.progress.step, self.progress.consumed_samples):
                 self.watchdog.alive(f"step {self.progress.step + 1}")
                 verdict = self.take_step()
-                action = self.rewind(verdict.cause) if verdict.action is Action.REWIND else verdict.action
-                if action is Action.STOP:
+                if verdict.action is Action.STOP:
                     return self.end(Outcome.GAVE_UP)
+                if verdict.action is Action.REWIND:
+                    self.rewind(verdict.cause)
                 self.keeper.after_step(self.progress.step, good=not self.watch.in_bad_streak)
                 if self.asked_to_stop:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
@@ -222,7 +223,7 @@ class Trainer:
         return self._batches_from(self.progress.next_sample, self.progress.consumed_samples)
 
     def _batches_from(self, sample: int, consumed: int | None = None) -> data.BatchStream:
-        where = {"start_sample": sample, "skips": self.progress.passed_over}
+        where = {"start_sample": sample, "passed_over": self.progress.passed_over}
         return micro_batches(self.config, self.world, self.data.train, consumed, **where)
 
     @property
@@ -238,7 +239,7 @@ class Trainer:
         if attempt.problem:
             attempt, found = run_again(attempt, self.attempt_again, self.step.first_seen, self.watch.ranks)
         losses, update = attempt.losses, attempt.update
-        verdict = self.watch.settle(attempt.seen, losses.loss, update.grad_norm, found)
+        verdict = self.watch.settle(attempt.seen, losses.loss, update.grad_norm, found, self.keeper.settled)
         self.asked_to_stop = losses.asked_to_stop
         batch = self.batch
         self.progress.advance(self.batches.position, batch)
@@ -294,24 +295,20 @@ class Trainer:
                 found["validation_of_average"] = self.validate()
         return found
 
-    def rewind(self, cause: Cause | None) -> Action:
+    def rewind(self, cause: Cause | None) -> None:
         """Go back to the newest checkpoint; unless replicas differed, train past the batch from there."""
         step, rewound_from = self.keeper.settled(), self.progress.step
-        if refused := self.watch.refuses_rewind(step, cause):
-            self.event(refused)
-        if step is None or refused:
-            return Action.STOP if cause is Cause.REPLICAS else Action.SKIP
-        (first, end), passed_over, skipped = self.progress.last_batch, self.progress.passed_over, []
+        assert step is not None  # `Watch.settle` asks for a rewind only where there is a checkpoint
+        (first, end), before, now = self.progress.last_batch, self.progress.passed_over, []
         self.resume(step)
         if cause is not Cause.REPLICAS:
             more = (self.config.training.guard.rewind_batches - 1) * self.batch
-            skipped = [(max(self.progress.next_sample, first - more), end - 1)]
-        self.progress.passed_over = [*passed_over, *skipped]  # past its planned length the data goes on as planned
+            now = [(max(self.progress.next_sample, first - more), end - 1)]
+        self.progress.passed_over = [*before, *now]  # past its planned length the data goes on as planned
         self.batches.close()
         self.batches = self.open_batches()
         self.journal.rewind(step)
-        self.event(events.Rewound(step=rewound_from, to=step, skipped=skipped))
-        return Action.REWIND
+        self.event(events.Rewound(step=rewound_from, to=step, passed_over=now))
 
     def end(self, outcome: Outcome) -> Outcome:
         """Save, leave the marker that scripts decide by, and close."""

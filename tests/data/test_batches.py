@@ -39,7 +39,7 @@ def global_batches(count, dp_size, **arguments):
 @pytest.mark.parametrize("dp_size", [2, 3, 4, 8])
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_every_rank_count_reads_the_same_micro_batches(dp_size, micro_batch):
-    arguments = {"global_batch": 72, "micro_batch": micro_batch, "skips": [(30, 40)]}
+    arguments = {"global_batch": 72, "micro_batch": micro_batch, "passed_over": [(30, 40)]}
     assert global_batches(3, dp_size, **arguments) == global_batches(3, 1, **arguments)
 
 
@@ -49,10 +49,10 @@ def test_batches_that_grow_continue_the_data():
     def sizes(start):
         return lambda served: 4 if start + served < 10 else 12
 
-    whole, _ = global_batches(5, 1, global_batch=sizes(0), skips=[(5, 6)])
+    whole, _ = global_batches(5, 1, global_batch=sizes(0), passed_over=[(5, 6)])
     assert [sum(map(len, batch)) for batch in whole] == [4, 4, 4, 12, 12]
-    assert global_batches(5, 2, global_batch=sizes(0), skips=[(5, 6)])[0] == whole
-    rest, _ = global_batches(3, 1, global_batch=sizes(8), start_sample=10, skips=[(5, 6)])
+    assert global_batches(5, 2, global_batch=sizes(0), passed_over=[(5, 6)])[0] == whole
+    rest, _ = global_batches(3, 1, global_batch=sizes(8), start_sample=10, passed_over=[(5, 6)])
     assert rest == whole[2:]
 
 
@@ -93,7 +93,7 @@ def test_batch_carries_tokens_labels_and_sources():
 
 
 def test_skipped_ranges_are_never_served():
-    batches, position = global_batches(3, 2, skips=[(60, 70), (15, 30), (10, 20)])
+    batches, position = global_batches(3, 2, passed_over=[(60, 70), (15, 30), (10, 20)])
     served = [sample for batch in batches for micro in batch for sample in micro]
     left = [k for k in range(200) if not 10 <= k <= 30 and not 60 <= k <= 70]
     assert served == left[: 3 * SAMPLES]

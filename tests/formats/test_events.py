@@ -47,7 +47,10 @@ def test_every_kind_is_read_back(tmp_path, kind):
     [
         (NotRewound(step=9), "no checkpoint to rewind to yet"),
         (NotRewound(step=9, checkpoint=5, times=2), "to step 5 2 times (training.guard.max_spikes), and that did not"),
-        (NotRewound(step=9, checkpoint=5, times=2, new_level=True), "a new level of the loss, trained on from here"),
+        (
+            NotRewound(step=9, checkpoint=5, times=2, new_level=True),
+            "a new level of the loss, and the next steps count",
+        ),
         (NotSaved(step=9, problem="NaN", retried=False), "NaN; a run cannot continue from such weights; there is none"),
         (
             NotSaved(step=9, problem="full", disk="0 GB", newest=5),
@@ -73,6 +76,13 @@ def test_unknown_kinds_and_damaged_lines_are_skipped(tmp_path):
     path.write_text("\n".join([*newer, resumed, saved.replace("}", ', "more": 1}'), saved[:-2]]))
     assert [found.event for found in read_events(path)] == [Saved(step=5)]
     assert list(read_events(tmp_path / "none")) == []
+
+
+def test_fields_with_a_former_name_are_read(tmp_path):
+    path = tmp_path / "events.jsonl"
+    rewound = Rewound(step=6, to=5, passed_over=[[16, 31]])
+    path.write_text(rewound.to_json(TIME).replace("passed_over", "skipped") + "\n")
+    assert [found.event for found in read_events(path)] == [rewound]
 
 
 def test_repeated_steps_leave_one_event():

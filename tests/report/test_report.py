@@ -96,7 +96,7 @@ def page(make_run):
             Resumed(step=120, sample=1920, steps_left=280, tokens_per_step=2048),
             Resumed(step=130, sample=2080, steps_left=270, tokens_per_step=2048, changes=["training.tokens"]),
             spike,
-            Rewound(step=123, to=122, skipped=spike.samples),
+            Rewound(step=123, to=122, passed_over=spike.samples),
         ],
     )
     return write_report(run, samples={"def f(<b>": "x & y): return '<i>'"})

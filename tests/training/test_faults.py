@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from megatron_blackmamba.formats.events import GaveUp, NotFinite, NotRewound, Rewound
+from megatron_blackmamba.formats.events import GaveUp, NotFinite, NotRewound, Rewound, Spike
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from tests.training.faults import BAD_SAMPLE
@@ -63,6 +63,7 @@ def test_repeated_spikes_after_rewinds_become_the_new_level(forks, tmp_path):
     assert job.wait() == [0], job.output()
     (stayed,) = events_of(tmp_path, NotRewound)
     assert (stayed.checkpoint, stayed.times, stayed.new_level) == (20, 2, True)
+    assert [event.action for event in events_of(tmp_path, Spike)] == ["rewind", "rewind", "skip"]  # what was done
     records = metrics(tmp_path)
     assert [record["step"] for record in records] == list(range(1, 31))
     assert [record["step"] for record in records if record["skipped"]] == [BAD_STEP]

@@ -52,7 +52,7 @@ def read(run):
 def test_a_trace_equals_the_tokens_training_read(run, read):
     tracer = Tracer(run)
     (rewound,) = events_of(run.parent, Rewound)
-    (first, last) = rewound.skipped[0]
+    (first, last) = rewound.passed_over[0]
     traced, epochs = 0, set()
     for step, (samples, windows) in read.items():
         assert tracer.steps.samples_of(step) == samples
@@ -158,7 +158,7 @@ def test_records_without_skipped_ranges_are_refused():
         {"step": 1, "next_sample": 16, "consumed_samples": 16},
         {"step": 2, "next_sample": 48, "consumed_samples": 32},
     ]
-    assert Steps(records, [Rewound(step=3, to=1, skipped=[(16, 31)])]).samples_of(2) == list(range(32, 48))
+    assert Steps(records, [Rewound(step=3, to=1, passed_over=[(16, 31)])]).samples_of(2) == list(range(32, 48))
     with pytest.raises(TraceError, match=r"does not say which"):
         Steps(records, []).samples_of(2)
     with pytest.raises(TraceError, match="an older version wrote it"):

@@ -55,7 +55,6 @@ class Guard:
         self.losses: deque[float] = deque(maxlen=config.spike_window)
         self.bad_in_a_row = 0
         self.spikes_in_a_row = 0
-        self.skipped = 0
 
     def look(self, loss: float) -> Verdict:
         """Return the verdict on a loss, before the update; the loss is not remembered yet."""
@@ -75,7 +74,6 @@ class Guard:
         """Return the final verdict, and remember the step. `grad_norm` counts only if an update was tried."""
         if seen.action is Action.APPLY and not math.isfinite(grad_norm):
             seen = Verdict(Action.SKIP, f"the gradient norm is {grad_norm}", Cause.NOT_FINITE)
-        self.skipped += seen.action is not Action.APPLY
         if seen.cause is Cause.NOT_FINITE:
             return self._not_finite(seen)
         self.bad_in_a_row = 0
@@ -85,7 +83,7 @@ class Guard:
         if self.spikes_in_a_row < self.config.max_spikes:
             return seen
         self.forget()
-        level = f"{self.config.max_spikes} in a row are a new level (training.guard.max_spikes), trained on from here"
+        level = f"{self.config.max_spikes} in a row are a new level (training.guard.max_spikes): the next steps count"
         return replace(seen, reason=f"{seen.reason}; {level}")
 
     def _not_finite(self, seen: Verdict) -> Verdict:
@@ -111,11 +109,9 @@ class Guard:
             "losses": list(self.losses),
             "bad_in_a_row": self.bad_in_a_row,
             "spikes_in_a_row": self.spikes_in_a_row,
-            "skipped": self.skipped,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.losses = deque(state["losses"], maxlen=self.config.spike_window)
         self.bad_in_a_row = state["bad_in_a_row"]
         self.spikes_in_a_row = state.get("spikes_in_a_row", 0)  # older checkpoints have none
-        self.skipped = state["skipped"]

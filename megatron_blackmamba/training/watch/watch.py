@@ -47,6 +47,7 @@ class Watch:
         self._stragglers = Stragglers(self._config, self.ranks)
         self._bad_samples: Samples = []
         self._rewinds: Counter[int] = Counter()
+        self._refused: events.NotRewound | None = None
 
     @property
     def in_bad_streak(self) -> bool:
@@ -66,10 +67,21 @@ class Watch:
             return self._guard.replicas_differ(differing)  # in the weights that the gradients were computed with
         return self._guard.look(loss)
 
-    def settle(self, seen: Verdict, loss: float, grad_norm: float, found: str | None) -> Verdict:
-        """Return the final verdict, and remember the step. `found` is what a second run of the step has shown."""
+    def settle(
+        self, seen: Verdict, loss: float, grad_norm: float, found: str | None, newest: Callable[[], int | None]
+    ) -> Verdict:
+        """Return the final verdict, and remember the step.
+
+        found: what a second run of the step has shown. newest: returns the step of the checkpoint to rewind to.
+        """
         verdict = seen if seen.cause is Cause.REPLICAS else self._guard.settle(seen, loss, grad_norm)
-        return replace(verdict, reason="; ".join(filter(None, [verdict.reason, found])) or None)
+        verdict = replace(verdict, reason="; ".join(filter(None, [verdict.reason, found])) or None)
+        self._refused = None
+        if verdict.action is Action.REWIND:
+            self._refused = self._refuses_rewind(newest(), verdict.cause)
+        if self._refused:
+            verdict = replace(verdict, action=Action.STOP if verdict.cause is Cause.REPLICAS else Action.SKIP)
+        return verdict
 
     def report(self, verdict: Verdict, samples: Samples) -> None:
         """Report the problem of a step and its samples. When giving up, list the samples of all bad steps in a row."""
@@ -80,13 +92,15 @@ class Watch:
         if verdict.reason is not None:
             shown = self._bad_samples or samples if verdict.action is Action.STOP else samples
             self._report(BAD_STEP[verdict.cause](reason=verdict.reason, action=verdict.action.value, samples=shown))
+        if self._refused:
+            self._report(self._refused)
 
     def report_slow_ranks(self, computing: list[float], reading: list[float], seconds: float) -> None:
         """Note the times of a step by rank, and report the ranks that have become slow or have recovered."""
         for event in self._stragglers.after_step(computing, reading, seconds):
             self._report(event)
 
-    def refuses_rewind(self, to: int | None, cause: Cause | None) -> events.NotRewound | None:
+    def _refuses_rewind(self, to: int | None, cause: Cause | None) -> events.NotRewound | None:
         """Count a rewind to a checkpoint. Return why it is refused: no checkpoint exists, or too many rewinds to it."""
         if to is None:
             return events.NotRewound()
