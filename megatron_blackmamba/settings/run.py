@@ -370,11 +370,6 @@ class RunConfig(Section):
                 )
 
     @property
-    def planned_tokens(self) -> int:
-        """Return the tokens of all steps; the last batch may exceed training.tokens."""
-        return self.samples_left(0) * self.data.sequence_length
-
-    @property
     def tokens_per_step(self) -> int:
         """Return the tokens of a step with training.global_batch."""
         return self.training.global_batch * self.data.sequence_length
