@@ -18,7 +18,7 @@ __all__ = [
 def __getattr__(name: str):
     """Import `Checkpoints` on demand: it imports megatron-core, which code that only reads checkpoints should not."""
     if name in ("Checkpoints", "NotFiniteError", "SaveError"):
-        from megatron_blackmamba.checkpoint import store
+        from megatron_blackmamba.checkpoint import lifecycle
 
-        return getattr(store, name)
+        return getattr(lifecycle, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ changes it. It does not do so for shared pages, which pinned memory consists of.
 memory (`_private`), and `Write` keeps it until the writer has ended.
 
 megatron-core plans the shards and writes their bytes (`engine/parts/saving.py`). A rank never raises by itself: it says
-how its part ended, and all ranks decide together (`store.py`).
+how its part ended, and all ranks decide together (`lifecycle.py`).
 """
 
 import gc

@@ -203,7 +203,7 @@ CHANGES = (
            test="tests/distributed/test_gathering.py",
            why="a weight read before the overlapped gather delivers it is the last step's, and nothing fails",
            differs="under 0.19, asking for a weight's `data` is no read"),
-    Change("own-writer", SAVE, "parts.saving:plan_save", test="tests/checkpoint/test_store.py",
+    Change("own-writer", SAVE, "parts.saving:plan_save", test="tests/checkpoint/test_lifecycle.py",
            why="a rank that fails in a save leaves the others waiting, and writers survive the rank that started them",
            touches={"dist_checkpointing.strategies.filesystem_async": "_results_queue write_preloaded_data",
                     "dist_checkpointing.strategies.torch": "_get_save_and_finalize_callbacks"},

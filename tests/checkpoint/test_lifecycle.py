@@ -20,7 +20,7 @@ from megatron_blackmamba.checkpoint import (
     common,
     manifest,
 )
-from megatron_blackmamba.checkpoint.store import Checkpoints
+from megatron_blackmamba.checkpoint.lifecycle import Checkpoints
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.evaluations import claim
 from megatron_blackmamba.formats.run_folder import RunFolder
