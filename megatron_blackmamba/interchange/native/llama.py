@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.interchange.native.base import Field, Names, Uniform, head_dim, kv_heads
-from megatron_blackmamba.kinds.attention import Attention
+from megatron_blackmamba.interchange.native.base import Field, Names, Uniform
+from megatron_blackmamba.kinds.attention import Attention, head_dim, kv_heads
 from megatron_blackmamba.kinds.mlp import MLP
 
 FIELDS = {

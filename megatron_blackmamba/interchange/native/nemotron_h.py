@@ -6,10 +6,10 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.interchange.native.base import Architecture, Field, head_dim, heads_of_mamba2, kv_heads
+from megatron_blackmamba.interchange.native.base import Architecture, Field, heads_of_mamba2
 from megatron_blackmamba.interchange.native.mamba import same_names
 from megatron_blackmamba.interchange.native.mamba2 import MIXER, NO_LIMIT
-from megatron_blackmamba.kinds.attention import Attention
+from megatron_blackmamba.kinds.attention import Attention, head_dim, kv_heads
 from megatron_blackmamba.kinds.experts import Experts
 from megatron_blackmamba.kinds.mamba2 import Mamba2
 from megatron_blackmamba.kinds.mlp import MLP
