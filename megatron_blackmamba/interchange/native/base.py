@@ -106,6 +106,18 @@ class Architecture(ABC):
         """Return our keys for those, and remove them from the content."""
         return {}
 
+    @abstractmethod
+    def in_llama_cpp(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of a GGUF file that describe a model: what GGUFWriter adds, by the ends of its methods."""
+
+    def refused_by_llama_cpp(self, model: ModelConfig) -> list[str]:
+        """Return the keys of a model of this family that llama.cpp does not run."""
+        return []
+
+    def name_in_llama_cpp(self, model: ModelConfig) -> str:
+        """Return llama.cpp's name of the family."""
+        return self.model_type
+
     def exported(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of config.json that describe a model."""
         flat = flattened(model)

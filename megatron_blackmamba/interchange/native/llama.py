@@ -27,6 +27,12 @@ ATTENTION: dict[str, Names] = {
 }
 
 
+def heads(model: ModelConfig) -> dict[str, int]:
+    """Return the keys of attention in a GGUF file."""
+    size = head_dim(model)
+    return {"head_count": model.attention.heads, "key_length": size, "value_length": size}
+
+
 class Rotary(Uniform):
     """A family with rotary positions of one base."""
 
@@ -50,6 +56,18 @@ class Rotary(Uniform):
         if not isinstance(theta, (int, float)) or theta != int(theta):
             raise InterchangeError(f"{path}: rope_theta is {theta!r}; only whole numbers convert")
         return {"attention.rotary_base": int(theta)}
+
+    def name_in_llama_cpp(self, model: ModelConfig) -> str:
+        return "llama"
+
+    def in_llama_cpp(self, model: ModelConfig) -> dict[str, Any]:
+        return {
+            **heads(model),
+            "head_count_kv": kv_heads(model),
+            "rope_dimension_count": head_dim(model),
+            "rope_freq_base": float(model.attention.rotary_base),
+            "feed_forward_length": model.mlp_hidden_size or model.expert_hidden_size,
+        }
 
 
 class Llama(Rotary):
