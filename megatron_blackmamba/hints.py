@@ -13,6 +13,7 @@ OTHER_COMMANDS = {
     "anneal": "cooldown decay branch",
     "evaluate": "eval benchmark score",
     "export hf": "convert to_hf huggingface transformers safetensors",
+    "export gguf": "llama.cpp llamacpp llama_cpp ollama",
     "export zyphra": "released original pytorch",
     "import hf": "huggingface transformers safetensors",
     "import zyphra": "released original pytorch",

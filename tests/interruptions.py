@@ -39,6 +39,7 @@ class Case:
 
 
 SHORT = "data.sequence_length=64 training.global_batch=16 training.tokens=30720 training.evaluate_every=0"
+NATIVE = "model.pattern=MM model.final_norm=rms"
 CASES = {
     "config": Case("config blackmamba_1.5b"),
     "new": Case("new mine --from quickstart"),
@@ -80,6 +81,7 @@ CASES = {
     "data trace": Case("data trace {material}/runs/mine --step 3"),
     "export hf": Case("export hf {material}/runs/mine out --nproc 2"),
     "export refresh": Case("export refresh {material}/exported --check short"),
+    "export gguf": Case("export gguf {material}/runs/native out.gguf"),
     "export zyphra": Case("export zyphra {material}/runs/mine out"),
     "import hf": Case("import hf {material}/exported out"),
     "import zyphra": Case("import zyphra {material}/released out --activation gelu"),
@@ -113,6 +115,7 @@ def make_material(folder: Path) -> Path:
         "data tokenize text/0.jsonl tokens --train-tokenizer 512",
         f"train tiny name=mine {shared} training.stop_after_steps=6",
         f"train tiny name=other {shared} training.seed=2 training.stop_after_steps=6",
+        f"train tiny name=native {NATIVE} {shared} training.stop_after_steps=1",
         "export hf runs/mine exported",
         "export zyphra runs/mine released",
     ):

@@ -1,4 +1,4 @@
-"""The verbs `blackmamba export hf|zyphra` and `blackmamba import hf|zyphra`, as the command line has them."""
+"""The verbs `blackmamba export hf|gguf|zyphra` and `blackmamba import hf|zyphra`, as the command line has them."""
 
 import json
 import sys
@@ -30,7 +30,9 @@ class ExportGroup(typer.core.TyperGroup):
 
 
 export_app = typer.Typer(
-    cls=ExportGroup, help="Export weights to Hugging Face or to the released BlackMamba format.", no_args_is_help=True
+    cls=ExportGroup,
+    help="Export weights to Hugging Face, llama.cpp or the released format.",
+    no_args_is_help=True,
 )
 import_app = typer.Typer(
     help="Import weights from Hugging Face or from the released BlackMamba format.", no_args_is_help=True
@@ -40,6 +42,13 @@ import_app = typer.Typer(
 class Precision(str, Enum):
     bf16 = "bf16"
     fp32 = "fp32"
+
+
+class GGUFType(str, Enum):
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    q8_0 = "q8_0"
 
 
 class Gate(str, Enum):
@@ -69,6 +78,7 @@ TokenizerFile = Annotated[
     Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json to store with the weights.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+License = Annotated[str, typer.Option(help="License of the weights, as the hub names it.")]
 Averaged = Annotated[bool, typer.Option("--ema", help="Take a checkpoint's averaged weights (training.ema).")]
 
 
@@ -84,7 +94,7 @@ def export_hf(
     ] = None,
     ema: Averaged = False,
     tokenizer: TokenizerFile = None,
-    license: Annotated[str, typer.Option(help="License of the weights, as the hub names it.")] = "unknown",
+    license: License = "unknown",
     push_to: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face hub.")] = None,
     private: Annotated[bool, typer.Option("--private/--public", help="Visibility of a new repository.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --push-to: list the uploads only.")] = False,
@@ -143,6 +153,46 @@ def export_hf(
         _say(f"dry run: nothing was uploaded. Upload it with `hf upload {push_to} {out}`")
     else:
         _say(f"uploaded to {push.push(out, push_to, private)}")
+
+
+@export_app.command("gguf")
+def export_gguf(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(help="New file; it appears complete or not at all.")],
+    precision: Annotated[
+        GGUFType, typer.Option("--type", help="Type of the large matrices; all others stay f32.")
+    ] = GGUFType.bf16,
+    ema: Averaged = False,
+    tokenizer: TokenizerFile = None,
+    license: License = "unknown",
+    as_json: Json = False,
+) -> None:
+    """Write a GGUF file, which llama.cpp and Ollama load.
+
+    The model must be a Mamba, Mamba-2, Nemotron-H, Llama or Mixtral, as for export hf --native.
+
+    [dim]blackmamba export gguf runs/mamba_343m mamba_343m.gguf[/dim]
+
+    [dim]blackmamba export gguf exports/mamba_343m mamba_343m.gguf --type q8_0[/dim]
+    """
+    from dataclasses import replace
+
+    from megatron_blackmamba.interchange import convert
+    from megatron_blackmamba.interchange.native import llama_cpp
+
+    model = replace(_main_depth(_opened(checkpoint, tokenizer, ema)), license=license)
+    warning = llama_cpp.vocabulary_of(model).warning
+    if warning:
+        _say(f"warning: {warning}")
+    _run(
+        convert.to_gguf,
+        model,
+        out,
+        None,
+        as_json,
+        {"precision": precision.value},
+        said={"warning": warning} if warning else {},
+    )
 
 
 @export_app.command("zyphra")
@@ -404,8 +454,10 @@ def _run(
             return State(read / model.bytes, f"of {model.bytes / 1e9:.3g} GB of weights")
         return State(0.0, "comparing with the source" if checks else "finishing the folder")
 
+    if dtype is not None:
+        how = {**how, "dtype": torch_dtype(dtype)}
     with Progress(state):
-        comparison = conversion(model, out, dtype=torch_dtype(dtype), watch=watch, **how)
+        comparison = conversion(model, out, watch=watch, **how)
     if as_json:
         parity = None if comparison is None else asdict(comparison)
         print(json.dumps({"out": str(out), "source": model.source, "parity": parity, **said}, indent=2))

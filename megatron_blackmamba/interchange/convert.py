@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from megatron_blackmamba.formats.atomic import atomic_file
 from megatron_blackmamba.interchange import hf, megatron, native, parallel, parity, witness, zyphra
-from megatron_blackmamba.interchange.canonical import Canonical, cast, finite, main_depth, watched
+from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, cast, finite, main_depth, watched
 from megatron_blackmamba.interchange.folder import new_folder
+from megatron_blackmamba.interchange.native import llama_cpp
 from megatron_blackmamba.interchange.observation import Comparison
 
 Watch = Callable[[int], None]
@@ -61,6 +63,20 @@ def to_hf(
         if check != "none":
             parity.same_weights(model, named(form.read(folder), out))
     return None if check == "none" else witness.check(model, out, check)
+
+
+def to_gguf(
+    model: Canonical,
+    out: Path,
+    *,
+    precision: llama_cpp.Precision = "bf16",
+    watch: Watch = ignore,
+) -> None:
+    """Write the file that llama.cpp and Ollama load; refuse a model or a tokenizer that they do not run."""
+    if Path(out).exists():
+        raise InterchangeError(f"{out}: already there; name a file that does not exist")
+    with atomic_file(out) as file:
+        llama_cpp.write(watched(finite(main_depth(model)), watch), Path(file.name), precision, Path(out).stem)
 
 
 def to_zyphra(

@@ -35,8 +35,8 @@ class Attention(LayerKind):
     entry = '"attention"'
 
     def problems(self, model: ModelConfig) -> list[str]:
-        width, heads, kv_heads = model.hidden_size, model.attention.heads, _kv_heads(model)
-        found, given, odd = [], model.attention.head_dim, self.rotates(model) and _head_dim(model) % 2
+        width, heads, groups = model.hidden_size, model.attention.heads, kv_heads(model)
+        found, given, odd = [], model.attention.head_dim, self.rotates(model) and head_dim(model) % 2
         if given is None and width % heads:
             found.append(
                 f"model.hidden_size={width} is not divisible by model.attention.heads={heads}: set"
@@ -49,8 +49,8 @@ class Attention(LayerKind):
                 f"model.attention.heads={heads} leaves {width // heads} channels a head of model.hidden_size={width}:"
                 " rotary positions need an even number"
             )
-        if heads % kv_heads:
-            found.append(f"model.attention.heads={heads} is not divisible by model.attention.kv_heads={kv_heads}")
+        if heads % groups:
+            found.append(f"model.attention.heads={heads} is not divisible by model.attention.kv_heads={groups}")
         return found
 
     def rotates(self, model: ModelConfig) -> bool:
@@ -59,14 +59,14 @@ class Attention(LayerKind):
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
         return {
             "num_attention_heads": model.attention.heads,
-            "kv_channels": _head_dim(model),
+            "kv_channels": head_dim(model),
             "num_query_groups": model.attention.kv_heads,
         }
 
     def divisions(self, model: ModelConfig) -> list[Division]:
         return [
             Division("model.attention.heads", model.attention.heads, "tensor"),
-            Division("model.attention.kv_heads", _kv_heads(model), "tensor"),
+            Division("model.attention.kv_heads", kv_heads(model), "tensor"),
         ]
 
     def parts(self, model: ModelConfig) -> dict[str, Fraction]:
@@ -78,7 +78,7 @@ class Attention(LayerKind):
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         D, queries = model.hidden_size, _queries(model)
         shapes = {"linear_qkv.weight": (queries + 2 * _key_values(model), D), "linear_proj.weight": (D, queries)}
-        norms = dict.fromkeys(QK_NORMS, (_head_dim(model),)) if model.attention.qk_norm else {}
+        norms = dict.fromkeys(QK_NORMS, (head_dim(model),)) if model.attention.qk_norm else {}
         return {**shapes, **norms}
 
     def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
@@ -103,14 +103,14 @@ class Attention(LayerKind):
         """
         model, heads = at.model, at.model.attention.heads
         D, rotates = _queries(model) // at.tensor, self.rotates(model)
-        channels = (3 if rotates else 2) * D + (3 if rotates else 2) * D * _kv_heads(model) // heads
+        channels = (3 if rotates else 2) * D + (3 if rotates else 2) * D * kv_heads(model) // heads
         kept = at.width * channels + FP32 * heads // at.tensor
         if at.context > 1:
-            kept += at.width * 2 * at.context * D * _kv_heads(model) // heads
+            kept += at.width * 2 * at.context * D * kv_heads(model) // heads
         if model.attention.qk_norm:
-            normed = heads + _kv_heads(model)
+            normed = heads + kv_heads(model)
             kept += kept_by_norms(at, D * normed // heads) + FP32 * normed // at.tensor
-        tables = 4 * at.width * at.sequence * _head_dim(model) if rotates else 0
+        tables = 4 * at.width * at.sequence * head_dim(model) if rotates else 0
         return at.width * at.here * model.hidden_size + at.whole * kept + tables
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
@@ -131,7 +131,7 @@ class Attention(LayerKind):
         attention = model.attention
         return {
             "num_attention_heads": attention.heads,
-            "num_key_value_heads": _kv_heads(model),
+            "num_key_value_heads": kv_heads(model),
             "head_dim": attention.head_dim,
             "rotary": attention.rotary,
             "rope_theta": attention.rotary_base,
@@ -150,22 +150,24 @@ class Attention(LayerKind):
         return AttentionDecoding(model.attention.across_documents)
 
 
-def _kv_heads(model: ModelConfig) -> int:
+def kv_heads(model: ModelConfig) -> int:
+    """Return G."""
     return model.attention.kv_heads or model.attention.heads
 
 
-def _head_dim(model: ModelConfig) -> int:
+def head_dim(model: ModelConfig) -> int:
+    """Return C."""
     return model.attention.head_dim or model.hidden_size // model.attention.heads
 
 
 def _queries(model: ModelConfig) -> int:
     """Return the width of the queries."""
-    return _head_dim(model) * model.attention.heads
+    return head_dim(model) * model.attention.heads
 
 
 def _key_values(model: ModelConfig) -> int:
     """Return the width of the keys, and of the values."""
-    return _head_dim(model) * _kv_heads(model)
+    return head_dim(model) * kv_heads(model)
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ class AttentionDecoding(Decoding):
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch
 
-        shape = (batch, _kv_heads(model), 0, _head_dim(model))
+        shape = (batch, kv_heads(model), 0, head_dim(model))
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return [k, v, torch.zeros(batch, 0, dtype=torch.bool, device=device)]
 
@@ -233,8 +235,8 @@ def _attend(
 
     keys, values, hidden_BS = memory
     B, L, _ = qkv_BLQ.shape
-    heads, groups = model.attention.heads, _kv_heads(model)
-    of_groups = qkv_BLQ.view(B, L, groups, -1, _head_dim(model)).permute(0, 2, 3, 1, 4)
+    heads, groups = model.attention.heads, kv_heads(model)
+    of_groups = qkv_BLQ.view(B, L, groups, -1, head_dim(model)).permute(0, 2, 3, 1, 4)
     q, k, v = of_groups.split([heads // groups, 1, 1], dim=2)
     q, k, v = q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
     if model.attention.qk_norm:
@@ -272,7 +274,7 @@ def _rotation(model: ModelConfig, first: int, count: int, device: Any) -> tuple[
     """Return the cosines and sines `[L, C]` of the rotary embedding of positions from `first` on."""
     import torch
 
-    C = _head_dim(model)
+    C = head_dim(model)
     rates = model.attention.rotary_base ** (-torch.arange(0, C, 2, device=device).float() / C)
     angles_LC = torch.outer(torch.arange(first, first + count, device=device).float(), rates).repeat(1, 2)
     return angles_LC.cos(), angles_LC.sin()

@@ -16,7 +16,9 @@ from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange import convert, native, open
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.interchange.hf import INDEX
+from tests.interchange.continued_probe import RUNS, STEPS
 from tests.interchange.native_grid import ODD, SIZES, differences, tensors, write_model
+from tests.runtime.ranks import fork_script
 
 TOKENS = torch.arange(2 * 21).view(2, 21) * 7 % 60
 
@@ -144,3 +146,18 @@ def test_what_does_not_convert_is_named_by_key_and_value(model_type, changes, to
         write_model(model_type, folder)
     with pytest.raises(InterchangeError, match=rf"^{tmp_path}.*{told}"):
         native.read(changed(folder, tmp_path / "model", **changes))
+
+
+@pytest.mark.xdist_group("layouts")
+def test_continued_training_is_equal_on_one_process_and_on_four(tmp_path):
+    keys = {**SIZES, **ODD["nemotron_h"], "mamba_num_heads": 4, "n_groups": 2, "n_routed_experts": 4}
+    source = write_model("nemotron_h", tmp_path / "model", **{**keys, "vocab_size": 64})
+    convert.to_checkpoint(native.read(source), tmp_path / "start", verify=False)
+    assert fork_script("tests.interchange.continued_probe", str(tmp_path)) == {}
+    alone, many = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in RUNS
+    )
+    assert len(alone) == len(many) == STEPS and alone[0]["loss"] != alone[-1]["loss"]
+    for key in ("loss", "grad_norm"):
+        for one, other in zip(alone, many, strict=True):
+            assert abs(one[key] - other[key]) < 1e-10

@@ -53,6 +53,7 @@ def test_these_settings_make_a_native_model(overrides, model_type):
         ([*NEMOTRON, "model.pattern=SE-"], "writes no text without an attention layer"),
         (["model.pattern=ME"], "model.pattern=ME is in no architecture of transformers: mamba \\(repeat M\\)"),
         (["model.pattern=MM", *RMS, "model.eod_reset=5"], "model.eod_reset=5: set null"),
+        (["model.pattern=MM", *RMS, "model.multipliers.residual=2"], r"model.multipliers.residual=2\.0: set 1\.0"),
     ],
 )
 def test_what_keeps_a_model_from_being_native_is_named(overrides, told):

@@ -48,7 +48,7 @@ def architecture_of(model: ModelConfig, source: str) -> Architecture:
         )
     raise InterchangeError(
         f"{source}: not quite a {architecture.model_type} of transformers: {'; '.join(obstacles)}. Set these keys when "
-        "the next model is trained, or export with our code: leave out --native"
+        "the next model is trained. export hf without --native writes any model, with our code"
     )
 
 

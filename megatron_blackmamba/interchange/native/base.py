@@ -4,6 +4,7 @@ An architecture is one file with a class of tables. Reading and writing here is 
 ours is one of theirs is decided by going there and back: a key that returns with another value is in the way.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch import Tensor
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import HEAD, Canonical, Entry, InterchangeError, same_tensor, shapes
 from megatron_blackmamba.interchange.json_config import need, validated
-from megatron_blackmamba.kinds import unread_keys
+from megatron_blackmamba.kinds import attention, mamba2, unread_keys
 
 EMBEDDING = "embedding.word_embeddings.weight"
 REQUIRED = object()
@@ -105,6 +106,18 @@ class Architecture(ABC):
         """Return our keys for those, and remove them from the content."""
         return {}
 
+    @abstractmethod
+    def in_llama_cpp(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of a GGUF file that describe a model: what GGUFWriter adds, by the ends of its methods."""
+
+    def refused_by_llama_cpp(self, model: ModelConfig) -> list[str]:
+        """Return the keys of a model of this family that llama.cpp does not run."""
+        return []
+
+    def name_in_llama_cpp(self, model: ModelConfig) -> str:
+        """Return llama.cpp's name of the family."""
+        return self.model_type
+
     def exported(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of config.json that describe a model."""
         flat = flattened(model)
@@ -181,8 +194,7 @@ class Architecture(ABC):
         names = tuple(start + each.format(e=expert) for each in ((names,) if isinstance(names, str) else names))
         if len(names) < 3:
             return Rows(names, (shape[0] // len(names),) * len(names))
-        heads, groups = model.attention.heads, model.attention.kv_heads or model.attention.heads
-        channels = shape[0] // (heads + 2 * groups)
+        heads, groups, channels = model.attention.heads, attention.kv_heads(model), attention.head_dim(model)
         sizes = (heads * channels, groups * channels, groups * channels)
         return Rows(names, sizes, lambda: _by_group(heads, groups, channels))
 
@@ -264,21 +276,13 @@ def resolved(model: ModelConfig) -> dict[str, Any]:
 
 
 def heads_of_mamba2(model: ModelConfig) -> int:
-    return model.mamba2.heads or model.inner_size // model.mamba2.head_dim
-
-
-def head_dim(model: ModelConfig) -> int:
-    return model.attention.head_dim or model.hidden_size // model.attention.heads
-
-
-def kv_heads(model: ModelConfig) -> int:
-    return model.attention.kv_heads or model.attention.heads
+    return mamba2.sizes(model)[1]
 
 
 _DERIVED: Mapping[str, Callable[[ModelConfig], Any]] = {
     "dt_rank": lambda model: model.dt_rank_or_default,
-    "attention.kv_heads": kv_heads,
-    "attention.head_dim": head_dim,
+    "attention.kv_heads": attention.kv_heads,
+    "attention.head_dim": attention.head_dim,
     "mamba2.heads": heads_of_mamba2,
 }
 
@@ -305,11 +309,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if value in (None, True, False)
-        else str(value)
-    )
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _by_group(heads: int, groups: int, channels: int) -> Tensor:

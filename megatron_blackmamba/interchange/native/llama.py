@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.interchange.native.base import Field, Names, Uniform, head_dim, kv_heads
-from megatron_blackmamba.kinds.attention import Attention
+from megatron_blackmamba.interchange.native.base import Field, Names, Uniform
+from megatron_blackmamba.kinds.attention import Attention, head_dim, kv_heads
 from megatron_blackmamba.kinds.mlp import MLP
 
 FIELDS = {
@@ -25,6 +25,12 @@ ATTENTION: dict[str, Names] = {
     "mixer.linear_qkv.weight": tuple(f"self_attn.{each}_proj.weight" for each in "qkv"),
     "mixer.linear_proj.weight": "self_attn.o_proj.weight",
 }
+
+
+def heads(model: ModelConfig) -> dict[str, int]:
+    """Return the keys of attention in a GGUF file."""
+    size = head_dim(model)
+    return {"head_count": model.attention.heads, "key_length": size, "value_length": size}
 
 
 class Rotary(Uniform):
@@ -50,6 +56,18 @@ class Rotary(Uniform):
         if not isinstance(theta, (int, float)) or theta != int(theta):
             raise InterchangeError(f"{path}: rope_theta is {theta!r}; only whole numbers convert")
         return {"attention.rotary_base": int(theta)}
+
+    def name_in_llama_cpp(self, model: ModelConfig) -> str:
+        return "llama"
+
+    def in_llama_cpp(self, model: ModelConfig) -> dict[str, Any]:
+        return {
+            **heads(model),
+            "head_count_kv": kv_heads(model),
+            "rope_dimension_count": head_dim(model),
+            "rope_freq_base": float(model.attention.rotary_base),
+            "feed_forward_length": model.mlp_hidden_size or model.expert_hidden_size,
+        }
 
 
 class Llama(Rotary):

@@ -19,11 +19,18 @@ COMMON = {
     "layer_norm_epsilon": Field("norm_eps", 1e-5),
 }
 OURS = {"final_norm": "rms"}
+RECURRENT = {"feed_forward_length": 0, "head_count": 0}
+"""Keys that llama.cpp requires and does not use."""
 
 
 def same_names(mixer: tuple[str, ...]) -> dict[str, str]:
     """Return the names of a layer whose mixer has the same ones there and here."""
     return {name: name for name in ("norm.weight", *(f"mixer.{each}" for each in mixer))}
+
+
+def ssm(model: ModelConfig, **sizes: int) -> dict[str, int]:
+    """Return the keys of a recurrence in a GGUF file."""
+    return {"ssm_conv_kernel": model.conv_kernel, **{f"ssm_{name}": size for name, size in sizes.items()}}
 
 
 class Mamba(Uniform):
@@ -50,3 +57,10 @@ class Mamba(Uniform):
 
     def more_exported(self, model: ModelConfig) -> dict[str, Any]:
         return {"intermediate_size": model.inner_size}
+
+    def in_llama_cpp(self, model: ModelConfig) -> dict[str, Any]:
+        sizes = {"inner_size": model.inner_size, "state_size": model.state_size}
+        return {**RECURRENT, **ssm(model, **sizes, time_step_rank=model.dt_rank_or_default)}
+
+    def refused_by_llama_cpp(self, model: ModelConfig) -> list[str]:
+        return [] if model.expand == 2 else [f"model.expand={model.expand}: set 2"]

@@ -4,8 +4,9 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.native.base import Field, Uniform, heads_of_mamba2
-from megatron_blackmamba.interchange.native.mamba import COMMON, FIXED, OURS, same_names
+from megatron_blackmamba.interchange.native.mamba import COMMON, FIXED, OURS, RECURRENT, same_names, ssm
 from megatron_blackmamba.kinds.mamba2 import Mamba2 as Layer
+from megatron_blackmamba.kinds.mamba2 import sizes
 
 MIXER = (
     *("in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight"),
@@ -13,6 +14,13 @@ MIXER = (
 )
 NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], ["0.0", "inf"])
 """The ways in which transformers writes that time steps have no limit."""
+
+
+def ssm2(model: ModelConfig) -> dict[str, int]:
+    """Return the keys of a Mamba-2 in a GGUF file; its rank is the number of heads."""
+    inner, heads, _ = sizes(model)
+    state = {"state_size": model.mamba2.state_size, "group_count": model.mamba2.groups}
+    return ssm(model, inner_size=inner, time_step_rank=heads, **state)
 
 
 class Mamba2(Uniform):
@@ -34,10 +42,13 @@ class Mamba2(Uniform):
     renamed = {"backbone.embedding.": "backbone.embeddings."}
 
     def refused(self, model: ModelConfig) -> list[str]:
-        inner = heads_of_mamba2(model) * model.mamba2.head_dim
+        inner = sizes(model)[0]
         if inner % model.hidden_size:
             return [f"model.mamba2.heads × head_dim = {inner}: set a multiple of model.hidden_size"]
         return []
 
     def more_exported(self, model: ModelConfig) -> dict[str, Any]:
-        return {"expand": heads_of_mamba2(model) * model.mamba2.head_dim // model.hidden_size}
+        return {"expand": sizes(model)[0] // model.hidden_size}
+
+    def in_llama_cpp(self, model: ModelConfig) -> dict[str, Any]:
+        return {**RECURRENT, **ssm2(model)}

@@ -1,5 +1,8 @@
 """transformers' Mixtral."""
 
+from typing import Any
+
+from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.native.base import Field
 from megatron_blackmamba.interchange.native.llama import ATTENTION, ENDS, FIELDS, FIXED, OURS, Rotary
 from megatron_blackmamba.kinds.attention import Attention
@@ -31,3 +34,6 @@ class Mixtral(Rotary):
             "mixer.local_experts.{e}.linear_fc2.weight": f"{EXPERT}w2.weight",
         },
     }
+
+    def in_llama_cpp(self, model: ModelConfig) -> dict[str, Any]:
+        return {**super().in_llama_cpp(model), "expert_count": model.experts, "expert_used_count": model.top_k}

@@ -6,10 +6,11 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.interchange.native.base import Architecture, Field, head_dim, heads_of_mamba2, kv_heads
+from megatron_blackmamba.interchange.native.base import Architecture, Field, heads_of_mamba2
+from megatron_blackmamba.interchange.native.llama import heads
 from megatron_blackmamba.interchange.native.mamba import same_names
-from megatron_blackmamba.interchange.native.mamba2 import MIXER, NO_LIMIT
-from megatron_blackmamba.kinds.attention import Attention
+from megatron_blackmamba.interchange.native.mamba2 import MIXER, NO_LIMIT, ssm2
+from megatron_blackmamba.kinds.attention import Attention, head_dim, kv_heads
 from megatron_blackmamba.kinds.experts import Experts
 from megatron_blackmamba.kinds.mamba2 import Mamba2
 from megatron_blackmamba.kinds.mlp import MLP
@@ -145,4 +146,38 @@ class NemotronH(Architecture):
             found.append("model.top_k=1: set 2 or more")
         if model.shared_expert_hidden_size is None:
             found.append("model.shared_expert_hidden_size=null: set a size")
+        return found
+
+    def name_in_llama_cpp(self, model: ModelConfig) -> str:
+        return "nemotron_h_moe" if Experts.letter in model.pattern else "nemotron_h"
+
+    def in_llama_cpp(self, model: ModelConfig) -> dict[str, Any]:
+        hidden = {MLP.letter: model.mlp_hidden_size, Experts.letter: model.expert_hidden_size}
+        keys = {
+            **ssm2(model),
+            **heads(model),
+            "head_count_kv": [kv_heads(model) if each == Attention.letter else 0 for each in model.pattern],
+            "feed_forward_length": [hidden.get(each, 0) for each in model.pattern],
+            "layer_norm_eps": model.norm_eps,
+        }
+        if Experts.letter not in model.pattern:
+            return keys
+        return {
+            **keys,
+            "expert_count": model.experts,
+            "expert_used_count": model.top_k,
+            "expert_feed_forward_length": model.expert_hidden_size,
+            "expert_shared_feed_forward_length": model.shared_expert_hidden_size,
+            "expert_shared_count": 1,
+            "expert_group_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": model.router.scale,
+        }
+
+    def refused_by_llama_cpp(self, model: ModelConfig) -> list[str]:
+        found = []
+        if {MLP.letter, Experts.letter} <= set(model.pattern):
+            found.append(f"model.pattern={model.pattern}: use {MLP.letter} or {Experts.letter}, not both")
+        if model.mamba2.time_step_min:
+            found.append(f"model.mamba2.time_step_min={model.mamba2.time_step_min}: only 0 runs there")
         return found

@@ -1,0 +1,107 @@
+"""Train a small model of each family and take it the whole way: out, into other programs, and back.
+
+`python -m tests.interchange.native_matrix [FAMILY...]` prints the table of docs/bring-your-own-model.md. It takes the
+column of llama.cpp from the Python that LLAMA_CPP_PYTHON names, which must have llama-cpp-python.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from megatron_blackmamba.data_tools.bpe import train
+from megatron_blackmamba.inference import Decoder
+from megatron_blackmamba.inference.weights import pack
+from megatron_blackmamba.interchange import convert, native
+from megatron_blackmamba.interchange.open import open_model
+from megatron_blackmamba.tokenizer import load_tokenizer
+from tests.interchange import llama_cpp_probe
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
+RMS = ["model.final_norm=rms"]
+HEADS = ["model.attention.heads=4", "model.attention.kv_heads=2"]
+NEMOTRON_H = [
+    *("model.mamba2.head_dim=16", "model.attention.rotary=false", "model.activation=relu2", "model.gated=false"),
+    *("model.tie_embeddings=false", *HEADS, *RMS),
+]
+EXPERTS = ["model.top_k=2", "model.router.bias=false"]
+FAMILIES = {
+    "mamba": ["model.pattern=MMMM", *RMS],
+    "mamba2": ["model.pattern=SSSS", "model.mamba2.head_dim=16", "model.mamba2.groups=2", *RMS],
+    "nemotron_h": ["model.pattern=S*-S", "model.mlp_hidden_size=128", *NEMOTRON_H],
+    "nemotron_h with experts": [
+        *("model.pattern=SE*E", "model.router.kind=expert_bias", "model.shared_expert_hidden_size=96"),
+        *(*NEMOTRON_H, *EXPERTS),
+    ],
+    "llama": ["model.pattern=*-*-", "model.mlp_hidden_size=128", *HEADS, *RMS],
+    "mixtral": [
+        "model.pattern=*E*E",
+        "model.router.kind=softmax",
+        "model.router.normalize=true",
+        *HEADS,
+        *RMS,
+        *EXPERTS,
+    ],
+}
+COLUMNS = ("trained 20 steps, loss", "transformers, logits", "greedy text", "imported again", "llama.cpp, logits")
+COLUMNS += ("greedy text", "tokens")
+
+
+def row(family: str, folder: Path) -> list[str]:
+    """Return the cells of a family."""
+    command = [sys.executable, "-m", "megatron_blackmamba", "train", "tiny", f"folder={folder}", "name=run"]
+    command += ["training.steps=20", "training.evaluate_every=0", *FAMILIES[family]]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    losses = [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_bytes(train([TEXTS], 500))
+    model = open_model(folder / "run", tokenizer)
+    seen = convert.to_hf(model, folder / "out", as_native=True)
+    assert seen is not None and not list((folder / "out").glob("*.py"))
+    convert.to_checkpoint(native.read(folder / "out"), folder / "back", verify=False)
+    back = open_model(folder / "back")
+    same = sum(torch.equal(tensor, back.entries[name].load()) for name, tensor in model.tensors())
+    cells = [f"{losses[0]:.2f} → {losses[-1]:.2f}", f"{seen.largest_difference:.1e}"]
+    cells += [f"{seen.same_written}/{seen.written}", f"{same}/{len(model.entries)} tensors equal"]
+    return cells + (in_llama_cpp(folder) if llama_cpp_probe.PYTHON in os.environ else ["not run"] * 3)
+
+
+@torch.no_grad()
+def in_llama_cpp(folder: Path) -> list[str]:
+    """Return the cells of llama.cpp, which loads a GGUF file of the export."""
+    convert.to_gguf(native.read(folder / "out"), folder / "model.gguf", precision="f32")
+    tokenizer, decoder = load_tokenizer(folder / "out"), Decoder(pack(native.read(folder / "out"), torch.float32))
+    prompt = tokenizer.encode(TEXTS[0])[:64]
+    found = llama_cpp_probe.ask(folder / "model.gguf", TEXTS, prompt, 64)
+    state = decoder.start(1)
+    logits = decoder.read_all(state, torch.tensor([prompt]))
+    written = [logits[:, -1].argmax(-1)]
+    while len(written) < 64:
+        written.append(decoder.step(state, written[-1]).argmax(-1))
+    difference = (torch.tensor(found["logits"]) - logits[0]).abs().max()
+    same = sum(one == other for one, other in zip(torch.cat(written).tolist(), found["greedy"], strict=True))
+    expected = tokenizer.encode_each(TEXTS)
+    equal = sum(len(ids) for ids, other in zip(expected, found["tokens"], strict=True) if ids == other)
+    return [f"{difference:.1e}", f"{same}/64", f"{equal:,}/{sum(map(len, expected)):,}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
+    torch.set_num_threads(1)
+    print(f"| family | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
+    for family in parser.parse_args().families:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+            cells = row(family, Path(folder))
+        print(f"| {family} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
