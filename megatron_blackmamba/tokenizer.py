@@ -11,7 +11,7 @@ import random
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -51,6 +51,24 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Return the largest id plus one, including special and added tokens."""
         return max(self._reference.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray | None:
+        """Return the bytes of text that each id stands for; None unless the vocabulary spells bytes, as GPT-2's does.
+
+        Special tokens stand for none, the end-of-document token among them.
+        """
+        if "ByteLevel" not in _types_in(json.loads(self._cleaned).get("decoder")):
+            return None
+        sizes, alphabet = np.zeros(self.vocab_size, np.int64), set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        added = self._reference.get_added_tokens_decoder()
+        for token, number in self._reference.get_vocab(with_added_tokens=False).items():
+            if number not in added and not alphabet.issuperset(token):
+                return None
+            sizes[number] = len(token)  # a character for each byte
+        for number, found in added.items():
+            sizes[number] = 0 if found.special or number == self.eod_id else len(found.content.encode())
+        return sizes
 
     @cached_property
     def adds_tokens(self) -> bool:
@@ -291,6 +309,14 @@ def _configured_eos(path: Path) -> tuple[str, ...]:
 def _listing(folder: Path, most: int = 6) -> str:
     names = sorted(entry.name for entry in folder.iterdir())
     return ", ".join(names[:most] + ["..."] * (len(names) > most)) or "nothing"
+
+
+def _types_in(part: Any) -> Iterator[str]:
+    """Yield the types of a part of a tokenizer.json and of the parts in it."""
+    if isinstance(part, dict):
+        yield part.get("type", "")
+        for inner in part.get("decoders") or ():
+            yield from _types_in(inner)
 
 
 def _probe_texts(vocabulary: dict[str, int]) -> list[str]:

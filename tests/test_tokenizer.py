@@ -80,6 +80,23 @@ def test_text_round_trips_and_never_contains_eod(tokenizer, text):
     assert tokenizer.eod_id not in ids
 
 
+@settings(max_examples=60, deadline=None)
+@given(text=any_text | tricky_text)
+def test_token_bytes_add_up_to_the_text(tokenizer, text):
+    assert tokenizer.token_bytes[tokenizer.encode(text)].sum() == len(text.encode())
+    assert tokenizer.token_bytes[tokenizer.eod_id] == 0
+
+
+def test_token_bytes_count_added_text_but_no_special_token(tmp_path):
+    made = trained(special=("<|endoftext|>", "<|pad|>"))
+    made.add_tokens(["über alles"])
+    found = load_tokenizer(saved(tmp_path, made))
+    ids = found.encode("so über alles<|pad|>", special_text=True)
+    assert found.token_bytes[ids].sum() == len("so über alles".encode())
+    without = load_tokenizer(saved(tmp_path, made, lambda data: data.update(decoder={"type": "Fuse"})))
+    assert without.token_bytes is None
+
+
 def test_a_flag_makes_special_tokens_of_their_text(tokenizer):
     assert tokenizer.encode("a<|endoftext|>", special_text=True)[-1] == tokenizer.eod_id
     assert tokenizer.encode_batch(["a<|endoftext|>"], special_text=True)[0][-1] == tokenizer.eod_id

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_blackmamba.evaluation.evaluate import Options, evaluate
-from megatron_blackmamba.evaluation.table import show
+from megatron_blackmamba.evaluation.table import all_texts, show
 from megatron_blackmamba.formats.evaluations import Evaluation
 from megatron_blackmamba.progress import Progress, State
 
@@ -34,20 +34,24 @@ def run(path: Path, options: Options, as_json: bool) -> Evaluation:
 
 def summary(found: Evaluation) -> dict:
     """Return the result without the answers to single questions."""
+    whole = all_texts(found)
     return {
         "model": found.model,
         "step": found.step,
+        **({"all_texts": whole} if whole else {}),
         "tasks": {
             result.key.task: {
                 "metrics": dict(result.metrics),
                 "standard_errors": dict(result.errors),
                 "questions": result.questions,
+                **dict(result.counts),
                 "seconds": result.seconds,
                 "data": {"file": result.data_file, "sha256": result.key.data},
                 "task_version": result.key.task_version,
                 "scorer": result.key.scorer,
                 "precision": result.key.precision,
                 "encoding": result.key.encoding,
+                "max_length": result.key.max_length,
                 "limit": result.key.limit,
             }
             for result in found.results

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 
@@ -17,18 +18,18 @@ from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import find_checkpoint
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.evaluation.journal import Journal
+from megatron_blackmamba.evaluation.model import ScoredModel
 from megatron_blackmamba.evaluation.options import Options
 from megatron_blackmamba.evaluation.scoring import VERSION
 from megatron_blackmamba.evaluation.tasks import LoadedTask, does_not_fit, load_tasks, quiet
+from megatron_blackmamba.evaluation.texts import TextFile, text_files
 from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult, claim, read_evaluation
 from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange.open import existing_folder, open_model
 
-if TYPE_CHECKING:
-    from megatron_blackmamba.evaluation.harness import BlackMambaLM
-
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
+Task = LoadedTask | TextFile
 Progress = Callable[[str, int, int], None]
 """Told the task, the tokens scored and the tokens in all."""
 
@@ -59,28 +60,16 @@ def find_target(path: Path, out: Path | None = None, ema: bool = False) -> Targe
 
 def evaluate(path: Path, options: Options, progress: Progress = lambda task, done, all: None) -> Evaluation:
     """Return the scores of a model; those that an earlier call finished are read from its file."""
-    quiet()
-    from megatron_blackmamba.evaluation.harness import BlackMambaLM
-
     existing_folder(path)  # before the tasks and their data
     target = find_target(path, options.out, options.ema)
     with ExitStack() as stack:
-        tasks = load_tasks(options.tasks, options.data, options.download)  # refused before the claim leaves a trace
+        tasks = _tasks(options)  # refused before the claim leaves a trace
         renew = stack.enter_context(claim(target.run, target.step)) if target.run and target.step else lambda: None
-        lm = BlackMambaLM(
-            target.path,
-            dtype=options.dtype,
-            device=options.device,
-            tokenizer=options.tokenizer,
-            encoding=options.encoding,
-            nproc=options.nproc,
-            batch_tokens=options.batch_tokens,
-            ema=options.ema,
-        )
-        stack.callback(lm.close)
+        model = _open(target.path, options, any(isinstance(task, LoadedTask) for task in tasks))
+        stack.callback(model.close)
         identity = identify(target.path, options.tokenizer, options.ema)
         found = _read(target)
-        keys = [_key(identity, task, lm, options) for task in tasks]
+        keys = [_key(identity, task, model, options) for task in tasks]
         if any(found.find(key) is None for key in keys):
             open_model(target.path, options.tokenizer, verify=True, ema=options.ema)
         for task, key in zip(tasks, keys, strict=True):
@@ -90,10 +79,31 @@ def evaluate(path: Path, options: Options, progress: Progress = lambda task, don
                     renew()
                     progress(name, done, total)
 
-                scored = _score(task, key, lm, options.limit, target.out, told)
+                scored = _score(task, key, model, options.limit, target.out, told)
                 found = _read(target).with_result(scored)
                 found.write(target.out)
     return replace(found, results=tuple(result for key in keys if (result := found.find(key))))
+
+
+def _tasks(options: Options) -> list[Task]:
+    """Return the files of text, then the tasks of lm-eval."""
+    found: list[Task] = [*text_files(options.text, options.context)]
+    if options.tasks:
+        quiet()
+        found += load_tasks(options.tasks, options.data, options.download)
+    if not found:
+        raise EvaluationError("nothing to score: name tasks of lm-eval (--tasks) or files of text (--text)")
+    return found
+
+
+def _open(path: Path, options: Options, for_lm_eval: bool) -> ScoredModel:
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("dtype", "device", "tokenizer", "nproc", "ema")}
+    how["batch_tokens"] = options.batch_tokens
+    if not for_lm_eval:
+        return ScoredModel(path, **how)
+    from megatron_blackmamba.evaluation.harness import BlackMambaLM
+
+    return BlackMambaLM(path, encoding=options.encoding, **how)
 
 
 def identify(path: Path, tokenizer: Path | None = None, ema: bool = False) -> str:
@@ -115,40 +125,49 @@ def _read(target: Target) -> Evaluation:
     return Evaluation(str(target.path), target.step)
 
 
-def _key(identity: str, task: LoadedTask, lm: "BlackMambaLM", options: Options) -> ScoringKey:
+def _key(identity: str, task: Task, model: ScoredModel, options: Options) -> ScoringKey:
+    if not isinstance(task, LoadedTask):
+        return task.key(model, identity, str(VERSION), options.limit)
     return ScoringKey(
         model=identity,
         task=task.name,
         task_version=task.version,
         data=task.sha256,
         scorer=f"{VERSION}, lm-eval {version('lm_eval')}",
-        precision=str(lm.dtype).removeprefix("torch."),
+        precision=str(model.dtype).removeprefix("torch."),
         encoding=options.encoding.value,
         limit=options.limit,
-        max_length=lm.max_length,
+        max_length=model.max_length,
     )
 
 
 def _score(
-    task: LoadedTask,
+    task: Task,
     key: ScoringKey,
-    lm: "BlackMambaLM",
+    model: ScoredModel,
     limit: int | None,
     out: Path,
     progress: Callable[[int, int], None],
 ) -> TaskResult:
+    begun = time.perf_counter()
+    name = task.name.replace("/", "_")
+    with Journal(out.with_name(f".{out.stem}.{name}.partial"), key, progress) as journal:
+        model.watcher = journal
+        measure = partial(_of_lm_eval, task) if isinstance(task, LoadedTask) else task.measure
+        found = measure(key, model, limit)
+    return replace(found, seconds=round(time.perf_counter() - begun, 3))
+
+
+def _of_lm_eval(task: LoadedTask, key: ScoringKey, model: Any, limit: int | None) -> TaskResult:
     from lm_eval.evaluator import evaluate as run_task
 
-    begun = time.perf_counter()
-    with Journal(out.with_name(f".{out.stem}.{task.name}.partial"), key, progress) as journal:
-        lm.watcher = journal
-        # lm-eval's own standard errors are bootstrapped in forked processes; ours follow from the answers
-        try:
-            found: Any = run_task(lm, {"tasks": {task.name: task.task}}, limit=limit, bootstrap_iters=0)
-        except EvaluationError:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError, TemplateError) as error:
-            raise does_not_fit(task.name, str(task.file or task.name), error) from error
+    # lm-eval's own standard errors are bootstrapped in forked processes; ours follow from the answers
+    try:
+        found: Any = run_task(model, {"tasks": {task.name: task.task}}, limit=limit, bootstrap_iters=0)
+    except EvaluationError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, TemplateError) as error:
+        raise does_not_fit(task.name, str(task.file or task.name), error) from error
     metrics = {
         name.removesuffix(",none"): float(value)
         for name, value in found["results"][task.name].items()
@@ -166,7 +185,7 @@ def _score(
         errors={name: deviation for name in answers if (deviation := _error(metrics[name], answers[name])) is not None},
         questions=len(samples),
         answers=answers,
-        seconds=round(time.perf_counter() - begun, 3),
+        seconds=0.0,
         data_file=None if task.file is None else str(task.file),
     )
 

@@ -19,10 +19,19 @@ class Options:
     tasks: Sequence[str] = ()
     dtype: Any = None
     """A torch.dtype."""
+    text: Annotated[
+        tuple[str, ...],
+        typer.Option(metavar="FILE", help="Also score text: bits per byte of its documents; repeatable."),
+    ] = ()
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of context that --text shows a token.", show_default="as in training"),
+    ] = None
     data: Annotated[Path | None, typer.Option(help="Folder with TASK.jsonl, TASK.jsonl.gz or TASK.parquet.")] = None
     download: Annotated[bool, typer.Option("--download", help="Let lm-eval download missing data.")] = False
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of questions per task.", show_default="all")
+        int | None,
+        typer.Option(min=1, help="Maximum number of questions per task, or documents per text.", show_default="all"),
     ] = None
     encoding: Annotated[
         Encoding, typer.Option(help="Tokenize context and continuation together, or separately as in the paper.")

@@ -118,7 +118,7 @@ def score(decoder: Decoder, batch: Batch, batch_tokens: int) -> list[Score]:
         longest = max(group.shared for group in batch)
         rows = [group.items[0].tokens[: group.shared] for group in batch]
         tokens_BL = _tensor([(0,) * (longest - len(row)) + row for row in rows], decoder)
-        decoder.hidden(state, tokens_BL, _tensor([group.shared for group in batch], decoder))
+        decoder.stream(state, tokens_BL, _tensor([group.shared for group in batch], decoder))
     members = [(row, group.shared, item) for row, group in enumerate(batch) for item in group.items]
     members.sort(key=lambda member: len(member[2].tokens) - member[1], reverse=True)
     scores: list[Score] = []
@@ -127,14 +127,14 @@ def score(decoder: Decoder, batch: Batch, batch_tokens: int) -> list[Score]:
         count = max(1, batch_tokens // width)
         part, members = members[:count], members[count:]
         branched = state.rows(_tensor([row for row, _, _ in part], decoder))
-        hidden = decoder.hidden(
+        stream_BLD = decoder.stream(
             branched, _tensor([_padded(item.tokens[shared:-1], width) for _, shared, item in part], decoder)
         )
-        scores += _scores(decoder, hidden, [(shared, item) for _, shared, item in part])
+        scores += _scores(decoder, stream_BLD, [(shared, item) for _, shared, item in part])
     return scores
 
 
-def _scores(decoder: Decoder, hidden_BLD: Tensor, part: list[tuple[int, Item]]) -> list[Score]:
+def _scores(decoder: Decoder, stream_BLD: Tensor, part: list[tuple[int, Item]]) -> list[Score]:
     """Apply the head where a continuation's tokens are predicted, and add up by item."""
     places = [
         (row, at - 1 - shared, item.tokens[at])
@@ -142,12 +142,12 @@ def _scores(decoder: Decoder, hidden_BLD: Tensor, part: list[tuple[int, Item]]) 
         for at in range(item.context, len(item.tokens))
     ]
     rows_T, columns_T, targets_T = _tensor(places, decoder).view(-1, 3).unbind(1)
-    hidden_TD = hidden_BLD[rows_T, columns_T]
-    sums_B = torch.zeros(len(part), dtype=torch.float64, device=hidden_BLD.device)
-    misses_B = torch.zeros(len(part), dtype=torch.long, device=hidden_BLD.device)
+    stream_TD = stream_BLD[rows_T, columns_T]
+    sums_B = torch.zeros(len(part), dtype=torch.float64, device=stream_BLD.device)
+    misses_B = torch.zeros(len(part), dtype=torch.long, device=stream_BLD.device)
     for start in range(0, len(places), HEAD_ROWS):
         some = slice(start, start + HEAD_ROWS)
-        logits_TV = decoder.logits(hidden_TD[some])
+        logits_TV = decoder.logits_of_stream(stream_TD[some])
         chosen_T = logits_TV.gather(1, targets_T[some, None])[:, 0]
         sums_B.index_add_(0, rows_T[some], (chosen_T - logits_TV.logsumexp(-1)).double())
         misses_B.index_add_(0, rows_T[some], (logits_TV.argmax(-1) != targets_T[some]).long())

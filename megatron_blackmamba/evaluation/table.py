@@ -1,5 +1,7 @@
 """Scores for a terminal, beside the paper's own."""
 
+import math
+
 from rich.console import Console
 from rich.table import Table
 
@@ -17,11 +19,24 @@ def show(evaluation: Evaluation, console: Console) -> None:
             error = result.errors.get(metric)
             shown = "–" if error is None else f"{error:.3g}"
             table.add_row(name, metric, f"{value:.5g}", shown, f"{result.questions:,}", result.key.data[:12])
-    console.print(table)
+    for metric, value in all_texts(evaluation).items():
+        table.add_row("all texts", metric, f"{value:.5g}", "–", "–", "–", style="bold")
+    if table.rows:
+        console.print(table)
     tasks = [task for task in paper.TASKS if task in results]
     if tasks:
         console.print(_beside_the_paper(results, tasks))
         console.print(_remarks(results, tasks), style="dim", highlight=False)
+
+
+def all_texts(evaluation: Evaluation) -> dict[str, float]:
+    """Return bits per byte and nats per token of several texts together, over all of their bytes and tokens."""
+    texts = [result for result in evaluation.results if "bytes" in result.counts]
+    if len(texts) < 2:
+        return {}
+    size, tokens = (sum(result.counts[name] for result in texts) for name in ("bytes", "tokens"))
+    nats = sum(result.metrics["nats_per_token"] * result.counts["tokens"] for result in texts)
+    return {"bits_per_byte": nats / math.log(2) / size, "nats_per_token": nats / tokens}
 
 
 def _beside_the_paper(results: dict[str, TaskResult], tasks: list[str]) -> Table:

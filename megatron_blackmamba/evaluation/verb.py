@@ -15,18 +15,25 @@ from megatron_blackmamba.options import taking
 def evaluate(
     model: Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")],
     options: Options,
+    files: Annotated[list[str] | None, typer.Argument(help="More files for --text.", show_default=False)] = None,
     tasks: Annotated[
-        str, typer.Option(help="lm-eval tasks, comma-separated; paper means the paper's eight.")
-    ] = "paper",
+        str | None,
+        typer.Option(
+            help="lm-eval tasks, comma-separated; paper means the paper's eight.",
+            show_default="paper; none with --text",
+        ),
+    ] = None,
     dtype: Annotated[
         Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Score each checkpoint of a run as it appears.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Score a model on the paper's tasks or other lm-eval tasks. Finished tasks are not repeated.
+    """Score a model on the paper's tasks, other lm-eval tasks or your own text. Finished tasks are not repeated.
 
     [dim]blackmamba evaluate runs/tiny --data evaldata --limit 200[/dim]
+
+    [dim]blackmamba evaluate runs/tiny --text book.txt pages.jsonl.gz[/dim]
 
     [dim]blackmamba evaluate runs/blackmamba_1.5b --data evaldata --encoding separate --watch[/dim]
     """
@@ -37,7 +44,12 @@ def evaluate(
 
     if watch and (options.out is not None or as_json):
         raise typer.BadParameter("--watch writes RUN/evaluations/step_N.json for each checkpoint: no --out, no --json")
-    options = replace(options, tasks=names_of(tasks), dtype=torch_dtype(dtype))
+    if files and not options.text:
+        raise typer.BadParameter(
+            f"{files[0]}: a second model, or a text? Compare models with two commands; name text with --text"
+        )
+    named = names_of(tasks or "paper") if tasks or not options.text else ()
+    options = replace(options, tasks=named, text=(*options.text, *(files or ())), dtype=torch_dtype(dtype))
     if watch:
         watch_run(model, options)
     else:

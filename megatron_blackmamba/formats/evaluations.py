@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,8 @@ class TaskResult:
     """Each metric by question, in the order of the data, for paired comparisons."""
     seconds: float
     data_file: str | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Tokens and bytes of a text."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,6 @@ def headline(result: TaskResult) -> Iterator[tuple[str, float, float]]:
 
 
 def _result(content: dict[str, Any]) -> TaskResult:
-    known = {field.name for field in fields(TaskResult)}
+    known = {each.name for each in fields(TaskResult)}
     given = {name: value for name, value in content.items() if name in known}
     return TaskResult(**(given | {"key": ScoringKey(**content["key"])}))

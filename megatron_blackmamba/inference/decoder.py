@@ -88,12 +88,13 @@ class Decoder:
 
         `lengths_B` gives the number of tokens in each row; the positions to their left are padding and are ignored.
         """
-        return self.logits(self.hidden(state, tokens_BL, lengths_B)[:, -1])
+        return self.logits_of_stream(self.stream(state, tokens_BL, lengths_B)[:, -1])
 
     @torch.inference_mode()
     def read_all(self, state: State, tokens_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
         """Read tokens like `read`, and return the logits after every token, `[B, L, V]`."""
-        return self.logits(self.hidden(state, tokens_BL, lengths_B).flatten(0, 1)).unflatten(0, tokens_BL.shape)
+        stream_TD = self.stream(state, tokens_BL, lengths_B).flatten(0, 1)
+        return self.logits_of_stream(stream_TD).unflatten(0, tokens_BL.shape)
 
     @torch.inference_mode()
     def step(self, state: State, tokens_B: Tensor, choices: list[Tensor] | None = None) -> Tensor:
@@ -112,7 +113,7 @@ class Decoder:
             compiled = decoding.why_not(self.weights.embedding_VD) is None
             self._layers(state, residual_BD, Inputs(tokens_B), compiled, choices)
             state.last_B.copy_(tokens_B)
-            return self.logits(self._final_norm(residual_BD))
+            return self.logits_of_stream(residual_BD)
 
     def _layers(
         self, state: State, residual_BD: Tensor, inputs: Inputs, compiled: bool, choices: list[Tensor] | None
@@ -142,20 +143,6 @@ class Decoder:
             how.restart(memory, going_on_B)
 
     @torch.inference_mode()
-    def hidden(
-        self,
-        state: State,
-        tokens_BL: Tensor,
-        lengths_B: Tensor | None = None,
-        choices: list[Tensor] | None = None,
-    ) -> Tensor:
-        """Take in tokens as `read` does, and return what the head reads after every token, `[B, L, D]` fp32.
-
-        choices: receives the experts of each token, `[B, L, K]`, of each routed layer.
-        """
-        return self._final_norm(self.stream(state, tokens_BL, lengths_B, choices))
-
-    @torch.inference_mode()
     def stream(
         self,
         state: State,
@@ -163,7 +150,10 @@ class Decoder:
         lengths_B: Tensor | None = None,
         choices: list[Tensor] | None = None,
     ) -> Tensor:
-        """Take in tokens as `hidden` does, and return what the last norm reads."""
+        """Take in tokens as `read` does, and return what the last norm reads after every token, `[B, L, D]` fp32.
+
+        choices: receives the experts of each token, `[B, L, K]`, of each routed layer.
+        """
         weights, batch = self.weights, len(state.last_B)
         if tokens_BL.dim() != 2 or len(tokens_BL) != batch or tokens_BL.shape[1] == 0:
             raise ValueError(
@@ -207,17 +197,14 @@ class Decoder:
             return None
         return torch.cat((state.last_B[:, None], tokens_BL[:, :-1]), dim=1) == self.config.eod_reset
 
-    def _final_norm(self, residual: Tensor) -> Tensor:
-        return self.final_norm.apply(residual, self.weights.final_norm_D, self.config.norm_eps)
-
     @torch.inference_mode()
     def logits_of_stream(self, stream_TD: Tensor) -> Tensor:
-        """Apply the last norm and the head to some rows of `stream`."""
-        return self.logits(self._final_norm(stream_TD))
+        """Apply the last norm and the head to some rows of `stream`: `[T, V]` fp32."""
+        return self.logits(self.final_norm.apply(stream_TD, self.weights.final_norm_D, self.config.norm_eps))
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Apply the head to some rows of `hidden`: `[T, V]` fp32."""
+        """Apply the head to some rows behind the last norm: `[T, V]` fp32."""
         hidden_TD = hidden_TD / self.config.logits_divisor
         return capped(self.times(hidden_TD, self.weights.head_VD), self.config.logit_softcap)
 

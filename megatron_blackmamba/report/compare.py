@@ -50,6 +50,7 @@ def render(runs: Sequence[Compared]) -> str:
           for title, columns, rows in tables(runs)),
         html.section("Training loss", [_loss(runs, axis) for axis in AXES]),
         html.section("Validation loss", [_validation(runs, axis) for axis in AXES], _weights(runs)),
+        *_bits_per_byte(runs),
         html.section("Validation loss by source", _by_source(runs)),
         *_scores_over_tokens(runs),
     ]  # fmt: skip
@@ -102,6 +103,9 @@ def _results(runs: Sequence[Compared]) -> Rows:
         rows.append([f"training loss at {place}, mean of the last steps", *averaged])
         validation = [_validation_at(run, axis, end) for run in runs]
         rows.append([f"validation loss at {place}", *validation])
+        if any(run.bits_per_byte is not None for run in runs):
+            bits = [_number(run.validation_at(axis, end, bits=True)) for run in runs]
+            rows.append([f"validation, bits per byte, at {place}", *bits])
     return [
         *rows,
         ["tokens/s, median", *(short(_median(run, "speed/tokens_per_second")) for run in runs)],
@@ -164,10 +168,18 @@ def _loss(runs: Sequence[Compared], axis: str) -> str:
     return charts.lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
 
 
-def _validation(runs: Sequence[Compared], axis: str) -> str:
+def _bits_per_byte(runs: Sequence[Compared]) -> list[str]:
+    if all(run.bits_per_byte is None for run in runs):
+        return []
+    drawn = [_validation(runs, axis, bits=True) for axis in AXES]
+    words = "Validation loss as bits per byte of text, which compares models with different tokenizers."
+    return [html.section("Bits per byte", drawn, words)]
+
+
+def _validation(runs: Sequence[Compared], axis: str, bits: bool = False) -> str:
     curves = []
     for i, run in enumerate([*runs, *trunks(runs)]):
-        series, above = run.validation, i >= len(runs)
+        series, above = run.bits_per_byte if bits else run.validation, i >= len(runs)
         if series is not None:
             known = np.isfinite(series.value)
             places, name = run.along(axis, series.step[known]), f"trunk {run.name}" if above else run.name

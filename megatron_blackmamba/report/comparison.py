@@ -30,6 +30,8 @@ class Compared:
     """Of all its evaluated checkpoints, by step."""
     validation: Series | None
     """Validation loss; the mean over the sources is weighted alike in all runs."""
+    bits_per_byte: Series | None
+    """The same in bits per byte of text."""
 
     @property
     def flops_before(self) -> float:
@@ -72,19 +74,20 @@ class Compared:
 
     def validated_at(self, axis: str, place: float) -> bool:
         """Return whether a validation loss was measured at a place on an axis."""
-        where, _ = self._whole_way(axis, lambda run: run.validation)
+        where, _ = self._whole_way(axis, _validation)
         return bool(np.isclose(where, place, rtol=1e-9).any())
 
-    def validation_at(self, axis: str, place: float) -> float:
-        """Return the validation loss at a place on an axis, interpolated; NaN beyond what was measured."""
-        where, losses = self._whole_way(axis, lambda run: run.validation)
+    def validation_at(self, axis: str, place: float, bits: bool = False) -> float:
+        """Return the validation loss, or its bits per byte, at a place; interpolated; NaN beyond what was measured."""
+        where, losses = self._whole_way(axis, (lambda run: run.bits_per_byte) if bits else _validation)
         if not len(where):
             return float("nan")
         return float(np.interp(place, where, losses, left=np.nan, right=np.nan))
 
     def _whole_way(self, axis: str, series_of: Callable[["Compared"], Series | None]) -> tuple[np.ndarray, np.ndarray]:
         """Return the places and values of a series from the first step of the first trunk on."""
-        runs = [*reversed([compared(trunk, validation=trunk.validation_loss) for trunk in self.history.trunks]), self]
+        trunks = [compared(trunk, (), trunk.validation_loss, trunk.bits_per_byte) for trunk in self.history.trunks]
+        runs = [*reversed(trunks), self]
         found = [(run, series) for run in runs if (series := series_of(run)) is not None]
         if not found:
             return np.array([]), np.array([])
@@ -117,16 +120,25 @@ def read_all(paths: Sequence[Path]) -> list[Compared]:
         raise ReportError("name at least two runs to compare")
     found = []
     histories = [read_history(path) for path in paths]
-    for path, history, validation in zip(paths, histories, _weighted_alike(histories), strict=True):
+    for path, history, (validation, bits) in zip(paths, histories, _weighted_alike(histories), strict=True):
         scores = read_run(path)
-        found.append(compared(history, scores, validation))
+        found.append(compared(history, scores, validation, bits))
     return found
 
 
-def compared(history: History, scores: Sequence[Evaluation] = (), validation: Series | None = None) -> Compared:
+def _validation(run: Compared) -> Series | None:
+    return run.validation
+
+
+def compared(
+    history: History,
+    scores: Sequence[Evaluation] = (),
+    validation: Series | None = None,
+    bits_per_byte: Series | None = None,
+) -> Compared:
     config = RunConfig.model_validate(history.config)
     per_token = float(flops.training(config.model, config.data.sequence_length))
-    return Compared(history, per_token, scores[-1] if scores else None, scores, validation)
+    return Compared(history, per_token, scores[-1] if scores else None, scores, validation, bits_per_byte)
 
 
 def trunks(runs: Sequence[Compared]) -> list[Compared]:
@@ -140,7 +152,7 @@ def trunks(runs: Sequence[Compared]) -> list[Compared]:
         root = history.folder.root.resolve()
         if root not in known and (root not in longest or longest[root].steps < history.steps):
             longest[root] = history
-    return [compared(history, validation=history.validation_loss) for history in longest.values()]
+    return [compared(each, (), each.validation_loss, each.bits_per_byte) for each in longest.values()]
 
 
 def one_mixture(histories: Sequence[History]) -> bool:
@@ -162,13 +174,20 @@ def _weighing(history: History) -> tuple[Any, ...]:
     return phases, tokens, set(history.of("validation/loss/*"))
 
 
-def _weighted_alike(histories: Sequence[History]) -> list[Series | None]:
-    """Return each run's validation loss: as recorded, or by the first run's mixture of the sources that all have."""
+def _weighted_alike(histories: Sequence[History]) -> list[tuple[Series | None, Series | None]]:
+    """Return each run's validation loss and bits per byte: as recorded, or of the sources that all runs have.
+
+    These are weighted by the first run's mixture: the losses by its tokens, bits per byte as if by its bytes.
+    """
     shared, shares = shared_sources(histories), histories[0].planned
     if one_mixture(histories) or not shared:
-        return [history.validation_loss for history in histories]
-    of_sources = [history.of("validation/loss/*") for history in histories]
-    return [weighted_mean({name: one[name] for name in shared}, shares) if one else None for one in of_sources]
+        return [(history.validation_loss, history.bits_per_byte) for history in histories]
+
+    def mean(history: History, metric: str) -> Series | None:
+        found = history.of(metric)
+        return weighted_mean({name: found[name] for name in shared}, shares) if found.keys() >= {*shared} else None
+
+    return [(mean(each, "validation/loss/*"), mean(each, "validation/bits_per_byte/*")) for each in histories]
 
 
 def differences(runs: Sequence[Compared]) -> list[tuple[str, list[Any]]]:
@@ -176,7 +195,9 @@ def differences(runs: Sequence[Compared]) -> list[tuple[str, list[Any]]]:
     flat = [dict(_flat(run.history.config)) for run in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
     rows = [(key, [config.get(key) for config in flat]) for key in keys if key not in NOT_COMPARED]
-    rows.append(("tokenizer (losses of different ones do not compare)", [_tokenizer(run.history) for run in runs]))
+    rows.append(
+        ("tokenizer (of different ones compare bits per byte, not losses)", [_tokenizer(run.history) for run in runs])
+    )
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 
 

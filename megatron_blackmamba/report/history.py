@@ -106,6 +106,11 @@ class History:
         return weighted_mean(by_source, self.planned)
 
     @property
+    def bits_per_byte(self) -> "Series | None":
+        """Return the validation loss in bits per byte of text, if it was recorded."""
+        return self.scalars.get("validation/bits_per_byte")
+
+    @property
     def finished(self) -> bool:
         return self.folder.done.exists()
 

@@ -23,6 +23,7 @@ SOURCE_POINTS = 60
 """Points of the loss by source, each a mean over many steps: a batch has few samples of a source."""
 SHOWN_ELSEWHERE = {
     *("loss", "source/loss/*", "validation/loss", "validation/loss/*"),
+    *("validation/bits_per_byte", "validation/bits_per_byte/*"),
     *("experts/*/max_over_mean", "experts/*/share/*"),
 }
 
@@ -37,7 +38,7 @@ def render(history: History) -> str:
     """Return the whole page as one HTML string."""
     title = f"{history.name} · BlackMamba run"
     sections = [
-        html.section("Loss", [loss(history), *source_losses(history)]),
+        html.section("Loss", [loss(history), *source_losses(history), *bits_per_byte(history)]),
         evaluations(history),
         html.section("Mixture", [mixture(history)], _mixture_words(history)),
         html.section("Experts", [*experts(history)], BALANCE),
@@ -79,6 +80,16 @@ def source_losses(history: History) -> list[str]:
         if name in losses
     ]
     return [*drawn, charts.lines("Validation loss by source", validation)] if validation else drawn
+
+
+def bits_per_byte(history: History) -> list[str]:
+    """Return a chart of validation in bits per byte: of the mixture, and of its sources."""
+    if history.bits_per_byte is None:
+        return []
+    sources = history.of("validation/bits_per_byte/*")
+    curves = [_through("mixture", history.bits_per_byte, colour=0)]
+    curves += [_through(name, series, colour=i) for i, (name, series) in enumerate(sources.items(), 1)]
+    return [charts.lines("Validation, bits per byte", curves[: 1 if len(sources) == 1 else None])]
 
 
 def evaluations(history: History) -> str:
@@ -211,6 +222,8 @@ def _facts(history: History) -> str:
     validation = history.validation_loss
     if validation is not None:
         facts.insert(3 + bool(trunk), ("validation loss", f"{validation.value[-1]:.3f}"))
+    if history.bits_per_byte is not None:
+        facts.insert(4 + bool(trunk), ("bits per byte", f"{history.bits_per_byte.value[-1]:.3f}"))
     if not history.finished and last["step"] < total:
         seconds = (total - last["step"]) * float(last["speed/step_seconds"])
         facts.append(("to go", str(timedelta(seconds=round(seconds)))))

@@ -175,10 +175,10 @@ class Engine:
         piece = list(one.prompt[one.done : one.done + size])
         choices: list[Tensor] | None = [] if job.experts else None
         tokens_1L = torch.tensor([piece], device=self.decoder.weights.device)
-        hidden_LD = self.decoder.hidden(one.state, tokens_1L, choices=choices)[0]
+        stream_LD = self.decoder.stream(one.state, tokens_1L, choices=choices)[0]
         one.experts += [] if choices is None else experts_of([choice[0] for choice in choices])
         tell = job.echo and job.logprobs is not None
-        logits_LV = self.decoder.logits(hidden_LD if tell else hidden_LD[-1:])
+        logits_LV = self.decoder.logits_of_stream(stream_LD if tell else stream_LD[-1:])
         if tell:
             assert job.logprobs is not None
             if one.last_V is None:

@@ -21,7 +21,7 @@ from megatron_blackmamba.study.points import Evidence
 from megatron_blackmamba.study.results import collect, grouped, to_json
 from megatron_blackmamba.study.runs import Cell, Study
 
-SHOWN = ("model", "size", "validation loss", "experts balanced", "training loss", "tokens/s")
+SHOWN = ("model", "size", "validation loss", "bits per byte", "training loss", "tokens/s")
 """Columns of the table on the terminal."""
 
 

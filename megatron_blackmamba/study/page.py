@@ -14,8 +14,8 @@ from megatron_blackmamba.study.results import Group, Result, grouped, half_inter
 from megatron_blackmamba.study.runs import Study
 
 COLUMNS = (
-    "model", "size", "active parameters", "tokens", "FLOPs", "learning rate", "validation loss", "experts balanced",
-    "training loss", "tokens/s", "memory",
+    "model", "size", "active parameters", "tokens", "FLOPs", "learning rate", "validation loss", "bits per byte",
+    "experts balanced", "training loss", "tokens/s", "memory",
 )  # fmt: skip
 
 
@@ -49,6 +49,7 @@ def rows(groups: Sequence[Group]) -> list[list[str]]:
             f"{group.mean('flops'):.2e}",
             f"{group.results[0].learning_rate:g}",
             _with_interval(group, "validation"),
+            _with_interval(group, "bits_per_byte") if group.has_bits else "–",
             _with_interval(group, "balanced") if group.has_balanced else "–",
             _with_interval(group, "loss"),
             short(group.mean("tokens_per_second")),

@@ -42,6 +42,8 @@ class Result:
     """By layer: the busiest expert's tokens over the mean, at the end."""
     curve: list[tuple[int, float, float]]
     """Tokens, FLOPs and validation loss at every validation."""
+    bits_per_byte: float | None = None
+    """The validation loss as bits per byte of text; None if it was not recorded or not finite."""
 
 
 def collect(cell: Cell) -> Result:
@@ -75,6 +77,7 @@ def collect(cell: Cell) -> Result:
             for record in validated
             if record["validation/loss"] is not None
         ],
+        bits_per_byte=last_value(records, "validation/bits_per_byte"),
     )
 
 
@@ -124,6 +127,11 @@ class Group:
         """Return this group's value minus the other group's, for each seed that both have."""
         others = {result.seed: getattr(result, field) for result in other.results}
         return [getattr(result, field) - others[result.seed] for result in self.results if result.seed in others]
+
+    @property
+    def has_bits(self) -> bool:
+        """Return whether the bits per byte of every run are known."""
+        return all(result.bits_per_byte is not None for result in self.results)
 
     @property
     def has_balanced(self) -> bool:

@@ -12,6 +12,7 @@ import os
 import signal
 import warnings
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from megatron_blackmamba.training.step.progress import Progress
 from megatron_blackmamba.training.step.rerun import Attempt, run_again
 from megatron_blackmamba.training.step.schedule import Schedule, rate_change
 from megatron_blackmamba.training.step.step import Step, Update
-from megatron_blackmamba.training.step.validation import validate
+from megatron_blackmamba.training.step.validation import bytes_per_token, validate
 from megatron_blackmamba.training.watch.guard import Action, Cause, Verdict
 from megatron_blackmamba.training.watch.watch import Watch
 
@@ -282,12 +283,17 @@ class Trainer:
         self.trainable.settle()
         return validate(self.config, self.world, self.data, self.step, self.watchdog.alive, routed_as_trained)
 
+    @cached_property
+    def bytes_per_token(self) -> dict[str, float]:
+        """The bytes of text per validated token by source, for rank 0, which records them."""
+        return bytes_per_token(self.config, self.data, self.watchdog.alive) if self.world.rank == 0 else {}
+
     def validations(self) -> dict[str, dict[str, float]]:
         """Return the validation losses that are due after this step, under their names in `Taken`."""
         every = self.config.training.evaluate_every
         if not (self.data.validation and every and (self.progress.step % every == 0 or not self.steps_left)):
             return {}
-        found = {"validation": self.validate()}
+        found = {"validation": self.validate(), "bytes_per_token": self.bytes_per_token}
         if self.config.training.validate_balanced:
             found["validation_as_trained"] = self.validate(routed_as_trained=True)
         if self.trainable.ema is not None:

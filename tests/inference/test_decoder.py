@@ -136,6 +136,27 @@ def test_bf16_weights_follow_fp32_ones_closely(model):
         torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
 
 
+def test_read_norms_only_the_last_row(decoder):
+    """And gives the same logits bit for bit as the norm of all rows."""
+    tokens_BL, weights = torch.tensor([TOKENS * 20, TOKENS[::-1] * 20]), decoder.weights
+    stream_BLD = decoder.stream(decoder.start(2), tokens_BL)
+    normed_BLD = decoder.final_norm.apply(stream_BLD, weights.final_norm_D, decoder.config.norm_eps)
+    shapes, kind = [], decoder.final_norm
+
+    class Watched:
+        def apply(self, x, *more):
+            shapes.append(tuple(x.shape))
+            return kind.apply(x, *more)
+
+    try:
+        decoder.final_norm = Watched()
+        logits_BV = decoder.read(decoder.start(2), tokens_BL)
+    finally:
+        decoder.final_norm = kind
+    assert torch.equal(logits_BV, decoder.logits(normed_BLD[:, -1]))
+    assert shapes == [(2, decoder.config.hidden_size)]
+
+
 def test_decoding_keeps_no_graph(decoder):
     state = decoder.start(1)
     tokens = torch.tensor([TOKENS[:4]])

@@ -37,6 +37,7 @@ def write_run(root, steps, pattern="MEME", loss=lambda step: 5.0 - step / 100, s
             record |= {"speed/step_seconds": 36.0, "speed/tokens_per_second": 57.0, "speed/memory_bytes": 2**30}
             if step % 10 == 0:
                 record |= {f"validation/loss/{name}": loss(step) + i for i, name in enumerate(shares)}
+                record |= {f"validation/bits_per_byte/{name}": loss(step) / 2 + i for i, name in enumerate(shares)}
             file.write(json.dumps(record) + "\n")
     return root
 
@@ -95,7 +96,11 @@ def test_validation_losses_have_one_weighting(tmp_path):
     second = write_run(tmp_path / "second", 40, shares=shares, tokenizer={"name": "b", "sha256": "b" * 64})
     runs = read_all([first, second])
     assert [run.validation_at("tokens", 40 * 2048) for run in runs] == pytest.approx([4.6 + 0.25] * 2)
-    assert "weighted by the mixture of first" in render(runs)
+    bits = [run.validation_at("tokens", 40 * 2048, bits=True) for run in runs]
+    assert bits == pytest.approx([2.3 + 0.25] * 2)
+    rows = {row[0]: row[1:] for row in {title: rows for title, _, rows in tables(runs)}["Results"]}
+    assert next(cells for name, cells in rows.items() if "bits per byte, at 81.9k" in name) == ["2.5500"] * 2
+    assert "weighted by the mixture of first" in render(runs) and "<h2>Bits per byte</h2>" in render(runs)
     rows = {title: rows for title, _, rows in tables(runs)}["Configuration that differs"]
     assert [cells[1:] for cells in rows if cells[0].startswith("tokenizer")] == [["a aaaaaaaaaaaa", "b bbbbbbbbbbbb"]]
     other = write_run(tmp_path / "other", 40, shares={"poems": "1"})

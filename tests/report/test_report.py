@@ -61,6 +61,7 @@ def record(step, sources=SOURCES):
         content |= load_of(1, share) | load_of(3, share)
     if step % 50 == 0:
         content |= {f"validation/loss/{name}": 6 / step**0.2 + i for i, name in enumerate(sources)}
+        content |= {"validation/bits_per_byte": 1.5} | {f"validation/bits_per_byte/{name}": 1.5 for name in sources}
     return content
 
 
@@ -162,6 +163,7 @@ def test_runs_without_events_show_their_notes(make_run):
 @pytest.mark.parametrize("sources, drawn", [(["one"], 0), (["one", "two"], 2)])
 def test_losses_by_source_need_two_sources(make_run, sources, drawn):
     text = write_report(make_run(60, [record(step, sources) for step in range(1, 61)])).read_text()
+    assert "<dt>bits per byte</dt><dd>1.500</dd>" in text and "Validation, bits per byte</figcaption>" in text
     assert text.count("loss by source</figcaption>") + text.count("Loss by source</figcaption>") == drawn
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tokenizers
 import yaml
 
 from megatron_blackmamba.config import to_yaml
@@ -68,6 +69,12 @@ def test_branch_is_the_whole_run_with_its_schedule(tmp_path):
     assert [(point.budget, point.tokens) for point in found.points] == [(2_560, 2_560), (5_120, 5_120)]
     records = list(metrics_so_far(RunFolder(tmp_path / "runs" / "whole").metrics))
     assert found.points[1].loss == last_value(records, "validation/loss")
+    manuals = study.corpus.folder / "tokens" / "manuals" / "validation"
+    tokenizer = tokenizers.Tokenizer.from_file(str(manuals / "tokenizer.json"))
+    read = np.fromfile(next(manuals.glob("*.bin")), np.uint16)[1:257]  # the labels of one batch
+    spelled = sum(len(tokenizer.id_to_token(token)) for token in read.tolist() if token != 0)  # 0 ends documents
+    bits = records[-1]["validation/loss/manuals"] * len(read) / math.log(2)
+    assert records[-1]["validation/bits_per_byte/manuals"] == pytest.approx(bits / spelled)
     point = found.points[0]
     assert point.validation.keys() == {"code", "prose", "manuals"} and point.repeated == 0 and point.busiest >= 1
     counts = found.corpus["manuals"]["validation"]

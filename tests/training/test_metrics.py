@@ -201,6 +201,23 @@ def test_validation_loss_is_weighted_by_the_mixture():
     )
 
 
+def test_bits_per_byte_are_bits_over_bytes_of_the_mixture():
+    """In 360 samples of which 300 have 4 bytes a token, and 60 have 2."""
+    train = SimpleNamespace(schedule=Schedule([[15, 3, 2]]))
+    data = SimpleNamespace(train=train, source_names=["pile", "code", "none"])
+    taken = taken_of(data=data, progress=Progress(next_sample=400, consumed_samples=10**9))
+    taken = replace(taken, validation={"pile": 2.0, "code": 3.0}, bytes_per_token={"pile": 4.0, "code": 2.0})
+    both = metric_of("validation/bits_per_byte"), metric_of("validation/bits_per_byte/*")
+    found = both[0].scalars(taken) | both[1].scalars(taken)
+    bits = (300 * 2.0 + 60 * 3.0) / math.log(2)
+    assert found == {
+        "validation/bits_per_byte": pytest.approx(bits / (300 * 4 + 60 * 2)),
+        "validation/bits_per_byte/pile": pytest.approx(0.5 / math.log(2)),
+        "validation/bits_per_byte/code": pytest.approx(1.5 / math.log(2)),
+    }
+    assert both[0].scalars(replace(taken, bytes_per_token={})) == {}
+
+
 @pytest.mark.parametrize(
     "name, key, scalar",
     [

@@ -45,6 +45,8 @@ class Taken:
     """The same with the experts balanced as in training; empty unless training.validate_balanced asks for it."""
     validation_of_average: Mapping[str, float] = field(default_factory=dict)
     """The same of the averaged weights; empty without training.ema."""
+    bytes_per_token: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of text per validated token by source; empty unless validated with a tokenizer that tells them."""
 
     @property
     def step(self) -> int:
