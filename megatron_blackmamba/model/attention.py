@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.ops.attention import attention
+from megatron_blackmamba.ops.context import several
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -18,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 class CausalAttention(MegatronModule):
     def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: object):
         super().__init__(config)
-        self.context = pg_collection.cp
+        self.context = several(pg_collection.cp)
 
     def forward(
         self, q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, attention_mask: Tensor | None = None, **_: object

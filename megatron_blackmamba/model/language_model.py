@@ -17,6 +17,7 @@ from megatron_blackmamba.model.stack import LayerInputs, scaled
 from megatron_blackmamba.ops import head_loss
 from megatron_blackmamba.ops.arguments import require_shape
 from megatron_blackmamba.ops.attention import document_starts
+from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.cross_entropy import cross_entropy_and_log_sum, why_not
 from megatron_blackmamba.ops.softcap import capped
 from megatron_blackmamba.ops.split_loss import split_cross_entropy
@@ -228,7 +229,7 @@ class LanguageModel(LanguageModule):
             L = tokens_BS.shape[1]
             rotary = self.rotary(L, offset=context.rank() * L, packed_seq=True)
         if self.attends and reset_BS is not None and not self.config.described.attention.across_documents:
-            starts_BS = document_starts(reset_BS, context)
+            starts_BS = document_starts(reset_BS, several(context))
         return LayerInputs(tokens_BS, reset_BS, rotary, starts_BS)
 
 

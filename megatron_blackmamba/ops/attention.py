@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.context import gathered
 from megatron_blackmamba.ops.gradients import first_order
 
 BLOCK = 512
@@ -37,10 +38,11 @@ def attention(
         group: Ranks with the other parts of these sequences, in order.
         scale: Factor of the scores; None: 1 / sqrt(C).
     """
-    if group is not None and group.size() > 1:
+    first = 0
+    if group is not None:
         k_BGLC, v_BGLC = (_Joined.apply(x, group) for x in (k_BGLC, v_BGLC))
-    first = k_BGLC.shape[2] - q_BHLC.shape[2] if group is None else group.rank() * q_BHLC.shape[2]
-    if starts_BL is None and q_BHLC.shape[2] == k_BGLC.shape[2]:
+        first = group.rank() * q_BHLC.shape[2]
+    elif starts_BL is None:
         grouped = q_BHLC.shape[1] != k_BGLC.shape[1]
         return F.scaled_dot_product_attention(q_BHLC, k_BGLC, v_BGLC, is_causal=True, scale=scale, enable_gqa=grouped)
     if starts_BL is None:
@@ -59,11 +61,10 @@ def document_starts(reset_BL: Tensor, group: dist.ProcessGroup | None = None) ->
     L = reset_BL.shape[1]
     here_L = torch.arange(rank * L, (rank + 1) * L, device=reset_BL.device)
     starts_BL = torch.where(reset_BL, here_L, 0).cummax(1).values
-    if group is not None and group.size() > 1:
-        last_GB = starts_BL.new_empty(group.size(), len(starts_BL))
-        dist.all_gather(list(last_GB.unbind()), starts_BL[:, -1].contiguous(), group=group)
-        if rank:
-            starts_BL = torch.maximum(starts_BL, last_GB[:rank].amax(0)[:, None])
+    if group is not None:
+        last_GB = gathered(starts_BL[:, -1], group)
+        last_GB[rank:] = 0
+        starts_BL = torch.maximum(starts_BL, last_GB.amax(0)[:, None])
     return starts_BL
 
 
@@ -73,9 +74,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim=2)
+        return torch.cat(gathered(x, group).unbind(), dim=2)
 
     @staticmethod
     @first_order
