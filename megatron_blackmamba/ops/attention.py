@@ -1,8 +1,8 @@
 """Causal attention within documents, and over sequences that ranks share in parts.
 
 A token sees its own document's tokens up to itself. Queries are taken in blocks. A block sees the keys from the start
-of its first document on, so documents save work. No mask is larger than a block, and the backward pass builds it again.
-PyTorch's fused kernel computes each block.
+of its first document on, so documents save work. A block has fewer queries where there are many keys, so no mask grows
+with the sequence, and the backward pass builds it again. PyTorch's fused kernel computes each block.
 
 Under context parallelism all ranks gather the keys and values, whose few heads are small beside the queries' scores. A
 rank has a contiguous part of each sequence, since states pass between layers of Mamba that way. So the last rank does
@@ -20,7 +20,9 @@ from megatron_blackmamba.ops.context import gathered
 from megatron_blackmamba.ops.gradients import first_order
 
 BLOCK = 512
-"""Queries of a block."""
+"""Queries of a block, at most."""
+MASK = 2**24
+"""Entries of a mask, at most, as long as a block has several queries."""
 
 
 def attention(
@@ -79,16 +81,17 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        total = grad.contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(ctx.group.size(), dim=2)[ctx.group.rank()], None
+        parts = [part.contiguous() for part in grad.chunk(ctx.group.size(), dim=2)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts, group=ctx.group)
+        return own, None
 
 
 class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, starts, first, scale):
         ctx.save_for_backward(q, k, v, starts)
-        ctx.spans, ctx.scale = _spans(starts, first), scale
+        ctx.spans, ctx.scale = _spans(starts, first, k.shape[2]), scale
         found = []
         for begin, end, low, high in ctx.spans:
             visible = _visible(starts[:, begin:end], first + begin, low, high)
@@ -112,12 +115,13 @@ class _Blocks(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _spans(starts_BL: Tensor, first: int) -> list[tuple[int, int, int, int]]:
+def _spans(starts_BL: Tensor, first: int, keys: int) -> list[tuple[int, int, int, int]]:
     """Return the first and last query of each block, and the first and last key that it sees."""
-    L = starts_BL.shape[1]
-    begins = list(range(0, L, BLOCK))
+    B, L = starts_BL.shape
+    block = max(1, min(BLOCK, MASK // (B * keys)))
+    begins = list(range(0, L, block))
     lows = starts_BL[:, begins].amin(0).tolist()  # later tokens begin later
-    return [(b, min(b + BLOCK, L), low, first + min(b + BLOCK, L)) for b, low in zip(begins, lows, strict=True)]
+    return [(b, min(b + block, L), low, first + min(b + block, L)) for b, low in zip(begins, lows, strict=True)]
 
 
 def _visible(starts_BL: Tensor, position: int, low: int, high: int) -> Tensor:

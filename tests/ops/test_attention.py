@@ -73,3 +73,7 @@ def test_no_mask_is_larger_than_a_block(monkeypatch):
     reset[:, ::32] = True
     attention(q, k, v, document_starts(reset)).sum().backward()
     assert max(mask.shape[-2] for mask in seen) == 16 and max(mask.shape[-1] for mask in seen) == 32
+    monkeypatch.setattr(op, "MASK", 512)
+    reset[:, 1:] = False
+    attention(q, k, v, document_starts(reset)).sum().backward()
+    assert max(mask.numel() for mask in seen[-64:]) == 512
