@@ -1,7 +1,7 @@
 """Causal attention within documents, and over sequences that ranks share in parts.
 
 A token sees its own document's tokens up to itself. Queries are taken in blocks. A block sees the keys from the start
-of its first document on, so documents save work. A block has fewer queries where there are many keys, so no mask grows
+of its first document on, so documents save work. Blocks have fewer queries over many keys, so no mask grows
 with the sequence, and the backward pass builds it again. PyTorch's fused kernel computes each block.
 
 Under context parallelism all ranks gather the keys and values, whose few heads are small beside the queries' scores. A
@@ -10,6 +10,8 @@ the most: for G ranks, 2 - 1/G times the mean.
 
 Shapes: B batch, L queries, S keys, H heads, G key-value heads (or ranks of a group), C channels of a head.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,18 +27,27 @@ MASK = 2**24
 """Entries of a mask, at most, as long as a block has several queries."""
 
 
+class Documents(NamedTuple):
+    """The beginnings of the documents of a micro-batch."""
+
+    starts_BL: Tensor
+    """Position in the whole sequence of the first token of each token's document."""
+    lows: list[int]
+    """The first key that each block of queries sees."""
+
+
 def attention(
     q_BHLC: Tensor,
     k_BGLC: Tensor,
     v_BGLC: Tensor,
-    starts_BL: Tensor | None = None,
+    documents: Documents | None = None,
     group: dist.ProcessGroup | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Return what each query finds, `[B, H, L, C]`.
 
     Args:
-        starts_BL: Position in the whole sequence of each token's first visible token (`document_starts`); None: 0.
+        documents: The documents that do not see each other (`documents_of`); None: all tokens are of one.
         group: Ranks with the other parts of these sequences, in order.
         scale: Factor of the scores; None: 1 / sqrt(C).
     """
@@ -44,30 +55,32 @@ def attention(
     if group is not None:
         k_BGLC, v_BGLC = (_Joined.apply(x, group) for x in (k_BGLC, v_BGLC))
         first = group.rank() * q_BHLC.shape[2]
-    elif starts_BL is None:
+    elif documents is None:
         grouped = q_BHLC.shape[1] != k_BGLC.shape[1]
         return F.scaled_dot_product_attention(q_BHLC, k_BGLC, v_BGLC, is_causal=True, scale=scale, enable_gqa=grouped)
-    if starts_BL is None:
+    if documents is None:
         starts_BL = torch.zeros(len(q_BHLC), q_BHLC.shape[2], dtype=torch.int64, device=q_BHLC.device)
-    found: Tensor = _Blocks.apply(q_BHLC, k_BGLC, v_BGLC, starts_BL, first, scale)
+        documents = Documents(starts_BL, [0] * len(_begins(len(starts_BL), starts_BL.shape[1], k_BGLC.shape[2])))
+    found: Tensor = _Blocks.apply(q_BHLC, k_BGLC, v_BGLC, documents, first, scale)
     return found
 
 
 @torch.no_grad()
-def document_starts(reset_BL: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the position in the whole sequence of the first token of each token's document, `[B, L]`.
+def documents_of(reset_BL: Tensor, group: dist.ProcessGroup | None = None) -> Documents:
+    """Return the documents of a micro-batch, for all layers: a GPU's host waits for them here.
 
     reset_BL: True at the first token of a document, in this rank's part of each sequence if there is a group.
     """
-    rank = 0 if group is None else group.rank()
-    L = reset_BL.shape[1]
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    B, L = reset_BL.shape
     here_L = torch.arange(rank * L, (rank + 1) * L, device=reset_BL.device)
     starts_BL = torch.where(reset_BL, here_L, 0).cummax(1).values
     if group is not None:
         last_GB = gathered(starts_BL[:, -1], group)
         last_GB[rank:] = 0
         starts_BL = torch.maximum(starts_BL, last_GB.amax(0)[:, None])
-    return starts_BL
+    lows = starts_BL[:, _begins(B, L, ranks * L)].amin(0).tolist()  # later tokens begin later
+    return Documents(starts_BL, lows)
 
 
 class _Joined(torch.autograd.Function):
@@ -89,9 +102,10 @@ class _Joined(torch.autograd.Function):
 
 class _Blocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, starts, first, scale):
+    def forward(ctx, q, k, v, documents, first, scale):
+        starts, lows = documents
         ctx.save_for_backward(q, k, v, starts)
-        ctx.spans, ctx.scale = _spans(starts, first, k.shape[2]), scale
+        ctx.spans, ctx.scale = _spans(lows, first, *starts.shape, k.shape[2]), scale
         found = []
         for begin, end, low, high in ctx.spans:
             visible = _visible(starts[:, begin:end], first + begin, low, high)
@@ -115,13 +129,16 @@ class _Blocks(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _spans(starts_BL: Tensor, first: int, keys: int) -> list[tuple[int, int, int, int]]:
+def _begins(B: int, L: int, keys: int) -> list[int]:
+    """Return the first query of each block."""
+    return list(range(0, L, max(1, min(BLOCK, MASK // (B * keys)))))
+
+
+def _spans(lows: list[int], first: int, B: int, L: int, keys: int) -> list[tuple[int, int, int, int]]:
     """Return the first and last query of each block, and the first and last key that it sees."""
-    B, L = starts_BL.shape
-    block = max(1, min(BLOCK, MASK // (B * keys)))
-    begins = list(range(0, L, block))
-    lows = starts_BL[:, begins].amin(0).tolist()  # later tokens begin later
-    return [(b, min(b + block, L), low, first + min(b + block, L)) for b, low in zip(begins, lows, strict=True)]
+    begins = _begins(B, L, keys)
+    ends = [*begins[1:], L]
+    return [(begin, end, low, first + end) for begin, end, low in zip(begins, ends, lows, strict=True)]
 
 
 def _visible(starts_BL: Tensor, position: int, low: int, high: int) -> Tensor:

@@ -203,7 +203,7 @@ def _show_placed(plan: Plan, placed: Placed, console: Console) -> None:
     if placed.lengths:
         console.print(_lengths(placed))
         for length in placed.lengths:
-            console.print(length.said, highlight=False)
+            console.print(length.said, highlight=False, soft_wrap=True)  # to be copied
 
 
 def _lengths(placed: Placed) -> Table:
