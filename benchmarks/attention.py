@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import _common
-from megatron_blackmamba.ops.attention import attention, document_starts
+from megatron_blackmamba.ops.attention import Documents, attention, documents_of
 
 ACROSS, WITHIN = "across documents", "within documents"
 
@@ -32,12 +32,12 @@ def main() -> None:
             torch.randn(1, heads, length, options.channels, generator=random).to(options.device).requires_grad_()
             for heads in (options.heads, options.kv_heads, options.kv_heads)
         )
-        starts = document_starts(resets(length, options.mean, random).to(options.device))
-        calls = {ACROSS: partial(both, q, k, v, None), WITHIN: partial(both, q, k, v, starts)}
+        documents = documents_of(resets(length, options.mean, random).to(options.device))
+        calls = {ACROSS: partial(both, q, k, v, None), WITHIN: partial(both, q, k, v, documents)}
         seconds = _common.interleaved(calls, repeats=options.repeats, device=options.device)
         across, within = (_common.median(seconds[name]) for name in (ACROSS, WITHIN))
-        documents = len(starts.unique())
-        row = {"tokens": length, "documents": documents, f"{ACROSS}, ms": 1e3 * across, f"{WITHIN}, ms": 1e3 * within}
+        number = len(documents.starts_BL.unique())
+        row = {"tokens": length, "documents": number, f"{ACROSS}, ms": 1e3 * across, f"{WITHIN}, ms": 1e3 * within}
         rows.append(row | {"times": within / across})
     shape = f"H={options.heads} G={options.kv_heads} C={options.channels} float32"
     _common.show({"machine": _common.machine(), "tables": {f"forward + backward, {shape}": rows}}, options.json)
@@ -53,8 +53,8 @@ def resets(length: int, mean: int, random: torch.Generator) -> Tensor:
     return found
 
 
-def both(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> None:
-    torch.autograd.grad(attention(q, k, v, starts).square().sum(), (q, k, v))
+def both(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> None:
+    torch.autograd.grad(attention(q, k, v, documents).square().sum(), (q, k, v))
 
 
 if __name__ == "__main__":

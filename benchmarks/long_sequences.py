@@ -3,9 +3,9 @@
     python -m benchmarks.long_sequences [CONFIG] [a.b=c ...] [--lengths 16384 65536 262144] [--contexts 1 2] [--json]
 
 For each length and each `parallel.context`, that many processes take one step on one sequence of random tokens, after a
-step that warms up. Memory is what the second step adds to a rank at its peak, the most of all ranks. Time is by the
-wall. Each process computes with one thread, so one that is alone leaves the other cores idle. Without a configuration:
-a tiny width. Linux only: it reads /proc.
+step on a short one that warms up. Memory is what the second step adds to a rank at its peak, the most of all ranks.
+Time is by the wall. Each process computes with one thread, so one that is alone leaves the other cores idle. Without a
+configuration: a tiny width. Linux only: it reads /proc.
 """
 
 import ctypes
@@ -25,6 +25,8 @@ from megatron_blackmamba.runtime.ports import free_port
 TINY = ("model.hidden_size=32", "model.expert_hidden_size=64", "model.vocab_size=128", "model.experts=4")
 RUN = ("training.global_batch=1", "training.micro_batch=1", "training.precision=fp32", "training.overlap=false")
 MIB = 2**20
+SHORT = 4096
+"""Tokens that warm up."""
 
 
 def main() -> None:
@@ -94,12 +96,11 @@ def _rank(words: list[str], place: dict[str, str], answer: Connection) -> None:
     memory.keep_freed_memory = lambda: None  # or the peak of the first step would stay
     world.keep_freed_memory = lambda: None  # type: ignore[attr-defined]
     config = _load(words)
-    us = world.start(config.parallel)
+    us, length = world.start(config.parallel), config.data.sequence_length
     trainable = make_trainable(config, model.build(config, us), us)
     step = Step(config, us, trainable, sources=1)
-    batch = _batch(config, us.context_rank)
     measured: dict[str, Any] = {}
-    for _ in range(2):
+    for batch in (_batch(config, us.context_rank, min(SHORT, length)), _batch(config, us.context_rank, length)):
         before = _reset_peak()
         wall, cpu = time.perf_counter(), time.process_time()
         measured["loss"] = step.gradients(iter([batch])).loss
@@ -110,11 +111,14 @@ def _rank(words: list[str], place: dict[str, str], answer: Connection) -> None:
     world.shutdown()
 
 
-def _batch(config: RunConfig, part: int) -> dict[str, torch.Tensor]:
-    length, context = config.data.sequence_length, config.parallel.context
+def _batch(config: RunConfig, part: int, length: int) -> dict[str, torch.Tensor]:
+    context = config.parallel.context
     text = torch.randint(config.model.vocab_size, (1, length + 1), generator=torch.Generator().manual_seed(length))
-    here = slice(part * length // context, (part + 1) * length // context)
+    first = part * length // context
+    here = slice(first, (part + 1) * length // context)
+    before = {"before": text[:, first - 1] if part else torch.full((1,), -1)} if context > 1 else {}
     return {
+        **before,
         "tokens": text[:, :-1][:, here].contiguous(),
         "labels": text[:, 1:][:, here].contiguous(),
         "loss_mask": torch.ones(1, length // context),

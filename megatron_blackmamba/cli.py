@@ -129,6 +129,9 @@ def plan(
     mfu: Annotated[str | None, typer.Option(help="Model FLOPs utilisation, or a run that measured it.")] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank the layouts that fit these nodes.")] = False,
     scaling: Annotated[bool, typer.Option("--scaling", help="Add weak and strong scaling over nodes.")] = False,
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="Propose a layout for sequences of this many tokens; repeatable.")
+    ] = None,
     failures: Annotated[float, typer.Option(min=0.001, help="Failures per node and month.")] = FAILURES,
     restart: Annotated[float, typer.Option(min=0, help="Minutes from a failure to the next step.")] = RESTART_MINUTES,
     check: Annotated[
@@ -141,6 +144,8 @@ def plan(
     [dim]blackmamba plan blackmamba_1.5b --nodes 7[/dim]
 
     [dim]blackmamba plan blackmamba_2.8b --nodes 8 --gpu h200 --suggest[/dim]
+
+    [dim]blackmamba plan blackmamba_1.5b --nodes 1 --length 262144[/dim]
     """
     import json
 
@@ -150,14 +155,16 @@ def plan(
     from megatron_blackmamba.plan import estimate, gpus, measured, table
     from megatron_blackmamba.runtime.layout import LayoutError
 
-    if nodes is None and (check or suggest or scaling or mfu is not None):
-        raise typer.BadParameter("--check, --suggest, --scaling and --mfu need --nodes N")
+    if nodes is None and (check or suggest or scaling or length or mfu is not None):
+        raise typer.BadParameter("--check, --suggest, --scaling, --length and --mfu need --nodes N")
     used = None if mfu is None else measured.mfu(mfu)
     known = gpus.find(gpu)
     asked = (
         None
         if nodes is None
-        else estimate.Asked(nodes, gpus_per_node, known, used, suggest, scaling, failures, restart, gpu)
+        else estimate.Asked(
+            nodes, gpus_per_node, known, used, suggest, scaling, tuple(length or ()), failures, restart, gpu
+        )
     )
     run, begins = compose(configs), None
     with working("planning"):

@@ -9,7 +9,8 @@ Shapes: S sequence, B batch, H heads of this rank, G key-value heads of this ran
 from torch import Tensor
 
 from megatron_blackmamba.model.config import MegatronConfig
-from megatron_blackmamba.ops.attention import attention
+from megatron_blackmamba.ops.attention import Documents, attention
+from megatron_blackmamba.ops.context import several
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -18,12 +19,12 @@ from megatron.core.transformer.module import MegatronModule
 class CausalAttention(MegatronModule):
     def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: object):
         super().__init__(config)
-        self.context = pg_collection.cp
+        self.context = several(pg_collection.cp)
 
     def forward(
-        self, q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, attention_mask: Tensor | None = None, **_: object
+        self, q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, attention_mask: Documents | None = None, **_: object
     ) -> Tensor:
-        """Attend; in the place of a mask megatron-core hands on each token's first visible one (`LayerInputs`)."""
+        """Attend; in the place of a mask megatron-core hands on where documents begin (`LayerInputs`)."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHC, k_SBGC, v_SBGC))
         scale = self.config.described.attention_scale
         return attention(q, k, v, attention_mask, self.context, scale).permute(2, 0, 1, 3).flatten(2)

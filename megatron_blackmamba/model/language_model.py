@@ -16,7 +16,8 @@ from megatron_blackmamba.model.mtp import ExtraDepth
 from megatron_blackmamba.model.stack import LayerInputs, scaled
 from megatron_blackmamba.ops import head_loss
 from megatron_blackmamba.ops.arguments import require_shape
-from megatron_blackmamba.ops.attention import document_starts
+from megatron_blackmamba.ops.attention import documents_of
+from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.cross_entropy import cross_entropy_and_log_sum, why_not
 from megatron_blackmamba.ops.softcap import capped
 from megatron_blackmamba.ops.split_loss import split_cross_entropy
@@ -223,13 +224,13 @@ class LanguageModel(LanguageModule):
             reset_BS[:, 1:] = tokens_BS[:, :-1] == eod
             if before_B is not None:
                 reset_BS[:, 0] = before_B == eod
-        rotary, starts_BS, context = None, None, self.pg_collection.cp
+        rotary, documents, context = None, None, self.pg_collection.cp
         if self.rotary is not None:  # parts of a sequence are contiguous: those of megatron-core's "packed" sequences
             L = tokens_BS.shape[1]
             rotary = self.rotary(L, offset=context.rank() * L, packed_seq=True)
         if self.attends and reset_BS is not None and not self.config.described.attention.across_documents:
-            starts_BS = document_starts(reset_BS, context)
-        return LayerInputs(tokens_BS, reset_BS, rotary, starts_BS)
+            documents = documents_of(reset_BS, several(context))
+        return LayerInputs(tokens_BS, reset_BS, rotary, documents)
 
 
 def _without_nothing(_: Any, state: dict[str, Any], *__: Any) -> None:

@@ -31,6 +31,7 @@ from megatron_blackmamba.model.sharding import empty, replicated, sharded, shard
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
 from megatron_blackmamba.ops.causal_conv1d.halves import Halves, convolve_first_half
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
+from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.selective_scan import selective_scan
 from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
 
@@ -67,7 +68,7 @@ class Convolution(Channels):
     def forward(self, x_BSI: Tensor, reset_BS: Tensor | None, context: ProcessGroup | None = None) -> Tensor:
         """Convolve; `context` is the group of ranks with the other parts of these sequences."""
         convolve: Any = causal_conv1d
-        if context is not None and context.size() > 1:
+        if context is not None:
             convolve = partial(causal_conv1d_part, group=context)
         y_BSI: Tensor = convolve(x_BSI, self.weight.squeeze(1), self.bias, reset_BL=reset_BS)
         return y_BSI
@@ -78,7 +79,7 @@ class ConvolutionOfRows(Channels):
 
     def forward(self, xz_BSJ: Tensor, reset_BS: Tensor | None, context: ProcessGroup | None = None) -> Halves:
         weight_IK = self.weight.squeeze(1)
-        if context is None or context.size() == 1:
+        if context is None:
             return convolve_first_half(xz_BSJ, weight_IK, self.bias, reset_BL=reset_BS)
         x_BSI, z_BSI = xz_BSJ.chunk(2, dim=-1)
         y_BSI = causal_conv1d_part(x_BSI, weight_IK, self.bias, group=context, reset_BL=reset_BS)
@@ -104,7 +105,7 @@ class MambaMixer(MegatronModule):
         super().__init__(config)
         model = config.described
         self.tp_group = pg_collection.tp
-        self.context = pg_collection.cp
+        self.context = several(pg_collection.cp)
         self.state_size = model.state_size
         self.dt_rank = model.dt_rank_or_default
         self.backend = config.kernels.scan
@@ -147,7 +148,7 @@ class MambaMixer(MegatronModule):
         scan: Any = selective_scan
         if halves.gradient is not None:
             scan = partial(selective_scan, z_gradient=halves.gradient.of_second_half)
-        if self.context.size() > 1:
+        if self.context is not None:
             scan = partial(selective_scan_part, group=self.context)
         y_BSI = scan(
             halves.x_again_BLI,

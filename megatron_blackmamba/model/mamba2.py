@@ -27,6 +27,7 @@ from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.mamba import Convolution
 from megatron_blackmamba.model.sharding import empty, sharded, sharded_by_parts, sharded_mixer, without_decay
+from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm
 from megatron_blackmamba.ops.ssd import ssd
 from megatron_blackmamba.ops.ssd.part import ssd_part
@@ -80,7 +81,7 @@ class Mamba2Mixer(MegatronModule):
         super().__init__(config)
         model = config.described
         self.tp_group = pg_collection.tp
-        self.context = pg_collection.cp
+        self.context = several(pg_collection.cp)
         self.backend = config.kernels.ssd
         ranks = self.tp_group.size()
         inner, heads, _ = sizes(model)
@@ -116,7 +117,7 @@ class Mamba2Mixer(MegatronModule):
         x_BSI, B_BS, C_BS = self.conv1d(xBC_BSQ, reset_BS, self.context).split(self.convolved, dim=-1)
         if self.norms:
             B_BS, C_BS = (getattr(self, name)(part) for name, part in zip(self.norms, (B_BS, C_BS), strict=True))
-        scan: Any = partial(ssd_part, group=self.context) if self.context.size() > 1 else ssd
+        scan: Any = ssd if self.context is None else partial(ssd_part, group=self.context)
         y_BSHP = scan(
             x_BSI.unflatten(2, (self.heads, -1)),
             bounded(dt_BSH, self.dt_bias, self.time_step_min),

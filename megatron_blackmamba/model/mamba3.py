@@ -29,6 +29,7 @@ from megatron_blackmamba.model.sharding import (
     sharded_mixer,
     without_decay,
 )
+from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.mamba3 import Rates, mamba3
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -71,7 +72,7 @@ class Mamba3Mixer(MegatronModule):
         super().__init__(config)
         model = config.described
         self.tp_group = pg_collection.tp
-        self.context = pg_collection.cp
+        self.context = several(pg_collection.cp)
         ranks = self.tp_group.size()
         self.rows = [size // ranks for size in rows(model)]
         self.groups, self.floor = model.mamba3.groups // ranks, model.mamba3.a_floor

@@ -15,6 +15,7 @@ from megatron_blackmamba import routers
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.model.stack import LayerInputs
+from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.fp32_linear import applies, fp32_linear, fp32_linear_and_input
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.routers import Routed, Tokens, largest
@@ -118,7 +119,7 @@ class KindRouter(_Counted):
         super().__init__(config, pg_collection)
         self._complete(config)
         groups = {"rank": None, "tensor": pg_collection.tp_cp, "data": pg_collection.tp_dp_cp}
-        self.groups = {scope: group if group and group.size() > 1 else None for scope, group in groups.items()}
+        self.groups = {scope: several(group) for scope, group in groups.items()}
         self.seen_distinct = False
         if not self.kind.every_token_gets_k:
             self.register_buffer("unrouted", self._counts(2), persistent=False)

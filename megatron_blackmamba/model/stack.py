@@ -17,6 +17,7 @@ from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.kinds import kind_of
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import sharded_modules
+from megatron_blackmamba.ops.attention import Documents
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,8 +33,8 @@ class LayerInputs:
     """Token ids of whole sequences, or of this rank's parts of them under `parallel.context`."""
     reset_BS: Tensor | None = None
     rotary: Tensor | None = None
-    starts_BS: Tensor | None = None
-    """Position of each token's first visible one, where attention stays within documents."""
+    documents: Documents | None = None
+    """Where attention stays within documents."""
 
 
 @dataclass
@@ -109,7 +110,7 @@ class ExpertsBlock(Block):
 
 class AttentionBlock(Block):
     def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        return self.mixer(hidden_SBD, attention_mask=inputs.starts_BS, rotary_pos_emb=inputs.rotary)[0]
+        return self.mixer(hidden_SBD, attention_mask=inputs.documents, rotary_pos_emb=inputs.rotary)[0]
 
 
 class MLPBlock(Block):

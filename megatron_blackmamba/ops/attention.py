@@ -1,8 +1,8 @@
 """Causal attention within documents, and over sequences that ranks share in parts.
 
 A token sees its own document's tokens up to itself. Queries are taken in blocks. A block sees the keys from the start
-of its first document on, so documents save work. No mask is larger than a block, and the backward pass builds it again.
-PyTorch's fused kernel computes each block.
+of its first document on, so documents save work. Blocks have fewer queries over many keys, so no mask grows
+with the sequence, and the backward pass builds it again. PyTorch's fused kernel computes each block.
 
 Under context parallelism all ranks gather the keys and values, whose few heads are small beside the queries' scores. A
 rank has a contiguous part of each sequence, since states pass between layers of Mamba that way. So the last rank does
@@ -11,60 +11,76 @@ the most: for G ranks, 2 - 1/G times the mean.
 Shapes: B batch, L queries, S keys, H heads, G key-value heads (or ranks of a group), C channels of a head.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops.context import gathered
 from megatron_blackmamba.ops.gradients import first_order
 
 BLOCK = 512
-"""Queries of a block."""
+"""Queries of a block, at most."""
+MASK = 2**24
+"""Entries of a mask, at most, as long as a block has several queries."""
+
+
+class Documents(NamedTuple):
+    """The beginnings of the documents of a micro-batch."""
+
+    starts_BL: Tensor
+    """Position in the whole sequence of the first token of each token's document."""
+    lows: list[int]
+    """The first key that each block of queries sees."""
 
 
 def attention(
     q_BHLC: Tensor,
     k_BGLC: Tensor,
     v_BGLC: Tensor,
-    starts_BL: Tensor | None = None,
+    documents: Documents | None = None,
     group: dist.ProcessGroup | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Return what each query finds, `[B, H, L, C]`.
 
     Args:
-        starts_BL: Position in the whole sequence of each token's first visible token (`document_starts`); None: 0.
+        documents: The documents that do not see each other (`documents_of`); None: all tokens are of one.
         group: Ranks with the other parts of these sequences, in order.
         scale: Factor of the scores; None: 1 / sqrt(C).
     """
-    if group is not None and group.size() > 1:
+    first = 0
+    if group is not None:
         k_BGLC, v_BGLC = (_Joined.apply(x, group) for x in (k_BGLC, v_BGLC))
-    first = k_BGLC.shape[2] - q_BHLC.shape[2] if group is None else group.rank() * q_BHLC.shape[2]
-    if starts_BL is None and q_BHLC.shape[2] == k_BGLC.shape[2]:
+        first = group.rank() * q_BHLC.shape[2]
+    elif documents is None:
         grouped = q_BHLC.shape[1] != k_BGLC.shape[1]
         return F.scaled_dot_product_attention(q_BHLC, k_BGLC, v_BGLC, is_causal=True, scale=scale, enable_gqa=grouped)
-    if starts_BL is None:
+    if documents is None:
         starts_BL = torch.zeros(len(q_BHLC), q_BHLC.shape[2], dtype=torch.int64, device=q_BHLC.device)
-    found: Tensor = _Blocks.apply(q_BHLC, k_BGLC, v_BGLC, starts_BL, first, scale)
+        documents = Documents(starts_BL, [0] * len(_begins(len(starts_BL), starts_BL.shape[1], k_BGLC.shape[2])))
+    found: Tensor = _Blocks.apply(q_BHLC, k_BGLC, v_BGLC, documents, first, scale)
     return found
 
 
 @torch.no_grad()
-def document_starts(reset_BL: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the position in the whole sequence of the first token of each token's document, `[B, L]`.
+def documents_of(reset_BL: Tensor, group: dist.ProcessGroup | None = None) -> Documents:
+    """Return the documents of a micro-batch, for all layers: a GPU's host waits for them here.
 
     reset_BL: True at the first token of a document, in this rank's part of each sequence if there is a group.
     """
-    rank = 0 if group is None else group.rank()
-    L = reset_BL.shape[1]
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    B, L = reset_BL.shape
     here_L = torch.arange(rank * L, (rank + 1) * L, device=reset_BL.device)
     starts_BL = torch.where(reset_BL, here_L, 0).cummax(1).values
-    if group is not None and group.size() > 1:
-        last_GB = starts_BL.new_empty(group.size(), len(starts_BL))
-        dist.all_gather(list(last_GB.unbind()), starts_BL[:, -1].contiguous(), group=group)
-        if rank:
-            starts_BL = torch.maximum(starts_BL, last_GB[:rank].amax(0)[:, None])
-    return starts_BL
+    if group is not None:
+        last_GB = gathered(starts_BL[:, -1], group)
+        last_GB[rank:] = 0
+        starts_BL = torch.maximum(starts_BL, last_GB.amax(0)[:, None])
+    lows = starts_BL[:, _begins(B, L, ranks * L)].amin(0).tolist()  # later tokens begin later
+    return Documents(starts_BL, lows)
 
 
 class _Joined(torch.autograd.Function):
@@ -73,23 +89,23 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim=2)
+        return torch.cat(gathered(x, group).unbind(), dim=2)
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        total = grad.contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(ctx.group.size(), dim=2)[ctx.group.rank()], None
+        parts = [part.contiguous() for part in grad.chunk(ctx.group.size(), dim=2)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts, group=ctx.group)
+        return own, None
 
 
 class _Blocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, starts, first, scale):
+    def forward(ctx, q, k, v, documents, first, scale):
+        starts, lows = documents
         ctx.save_for_backward(q, k, v, starts)
-        ctx.spans, ctx.scale = _spans(starts, first), scale
+        ctx.spans, ctx.scale = _spans(lows, first, *starts.shape, k.shape[2]), scale
         found = []
         for begin, end, low, high in ctx.spans:
             visible = _visible(starts[:, begin:end], first + begin, low, high)
@@ -113,12 +129,16 @@ class _Blocks(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _spans(starts_BL: Tensor, first: int) -> list[tuple[int, int, int, int]]:
+def _begins(B: int, L: int, keys: int) -> list[int]:
+    """Return the first query of each block."""
+    return list(range(0, L, max(1, min(BLOCK, MASK // (B * keys)))))
+
+
+def _spans(lows: list[int], first: int, B: int, L: int, keys: int) -> list[tuple[int, int, int, int]]:
     """Return the first and last query of each block, and the first and last key that it sees."""
-    L = starts_BL.shape[1]
-    begins = list(range(0, L, BLOCK))
-    lows = starts_BL[:, begins].amin(0).tolist()  # later tokens begin later
-    return [(b, min(b + BLOCK, L), low, first + min(b + BLOCK, L)) for b, low in zip(begins, lows, strict=True)]
+    begins = _begins(B, L, keys)
+    ends = [*begins[1:], L]
+    return [(begin, end, low, first + end) for begin, end, low in zip(begins, ends, lows, strict=True)]
 
 
 def _visible(starts_BL: Tensor, position: int, low: int, high: int) -> Tensor:

@@ -35,7 +35,7 @@ class Chain:
 
     def start(self, decay: Tensor, added: Tensor) -> Tensor:
         """Give what this part makes of its start, and return its start."""
-        self.decays_G, added_G = _gathered(decay, self.group), _gathered(added, self.group)
+        self.decays_G, added_G = gathered(decay, self.group), gathered(added, self.group)
         start = torch.zeros_like(added)
         for rank in range(self.group.rank()):
             start = self.decays_G[rank] * start + added_G[rank]
@@ -43,7 +43,7 @@ class Chain:
 
     def grad_end(self, grad_start: Tensor, sequences: slice = slice(None)) -> Tensor:
         """Give the gradient of the start by this part's outputs alone. Return that of the end by the later parts."""
-        grads_G = _gathered(grad_start, self.group)
+        grads_G = gathered(grad_start, self.group)
         grad_end = torch.zeros_like(grad_start)
         for rank in range(self.group.size() - 1, self.group.rank(), -1):
             grad_end = grads_G[rank] + self.decays_G[rank][sequences] * grad_end
@@ -52,8 +52,8 @@ class Chain:
 
 def from_neighbour(x: Tensor, group: dist.ProcessGroup, distance: int) -> Tensor:
     """Return `x` of the rank `distance` parts ahead (behind if negative), or zeros outside the sequence."""
-    gathered_G, rank = _gathered(x, group), group.rank() + distance
-    return gathered_G[rank].clone() if 0 <= rank < group.size() else torch.zeros_like(gathered_G[0])
+    x_G, rank = gathered(x, group), group.rank() + distance
+    return x_G[rank].clone() if 0 <= rank < group.size() else torch.zeros_like(x)
 
 
 def scan_part(
@@ -108,7 +108,13 @@ class _ScanPart(torch.autograd.Function):
         return None, None, None, None, *grads
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a group that cuts something, or None: a group of one rank does not."""
+    return group if group is not None and group.size() > 1 else None
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return `x` of all ranks, `[G, ...]`."""
     gathered_G = x.new_empty(group.size(), *x.shape)
     dist.all_gather(list(gathered_G.unbind()), x.contiguous(), group=group)
     return gathered_G
@@ -138,7 +144,7 @@ def sum_before(x: Tensor, ended_B: Tensor, group: dist.ProcessGroup) -> Tensor:
     ended_B: True where a document begins in this part; then later parts get nothing from the ones before it.
     """
     reached_GB = torch.ones(group.size(), len(x), dtype=x.dtype, device=x.device)
-    ended_GB = _gathered(ended_B, group)
+    ended_GB = gathered(ended_B, group)
     for part in range(group.rank() - 2, -1, -1):
         reached_GB[part] = reached_GB[part + 1] * ~ended_GB[part + 1]
     onward_GB = torch.ones_like(reached_GB)
@@ -152,13 +158,13 @@ class _SumBefore(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, reached_GB, onward_GB, group):
         ctx.onward_GB, ctx.group = onward_GB, group
-        return _weighted(_gathered(x, group), reached_GB, slice(0, group.rank()))
+        return _weighted(gathered(x, group), reached_GB, slice(0, group.rank()))
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
         later = slice(ctx.group.rank() + 1, None)
-        return _weighted(_gathered(grad, ctx.group), ctx.onward_GB, later), None, None, None
+        return _weighted(gathered(grad, ctx.group), ctx.onward_GB, later), None, None, None
 
 
 def _weighted(x_GB: Tensor, weights_GB: Tensor, parts: slice) -> Tensor:

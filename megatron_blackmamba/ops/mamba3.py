@@ -84,7 +84,7 @@ def mamba3(
     angle_BLHS = document_sums(turns, reset_BL)
     start_BHS = None if memory is None else memory.angle_BHS.to(turns.dtype)
     first = torch.zeros_like(before_BLH[:, 0])
-    if group is not None and group.size() > 1:
+    if group is not None:
         first = from_next(before_BLH[:, 0], group)
         ended_B = torch.zeros(B, dtype=torch.bool, device=x_BLHP.device) if reset_BL is None else reset_BL.any(1)
         start_BHS = sum_before(angle_BLHS[:, -1], ended_B, group)
@@ -97,7 +97,7 @@ def mamba3(
         x_BLHP, rates.steps, rates.own, next_BLH, angle_BLHS, B_BLGN, C_BLGN, B_bias_HN, C_bias_HN, D_H,
         None if memory is None else _start(memory, before_BLH[:, 0]), reset_BL,
     )  # fmt: skip
-    if group is not None and group.size() > 1:
+    if group is not None:
         return scan_cut(scan, inputs, group), None
     y_BLHP, state_BHPN = scan(inputs)
     if memory is None:

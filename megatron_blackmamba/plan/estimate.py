@@ -11,6 +11,7 @@ from megatron_blackmamba.plan.advice import advice
 from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES, Goodput, goodput
 from megatron_blackmamba.plan.gpus import Gpu
 from megatron_blackmamba.plan.layouts import Candidate, Cluster
+from megatron_blackmamba.plan.lengths import Length, for_lengths
 from megatron_blackmamba.plan.memory import Memory
 from megatron_blackmamba.plan.parameters import Parameters
 from megatron_blackmamba.plan.stages import Beginning, Stage, stages_of, timed, with_batch
@@ -44,6 +45,8 @@ class Asked:
     """As measured; None: the time at best is calculated."""
     suggest: bool = False
     scaling: bool = False
+    lengths: tuple[int, ...] = ()
+    """Lengths of sequences to propose layouts for."""
     failures: float = FAILURES
     restart_minutes: float = RESTART_MINUTES
     gpu_option: str = "h100"
@@ -87,6 +90,7 @@ class Placed:
     suggestions: tuple[Candidate, ...] = ()
     strong_scaling: tuple[scaling.Row, ...] = ()
     weak_scaling: tuple[scaling.Row, ...] = ()
+    lengths: tuple[Length, ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -155,6 +159,7 @@ def _place(config: RunConfig, asked: Asked, stages: tuple[Stage, ...]) -> Placed
     if asked.suggest:
         found = [*layouts.suggest(config, cluster), *layouts.with_near_batches(config, cluster)]
         common["suggestions"] = tuple(sorted(found, key=lambda each: -each.tokens_per_second(config)))
+    common["lengths"] = tuple(for_lengths(config, cluster, asked.lengths))
     if refused:
         return Placed(**common)
     full, rank = memory.fullest(config, world_size)
@@ -293,6 +298,7 @@ def _placed_as_json(placed: Placed, config: RunConfig) -> dict[str, Any]:
             "routing": layout.routing(config, placed.gpus),
             "fitting_nodes": list(placed.fitting_nodes),
             "suggestions": [candidate.as_json(config) for candidate in placed.suggestions],
+            "lengths": [length.as_json() for length in placed.lengths],
         }
     }
     if placed.memory is None or placed.flows is None or placed.activations_by_recompute is None:

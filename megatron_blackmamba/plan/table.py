@@ -200,6 +200,21 @@ def _show_placed(plan: Plan, placed: Placed, console: Console) -> None:
         console.print(_scaling("Weak scaling: the batch grows with the nodes", placed.weak_scaling))
     if placed.suggestions:
         console.print(_suggestions(plan, placed))
+    if placed.lengths:
+        console.print(_lengths(placed))
+        for length in placed.lengths:
+            console.print(length.said, highlight=False, soft_wrap=True)  # to be copied
+
+
+def _lengths(placed: Placed) -> Table:
+    """Return for each length its fastest layout, and beside it what context parallelism exchanges."""
+    columns = ("\nsequences a step", "\nGiB", "\ns a step", "GB sent by a GPU\nfor context", "FLOPs\na token")
+    table = _grid("\nTokens of a sequence", *columns)
+    for row in placed.lengths:
+        found, batch = row.candidate, row.config.training.global_batch
+        numbers = [f"{found.memory_gib:.1f}", f"{found.seconds_per_step:.2f}", f"{row.exchange:.2f}"] if found else []
+        table.add_row(f"{row.tokens:,}", f"{batch}", *(numbers or "–––"), _count(row.flops, "FLOPs"))
+    return table
 
 
 def _memory(placed: Placed) -> Table:

@@ -85,8 +85,7 @@ def at_peak(config: RunConfig, world_size: int, gpu: Gpu) -> float:
 def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow], state: State | None) -> StepTime:
     """Return the time of a step; without the state, a lower bound that leaves out update and data exchange."""
     stages = config.parallel.pipeline
-    ends = {0, stages - 1}  # the first has the most layers, and the last one the head
-    slowest = max((of_micro_batch(config, stage, gpu) for stage in ends), key=lambda batch: batch.total)
+    slowest = max((of_micro_batch(config, stage, gpu) for stage in range(stages)), key=lambda batch: batch.total)
     waiting = {axis: flow.seconds + flow.calls * COLLECTIVE_SECONDS for axis, flow in flows.items()}
     if state is not None:
         waiting |= _exposed(config, {axis: flows[axis].seconds for axis in DATA_AXES if axis in flows}, state, slowest)

@@ -272,18 +272,12 @@ def _cut_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
     length, context = config.data.sequence_length, parallel.context
     if context == 1 or length % parallel.tensor:
         return []
-    if length % (parallel.tensor * context):
-        return [
-            f"data.sequence_length={length} cannot be divided by parallel.tensor={parallel.tensor}"
-            f" × parallel.context={context}."
-        ]
-    shortest = config.model.conv_kernel - 1
-    if length // context < shortest:
-        return [
-            f"parallel.context={context} cuts data.sequence_length={length} into parts of {length // context} tokens,"
-            f" shorter than the {shortest} that the next part's convolution reads."
-        ]
-    return []
+    if not length % (parallel.tensor * context):
+        return []
+    cut = f"parallel.tensor={parallel.tensor} × parallel.context={context}"
+    if length < parallel.tensor * context:
+        return [f"data.sequence_length={length} leaves ranks without tokens: {cut} needs at least one for each rank."]
+    return [f"data.sequence_length={length} cannot be divided by {cut}."]
 
 
 def _batch_problems(config: RunConfig, world_size: int) -> list[str]:

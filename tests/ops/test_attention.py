@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_blackmamba.ops import attention as op
-from megatron_blackmamba.ops.attention import attention, document_starts
+from megatron_blackmamba.ops.attention import attention, documents_of
 from tests.ops.implementations import PROPERTY
 
 
@@ -44,7 +44,7 @@ def test_blocks_agree_with_the_definition(B, L, heads, often, block, seed):
         q, k, v, reset = problem(B, L, *heads, 6, often, seed)
         weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
         exact = defined(q, k, v, reset)
-        found = attention(q, k, v, document_starts(reset))
+        found = attention(q, k, v, documents_of(reset))
         torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-12)
         expected, gradients = (torch.autograd.grad((y * weight).sum(), (q, k, v)) for y in (exact, found))
         for a, b in zip(gradients, expected, strict=True):
@@ -55,12 +55,12 @@ def test_a_document_does_not_reach_another():
     q, k, v, _ = problem(1, 30, 4, 2, 6, 0.0, 0)
     reset = torch.zeros(1, 30, dtype=torch.bool)
     reset[:, 11] = True
-    y = attention(q, k, v, document_starts(reset))
+    y = attention(q, k, v, documents_of(reset))
     grads = torch.autograd.grad(y[:, :, 11:].sum(), (q, k, v))
     assert all(bool((grad[:, :, :11] == 0).all()) for grad in grads)
     with torch.no_grad():
         k[:, :, :11] += 1e6
-    assert torch.equal(attention(q, k, v, document_starts(reset))[:, :, 11:], y[:, :, 11:])
+    assert torch.equal(attention(q, k, v, documents_of(reset))[:, :, 11:], y[:, :, 11:])
 
 
 def test_no_mask_is_larger_than_a_block(monkeypatch):
@@ -71,5 +71,9 @@ def test_no_mask_is_larger_than_a_block(monkeypatch):
     q, k, v, _ = problem(1, 128, 2, 2, 4, 0.0, 0)
     reset = torch.zeros(1, 128, dtype=torch.bool)
     reset[:, ::32] = True
-    attention(q, k, v, document_starts(reset)).sum().backward()
+    attention(q, k, v, documents_of(reset)).sum().backward()
     assert max(mask.shape[-2] for mask in seen) == 16 and max(mask.shape[-1] for mask in seen) == 32
+    monkeypatch.setattr(op, "MASK", 512)
+    reset[:, 1:] = False
+    attention(q, k, v, documents_of(reset)).sum().backward()
+    assert max(mask.numel() for mask in seen[-64:]) == 512

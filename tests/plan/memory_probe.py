@@ -29,6 +29,7 @@ NEMOTRON = [
     *("model.router.kind=expert_bias", "model.router.scale=2.5", "model.router.bias=false"),
     *("model.expert_hidden_size=256", "model.shared_expert_hidden_size=160"),
 ]
+HYBRID = [*MAMBA2, "model.pattern=S*SE", "model.attention.heads=4", "model.attention.kv_heads=2"]
 SHAPES = {
     "tiny": ["data.sequence_length=64"],
     "wide": ["model.pattern=MEMEE", "model.hidden_size=160", "model.expert_hidden_size=272", "model.vocab_size=768"],
@@ -62,6 +63,9 @@ CASES = {
     "mamba3_cp2": (2, "tiny", [*MAMBA3, "model.pattern=RR", "parallel.context=2", "model.mamba3.output_norm=true"]),
     "mamba3_tp2": (2, "tiny", [*MAMBA3, "parallel.tensor=2", "training.precision=bf16"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
+    "hybrid_cp2": (2, "tiny", [*HYBRID, "model.eod_reset=5", "parallel.context=2"]),
+    "hybrid_crossed": (2, "tiny", [*HYBRID, "model.attention.qk_norm=true", "parallel.context=2"]),
+    "hybrid_documents": (1, "tiny", [*HYBRID, "model.eod_reset=5", "training.precision=bf16"]),
     "norms": (1, "tiny", [*MAMBA2, *NORMS, 'model.pattern="MS*"', "model.attention.qk_norm=true"]),
     "norms_tp2": (2, "tiny", [*MAMBA2, *NORMS, "model.pattern=MS", "parallel.tensor=2", "training.precision=bf16"]),
     "ahead": (1, "tiny", ["model.mtp.pattern=ME"]),

@@ -39,7 +39,7 @@ def test_saved_activations_are_predicted_within_5_percent(measured, name):
         assert predicted == pytest.approx(held["kept"], rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["cp2", "mamba2_cp2"])
+@pytest.mark.parametrize("name", ["cp2", "mamba2_cp2", "hybrid_cp2"])
 def test_what_context_parallelism_keeps_is_predicted(measured, name):
     config = load("tiny", cases()[name][1])
     predicted = memory.kept(config, 0, "none", "cpu") + Activations(config, "cpu").logits()

@@ -53,6 +53,13 @@ def test_cut_sequences_gather_states_and_convolution_inputs():
     assert sent["expert"] == round(flows(*cut, "parallel.context=1")["expert"].gigabytes * 1e9)  # more steps of less
 
 
+def test_cut_sequences_gather_keys_and_values():
+    cut = ["parallel.tensor=1", "parallel.expert_tensor=1", "parallel.context=4", f"model.pattern={'*E' * 15}"]
+    sent = round(flows(*cut, "model.attention.heads=12", "model.attention.kv_heads=4")["context"].gigabytes * 1e9)
+    batches, channels = 1008 // (48 // (3 * 4)), 4 * 1152 // 12
+    assert sent == 5 * 2 * 2 * channels * BF16 * TOKENS * 3 // 4 * batches  # there, and the sums of gradients back
+
+
 def test_cut_sequences_of_mamba2_gather_states():
     cut = ["parallel.tensor=1", "parallel.expert_tensor=1", "parallel.context=4", f"model.pattern={'SE' * 15}"]
     sent = round(flows(*cut)["context"].gigabytes * 1e9)

@@ -44,7 +44,7 @@ def test_impossible_eight_nodes_are_refused_with_working_layouts(run, batch):
         (2, ["model.expert_hidden_size=127", "parallel.expert_tensor=2"], "model.expert_hidden_size=127"),
         (3, ["parallel.context=2"], "parallel.pipeline=1 × parallel.context=2 = 2"),
         (3, ["parallel.context=3"], "cannot be divided by parallel.tensor=1 × parallel.context=3"),
-        (64, ["parallel.context=64"], "into parts of 2 tokens, shorter than the 3"),
+        (256, ["parallel.context=256"], "data.sequence_length=128 leaves ranks without tokens: parallel.tensor=1"),
         (4, ["parallel.context=2", "training.global_batch=1", "training.micro_batch=1"], "/ parallel.context=2"),
         (2, ["training.micro_batch=16"], "training.micro_batch=16 does not divide the 8 sequences"),
         (2, ["training.micro_batch=16"], "/ 2); 1, 2, 4 or 8 would."),
