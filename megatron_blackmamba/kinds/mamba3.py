@@ -112,8 +112,8 @@ class Mamba3(LayerKind):
     def kept(self, at: Sizes) -> int:
         """Return the bytes saved for the backward pass.
 
-        Saved are in_proj's input and output, the norms of B and C with their results, ten numbers of a head about its
-        time step, the sum of angles, the scan's output, and both factors and the product of the gate. Context
+        The projections save in_proj's input and output. The norms save B and C, and their results. `Rates.of` saves
+        ten numbers of a head, and the angles. The gate saves the scan's output, both factors and their product. Context
         parallelism adds the state at the start and the decays of all parts.
         """
         I, GN, H, S = _sizes(at.model)
@@ -127,7 +127,7 @@ class Mamba3(LayerKind):
         return at.here * width * at.model.hidden_size + (at.whole * each + at.sequences * start) // at.tensor
 
     def working(self, at: Sizes) -> int:
-        """Return the gradients of what it keeps, or the needs of the scan, whose B and C are those of each head."""
+        """Return the gradients of what it keeps, or the memory of the scan, in which each head has its own B and C."""
         from megatron_blackmamba.ops.ssd import costs
 
         I, _, H, _ = (number // at.tensor for number in _sizes(at.model))

@@ -1,17 +1,29 @@
 """The recurrence of Mamba-3 (Lahoti et al., arXiv 2603.15569), one input and one output a head (SISO).
 
-For each head, with dt = softplus(dt + bias), a decay exp(dt * A) whose A comes from the data, and t = sigmoid(trap),
+in_proj gives each token t of a head x[t], B[t], C[t], and the projections `dt`, `A`, `trap` and `angle`. `Rates.of`
+computes from these, with `dt` the softplus of its projection and bias:
 
-    angle[t] = angle[t - 1] + dt[t] * pi * tanh(angle[t])
-    state[t] = decay[t] * (state[t - 1] + (1 - t[t]) * dt[t] * x[t - 1] * B[t - 1]) + t[t] * dt[t] * x[t] * B[t]
+    steps  = -dt * rate(A)                the logarithm of the decay; the rate is positive
+    own    = dt * sigmoid(trap)           the weight of the token's own input
+    before = dt * (1 - sigmoid(trap))     the weight of the previous token's input
+    turn   = dt * pi * tanh(angle)        an angle for each pair of numbers that turns
+
+Below, B and C have the bias of their head and are turned by the sum of `turn` up to their token. The trapezoidal rule
+weighs two inputs:
+
+    state[t] = exp(steps[t]) * (state[t - 1] + before[t] * x[t - 1] * B[t - 1]) + own[t] * x[t] * B[t]
     y[t]     = (sum over n of C[t] * state[t]) + D * x[t]
 
-where B and C, with a bias for each head, are turned by angle[t]. The trapezoidal rule is the weight of two tokens.
+**One SSD scan computes this.** The state receives the input of token s twice: at s with weight own[s], and at s + 1
+with weight before[s + 1], ahead of that token's decay. To all later tokens this is the same as one addition at s:
 
-**One SSD scan does this.** To later tokens, token s counts t[s] * dt[s] + (1 - t[s + 1]) * dt[s + 1]; to itself only
-the first term. So the scan adds x * B with the sum of both, and each output loses
-(1 - t[s + 1]) * dt[s + 1] * (C[s] · B[s]) * x[s] again. Inside a document only differences of angles
-matter, but the sum begins anew with each, so that no rounding of one document reaches another.
+    state[t] = exp(steps[t]) * state[t - 1] + (own[t] + before[t + 1]) * x[t] * B[t]
+
+Only y[s] itself must not see the second part yet, so before[s + 1] * (C[s] · B[s]) * x[s] is subtracted from it. At the
+last token of a document, before[s + 1] is 0.
+
+Products of B and C depend on differences of angles only. The sum of turns still begins anew with each document, so that
+no rounding of one document reaches another.
 
 Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state, S angles (at most N / 2).
 """

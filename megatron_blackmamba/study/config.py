@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
@@ -84,9 +84,11 @@ class StudyConfig(Section):
     variants: dict[str, dict[str, Keys]] = Field(min_length=1)
     """For each variant, the keys of each size. The first variant sets the FLOPs."""
     tokens: dict[str, Annotated[list[int], BeforeValidator(_as_list)]] = Field(min_length=1)
-    """For each size, the tokens of the first variant; the others get as many as cost the same FLOPs.
+    """For each size, the tokens of the first variant; `equal` says how many the others get.
 
     Several budgets, in rising order: one trunk with a constant learning rate, and a branch with its decay for each."""
+    equal: Literal["flops", "tokens"] = "flops"
+    """The others train for the same FLOPs as the first variant, or on as many tokens."""
     decay: float = Field(0.2, gt=0, lt=1)
     """Part of a budget over which the learning rate decays, in studies of several budgets."""
     series: list[SeriesConfig] = Field([])

@@ -177,10 +177,11 @@ class Study:
         return load(self.config.base, overrides)
 
     def _tokens(self, variant: str, size: str, budget: int, changed: Keys) -> int:
-        """Return the tokens that cost as many FLOPs as `budget` tokens of the first variant, in whole batches."""
+        """Return the tokens that equal `budget` tokens of the first variant, in whole batches."""
         theirs, _ = self._cost(self.config.first, size, ())
         ours, step = self._cost(variant, size, tuple(changed.items()))
-        return max(1, round(budget * theirs / ours / step)) * step
+        tokens = budget * theirs / ours if self.config.equal == "flops" else budget
+        return max(1, round(tokens / step)) * step
 
     @functools.cache  # noqa: B019 - a process has one study
     def _cost(self, variant: str, size: str, changed: tuple[tuple[str, Any], ...]) -> tuple[int, int]:

@@ -45,7 +45,7 @@ def final_state(inputs: Inputs) -> Tensor:
     """Return the state behind the last token, at a part of the cost of a scan."""
     state = _start(inputs)
     for part in _segments(inputs):
-        state = _states(_chunks(_cut(inputs, part), state), state)[1]
+        state = _states(_chunks(_cut(inputs, part), state.dtype, outputs=False)[1], state)[1]
     return state
 
 
@@ -67,7 +67,8 @@ class _Scan(torch.autograd.Function):
         inputs = ctx.kind(*ctx.saved_tensors)
         parts, starts = _segments(inputs), [_start(inputs)]
         for part in parts[:-1]:
-            starts.append(_states(_chunks(_cut(inputs, part), starts[-1]), starts[-1])[1])
+            at = _chunks(_cut(inputs, part), starts[-1].dtype, outputs=False)[1]
+            starts.append(_states(at, starts[-1])[1])
         grads = {name: torch.zeros_like(x) for name, x in inputs._asdict().items() if _has_gradient(x)}
         for part, start in zip(reversed(parts), reversed(starts), strict=True):
             found, grad_state_BHPN = _gradients(_cut(inputs, part), start, grad_y_BLHP[:, part], grad_state_BHPN)
@@ -132,7 +133,7 @@ def _cut(inputs: Inputs, part: slice) -> Inputs:
 
 
 class _Chunks(NamedTuple):
-    """What a segment adds to the state, in chunks."""
+    """The part of a segment's terms that the states need."""
 
     x_BKTHP: Tensor
     B_BKGTN: Tensor
@@ -141,20 +142,24 @@ class _Chunks(NamedTuple):
     """Number of resets from the start of the chunk up to each token."""
 
 
-def _chunks(inputs: Inputs, state: Tensor, terms: Terms | None = None) -> _Chunks:
-    T, terms = min(CHUNK, inputs.x_BLHP.shape[1]), terms or inputs.terms(state.dtype, outputs=False)
-    x, steps, B = (term.unflatten(1, (-1, T)) for term in terms[:3])
-    document_BKT = None if inputs.reset_BL is None else inputs.reset_BL.unflatten(1, (-1, T)).cumsum(dim=2)
-    return _Chunks(x, B.transpose(2, 3), steps.transpose(2, 3), document_BKT)
+def _chunks(inputs: Inputs, compute: torch.dtype, outputs: bool) -> tuple[Terms, _Chunks]:
+    """Cut a segment into chunks; return its terms."""
+    T = min(CHUNK, inputs.x_BLHP.shape[1])
+    cut: Any = {
+        name: x if x is None else x.unflatten(1, (-1, T)) for name, x in inputs._asdict().items() if _per_token(name)
+    }
+    inputs = inputs._replace(**cut)
+    terms = inputs.terms(compute, outputs)
+    document_BKT = None if inputs.reset_BL is None else inputs.reset_BL.cumsum(dim=2)
+    return terms, _Chunks(terms.x_BKTHP, terms.B_BKGTN, terms.steps_BKTH.transpose(2, 3), document_BKT)
 
 
 def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs of a segment, and the state behind it."""
     x_BLHP, compute = inputs.x_BLHP, state.dtype
-    terms = inputs.terms(compute, outputs=True)
-    at, groups = _chunks(inputs, state, terms), terms.B_BLGN.shape[2]
-    assert terms.C_BLGN is not None
-    C_BKGTN = terms.C_BLGN.unflatten(1, at.x_BKTHP.shape[1:3]).transpose(2, 3)
+    terms, at = _chunks(inputs, compute, outputs=True)
+    C_BKGTN, groups = terms.C_BKGTN, terms.B_BKGTN.shape[2]
+    assert C_BKGTN is not None
 
     # Inside each chunk.
     scores_BKGTS = C_BKGTN @ at.B_BKGTN.mT
@@ -170,9 +175,13 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         since_start_BKHT = since_start_BKHT * (at.document_BKT == 0)[:, :, None]
     found_BKTHP = found_BKGTF.transpose(2, 3).reshape(y_BKTHP.shape)
     y_BKTHP = torch.addcmul(y_BKTHP, found_BKTHP, since_start_BKHT.transpose(2, 3)[..., None])
-    y_BLHP = y_BKTHP.flatten(1, 2)
-    if terms.skip is not None:
-        y_BLHP = torch.addcmul(y_BLHP, x_BLHP.to(compute), terms.skip[..., None])
+    y_BLHP, skip = y_BKTHP.flatten(1, 2), terms.skip_H
+    if terms.less_BKHT is not None:
+        less_BKHT = terms.less_BKHT * scores_BKGTS.diagonal(dim1=-2, dim2=-1)
+        less_BLH = less_BKHT.transpose(2, 3).flatten(1, 2)
+        skip = -less_BLH if skip is None else skip - less_BLH
+    if skip is not None:
+        y_BLHP = torch.addcmul(y_BLHP, x_BLHP.to(compute), skip[..., None])
     return y_BLHP.to(x_BLHP.dtype), end_BHPN
 
 

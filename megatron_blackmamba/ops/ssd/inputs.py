@@ -2,7 +2,7 @@
 
 Mamba-3 has inputs of its own (`turned.py`). The scan over chunks takes both, and asks for their terms.
 
-Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state.
+Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state. K chunks of T tokens.
 """
 
 from typing import NamedTuple
@@ -13,18 +13,21 @@ from torch import Tensor
 
 
 class Terms(NamedTuple):
-    """The terms of the recurrence, all in the type of its state.
+    """The terms of the recurrence in chunks, all in the type of its state.
+
+    The recurrence is:
 
     state[t] = exp(steps[t]) * state[t - 1] + x[t] * B[t]
-    y[t]     = (sum over n of C[t] * state[t]) + skip[t] * input[t]
+    y[t]     = (sum over n of C[t] * state[t]) + (skip - less[t] * (sum over n of C[t] * B[t])) * input[t]
     """
 
-    x_BLHP: Tensor
-    steps_BLH: Tensor
-    B_BLGN: Tensor
-    C_BLGN: Tensor | None
-    skip: Tensor | None
-    """`[H]` or `[B, L, H]`."""
+    x_BKTHP: Tensor
+    steps_BKTH: Tensor
+    B_BKGTN: Tensor
+    C_BKGTN: Tensor | None = None
+    skip_H: Tensor | None = None
+    less_BKHT: Tensor | None = None
+    """Needs as many groups as heads."""
 
 
 class Inputs(NamedTuple):
@@ -45,11 +48,11 @@ class Inputs(NamedTuple):
         return self._dt(compute) * self.A_H.to(compute)
 
     def terms(self, compute: torch.dtype, outputs: bool) -> Terms:
-        """Return the terms; without outputs, those that the state needs."""
+        """Return the terms of inputs in chunks, `[B, K, T, ...]`; without outputs, those that the state needs."""
         x, dt, B = self.x_BLHP.to(compute), self._dt(compute), self.B_BLGN.to(compute)
-        C = self.C_BLGN.to(compute) if outputs else None
+        C = self.C_BLGN.to(compute).transpose(2, 3) if outputs else None
         skip = None if self.D_H is None else self.D_H.to(compute)
-        return Terms(x * dt[..., None], dt * self.A_H.to(compute), B, C, skip)
+        return Terms(x * dt[..., None], dt * self.A_H.to(compute), B.transpose(2, 3), C, skip)
 
     def _dt(self, compute: torch.dtype) -> Tensor:
         dt_BLH = self.dt_BLH.to(compute)

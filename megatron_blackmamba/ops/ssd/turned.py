@@ -14,16 +14,16 @@ from megatron_blackmamba.ops.ssd.inputs import Terms
 
 
 class Rates(NamedTuple):
-    """What a token does to time: `[B, L, H]`, or `[B, H]` for one token, in at least fp32."""
+    """Decay, weights and angles of each token: `[B, L, H]`, or `[B, H]` for one token, in at least fp32."""
 
     steps: Tensor
     """dt * A, the logarithm of the decay."""
     own: Tensor
-    """How much of the token's own input joins the state."""
+    """The weight of the token's own input."""
     before: Tensor
-    """How much more of the input before joins it, ahead of this token's decay."""
+    """The weight of the previous token's input, ahead of this token's decay."""
     turn: Tensor
-    """By how much B and C turn: `[B, L, H, S]`."""
+    """The angles by which B and C turn on: `[B, L, H, S]`."""
 
     @classmethod
     def of(cls, dt: Tensor, A: Tensor, trap: Tensor, angle_S: Tensor, dt_bias_H: Tensor, floor: float) -> "Rates":
@@ -61,46 +61,58 @@ def document_sums(x: Tensor, reset_BL: Tensor | None) -> Tensor:
     return sums_BKTF.flatten(1, 2)[:, :L].unflatten(2, x.shape[2:])
 
 
-def turned(V_GN: Tensor, bias_HN: Tensor, angle_HS: Tensor, rotation: Tensor | None = None) -> Tensor:
-    """Return B or C of each head `[..., H, N]`: with its bias, its first S pairs of numbers turned by their angles.
+def turned(V_GN: Tensor, bias_HN: Tensor, angle_HS: Tensor) -> Tensor:
+    """Return B or C of each head and one token `[B, H, N]`, with its bias, its first pairs turned by their angles."""
+    found_H1N = turned_chunk(V_GN.unsqueeze(-3), bias_HN, angle_HS.unsqueeze(-3), rotation_of(angle_HS.unsqueeze(-2)))
+    return found_H1N.squeeze(-2)
 
-    rotation: `rotation_of` these angles, if it is at hand.
-    """
-    V_HN = V_GN.repeat_interleave(angle_HS.shape[-2] // V_GN.shape[-2], dim=-2) + bias_HN.to(V_GN.dtype)
-    found: Tensor = _Turn.apply(V_HN, angle_HS, rotation_of(angle_HS, bias_HN) if rotation is None else rotation)
+
+def turned_chunk(V_TGN: Tensor, bias_HN: Tensor, angle_THS: Tensor, rotation_HTS: Tensor) -> Tensor:
+    """Return B or C of each head and token of a chunk `[..., H, T, N]`, turned by `rotation_of` the angles."""
+    found: Tensor = _Turn.apply(V_TGN, bias_HN, angle_THS, rotation_HTS)
     return found
 
 
 @torch.no_grad()
-def rotation_of(angle_HS: Tensor, bias_HN: Tensor) -> Tensor:
-    """Return exp(i * angle) for each pair of a state, 1 for those that do not turn."""
-    rest = bias_HN.shape[-1] // 2 - angle_HS.shape[-1]
-    turning_HS = torch.polar(torch.ones_like(angle_HS), angle_HS)
-    return torch.cat((turning_HS, turning_HS.new_ones(*angle_HS.shape[:-1], rest)), dim=-1)
+def rotation_of(angle: Tensor) -> Tensor:
+    """Return exp(i * angle)."""
+    return torch.polar(torch.ones_like(angle), angle)
 
 
 class _Turn(torch.autograd.Function):
-    """Products of complex numbers. The derivative by the angle is the result times i, so nothing else is kept."""
+    """Add a head's bias and multiply its first pairs, as complex numbers, in place.
+
+    The derivative by the angle is the result times i. So nothing but the result and the rotation is kept.
+    """
 
     @staticmethod
-    def forward(ctx, V_HN, angle_HS, rotation):
-        turned = _complex(V_HN) * rotation
-        ctx.angles = angle_HS.shape[-1]
-        ctx.save_for_backward(turned, rotation)
-        return torch.view_as_real(turned).flatten(-2)
+    def forward(ctx, V_TGN, bias_HN, angle_THS, rotation_HTS):
+        (T, G, N), H = V_TGN.shape[-3:], len(bias_HN)
+        found_HTN = V_TGN.new_empty(*V_TGN.shape[:-3], H, T, N)
+        V_G1TN, bias_GE1N = V_TGN.transpose(-2, -3).unsqueeze(-3), bias_HN.to(V_TGN.dtype).view(G, -1, 1, N)
+        torch.add(V_G1TN, bias_GE1N, out=found_HTN.unflatten(-3, (G, -1)))
+        _pairs(found_HTN, rotation_HTS).mul_(rotation_HTS)
+        ctx.groups, ctx.bias_type = G, bias_HN.dtype
+        ctx.save_for_backward(found_HTN, rotation_HTS)
+        return found_HTN
 
     @staticmethod
     @first_order
-    def backward(ctx, grad_HN):
-        turned, rotation = ctx.saved_tensors
-        grad = _complex(grad_HN)
-        pairs = slice(0, ctx.angles)
-        of_angle = (grad[..., pairs] * turned[..., pairs].conj()).imag if ctx.needs_input_grad[1] else None
-        return torch.view_as_real(grad * rotation.conj()).flatten(-2), of_angle, None
+    def backward(ctx, grad_HTN):
+        found_HTN, rotation_HTS = ctx.saved_tensors
+        grad_HTN = grad_HTN.clone(memory_format=torch.contiguous_format)
+        pairs, of_angle = _pairs(grad_HTN, rotation_HTS), None
+        if ctx.needs_input_grad[2]:
+            of_angle = (pairs * _pairs(found_HTN, rotation_HTS).conj()).imag.transpose(-2, -3)
+        pairs.mul_(rotation_HTS.conj())
+        of_bias_HN = grad_HTN.sum(-2).flatten(0, -3).sum(0).to(ctx.bias_type) if ctx.needs_input_grad[1] else None
+        of_V_GTN = grad_HTN.unflatten(-3, (ctx.groups, -1)).sum(-3)
+        return of_V_GTN.transpose(-2, -3), of_bias_HN, of_angle, None
 
 
-def _complex(V_HN: Tensor) -> Tensor:
-    return torch.view_as_complex(V_HN.contiguous().unflatten(-1, (-1, 2)))
+def _pairs(V_HTN: Tensor, rotation_HTS: Tensor) -> Tensor:
+    """Return a view of the pairs that turn, as complex numbers."""
+    return torch.view_as_complex(V_HTN.unflatten(-1, (-1, 2)))[..., : rotation_HTS.shape[-1]]
 
 
 class Inputs(NamedTuple):
@@ -110,7 +122,7 @@ class Inputs(NamedTuple):
     steps_BLH: Tensor
     own_BLH: Tensor
     next_BLH: Tensor
-    """How much of the token joins the state once more before the next one's decay; nothing at the end of a document."""
+    """The next token's `Rates.before`, 0 at the end of a document."""
     angle_BLHS: Tensor
     """The sum of all turns so far."""
     B_BLGN: Tensor
@@ -126,12 +138,17 @@ class Inputs(NamedTuple):
         return self.steps_BLH.to(compute)
 
     def terms(self, compute: torch.dtype, outputs: bool) -> Terms:
-        """Return the terms, B and C for each head; a token's own output must not see what the next one adds of it."""
-        rotation = rotation_of(self.angle_BLHS, self.B_bias_HN)
-        B_BLHN = turned(self.B_BLGN.to(compute), self.B_bias_HN, self.angle_BLHS, rotation)
-        x_BLHP = self.x_BLHP.to(compute) * (self.own_BLH + self.next_BLH)[..., None]
+        """Return the terms of inputs in chunks, `[B, K, T, ...]`; without outputs, those that the state needs.
+
+        A token's own output must not see the part of its input that joins with the next token.
+        """
+        angle_BKTHS, next_BKTH = self.angle_BLHS, self.next_BLH
+        rotation = rotation_of(angle_BKTHS.transpose(2, 3).contiguous())
+        B_BKHTN = turned_chunk(self.B_BLGN.to(compute), self.B_bias_HN, angle_BKTHS, rotation)
+        x_BKTHP = self.x_BLHP.to(compute) * (self.own_BLH + next_BKTH)[..., None]
         if not outputs:
-            return Terms(x_BLHP, self.steps(compute), B_BLHN, None, None)
-        C_BLHN = turned(self.C_BLGN.to(compute), self.C_bias_HN, self.angle_BLHS, rotation)
-        skip_BLH = self.D_H.to(compute) - self.next_BLH * (B_BLHN * C_BLHN).sum(-1)
-        return Terms(x_BLHP, self.steps(compute), B_BLHN, C_BLHN, skip_BLH)
+            return Terms(x_BKTHP, self.steps(compute), B_BKHTN)
+        C_BKHTN = turned_chunk(self.C_BLGN.to(compute), self.C_bias_HN, angle_BKTHS, rotation)
+        return Terms(
+            x_BKTHP, self.steps(compute), B_BKHTN, C_BKHTN, self.D_H.to(compute), next_BKTH.to(compute).transpose(2, 3)
+        )
