@@ -144,7 +144,7 @@ class Registry(Generic[K]):
             if not any(f"{each}.".startswith(f"{section}.{key}.") for each in known):
                 raise KindError(
                     f"{type(kinds[0]).__name__}.keys names {key!r}, but the config has no key {section}.{key}. Add the"
-                    " field to the section's class in config/, with a description, or remove the key."
+                    " field to the section's class in settings/, with a description, or remove the key."
                 )
 
     def kinds_by_key(self) -> dict[str, list[str]]:
