@@ -56,8 +56,8 @@ FAMILIES = {
         "model.multipliers.logits=2",
     ],
 }
-COLUMNS = ("trained 20 steps, loss", "transformers, logits", "greedy text", "imported again", "llama.cpp, logits")
-COLUMNS += ("greedy text", "tokens")
+COLUMNS = ("trained 20 steps, loss", "transformers: logits", "same greedy tokens", "imported again")
+COLUMNS += ("llama.cpp: logits", "its same greedy tokens", "its tokens of text")
 
 
 def row(family: str, folder: Path) -> list[str]:
