@@ -132,10 +132,8 @@ def write(model: Canonical, path: Path, precision: Precision, name: str) -> None
             writer.write_tensor_data(data)
     finally:
         writer.close()
-    for read in gguf.GGUFReader(path).tensors:
-        if zlib.crc32(read.data.data) != sums.pop(read.name):
-            raise InterchangeError(f"{path}: {read.name} is not what was written. Check the disk, then try again")
-    assert not sums
+    if {tensor.name: zlib.crc32(tensor.data.data) for tensor in gguf.GGUFReader(path).tensors} != sums:
+        raise InterchangeError(f"{path}: differs from what was written. Check the disk, then try again")
 
 
 def tensors(model: Canonical, architecture: Architecture) -> dict[str, Entry]:
