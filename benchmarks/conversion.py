@@ -73,7 +73,8 @@ def main() -> None:
         return
     print(f"{result['machine']}; {arguments.model}, {arguments.dtype}, {result['gigabytes']:.1f} GB of weights")
     for row in result["conversions"]:
-        print(f"{row['verb']:15}{row['seconds']:8.0f} s{row['peak_gigabytes']:8.2f} GB   {row['parity']}")
+        times = f"{row['seconds']:8.0f} s{row['cpu_seconds']:8.0f} CPU s"
+        print(f"{row['verb']:15}{times}{row['peak_gigabytes']:8.2f} GB   {row['parity']}")
 
 
 def run(folder: Path, config: ModelConfig, precision: str, verify: bool, nproc: int = 1) -> dict[str, Any]:
@@ -108,15 +109,17 @@ def run_native(folder: Path) -> dict[str, Any]:
 def measure(command: list[str], folder: Path) -> dict[str, Any]:
     """Run it under a small process that waits for it alone, since the kernel reports the largest child of all."""
     watch = "import json, resource, subprocess, sys; done = subprocess.run(sys.argv[1:], stdout=sys.stderr); "
-    watch += "print(done.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    watch += "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
+    watch += "print(done.returncode, used.ru_maxrss, round(used.ru_utime + used.ru_stime))"
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", watch, *command], cwd=folder, capture_output=True, text=True)
     seconds = time.perf_counter() - start
-    code, kilobytes = map(int, done.stdout.split())
+    code, kilobytes, cpu = map(int, done.stdout.split())
     if code:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     compared = [line for line in done.stderr.splitlines() if "compared with" in line]
-    return {"seconds": seconds, "peak_gigabytes": kilobytes * 1024 / 1e9, "parity": compared[-1]}
+    found = {"seconds": seconds, "cpu_seconds": cpu, "peak_gigabytes": kilobytes * 1024 / 1e9}
+    return {**found, "parity": compared[-1]}
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype) -> Canonical:
