@@ -2,10 +2,14 @@
 
     python -m benchmarks.conversion [--model blackmamba_2.8b] [--dtype bf16] [--nproc N] [--folder DIR] [--no-verify]
         [--json]
+    python -m benchmarks.conversion --native [--folder DIR] [--json]
 
 Goes round: released files → checkpoint → Hugging Face → checkpoint → released files, each with its final comparison.
 Peak memory is the process's own (ru_maxrss), mapped files included. With `--nproc`, which is for `export hf`, it is the
 memory of the largest process. Needs disk for three copies.
+
+`--native` takes a Mamba-2 of 2.7 billion parameters in bf16 from transformers' files to a checkpoint, back, and to
+llama.cpp. It compares no outputs, and needs disk for two copies.
 """
 
 import argparse
@@ -23,7 +27,8 @@ from torch import Tensor
 
 from benchmarks.generation import machine
 from megatron_blackmamba.config import ModelConfig, load
-from megatron_blackmamba.interchange import zyphra
+from megatron_blackmamba.data_tools.bpe import train
+from megatron_blackmamba.interchange import native, zyphra
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, kept_in_fp32, shapes
 
 VERBS = (
@@ -31,6 +36,17 @@ VERBS = (
     ("export hf", "checkpoint", "hf"),
     ("import hf", "hf", "checkpoint_again"),
     ("export zyphra", "checkpoint_again", "released_again"),
+)
+
+
+MAMBA2 = [
+    *("model.hidden_size=2560", "model.vocab_size=50288", "model.mamba2.groups=1", "model.final_norm=rms"),
+    "model.pattern=" + "S" * 64,
+]
+NATIVE_VERBS = (
+    ("import hf", "transformers", "checkpoint", "--no-verify", "--tokenizer", "tokenizer.json"),
+    ("export hf", "checkpoint", "again", "--native", "--check", "none"),
+    ("export gguf", "checkpoint", "model.gguf", "--type", "q8_0"),
 )
 
 
@@ -42,16 +58,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the files are made, for a while (default: the system's)")
     parser.add_argument("--no-verify", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--native", action="store_true")
     arguments = parser.parse_args()
+    if arguments.native:
+        arguments.model, arguments.dtype = "a Mamba-2", "bf16"
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="conversion_") as folder:
-        config, verify = load(arguments.model).model, not arguments.no_verify
-        result = run(Path(folder), config, arguments.dtype, verify, arguments.nproc)
+        if arguments.native:
+            result = run_native(Path(folder))
+        else:
+            config, verify = load(arguments.model).model, not arguments.no_verify
+            result = run(Path(folder), config, arguments.dtype, verify, arguments.nproc)
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
     print(f"{result['machine']}; {arguments.model}, {arguments.dtype}, {result['gigabytes']:.1f} GB of weights")
     for row in result["conversions"]:
-        print(f"{row['verb']:15}{row['seconds']:8.0f} s{row['peak_gigabytes']:8.2f} GB   {row['parity']}")
+        times = f"{row['seconds']:8.0f} s{row['cpu_seconds']:8.0f} CPU s"
+        print(f"{row['verb']:15}{times}{row['peak_gigabytes']:8.2f} GB   {row['parity']}")
 
 
 def run(folder: Path, config: ModelConfig, precision: str, verify: bool, nproc: int = 1) -> dict[str, Any]:
@@ -70,18 +93,33 @@ def run(folder: Path, config: ModelConfig, precision: str, verify: bool, nproc: 
     return {"machine": machine(), "gigabytes": model.bytes / 1e9, "conversions": rows}
 
 
+def run_native(folder: Path) -> dict[str, Any]:
+    model = random_model(load("mamba_343m", MAMBA2).model, torch.bfloat16)
+    native.write(model, folder / "transformers")
+    (folder / "tokenizer.json").write_bytes(train([[__doc__ or ""]], 300))
+    rows = []
+    for verb, source, target, *more in NATIVE_VERBS:
+        command = [sys.executable, "-m", "megatron_blackmamba", *verb.split(), source, target, *more]
+        rows.append(measure(command, folder) | {"verb": verb})
+        if source == "transformers" or target == "again":
+            shutil.rmtree(folder / ("again" if target == "again" else source))
+    return {"machine": machine(), "gigabytes": model.bytes / 1e9, "conversions": rows}
+
+
 def measure(command: list[str], folder: Path) -> dict[str, Any]:
     """Run it under a small process that waits for it alone, since the kernel reports the largest child of all."""
     watch = "import json, resource, subprocess, sys; done = subprocess.run(sys.argv[1:], stdout=sys.stderr); "
-    watch += "print(done.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    watch += "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
+    watch += "print(done.returncode, used.ru_maxrss, round(used.ru_utime + used.ru_stime))"
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", watch, *command], cwd=folder, capture_output=True, text=True)
     seconds = time.perf_counter() - start
-    code, kilobytes = map(int, done.stdout.split())
+    code, kilobytes, cpu = map(int, done.stdout.split())
     if code:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     compared = [line for line in done.stderr.splitlines() if "compared with" in line]
-    return {"seconds": seconds, "peak_gigabytes": kilobytes * 1024 / 1e9, "parity": compared[-1]}
+    found = {"seconds": seconds, "cpu_seconds": cpu, "peak_gigabytes": kilobytes * 1024 / 1e9}
+    return {**found, "parity": compared[-1]}
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype) -> Canonical:
@@ -93,7 +131,7 @@ def random_model(config: ModelConfig, dtype: torch.dtype) -> Canonical:
         def draw() -> Tensor:
             noise = torch.empty(shape).normal_(std=0.02, generator=torch.Generator().manual_seed(seed))
             if name.endswith("A_log"):
-                noise += torch.log(torch.arange(1.0, shape[1] + 1))
+                noise += torch.log(torch.arange(1.0, shape[-1] + 1))
             elif name.endswith(("norm.weight", "layernorm.weight", ".D")):
                 noise += 1
             elif name.endswith("dt_proj.bias"):

@@ -105,7 +105,7 @@ def export_hf(
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)` loads.
 
-    With --native it is a Mamba, Mamba-2, Nemotron-H, Llama or Mixtral, and loads without that argument.
+    With --native it is a Mamba, Mamba-2, Nemotron-H, Granite 4, Llama or Mixtral, and needs no such argument.
     Then another process loads it in that way, with the installed transformers. If that fails, the command fails.
 
     [dim]blackmamba export hf runs/blackmamba_1.5b exports/blackmamba_1.5b --dtype bf16[/dim]
@@ -169,7 +169,7 @@ def export_gguf(
 ) -> None:
     """Write a GGUF file, which llama.cpp and Ollama load.
 
-    The model must be a Mamba, Mamba-2, Nemotron-H, Llama or Mixtral, as for export hf --native.
+    The model must be a Mamba, Mamba-2, Nemotron-H, Granite 4, Llama or Mixtral, as for export hf --native.
 
     [dim]blackmamba export gguf runs/mamba_343m mamba_343m.gguf[/dim]
 
@@ -235,7 +235,7 @@ def import_hf(
 ) -> None:
     """Convert a Hugging Face model to a checkpoint that training can start from, under any layout.
 
-    It reads our exports, Mamba, Mamba-2, Nemotron-H, Llama and Mixtral, and the files of state-spaces/mamba.
+    It reads our exports, Mamba, Mamba-2, Nemotron-H, Granite 4, Llama and Mixtral, and the files of state-spaces/mamba.
 
     [dim]blackmamba import hf exports/blackmamba_1.5b checkpoints/start[/dim]
 

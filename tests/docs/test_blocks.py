@@ -20,6 +20,7 @@ ELSEWHERE = {  # start of the line -> the test that runs it
     "blackmamba study": "tests/study/test_study.py",
     "blackmamba doctor": "tests/launch/test_doctor.py",  # its verdict depends on this machine
     "blackmamba evaluate": "tests/docs/test_blocks.py",  # on its own page: test_evaluation_page_runs_as_printed
+    "blackmamba export gguf": "tests/interchange/test_gguf.py",  # gguf is optional
     "blackmamba data dedup": "tests/data_tools/test_cleaning.py",  # datatrove is optional
     "blackmamba data filter": "tests/data_tools/test_filters.py",
     "blackmamba data decontaminate": "tests/data_tools/test_cleaning.py",
@@ -57,6 +58,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         "blackmamba data verify s3://",
     ),
     "to be stopped (tests/serving)": ("blackmamba chat MODEL",),
+    "other programs": ("llama-completion ", "ollama "),
 }
 
 

@@ -1,6 +1,7 @@
-"""Continue the training of an imported model on one rank and on 2×2: `python -m tests.interchange.continued_probe FOLDER`.
+"""Continue the training of an imported model on one rank and on 2×2.
 
-FOLDER/start is the checkpoint written by the importer. FOLDER/NAME/metrics.jsonl has the losses of each run.
+`python -m tests.interchange.continued_probe FOLDER`: FOLDER/start is the checkpoint that the importer wrote, and
+FOLDER/NAME/metrics.jsonl has the losses of each run.
 """
 
 import json

@@ -22,6 +22,23 @@ ODD: dict[str, dict[str, Any]] = {
     "mamba2": {"num_hidden_layers": 2, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 6, "chunk_size": 8},
     "nemotron_h": HEADS | MAMBA2 | EXPERTS | {"hybrid_override_pattern": "ME*-E", "routed_scaling_factor": 2.5},
     "llama": {**HEADS, "num_hidden_layers": 2, "tie_word_embeddings": True, "rope_theta": 500.0},
+    "granitemoehybrid": {
+        **{name: HEADS[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")},
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 5,
+        "shared_intermediate_size": 14,
+        "mamba_n_heads": 6,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 3,
+        "mamba_d_state": 6,
+        "mamba_chunk_size": 8,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.5,
+        "tie_word_embeddings": True,
+    },
     "mixtral": {**HEADS, "num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": 3},
 }
 """Keys of each family at which no size equals another one by chance."""
@@ -43,6 +60,18 @@ def random_keys(model_type: str, seed: int) -> dict[str, Any]:
         keys |= {"routed_scaling_factor": draw.choice([1.0, 2.5]), "time_step_min": draw.choice([0.001, 0.1])}
         layers = draw.choices("ME*-", k=draw.randint(2, 6))
         return keys | attention | {"hybrid_override_pattern": "".join((*layers, "*"))}
+    if model_type == "granitemoehybrid":
+        kinds = [*draw.choices(["mamba", "attention"], k=draw.randint(0, 3)), "attention"]
+        keys |= {"num_attention_heads": 4, "num_key_value_heads": draw.choice([1, 2, 4]), "layer_types": kinds}
+        keys |= {"num_hidden_layers": len(kinds), "mamba_n_heads": 6, "mamba_n_groups": draw.choice([1, 3])}
+        keys |= {"mamba_d_state": draw.randint(2, 9), "mamba_chunk_size": 8, "mamba_expand": draw.randint(1, 3)}
+        keys |= {"num_local_experts": draw.choice([0, 3, 6]), "intermediate_size": draw.randint(5, 21)}
+        keys |= {
+            "shared_intermediate_size": draw.randint(3, 20),
+            "position_embedding_type": draw.choice([None, "rope"]),
+        }
+        keys |= {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0, "rms_norm_eps": eps}
+        return keys | {"attention_multiplier": draw.choice([0.2, 1.0]), "tie_word_embeddings": draw.random() < 0.5}
     keys |= {"num_hidden_layers": draw.randint(1, 4), "tie_word_embeddings": draw.random() < 0.5}
     if model_type.startswith("mamba"):
         keys |= {"conv_kernel": draw.randint(2, 5), "layer_norm_epsilon": eps, "expand": draw.randint(1, 3)}

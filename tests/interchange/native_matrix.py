@@ -49,9 +49,15 @@ FAMILIES = {
         *RMS,
         *EXPERTS,
     ],
+    "granitemoehybrid": [
+        *("model.pattern=SE*E", "model.mamba2.head_dim=16", "model.shared_expert_hidden_size=96"),
+        *("model.router.kind=softmax", "model.router.normalize=true", *HEADS, *RMS, *EXPERTS),
+        *("model.multipliers.embedding=12", "model.multipliers.residual=0.5", "model.multipliers.attention=0.0625"),
+        "model.multipliers.logits=2",
+    ],
 }
-COLUMNS = ("trained 20 steps, loss", "transformers, logits", "greedy text", "imported again", "llama.cpp, logits")
-COLUMNS += ("greedy text", "tokens")
+COLUMNS = ("trained 20 steps, loss", "transformers: logits", "same greedy tokens", "imported again")
+COLUMNS += ("llama.cpp: logits", "its same greedy tokens", "its tokens of text")
 
 
 def row(family: str, folder: Path) -> list[str]:

@@ -35,7 +35,9 @@ RUNS_THERE = {
     "dense_nemotron_h": {**ODD["nemotron_h"], **NO_BOUND, "hybrid_override_pattern": "M*-"},
 }
 """Keys of the odd models with which llama.cpp runs them."""
-MODELS = [*ODD, "dense_nemotron_h"]
+RUNS_THERE["dense_granitemoehybrid"] = {**ODD["granitemoehybrid"], "num_local_experts": 0}
+RUNS_THERE["dense_granitemoehybrid"]["position_embedding_type"] = "rope"
+MODELS = [*ODD, "dense_nemotron_h", "dense_granitemoehybrid"]
 EXACT = ("_norm.weight", "ssm_a", "ssm_d", "ssm_conv1d.weight", "ffn_gate_inp.weight")
 EOD = "<|endoftext|>"
 

@@ -22,6 +22,13 @@ NEMOTRON = [
     "model.shared_expert_hidden_size=64",
 ]
 
+GRANITE = [
+    *("model.pattern=SE*E", "model.mamba2.head_dim=16", "model.attention.heads=4", "model.top_k=2", *RMS),
+    *("model.router.kind=softmax", "model.router.normalize=true", "model.router.bias=false"),
+    *("model.multipliers.embedding=12", "model.multipliers.attention=0.1", "model.multipliers.residual=0.22"),
+    "model.shared_expert_hidden_size=64",
+]
+
 
 @pytest.mark.parametrize(
     ("overrides", "model_type"),
@@ -32,6 +39,9 @@ NEMOTRON = [
         ([*MIXTRAL, "model.router.normalize=true", "model.router.bias=false"], "mixtral"),
         (NEMOTRON, "nemotron_h"),
         ([*NEMOTRON, "model.pattern=SE*", "model.mlp_hidden_size=null"], "nemotron_h"),
+        ([*GRANITE, "model.multipliers.logits=6"], "granitemoehybrid"),
+        ([*GRANITE, "model.pattern=S-*-", "model.mlp_hidden_size=64"], "granitemoehybrid"),
+        ([*GRANITE, "model.pattern=*-*-", "model.mlp_hidden_size=64"], "granitemoehybrid"),
     ],
 )
 def test_these_settings_make_a_native_model(overrides, model_type):
@@ -51,6 +61,9 @@ def test_these_settings_make_a_native_model(overrides, model_type):
         ([*MIXTRAL], "model.router.bias=true: set false; model.router.normalize=false: set true"),
         ([*NEMOTRON, "model.top_k=1"], "model.top_k=1: set 2 or more"),
         ([*NEMOTRON, "model.pattern=SE-"], "writes no text without an attention layer"),
+        ([*GRANITE, "model.shared_expert_hidden_size=null"], "granitemoehybrid .*shared_expert_hidden_size=null: set"),
+        ([*GRANITE, "model.pattern=SE", "model.multipliers.attention=null"], "writes no text without an attention"),
+        ([*GRANITE, "model.mamba2.heads=5"], "model.mamba2.heads × head_dim = 80: set a multiple of model.hidden_size"),
         (["model.pattern=ME"], "model.pattern=ME is in no architecture of transformers: mamba \\(repeat M\\)"),
         (["model.pattern=MM", *RMS, "model.eod_reset=5"], "model.eod_reset=5: set null"),
         (["model.pattern=MM", *RMS, "model.multipliers.residual=2"], r"model.multipliers.residual=2\.0: set 1\.0"),

@@ -12,13 +12,17 @@ from megatron_blackmamba.interchange.json_config import need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
 from megatron_blackmamba.interchange.native import state_spaces
 from megatron_blackmamba.interchange.native.base import LENGTH, Architecture
+from megatron_blackmamba.interchange.native.granitemoehybrid import GraniteMoeHybrid
 from megatron_blackmamba.interchange.native.llama import Llama
 from megatron_blackmamba.interchange.native.mamba import Mamba
 from megatron_blackmamba.interchange.native.mamba2 import Mamba2
 from megatron_blackmamba.interchange.native.mixtral import Mixtral
 from megatron_blackmamba.interchange.native.nemotron_h import NemotronH
 
-ARCHITECTURES: tuple[Architecture, ...] = (Mamba(), Mamba2(), NemotronH(), Llama(), Mixtral())
+ARCHITECTURES: tuple[Architecture, ...] = (
+    *(Mamba(), Mamba2(), NemotronH(), Llama(), Mixtral()),
+    GraniteMoeHybrid(),
+)
 BY_TYPE = {architecture.model_type: architecture for architecture in ARCHITECTURES}
 
 

@@ -57,7 +57,10 @@ class Rows:
 
 
 Names = str | tuple[str, ...]
-"""Their name of a tensor; of two or three, whose rows are stacked in ours: gate and up, or queries, keys and values."""
+"""Their name of a tensor; of two or three, whose rows are stacked in ours: gate and up, or queries, keys and values.
+
+`name[{e}]` is a part of a tensor that holds all experts of a layer.
+"""
 
 
 class Architecture(ABC):
@@ -83,8 +86,8 @@ class Architecture(ABC):
     """By the letter of a layer, our names in it and theirs; {e} is the number of an expert."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Other starts of names that files may have."""
-    unit: ClassVar[str] = ""
-    """Our letters for one of their layers, if all are alike."""
+    per_layer: int = 1
+    """The number of our letters for one of their layers."""
 
     @abstractmethod
     def pattern(self, content: Mapping[str, Any], path: Path) -> str:
@@ -93,6 +96,10 @@ class Architecture(ABC):
     @abstractmethod
     def counted(self, pattern: str) -> dict[str, Any] | None:
         """Return their keys for a pattern; None: they have no such models."""
+
+    def advice(self) -> str:
+        """Return which patterns are theirs."""
+        return f"use {', '.join(self.names)} alone"
 
     def refused(self, model: ModelConfig) -> list[str]:
         """Return what else is in the way of an export."""
@@ -161,8 +168,7 @@ class Architecture(ABC):
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Return the keys of a model that keep it from being one of theirs, with the value that would not."""
         if self.counted(model.pattern) is None:
-            like = f"repeat {self.unit}" if self.unit else f"use {', '.join(self.names)} alone"
-            return [f"model.pattern={model.pattern}: {like}"]
+            return [f"model.pattern={model.pattern}: {self.advice()}"]
         mine, found = resolved(model), self.refused(model)
         try:
             back = resolved(self.imported(self.exported(model), Path("config.json")))
@@ -190,7 +196,7 @@ class Architecture(ABC):
             _, _, expert, rest = own.split(".", 3)
             own = f"mixer.local_experts.{{e}}.{rest}"
         names = self.names[model.pattern[index]][own]
-        start = self.layers.format(i=index // (len(self.unit) or 1))
+        start = self.layers.format(i=index // self.per_layer)
         names = tuple(start + each.format(e=expert) for each in ((names,) if isinstance(names, str) else names))
         if len(names) < 3:
             return Rows(names, (shape[0] // len(names),) * len(names))
@@ -213,8 +219,9 @@ class Architecture(ABC):
                     f"{source}: lm_head.weight differs from {self.ends[0]}, to which the config ties it"
                 )
             del left["lm_head.weight"]
-        found, whole = {}, shapes(model)
-        for name, rows in self.tensors(model).items():
+        found, whole, all_rows = {}, shapes(model), self.tensors(model)
+        _separate(left, {name.partition("[")[0] for rows in all_rows.values() for name in rows.names if "[" in name})
+        for name, rows in all_rows.items():
             parts = [
                 _taken(left, theirs, (size, *whole[name][1:]), source)
                 for theirs, size in zip(rows.names, rows.sizes, strict=True)
@@ -243,7 +250,7 @@ class Architecture(ABC):
                 cut = replace(entry, shape=(size, *entry.shape[1:]), load=load)
                 found[theirs] = entry if len(rows.names) == 1 else cut
                 first += size
-        return found
+        return _together(found)
 
     def _known(self, name: str) -> str:
         start = next((start for start in self.renamed if name.startswith(start)), "")
@@ -256,6 +263,16 @@ class Architecture(ABC):
 
 class Uniform(Architecture):
     """A family whose layers are all alike."""
+
+    unit: ClassVar[str]
+    """Our letters for one of their layers."""
+
+    @property
+    def per_layer(self) -> int:  # type: ignore[override]
+        return len(self.unit)
+
+    def advice(self) -> str:
+        return f"repeat {self.unit}"
 
     def pattern(self, content: Mapping[str, Any], path: Path) -> str:
         layers = need(dict(content), "num_hidden_layers", path)
@@ -284,6 +301,7 @@ _DERIVED: Mapping[str, Callable[[ModelConfig], Any]] = {
     "attention.kv_heads": attention.kv_heads,
     "attention.head_dim": attention.head_dim,
     "mamba2.heads": heads_of_mamba2,
+    "multipliers.attention": lambda model: model.attention_scale,
 }
 
 
@@ -318,6 +336,34 @@ def _by_group(heads: int, groups: int, channels: int) -> Tensor:
     rows = torch.arange((heads + 2 * groups) * channels).view(-1, channels)
     queries, keys, values = rows.split((heads, groups, groups))
     return torch.cat([queries.view(groups, each, channels), keys[:, None], values[:, None]], dim=1).flatten()
+
+
+def _separate(left: dict[str, Entry], names: set[str]) -> None:
+    """Replace tensors that hold all experts of a layer by one for each expert."""
+    held = {name: left.pop(name) for name in names if name in left and left[name].shape}
+
+    @lru_cache(maxsize=2)  # the tensors of an expert are read one after the other
+    def whole(name: str) -> Tensor:
+        return held[name].load()
+
+    for name, entry in held.items():
+        for i in range(entry.shape[0]):
+            load = partial(lambda name, i: whole(name)[i].clone(), name, i)
+            left[f"{name}[{i}]"] = Entry(entry.shape[1:], entry.dtype, load)
+
+
+def _together(found: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors with those of all experts of a layer as one, where theirs are."""
+    parts: dict[str, list[Entry]] = {}
+    for name, entry in found.items():
+        parts.setdefault(name.partition("[")[0], []).append(entry)
+    return {name: stacked(each) if name not in found else each[0] for name, each in parts.items()}
+
+
+def stacked(entries: Sequence[Entry]) -> Entry:
+    """Return several tensors as one with another dimension."""
+    first = entries[0]
+    return Entry((len(entries), *first.shape), first.dtype, lambda: torch.stack([entry.load() for entry in entries]))
 
 
 def _taken(left: dict[str, Entry], name: str, shape: tuple[int, ...], source: Path) -> Entry:

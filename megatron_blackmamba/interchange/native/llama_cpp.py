@@ -3,7 +3,9 @@
 import math
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,10 +15,11 @@ from torch import Tensor
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError, tokenizer_of
 from megatron_blackmamba.interchange.native import architecture_of
-from megatron_blackmamba.interchange.native.base import Architecture
+from megatron_blackmamba.interchange.native.base import Architecture, stacked
 from megatron_blackmamba.interchange.native.llama import Rotary
 from megatron_blackmamba.interchange.native.llama_cpp_tokens import Vocabulary, vocabulary
 from megatron_blackmamba.kinds.attention import kv_heads
+from megatron_blackmamba.kinds.experts import Experts
 from megatron_blackmamba.kinds.mamba2 import Mamba2
 
 if TYPE_CHECKING:
@@ -60,6 +63,13 @@ IN_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "shared_mlp.gate_linear": "ffn_gate",
+    "shared_mlp.up_linear": "ffn_up",
+    "shared_mlp.output_linear": "ffn_down",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.gate_linear": "ffn_gate_exps",
+    "block_sparse_moe.up_linear": "ffn_up_exps",
+    "block_sparse_moe.output_linear": "ffn_down_exps",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
     "block_sparse_moe.experts.w2": "ffn_down_exps",
@@ -97,7 +107,7 @@ def write(model: Canonical, path: Path, precision: Precision, name: str) -> None
         "quantization_version": gguf.GGML_QUANT_VERSION,
         "context_length": model.sequence_length if isinstance(architecture, Rotary) else UNBOUNDED,
         "embedding_length": config.hidden_size,
-        "block_count": config.layers // (len(architecture.unit) or 1),
+        "block_count": config.layers // architecture.per_layer,
         "vocab_size": config.vocab_size,
         "layer_norm_rms_eps": config.norm_eps,
         **({} if model.license == "unknown" else {"license": model.license}),
@@ -118,33 +128,45 @@ def write(model: Canonical, path: Path, precision: Precision, name: str) -> None
         writer.write_ti_data_to_file()
         for tensor, entry in held.items():
             data = _rounded(entry.load(), types[tensor], f"{model.source}: {tensor}")
-            sums[tensor] = zlib.crc32(data)
+            sums[tensor] = zlib.crc32(data.data)
             writer.write_tensor_data(data)
     finally:
         writer.close()
-    for read in gguf.GGUFReader(path).tensors:
-        if zlib.crc32(read.data) != sums.pop(read.name):
-            raise InterchangeError(f"{path}: {read.name} is not what was written. Check the disk, then try again")
-    assert not sums
+    if {tensor.name: zlib.crc32(tensor.data.data) for tensor in gguf.GGUFReader(path).tensors} != sums:
+        raise InterchangeError(f"{path}: differs from what was written. Check the disk, then try again")
 
 
 def tensors(model: Canonical, architecture: Architecture) -> dict[str, Entry]:
     """Return the tensors of the file; those of the experts of a layer are one."""
     parts: dict[str, list[Entry]] = {}
-    for name, entry in architecture.in_file(model).items():
-        theirs = named(name, architecture)
-        parts.setdefault(theirs, []).append(_changed(theirs, entry, model.config, isinstance(architecture, Rotary)))
-    return {name: _stacked(entries) if name.endswith("_exps.weight") else entries[0] for name, entries in parts.items()}
+    for whole, held in architecture.in_file(model).items():
+        for name, entry in _halves(whole, held):
+            theirs = named(name, architecture, model.config)
+            parts.setdefault(theirs, []).append(_changed(theirs, entry, model.config, isinstance(architecture, Rotary)))
+    return {name: stacked(entries) if len(entries) > 1 else entries[0] for name, entries in parts.items()}
 
 
-def named(name: str, architecture: Architecture) -> str:
+def _halves(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
+    """Yield a tensor, or the gate and the rest of one that Granite keeps as one."""
+    if not name.endswith("input_linear.weight"):
+        yield name, entry
+        return
+    rows = entry.shape[-2] // 2
+    for i, half in enumerate(("gate", "up")):
+        load = partial(lambda first: entry.load().narrow(-2, first, rows), i * rows)
+        cut = replace(entry, shape=(*entry.shape[:-2], rows, entry.shape[-1]), load=load)
+        yield name.replace("input_linear", f"{half}_linear"), cut
+
+
+def named(name: str, architecture: Architecture, model: ModelConfig) -> str:
     """Return llama.cpp's name for a name of transformers."""
     layer = re.fullmatch(re.escape(architecture.layers).replace(r"\{i\}", r"(\d+)") + "(.+)", name)
     if layer is None:
         return f"{ENDS[name.split('.')[-2]]}.weight"
-    own = re.sub(r"experts\.\d+", "experts", layer[2])
+    own = re.sub(r"experts\.\d+", "experts", layer[2]).replace("mamba.", "mixer.")
     part, _, suffix = own.rpartition(".")
-    return f"blk.{layer[1]}.{IN_LAYER[own] if own in IN_LAYER else f'{IN_LAYER[part]}.{suffix}'}"
+    shared = "_shexp" if part.startswith("shared_mlp.") and Experts.letter in model.pattern else ""
+    return f"blk.{layer[1]}.{IN_LAYER[own] if own in IN_LAYER else f'{IN_LAYER[part]}{shared}.{suffix}'}"
 
 
 def _changed(name: str, entry: Entry, model: ModelConfig, rotary: bool) -> Entry:
@@ -167,11 +189,6 @@ def _changed(name: str, entry: Entry, model: ModelConfig, rotary: bool) -> Entry
 
     shape = change(torch.empty(entry.shape, device="meta")).shape
     return Entry(tuple(shape), entry.dtype, lambda: change(entry.load()))
-
-
-def _stacked(entries: Sequence[Entry]) -> Entry:
-    first = entries[0]
-    return Entry((len(entries), *first.shape), first.dtype, lambda: torch.stack([entry.load() for entry in entries]))
 
 
 def _type(name: str, shape: Sequence[int], precision: Precision) -> Any:

@@ -24,6 +24,7 @@ TYPES = {
     "moe": Experts.letter,
 }
 """Ours by the types of layers_block_type."""
+WITHOUT_ATTENTION = "transformers 5.24 writes no text without an attention layer"
 NO_BOUND = 1e-30
 """A lower bound of time steps that bounds none; transformers takes the logarithm of it, so 0 is not allowed."""
 LINEAR = {"mixer.linear_fc1.weight": "mixer.up_proj.weight", "mixer.linear_fc2.weight": "mixer.down_proj.weight"}
@@ -139,7 +140,7 @@ class NemotronH(Architecture):
     def refused(self, model: ModelConfig) -> list[str]:
         found = []
         if Attention.letter not in model.pattern:
-            found.append(f"model.pattern={model.pattern}: transformers 5.24 writes no text without an attention layer")
+            found.append(f"model.pattern={model.pattern}: {WITHOUT_ATTENTION}")
         if Experts.letter not in model.pattern:
             return found
         if model.top_k == 1:
