@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import torch
@@ -73,7 +73,7 @@ class LossByPosition:
         """Return the beginnings of long documents, or of joined ones if too few are long; and which of the two."""
         long: list[list[int]] = []
         stream: list[int] = []
-        for tokens in chain.from_iterable(encoded([*text.documents()], model.text) for text in self.texts):
+        for tokens in _in_turn([encoded([*text.documents()], model.text) for text in self.texts]):
             if len(tokens) > length + 1:
                 long.append(tokens[: length + 1])
             if len(stream) <= wanted * length:
@@ -114,6 +114,12 @@ def buckets(length: int) -> list[tuple[int, int]]:
     while ends[-1] < length:
         ends.append(min(2 * ends[-1], length))
     return [*pairwise([0, *ends])]
+
+
+def _in_turn(texts: Sequence[Iterator[list[int]]]) -> Iterator[list[int]]:
+    """Yield a document of each text in turn, until all are read."""
+    for documents in zip_longest(*texts):
+        yield from (tokens for tokens in documents if tokens is not None)
 
 
 def _of_sequence(tokens: list[int], model: ScoredModel, length: int) -> list[list[float]]:

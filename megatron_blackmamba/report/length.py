@@ -1,4 +1,4 @@
-"""Whether models use the length: loss by position as a chart, retrieval as tables."""
+"""The use of length by models: loss by position as a chart, retrieval as tables."""
 
 from collections.abc import Mapping
 from html import escape
