@@ -145,7 +145,8 @@ def evaluate(
 ) -> "Evaluation":
     """Return the scores of a run, checkpoint or export on tasks of lm-eval; `paper` is the paper's eight.
 
-    data: folder with TASK.jsonl files. options: fields of `megatron_blackmamba.evaluation.evaluate.Options`.
+    data: folder with TASK.jsonl files. options: fields of `megatron_blackmamba.evaluation.evaluate.Options`, such as
+    `text=[FILE, ...]`, for which `tasks` may be empty.
     """
     from megatron_blackmamba.evaluation.evaluate import Options
     from megatron_blackmamba.evaluation.evaluate import evaluate as score
@@ -153,7 +154,7 @@ def evaluate(
 
     if not isinstance(model, (str, Path)):
         raise TypeError(f"evaluate reads a folder, not a {type(model).__name__}: give the one that `save` wrote.")
-    names = names_of(tasks if isinstance(tasks, str) else ",".join(tasks))
+    names = names_of(tasks if isinstance(tasks, str) else ",".join(tasks)) if tasks else ()
     return score(Path(model), Options(names, data=None if data is None else Path(data), **options))
 
 

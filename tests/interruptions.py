@@ -60,7 +60,12 @@ CASES = {
     "chat": Case("chat {material}/runs/mine --port 0"),
     "verify": Case("verify {material}/exported --against {material}/runs/mine"),
     "evaluate": Case("evaluate {material}/runs/mine --tasks arc_easy --data {material}/tasks --out scores.json"),
-    "evaluate --text": Case("evaluate {material}/runs/mine --text {material}/text/0.jsonl --limit 200 --out scores.json"),
+    "evaluate --text": Case(
+        "evaluate {material}/runs/mine --text {material}/text/0.jsonl --limit 200 --out scores.json"
+    ),
+    "evaluate --tasks length": Case(
+        "evaluate {material}/runs/mine --tasks length --text {material}/text/0.jsonl --limit 40 --out scores.json"
+    ),
     "evaluate --nproc": Case(
         "evaluate {material}/runs/mine --tasks arc_easy --data {material}/tasks --nproc 2 --out scores.json"
     ),

@@ -45,6 +45,7 @@ def summary(found: Evaluation) -> dict:
                 "standard_errors": dict(result.errors),
                 "questions": result.questions,
                 **dict(result.counts),
+                **({"rows": [*map(dict, result.rows)]} if result.rows else {}),
                 "seconds": result.seconds,
                 "data": {"file": result.data_file, "sha256": result.key.data},
                 "task_version": result.key.task_version,

@@ -18,18 +18,20 @@ from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import find_checkpoint
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.evaluation.journal import Journal
+from megatron_blackmamba.evaluation.length import LossByPosition, length_tasks
 from megatron_blackmamba.evaluation.model import ScoredModel
 from megatron_blackmamba.evaluation.options import Options
+from megatron_blackmamba.evaluation.retrieval import Retrieval
 from megatron_blackmamba.evaluation.scoring import VERSION
-from megatron_blackmamba.evaluation.tasks import LoadedTask, does_not_fit, load_tasks, quiet
+from megatron_blackmamba.evaluation.tasks import LENGTH, LoadedTask, does_not_fit, load_tasks, quiet
 from megatron_blackmamba.evaluation.texts import TextFile, text_files
-from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult, claim, read_evaluation
+from megatron_blackmamba.formats.evaluations import Encoding, Evaluation, ScoringKey, TaskResult, claim, read_evaluation
 from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange.open import existing_folder, open_model
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
-Task = LoadedTask | TextFile
+Task = LoadedTask | TextFile | LossByPosition | Retrieval
 Progress = Callable[[str, int, int], None]
 """Told the task, the tokens scored and the tokens in all."""
 
@@ -86,13 +88,16 @@ def evaluate(path: Path, options: Options, progress: Progress = lambda task, don
 
 
 def _tasks(options: Options) -> list[Task]:
-    """Return the files of text, then the tasks of lm-eval."""
-    found: list[Task] = [*text_files(options.text, options.context)]
-    if options.tasks:
+    """Return the files of text, what is measured by length, and the tasks of lm-eval."""
+    texts = text_files(options.text, options.context)
+    of_length = [name for name in options.tasks if name in LENGTH]
+    names = [name for name in options.tasks if name not in LENGTH]
+    found: list[Task] = [*([] if of_length else texts), *length_tasks(of_length, texts, options.length)]
+    if names:
         quiet()
-        found += load_tasks(options.tasks, options.data, options.download)
+        found += load_tasks(names, options.data, options.download)
     if not found:
-        raise EvaluationError("nothing to score: name tasks of lm-eval (--tasks) or files of text (--text)")
+        raise EvaluationError("nothing to score: name tasks (--tasks) or files of text (--text)")
     return found
 
 
@@ -126,18 +131,18 @@ def _read(target: Target) -> Evaluation:
 
 
 def _key(identity: str, task: Task, model: ScoredModel, options: Options) -> ScoringKey:
-    if not isinstance(task, LoadedTask):
-        return task.key(model, identity, str(VERSION), options.limit)
+    of_lm_eval = isinstance(task, LoadedTask)
+    longest = model.max_length if isinstance(task, LoadedTask) else task.longest(model)
     return ScoringKey(
         model=identity,
         task=task.name,
-        task_version=task.version,
+        task_version=task.version if of_lm_eval else f"{task.version}, context {longest}",
         data=task.sha256,
-        scorer=f"{VERSION}, lm-eval {version('lm_eval')}",
+        scorer=f"{VERSION}, lm-eval {version('lm_eval')}" if of_lm_eval else str(VERSION),
         precision=str(model.dtype).removeprefix("torch."),
-        encoding=options.encoding.value,
+        encoding=options.encoding.value if of_lm_eval else Encoding.joint.value,
         limit=options.limit,
-        max_length=model.max_length,
+        max_length=longest,
     )
 
 

@@ -54,7 +54,18 @@ class Journal:
         self._scored += sum(group.tokens for group in batch)
         self.progress(self._scored, self._all)
 
-    def _read(self) -> list[list[list]]:
+    @property
+    def rows(self) -> list:
+        """Return the rows of an earlier, unfinished call, of a task that has rows instead of batches."""
+        return self._lines
+
+    def add(self, row: list, done: int, total: int) -> None:
+        """Note one row of such a task."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        self.progress(done, total)
+
+    def _read(self) -> list[list]:
         """Return the batches of a file with the same key; a last line that was cut short is left out."""
         try:
             head, *lines = self.path.read_text(encoding="utf-8").split(os.linesep)

@@ -27,6 +27,10 @@ class Options:
         int | None,
         typer.Option(min=1, help="Tokens of context that --text shows a token.", show_default="as in training"),
     ] = None
+    length: Annotated[
+        int | None,
+        typer.Option(min=128, help="Longest position of --tasks length.", show_default="4 times that of training"),
+    ] = None
     data: Annotated[Path | None, typer.Option(help="Folder with TASK.jsonl, TASK.jsonl.gz or TASK.parquet.")] = None
     download: Annotated[bool, typer.Option("--download", help="Let lm-eval download missing data.")] = False
     limit: Annotated[

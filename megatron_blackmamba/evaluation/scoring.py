@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.inference import Decoder
+from megatron_blackmamba.inference import Decoder, State
 
 VERSION = 3
 """Raise this when scores change, so that finished results of older versions are computed again."""
@@ -18,6 +18,8 @@ SHORTEST_SHARED = 8
 """Tokens that sequences must share before their common beginning is read apart."""
 HEAD_ROWS = 512
 """Positions whose logits are in memory at once."""
+PIECE = 2048
+"""Tokens of a long sequence that the layers read at once; the state carries it on."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ def score(decoder: Decoder, batch: Batch, batch_tokens: int) -> list[Score]:
         longest = max(group.shared for group in batch)
         rows = [group.items[0].tokens[: group.shared] for group in batch]
         tokens_BL = _tensor([(0,) * (longest - len(row)) + row for row in rows], decoder)
-        decoder.stream(state, tokens_BL, _tensor([group.shared for group in batch], decoder))
+        lengths_B = _tensor([group.shared for group in batch], decoder) if len(batch) > 1 else None
+        _read(decoder, state, tokens_BL, lengths_B)
     members = [(row, group.shared, item) for row, group in enumerate(batch) for item in group.items]
     members.sort(key=lambda member: len(member[2].tokens) - member[1], reverse=True)
     scores: list[Score] = []
@@ -127,8 +130,8 @@ def score(decoder: Decoder, batch: Batch, batch_tokens: int) -> list[Score]:
         count = max(1, batch_tokens // width)
         part, members = members[:count], members[count:]
         branched = state.rows(_tensor([row for row, _, _ in part], decoder))
-        stream_BLD = decoder.stream(
-            branched, _tensor([_padded(item.tokens[shared:-1], width) for _, shared, item in part], decoder)
+        stream_BLD = _read(
+            decoder, branched, _tensor([_padded(item.tokens[shared:-1], width) for _, shared, item in part], decoder)
         )
         scores += _scores(decoder, stream_BLD, [(shared, item) for _, shared, item in part])
     return scores
@@ -145,14 +148,39 @@ def _scores(decoder: Decoder, stream_BLD: Tensor, part: list[tuple[int, Item]]) 
     stream_TD = stream_BLD[rows_T, columns_T]
     sums_B = torch.zeros(len(part), dtype=torch.float64, device=stream_BLD.device)
     misses_B = torch.zeros(len(part), dtype=torch.long, device=stream_BLD.device)
-    for start in range(0, len(places), HEAD_ROWS):
+    for some, nats_T, right_T in _nats(decoder, stream_TD, targets_T):
+        sums_B.index_add_(0, rows_T[some], -nats_T)
+        misses_B.index_add_(0, rows_T[some], (~right_T).long())
+    found = zip(part, sums_B.tolist(), misses_B.tolist(), strict=True)
+    return [Score(item.index, total, misses == 0) for (_, item), total, misses in found]
+
+
+def _read(decoder: Decoder, state: State, tokens_BL: Tensor, lengths_B: Tensor | None = None) -> Tensor:
+    """Return the stream after every token; without padding, the memory of the layers does not grow with the length."""
+    if lengths_B is not None:
+        return decoder.stream(state, tokens_BL, lengths_B)
+    return torch.cat([decoder.stream(state, part_BL) for part_BL in tokens_BL.split(PIECE, dim=1)], dim=1)
+
+
+def _nats(decoder: Decoder, stream_TD: Tensor, targets_T: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield a part of the rows, the nats of their targets in float64, and whether these are the likeliest tokens."""
+    for start in range(0, len(targets_T), HEAD_ROWS):
         some = slice(start, start + HEAD_ROWS)
         logits_TV = decoder.logits_of_stream(stream_TD[some])
         chosen_T = logits_TV.gather(1, targets_T[some, None])[:, 0]
-        sums_B.index_add_(0, rows_T[some], (chosen_T - logits_TV.logsumexp(-1)).double())
-        misses_B.index_add_(0, rows_T[some], (logits_TV.argmax(-1) != targets_T[some]).long())
-    found = zip(part, sums_B.tolist(), misses_B.tolist(), strict=True)
-    return [Score(item.index, total, misses == 0) for (_, item), total, misses in found]
+        yield some, (logits_TV.logsumexp(-1) - chosen_T).double(), logits_TV.argmax(-1) == targets_T[some]
+
+
+@torch.inference_mode()
+def token_nats(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
+    """Return the nats of every token but the first, `[B, L - 1]` float64, read from a fresh state in pieces."""
+    tokens_BL = tokens_BL.to(decoder.weights.device)
+    state, found = decoder.start(len(tokens_BL)), []
+    for part_BL, targets_BL in zip(tokens_BL[:, :-1].split(PIECE, 1), tokens_BL[:, 1:].split(PIECE, 1), strict=True):
+        stream_TD = decoder.stream(state, part_BL).flatten(0, 1)
+        nats = [nats_T for _, nats_T, _ in _nats(decoder, stream_TD, targets_BL.flatten())]
+        found.append(torch.cat(nats).unflatten(0, part_BL.shape))
+    return torch.cat(found, dim=1).cpu()
 
 
 def score_all(

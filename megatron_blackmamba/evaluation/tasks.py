@@ -20,7 +20,9 @@ from megatron_blackmamba.formats.evaluations import PAPER
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
-NAMED = {"paper": PAPER}
+LENGTH = ("length:loss", "length:passkey", "length:recall")
+"""Tasks of this package, which ask whether a model uses the length."""
+NAMED = {"paper": PAPER, "length": LENGTH}
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 SPLITS = ("", "_test", "_validation", "_val", "_dev")
 
@@ -43,7 +45,7 @@ class LoadedTask:
 
 
 def names_of(wanted: str) -> list[str]:
-    """Return the tasks in a comma-separated list; `paper` stands for the paper's eight."""
+    """Return the tasks in a comma-separated list; `paper` stands for the paper's eight, `length` for LENGTH."""
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     if not names:
         raise EvaluationError("--tasks is empty: name tasks of lm-eval, or `paper`")

@@ -13,7 +13,7 @@ from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.evaluation.model import Pair, ScoredModel
-from megatron_blackmamba.formats.evaluations import Encoding, ScoringKey, TaskResult
+from megatron_blackmamba.formats.evaluations import ScoringKey, TaskResult
 from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.tokenizer import Tokenizer
 
@@ -83,20 +83,9 @@ class TextFile:
             counts={"tokens": tokens, "bytes": total},
         )
 
-    def key(self, model: ScoredModel, identity: str, scorer: str, limit: int | None) -> ScoringKey:
-        """Return all that decides the result."""
-        context = self.context or model.max_length
-        return ScoringKey(
-            model=identity,
-            task=self.name,
-            task_version=f"{self.version}, context {context}",
-            data=self.sha256,
-            scorer=scorer,
-            precision=str(model.dtype).removeprefix("torch."),
-            encoding=Encoding.joint.value,
-            limit=limit,
-            max_length=context,
-        )
+    def longest(self, model: ScoredModel) -> int:
+        """Return the tokens of a window."""
+        return self.context or model.max_length
 
 
 def text_files(names: Sequence[str | Path], context: int | None) -> list[TextFile]:

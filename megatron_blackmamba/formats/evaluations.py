@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -71,6 +71,8 @@ class TaskResult:
     data_file: str | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
     """Tokens and bytes of a text."""
+    rows: Sequence[Mapping[str, float]] = ()
+    """The table of a task that has one, such as the loss by position."""
 
 
 @dataclass(frozen=True)
@@ -179,4 +181,5 @@ def headline(result: TaskResult) -> Iterator[tuple[str, float, float]]:
 def _result(content: dict[str, Any]) -> TaskResult:
     known = {each.name for each in fields(TaskResult)}
     given = {name: value for name, value in content.items() if name in known}
-    return TaskResult(**(given | {"key": ScoringKey(**content["key"])}))
+    given |= {"key": ScoringKey(**content["key"]), "rows": tuple(content.get("rows", ()))}
+    return TaskResult(**given)

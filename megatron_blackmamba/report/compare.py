@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.report import charts, html
+from megatron_blackmamba.report import charts, html, length
 from megatron_blackmamba.report.charts import Line, short
 from megatron_blackmamba.report.comparison import (
     Compared,
@@ -53,6 +53,7 @@ def render(runs: Sequence[Compared]) -> str:
         *_bits_per_byte(runs),
         html.section("Validation loss by source", _by_source(runs)),
         *_scores_over_tokens(runs),
+        length.section({run.name: run.scores for run in runs}),
     ]  # fmt: skip
     footer = f"Written {datetime.now():%Y-%m-%d %H:%M} by blackmamba compare."
     return html.page(f"{names} · BlackMamba runs", f"<h1>{escape(names)}</h1>", sections, footer)

@@ -11,7 +11,7 @@ import yaml
 
 from megatron_blackmamba.evaluation import paper
 from megatron_blackmamba.formats.evaluations import read_run
-from megatron_blackmamba.report import charts, html
+from megatron_blackmamba.report import charts, html, length
 from megatron_blackmamba.report.charts import Line, Mark
 from megatron_blackmamba.report.history import History, Series, thin
 from megatron_blackmamba.report.scores import points
@@ -110,7 +110,7 @@ def evaluations(history: History) -> str:
                 curves.append(Line(f"{row.label}, paper", ends, [theirs, theirs], colour=i + 1, dashed=True))
         drawn.append(charts.lines(task, curves, x_label="tokens"))
     words = "Bands are one standard error; dashed lines are the paper's final scores. BoolQ has no figure in the paper."
-    return html.section("Scores", drawn, words) + html.scores(found[-1])
+    return html.section("Scores", drawn, words) + html.scores(found[-1]) + length.section({history.name: found[-1]})
 
 
 def mixture(history: History) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.progress import working
 from megatron_blackmamba.settings import Section
-from megatron_blackmamba.study import afford, evidence, generation, points
+from megatron_blackmamba.study import afford, evidence, generation, length, points
 from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.options import HowToRun
@@ -38,7 +38,7 @@ def open_study(name: str, folder: Path | None) -> Study:
 
 def _decides(config: StudyConfig) -> Section:
     """Return what may not change in a folder. A study with branches may grow: its runs refuse what they cannot be."""
-    return config.corpus if config.has_branches else config
+    return config.corpus if config.has_branches else config.model_copy(update={"length": None})
 
 
 def run(study: Study, how: HowToRun) -> bool:
@@ -96,13 +96,15 @@ def write_page(study: Study, png: Path | None = None) -> Path:
     cells = [*study.tuning(), *(study.runs(rates) if rates else ())]
     with working("measuring generation"):
         generation.measure(study.folder, cells)
+    length.measure(study, cells, say)
+    by_length = length.results(study, cells)
     results = [collect(cell) for cell in cells if cell.done]
     atomic.write_json(study.folder / "results.json", to_json(results))
     total = len(study.tuning()) + len(study.runs(dict.fromkeys(study.config.variants, 1e-3)))
     path = study.folder / "study.html"
-    atomic.write_text(path, render(study, results, total))
+    atomic.write_text(path, render(study, results, total, by_length))
     if png is not None:
-        write_pictures(study, results, png)
+        write_pictures(study, results, png, by_length)
     show(grouped(results, "run"), grouped(results, "ablation"), path)
     return path
 

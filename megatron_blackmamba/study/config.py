@@ -70,6 +70,14 @@ class CorpusConfig(Section):
     """Validate on manual pages too, which no run trains on."""
 
 
+class LengthConfig(Section):
+    """How far the trained models read, to show their loss by position."""
+
+    tokens: int = Field(ge=128)
+    sequences: int = Field(16, ge=1)
+    """Documents to read that far."""
+
+
 class StudyConfig(Section):
     """One study file."""
 
@@ -81,6 +89,8 @@ class StudyConfig(Section):
     """Keys of every run."""
     corpus: CorpusConfig = CorpusConfig()
     """The text and its tokenizer."""
+    length: LengthConfig | None = None
+    """Read the validation text far beyond the training length; null: do not."""
     variants: dict[str, dict[str, Keys]] = Field(min_length=1)
     """For each variant, the keys of each size. The first variant sets the FLOPs."""
     tokens: dict[str, Annotated[list[int], BeforeValidator(_as_list)]] = Field(min_length=1)
@@ -120,6 +130,8 @@ class StudyConfig(Section):
         for number, series in enumerate(self.series):
             if unknown := [*set(series.sizes) - set(self.tokens), *set(series.variants) - set(self.variants)]:
                 raise ValueError(f"series.{number}: {unknown[0]} is no size or variant of this study")
+        if self.length is not None and self.has_branches:
+            raise ValueError("length is measured in studies with one budget for each size: remove it, or the budgets")
         for name, ablation in self.ablations.items():
             if ablation.of not in self.variants or ablation.size not in self.tokens:
                 raise ValueError(f"ablations.{name} is not a variant and size of this study")

@@ -2,14 +2,17 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
+from types import MappingProxyType
 
 import numpy as np
 
+from megatron_blackmamba.formats.evaluations import TaskResult
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, short
+from megatron_blackmamba.study import length
 from megatron_blackmamba.study.results import Group, Result, grouped, half_interval
 from megatron_blackmamba.study.runs import Study
 
@@ -19,7 +22,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def render(study: Study, results: Sequence[Result], total: int) -> str:
+def render(
+    study: Study, results: Sequence[Result], total: int, by_length: Mapping[str, TaskResult] = MappingProxyType({})
+) -> str:
     """Return the page as one string of HTML."""
     runs = grouped(results, "run")
     header = f"<h1>Study: {escape(study.name)}</h1><p>{escape(study.config.about)}</p>{_progress(len(results), total)}"
@@ -30,6 +35,7 @@ def render(study: Study, results: Sequence[Result], total: int) -> str:
         html.section("Validation loss over training", _curves(runs), "Each line is one seed."),
         _ablations(study, results),
         html.section("Expert balance by layer", _balance(runs), "Busiest expert over the mean; 1 is perfect balance."),
+        length.section(dict(by_length)),
         _generation(results, study),
         _tuning(study, results),
         html.details("Study file", study.config.model_dump_json(indent=2)),

@@ -7,19 +7,23 @@ from typing import Any
 
 import numpy as np
 
+from megatron_blackmamba.formats.evaluations import TaskResult
 from megatron_blackmamba.report.pictures import picture
-from megatron_blackmamba.study import generation
+from megatron_blackmamba.study import generation, length
 from megatron_blackmamba.study.results import Group, Result, grouped
 from megatron_blackmamba.study.runs import Study
 
 
-def write_pictures(study: Study, results: Sequence[Result], folder: Path) -> list[Path]:
-    """Write loss.png and generation.png, if there is something to show in them."""
+def write_pictures(
+    study: Study, results: Sequence[Result], folder: Path, by_length: dict[str, TaskResult] | None = None
+) -> list[Path]:
+    """Write loss.png, generation.png and length.png, if there is something to show in them."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = grouped(results, "run")
     drawers = {
         "loss": partial(_loss, runs),
         "generation": partial(_generation, generation.read(study.folder)),
+        "length": partial(length.draw, by_length or {}),
     }
     return [path for name, draw in drawers.items() if (path := picture(folder / f"{name}.png", draw, columns=2))]
 

@@ -11,12 +11,15 @@ import tokenizers
 import yaml
 
 from megatron_blackmamba.config import to_yaml
+from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
-from megatron_blackmamba.study import StudyError, afford, evidence, fits
+from megatron_blackmamba.study import StudyError, afford, evidence, fits, length
 from megatron_blackmamba.study.commands import open_study, run
-from megatron_blackmamba.study.config import read_study
+from megatron_blackmamba.study.config import LengthConfig, read_study
 from megatron_blackmamba.study.options import HowToRun
+from megatron_blackmamba.study.page import render
+from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.points import Evidence, Point
 from megatron_blackmamba.study.runs import Study
 from tests.docs.session import ROOT
@@ -80,10 +83,31 @@ def test_branch_is_the_whole_run_with_its_schedule(tmp_path):
     counts = found.corpus["manuals"]["validation"]
     bits = point.validation["manuals"] / math.log(2) * counts["tokens"] / counts["bytes"]
     assert point.bits_per_byte["manuals"] == pytest.approx(bits)
+    _is_read_beyond_its_length(study, cells[:1])
     found.write(tmp_path / "points.json")
     again = Evidence.read(tmp_path / "points.json")
     assert again == found
     check_page(evidence.render(again))
+
+
+def _is_read_beyond_its_length(study, cells):
+    """A model trained on 64 tokens reads 128, once; the page and the picture show it."""
+    config = study.config.model_copy(update={"length": LengthConfig(tokens=128, sequences=2)})
+    study, said = Study("mine", config, study.folder), []
+    for _ in range(2):
+        length.measure(study, cells, said.append)
+    (name, result), *others = length.results(study, cells).items()
+    assert name == "experts, small" and not others and result.questions == 2
+    assert [(row["from"], row["to"]) for row in result.rows] == [(0, 64), (64, 128)]
+    assert len(read_run(cells[0].folder.root)[-1].results) == 1
+    check_page(render(study, [], 1, {name: result}))
+    drawn = write_pictures(study, [], study.folder / "png", {name: result})
+    assert [path.name for path in drawn] == ["length.png"]
+
+
+def test_length_is_refused_where_it_is_not_measured(tmp_path):
+    with pytest.raises(StudyError, match="length is measured in studies with one budget for each size"):
+        study_of(tmp_path, length={"tokens": 8192})
 
 
 def test_points_are_listed_once_and_cost_equal_flops(tmp_path):
