@@ -249,7 +249,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, segment_BL: Tensor, segment_BS: Te
     documents save work. The backward pass makes the masks again.
     """
     L, S = q.shape[2], k.shape[2]
-    if L <= BLOCK or torch.compiler.is_compiling():  # a graph has one size
+    if torch.compiler.is_compiling() or L <= BLOCK:  # a graph takes any length
         return _block(q, k, v, segment_BL, segment_BS, S - L, scale)
     begins = range(0, L, BLOCK)
     tokens_BL = segment_BL.masked_fill(segment_BL < 0, torch.iinfo(segment_BL.dtype).max)

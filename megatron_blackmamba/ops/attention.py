@@ -83,7 +83,7 @@ def _one(q_BHLC: Tensor, k_BGSC: Tensor) -> Documents:
     """Return that all tokens are of one document."""
     B, _, L, _ = q_BHLC.shape
     starts_BL = torch.zeros(B, L, dtype=torch.int64, device=q_BHLC.device)
-    return Documents(starts_BL, [0] * len(_begins(B, L, k_BGSC.shape[2])))
+    return Documents(starts_BL, [0] * -(-L // _queries(B, k_BGSC.shape[2])))
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def documents_of(reset_BL: Tensor, group: dist.ProcessGroup | None = None, befor
         last_GB = gathered(starts_BL[:, -1], group)
         last_GB[rank:] = 0
         starts_BL = torch.maximum(starts_BL, last_GB.amax(0)[:, None])
-    lows = starts_BL[:, _begins(B, L, before + ranks * L)].amin(0).tolist()  # later tokens begin later
+    lows = starts_BL[:, :: _queries(B, before + ranks * L)].amin(0).tolist()  # later tokens begin later
     return Documents(starts_BL, lows)
 
 
@@ -164,15 +164,15 @@ def _blocks(
     return torch.cat(found, dim=2)
 
 
-def _begins(B: int, L: int, keys: int) -> list[int]:
-    """Return the first query of each block."""
-    return list(range(0, L, max(1, min(BLOCK, MASK // (B * keys)))))
+def _queries(B: int, keys: int) -> int:
+    """Return the number of queries of a block."""
+    return max(1, min(BLOCK, MASK // (B * keys)))
 
 
 def _spans(documents: Documents, first: int, keys: int) -> list[tuple[int, int, int, int]]:
     """Return the first and last query of each block, and the first and last key that it sees."""
     B, L = documents.starts_BL.shape
-    begins = _begins(B, L, keys)
+    begins = range(0, L, _queries(B, keys))
     ends = [*begins[1:], L]
     return [(begin, end, low, first + end) for begin, end, low in zip(begins, ends, documents.lows, strict=True)]
 
