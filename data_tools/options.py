@@ -88,6 +88,8 @@ class TokenizeOptions(InputOptions):
     clusters: Annotated[
         str | None, sharding(metavar="FOLDER", help="Output of dedup: its near-copies stay on one side of --hold-out.")
     ] = None
+    min_tokens: Annotated[int | None, sharding(min=1, help="Take only documents of at least this many tokens.")] = None
+    max_tokens: Annotated[int | None, sharding(min=1, help="Take only documents of at most this many tokens.")] = None
     array: Annotated[str | None, sharding(metavar="INDEX/COUNT", help="Build only this part of the shards.")] = None
     overwrite: Annotated[bool, sharding("--overwrite", help="Rebuild existing shards.")] = False
     quiet: bool = False

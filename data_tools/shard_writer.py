@@ -73,7 +73,14 @@ class ShardJob:
             "special_text": self.options.special_text,
             "encoding": self.read.encoding,
             "hold_out": self.hold_out.recorded if self.hold_out else None,
+            "lengths": self.lengths,
         }
+
+    @property
+    def lengths(self) -> list[int | None] | None:
+        """Return the least and the most tokens of a document, its EOD aside; None: documents of every length."""
+        both = [self.options.min_tokens, self.options.max_tokens]
+        return both if any(both) else None
 
     @property
     def prefix(self) -> Path:
@@ -133,6 +140,11 @@ class _Writing:
                     f"{self.job.prefix}: no document for {self.job.hold_out.side}: the corpus is too small for this "
                     "--hold-out. Choose another share"
                 )
+            if self.job.lengths:
+                raise InputError(
+                    f"{self.job.prefix}: no document of its files has as many tokens as --min-tokens and --max-tokens "
+                    "ask for. Choose a larger --shard-size or other limits"
+                )
             paths = ["standard input" if source.path == STDIN else source.path for source in self.job.sources]
             raise InputError(f"{listed(paths)}: not one document in {self.job.prefix.name}: leave these files out")
         lengths = np.concatenate(self.lengths)
@@ -187,12 +199,18 @@ class _Writing:
                 self.masks.append(mask)
                 return
         ids, lengths = self.tokenizer.encode_batch(batch.texts, special_text=self.options.special_text)
-        kept = np.flatnonzero(lengths)
-        if mask is not None:  # what is rejected now has no bit
-            self.masks.append(np.delete(mask, np.flatnonzero(mask)[lengths == 0]))
+        wanted = self._wanted(lengths)
+        if mask is None and self.job.lengths:
+            mask = np.ones(len(lengths), bool)
+        if mask is not None:
+            places = np.flatnonzero(mask)
+            mask[places] = wanted
+            self.masks.append(np.delete(mask, places[lengths == 0]))  # what is rejected now has no bit
+        for i in np.flatnonzero(lengths == 0):
+            reject(batch.numbers[i], EMPTY, "the text makes no token")
+        kept = np.flatnonzero(wanted & (lengths > 0))
         if len(kept) < len(lengths):
-            for i in np.flatnonzero(lengths == 0):
-                reject(batch.numbers[i], EMPTY, "the text makes no token")
+            ids = ids[np.repeat(wanted, lengths)]
             batch = batch.chosen(kept)
             lengths = lengths[kept]
             if not len(kept):
@@ -206,6 +224,11 @@ class _Writing:
         self.documents += len(lengths)
         self.tokens += len(tokens)
         self.text_bytes += utf8_bytes(batch.texts)
+
+    def _wanted(self, lengths: np.ndarray) -> np.ndarray:
+        """Return which documents have as many tokens as --min-tokens and --max-tokens ask for."""
+        options = self.options
+        return (lengths >= (options.min_tokens or 0)) & (lengths <= (options.max_tokens or _LONGEST_DOCUMENT))
 
     def _on_this_side(self, batch: Batch, source: Source) -> np.ndarray | None:
         hold_out = self.job.hold_out

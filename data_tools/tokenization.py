@@ -93,6 +93,8 @@ def plan(inputs: Sequence[str], out_dir: str | Path, options: TokenizeOptions) -
     require_choice("--split", options.split, (*SPLITS, "all"))
     require_choice("--backend", options.backend, get_args(Backend))
     require_choice("--preset", options.preset, PRESETS)
+    if options.min_tokens and options.max_tokens and options.min_tokens > options.max_tokens:
+        raise InputError(f"--min-tokens {options.min_tokens} is more than --max-tokens {options.max_tokens}: swap them")
     preset = PRESETS[options.preset] if options.preset else None
     format = cast("Format | None", options.format or (preset.format if preset else None))
     match = options.match or (preset.match if preset else None)

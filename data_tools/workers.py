@@ -27,7 +27,7 @@ from megatron_blackmamba.tokenizer import Tokenizer
 BYTES_WORTH_A_PROCESS = 8 << 20  # starting one costs as much time as encoding this
 THREADS = ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS")
 """Variables that limit the threads of `tokenizers` and of `fastokens`."""
-_BEFORE = {"encoding": None, "hold_out": None}
+_BEFORE = {"encoding": None, "hold_out": None, "lengths": None}
 """Settings that shards may have been made before."""
 _COUNTERS = 3  # a shard: input bytes, tokens, documents
 

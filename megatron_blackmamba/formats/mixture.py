@@ -393,7 +393,7 @@ def _split(manifest: ShardManifest, side: str) -> str:
     split = manifest.options.get("hold_out")
     if not split or split["side"] != side:
         return ""
-    return json.dumps({**manifest.options, "hold_out": {**split, "side": None}}, sort_keys=True)
+    return json.dumps({**manifest.options, "hold_out": {**split, "side": None}, "lengths": None}, sort_keys=True)
 
 
 def _refuse_overlap(opened: Mapping[str, tuple[list[Shard], list[Shard]]], most: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def widen(x: Tensor) -> Tensor:
@@ -235,3 +236,45 @@ def hashed(x: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
+
+
+BLOCK = 512
+"""Queries that attention masks at once."""
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, segment_BL: Tensor, segment_BS: Tensor, scale: float | None) -> Tensor:
+    """Return what the last L of S tokens find among those of their segment up to themselves, `[B, H, L, C]`.
+
+    Queries are taken in blocks, which see the keys from their first segment on. So no mask has L x S numbers, and short
+    documents save work. The backward pass makes the masks again.
+    """
+    L, S = q.shape[2], k.shape[2]
+    if torch.compiler.is_compiling() or L <= BLOCK:  # a graph takes any length
+        return _block(q, k, v, segment_BL, segment_BS, S - L, scale)
+    begins = range(0, L, BLOCK)
+    tokens_BL = segment_BL.masked_fill(segment_BL < 0, torch.iinfo(segment_BL.dtype).max)
+    least_BK = torch.stack([part.amin(dim=1) for part in tokens_BL.split(BLOCK, dim=1)], dim=1)
+    lows_BK = torch.searchsorted(segment_BS.cummax(dim=1).values, least_BK)
+    found = []
+    for begin, low in zip(begins, lows_BK.amin(dim=0).tolist(), strict=True):
+        low = min(low, S - L + begin)  # where all is padding
+        here, there = slice(begin, begin + BLOCK), slice(low, S - L + min(begin + BLOCK, L))
+        given = (q[:, :, here], k[:, :, there], v[:, :, there], segment_BL[:, here], segment_BS[:, there])
+        first = S - L + begin - low
+        if torch.is_grad_enabled():
+            found.append(checkpoint(_block, *given, first, scale, use_reentrant=False, preserve_rng_state=False))
+        else:
+            found.append(_block(*given, first, scale))
+    return torch.cat(found, dim=2)
+
+
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, segment_BL: Tensor, segment_BS: Tensor, first: int, scale: float | None
+) -> Tensor:
+    """Attend with one mask; the first query is the key number `first`."""
+    here_L = torch.arange(first, first + q.shape[2], device=q.device)[:, None]
+    there_S = torch.arange(k.shape[2], device=q.device)
+    same_BLS = segment_BL[:, :, None] == segment_BS[:, None]  # padding sees padding: no NaN
+    seen_BLS = (there_S <= here_L) & same_BLS
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, seen_BLS[:, None], scale=scale, enable_gqa=grouped)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions_blackmamba import activated, hashed, rotated, sinkhorn, widen
+from .functions_blackmamba import activated, attended, hashed, rotated, sinkhorn, widen
 from .recurrent_blackmamba import (
     Mamba2Mixer,
     Mamba3Mixer,
@@ -143,7 +143,6 @@ class Attention(nn.Module):
         )
 
     def forward(self, u_BLD: Tensor, segment_BL: Tensor, cache: Any) -> Tensor:
-        L = u_BLD.shape[1]
         q, k, v = self._heads(self.linear_qkv(u_BLD))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
@@ -154,12 +153,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
             segment_BS = cache.with_past(segment_BL)
-        here_L = torch.arange(before, before + L, device=q.device)[:, None]
-        there_S = torch.arange(before + L, device=q.device)
-        same_BLS = segment_BL[:, :, None] == segment_BS[:, None]  # padding sees padding: no NaN
-        seen_BLS = (there_S <= here_L) & same_BLS
-        grouped = self.heads != self.groups
-        y = F.scaled_dot_product_attention(q, k, v, seen_BLS[:, None], scale=self.scale, enable_gqa=grouped)
+        y = attended(q, k, v, segment_BL, segment_BS, self.scale)
         return self.linear_proj(y.transpose(1, 2).flatten(2))
 
     def _heads(self, qkv_BLQ: Tensor) -> Iterator[Tensor]:

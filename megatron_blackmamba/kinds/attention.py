@@ -247,6 +247,8 @@ def _attend(
     import torch
     import torch.nn.functional as F
 
+    from megatron_blackmamba.ops.attention import attention, attention_after, documents_of
+
     keys, values, hidden_BS = memory
     B, L, _ = qkv_BLQ.shape
     heads, groups = model.attention.heads, kv_heads(model)
@@ -263,24 +265,15 @@ def _attend(
     padding_BL = torch.zeros(B, L, dtype=torch.bool, device=q.device) if keep_BL1 is None else keep_BL1[..., 0] == 0
     memory[0] = keys = torch.cat([keys, k.to(keys.dtype)], dim=2)
     memory[1] = values = torch.cat([values, v.to(values.dtype)], dim=2)
-    hidden_BS = torch.cat([hidden_BS, padding_BL], dim=1)
-    here_L, there_S = torch.arange(before, before + L, device=q.device), torch.arange(before + L, device=q.device)
-    seen_BLS = (there_S <= here_L[:, None]) & ~hidden_BS[:, None]
-    if reset_BL is not None:
-        document_BL = reset_BL.long().cumsum(1)
-        document_BS = F.pad(document_BL, (before, 0))
-        seen_BLS = seen_BLS & (document_BL[..., None] == document_BS[:, None])
-        hidden_BS = hidden_BS | (document_BS != document_BL[:, -1:])
-    memory[2] = hidden_BS
-    seen_BLS = seen_BLS | (there_S == here_L[:, None])  # padding sees itself: a row without any key would be NaN
-    y = F.scaled_dot_product_attention(
-        q.to(keys.dtype),
-        keys,
-        values,
-        attn_mask=seen_BLS[:, None],
-        scale=model.attention_scale,
-        enable_gqa=heads != groups,
-    )
+    memory[2] = hidden_BS = torch.cat([hidden_BS, padding_BL], dim=1)
+    q, scale = q.to(keys.dtype), model.attention_scale
+    if before == 0 and keep_BL1 is None and reset_BL is None:
+        y = attention(q, keys, values, scale=scale)
+    else:
+        documents = None if reset_BL is None else documents_of(reset_BL, before=before)
+        y = attention_after(q, keys, values, hidden_BS, documents, scale)
+        if documents is not None:  # of which the last goes on
+            memory[2] = hidden_BS | (torch.arange(before + L, device=q.device) < documents.starts_BL[:, -1:])
     return y.transpose(1, 2).flatten(2)
 
 

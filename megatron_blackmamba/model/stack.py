@@ -34,7 +34,7 @@ class LayerInputs:
     reset_BS: Tensor | None = None
     rotary: Tensor | None = None
     documents: Documents | None = None
-    """Where attention stays within documents."""
+    """The documents that attention stays within; None: it crosses them."""
 
 
 @dataclass

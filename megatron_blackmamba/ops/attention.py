@@ -58,28 +58,52 @@ def attention(
     elif documents is None:
         grouped = q_BHLC.shape[1] != k_BGLC.shape[1]
         return F.scaled_dot_product_attention(q_BHLC, k_BGLC, v_BGLC, is_causal=True, scale=scale, enable_gqa=grouped)
-    if documents is None:
-        starts_BL = torch.zeros(len(q_BHLC), q_BHLC.shape[2], dtype=torch.int64, device=q_BHLC.device)
-        documents = Documents(starts_BL, [0] * len(_begins(len(starts_BL), starts_BL.shape[1], k_BGLC.shape[2])))
-    found: Tensor = _Blocks.apply(q_BHLC, k_BGLC, v_BGLC, documents, first, scale)
+    found: Tensor = _Blocks.apply(q_BHLC, k_BGLC, v_BGLC, documents or _one(q_BHLC, k_BGLC), first, scale)
     return found
 
 
 @torch.no_grad()
-def documents_of(reset_BL: Tensor, group: dist.ProcessGroup | None = None) -> Documents:
+def attention_after(
+    q_BHLC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    hidden_BS: Tensor,
+    documents: Documents | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return what the last L of S tokens find, without gradients.
+
+    hidden_BS: True at the tokens that no other token sees, such as padding.
+    """
+    first = k_BGSC.shape[2] - q_BHLC.shape[2]
+    return _blocks(q_BHLC, k_BGSC, v_BGSC, documents or _one(q_BHLC, k_BGSC), first, scale, hidden_BS)
+
+
+def _one(q_BHLC: Tensor, k_BGSC: Tensor) -> Documents:
+    """Return that all tokens are of one document."""
+    B, _, L, _ = q_BHLC.shape
+    starts_BL = torch.zeros(B, L, dtype=torch.int64, device=q_BHLC.device)
+    return Documents(starts_BL, [0] * -(-L // _queries(B, k_BGSC.shape[2])))
+
+
+@torch.no_grad()
+def documents_of(reset_BL: Tensor, group: dist.ProcessGroup | None = None, before: int = 0) -> Documents:
     """Return the documents of a micro-batch, for all layers: a GPU's host waits for them here.
 
-    reset_BL: True at the first token of a document, in this rank's part of each sequence if there is a group.
+    Args:
+        reset_BL: True at the first token of a document, in this rank's part of each sequence if there is a group.
+        before: Tokens of each sequence that were read before; without a group.
     """
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     B, L = reset_BL.shape
-    here_L = torch.arange(rank * L, (rank + 1) * L, device=reset_BL.device)
+    first = before + rank * L
+    here_L = torch.arange(first, first + L, device=reset_BL.device)
     starts_BL = torch.where(reset_BL, here_L, 0).cummax(1).values
     if group is not None:
         last_GB = gathered(starts_BL[:, -1], group)
         last_GB[rank:] = 0
         starts_BL = torch.maximum(starts_BL, last_GB.amax(0)[:, None])
-    lows = starts_BL[:, _begins(B, L, ranks * L)].amin(0).tolist()  # later tokens begin later
+    lows = starts_BL[:, :: _queries(B, before + ranks * L)].amin(0).tolist()  # later tokens begin later
     return Documents(starts_BL, lows)
 
 
@@ -103,14 +127,9 @@ class _Joined(torch.autograd.Function):
 class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, documents, first, scale):
-        starts, lows = documents
-        ctx.save_for_backward(q, k, v, starts)
-        ctx.spans, ctx.scale = _spans(lows, first, *starts.shape, k.shape[2]), scale
-        found = []
-        for begin, end, low, high in ctx.spans:
-            visible = _visible(starts[:, begin:end], first + begin, low, high)
-            found.append(_attend(q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high], visible, scale))
-        return torch.cat(found, dim=2)
+        ctx.save_for_backward(q, k, v, documents.starts_BL)
+        ctx.spans, ctx.scale = _spans(documents, first, k.shape[2]), scale
+        return _blocks(q, k, v, documents, first, scale)
 
     @staticmethod
     @first_order
@@ -129,23 +148,43 @@ class _Blocks(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _begins(B: int, L: int, keys: int) -> list[int]:
-    """Return the first query of each block."""
-    return list(range(0, L, max(1, min(BLOCK, MASK // (B * keys)))))
+def _blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    first: int,
+    scale: float | None,
+    hidden_BS: Tensor | None = None,
+) -> Tensor:
+    found = []
+    for begin, end, low, high in _spans(documents, first, k.shape[2]):
+        visible = _visible(documents.starts_BL[:, begin:end], first + begin, low, high, hidden_BS)
+        found.append(_attend(q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high], visible, scale))
+    return torch.cat(found, dim=2)
 
 
-def _spans(lows: list[int], first: int, B: int, L: int, keys: int) -> list[tuple[int, int, int, int]]:
+def _queries(B: int, keys: int) -> int:
+    """Return the number of queries of a block."""
+    return max(1, min(BLOCK, MASK // (B * keys)))
+
+
+def _spans(documents: Documents, first: int, keys: int) -> list[tuple[int, int, int, int]]:
     """Return the first and last query of each block, and the first and last key that it sees."""
-    begins = _begins(B, L, keys)
+    B, L = documents.starts_BL.shape
+    begins = range(0, L, _queries(B, keys))
     ends = [*begins[1:], L]
-    return [(begin, end, low, first + end) for begin, end, low in zip(begins, ends, lows, strict=True)]
+    return [(begin, end, low, first + end) for begin, end, low in zip(begins, ends, documents.lows, strict=True)]
 
 
-def _visible(starts_BL: Tensor, position: int, low: int, high: int) -> Tensor:
-    """Return which keys from low to high the queries from `position` on see, `[B, 1, L, S]`."""
+def _visible(starts_BL: Tensor, position: int, low: int, high: int, hidden_BS: Tensor | None = None) -> Tensor:
+    """Return which keys from low to high the queries from `position` on see, `[B, 1, L, S]`; at least themselves."""
     there_S = torch.arange(low, high, device=starts_BL.device)
     here_L = torch.arange(position, position + starts_BL.shape[1], device=starts_BL.device)
-    return ((there_S >= starts_BL[..., None]) & (there_S <= here_L[:, None]))[:, None]
+    seen_BLS = (there_S >= starts_BL[..., None]) & (there_S <= here_L[:, None])
+    if hidden_BS is not None:
+        seen_BLS = seen_BLS & ~hidden_BS[:, None, low:high] | (there_S == here_L[:, None])
+    return seen_BLS[:, None]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Tensor:

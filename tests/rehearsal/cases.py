@@ -7,6 +7,7 @@ BLACKMAMBA = ["training.micro_batch=6", "model.pattern=ME"]
 ONE = [*BLACKMAMBA, "parallel.expert=1", "training.global_batch=6"]
 NARROW = ["optimizer.gradients=bf16", "optimizer.moments=bf16"]
 EIGHT = [*BLACKMAMBA, "training.global_batch=96"]
+HYBRID = ["model.pattern=M*", "model.attention.heads=12", "model.attention.kv_heads=4"]
 ANY_KIND = ["model.mlp_hidden_size=3072", "model.attention.heads=9", "model.top_k=1", "training.global_batch=6"]
 
 LAYOUTS = {
@@ -17,6 +18,7 @@ LAYOUTS = {
     "pp2": Case(2, "blackmamba_1.5b", [*ONE, "model.pattern=MEME", "training.global_batch=12", "parallel.pipeline=2"]),
     "recompute": Case(1, "blackmamba_1.5b", [*ONE, "training.recompute=layers", *NARROW]),
     "eod_reset": Case(1, "blackmamba_1.5b", [*ONE, "model.eod_reset=0", "kernels.scan_states=recompute"]),
+    "hybrid_cp2": Case(2, "blackmamba_1.5b", [*ONE, *HYBRID, "parallel.context=2", "model.eod_reset=0"]),
     "fp8": Case(8, "blackmamba_1.5b", [*EIGHT, "kernels.linear=fp8"]),
     "softmax": Case(8, "blackmamba_1.5b", [*EIGHT, "model.router.kind=softmax"]),
     "fp32": Case(

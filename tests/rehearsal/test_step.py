@@ -35,6 +35,8 @@ AN_EXPERTS_LAYER = {  # and micro-batch, by dispatcher
 }
 LAUNCHES = {"M": (19, 76), "E": (62, 93), "*": (31, 31), "-": (9, 23), "S": (132, 222), "R": (182, 400)}
 """Bounds of launches forward and backward by letter; other kinds have OTHERS."""
+OF_PARTS = 20
+"""More launches each way with parallel.context and model.eod_reset."""
 IN_PYTORCH = {"S", "R"}
 """Layers whose scan is PyTorch's operations here, with products in fp32."""
 ROUNDINGS = 4
@@ -79,6 +81,8 @@ def expected_waits(config, step):
             waits[name] += count * experts
         if config.model.router.kind == "softmax":  # megatron-core's own router returns a map
             waits["masked_select: moe_utils.permute"] += 2 * experts
+    if config.model.eod_reset is not None and "*" in step["layers"]:
+        waits["tolist: attention.documents_of"] += step["micro_batches"]
     if config.training.precision == "fp32":  # which grouped products do not take
         waits["tolist: experts.grouped_linear"] += 2 * experts
     return waits
@@ -89,6 +93,10 @@ def test_launches_of_a_layer_stay_under_their_bound(step):
         forward, backward = LAUNCHES.get(letter, OTHERS)
         if config_of(step).kernels.linear == "fp8":
             forward, backward = forward + ROUNDINGS, backward + ROUNDINGS
+        if config_of(step).parallel.context > 1:
+            forward, backward = forward + OF_PARTS, backward + OF_PARTS
+        if letter == "*" and config_of(step).model.eod_reset is not None:  # blocks attend twice
+            backward += OF_PARTS
         repeated = forward if config_of(step).training.recompute == "layers" else 0
         assert found["forward"] <= forward, letter
         assert found["backward"] <= backward + repeated, letter
