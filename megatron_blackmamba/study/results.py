@@ -42,6 +42,8 @@ class Result:
     """By layer: the busiest expert's tokens over the mean, at the end."""
     curve: list[tuple[int, float, float]]
     """Tokens, FLOPs and validation loss at every validation."""
+    fastest: float = 0.0
+    """Tokens per second of the fastest step, which stands for an idle machine."""
 
 
 def collect(cell: Cell) -> Result:
@@ -75,6 +77,7 @@ def collect(cell: Cell) -> Result:
             for record in validated
             if record["validation/loss"] is not None
         ],
+        fastest=max(record["speed/tokens_per_second"] for record in records),
     )
 
 
