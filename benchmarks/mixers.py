@@ -1,9 +1,9 @@
 """One layer of Mamba, Mamba-2 and Mamba-3 at the same width, forward + backward.
 
-    python -m benchmarks.mixers [--hidden 1152 --length 512 --batch 1 --state 128 --head 64] [--json]
+    python -m benchmarks.mixers [--hidden 1152 --length 512 --batch 1 --state 128 --head 64 --rank 1] [--json]
 
 The defaults are one sequence of the 1.5B model's width. A layer is everything between norm and residual: projections,
-convolution where there is one, scan and gate. Mamba has its usual 16 states.
+convolution where there is one, scan and gate. Mamba has its usual 16 states; --rank is Mamba-3's.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ PATTERN = "SRM"
 
 def main() -> None:
     parser = _common.arguments(__doc__)
-    for name, default in (("hidden", 1152), ("length", 512), ("batch", 1), ("state", 128), ("head", 64)):
+    for name, default in (("hidden", 1152), ("length", 512), ("batch", 1), ("state", 128), ("head", 64), ("rank", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -33,7 +33,8 @@ def main() -> None:
         for kind in ("mamba2", "mamba3")
         for key in (f"head_dim={options.head}", f"state_size={options.state}")
     ]
-    overrides = [f"model.pattern={PATTERN}", f"model.hidden_size={options.hidden}", "training.precision=fp32", *sizes]
+    sizes += [f"model.hidden_size={options.hidden}", f"model.mamba3.rank={options.rank}"]
+    overrides = [f"model.pattern={PATTERN}", "training.precision=fp32", *sizes]
     config = load("tiny", overrides)
     network = build(config, world.start(config.parallel))
     x_SBD = torch.randn(options.length, options.batch, options.hidden, generator=torch.Generator().manual_seed(0))
@@ -48,6 +49,7 @@ def main() -> None:
         for name, runs in seconds.items()
     ]
     shape = f"D={options.hidden} L={options.length} B={options.batch} N={options.state} P={options.head} float32"
+    shape += f", rank {options.rank}" if options.rank > 1 else ""
     _common.show({"machine": _common.machine(), "tables": {f"forward + backward, {shape}": rows}}, options.json)
     world.shutdown()
 

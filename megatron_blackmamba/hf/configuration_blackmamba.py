@@ -43,6 +43,7 @@ class BlackMambaConfig(PretrainedConfig):
         mamba2_groups: Groups of a "mamba2" layer; the heads of a group share B and C.
         mamba3_head_dim, mamba3_state_size, mamba3_groups: The same of a "mamba3" layer.
         mamba3_rope_fraction: Part of a "mamba3" state whose pairs turn.
+        mamba3_rank: Inputs and outputs of a head of a "mamba3" layer for each token (MIMO). 1: one of each (SISO).
         mamba3_a_floor: Smallest decay rate of a "mamba3" layer.
         mamba3_output_norm: Normalise each head's output of a "mamba3" layer by RMSNorm.
         num_attention_heads: Query heads of an "attention" layer.
@@ -114,6 +115,7 @@ class BlackMambaConfig(PretrainedConfig):
         mamba3_state_size: int = 128,
         mamba3_groups: int = 1,
         mamba3_rope_fraction: float = 0.5,
+        mamba3_rank: int = 1,
         mamba3_a_floor: float = 1e-4,
         mamba3_output_norm: bool = False,
         num_experts_per_tok: int = 1,
@@ -177,6 +179,7 @@ class BlackMambaConfig(PretrainedConfig):
         self.mamba3_state_size = mamba3_state_size
         self.mamba3_groups = mamba3_groups
         self.mamba3_rope_fraction = mamba3_rope_fraction
+        self.mamba3_rank = mamba3_rank
         self.mamba3_a_floor = mamba3_a_floor
         self.mamba3_output_norm = mamba3_output_norm
         self.num_experts_per_tok = num_experts_per_tok

@@ -134,29 +134,39 @@ def ssd(
 def mamba3(
     x_BLHP: Tensor,
     rates: Sequence[Tensor],
-    B_BLHN: Tensor,
-    C_BLHN: Tensor,
+    B_BLRHN: Tensor,
+    C_BLRHN: Tensor,
     D_H: Tensor,
+    mix_HRP: Tensor,
     last: tuple[Tensor, Tensor, Tensor, Tensor],
     reset_BL: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Run the Mamba-3 recurrence in fp32; return y_BLHP in x's dtype and the next `last`.
+    """Run the Mamba-3 recurrence in fp32; return y_BLRHP in x's dtype and the next `last`.
 
     rates: steps, own, before `[B, L, H]` and turn `[B, L, H, S]`. B and C have their biases.
+    mix_HRP: factors that make the R inputs of a head from x.
     last: the sum of turns, the state, and B and x of the token before.
     """
     steps, own, before, turn = rates
-    x, (angle, state, last_B, last_x) = widen(x_BLHP), last
+    x, R, (angle, state, last_B, last_x) = widen(x_BLHP), B_BLRHN.shape[2], last
     if reset_BL is not None:
         before = before.masked_fill(reset_BL[..., None], 0)
     angles = document_sums(turn, angle, reset_BL).remainder(2 * torch.pi)
-    B, C = turned(B_BLHN, angles), turned(C_BLHN, angles)
-    # A token counts for the later ones as it and the next one write it, and for itself as it writes itself.
-    following = F.pad(before[:, 1:], (0, 0, 0, 1))
-    start = state + (last_x * before[:, 0, :, None])[..., None] * last_B[:, :, None]
-    y, state = _decaying_sums(x * (own + following)[..., None], steps, B, C, start, reset_BL)
-    y = y + (D_H - following * (B * C).sum(-1))[..., None] * x
-    return y.to(x_BLHP.dtype), (angles[:, -1], state, B[:, -1], x[:, -1])
+    B, C = turned(B_BLRHN, angles[:, :, None]), turned(C_BLRHN, angles[:, :, None])
+    x_BLRHP = x[:, :, None] * mix_HRP.transpose(0, 1)
+    start = state + ((last_x * before[:, 0, :, None])[:, :, None] * mix_HRP).mT @ last_B
+    # Later tokens count a token as it and the next one write it. Its R rows are scanned like tokens without a decay.
+    later = own + F.pad(before[:, 1:], (0, 0, 0, 1))
+    steps_BUH = F.pad(steps[:, :, None], (0, 0, 0, R - 1)).flatten(1, 2)
+    reset_BU = None if reset_BL is None else F.pad(reset_BL[..., None], (0, R - 1)).flatten(1)
+    rows = (part.flatten(1, 2) for part in (x_BLRHP * later[:, :, None, :, None], B, C))
+    x_BUHP, B_BUHN, C_BUHN = rows
+    y, state = _decaying_sums(x_BUHP, steps_BUH, B_BUHN, C_BUHN, start, reset_BU)
+    # A row has seen its token's rows up to itself, as later tokens do. It should see all, as they write themselves.
+    scores_BLHRR = C.transpose(2, 3) @ B.transpose(2, 3).mT
+    owed_BLHRR = own[..., None, None] * scores_BLHRR - later[..., None, None] * scores_BLHRR.tril()
+    y = y.unflatten(1, (-1, R)) + (owed_BLHRR @ x_BLRHP.transpose(2, 3)).transpose(2, 3) + D_H[:, None] * x_BLRHP
+    return y.to(x_BLHP.dtype), (angles[:, -1], state, B[:, -1].transpose(1, 2), x[:, -1])
 
 
 def mamba3_rates(
@@ -184,12 +194,12 @@ def document_sums(x: Tensor, start: Tensor, reset_BL: Tensor | None, chunk: int 
     return torch.cat(parts, dim=1)
 
 
-def turned(V_BLHN: Tensor, angle_BLHS: Tensor) -> Tensor:
+def turned(V_HN: Tensor, angle_HS: Tensor) -> Tensor:
     """Turn the first S pairs of neighbours by their angles."""
-    first, second = V_BLHN[..., : 2 * angle_BLHS.shape[-1]].unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = angle_BLHS.cos(), angle_BLHS.sin()
+    first, second = V_HN[..., : 2 * angle_HS.shape[-1]].unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angle_HS.cos(), angle_HS.sin()
     pairs = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
-    return torch.cat((pairs.flatten(-2), V_BLHN[..., 2 * angle_BLHS.shape[-1] :]), dim=-1)
+    return torch.cat((pairs.flatten(-2), V_HN[..., 2 * angle_HS.shape[-1] :]), dim=-1)
 
 
 def _decaying_sums(

@@ -84,6 +84,7 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         strict = hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict")
         of_kinds = {"r": ["A_log", "D", "dt_proj"], "mamba2": ["A_log", "D", "dt_bias"]}
         of_kinds["mamba3"] = ["D", "dt_bias", "B_bias", "C_bias"]
+        of_kinds["mamba3"] += ["mimo_x", "mimo_z", "mimo_o"] if config.mamba3_rank > 1 else []
         names = sorted({name for kind in config.mamba_moe_layers for name in of_kinds.get(kind, [])})
         setattr(self, "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules", names)
 
@@ -105,8 +106,11 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
             module.D.fill_(1.0)
             _spread_time_steps(module.dt_bias)
         elif isinstance(module, Mamba3Mixer) and not getattr(module.dt_bias, "_is_hf_initialized", False):
-            for ones in (module.D, module.B_bias, module.C_bias):
-                ones.fill_(1.0)
+            for part in module.exact():
+                part.fill_(1.0)
+            if module.rank > 1:
+                module.mimo_x.fill_(1 / module.rank)
+                module.mimo_o.fill_(1 / module.rank)
             _spread_time_steps(module.dt_bias)
 
 

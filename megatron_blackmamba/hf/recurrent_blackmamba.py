@@ -6,7 +6,7 @@ the forward of the module that owns it. Offloading and device_map move the weigh
 there, and nowhere else.
 
 Shapes: B batch, L length, D model, I inner, N state, R dt rank, K taps, W = K - 1 window.
-In Mamba-2 and 3: H heads of P channels in G groups, S angles.
+In Mamba-2 and 3: H heads of P channels in G groups, S angles, R rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -261,54 +261,78 @@ class Mamba3Mixer(Recurrent):
     The cache has, in the place of a convolution's window, the sum of angles with B and x of the last token.
     """
 
+    mimo_x: nn.Parameter  # these with a rank above 1
+    mimo_z: nn.Parameter
+    mimo_o: nn.Parameter
+
     def __init__(self, config: Any, layer: int):
         super().__init__()
         D, I, P, N = config.hidden_size, config.inner_size, config.mamba3_head_dim, config.mamba3_state_size
         self.layer, self.groups, self.fast = layer, config.mamba3_groups, use_kernels(config)
-        H, GN, S = I // P, self.groups * N, int(N * config.mamba3_rope_fraction) // 2
-        self.splits, self.state_shape, self.floor = (I, I, GN, GN, H, H, H, S), (H, P, N), config.mamba3_a_floor
+        R = self.rank = config.mamba3_rank
+        H, RGN, S = I // P, R * self.groups * N, int(N * config.mamba3_rope_fraction) // 2
+        self.splits, self.state_shape, self.floor = (I, I, RGN, RGN, H, H, H, S), (H, P, N), config.mamba3_a_floor
         self.in_proj = linear(D, sum(self.splits), self.fast)
         self.dt_bias = nn.Parameter(torch.zeros(H, dtype=torch.float32))
-        self.B_bias = nn.Parameter(torch.ones(H, 1, N, dtype=torch.float32))
-        self.C_bias = nn.Parameter(torch.ones(H, 1, N, dtype=torch.float32))
+        self.B_bias = nn.Parameter(torch.ones(H, R, N, dtype=torch.float32))
+        self.C_bias = nn.Parameter(torch.ones(H, R, N, dtype=torch.float32))
         self.D = nn.Parameter(torch.ones(H, dtype=torch.float32))
+        for name in ("mimo_x", "mimo_z", "mimo_o"):
+            factors = nn.Parameter(torch.ones(H, R, P, dtype=torch.float32)) if R > 1 else None
+            self.register_parameter(name, factors)
         self.B_norm, self.C_norm = HeadNorm(N, config.norm_eps), HeadNorm(N, config.norm_eps)
         self.norm = GroupNorm(I, H, config.norm_eps) if config.mamba3_output_norm else None
         self.out_proj = linear(I, D, self.fast)
 
     def exact(self) -> tuple[nn.Parameter, ...]:
-        return self.D, self.dt_bias, self.B_bias, self.C_bias
+        factors = () if self.rank == 1 else (self.mimo_x, self.mimo_z, self.mimo_o)
+        return self.D, self.dt_bias, self.B_bias, self.C_bias, *factors
 
     def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
         z, x, B, C, dt, A, trap, angle = self.in_proj(u_BLD).split(self.splits, dim=-1)
         if keep_BL1 is not None:
             x = x * keep_BL1
         x = x.unflatten(-1, self.state_shape[:2])
-        B, C = self.B_norm(B.unflatten(-1, (self.groups, -1))), self.C_norm(C.unflatten(-1, (self.groups, -1)))
+        rows = (self.rank, self.groups, -1)
+        B, C = self.B_norm(B.unflatten(-1, rows)), self.C_norm(C.unflatten(-1, rows))
         last = self.recalled(cache, u_BLD.shape[0], angle.shape[-1])
         projections = (dt, A, trap, angle, self.dt_bias, self.floor)
-        biases = self.B_bias[:, 0], self.C_bias[:, 0]
+        biases = self.B_bias, self.C_bias
         after: Any
         if may_run(self.fast):
             rates = Rates.of(*projections)
-            y, after = fast_mamba3(x, rates, B, C, *biases, self.D, memory=Memory(*last), reset_BL=reset_BL)
+            how = (B, C, *biases, self.D)
+            y, after = fast_mamba3(x, rates, *how, mix_HRP=self.mimo_x, memory=Memory(*last), reset_BL=reset_BL)
         else:
-            heads = x.shape[2] // self.groups
-            B, C = (widen(V).repeat_interleave(heads, dim=2) + b for V, b in zip((B, C), biases, strict=True))
-            y, after = mamba3(x, mamba3_rates(*projections), B, C, self.D, last, reset_BL)
+            heads, one = x.shape[2] // self.groups, self.D.new_ones(len(self.D), 1, 1)
+            B, C = (
+                widen(V).repeat_interleave(heads, dim=3) + b.transpose(0, 1)
+                for V, b in zip((B, C), biases, strict=True)
+            )
+            mix = one if self.rank == 1 else self.mimo_x
+            y, after = mamba3(x, mamba3_rates(*projections), B, C, self.D, mix, last, reset_BL)
+            y = y.squeeze(2) if self.rank == 1 else y
         if cache is not None:
             angle, state, B, x = after
-            cache.update_conv_state(torch.cat((angle, B, x), dim=-1), self.layer)
+            cache.update_conv_state(torch.cat((angle, B.flatten(2), x), dim=-1), self.layer)
             cache.update_recurrent_state(state, self.layer)
-        y = y.flatten(2) if self.norm is None else self.norm(y.flatten(2))
-        return self.out_proj((y * F.silu(z)).to(u_BLD.dtype))
+        if self.norm is not None:
+            y = self.norm(y.flatten(-2)).unflatten(-1, y.shape[-2:])
+        return self.out_proj(self.gated(y, z).to(u_BLD.dtype))
+
+    def gated(self, y: Tensor, z_BLI: Tensor) -> Tensor:
+        """Return y times SiLU of z; with several outputs their weighted sum, each with its own gate."""
+        if self.rank == 1:
+            return y.flatten(2) * F.silu(z_BLI)
+        z_BLRHP = widen(z_BLI).unflatten(-1, self.state_shape[:2])[:, :, None] * self.mimo_z.transpose(0, 1)
+        return (y * F.silu(z_BLRHP) * self.mimo_o.transpose(0, 1)).sum(2).flatten(2)
 
     def recalled(self, cache: Any, rows: int, angles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the sum of angles, the state, and B and x of the last token; zeros before the first."""
-        H, P, N = self.state_shape
+        (H, P, N), R = self.state_shape, self.rank
         token = None if cache is None else cache.get_conv_state(self.layer)
         if token is None:
             new = self.dt_bias.new_zeros
-            return new(rows, H, angles), new(rows, H, P, N), new(rows, H, N), new(rows, H, P)
-        angle, B, x = token.split((angles, N, P), dim=-1)
-        return angle, cache.get_recurrent_state(self.layer), B, x
+            return new(rows, H, angles), new(rows, H, P, N), new(rows, H, R, N), new(rows, H, P)
+        angle, B, x = token.split((angles, R * N, P), dim=-1)
+        return angle, cache.get_recurrent_state(self.layer), B.unflatten(-1, (R, N)), x

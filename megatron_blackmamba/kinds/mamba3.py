@@ -1,10 +1,10 @@
 """Mamba-3: two tokens write a state by the trapezoidal rule, and B and C turn, between two projections.
 
-It has no convolution. Names, shapes and row order match `mamba_ssm.modules.mamba3` with one input and one output a head
-(SISO).
+It has no convolution. Names, shapes and row order match `mamba_ssm.modules.mamba3`, with one input and output of a head
+for each token (SISO) or several (MIMO).
 
-Shapes: B batch, L length, D model, I inner, H heads, P channels of a head, G groups, N state, S angles.
-X = 2I + 2GN + 3H + S rows of in_proj.
+Shapes: B batch, L length, D model, I inner, H heads, P channels of a head, G groups, N state, S angles, R rank.
+X = 2I + 2RGN + 3H + S rows of in_proj.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.costs import FP32, Sizes
+from megatron_blackmamba.costs import FP32, Sizes, Work
 from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
 from megatron_blackmamba.kinds.mamba import initial_dt_bias, normed
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 BIASES = ("dt_bias", "B_bias", "C_bias")
 NORMS = ("B_norm", "C_norm")
-_FIELDS = ("head_dim", "state_size", "groups", "rope_fraction", "a_floor", "output_norm")
+MIX = ("mimo_x", "mimo_z", "mimo_o")
+"""Factors of R inputs, gates and outputs."""
+_FIELDS = ("head_dim", "state_size", "groups", "rope_fraction", "rank", "a_floor", "output_norm")
 
 
 class Mamba3(LayerKind):
@@ -35,7 +37,7 @@ class Mamba3(LayerKind):
     keys = ("mamba3", "expand", "init.dt_min", "init.dt_max", "init.dt_floor")
     block = "megatron_blackmamba.model.specs:mamba3_block"
     writes_to_residual = ("out_proj.weight",)
-    kept_in_fp32 = (*BIASES, "D")
+    kept_in_fp32 = (*BIASES, "D", *MIX)
     elementwise = frozenset({"rotations"})
     entry = '"mamba3"'
     cut = None
@@ -67,14 +69,15 @@ class Mamba3(LayerKind):
         return "mamba3"
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        I, N = model.inner_size, model.mamba3.state_size
+        I, N, R = model.inner_size, model.mamba3.state_size, model.mamba3.rank
         H = I // model.mamba3.head_dim
         return {
             "in_proj.weight": (sum(rows(model)), model.hidden_size),  # rows [z | x | B | C | dt | A | trap | angle]
             "dt_bias": (H,),
-            "B_bias": (H, 1, N),
-            "C_bias": (H, 1, N),
+            "B_bias": (H, R, N),
+            "C_bias": (H, R, N),
             "D": (H,),
+            **(dict.fromkeys(MIX, (H, R, model.mamba3.head_dim)) if R > 1 else {}),
             **{f"{name}.weight": (N,) for name in NORMS},
             **({"norm.weight": (I,)} if model.mamba3.output_norm else {}),
             "out_proj.weight": (model.hidden_size, I),
@@ -82,47 +85,51 @@ class Mamba3(LayerKind):
 
     def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
         """Return B and C, which all heads of a group share, and the angles, which all heads share."""
-        I, GN, _, S = _sizes(model)
-        return {"in_proj.weight": [slice(2 * I, 2 * I + 2 * GN), slice(-S, None)]}
+        I, RGN, _, S = _sizes(model)
+        return {"in_proj.weight": [slice(2 * I, 2 * I + 2 * RGN), slice(-S, None)]}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
 
-        if name in ("D", "B_bias", "C_bias"):
+        if name in ("D", "B_bias", "C_bias", "mimo_z"):
             return torch.ones(shape)
+        if name in MIX:
+            return torch.full(shape, 1 / model.mamba3.rank)
         return initial_dt_bias(shape, model, random) if name == "dt_bias" else None
 
     def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
         """Count the scan's matrix products with the chunk length of `ops/ssd`, including the masked halves.
 
-        B and C differ by head, so each head has products of its own between tokens.
+        B and C differ by head, so each head has products of its own between rows of B and C.
         """
         from megatron_blackmamba.ops.ssd.chunked import CHUNK
 
-        D, I, N = model.hidden_size, model.inner_size, model.mamba3.state_size
-        H = I // model.mamba3.head_dim
-        whole, rest = divmod(sequence, CHUNK)
-        pairs = (whole * CHUNK**2 + rest**2) / sequence  # a token meets in its chunk
+        D, I, N, R = model.hidden_size, model.inner_size, model.mamba3.state_size, model.mamba3.rank
+        H, chunk = I // model.mamba3.head_dim, max(1, CHUNK // R)
+        whole, rest = divmod(sequence, chunk)
+        pairs = R * R * (whole * chunk**2 + rest**2) / sequence  # of rows, for each token
         return {
             "mamba3_projections": 2 * D * sum(rows(model)) + 2 * I * D,
-            "rotations": 2 * 6 * H * angles(model),
-            "ssd": round(2 * pairs * (H * N + I)) + 4 * I * N,
+            "rotations": 2 * 6 * R * H * angles(model),
+            "ssd": round(2 * pairs * (H * N + I)) + 4 * R * I * N,
         }
 
     def kept(self, at: Sizes) -> int:
         """Return the bytes saved for the backward pass.
 
         The projections save in_proj's input and output. The norms save B and C, and their results. `Rates.of` saves
-        ten numbers of a head, and the angles. The gate saves the scan's output, both factors and their product. Context
-        parallelism adds the state at the start and the decays of all parts.
+        ten numbers of a head, and the angles. The gate saves the scan's output, both factors and their product; with
+        several outputs, for each of them in fp32, and z too. Context parallelism adds the state at the start and the
+        decays of all parts.
         """
-        I, GN, H, S = _sizes(at.model)
+        (I, RGN, H, S), R = _sizes(at.model), at.model.mamba3.rank
         width, wide = at.width, max(at.width, FP32)
         copies = 1 if width == wide else 2  # a norm keeps its input in fp32
-        each = width * (sum(rows(at.model)) + 3 * I + 2 * GN)
-        each += wide * (10 * H + S + H * S + copies * 2 * GN + 2 * at.model.mamba3.groups)
+        each = width * (sum(rows(at.model)) + (1 + R) * I + 2 * RGN)
+        each += width * I if R == 1 else wide * (3 * R + copies - 1) * I
+        each += wide * (10 * H + S + H * S + copies * 2 * RGN + 2 * R * at.model.mamba3.groups)
         if at.model.mamba3.output_norm:
-            each += width * I + wide * (copies * I + H)
+            each += R * (width * I + wide * (copies * I + H))
         start = FP32 * (I * at.model.mamba3.state_size + at.context * H) if at.context > 1 else 0
         return at.here * width * at.model.hidden_size + (at.whole * each + at.sequences * start) // at.tensor
 
@@ -131,8 +138,20 @@ class Mamba3(LayerKind):
         from megatron_blackmamba.ops.ssd import costs
 
         I, _, H, _ = (number // at.tensor for number in _sizes(at.model))
-        N = at.model.mamba3.state_size
-        return max(self.kept(at), costs.working(at, I, H, H * N, N))
+        N, R = at.model.mamba3.state_size, at.model.mamba3.rank
+        return max(self.kept(at), costs.working(at, I, H, H * N, N, R))
+
+    def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
+        """Count the projections, and how often PyTorch's operations between them read and write."""
+        from megatron_blackmamba.ops.ssd import costs
+
+        D, (I, _, H, S), N = at.model.hidden_size, _sizes(at.model), at.model.mamba3.state_size
+        projections = [
+            Work(at.width * at.whole * (D + size // at.tensor), 2 * D * size * at.whole // at.tensor)
+            for size in (sum(rows(at.model)), I)
+        ]
+        there, back = costs.passes(at, I // at.tensor, H // at.tensor, N, S, at.model.mamba3.rank)
+        return [*projections, there], [*projections, *projections, back]
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the traffic: the stream as in Mamba-2, and for each sequence the state, decays and sums of angles."""
@@ -168,14 +187,14 @@ def angles(model: ModelConfig) -> int:
 
 def rows(model: ModelConfig) -> list[int]:
     """Return the rows of in_proj: z, x, B, C, dt, A, trap, angle."""
-    I, GN, H, S = _sizes(model)
-    return [I, I, GN, GN, H, H, H, S]
+    I, RGN, H, S = _sizes(model)
+    return [I, I, RGN, RGN, H, H, H, S]
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int, int]:
-    """Return I, GN, H, S."""
-    I = model.inner_size
-    return I, model.mamba3.groups * model.mamba3.state_size, I // model.mamba3.head_dim, angles(model)
+    """Return I, RGN, H, S."""
+    I, mamba3 = model.inner_size, model.mamba3
+    return I, mamba3.rank * mamba3.groups * mamba3.state_size, I // mamba3.head_dim, angles(model)
 
 
 @dataclass(frozen=True)
@@ -184,70 +203,72 @@ class Mamba3Layer:
 
     in_proj: Tensor
     dt_bias_H: Tensor
-    B_bias_HN: Tensor
-    C_bias_HN: Tensor
+    B_bias_HRN: Tensor
+    C_bias_HRN: Tensor
     D_H: Tensor
     B_norm_N: Tensor
     C_norm_N: Tensor
     out_proj: Tensor
-
-
-@dataclass(frozen=True)
-class NormedMamba3Layer(Mamba3Layer):
-    """The weights of one layer with model.mamba3.output_norm."""
-
-    norm_I: Tensor
+    norm_I: Tensor | None
+    """With model.mamba3.output_norm."""
+    x_HRP: Tensor | None
+    """Factors of inputs, gates and outputs, with model.mamba3.rank above 1."""
+    z_HRP: Tensor | None
+    o_HRP: Tensor | None
 
 
 class Mamba3Decoding(Decoding):
     """The memory is that of `ops/mamba3`: the sum of angles, the state, and the last token's B and x, all fp32."""
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> Mamba3Layer:
-        weights = {
-            "in_proj": get("in_proj.weight", dtype),
-            "dt_bias_H": get("dt_bias"),
-            "B_bias_HN": get("B_bias")[:, 0].contiguous(),
-            "C_bias_HN": get("C_bias")[:, 0].contiguous(),
-            "D_H": get("D"),
-            "B_norm_N": get("B_norm.weight"),
-            "C_norm_N": get("C_norm.weight"),
-            "out_proj": get("out_proj.weight", dtype),
-        }
-        if model.mamba3.output_norm:
-            return NormedMamba3Layer(**weights, norm_I=get("norm.weight"))
-        return Mamba3Layer(**weights)
+        x_HRP, z_HRP, o_HRP = (get(name) if model.mamba3.rank > 1 else None for name in MIX)
+        return Mamba3Layer(
+            in_proj=get("in_proj.weight", dtype),
+            dt_bias_H=get("dt_bias"),
+            B_bias_HRN=get("B_bias"),
+            C_bias_HRN=get("C_bias"),
+            D_H=get("D"),
+            B_norm_N=get("B_norm.weight"),
+            C_norm_N=get("C_norm.weight"),
+            out_proj=get("out_proj.weight", dtype),
+            norm_I=get("norm.weight") if model.mamba3.output_norm else None,
+            x_HRP=x_HRP,
+            z_HRP=z_HRP,
+            o_HRP=o_HRP,
+        )
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         import torch
 
         _, _, H, S = _sizes(model)
-        P, N = model.mamba3.head_dim, model.mamba3.state_size
-        shapes = ((H, S), (H, P, N), (H, N), (H, P))
+        P, N, R = model.mamba3.head_dim, model.mamba3.state_size, model.mamba3.rank
+        shapes = ((H, S), (H, P, N), (H, R, N), (H, P))
         return [torch.zeros(batch, *shape, dtype=torch.float32, device=device) for shape in shapes]
 
     def step(self, run: Runner, layer: Mamba3Layer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.mamba3 import Memory, mamba3_step
 
-        z_BI, x_BHP, B_BGN, C_BGN, rates = _parts(run.times(x_BD, layer.in_proj), layer, run.config)
-        how = (layer.B_bias_HN, layer.C_bias_HN, layer.D_H)
-        y_BHP = mamba3_step(Memory(*memory), x_BHP, rates, B_BGN, C_BGN, *how)
-        return run.times(_gated(y_BHP, z_BI, layer, run.config), layer.out_proj)
+        z_BI, x_BHP, B_BRGN, C_BRGN, rates = _parts(run.times(x_BD, layer.in_proj), layer, run.config)
+        how = (layer.B_bias_HRN, layer.C_bias_HRN, layer.D_H, layer.x_HRP)
+        y = mamba3_step(Memory(*memory), x_BHP, rates, B_BRGN, C_BRGN, *how)
+        return run.times(_gated(y, z_BI, layer, run.config), layer.out_proj)
 
     def read(self, run: Runner, layer: Mamba3Layer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.mamba3 import Memory, mamba3
         from megatron_blackmamba.ops.matvec import product
 
-        z_BLI, x_BLHP, B_BLGN, C_BLGN, rates = _parts(product(x_BLD, layer.in_proj), layer, run.config)
+        z_BLI, x_BLHP, B_BLRGN, C_BLRGN, rates = _parts(product(x_BLD, layer.in_proj), layer, run.config)
         if inputs.keep_BL1 is not None:
             x_BLHP = x_BLHP * inputs.keep_BL1[..., None]
-        how = (layer.B_bias_HN, layer.C_bias_HN, layer.D_H)
-        y_BLHP, after = mamba3(
-            x_BLHP, rates, B_BLGN, C_BLGN, *how, memory=Memory(*memory), reset_BL=inputs.reset_BL
+        how = (layer.B_bias_HRN, layer.C_bias_HRN, layer.D_H)
+        last, mix_HRP = Memory(*memory), layer.x_HRP
+        y, after = mamba3(
+            x_BLHP, rates, B_BLRGN, C_BLRGN, *how, mix_HRP=mix_HRP, memory=last, reset_BL=inputs.reset_BL
         )  # fmt: skip
         assert after is not None
         for kept, new in zip(memory, after, strict=True):
             kept.copy_(new)
-        return product(_gated(y_BLHP, z_BLI, layer, run.config), layer.out_proj)
+        return product(_gated(y, z_BLI, layer, run.config), layer.out_proj)
 
 
 def _parts(projected: Tensor, layer: Mamba3Layer, model: ModelConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Rates]:
@@ -255,7 +276,7 @@ def _parts(projected: Tensor, layer: Mamba3Layer, model: ModelConfig) -> tuple[T
     from megatron_blackmamba.ops.mamba3 import Rates
 
     z, x, B, C, dt, A, trap, angle = projected.split(rows(model), dim=-1)
-    groups = (model.mamba3.groups, -1)
+    groups = (model.mamba3.rank, model.mamba3.groups, -1)
     B = normed(B.unflatten(-1, groups), layer.B_norm_N, model.norm_eps)
     C = normed(C.unflatten(-1, groups), layer.C_norm_N, model.norm_eps)
     rates = Rates.of(dt, A, trap, angle, layer.dt_bias_H, model.mamba3.a_floor)
@@ -263,8 +284,8 @@ def _parts(projected: Tensor, layer: Mamba3Layer, model: ModelConfig) -> tuple[T
 
 
 def _gated(y: Tensor, z: Tensor, layer: Mamba3Layer, model: ModelConfig) -> Tensor:
-    import torch.nn.functional as F
+    from megatron_blackmamba.ops.mamba3 import gated
 
-    if isinstance(layer, NormedMamba3Layer):
+    if layer.norm_I is not None:
         y = normed(y, layer.norm_I.view(y.shape[-2:]), model.norm_eps)
-    return y.flatten(-2) * F.silu(z)
+    return gated(y, z, layer.z_HRP, layer.o_HRP)

@@ -5,9 +5,10 @@ all heads: each rank projects some of them, and all gather them. The norms of B 
 their gradients are summed over the ranks.
 
 A checkpoint stores in_proj as one matrix with rows [z | x | B | C | dt | A | trap | angle]. Each part is sharded by
-itself.
+itself, and so is each of the R parts of B and C.
 
-Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P channels of a head, G groups, N state.
+Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P channels of a head, G groups, N state,
+R rank.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_blackmamba.kinds.mamba3 import BIASES, NORMS, rows
+from megatron_blackmamba.kinds.mamba3 import BIASES, MIX, NORMS, rows
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.mamba2 import GroupNorm
@@ -30,7 +31,7 @@ from megatron_blackmamba.model.sharding import (
     without_decay,
 )
 from megatron_blackmamba.ops.context import several
-from megatron_blackmamba.ops.mamba3 import Rates, mamba3
+from megatron_blackmamba.ops.mamba3 import Rates, gated, mamba3
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -55,10 +56,10 @@ class SharedNorm(nn.Module):
         self.eps, self.group = config.layernorm_epsilon, group
         self.weight = without_decay(replicated(empty(size, dtype=config.params_dtype), sequence_parallel=False))
 
-    def forward(self, x_GN: Tensor) -> Tensor:
-        compute = torch.promote_types(x_GN.dtype, torch.float32)
+    def forward(self, x_RGN: Tensor) -> Tensor:
+        compute = torch.promote_types(x_RGN.dtype, torch.float32)
         weight_N = copy_to_tensor_model_parallel_region(self.weight, group=self.group).to(compute)
-        return F.rms_norm(x_GN.to(compute), weight_N.shape, weight_N, self.eps).to(x_GN.dtype)
+        return F.rms_norm(x_RGN.to(compute), weight_N.shape, weight_N, self.eps).to(x_RGN.dtype)
 
 
 class Mamba3Mixer(MegatronModule):
@@ -76,12 +77,16 @@ class Mamba3Mixer(MegatronModule):
         ranks = self.tp_group.size()
         self.rows = [size // ranks for size in rows(model)]
         self.groups, self.floor = model.mamba3.groups // ranks, model.mamba3.a_floor
-        inner, heads, N = self.rows[0], self.rows[4], model.mamba3.state_size
+        inner, heads, N, R = self.rows[0], self.rows[4], model.mamba3.state_size, model.mamba3.rank
+        self.rank = R
 
         self.in_proj = column(submodules.in_proj, model.hidden_size, sum(rows(model)), config, self.tp_group)
-        shapes = {"dt_bias": (heads,), "B_bias": (heads, 1, N), "C_bias": (heads, 1, N), "D": (heads,)}
+        shapes = {"dt_bias": (heads,), "B_bias": (heads, R, N), "C_bias": (heads, R, N), "D": (heads,)}
         for name, shape in shapes.items():
             self.register_parameter(name, without_decay(sharded(empty(*shape, dtype=config.full_precision), 0)))
+        for name in MIX:
+            factors = sharded(empty(heads, R, model.mamba3.head_dim, dtype=config.full_precision), 0)
+            self.register_parameter(name, without_decay(factors) if R > 1 else None)
         for name in NORMS:
             self.add_module(name, SharedNorm(N, config, self.tp_group))
         self.norm = GroupNorm(inner, heads, config) if model.mamba3.output_norm else None
@@ -93,28 +98,33 @@ class Mamba3Mixer(MegatronModule):
         z_BSI, x_BSI, *shared, dt, A, trap, angle = projected_SB.transpose(0, 1).split(self.rows, dim=-1)
         if self.tp_group.size() > 1:
             angle = all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)
-        B_BSGN, C_BSGN = (
-            getattr(self, name)(part.unflatten(-1, (self.groups, -1))) for name, part in zip(NORMS, shared, strict=True)
+        rows = (self.rank, self.groups, -1)
+        B_BSRGN, C_BSRGN = (
+            getattr(self, name)(part.unflatten(-1, rows)) for name, part in zip(NORMS, shared, strict=True)
         )
-        y_BSHP, _ = mamba3(
+        y, _ = mamba3(
             x_BSI.unflatten(2, (dt.shape[-1], -1)),
             Rates.of(dt, A, trap, angle, self.dt_bias, self.floor),
-            B_BSGN,
-            C_BSGN,
-            self.B_bias[:, 0],
-            self.C_bias[:, 0],
+            B_BSRGN,
+            C_BSRGN,
+            self.B_bias,
+            self.C_bias,
             self.D,
+            mix_HRP=self.mimo_x,
             reset_BL=reset_BS,
             group=self.context,
         )
-        y_BSI = y_BSHP.flatten(2) if self.norm is None else self.norm(y_BSHP.flatten(2))
-        out_SBD, _ = self.out_proj((y_BSI * F.silu(z_BSI)).transpose(0, 1).contiguous())
+        if self.norm is not None:
+            y = self.norm(y.flatten(-2)).unflatten(-1, y.shape[-2:])
+        out_SBD, _ = self.out_proj(gated(y, z_BSI, self.mimo_z, self.mimo_o).transpose(0, 1).contiguous())
         return out_SBD
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        own = [*BIASES, "D"] + (["norm.weight"] if self.norm is not None else [])
+        own = [*BIASES, "D", *(MIX if self.rank > 1 else ()), *(["norm.weight"] if self.norm is not None else [])]
         modules = ("in_proj", "out_proj", *NORMS)
         state = sharded_mixer(self, own, modules, prefix, sharded_offsets, metadata, self.tp_group)
         in_proj = f"{prefix}in_proj.weight"
-        state[in_proj] = sharded_by_parts(state[in_proj], self.rows, self.tp_group.rank())
+        z, x, B, C, *others = self.rows
+        parts = [z, x, *[B // self.rank] * self.rank, *[C // self.rank] * self.rank, *others]
+        state[in_proj] = sharded_by_parts(state[in_proj], parts, self.tp_group.rank())
         return state

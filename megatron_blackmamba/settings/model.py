@@ -90,6 +90,8 @@ class Mamba3Config(Section):
     """Groups of heads that share B and C; tensor parallelism splits the groups."""
     rope_fraction: float = Field(0.5, gt=0, le=1)
     """Part of the state whose pairs of B and C turn by angles from the data."""
+    rank: int = Field(1, gt=0, le=64)
+    """Inputs and outputs of a head for each token (MIMO), each with its own B and C; 1: one of each (SISO)."""
     a_floor: float = Field(1e-4, ge=0)
     """Smallest decay rate that the data can ask for."""
     output_norm: bool = False

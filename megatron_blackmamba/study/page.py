@@ -18,7 +18,7 @@ from megatron_blackmamba.study.runs import Study
 
 COLUMNS = (
     "model", "size", "active parameters", "tokens", "FLOPs", "learning rate", "validation loss", "bits per byte",
-    "experts balanced", "training loss", "tokens/s", "memory",
+    "experts balanced", "training loss", "tokens/s", "fastest step, tokens/s", "memory",
 )  # fmt: skip
 
 
@@ -59,6 +59,7 @@ def rows(groups: Sequence[Group]) -> list[list[str]]:
             _with_interval(group, "balanced") if group.has_balanced else "–",
             _with_interval(group, "loss"),
             short(group.mean("tokens_per_second")),
+            short(max(result.fastest for result in group.results)),
             f"{group.mean('memory_bytes') / 2**30:.2f} GiB",
         ]
         for group in groups

@@ -44,6 +44,8 @@ class Result:
     """Tokens, FLOPs and validation loss at every validation."""
     bits_per_byte: float | None = None
     """The validation loss as bits per byte of text; None if it was not recorded or not finite."""
+    fastest: float = 0.0
+    """Tokens per second of the fastest step, which stands for an idle machine."""
 
 
 def collect(cell: Cell) -> Result:
@@ -78,6 +80,7 @@ def collect(cell: Cell) -> Result:
             if record["validation/loss"] is not None
         ],
         bits_per_byte=last_value(records, "validation/bits_per_byte"),
+        fastest=max(record["speed/tokens_per_second"] for record in records),
     )
 
 

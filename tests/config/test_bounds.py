@@ -62,6 +62,7 @@ FROM_ONE = [
     "model.mamba3.head_dim",
     "model.mamba3.state_size",
     "model.mamba3.groups",
+    "model.mamba3.rank",
     "model.shared_expert_hidden_size",
     "parallel.tensor",
     "parallel.pipeline",

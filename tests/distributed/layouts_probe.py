@@ -35,6 +35,7 @@ TRANSFORMER = [
 TRANSFORMER_MOE = ["model.pattern=*E*E", "model.attention.heads=4"]
 MAMBA2 = ["model.pattern=SERE", "model.mamba2.head_dim=16", "model.mamba2.state_size=16", "model.mamba2.groups=2"]
 MAMBA2 += ["model.mamba3.head_dim=16", "model.mamba3.state_size=16", "model.mamba3.groups=2"]
+MIMO = [*MAMBA2, "model.pattern=RERE", "model.mamba3.rank=3", "model.mamba3.output_norm=true", "model.eod_reset=397"]
 PARALLEL = ["model.arrangement=parallel"]
 CUT = [
     *MAMBA2,
@@ -120,6 +121,9 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "mamba2_ep2": (2, [*MAMBA2, "parallel.expert=2"]),
     "mamba2_tp2": (2, [*MAMBA2, "parallel.tensor=2"]),
     "mamba2_pp2": (2, [*MAMBA2, "parallel.pipeline=2", "training.recompute=layers"]),
+    "mimo_solo": (1, MIMO),
+    "mimo_cp2_tp2": (4, [*MIMO, "parallel.context=2", "parallel.tensor=2"]),
+    "mimo_pp2_ep2": (4, [*MIMO, "parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),
     "parallel_solo": (1, PARALLEL),
     "parallel_tp2": (2, [*PARALLEL, "parallel.tensor=2", "training.recompute=layers"]),
     "parallel_pp2": (2, [*PARALLEL, "parallel.pipeline=2", "training.recompute=experts"]),

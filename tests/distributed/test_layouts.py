@@ -26,6 +26,7 @@ def alone(name: str) -> str:
         "cut",
         "shipped",
         "mamba2",
+        "mimo",
         "parallel",
         "transformer_moe",
         "transformer",

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "mamba2_hybrid": {"layers": "r4s4", "eod_reset": 7},
     "mamba2_attention": {"layers": "s4a4"},
     "mamba3": {"layers": "t4"},
+    "mamba3_mimo": {"layers": "t4t", "eod_reset": 7, "mamba3_rank": 3, "mamba3_output_norm": True},
     "mamba3_hybrid": {"layers": "r4t4s", "eod_reset": 7, "mamba3_output_norm": True, "mamba3_rope_fraction": 1.0},
     "documents": {"layers": "ra4t", "eod_reset": 7},
     "across_documents": {"layers": "ra4", "eod_reset": 7, "attention_across_documents": True},

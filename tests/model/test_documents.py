@@ -14,9 +14,10 @@ SMALL += ["model.mamba2.head_dim=16", "model.mamba3.head_dim=16", "model.attenti
 SMALL += [f"model.eod_reset={EOD}"]
 
 
-@pytest.mark.parametrize("across", [False, True])
-def test_a_change_to_one_document_leaves_the_others(across, place):
-    run = load("tiny", [*SMALL, f"model.attention.across_documents={str(across).lower()}"])
+@pytest.mark.parametrize(("across", "rank"), [(False, 1), (False, 3), (True, 1)])
+def test_a_change_to_one_document_leaves_the_others(across, rank, place):
+    rules = [f"model.attention.across_documents={str(across).lower()}", f"model.mamba3.rank={rank}"]
+    run = load("tiny", [*SMALL, *rules])
     network = model.build(run, place)
     embedded, losses = [], []
     with network.embedding.register_forward_hook(lambda *call: embedded.append(call[2])):

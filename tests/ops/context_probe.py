@@ -35,6 +35,8 @@ PARTS = ((0, 9), (9, 26), (26, 40))
 RESETS = {"none": None, "some": "some", "first": "first", "last": "last", "all": "all"}
 BACKENDS = ("float64", "chunked", *(f"cpu-{isa}" for isa in ISAS[-1:]))
 INTERPRETED = ("triton",) if find_spec("triton") else ()
+MAMBA3 = {"mamba3": 1, "mimo": 3}
+"""Operation -> inputs of a head."""
 OF_TIME = {"u", "delta", "B", "C", "z", "x", "dt", "A_of_token", "trap", "angle"}
 
 Leaves = dict[str, Tensor]
@@ -59,7 +61,9 @@ def scan_of_mamba2(leaves: Leaves, reset: Tensor | None, function: Callable[...,
 
 def scan_of_mamba3(leaves: Leaves, reset: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
     inputs = (leaves[name] for name in ("B", "C", "B_bias", "C_bias", "D"))
-    y, _ = mamba3(leaves["x"], rates_of(leaves), *inputs, reset_BL=reset, group=group)
+    y, _ = mamba3(leaves["x"], rates_of(leaves), *inputs, mix_HRP=leaves.get("mix"), reset_BL=reset, group=group)
+    if y.dim() == 5:  # no two outputs of a head count the same
+        y = torch.einsum("blrhp,r->blhp", y, torch.arange(1, y.shape[2] + 1, dtype=y.dtype))
     return y.flatten(2)
 
 
@@ -78,8 +82,9 @@ def problem(operation: str, reset: str) -> tuple[Leaves, Tensor | None]:
         tensors, reset_BL = ssd_inputs(L=40, H=5, P=1, G=1, N=4, without=("initial_state",), reset=RESETS[reset])
         tensors["dt_bias"] -= 3.0
         return tensors, reset_BL
-    elif operation == "mamba3":
-        tensors, reset_BL = mamba3_inputs(L=40, H=5, P=1, G=1, N=4, reset=RESETS[reset])
+    elif operation in MAMBA3:
+        rank = MAMBA3[operation]
+        tensors, reset_BL = mamba3_inputs(L=40, H=5, P=1, G=1, N=4, reset=RESETS[reset], R=rank)
         tensors["dt_bias"] -= 3.0
         return tensors, reset_BL
     else:
@@ -102,7 +107,7 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
             return scan(leaves, reset, partial(selective_scan_part, group=group) if group else selective_scan, used)
         if operation == "ssd":
             return scan_of_mamba2(leaves, reset, partial(ssd_part, group=group) if group else ssd, used)
-        if operation == "mamba3":
+        if operation in MAMBA3:
             return scan_of_mamba3(leaves, reset, group)
         return convolve(leaves, reset, group, "reference" if used == "chunked" else used)
 
@@ -117,9 +122,7 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
 
 def cases() -> list[tuple[str, str, str]]:
     every = [(operation, reset, backend) for operation in ("scan", "conv") for reset in RESETS for backend in BACKENDS]
-    every += [
-        (op, reset, backend) for op in ("ssd", "mamba3") for reset in RESETS for backend in ("float64", "chunked")
-    ]
+    every += [(op, reset, backend) for op in ("ssd", *MAMBA3) for reset in RESETS for backend in ("float64", "chunked")]
     return every + [(operation, "some", backend) for operation in ("scan", "conv") for backend in INTERPRETED]
 
 

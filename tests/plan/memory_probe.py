@@ -61,6 +61,8 @@ CASES = {
     "mamba2_tp2": (2, "tiny", [*MAMBA2, "parallel.tensor=2", "training.precision=bf16"]),
     "mamba3": (1, "tiny", MAMBA3),
     "mamba3_cp2": (2, "tiny", [*MAMBA3, "model.pattern=RR", "parallel.context=2", "model.mamba3.output_norm=true"]),
+    "mimo": (1, "tiny", [*MAMBA3, "model.mamba3.rank=3", "model.mamba3.output_norm=true"]),
+    "mimo_tp2": (2, "tiny", [*MAMBA3, "model.mamba3.rank=2", "parallel.tensor=2", "training.precision=bf16"]),
     "mamba3_tp2": (2, "tiny", [*MAMBA3, "parallel.tensor=2", "training.precision=bf16"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
     "hybrid_cp2": (2, "tiny", [*HYBRID, "model.eod_reset=5", "parallel.context=2"]),

@@ -121,9 +121,12 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         elif kind == "mamba3":
             heads, state = inner // config["mamba3_head_dim"], config["mamba3_state_size"]
             angles = int(state * config.get("mamba3_rope_fraction", 0.5)) // 2
-            rows = 2 * inner + 2 * config["mamba3_groups"] * state + 3 * heads + angles
+            rank = config.get("mamba3_rank", 1)
+            rows = 2 * inner + 2 * rank * config["mamba3_groups"] * state + 3 * heads + angles
             layer |= {f"mixer.{name}": (heads,) for name in ("dt_bias", "D")}
-            layer |= {f"mixer.{part}_bias": (heads, 1, state) for part in "BC"}
+            layer |= {f"mixer.{part}_bias": (heads, rank, state) for part in "BC"}
+            if rank > 1:
+                layer |= {f"mixer.mimo_{part}": (heads, rank, config["mamba3_head_dim"]) for part in "xzo"}
             layer |= {f"mixer.{part}_norm.weight": (state,) for part in "BC"}
             layer |= {"mixer.in_proj.weight": (rows, D), "mixer.out_proj.weight": (D, inner)}
             if config.get("mamba3_output_norm"):

@@ -160,37 +160,42 @@ def _mamba2(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, 
 def _mamba3(
     m: dict[str, np.ndarray], config: Mapping[str, Any], last: dict[str, np.ndarray], u_D: np.ndarray
 ) -> np.ndarray:
-    heads, N, channels, groups = *m["B_bias"].shape[::2], config["mamba3_head_dim"], config["mamba3_groups"]
-    inner, S = heads * channels, int(N * config.get("mamba3_rope_fraction", 0.5)) // 2
-    ends = np.cumsum([inner, inner, groups * N, groups * N, heads, heads, heads])
+    (heads, ranks, N), channels, groups = m["B_bias"].shape, config["mamba3_head_dim"], config["mamba3_groups"]
+    inner, S, ones = heads * channels, int(N * config.get("mamba3_rope_fraction", 0.5)) // 2, np.ones(channels)
+    ends = np.cumsum([inner, inner, ranks * groups * N, ranks * groups * N, heads, heads, heads])
     z_I, x_I, B, C, dt, A, trap, angle_S = np.split(m["in_proj.weight"] @ u_D, ends)
     assert len(angle_S) == S
-    y_I = np.empty(inner)
+    out_I = np.zeros(inner)
     for h in range(heads):
-        own_group, here = (
-            slice(h // (heads // groups) * N, (h // (heads // groups) + 1) * N),
-            slice(h * channels, (h + 1) * channels),
-        )
-        b_N = _rms_norm(B[own_group], m["B_norm.weight"]) + m["B_bias"][h, 0]
-        c_N = _rms_norm(C[own_group], m["C_norm.weight"]) + m["C_bias"][h, 0]
+        here, g = slice(h * channels, (h + 1) * channels), h // (heads // groups)
         step = np.logaddexp(0.0, dt[h] + m["dt_bias"][h])
         decay = np.exp(-max(1 + A[h] if A[h] > 0 else 1 / (1 - A[h]), config.get("mamba3_a_floor", 1e-4)) * step)
         own = 1 / (1 + np.exp(-trap[h]))
         turn_S = last.get(f"turn{h}", np.zeros(S)) + step * np.pi * np.tanh(angle_S)
-        for pair in range(S):
-            turn = np.array(
-                [[np.cos(turn_S[pair]), -np.sin(turn_S[pair])], [np.sin(turn_S[pair]), np.cos(turn_S[pair])]]
-            )
-            for vector in (b_N, c_N):
-                vector[2 * pair : 2 * pair + 2] = turn @ vector[2 * pair : 2 * pair + 2]
-        now_PN = np.outer(x_I[here], b_N)
+        x, now_PN, readers = [], np.zeros((channels, N)), []
+        for r in range(ranks):
+            rows = slice((r * groups + g) * N, (r * groups + g + 1) * N)
+            b_N = _rms_norm(B[rows], m["B_norm.weight"]) + m["B_bias"][h, r]
+            c_N = _rms_norm(C[rows], m["C_norm.weight"]) + m["C_bias"][h, r]
+            for pair in range(S):
+                cos, sin = np.cos(turn_S[pair]), np.sin(turn_S[pair])
+                for vector in (b_N, c_N):
+                    vector[2 * pair : 2 * pair + 2] = (
+                        np.array([[cos, -sin], [sin, cos]]) @ vector[2 * pair : 2 * pair + 2]
+                    )
+            x.append(x_I[here] * (m["mimo_x"][h, r] if ranks > 1 else ones))
+            now_PN += np.outer(x[-1], b_N)
+            readers.append(c_N)
         state_PN = decay * (last.get(f"state{h}", 0 * now_PN) + (1 - own) * step * last.get(f"write{h}", 0 * now_PN))
         state_PN = state_PN + own * step * now_PN
         last |= {f"turn{h}": turn_S, f"state{h}": state_PN, f"write{h}": now_PN}
-        y_I[here] = state_PN @ c_N + m["D"][h] * x_I[here]
-        if "norm.weight" in m:
-            y_I[here] = _rms_norm(y_I[here], m["norm.weight"][here])
-    return m["out_proj.weight"] @ (y_I * _silu(z_I))
+        for r in range(ranks):
+            y = state_PN @ readers[r] + m["D"][h] * x[r]
+            if "norm.weight" in m:
+                y = _rms_norm(y, m["norm.weight"][here])
+            gate = _silu(z_I[here] * (m["mimo_z"][h, r] if ranks > 1 else ones))
+            out_I[here] += y * gate * (m["mimo_o"][h, r] if ranks > 1 else ones)
+    return m["out_proj.weight"] @ out_I
 
 
 def _experts(

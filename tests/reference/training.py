@@ -109,7 +109,7 @@ class Plain:
             first, second = self.moments.get(name, (torch.zeros_like(weight), torch.zeros_like(weight)))
             first, second = b1 * first + (1 - b1) * gradient, b2 * second + (1 - b2) * gradient**2
             self.moments[name] = first, second
-            if not name.endswith(("_bias", ".bias", "norm.weight", "A_log", ".D")):
+            if not name.endswith(("_bias", ".bias", "norm.weight", "A_log", ".D", "mimo_x", "mimo_z", "mimo_o")):
                 weight -= recipe.rate * recipe.decay * weight
             denominator = (second / (1 - b2**self.steps)).sqrt() + 1e-8
             weight -= recipe.rate * (first / (1 - b1**self.steps)) / denominator
@@ -207,46 +207,57 @@ def _mamba2(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
 
 
 def _mamba3(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
-    (H, _, N), I, G = m["B_bias"].shape, m["out_proj.weight"].shape[1], recipe.groups
-    sizes = [I, I, G * N, G * N, H, H, H]
+    (H, R, N), I, G = m["B_bias"].shape, m["out_proj.weight"].shape[1], recipe.groups
+    sizes = [I, I, R * G * N, R * G * N, H, H, H]
     projected = u_BSD @ m["in_proj.weight"].T
     z, x, B, C, dt, A, trap, angle = projected.split([*sizes, projected.shape[-1] - sum(sizes)], -1)
-    B, C = (_rms(part.unflatten(-1, (G, N)), m[f"{name}_norm.weight"]) for name, part in (("B", B), ("C", C)))
+    B, C = (_rms(part.unflatten(-1, (R, G, N)), m[f"{name}_norm.weight"]) for name, part in (("B", B), ("C", C)))
     dt, decay = (1 + (dt + m["dt_bias"]).exp()).log(), torch.where(A > 0, 1 + A, 1 / (1 - A))
     rates = dt, -decay * dt, torch.sigmoid(trap), math.pi * torch.tanh(angle)[:, :, None]
-    y, _ = mamba3_recurrence(
-        x.unflatten(-1, (H, -1)), *rates, B, C, m["B_bias"][:, 0], m["C_bias"][:, 0], m["D"]
-    )  # fmt: skip
-    if "norm.weight" in m:
-        y = _rms(y, m["norm.weight"].view(H, -1))
-    return (y.flatten(2) * z * torch.sigmoid(z)) @ m["out_proj.weight"].T
+    one = torch.ones(H, R, 1, dtype=x.dtype)
+    given, z = (m["B_bias"], m["C_bias"], m["D"], m.get("mimo_x", one)), z.unflatten(-1, (H, -1))
+    y, _ = mamba3_recurrence(x.unflatten(-1, (H, -1)), *rates, B, C, *given)
+    total = torch.zeros_like(z)
+    for r in range(R):
+        out = _rms(y[:, :, r], m["norm.weight"].view(H, -1)) if "norm.weight" in m else y[:, :, r]
+        gate = z * m.get("mimo_z", one)[:, r]
+        total = total + out * gate * torch.sigmoid(gate) * m.get("mimo_o", one)[:, r]
+    return total.flatten(2) @ m["out_proj.weight"].T
 
 
 def mamba3_recurrence(
     x: Tensor, dt: Tensor, log_decay: Tensor, own: Tensor, angle: Tensor, B: Tensor, C: Tensor,
-    B_bias: Tensor, C_bias: Tensor, D: Tensor, last: list[Tensor] | None = None, reset: Tensor | None = None,
+    B_bias: Tensor, C_bias: Tensor, D: Tensor, mix: Tensor,
+    last: list[Tensor] | None = None, reset: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Return y and what the last token leaves: angle, state, B and x.
+    """Return y `[B, S, R, H, P]` and what the last token leaves: angle, state, B and x.
 
-    Shapes: x `[B, S, H, P]`, dt, log_decay and own `[B, S, H]`, angle `[B, S, 1 or H, angles]`, B and C `[B, S, G, N]`.
+    Shapes: x `[B, S, H, P]`, dt, log_decay and own `[B, S, H]`, angle `[B, S, 1 or H, angles]`,
+    B and C `[B, S, R, G, N]`, their biases `[H, R, N]`, mix `[H, R, P or 1]`.
     """
-    group = [h // (x.shape[2] // B.shape[2]) for h in range(x.shape[2])]
+    heads, ranks = x.shape[2], B.shape[2]
+    group = [h // (heads // B.shape[3]) for h in range(heads)]
     if last is None:
-        last = [x.new_zeros(len(x), x.shape[2], angle.shape[-1]), x.new_zeros(*x[:, 0].shape, B.shape[-1])]
-        last += [B[:, 0, group] * 0, x[:, 0] * 0]
+        last = [x.new_zeros(len(x), heads, angle.shape[-1]), x.new_zeros(*x[:, 0].shape, B.shape[-1])]
+        last += [x.new_zeros(len(x), heads, ranks, B.shape[-1]), x[:, 0] * 0]
     rows = []
     for t in range(x.shape[1]):
         if reset is not None:
             last = [part * (~reset[:, t]).view(-1, *[1] * (part.dim() - 1)) for part in last]
         summed = last[0] + angle[:, t] * dt[:, t, :, None]
-        b, c = (pairs_turned(V[:, t, group] + bias, summed) for V, bias in ((B, B_bias), (C, C_bias)))
+        b, c = (
+            [pairs_turned(V[:, t, r][:, group] + bias[:, r], summed) for r in range(ranks)]
+            for V, bias in ((B, B_bias), (C, C_bias))
+        )
         decay, lam, step = log_decay[:, t].exp()[..., None, None], own[:, t, :, None, None], dt[:, t, :, None, None]
-        before = last[3][..., None] * last[2][:, :, None]
-        now = x[:, t, ..., None] * b[:, :, None]
-        state = decay * last[1] + (1 - lam) * step * decay * before + lam * step * now
-        rows.append((state * c[:, :, None]).sum(-1) + D[:, None] * x[:, t])
-        last = [summed, state, b, x[:, t]]
-    return torch.stack(rows, 1), last
+        state = decay * last[1]
+        for r in range(ranks):
+            before = (last[3] * mix[:, r])[..., None] * last[2][:, :, r, None]
+            now = (x[:, t] * mix[:, r])[..., None] * b[r][:, :, None]
+            state = state + (1 - lam) * step * decay * before + lam * step * now
+        rows.append([(state * c[r][:, :, None]).sum(-1) + D[:, None] * x[:, t] * mix[:, r] for r in range(ranks)])
+        last = [summed, state, torch.stack(b, 2), x[:, t]]
+    return torch.stack([torch.stack(row, 1) for row in rows], 1), last
 
 
 def pairs_turned(x: Tensor, angle: Tensor) -> Tensor:

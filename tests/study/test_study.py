@@ -53,6 +53,17 @@ def test_study_variants_have_equal_size_and_cost(tmp_path):
         assert len({config.optimizer.learning_rate for config in some}) == 1
 
 
+def test_study_of_mixers_has_equal_parameters_and_tokens(tmp_path):
+    study = Study("mixers", read_study("mixers"), tmp_path)
+    rates = dict.fromkeys(study.config.variants, 1e-3)
+    cells = [cell for cell in study.runs(rates) if cell.seed == 1]
+    counted = [parameters.count(cell.config) for cell in cells]
+    assert len({cell.config.training.tokens for cell in [*cells, *study.runs(rates)]}) == 1
+    assert max(each.forward for each in counted) < 1.02 * min(each.forward for each in counted)
+    for some in (counted[:3], counted[3:]):
+        assert max(each.total for each in some) < 1.02 * min(each.total for each in some)
+
+
 def test_each_variant_uses_its_best_learning_rate(tmp_path):
     study = paper(tmp_path)
     assert study.learning_rates() is None

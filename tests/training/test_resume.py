@@ -92,7 +92,7 @@ RULES = {
         *("model.multipliers.logits", "model.mup.base_width", "model.mup.base_heads"),
         *("model.mamba2.head_dim", "model.mamba2.state_size", "model.mamba2.groups"),
         *("model.mamba3.head_dim", "model.mamba3.state_size", "model.mamba3.groups", "model.mamba3.rope_fraction"),
-        *("model.mamba3.a_floor", "model.mamba3.output_norm"),
+        *("model.mamba3.a_floor", "model.mamba3.output_norm", "model.mamba3.rank"),
         *("model.attention.rotary_base", "model.init.std", "model.init.scale_outputs_by_depth", "model.init.dt_min"),
         *("model.init.dt_max", "model.init.dt_floor", "data.kind", "data.sequence_length", "data.seed"),
         "data.mask_first_token",

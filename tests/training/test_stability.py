@@ -36,6 +36,7 @@ CASES = {
     "nothing": ("MS*E", "sinkhorn", []),
     "Mamba-3": ("RE", "sinkhorn", []),
     "Mamba-3 with a norm behind it": ("R", "sinkhorn", ["model.mamba3.output_norm=true"]),
+    "Mamba-3 with several inputs": ("RR", "sinkhorn", ["model.mamba3.output_norm=true", "model.mamba3.rank=3"]),
 }
 
 

@@ -9,7 +9,7 @@ Only the inputs are saved for the backward pass. It recomputes the states betwee
 last to first, each forward and backward by autograd. Memory grows with the segment, not with the sequence.
 
 Shapes: B batch, L length, H heads, P channels of a head, G groups, E heads of a group, F = E * P, N state.
-K chunks of a segment, J = K + 1, T and S tokens of a chunk.
+K chunks of a segment, J = K + 1, T and S tokens of a chunk, U and V rows: R for each token (1 but for Mamba-3).
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def final_state(inputs: Inputs) -> Tensor:
     """Return the state behind the last token, at a part of the cost of a scan."""
     state = _start(inputs)
     for part in _segments(inputs):
-        state = _states(_chunks(_cut(inputs, part), state.dtype, outputs=False)[1], state)[1]
+        state = _states(_chunks(_cut(inputs, part), state.dtype, outputs=False), state)[1]
     return state
 
 
@@ -55,11 +55,12 @@ class _Scan(torch.autograd.Function):
         ctx.kind = kind
         ctx.save_for_backward(*inputs)
         inputs = kind(*inputs)
-        y_BLI, state = empty_like_rows(inputs.x_BLHP.flatten(2)), _start(inputs)
+        x_BLI, R, state = inputs.x_BLHP.flatten(2), inputs.rows, _start(inputs)
+        y_BLI = empty_like_rows(x_BLI) if R == 1 else x_BLI.new_empty(*x_BLI.shape[:2], R * x_BLI.shape[2])
         for part in _segments(inputs):
-            y_BLHP, state = _segment(_cut(inputs, part), state)
-            y_BLI[:, part] = y_BLHP.flatten(2)
-        return y_BLI.unflatten(2, inputs.x_BLHP.shape[2:]), state
+            y, state = _segment(_cut(inputs, part), state)
+            y_BLI[:, part] = y.flatten(2)
+        return y_BLI.unflatten(2, y.shape[2:]), state
 
     @staticmethod
     @first_order
@@ -67,7 +68,7 @@ class _Scan(torch.autograd.Function):
         inputs = ctx.kind(*ctx.saved_tensors)
         parts, starts = _segments(inputs), [_start(inputs)]
         for part in parts[:-1]:
-            at = _chunks(_cut(inputs, part), starts[-1].dtype, outputs=False)[1]
+            at = _chunks(_cut(inputs, part), starts[-1].dtype, outputs=False)
             starts.append(_states(at, starts[-1])[1])
         grads = {name: torch.zeros_like(x) for name, x in inputs._asdict().items() if _has_gradient(x)}
         for part, start in zip(reversed(parts), reversed(starts), strict=True):
@@ -110,20 +111,25 @@ def _per_token(name: str) -> bool:
 
 
 def _start(inputs: Inputs) -> Tensor:
-    x, N = inputs.x_BLHP, inputs.B_BLGN.shape[3]
+    x = inputs.x_BLHP
     compute = torch.promote_types(x.dtype, torch.float32)
     if inputs.initial_state_BHPN is not None:
         return inputs.initial_state_BHPN.to(compute)
-    return x.new_zeros(x.shape[0], *x.shape[2:], N, dtype=compute)
+    return x.new_zeros(x.shape[0], *x.shape[2:], inputs.state_size, dtype=compute)
 
 
 def _segments(inputs: Inputs) -> list[slice]:
     """Return the segments: whole chunks, then the chunk of the tokens that remain."""
     B, L, H, _ = inputs.x_BLHP.shape
-    chunks = max(1, DECAYS["cuda" if inputs.x_BLHP.is_cuda else "cpu"] // (B * H * CHUNK**2))
-    whole = L - L % CHUNK
-    starts = [*range(0, whole, chunks * CHUNK), whole]
+    chunks, T = max(1, DECAYS["cuda" if inputs.x_BLHP.is_cuda else "cpu"] // (B * H * CHUNK**2)), _length(inputs)
+    whole = L - L % T
+    starts = [*range(0, whole, chunks * T), whole]
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], L], strict=True) if a < b]
+
+
+def _length(inputs: Inputs) -> int:
+    """Return the tokens of a chunk: CHUNK rows."""
+    return max(1, CHUNK // inputs.rows)
 
 
 def _cut(inputs: Inputs, part: slice) -> Inputs:
@@ -133,56 +139,77 @@ def _cut(inputs: Inputs, part: slice) -> Inputs:
 
 
 class _Chunks(NamedTuple):
-    """The part of a segment's terms that the states need."""
+    """The terms of a segment, and its documents."""
 
-    x_BKTHP: Tensor
-    B_BKGTN: Tensor
+    terms: Terms
     steps_BKHT: Tensor
     document_BKT: Tensor | None
     """Number of resets from the start of the chunk up to each token."""
 
+    def each_row(self, x_BKHT: Tensor) -> Tensor:
+        """Return numbers of tokens for each row, `[B, K, U, H, 1]`."""
+        R = self.terms.x_BKUHP.shape[2] // x_BKHT.shape[3]
+        x_BKHU = x_BKHT if R == 1 else x_BKHT.repeat_interleave(R, dim=3)
+        return x_BKHU.transpose(2, 3)[..., None]
 
-def _chunks(inputs: Inputs, compute: torch.dtype, outputs: bool) -> tuple[Terms, _Chunks]:
-    """Cut a segment into chunks; return its terms."""
-    T = min(CHUNK, inputs.x_BLHP.shape[1])
+
+def _chunks(inputs: Inputs, compute: torch.dtype, outputs: bool) -> _Chunks:
+    """Cut a segment into chunks."""
+    T = min(_length(inputs), inputs.x_BLHP.shape[1])
     cut: Any = {
         name: x if x is None else x.unflatten(1, (-1, T)) for name, x in inputs._asdict().items() if _per_token(name)
     }
     inputs = inputs._replace(**cut)
     terms = inputs.terms(compute, outputs)
     document_BKT = None if inputs.reset_BL is None else inputs.reset_BL.cumsum(dim=2)
-    return terms, _Chunks(terms.x_BKTHP, terms.B_BKGTN, terms.steps_BKTH.transpose(2, 3), document_BKT)
+    return _Chunks(terms, terms.steps_BKTH.transpose(2, 3), document_BKT)
 
 
 def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a segment, and the state behind it."""
-    x_BLHP, compute = inputs.x_BLHP, state.dtype
-    terms, at = _chunks(inputs, compute, outputs=True)
-    C_BKGTN, groups = terms.C_BKGTN, terms.B_BKGTN.shape[2]
-    assert C_BKGTN is not None
+    """Return the outputs of a segment `[B, L, H, P]`, or `[B, L, R, H, P]`, and the state behind it."""
+    at, R = _chunks(inputs, state.dtype, outputs=True), inputs.rows
+    terms, C_BKGUN, groups = at.terms, at.terms.C_BKGUN, at.terms.B_BKGUN.shape[2]
+    assert C_BKGUN is not None
 
     # Inside each chunk.
-    scores_BKGTS = C_BKGTN @ at.B_BKGTN.mT
-    weights_BKGETS = scores_BKGTS[:, :, :, None] * _decays(at.steps_BKHT, at.document_BKT).unflatten(2, (groups, -1))
-    x_BKGETP = at.x_BKTHP.transpose(2, 3).unflatten(2, (groups, -1))
-    y_BKTHP = (weights_BKGETS @ x_BKGETP).flatten(2, 3).transpose(2, 3)
+    scores_BKGUV = C_BKGUN @ terms.B_BKGUN.mT
+    decays_BKGEUV = _each_pair(_decays(at.steps_BKHT, at.document_BKT), R).unflatten(2, (groups, -1))
+    x_BKGEVP = terms.x_BKUHP.transpose(2, 3).unflatten(2, (groups, -1))
+    y_BKUHP = ((scores_BKGUV[:, :, :, None] * decays_BKGEUV) @ x_BKGEVP).flatten(2, 3).transpose(2, 3)
 
     # From the states before each chunk.
     starts_BKHPN, end_BHPN = _states(at, state)
-    found_BKGTF = C_BKGTN @ starts_BKHPN.unflatten(2, (groups, -1)).flatten(3, 4).mT
+    found_BKGUF = C_BKGUN @ starts_BKHPN.unflatten(2, (groups, -1)).flatten(3, 4).mT
     since_start_BKHT = at.steps_BKHT.cumsum(-1).exp()
     if at.document_BKT is not None:
         since_start_BKHT = since_start_BKHT * (at.document_BKT == 0)[:, :, None]
-    found_BKTHP = found_BKGTF.transpose(2, 3).reshape(y_BKTHP.shape)
-    y_BKTHP = torch.addcmul(y_BKTHP, found_BKTHP, since_start_BKHT.transpose(2, 3)[..., None])
-    y_BLHP, skip = y_BKTHP.flatten(1, 2), terms.skip_H
-    if terms.less_BKHT is not None:
-        less_BKHT = terms.less_BKHT * scores_BKGTS.diagonal(dim1=-2, dim2=-1)
-        less_BLH = less_BKHT.transpose(2, 3).flatten(1, 2)
-        skip = -less_BLH if skip is None else skip - less_BLH
-    if skip is not None:
-        y_BLHP = torch.addcmul(y_BLHP, x_BLHP.to(compute), skip[..., None])
-    return y_BLHP.to(x_BLHP.dtype), end_BHPN
+    found_BKUHP = found_BKGUF.transpose(2, 3).reshape(y_BKUHP.shape)
+    y_BKUHP = torch.addcmul(y_BKUHP, found_BKUHP, at.each_row(since_start_BKHT))
+    if terms.skip_H is not None:
+        y_BKUHP = _with_own_token(y_BKUHP, scores_BKGUV, terms, terms.skip_H)
+    y_BLHP = y_BKUHP.flatten(1, 2).to(inputs.x_BLHP.dtype)
+    return y_BLHP if R == 1 else y_BLHP.unflatten(1, (-1, R)), end_BHPN
+
+
+def _each_pair(x_HTS: Tensor, R: int) -> Tensor:
+    """Return numbers of pairs of tokens for each pair of their rows, `[..., H, U, V]`."""
+    return x_HTS if R == 1 else x_HTS.repeat_interleave(R, dim=-2).repeat_interleave(R, dim=-1)
+
+
+def _with_own_token(y_BKUHP: Tensor, scores_BKGUV: Tensor, terms: Terms, skip_H: Tensor) -> Tensor:
+    """Add to outputs what their own token's input contributes besides the state."""
+    input_BKUHP, less_BKHT, skip = terms.input_BKUHP, terms.less_BKHT, skip_H[:, None]
+    assert input_BKUHP is not None
+    if less_BKHT is None:
+        return torch.addcmul(y_BKUHP, input_BKUHP, skip)
+    R = scores_BKGUV.shape[3] // less_BKHT.shape[3]
+    if R == 1:
+        less_BKHT = less_BKHT * scores_BKGUV.diagonal(dim1=3, dim2=4)
+        return torch.addcmul(y_BKUHP, input_BKUHP, skip - less_BKHT.transpose(2, 3)[..., None])
+    scores_BKHRRT = scores_BKGUV.unflatten(4, (-1, R)).unflatten(3, (-1, R)).diagonal(dim1=3, dim2=5)
+    less_BKHTRR = (less_BKHT[:, :, :, None, None] * scores_BKHRRT).movedim(-1, 3)
+    less_BKHUP = (less_BKHTRR @ input_BKUHP.transpose(2, 3).unflatten(3, (-1, R))).flatten(3, 4)
+    return torch.addcmul(y_BKUHP, input_BKUHP, skip) - less_BKHUP.transpose(2, 3)
 
 
 def _decays(steps_HT: Tensor, document_T: Tensor | None) -> Tensor:
@@ -217,14 +244,14 @@ def _differences_of_sums(steps_HT: Tensor, hidden_TT: Tensor | None) -> Tensor:
 
 def _states(at: _Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states before each chunk of a segment, and the one behind the last, given the one before the first."""
-    groups = at.B_BKGTN.shape[2]
+    x_BKUHP, B_BKGUN = at.terms.x_BKUHP, at.terms.B_BKGUN
     from_here_BKHT = at.steps_BKHT.flip(-1).cumsum(-1).flip(-1)
     until_end_BKHT = F.pad(from_here_BKHT[..., 1:], (0, 1)).exp()
     if at.document_BKT is not None:
         until_end_BKHT = until_end_BKHT * (at.document_BKT == at.document_BKT[..., -1:])[:, :, None]
-    left_BKTHP = at.x_BKTHP * until_end_BKHT.transpose(2, 3)[..., None]
-    left_BKGTF = left_BKTHP.unflatten(3, (groups, -1)).flatten(4, 5).transpose(2, 3)
-    added_BKHPN = (left_BKGTF.mT @ at.B_BKGTN).reshape(*at.x_BKTHP.shape[:2], *state.shape[1:])
+    left_BKUHP = x_BKUHP * at.each_row(until_end_BKHT)
+    left_BKGUF = left_BKUHP.unflatten(3, (B_BKGUN.shape[2], -1)).flatten(4, 5).transpose(2, 3)
+    added_BKHPN = (left_BKGUF.mT @ B_BKGUN).reshape(*x_BKUHP.shape[:2], *state.shape[1:])
 
     # The state before the segment counts as what a chunk before the first one adds.
     of_chunk_BHJ = F.pad(from_here_BKHT[..., 0].mT, (1, 0))

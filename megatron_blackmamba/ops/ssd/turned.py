@@ -1,6 +1,7 @@
 """The inputs of the scan for Mamba-3 (`ops/mamba3.py`): decays from the data, and B and C that differ by head.
 
-Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state, S angles.
+Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N state, S angles,
+R inputs and outputs of a head. K chunks of T tokens, U = T * R.
 """
 
 from typing import NamedTuple
@@ -61,15 +62,15 @@ def document_sums(x: Tensor, reset_BL: Tensor | None) -> Tensor:
     return sums_BKTF.flatten(1, 2)[:, :L].unflatten(2, x.shape[2:])
 
 
-def turned(V_GN: Tensor, bias_HN: Tensor, angle_HS: Tensor) -> Tensor:
-    """Return B or C of each head and one token `[B, H, N]`, with its bias, its first pairs turned by their angles."""
-    found_H1N = turned_chunk(V_GN.unsqueeze(-3), bias_HN, angle_HS.unsqueeze(-3), rotation_of(angle_HS.unsqueeze(-2)))
-    return found_H1N.squeeze(-2)
+def turned(V_RGN: Tensor, bias_HRN: Tensor, angle_HS: Tensor) -> Tensor:
+    """Return B or C of each head for one token `[..., H, R, N]`: with its bias, its first pairs turned."""
+    rotation_H1S = rotation_of(angle_HS.unsqueeze(-2))
+    return turned_chunk(V_RGN.unsqueeze(-4), bias_HRN, angle_HS.unsqueeze(-3), rotation_H1S).squeeze(-3)
 
 
-def turned_chunk(V_TGN: Tensor, bias_HN: Tensor, angle_THS: Tensor, rotation_HTS: Tensor) -> Tensor:
-    """Return B or C of each head and token of a chunk `[..., H, T, N]`, turned by `rotation_of` the angles."""
-    found: Tensor = _Turn.apply(V_TGN, bias_HN, angle_THS, rotation_HTS)
+def turned_chunk(V_TRGN: Tensor, bias_HRN: Tensor, angle_THS: Tensor, rotation_HTS: Tensor) -> Tensor:
+    """Return B or C of each head and token of a chunk `[..., H, T, R, N]`, turned by `rotation_of` the angles."""
+    found: Tensor = _Turn.apply(V_TRGN, bias_HRN, angle_THS, rotation_HTS.unsqueeze(-2))
     return found
 
 
@@ -86,33 +87,34 @@ class _Turn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, V_TGN, bias_HN, angle_THS, rotation_HTS):
-        (T, G, N), H = V_TGN.shape[-3:], len(bias_HN)
-        found_HTN = V_TGN.new_empty(*V_TGN.shape[:-3], H, T, N)
-        V_G1TN, bias_GE1N = V_TGN.transpose(-2, -3).unsqueeze(-3), bias_HN.to(V_TGN.dtype).view(G, -1, 1, N)
-        torch.add(V_G1TN, bias_GE1N, out=found_HTN.unflatten(-3, (G, -1)))
-        _pairs(found_HTN, rotation_HTS).mul_(rotation_HTS)
-        ctx.groups, ctx.bias_type = G, bias_HN.dtype
-        ctx.save_for_backward(found_HTN, rotation_HTS)
-        return found_HTN
+    def forward(ctx, V_TRGN, bias_HRN, angle_THS, rotation_HT1S):
+        (T, R, G, N), H = V_TRGN.shape[-4:], len(bias_HRN)
+        found_HTRN = V_TRGN.new_empty(*V_TRGN.shape[:-4], H, T, R, N)
+        V_G1TRN, bias_HRN_ = V_TRGN.movedim(-2, -4).unsqueeze(-4), bias_HRN.to(V_TRGN.dtype)
+        torch.add(V_G1TRN, bias_HRN_.view(G, -1, 1, R, N), out=found_HTRN.unflatten(-4, (G, -1)))
+        _pairs(found_HTRN, rotation_HT1S).mul_(rotation_HT1S)
+        ctx.groups, ctx.bias_type = G, bias_HRN.dtype
+        ctx.save_for_backward(found_HTRN, rotation_HT1S)
+        return found_HTRN
 
     @staticmethod
     @first_order
-    def backward(ctx, grad_HTN):
-        found_HTN, rotation_HTS = ctx.saved_tensors
-        grad_HTN = grad_HTN.clone(memory_format=torch.contiguous_format)
-        pairs, of_angle = _pairs(grad_HTN, rotation_HTS), None
+    def backward(ctx, grad_HTRN):
+        found_HTRN, rotation_HT1S = ctx.saved_tensors
+        grad_HTRN = grad_HTRN.clone(memory_format=torch.contiguous_format)
+        pairs, of_angle, of_bias = _pairs(grad_HTRN, rotation_HT1S), None, None
         if ctx.needs_input_grad[2]:
-            of_angle = (pairs * _pairs(found_HTN, rotation_HTS).conj()).imag.transpose(-2, -3)
-        pairs.mul_(rotation_HTS.conj())
-        of_bias_HN = grad_HTN.sum(-2).flatten(0, -3).sum(0).to(ctx.bias_type) if ctx.needs_input_grad[1] else None
-        of_V_GTN = grad_HTN.unflatten(-3, (ctx.groups, -1)).sum(-3)
-        return of_V_GTN.transpose(-2, -3), of_bias_HN, of_angle, None
+            of_angle = (pairs * _pairs(found_HTRN, rotation_HT1S).conj()).imag.sum(-2).transpose(-2, -3)
+        pairs.mul_(rotation_HT1S.conj())
+        if ctx.needs_input_grad[1]:
+            of_bias = grad_HTRN.sum(-3).flatten(0, -4).sum(0).to(ctx.bias_type)
+        of_V_GTRN = grad_HTRN.unflatten(-4, (ctx.groups, -1)).sum(-4)
+        return of_V_GTRN.movedim(-4, -2), of_bias, of_angle, None
 
 
-def _pairs(V_HTN: Tensor, rotation_HTS: Tensor) -> Tensor:
+def _pairs(V_HTRN: Tensor, rotation_HT1S: Tensor) -> Tensor:
     """Return a view of the pairs that turn, as complex numbers."""
-    return torch.view_as_complex(V_HTN.unflatten(-1, (-1, 2)))[..., : rotation_HTS.shape[-1]]
+    return torch.view_as_complex(V_HTRN.unflatten(-1, (-1, 2)))[..., : rotation_HT1S.shape[-1]]
 
 
 class Inputs(NamedTuple):
@@ -125,30 +127,48 @@ class Inputs(NamedTuple):
     """The next token's `Rates.before`, 0 at the end of a document."""
     angle_BLHS: Tensor
     """The sum of all turns so far."""
-    B_BLGN: Tensor
-    C_BLGN: Tensor
-    B_bias_HN: Tensor
-    C_bias_HN: Tensor
+    B_BLRGN: Tensor
+    C_BLRGN: Tensor
+    B_bias_HRN: Tensor
+    C_bias_HRN: Tensor
     D_H: Tensor
+    mix_HRP: Tensor | None = None
+    """Factors that make the R inputs of a head from its x; None: x is the only one."""
     initial_state_BHPN: Tensor | None = None
     reset_BL: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Return R, the rows of B and C of a token."""
+        return len(self.B_bias_HRN[0])
+
+    @property
+    def state_size(self) -> int:
+        """Return N."""
+        return self.B_BLRGN.shape[-1]
 
     def steps(self, compute: torch.dtype) -> Tensor:
         """Return the logarithms of the decays, `[B, L, H]`."""
         return self.steps_BLH.to(compute)
 
     def terms(self, compute: torch.dtype, outputs: bool) -> Terms:
-        """Return the terms of inputs in chunks, `[B, K, T, ...]`; without outputs, those that the state needs.
-
-        A token's own output must not see the part of its input that joins with the next token.
-        """
-        angle_BKTHS, next_BKTH = self.angle_BLHS, self.next_BLH
+        """Return the terms of inputs in chunks, `[B, K, T, ...]`; without outputs, those that the state needs."""
+        angle_BKTHS, next_BKTH = self.angle_BLHS, self.next_BLH.to(compute)
         rotation = rotation_of(angle_BKTHS.transpose(2, 3).contiguous())
-        B_BKHTN = turned_chunk(self.B_BLGN.to(compute), self.B_bias_HN, angle_BKTHS, rotation)
-        x_BKTHP = self.x_BLHP.to(compute) * (self.own_BLH + next_BKTH)[..., None]
+        B_BKHUN = turned_chunk(self.B_BLRGN.to(compute), self.B_bias_HRN, angle_BKTHS, rotation).flatten(3, 4)
+        x_BKTHP, steps = self.x_BLHP.to(compute), self.steps(compute)
+        x_BKUHP = self._rows(x_BKTHP * (self.own_BLH.to(compute) + next_BKTH)[..., None])
         if not outputs:
-            return Terms(x_BKTHP, self.steps(compute), B_BKHTN)
-        C_BKHTN = turned_chunk(self.C_BLGN.to(compute), self.C_bias_HN, angle_BKTHS, rotation)
-        return Terms(
-            x_BKTHP, self.steps(compute), B_BKHTN, C_BKHTN, self.D_H.to(compute), next_BKTH.to(compute).transpose(2, 3)
-        )
+            return Terms(x_BKUHP, steps, B_BKHUN)
+        C_BKHUN = turned_chunk(self.C_BLRGN.to(compute), self.C_bias_HRN, angle_BKTHS, rotation).flatten(3, 4)
+        input_BKUHP, less_BKHT = self._rows(x_BKTHP), next_BKTH.transpose(2, 3)
+        return Terms(x_BKUHP, steps, B_BKHUN, C_BKHUN, input_BKUHP, self.D_H.to(compute), less_BKHT)
+
+    def _rows(self, x_BKTHP: Tensor) -> Tensor:
+        """Return the inputs that x makes, `[B, K, U, H, P]`."""
+        return x_BKTHP if self.mix_HRP is None else each_input(x_BKTHP, self.mix_HRP).flatten(2, 3)
+
+
+def each_input(x_HP: Tensor, mix_HRP: Tensor | None) -> Tensor:
+    """Return the inputs of a head that its x makes, `[..., R, H, P]`; without factors x itself."""
+    return x_HP if mix_HRP is None else x_HP.unsqueeze(-3) * mix_HRP.to(x_HP.dtype).transpose(0, 1)
