@@ -35,6 +35,7 @@ ALLOWED = {
     ("interchange/refresh.py", "--"): "a mark in a name of the hub",
     ("interchange/native/nemotron_h.py", "M*-E"): "letters of Nemotron-H",
     ("interchange/native/nemotron_h.py", "attention"): "a kind of layer of Nemotron-H",
+    ("interchange/native/granitemoehybrid.py", "attention"): "a kind of layer of Granite",
     ("settings/run.py", "-"): "the start of an option",
     ("data_tools/cleaning_commands.py", "-"): "standard input",
     ("inference/commands.py", "-"): "standard input",
