@@ -157,11 +157,11 @@ def _blocks(
     scale: float | None,
     hidden_BS: Tensor | None = None,
 ) -> Tensor:
-    found = []
+    y = torch.empty_like(q)
     for begin, end, low, high in _spans(documents, first, k.shape[2]):
         visible = _visible(documents.starts_BL[:, begin:end], first + begin, low, high, hidden_BS)
-        found.append(_attend(q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high], visible, scale))
-    return torch.cat(found, dim=2)
+        y[:, :, begin:end] = _attend(q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high], visible, scale)
+    return y
 
 
 def _queries(B: int, keys: int) -> int:

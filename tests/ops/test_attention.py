@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_blackmamba.ops import attention as op
 from megatron_blackmamba.ops.attention import attention, documents_of
 from tests.ops.implementations import PROPERTY
+from tests.runtime.ranks import run
 
 
 def problem(B, L, H, G, C, often, seed, dtype=torch.float64):
@@ -77,3 +78,28 @@ def test_no_mask_is_larger_than_a_block(monkeypatch):
     reset[:, 1:] = False
     attention(q, k, v, documents_of(reset)).sum().backward()
     assert max(mask.numel() for mask in seen[-64:]) == 512
+
+
+MEMORY = """
+import torch
+from pathlib import Path
+from megatron_blackmamba.ops import attention as op
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+torch.set_num_threads(1)
+op.MASK = 2**17  # 512 blocks of 4 queries
+k, v = (torch.randn(1, 1, 32768, 16, requires_grad=True) for _ in range(2))
+for L in (8, 2048):
+    before, q = resident(), torch.randn(1, 1, L, 16, requires_grad=True)
+    y = op._Blocks.apply(q, k, v, op._one(q, k), 32768 - L, None)
+print(resident() - before)
+"""
+
+
+def test_many_blocks_leave_no_holes_in_memory():
+    done = run(MEMORY)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 50  # each result would keep the place of a block's mask
