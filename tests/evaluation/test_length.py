@@ -44,7 +44,7 @@ def test_pieces_and_windows_have_the_nats_of_whole_passes(monkeypatch, more):
     monkeypatch.setattr(scoring, "PIECE", 7)
     monkeypatch.setattr(scoring, "HEAD_ROWS", 5)
     decoder = Decoder(pack(random_model("M*E-", None, **more), torch.float32))
-    tokens = [random.Random(1).randrange(64) for _ in range(60)]
+    tokens = random.Random(1).choices(range(64), k=60)
     found_L = scoring.token_nats(decoder, torch.tensor([tokens, tokens[::-1]]))[0]
     torch.testing.assert_close(found_L, one_pass(decoder, tokens), atol=1e-4, rtol=1e-4)
     expected = [one_pass(decoder, [*before, *after])[-len(after) :] for before, after in windows(tokens, 12)]

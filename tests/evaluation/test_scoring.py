@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_blackmamba.evaluation import scoring
 from megatron_blackmamba.evaluation.encoding import encode_pairs
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.evaluation.scoring import Item, make_item, plan, score
@@ -39,7 +40,9 @@ def alone(decoder, item):
 
 @pytest.mark.parametrize("pattern", ["MEME", "*E*-", "M*E-"])
 @pytest.mark.parametrize("more", [{}, {"eod_reset": 9}], ids=["plain", "resetting"])
-def test_shared_contexts_change_no_score(pattern, more):
+def test_shared_contexts_change_no_score(pattern, more, monkeypatch):
+    """Nor do pieces of a long sequence."""
+    monkeypatch.setattr(scoring, "PIECE", 7)
     decoder = Decoder(pack(random_model(pattern, None, **more), torch.float32))
     for budget in (16, 1000):
         found = {s.item: s for batch in plan(items(), budget) for s in score(decoder, batch, budget)}
