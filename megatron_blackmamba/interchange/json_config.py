@@ -84,6 +84,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def whole_number(value: Any, name: str, path: Path) -> int:
+    """Return a value that is computed with; refuse what is no whole number above 0."""
+    if not isinstance(value, int) or value < 1:
+        raise InterchangeError(f"{path}: {name} is {value!r}, not a whole number above 0")
+    return value
+
+
 def need(content: dict[str, Any], field: str, path: Path) -> Any:
     if field not in content:
         raise InterchangeError(f"{path}: has no field {field!r}")

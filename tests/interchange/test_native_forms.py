@@ -109,6 +109,8 @@ def test_original_files_of_state_spaces_are_read(model_type, tmp_path):
         ("rms_norm", False, "rms_norm is False; only True converts"),
         ("attn_layer_idx", [1], r"attn_layer_idx is \[1\]; only"),
         ("ssm_cfg", {"layer": "Mamba3"}, "ssm_cfg.layer is 'Mamba3'; only Mamba1 and Mamba2"),
+        ("vocab_size", "x", "vocab_size is 'x', not a whole number above 0"),
+        ("ssm_cfg", {"layer": "Mamba2", "expand": "x"}, "expand is 'x', not a whole number above 0"),
         ("ssm_cfg", {"A_init": 1}, "ssm_cfg.A_init is 1, which import does not know"),
     ]:
         config = json.loads((original / "config.json").read_text())

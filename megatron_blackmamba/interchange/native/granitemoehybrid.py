@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.interchange.json_config import need
+from megatron_blackmamba.interchange.json_config import need, whole_number
 from megatron_blackmamba.interchange.native.base import Field, heads_of_mamba2
 from megatron_blackmamba.interchange.native.llama import ATTENTION, ENDS, FIELDS, FIXED, OURS, Rotary
 from megatron_blackmamba.interchange.native.mamba2 import MIXER, NO_LIMIT, ssm2
@@ -113,11 +113,13 @@ class GraniteMoeHybrid(Rotary):
         return {**keys, **(super().more_exported(model) if rotates(model) else {})}
 
     def more_imported(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
-        inner = content.pop("mamba_expand", 2) * need(content, "hidden_size", path)
+        width, expand = need(content, "hidden_size", path), content.pop("mamba_expand", 2)
         size, heads = content.pop("mamba_d_head", "auto"), content.get("mamba_n_heads", 128)
+        for name, value in (("hidden_size", width), ("mamba_expand", expand), ("mamba_n_heads", heads)):
+            whole_number(value, name, path)
         shared = "shared_expert_hidden_size" if content.get("num_local_experts", 8) else "mlp_hidden_size"
         found = {**super().more_imported(content, path), shared: content.pop("shared_intermediate_size", 1024)}
-        return {**found, "mamba2.head_dim": inner // heads if size == "auto" else size}
+        return {**found, "mamba2.head_dim": expand * width // heads if size == "auto" else size}
 
     def name_in_llama_cpp(self, model: ModelConfig) -> str:
         return "granitehybrid"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.interchange.json_config import need
+from megatron_blackmamba.interchange.json_config import need, whole_number
 
 SSM = {"d_state": "state_size", "d_conv": "conv_kernel", "expand": "expand"}
 OF_LAYER: Mapping[str, Mapping[str, str]] = {
@@ -41,9 +41,13 @@ def translated(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         elif name not in WITHOUT_EFFECT:
             raise InterchangeError(f"{path}: ssm_cfg.{name} is {value!r}, which import does not know for {layer}")
     vocabulary, multiple = need(dict(content), "vocab_size", path), content.get("pad_vocab_size_multiple", 8)
+    for name, value in (("vocab_size", vocabulary), ("pad_vocab_size_multiple", multiple)):
+        whole_number(value, name, path)
     found["vocab_size"] = -(-vocabulary // multiple) * multiple
     found["tie_word_embeddings"] = content.get("tie_embeddings", True)
     if layer == "Mamba2":
         found = {"head_dim": 64, "n_groups": 1, "expand": 2, **found}
+        for name in ("expand", "hidden_size", "head_dim"):
+            whole_number(found[name], name, path)
         found["num_heads"] = found["expand"] * found["hidden_size"] // found["head_dim"]
     return {"model_type": layer.lower().replace("1", ""), **found}
