@@ -1,7 +1,7 @@
 """Train a small model of each family and take it the whole way: out, into other programs, and back.
 
-`python -m tests.interchange.native_matrix [FAMILY...]` prints the table of docs/bring-your-own-model.md. It takes the
-column of llama.cpp from the Python that LLAMA_CPP_PYTHON names, which must have llama-cpp-python.
+`python -m tests.interchange.native_matrix [FAMILY...]` prints the table of docs/bring-your-own-model.md. The columns of
+llama.cpp and vLLM come from the Pythons that LLAMA_CPP_PYTHON and VLLM_PYTHON name.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange import convert, native
 from megatron_blackmamba.interchange.open import open_model
 from megatron_blackmamba.tokenizer import load_tokenizer
-from tests.interchange import llama_cpp_probe
+from tests.interchange import llama_cpp_probe, vllm_probe
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
@@ -57,7 +57,8 @@ FAMILIES = {
     ],
 }
 COLUMNS = ("trained 20 steps, loss", "transformers: logits", "same greedy tokens", "imported again")
-COLUMNS += ("llama.cpp: logits", "its same greedy tokens", "its tokens of text")
+COLUMNS += ("llama.cpp: logits", "its same greedy tokens", "its tokens of text", "vLLM: same greedy tokens")
+MORE = 64
 
 
 def row(family: str, folder: Path) -> list[str]:
@@ -73,29 +74,45 @@ def row(family: str, folder: Path) -> list[str]:
     assert seen is not None and not list((folder / "out").glob("*.py"))
     convert.to_checkpoint(native.read(folder / "out"), folder / "back", verify=False)
     back = open_model(folder / "back")
-    same = sum(torch.equal(tensor, back.entries[name].load()) for name, tensor in model.tensors())
+    equal = sum(torch.equal(tensor, back.entries[name].load()) for name, tensor in model.tensors())
     cells = [f"{losses[0]:.2f} → {losses[-1]:.2f}", f"{seen.largest_difference:.1e}"]
-    cells += [f"{seen.same_written}/{seen.written}", f"{same}/{len(model.entries)} tensors equal"]
-    return cells + (in_llama_cpp(folder) if llama_cpp_probe.PYTHON in os.environ else ["not run"] * 3)
+    cells += [f"{seen.same_written}/{seen.written}", f"{equal}/{len(model.entries)} tensors equal"]
+    prompt = load_tokenizer(folder / "out").encode(TEXTS[0])[:MORE]
+    logits, written = ours(folder / "out", prompt)
+    known = os.environ
+    cells += in_llama_cpp(folder, prompt, logits, written) if llama_cpp_probe.PYTHON in known else ["not run"] * 3
+    return [*cells, in_vllm(folder / "out", prompt, written) if vllm_probe.PYTHON in known else "not run"]
 
 
 @torch.no_grad()
-def in_llama_cpp(folder: Path) -> list[str]:
-    """Return the cells of llama.cpp, which loads a GGUF file of the export."""
-    convert.to_gguf(native.read(folder / "out"), folder / "model.gguf", precision="f32")
-    tokenizer, decoder = load_tokenizer(folder / "out"), Decoder(pack(native.read(folder / "out"), torch.float32))
-    prompt = tokenizer.encode(TEXTS[0])[:64]
-    found = llama_cpp_probe.ask(folder / "model.gguf", TEXTS, prompt, 64)
+def ours(export: Path, prompt: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Return the logits of a prompt, and the greedy tokens after it."""
+    decoder = Decoder(pack(native.read(export), torch.float32))
     state = decoder.start(1)
     logits = decoder.read_all(state, torch.tensor([prompt]))
     written = [logits[:, -1].argmax(-1)]
-    while len(written) < 64:
+    while len(written) < MORE:
         written.append(decoder.step(state, written[-1]).argmax(-1))
-    difference = (torch.tensor(found["logits"]) - logits[0]).abs().max()
-    same = sum(one == other for one, other in zip(torch.cat(written).tolist(), found["greedy"], strict=True))
-    expected = tokenizer.encode_each(TEXTS)
+    return logits[0], torch.cat(written).tolist()
+
+
+def in_llama_cpp(folder: Path, prompt: list[int], logits: torch.Tensor, written: list[int]) -> list[str]:
+    """Return the cells of llama.cpp, which loads a GGUF file of the export."""
+    convert.to_gguf(native.read(folder / "out"), folder / "model.gguf", precision="f32")
+    found = llama_cpp_probe.ask(folder / "model.gguf", TEXTS, prompt, MORE)
+    difference = (torch.tensor(found["logits"]) - logits).abs().max()
+    expected = load_tokenizer(folder / "out").encode_each(TEXTS)
     equal = sum(len(ids) for ids, other in zip(expected, found["tokens"], strict=True) if ids == other)
-    return [f"{difference:.1e}", f"{same}/64", f"{equal:,}/{sum(map(len, expected)):,}"]
+    return [f"{difference:.1e}", same(written, found["greedy"]), f"{equal:,}/{sum(map(len, expected)):,}"]
+
+
+def in_vllm(export: Path, prompt: list[int], written: list[int]) -> str:
+    found = vllm_probe.ask(export, prompt, MORE)
+    return found if isinstance(found, str) else same(written, found)
+
+
+def same(ours: list[int], theirs: list[int]) -> str:
+    return f"{sum(one == other for one, other in zip(ours, theirs, strict=True))}/{len(ours)}"
 
 
 def main() -> None:

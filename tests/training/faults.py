@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_blackmamba.checkpoint import SaveError, manifest, store
+from megatron_blackmamba.checkpoint import SaveError, lifecycle, manifest
 from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import hangs
@@ -99,7 +99,7 @@ class MovingSource(Trainer):
 
     def begin(self):
         source = RunFolder(Path(self.config.start.from_))
-        moved, real = source.root / "moved", store.find_checkpoint
+        moved, real = source.root / "moved", lifecycle.find_checkpoint
 
         def find(path):
             if self.world.rank == 1:
@@ -111,7 +111,7 @@ class MovingSource(Trainer):
             moved.touch()
             return found
 
-        store.find_checkpoint = find
+        lifecycle.find_checkpoint = find
         super().begin()
         loaded = [weight.detach().clone() for weight in self.trainable.model.parameters()]
         self.keeper.load_weights(source.checkpoint(1))  # ranks share the reading, so a mixture is alike on all
