@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_blackmamba.config import ParallelConfig, load
+from megatron_blackmamba.formats.events import NotRewound
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import build
 from megatron_blackmamba.runtime import world
@@ -58,7 +59,7 @@ def test_giving_up_names_the_whole_streak(report):
 
 def learn(watch):
     for _ in range(FEWEST_LOSSES):
-        watch.settle(Verdict(Action.APPLY), 1.0, 1.0, None)
+        watch.settle(Verdict(Action.APPLY), 1.0, 1.0, None, lambda: 5)
 
 
 def test_a_new_phase_has_a_loss_of_its_own(watch):
@@ -76,15 +77,22 @@ def test_replicas_are_compared_at_their_steps_and_before_saves(watch, monkeypatc
 def test_a_differing_replica_says_nothing_of_the_loss(watch):
     learn(watch)
     before = watch.state()
-    verdict = watch.settle(watch._guard.replicas_differ("rank 1"), SPIKE, 1.0, "found")
+    verdict = watch.settle(watch._guard.replicas_differ("rank 1"), SPIKE, 1.0, "found", lambda: 5)
     assert verdict.reason == "replicas of weights differ: rank 1; found" and watch.state() == before
 
 
-def test_a_checkpoint_is_gone_back_to_only_so_often(watch):
+def test_a_checkpoint_is_gone_back_to_only_so_often(watch, told):
+    def settled(cause, newest):
+        told.clear()
+        verdict = watch.settle(Verdict(Action.REWIND, "bad", cause), SPIKE, 1.0, None, lambda: newest)
+        watch.report(verdict, [(0, 1)])
+        bad, *refused = told
+        assert bad.action == verdict.action.value
+        return (verdict.action, *refused)
+
     learn(watch)
-    assert watch.refuses_rewind(None, Cause.SPIKE).checkpoint is None
-    assert [watch.refuses_rewind(5, Cause.NOT_FINITE) for _ in range(2)] == [None, None]
-    refused = watch.refuses_rewind(5, Cause.NOT_FINITE)
-    assert (refused.checkpoint, refused.times, refused.new_level) == (5, 2, False) and watch.state()["losses"]
-    assert watch.refuses_rewind(5, Cause.SPIKE).new_level and not watch.state()["losses"]
-    assert watch.refuses_rewind(10, Cause.SPIKE) is None
+    assert settled(Cause.REPLICAS, None) == (Action.STOP, NotRewound())
+    assert [settled(Cause.REPLICAS, 5) for _ in range(2)] == [(Action.REWIND,)] * 2
+    assert settled(Cause.REPLICAS, 5) == (Action.STOP, NotRewound(checkpoint=5, times=2)) and watch.state()["losses"]
+    assert settled(Cause.SPIKE, 5) == (Action.SKIP, NotRewound(checkpoint=5, times=2, new_level=True))
+    assert not watch.state()["losses"] and settled(Cause.SPIKE, 10) == (Action.REWIND,)
