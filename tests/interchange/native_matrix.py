@@ -26,7 +26,7 @@ from tests.interchange import llama_cpp_probe, vllm_probe
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
 RMS = ["model.final_norm=rms"]
-HEADS = ["model.attention.heads=4", "model.attention.kv_heads=2"]
+HEADS = ["model.attention.heads=2", "model.attention.kv_heads=1"]
 NEMOTRON_H = [
     *("model.mamba2.head_dim=16", "model.attention.rotary=false", "model.activation=relu2", "model.gated=false"),
     *("model.tie_embeddings=false", *HEADS, *RMS),
