@@ -67,18 +67,12 @@ class BlackMambaLM(ScoredModel, LM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts in windows, each token with as much context as fits."""
-        owners: list[int] = []
-        pairs: list[tuple[list[int], list[int]]] = []
-        for number, request in enumerate(requests):
+        windows = []
+        for request in requests:
             tokens = self.text.encode(request.args[0], special_text=True)
-            windows = get_rolling_token_windows(tokens, self.text.eod_id, self.max_length, 1)
-            made = [make_disjoint_window(window) for window in windows]
-            pairs += made
-            owners += [number] * len(made)
-        totals = [0.0] * len(requests)
-        for owner, (log_likelihood, _) in zip(owners, self.scores(pairs), strict=True):
-            totals[owner] += log_likelihood
-        return totals
+            found = get_rolling_token_windows(tokens, self.text.eod_id, self.max_length, 1)
+            windows.append([make_disjoint_window(window) for window in found])
+        return self.totals(windows)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Write greedily until a stop text, the end of the document or max_gen_toks."""

@@ -13,14 +13,12 @@ from torch import Tensor
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.evaluation.journal import Journal
 from megatron_blackmamba.evaluation.model import ScoredModel
-from megatron_blackmamba.evaluation.retrieval import Retrieval
+from megatron_blackmamba.evaluation.retrieval import TIMES, Retrieval, doubling
 from megatron_blackmamba.evaluation.scoring import token_nats
-from megatron_blackmamba.evaluation.texts import TextFile, encoded
+from megatron_blackmamba.evaluation.texts import TextFile, encoded, windows
 from megatron_blackmamba.formats.evaluations import ScoringKey, TaskResult
 from megatron_blackmamba.inference import Decoder
 
-TIMES = 4
-"""The default length, in lengths of training."""
 SEQUENCES = 16
 FEWEST = 4
 """Long documents; if there are fewer, documents are joined."""
@@ -110,10 +108,7 @@ def length_tasks(
 
 def buckets(length: int) -> list[tuple[int, int]]:
     """Return where each bucket of positions begins and ends; each ends twice as far as the one before."""
-    ends = [FIRST_BUCKET]
-    while ends[-1] < length:
-        ends.append(min(2 * ends[-1], length))
-    return [*pairwise([0, *ends])]
+    return [*pairwise([0, *doubling(FIRST_BUCKET, length)])]
 
 
 def _in_turn(texts: Sequence[Iterator[list[int]]]) -> Iterator[list[int]]:
@@ -136,15 +131,11 @@ def _of_sequence(tokens: list[int], model: ScoredModel, length: int) -> list[lis
 
 def in_windows(decoder: Decoder, tokens: list[int], context: int, batch_tokens: int) -> Tensor:
     """Return the nats of every token but the first, each seeing at most `context` tokens and at least half as many."""
-    length, ends = len(tokens) - 1, [min(context, len(tokens) - 1)]
-    width = ends[0]
-    while ends[-1] < length:
-        ends.append(min(ends[-1] + max(1, context // 2), length))
-    windows_WC = torch.tensor([tokens[end - width : end + 1] for end in ends])
-    some = windows_WC.split(max(1, batch_tokens // width))
+    cut = [*windows(tokens, context)]
+    windows_WC = torch.tensor([[*before, *new] for before, new in cut])  # all are as long as the first
+    some = windows_WC.split(max(1, batch_tokens // (windows_WC.shape[1] - 1)))
     nats_WC = torch.cat([token_nats(decoder, part_WC) for part_WC in some])
-    new = [width, *(end - before for before, end in pairwise(ends))]
-    return torch.cat([nats_C[width - count :] for nats_C, count in zip(nats_WC, new, strict=True)])
+    return torch.cat([nats_C[-len(new) :] for nats_C, (_, new) in zip(nats_WC, cut, strict=True)])
 
 
 def _row(bucket: tuple[int, int], sums: Sequence[float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -92,6 +93,14 @@ class ScoredModel:
         left = [batch for batch in batches if any(item.index not in found for item in _items(batch))]
         self.scorer.score_all(left, self.batch_tokens, done)
         return [found[i] for i in range(len(items))]
+
+    def totals(self, windows: Sequence[Sequence[Pair]], longest: int | None = None) -> list[float]:
+        """Return the log-likelihood of each text, whose tokens are the continuations of its windows."""
+        owners = [number for number, of_text in enumerate(windows) for _ in of_text]
+        found = [0.0] * len(windows)
+        for owner, (log_likelihood, _) in zip(owners, self.scores([*chain(*windows)], longest), strict=True):
+            found[owner] += log_likelihood
+        return found
 
     def close(self) -> None:
         """Stop the scoring processes."""

@@ -20,6 +20,7 @@ SHORTEST = 128
 QUESTIONS = 4
 """Questions for each length and depth."""
 TIMES = 4
+"""The default length, in lengths of training."""
 SENTENCES = (
     "The grass is green.", "The sky is blue.", "The sun is bright.", "The river runs to the sea.",
     "Here we go again.", "There and back again.", "The road goes on.", "The night was long.",
@@ -54,7 +55,7 @@ class Retrieval:
 
     def measure(self, key: ScoringKey, model: ScoredModel, limit: int | None) -> TaskResult:
         """Ask `limit` questions for each length and depth, each with the fact and with another one in its place."""
-        cells = [*product(lengths(key.max_length), DEPTHS)]
+        cells = [*product(doubling(SHORTEST, key.max_length), DEPTHS)]
         asked = [(cell, number) for cell in cells for number in range(limit or QUESTIONS)]
         pairs: list[Pair] = []
         for (length, depth), number in asked:
@@ -78,11 +79,11 @@ class Retrieval:
         return TaskResult(key, metrics, errors, len(asked), answers, 0.0, rows=rows)
 
 
-def lengths(longest: int) -> list[int]:
-    """Return the lengths of contexts: doubling, and the longest."""
-    found = [SHORTEST]
-    while found[-1] < longest:
-        found.append(min(2 * found[-1], longest))
+def doubling(first: int, last: int) -> list[int]:
+    """Return lengths that double from the first on, and the last."""
+    found = [first]
+    while found[-1] < last:
+        found.append(min(2 * found[-1], last))
     return found
 
 

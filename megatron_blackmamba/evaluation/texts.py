@@ -57,17 +57,10 @@ class TextFile:
         texts = list(islice(self.documents(), limit))
         if not texts:
             raise EvaluationError(f"{self.file}: has no document")
-        pairs: list[Pair] = []
-        owners: list[int] = []
         sizes = [len(text.encode()) for text in texts]
-        tokens = 0
-        for number, document in enumerate(encoded(texts, model.text)):
-            made = [*windows(document, key.max_length)]
-            pairs, owners, tokens = pairs + made, owners + [number] * len(made), tokens + len(document) - 1
-        nats = [0.0] * len(texts)
-        for owner, (log_likelihood, _) in zip(owners, model.scores(pairs, key.max_length), strict=True):
-            nats[owner] -= log_likelihood
-        total = sum(sizes)
+        cut = [[*windows(document, key.max_length)] for document in encoded(texts, model.text)]
+        nats = [-total for total in model.totals(cut, key.max_length)]
+        total, tokens = sum(sizes), sum(len(new) for of_text in cut for _, new in of_text)
         metrics = {"bits_per_byte": sum(nats) / math.log(2) / total, "nats_per_token": sum(nats) / tokens}
         # a document's bits over the mean bytes of a document: their mean is the bits per byte of all
         answers = [of_one / math.log(2) * len(texts) / total for of_one in nats]

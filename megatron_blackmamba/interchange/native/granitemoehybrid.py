@@ -40,7 +40,10 @@ class GraniteMoeHybrid(Rotary):
         "attention_multiplier": Field("multipliers.attention", 1.0, write=lambda model: model.attention_scale),
         "logits_scaling": Field("multipliers.logits", 1.0),
         "position_embedding_type": Field(
-            "attention.rotary", None, lambda value: value == "rope", lambda model: "rope" if rotates(model) else "nope"
+            "attention.rotary",
+            None,
+            lambda value: value == "rope",
+            lambda model: "rope" if model.attention.rotary else "nope",
         ),
         "mamba_n_heads": Field("mamba2.heads", 128, write=heads_of_mamba2),
         "mamba_n_groups": Field("mamba2.groups", 1),
@@ -110,7 +113,7 @@ class GraniteMoeHybrid(Rotary):
             keys |= {"mamba_expand": sizes(model)[0] // model.hidden_size, "mamba_d_head": model.mamba2.head_dim}
         else:
             keys |= {"mamba_n_heads": 1, "mamba_d_head": "auto"}
-        return {**keys, **(super().more_exported(model) if rotates(model) else {})}
+        return {**keys, **(super().more_exported(model) if model.attention.rotary else {})}
 
     def more_imported(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
         width, expand = need(content, "hidden_size", path), content.pop("mamba_expand", 2)
@@ -130,7 +133,7 @@ class GraniteMoeHybrid(Rotary):
             **super().in_llama_cpp(model),
             **ssm2(model),
             "head_count_kv": [kv_heads(model) if each == Attention.letter else 0 for each in model.pattern[::2]],
-            "rope_scaling_finetuned": rotates(model),  # there it says whether there are positions
+            "rope_scaling_finetuned": model.attention.rotary,  # there it says whether there are positions
             "attention_scale": model.attention_scale,
             "embedding_scale": factors.embedding,
             "residual_scale": factors.residual,
@@ -148,7 +151,3 @@ class GraniteMoeHybrid(Rotary):
         if inner == 2 * model.hidden_size:
             return []
         return [f"model.mamba2.heads × head_dim = {inner}: set 2 × model.hidden_size"]
-
-
-def rotates(model: ModelConfig) -> bool:
-    return model.attention.rotary
