@@ -23,6 +23,7 @@ from megatron_blackmamba import data, model
 from megatron_blackmamba.config import load
 from megatron_blackmamba.model.initialise import shards
 from megatron_blackmamba.runtime import world
+from megatron_blackmamba.training.step.feed import micro_batches
 from megatron_blackmamba.training.step.optimizer import make_trainable
 from megatron_blackmamba.training.step.schedule import Schedule
 from megatron_blackmamba.training.step.step import Step
@@ -37,8 +38,9 @@ DOCUMENTS = {"masked": "false", "crossed": "true"}
 """model.attention.across_documents."""
 EOD = 397
 """A letter that ends documents, so that some end where sequences are cut."""
-COMMON = [*SMALL, *DECAY, "training.precision=fp64", "optimizer.distributed=false", f"model.eod_reset={EOD}"]
+COMMON = [*SMALL, *DECAY, "training.precision=fp64", "data.workers=0", "optimizer.distributed=false"]
 COMMON += [
+    f"model.eod_reset={EOD}",
     "model.hidden_size=32",
     "model.expert_hidden_size=48",
     "model.attention.heads=4",
@@ -66,15 +68,7 @@ def train(folder: Path, name: str, words: list[str], steps: int) -> bool:
     trainable = make_trainable(run, language_model, place)
     plan = data.build(run.data, vocab_size=run.model.vocab_size, total_samples=run.steps * run.training.global_batch)
     step, schedule = Step(run, place, trainable, len(plan.source_names)), Schedule(run, trainable.optimizer)
-    batches = data.BatchStream(
-        plan.train,
-        global_batch=run.training.global_batch,
-        micro_batch=run.training.micro_batch,
-        dp_rank=place.data_rank,
-        dp_size=place.data_size,
-        part=(place.context_rank, run.parallel.context),
-        workers=0,
-    )
+    batches = micro_batches(run, place, plan.train)
     seen: dict[str, list] = {"losses": [], "norms": [], "gradients": []}
     for number in range(steps):
         schedule.set(number * run.training.global_batch)

@@ -20,6 +20,7 @@ from megatron_blackmamba import data, model
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.model.initialise import shards
 from megatron_blackmamba.runtime import world
+from megatron_blackmamba.training.step.feed import micro_batches
 from megatron_blackmamba.training.step.optimizer import make_trainable
 from megatron_blackmamba.training.step.schedule import Schedule
 from megatron_blackmamba.training.step.step import Batch, Step
@@ -218,15 +219,7 @@ def describe(run: RunConfig, steps: int) -> dict:
     plan = data.build(run.data, vocab_size=run.model.vocab_size, total_samples=run.steps * run.training.global_batch)
     step = Step(run, place, trainable, len(plan.source_names))
     schedule = Schedule(run, trainable.optimizer)
-    batches = data.BatchStream(
-        plan.train,
-        global_batch=run.training.global_batch,
-        micro_batch=run.training.micro_batch,
-        dp_rank=place.data_rank,
-        dp_size=place.data_size,
-        part=(place.context_rank, run.parallel.context),
-        workers=0,
-    )
+    batches = micro_batches(run, place, plan.train)
     choices = Choices(language_model, place.context_rank * run.parallel.tensor + place.tensor_rank)
     losses, norms, expert_tokens, z_losses, mtp_losses = [], [], [], [], []
     for number in range(steps):
@@ -296,7 +289,7 @@ def main(folder: Path, names: list[str]) -> None:
         ranks, overrides = RUNS[name]
         shipped = name.startswith("shipped")  # the config as it is, but for its precision
         changes = [] if shipped else [*SMALL, *DECAY, "training.overlap=true"]
-        run = load("tiny", [*changes, "training.precision=fp64", *overrides])
+        run = load("tiny", [*changes, "training.precision=fp64", "data.workers=0", *overrides])
 
         def body(run: RunConfig = run, name: str = name, steps: int = steps_of(name)) -> bool:
             seen = describe(run, steps)
