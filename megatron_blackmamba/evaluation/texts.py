@@ -60,11 +60,13 @@ class TextFile:
         sizes = [len(text.encode()) for text in texts]
         cut = [[*windows(document, key.max_length)] for document in encoded(texts, model.text)]
         nats = [-total for total in model.totals(cut, key.max_length)]
-        total, tokens = sum(sizes), sum(len(new) for of_text in cut for _, new in of_text)
+        counts = [sum(len(new) for _, new in of_text) for of_text in cut]
+        total, tokens = sum(sizes), sum(counts)
         metrics = {"bits_per_byte": sum(nats) / math.log(2) / total, "nats_per_token": sum(nats) / tokens}
         # a document's bits over the mean bytes of a document: their mean is the bits per byte of all
         answers = [of_one / math.log(2) * len(texts) / total for of_one in nats]
-        errors = {name: value * _relative_error(nats, sizes) for name, value in metrics.items() if len(texts) > 1}
+        over = {"bits_per_byte": sizes, "nats_per_token": counts}
+        errors = {name: metrics[name] * _relative_error(nats, of) for name, of in over.items() if len(texts) > 1}
         return TaskResult(
             key=key,
             metrics=metrics,

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import statistics
 
 import pytest
 import tokenizers
@@ -62,6 +63,24 @@ def test_bits_per_byte_equal_those_of_transformers(export, files, tmp_path):
         assert result.metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
         of_documents = result.answers["bits_per_byte"]
         assert sum(of_documents) / len(documents) == pytest.approx(result.metrics["bits_per_byte"])
+
+
+def test_errors_are_those_of_ratios_over_documents(export, files, tmp_path):
+    folder = export("ME*-ME")
+    (result, single) = evaluate(folder, options(files, out=tmp_path / "scores.json")).results
+    assert single.errors == {}
+    texts = [json.loads(line)["text"] for line in files[0].open()]
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    sizes = {
+        "bits_per_byte": [len(text.encode()) for text in texts],
+        "nats_per_token": [len(tokenizer.encode(text, add_special_tokens=False).ids) + 1 for text in texts],
+    }
+    bits = [each * result.counts["bytes"] / len(texts) for each in result.answers["bits_per_byte"]]
+    for name, whole, unit in (("bits_per_byte", bits, 1), ("nats_per_token", bits, math.log(2))):
+        ratio = sum(whole) / sum(sizes[name])
+        residuals = [one - ratio * size for one, size in zip(whole, sizes[name], strict=True)]
+        expected = unit * math.sqrt(len(texts)) * statistics.stdev(residuals) / sum(sizes[name])
+        assert result.errors[name] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 24, 25, 100])
