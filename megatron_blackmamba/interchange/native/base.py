@@ -117,6 +117,10 @@ class Architecture(ABC):
     def in_llama_cpp(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of a GGUF file that describe a model: what GGUFWriter adds, by the ends of its methods."""
 
+    def tensors_for_llama_cpp(self, model: Canonical) -> dict[str, Entry]:
+        """Return their tensors under names for which llama_cpp.py has llama.cpp's."""
+        return self.in_file(model)
+
     def refused_by_llama_cpp(self, model: ModelConfig) -> list[str]:
         """Return the keys of a model of this family that llama.cpp does not run."""
         return []

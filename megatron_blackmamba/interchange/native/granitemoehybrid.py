@@ -1,11 +1,15 @@
 """transformers' Granite 4: in a layer Mamba-2 or attention, then experts with a shared one, or an MLP; multipliers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError
 from megatron_blackmamba.interchange.json_config import need, whole_number
 from megatron_blackmamba.interchange.native.base import Field, heads_of_mamba2
 from megatron_blackmamba.interchange.native.llama import ATTENTION, ENDS, FIELDS, FIXED, OURS, Rotary
@@ -143,6 +147,31 @@ class GraniteMoeHybrid(Rotary):
             return keys
         experts = {"expert_count": model.experts, "expert_used_count": model.top_k}
         return {**keys, **experts, "expert_shared_feed_forward_length": model.shared_expert_hidden_size}
+
+    def tensors_for_llama_cpp(self, model: Canonical) -> dict[str, Entry]:
+        """Return the tensors under the names of other families, gate and up apart."""
+        shared = "mixer.shared_experts" if Experts.letter in model.config.pattern else "mlp"
+        names = {"mamba.": "mixer.", "shared_mlp": shared, "output_linear": "down_proj"}
+        names |= {"block_sparse_moe.router.layer": "mixer.gate", "block_sparse_moe": "mixer.experts"}
+        found: dict[str, Entry] = {}
+        fused: dict[str, Entry] = {}
+
+        @lru_cache(maxsize=1)  # the halves are read one after the other
+        def whole(name: str) -> Tensor:
+            return fused[name].load()
+
+        for name, entry in self.in_file(model).items():
+            for theirs, common in names.items():
+                name = name.replace(theirs, common)
+            if not name.endswith("input_linear.weight"):
+                found[name] = entry
+                continue
+            fused[name], rows = entry, entry.shape[-2] // 2
+            for i, half in enumerate(("gate_proj", "up_proj")):
+                load = partial(lambda name, first, rows: whole(name).narrow(-2, first, rows), name, i * rows, rows)
+                shape = (*entry.shape[:-2], rows, entry.shape[-1])
+                found[name.replace("input_linear", half)] = replace(entry, shape=shape, load=load)
+        return found
 
     def refused_by_llama_cpp(self, model: ModelConfig) -> list[str]:
         if Mamba2.letter not in model.pattern:

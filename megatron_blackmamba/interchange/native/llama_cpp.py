@@ -3,9 +3,7 @@
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +17,6 @@ from megatron_blackmamba.interchange.native.base import Architecture, stacked
 from megatron_blackmamba.interchange.native.llama import Rotary
 from megatron_blackmamba.interchange.native.llama_cpp_tokens import Vocabulary, vocabulary
 from megatron_blackmamba.kinds.attention import kv_heads
-from megatron_blackmamba.kinds.experts import Experts
 from megatron_blackmamba.kinds.mamba2 import Mamba2
 
 if TYPE_CHECKING:
@@ -50,8 +47,10 @@ IN_LAYER = {
     "mixer.down_proj": "ffn_down",
     "mixer.gate": "ffn_gate_inp",
     "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.experts.gate_proj": "ffn_gate_exps",
     "mixer.experts.up_proj": "ffn_up_exps",
     "mixer.experts.down_proj": "ffn_down_exps",
+    "mixer.shared_experts.gate_proj": "ffn_gate_shexp",
     "mixer.shared_experts.up_proj": "ffn_up_shexp",
     "mixer.shared_experts.down_proj": "ffn_down_shexp",
     "input_layernorm": "attn_norm",
@@ -63,13 +62,6 @@ IN_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-    "shared_mlp.gate_linear": "ffn_gate",
-    "shared_mlp.up_linear": "ffn_up",
-    "shared_mlp.output_linear": "ffn_down",
-    "block_sparse_moe.router.layer": "ffn_gate_inp",
-    "block_sparse_moe.gate_linear": "ffn_gate_exps",
-    "block_sparse_moe.up_linear": "ffn_up_exps",
-    "block_sparse_moe.output_linear": "ffn_down_exps",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
     "block_sparse_moe.experts.w2": "ffn_down_exps",
@@ -139,34 +131,20 @@ def write(model: Canonical, path: Path, precision: Precision, name: str) -> None
 def tensors(model: Canonical, architecture: Architecture) -> dict[str, Entry]:
     """Return the tensors of the file; those of the experts of a layer are one."""
     parts: dict[str, list[Entry]] = {}
-    for whole, held in architecture.in_file(model).items():
-        for name, entry in _halves(whole, held):
-            theirs = named(name, architecture, model.config)
-            parts.setdefault(theirs, []).append(_changed(theirs, entry, model.config, isinstance(architecture, Rotary)))
+    for name, entry in architecture.tensors_for_llama_cpp(model).items():
+        theirs = named(name, architecture)
+        parts.setdefault(theirs, []).append(_changed(theirs, entry, model.config, isinstance(architecture, Rotary)))
     return {name: stacked(entries) if len(entries) > 1 else entries[0] for name, entries in parts.items()}
 
 
-def _halves(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
-    """Yield a tensor, or the gate and the rest of one that Granite keeps as one."""
-    if not name.endswith("input_linear.weight"):
-        yield name, entry
-        return
-    rows = entry.shape[-2] // 2
-    for i, half in enumerate(("gate", "up")):
-        load = partial(lambda first: entry.load().narrow(-2, first, rows), i * rows)
-        cut = replace(entry, shape=(*entry.shape[:-2], rows, entry.shape[-1]), load=load)
-        yield name.replace("input_linear", f"{half}_linear"), cut
-
-
-def named(name: str, architecture: Architecture, model: ModelConfig) -> str:
+def named(name: str, architecture: Architecture) -> str:
     """Return llama.cpp's name for a name of transformers."""
     layer = re.fullmatch(re.escape(architecture.layers).replace(r"\{i\}", r"(\d+)") + "(.+)", name)
     if layer is None:
         return f"{ENDS[name.split('.')[-2]]}.weight"
-    own = re.sub(r"experts\.\d+", "experts", layer[2]).replace("mamba.", "mixer.")
+    own = re.sub(r"experts\.\d+", "experts", layer[2])
     part, _, suffix = own.rpartition(".")
-    shared = "_shexp" if part.startswith("shared_mlp.") and Experts.letter in model.pattern else ""
-    return f"blk.{layer[1]}.{IN_LAYER[own] if own in IN_LAYER else f'{IN_LAYER[part]}{shared}.{suffix}'}"
+    return f"blk.{layer[1]}.{IN_LAYER[own] if own in IN_LAYER else f'{IN_LAYER[part]}.{suffix}'}"
 
 
 def _changed(name: str, entry: Entry, model: ModelConfig, rotary: bool) -> Entry:
