@@ -1,4 +1,4 @@
-"""What llama.cpp says of a GGUF file: tokens of texts, logits, and greedy tokens.
+"""Answers of llama.cpp about a GGUF file: tokens of texts, logits, and greedy tokens.
 
 As a program it runs in an environment with llama-cpp-python alone: `PYTHON llama_cpp_probe.py FILE`, and standard input
 is `{"texts": […], "prompt": […], "more": N}`. Keys and values stay in fp32 here; llama.cpp's default is fp16.

@@ -1,4 +1,4 @@
-"""What the report and the comparison show of the tasks of length."""
+"""The report and the comparison show the tasks of length."""
 
 import re
 

@@ -138,7 +138,7 @@ def taken_of(**known):
     ("how", "value"), [("sum", 10.0), ("mean", 10 / 3), ("max", 5.0), ("norm", 38**0.5), ("weighted", 7 / 12)]
 )
 def test_reductions_over_ranks(how, value):
-    """Of four ranks one has no value and one another key, as on the stages of a pipeline."""
+    """One of four ranks has no value, and one has another key, as on the stages of a pipeline."""
     weighted = [{"a": (1.0, 2)}, {"a": (5.0, 9)}, {"b": (7.0, 7)}, {"a": (1.0, 1)}]
     plain = [{"a": 2.0}, {"a": 5.0}, {"b": 7.0}, {"a": 3.0}]
     if how == "weighted":
