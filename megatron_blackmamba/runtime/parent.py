@@ -1,11 +1,14 @@
-"""Processes that end when the process that started them does, however that one ends."""
+"""What a process may do at its start: end with the process that started it, and let others go first."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+LOWEST = 19
 
 
 def die_with_parent(parent: int) -> None:
@@ -20,10 +23,27 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def go_last() -> None:
+    """Give this process the lowest priority."""
+    os.nice(LOWEST)
+    keep_priority()
+
+
+def keep_priority() -> None:
+    """Give the session that this process began the priority of the process itself.
+
+    Where Linux groups processes by session, it shares the processors between sessions first and heeds priorities only
+    inside one. So a session of a low process would get as much as all that its parent's session runs.
+    """
+    if os.nice(0) > 0 and os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):  # no such kernel
+            Path("/proc/self/autogroup").write_text(str(os.nice(0)))
+
+
 def main() -> None:
     """Become the command in the arguments, of lowest priority, ending with the process named before it."""
     die_with_parent(int(sys.argv[1]))
-    os.nice(19)
+    go_last()
     os.execv(sys.argv[2], sys.argv[2:])  # the kernel keeps the request
 
 
