@@ -115,24 +115,26 @@ def refuse_missing() -> None:
     for foreign in touched():
         if foreign.needed and (gone := missing(foreign)):
             raise ForeignNameError(
-                f"{foreign.package} {version_of(foreign)} has no {', '.join(gone)} ({foreign.module}), which this "
-                f"version needs ({foreign.why}). Install a tried version: `blackmamba doctor` names them"
+                f"{foreign.package} {version_of(foreign.package)} has no {', '.join(gone)} ({foreign.module}), which"
+                f" this version needs ({foreign.why}). Install a tried version: `blackmamba doctor` names them"
             )
 
 
 @cache
 def missing(foreign: Foreign) -> tuple[str, ...]:
     """Return the names that an installed package lacks; a package that is not installed lacks none."""
-    if version_of(foreign) is None:
+    if version_of(foreign.package) is None:
         return ()
     text = source_of(foreign.module)
-    written = set(re.findall(r"\w+", text))
-    return tuple(name for name in foreign.names if not (name in written or is_compiled(foreign.module, name)))
+    return tuple(
+        name for name in foreign.names if not (re.search(rf"\b{name}\b", text) or is_compiled(foreign.module, name))
+    )
 
 
-def version_of(foreign: Foreign) -> str | None:
+@cache
+def version_of(package: str) -> str | None:
     try:
-        return metadata.version(foreign.package)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 

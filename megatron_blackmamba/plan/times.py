@@ -42,6 +42,12 @@ class MicroBatch:
     def total(self) -> float:
         return self.forward + self.backward
 
+    def __add__(self, other: "MicroBatch") -> "MicroBatch":
+        return MicroBatch(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, number: int) -> "MicroBatch":
+        return MicroBatch(number * self.forward, number * self.backward)
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -85,7 +91,7 @@ def at_peak(config: RunConfig, world_size: int, gpu: Gpu) -> float:
 def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow], state: State | None) -> StepTime:
     """Return the time of a step; without the state, a lower bound that leaves out update and data exchange."""
     stages = config.parallel.pipeline
-    slowest = max((of_micro_batch(config, stage, gpu) for stage in range(stages)), key=lambda batch: batch.total)
+    slowest = max(of_stages(config, gpu), key=lambda batch: batch.total)
     waiting = {axis: flow.seconds + flow.calls * COLLECTIVE_SECONDS for axis, flow in flows.items()}
     if state is not None:
         waiting |= _exposed(config, {axis: flows[axis].seconds for axis in DATA_AXES if axis in flows}, state, slowest)
@@ -127,37 +133,53 @@ def _gradient_width(config: RunConfig) -> int:
     return WIDTH["bf16"] if config.optimizer.gradients == "bf16" else FP32
 
 
-def of_micro_batch(config: RunConfig, stage: int, gpu: Gpu) -> MicroBatch:
-    """Return the time of a stage's layers, and of embedding and head where it has them."""
-    sizes, precision = sizes_of(config, "cuda"), config.training.precision
-    model = config.model
+def of_stages(config: RunConfig, gpu: Gpu) -> list[MicroBatch]:
+    """Return the time of one micro-batch on each stage: its layers, and embedding and head where it has them."""
+    model, stages = config.model, config.parallel.pipeline
+    layers = {letter: _of_layer(config, letter, gpu) for letter in set(model.trained_pattern)}
+    ends = [MicroBatch(0.0, 0.0)] * stages
+    ends[0] += _of_embedding(config, gpu)
+    ends[-1] += _of_head(config, gpu)
+    found = []
+    for stage, batch in enumerate(ends):
+        letters = Counter(model.pattern[layer] for layer in layers_of_stage(model, stage, stages))
+        letters.update(model.mtp.pattern or "")
+        found.append(sum((layers[letter] * number for letter, number in letters.items()), batch))
+    return found
 
-    def seconds(operations: list[Work]) -> float:
-        return sum(roofline.seconds(work, gpu, precision) for work in operations)
 
-    forward = backward = 0.0
-    stream = sizes.here * model.hidden_size
-    letters = Counter(model.pattern[layer] for layer in layers_of_stage(model, stage, config.parallel.pipeline))
-    letters.update(model.mtp.pattern or "")
-    for letter, number in letters.items():
-        there, back = kind_of(letter).work(sizes)
-        if config.kernels.linear == "fp8":
-            there, back = _in_fp8(there, 1, gpu), _in_fp8(back, 1 / 2, gpu)  # not the gradients of weights
-        once = number * seconds([*there, Work(BLOCK_BYTES[0] * stream)])
-        forward += once
-        backward += number * seconds([*back, Work(BLOCK_BYTES[1] * stream)])
-        if config.training.recompute in kind_of(letter).recompute:
-            backward += once
-    if stage == 0:
-        forward += seconds([Work((2 * sizes.width + 2 * FP32) * stream)])
-        backward += seconds([Work((2 * FP32 + 2 * sizes.width) * stream)])
-    if stage == config.parallel.pipeline - 1:
-        there, back = _head(config)
-        if model.mtp.pattern:
-            product = Work(6 * sizes.width * stream, 4 * model.hidden_size * stream)
-            there, back = [*there, *there, product], [*back, *back, product, product]
-        forward, backward = forward + seconds(there), backward + seconds(back)
-    return MicroBatch(forward, backward)
+def _of_layer(config: RunConfig, letter: str, gpu: Gpu) -> MicroBatch:
+    """Return the time of one layer with its norm, its addition, and what its backward pass computes again."""
+    sizes, kind = sizes_of(config, "cuda"), kind_of(letter)
+    there, back = kind.work(sizes)
+    if config.kernels.linear == "fp8":
+        there, back = _in_fp8(there, 1, gpu), _in_fp8(back, 1 / 2, gpu)  # not the gradients of weights
+    stream = sizes.here * config.model.hidden_size
+    norms = [Work(moved * stream) for moved in BLOCK_BYTES]
+    batch = _seconds(config, gpu, [*there, norms[0]], [*back, norms[1]])
+    return batch + MicroBatch(0.0, batch.forward) if config.training.recompute in kind.recompute else batch
+
+
+def _of_embedding(config: RunConfig, gpu: Gpu) -> MicroBatch:
+    sizes = sizes_of(config, "cuda")
+    moved = (2 * sizes.width + 2 * FP32) * sizes.here * config.model.hidden_size
+    return _seconds(config, gpu, [Work(moved)], [Work(moved)])
+
+
+def _of_head(config: RunConfig, gpu: Gpu) -> MicroBatch:
+    """Return the time of the head, twice with multi-token prediction, and of the product before its second."""
+    sizes, model = sizes_of(config, "cuda"), config.model
+    there, back = _head(config)
+    if model.mtp.pattern:
+        stream = sizes.here * model.hidden_size
+        product = Work(6 * sizes.width * stream, 4 * model.hidden_size * stream)
+        there, back = [*there, *there, product], [*back, *back, product, product]
+    return _seconds(config, gpu, there, back)
+
+
+def _seconds(config: RunConfig, gpu: Gpu, forward: list[Work], backward: list[Work]) -> MicroBatch:
+    precision = config.training.precision
+    return MicroBatch(*(sum(roofline.seconds(work, gpu, precision) for work in way) for way in (forward, backward)))
 
 
 def _in_fp8(operations: list[Work], share: float, gpu: Gpu) -> list[Work]:

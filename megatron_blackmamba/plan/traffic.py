@@ -5,10 +5,11 @@ context inside expert inside data inside pipeline, so a group is `size` ranks, `
 experts go only to the ranks with the same experts, which are further apart than the data-parallel ranks of the rest.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.kinds import kind_of
 from megatron_blackmamba.plan.activations import Activations, sizes_of
 from megatron_blackmamba.plan.gpus import Gpu
 from megatron_blackmamba.plan.memory import State
@@ -99,11 +100,12 @@ def _layers(config: RunConfig, world_size: int) -> tuple[dict[str, float], dict[
     moved = {"tensor": 3.0 * sizes.stream, "expert": 0.0, "expert_tensor": 0.0, "context": 0.0}
     calls = {"tensor": 3.0, "expert": 0.0, "expert_tensor": 0.0, "context": 0.0}
     # The head gathers its input; the embedding of the first stage moves less.
-    for kind in layers_of(config.model.trained_pattern):
+    for letter, layers in Counter(config.model.trained_pattern).items():
+        kind = kind_of(letter)
         passes = 3 if config.training.recompute in kind.recompute else 2
         for axis, volume in kind.traffic(sizes, passes).items():
-            moved[axis] += volume / p.pipeline
-            calls[axis] += CALLS_A_PASS * passes * bool(volume) / p.pipeline
+            moved[axis] += layers * volume / p.pipeline
+            calls[axis] += layers * CALLS_A_PASS * passes * bool(volume) / p.pipeline
     batches = layout.micro_batches(config, world_size)
     return (
         {axis: _part(getattr(p, axis)) * volume * batches for axis, volume in moved.items()},

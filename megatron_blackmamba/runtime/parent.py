@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-LOWEST = 19
 
 
 def die_with_parent(parent: int) -> None:
@@ -23,17 +22,11 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def go_last() -> None:
-    """Give this process the lowest priority."""
-    os.nice(LOWEST)
-    keep_priority()
-
-
 def keep_priority() -> None:
     """Give the session that this process began the priority of the process itself.
 
-    Where Linux groups processes by session, it shares the processors between sessions first and heeds priorities only
-    inside one. So a session of a low process would get as much as all that its parent's session runs.
+    Linux often shares the processors between sessions first, and heeds priorities only inside one. So a session of a
+    low process would get as much as all that its parent's session runs.
     """
     if os.nice(0) > 0 and os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):  # no such kernel
@@ -43,7 +36,7 @@ def keep_priority() -> None:
 def main() -> None:
     """Become the command in the arguments, of lowest priority, ending with the process named before it."""
     die_with_parent(int(sys.argv[1]))
-    go_last()
+    os.nice(19)
     os.execv(sys.argv[2], sys.argv[2:])  # the kernel keeps the request
 
 

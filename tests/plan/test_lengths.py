@@ -43,7 +43,7 @@ def test_a_middle_stage_may_be_the_slowest():
         "data.sequence_length=524288",
     ]
     config = load("blackmamba_1.5b", [*words, "training.global_batch=1", "training.micro_batch=1", "parallel.expert=1"])
-    stages = [times.of_micro_batch(config, stage, CLUSTER.gpu).total for stage in range(5)]
+    stages = [stage.total for stage in times.of_stages(config, CLUSTER.gpu)]
     assert stages.index(max(stages)) == 2
     assert times.of_step(config, 5, CLUSTER.gpu, {}, None).computing == pytest.approx(stages[2])
 

@@ -73,9 +73,9 @@ def test_stages_wait_at_both_ends_of_the_pipeline():
 def test_recomputed_layers_run_forward_twice():
     config = load("blackmamba_1.5b")
     plain, again = (
-        times.of_micro_batch(
-            config.model_copy(update={"training": config.training.model_copy(update={"recompute": how})}), 0, GPU
-        )
+        times.of_stages(
+            config.model_copy(update={"training": config.training.model_copy(update={"recompute": how})}), GPU
+        )[0]
         for how in ("none", "layers")
     )
     assert again.forward == plain.forward
@@ -89,7 +89,7 @@ def test_exchanges_of_layers_are_waited_for():
 
 
 def test_data_exchange_hides_behind_one_micro_batch():
-    batch = times.of_micro_batch(load("blackmamba_1.5b"), 0, GPU)
+    batch = times.of_stages(load("blackmamba_1.5b"), GPU)[0]
     short = of_step(flows={"data": flow(batch.forward / 2)})
     assert short.waiting == {}
     long = 9 * batch.backward  # two thirds reduce gradients, one third gathers weights
@@ -99,7 +99,7 @@ def test_data_exchange_hides_behind_one_micro_batch():
 
 
 def test_dense_and_expert_exchange_share_what_is_hidden():
-    batch = times.of_micro_batch(load("blackmamba_1.5b"), 0, GPU)
+    batch = times.of_stages(load("blackmamba_1.5b"), GPU)[0]
     both = {"data": flow(3 * batch.backward), "expert_data": flow(6 * batch.backward)}
     waiting = of_step(flows=both).waiting
     assert sum(waiting.values()) == pytest.approx(9 * batch.backward - batch.backward - batch.forward)

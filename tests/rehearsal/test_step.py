@@ -119,7 +119,7 @@ def test_plan_expects_the_rehearsed_time(step):
     if "S" in step["layers"]:
         return  # on GPUs the plan expects mamba-ssm's kernels for Mamba-2
     ranks, gpu = step["case"].ranks, gpus.KNOWN["h200"]
-    state, batch = memory.state_of(config, ranks, 0), times.of_micro_batch(config, 0, gpu)
+    state, batch = memory.state_of(config, ranks, 0), times.of_stages(config, gpu)[0]
     planned = times.of_micro_batches(config, ranks, batch, gpu, state) + times.of_update(config, gpu, state)
     assert planned == pytest.approx(sum(step["seconds"].values()), rel=0.15), step["seconds"]
 

@@ -76,12 +76,13 @@ def _answer(what: str, to_the_end: Callable[[str, str], int]) -> dict:
 
 
 def import_once() -> None:
-    """Import what every rank that trains would otherwise import for itself after the fork.
+    """Do what every rank that trains would otherwise do after the fork: import, and look for foreign names.
 
     Garbage collection leaves all of it alone: looking through it would cost time in every fork.
     """
     for module in IMPORTED_LATE:
         importlib.import_module(module)
+    importlib.import_module("megatron_blackmamba.engine.foreign").refuse_missing()
     importlib.import_module("megatron_blackmamba.runtime.process").freeze_gc()
 
 

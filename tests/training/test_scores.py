@@ -89,6 +89,8 @@ def test_scoring_ends_with_a_killed_run(forks, corpus, tmp_path):
         wait_until(lambda: any(is_scoring(pid) for pid in processes(tmp_path)), job)
         (pid, *_) = [pid for pid in processes(tmp_path) if is_scoring(pid)]
         assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+        assert os.getsid(pid) == os.getsid(job.pids[0])  # or it would share the processors with the run half and half
+        assert os.getpgid(pid) == pid  # Ctrl-C does not reach it
         job.kill()
         job.wait()
         wait_until(lambda: not any(b"evaluate" in words(pid) for pid in processes(tmp_path)))

@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
+
+APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+"""Ctrl-C ends a run after its step, and this process with it. A session of its own would compete with the run's."""
 
 
 class Background:
@@ -48,7 +52,7 @@ class Background:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C ends the run after its step; this process ends with it
+                **APART,
             )
 
     def wait(self) -> None:
