@@ -7,13 +7,14 @@ ARGS ?=
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 TEST_PROCESSES ?= $(shell test $(CORES) -lt 2 && echo 3 || echo 4)
 
-.PHONY: install lock borders test test-slurm check bench docs quickstart clean help otherpython
+.PHONY: install lock borders test test-all test-slurm check bench docs quickstart clean help otherpython
 
 help:
 	@echo "make install     the environment in $(VENV), the package in it, the C++ extension if there is a compiler;"
 	@echo "                 exact versions from requirements/lock.txt; NEWEST=1 takes the newest instead"
 	@echo "make quickstart  the whole pipeline on this machine: text → tokens → training → Hugging Face → a sample and a report"
 	@echo "make test        the tests            make check  formatting, lint, types"
+	@echo "make test-all    with more cases of what they test, in twice the time"
 	@echo "make test-slurm  those that start a Slurm cluster of their own; they need root, slurm-wlm and munge"
 	@echo "make docs        the documentation as a site in build/site"
 	@echo "make bench       the CPU benchmarks   PYTHON=python3.12 chooses the interpreter"
@@ -51,9 +52,15 @@ quickstart: install
 
 # Hundreds of processes import the package. Where an environment forbids bytecode, each would compile it.
 # They start no Slurm daemons unless asked to: REAL_SLURM=require make test.
-test: export REAL_SLURM ?= off
+# `make test` leaves out what is marked thorough: more cases of what the others test.
+TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+test test-all: export REAL_SLURM ?= off
+
 test: install
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(TESTS) -m "not thorough" $(ARGS)
+
+test-all: install
+	$(TESTS) $(ARGS)
 
 test-slurm: install
 	REAL_SLURM=require $(BIN)/python -m pytest -n 2 --dist loadgroup tests/slurm $(ARGS)

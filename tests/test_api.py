@@ -9,6 +9,7 @@ import pytest
 
 import megatron_blackmamba
 from tests.runtime.ranks import fork_script
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("world")  # where warm processes run anyway
 PACKAGE = Path(megatron_blackmamba.__file__).parent
@@ -97,6 +98,7 @@ def test_state_dict_holds_tensors_alone(found):
     assert found["tensors_alone"]
 
 
+@thorough
 def test_replicas_of_two_processes_train_as_one_with_the_whole_batch(tmp_path):
     found = fork_script("tests.api_replicas", str(tmp_path))
     assert not [rank for rank in [*found["ranks"], *found["page"], found["alone"]] if "error" in rank]

@@ -8,8 +8,9 @@ import pytest
 
 from tests.checkpoint.failing_saves_probe import FAULTS
 from tests.runtime.ranks import fork_script
+from tests.thorough import thorough
 
-pytestmark = pytest.mark.xdist_group("failing_saves")
+pytestmark = [pytest.mark.xdist_group("failing_saves"), thorough]
 REFUSED = "a checkpoint could not be saved (step "
 
 

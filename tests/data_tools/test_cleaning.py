@@ -40,6 +40,7 @@ from datatrove.utils.hashing import HashConfig
 
 from benchmarks.cleaning import copies_found, items_found, plant_copies, plant_items, removed_records
 from megatron_blackmamba.data_tools.signatures import MinHash, modulo_prime
+from tests.thorough import thorough
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -204,6 +205,7 @@ def lives(group):
     return True
 
 
+@thorough
 def test_a_killed_run_continues(documents, tmp_path):
     (tmp_path / "in").mkdir()
     corpus = plant_copies(documents, random.Random(1))
@@ -375,6 +377,7 @@ def test_unfinished_cleaning_is_not_tokenized(cleaned, run, tmp_path):
         run(tmp_path / "clean")
 
 
+@thorough
 def test_tasks_of_lm_eval_are_items(tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "who sings", "choices": ["a bird", "a stone"], "gold": 0}))

@@ -24,6 +24,7 @@ from benchmarks.decontamination_forms import FORMS, generated, plant, recall
 from megatron_blackmamba.data_tools.decontamination import REPORT, SHORTEST, cut_out
 from megatron_blackmamba.data_tools.item_index import ItemIndex
 from tests.data_tools.test_cleaning import clean
+from tests.thorough import thorough
 
 GSM8K = {
     "question": "Janet's ducks lay 16 eggs per day. She eats 3 for breakfast and bakes 4 muffins for her friends. "
@@ -155,6 +156,7 @@ def test_files_without_usable_fields_are_refused(tmp_path, rows, message):
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
 
 
+@thorough
 def test_a_task_without_network_is_one_line(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
     (tmp_path / "away.yaml").write_text(f"""

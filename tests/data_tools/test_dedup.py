@@ -22,6 +22,7 @@ from megatron_blackmamba.data_tools.near_pairs import BAND, HEADS, WINDOW, propo
 from megatron_blackmamba.data_tools.shingles import Shingler, jaccard
 from megatron_blackmamba.data_tools.sorted_runs import KEYS, ranges, read_range, write_run
 from megatron_blackmamba.data_tools.splitters import SpacedWords
+from tests.thorough import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYED = np.dtype([("key", "<u8"), ("value", "<u4")])
@@ -101,6 +102,7 @@ def test_preferred_file_is_kept_among_equally_long_copies(words, write_jsonl, tm
         assert {resembles for *_, resembles, _ in rows(tmp_path / first)} == {f"{first}.jsonl:1"}
 
 
+@thorough
 def test_kept_set_is_the_same_from_any_order_and_number_of_parts(words, write_jsonl, tmp_path):
     texts = [" ".join(words.take(words.choose.randint(30, 120))) for _ in range(60)]
     texts += [copy for text in texts for copy in (text, edited(text, 12), edited(text, 10, 3), text.upper())]
@@ -220,6 +222,7 @@ def test_report_names_the_least_similar_pair(words, write_jsonl, tmp_path):
     assert f"has similarity {cluster['similarity']:.2f}" in said and not cluster["suspicious"]
 
 
+@thorough
 def test_many_parts_need_few_open_files(words, tmp_path):
     texts = [" ".join(words.take(20)) for _ in range(100)]
     (tmp_path / "in").mkdir()

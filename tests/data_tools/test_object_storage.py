@@ -31,6 +31,7 @@ from megatron_blackmamba.formats.remote import RemoteError, cached
 from megatron_blackmamba.formats.shards import ShardError
 from megatron_blackmamba.formats.step_records import read_metrics
 from megatron_blackmamba.runtime.ports import free_port
+from tests.thorough import thorough
 
 pytest.importorskip("moto", reason="moto is not installed: pip install megatron-blackmamba[dev]")
 pytest.importorskip("s3fs", reason="s3fs is not installed: pip install megatron-blackmamba[s3]")
@@ -188,6 +189,7 @@ def test_an_object_replaced_while_it_is_tokenized_is_noticed(
     assert len(tokenize([url], tmp_path / "out", options(tokenizer_file)).written) == 1
 
 
+@thorough
 def test_training_from_s3_matches_training_from_disk(shards, tmp_path):
     losses = []
     for number, (root, inside) in enumerate([(tmp_path, "here"), ("s3://bucket", "tokens/web")]):
@@ -294,6 +296,7 @@ def test_another_tokenizer_in_the_bucket_replaces_the_copy(s3, raw, shards, toke
     assert copy.read_text() == other.read_text()
 
 
+@thorough
 def test_a_connection_that_always_breaks_is_named(s3, server):
     s3.pipe_file("bucket/big", bytes(3 << 20))
     server.cuts, server.after = 10**6, 300_000

@@ -5,10 +5,12 @@ import pytest
 from megatron_blackmamba import kinds
 from tests.distributed import random_parts
 from tests.runtime.ranks import fork_script
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
 
+@thorough
 def test_random_parts_give_what_one_process_gives():
     found = fork_script("tests.distributed.random_parts", "--cases", "64")
     assert found["problems"] == []

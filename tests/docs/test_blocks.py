@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.docs.session import ROOT, blocks
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("pages")
 DOCS = ROOT / "docs"
@@ -62,7 +63,11 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
 }
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+EVERYDAY = ("README.md", "tutorial.md")
+TO_RUN = [pytest.param(page, marks=[] if page.name in EVERYDAY else thorough, id=page.name) for page in RUN]
+
+
+@pytest.mark.parametrize("page", TO_RUN)
 def test_page_runs_as_printed(page, session, quickstart, tmp_path):
     shutil.copytree(quickstart, tmp_path, dirs_exist_ok=True)
     for language, code in blocks(page):
@@ -71,6 +76,7 @@ def test_page_runs_as_printed(page, session, quickstart, tmp_path):
 
 
 @pytest.mark.skipif(not find_spec("lm_eval"), reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
+@thorough
 def test_evaluation_page_runs_as_printed(session, quickstart, questions, tmp_path):
     shutil.copytree(quickstart, tmp_path, dirs_exist_ok=True)
     shutil.copytree(questions, tmp_path / "evaldata")
@@ -80,6 +86,7 @@ def test_evaluation_page_runs_as_printed(session, quickstart, questions, tmp_pat
     assert "boolq" in done.stdout and "hellaswag" in done.stdout, done.stdout
 
 
+@thorough
 def test_python_page_runs_as_one_script(session, tmp_path):
     code = "\n".join(code for language, code in blocks(DOCS / "python.md") if language == "python")
     done = session.run(code, tmp_path, "python")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import thorough
+
 pytestmark = pytest.mark.xdist_group("pages")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("data.md", "storage.md", "quality.md", "cleaning.md", "mixtures.md")
@@ -45,6 +47,7 @@ def run(session, language, block, folder, environment):
     return session.run(block, folder, "python" if language == "python" else "bash", **environment)
 
 
+@thorough
 def test_every_block_runs_as_printed(session, tmp_path, environment):
     printed = []
     for language, block in BLOCK.findall(TEXT):

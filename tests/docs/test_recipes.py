@@ -9,6 +9,7 @@ from megatron_blackmamba.formats.branches import trunk_of
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from tests.docs.session import ROOT, WHOLE, blocks
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("pages")
 PAGE = ROOT / "docs/recipes.md"
@@ -24,6 +25,7 @@ def divided(found):
     return f"{key}{max(1, int(number) * (1000 if thousands else 1) // BY)}"
 
 
+@thorough
 def test_recipes_run_as_printed_in_small(session, quickstart, tmp_path):
     shutil.copytree(quickstart, tmp_path, dirs_exist_ok=True)
     for language, code in blocks(PAGE):

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_blackmamba.evaluation import EvaluationError, tasks
 from megatron_blackmamba.evaluation.tasks import PAPER, load_tasks
+from tests.thorough import thorough
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
 
@@ -114,6 +115,7 @@ def test_answers_of_another_type_are_cast(task, documents, expected, tmp_path):
     assert {type(gold) for gold in golds(found)} == {int}
 
 
+@thorough
 def test_answers_of_other_tasks_are_checked(tmp_path):
     good = {"premise": "It rains", "hypothesis": "It is wet", "label": 0}
     assert golds(load(tmp_path, "wnli", good | {"sentence1": "a", "sentence2": "b"})) == [0]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.run_all import EXAMPLES
+from tests.thorough import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINTS = {
@@ -19,7 +20,7 @@ PRINTS = {
     "transformers_trainer.py": r"top-1 agreement .*TrainOutput\(global_step=2",
     "train_plot_generate.ipynb": r"documents, [\d,]+ tokens.*def ",
 }
-pytestmark = pytest.mark.xdist_group("examples")
+pytestmark = [pytest.mark.xdist_group("examples"), thorough]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from megatron_blackmamba.interchange.hf import INDEX
 from tests.interchange.continued_probe import RUNS, STEPS
 from tests.interchange.native_grid import ODD, SIZES, differences, tensors, write_model
 from tests.runtime.ranks import fork_script
+from tests.thorough import thorough
 
 TOKENS = torch.arange(2 * 21).view(2, 21) * 7 % 60
 
@@ -71,6 +72,7 @@ def test_export_writes_the_same_text_without_code(back):
     assert torch.stack(written, dim=1).tolist() == expected[:, TOKENS.shape[1] :].tolist()
 
 
+@thorough
 def test_commands_go_both_ways_and_transformers_agrees(tmp_path):
     folder = write_model("nemotron_h", tmp_path / "model")
     for command in (["import", "hf", folder, "checkpoint"], ["export", "hf", "checkpoint", "out", "--native"]):

@@ -14,6 +14,7 @@ from megatron_blackmamba import cli
 from megatron_blackmamba.interchange import convert, hf, megatron, parallel
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from tests.reference.canonical import canonical
+from tests.thorough import thorough
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,7 @@ def ours(silu, tmp_path_factory):
     return folder / "ours"
 
 
+@thorough
 def test_exports_of_one_and_several_processes_are_equal(ours, tmp_path):
     for nproc in ("1", "2"):
         words = ["export", "hf", str(ours), str(tmp_path / nproc), "--nproc", nproc, "--no-verify", "--dtype", "bf16"]
@@ -40,6 +42,7 @@ def test_exports_of_one_and_several_processes_are_equal(ours, tmp_path):
     assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes() for name in common)
 
 
+@thorough
 def test_an_error_in_one_process_leaves_nothing(ours, tmp_path):
     model = megatron.read(ours.parent / "nan")
     with pytest.raises(InterchangeError, match=r"nan: decoder.layers.2.mixer.D holds NaN"):

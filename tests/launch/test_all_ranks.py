@@ -10,6 +10,7 @@ from megatron_blackmamba.launch.measures import pair_rounds
 from megatron_blackmamba.launch.thresholds import ThresholdError, Thresholds, parse
 from megatron_blackmamba.launch.verdict import Absent, Report, judge, judge_silence
 from tests.runtime.ranks import fork_script
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("world")  # where warm processes run anyway
 
@@ -20,6 +21,7 @@ def checks(tmp_path_factory):
     return fork_script("tests.launch.all_ranks_probe", str(tmp_path_factory.mktemp("checks")))
 
 
+@thorough
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -37,6 +39,7 @@ def test_the_deviating_node_is_named(checks, case, reason):
     assert line.startswith(f"unfit: {node}: ") and reason in line
 
 
+@thorough
 def test_slow_alike_is_said_and_not_excluded(checks):
     assert "no single node is the cause" in checks["different"]["said"]
     assert "node0" not in checks["different"]["unfit"]

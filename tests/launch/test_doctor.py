@@ -21,6 +21,7 @@ from megatron_blackmamba.launch.doctor import examine
 from megatron_blackmamba.launch.findings import Finding
 from megatron_blackmamba.launch.thresholds import Thresholds
 from megatron_blackmamba.plan import storage
+from tests.thorough import thorough
 
 
 def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -68,6 +69,7 @@ def test_missing_run_folder_is_not_created(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@thorough
 def test_unreachable_local_processes_are_reported_with_reasons(monkeypatch):
     assert time_all_reduce(2, on_gpus=False, mebibytes=1, repeats=1) > 0
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-card")
@@ -185,6 +187,7 @@ def test_full_disk_is_not_taken_for_missing_permission(tmp_path, monkeypatch):
     assert finding.status == "problem" and finding.advice == "free some space"
 
 
+@thorough
 def test_a_checkpoint_is_as_large_as_expected(tmp_path):
     """Bytes on disk of a checkpoint, within 10%."""
     config = load("tiny", [f"folder={tmp_path}", "training.stop_after_steps=1", "logging.tensorboard=false"])

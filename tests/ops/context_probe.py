@@ -126,22 +126,22 @@ def cases() -> list[tuple[str, str, str]]:
     return every + [(operation, "some", backend) for operation in ("scan", "conv") for backend in INTERPRETED]
 
 
-def body(folder: Path) -> None:
+def body(folder: Path, chosen: list[tuple[str, ...]]) -> None:
     dist.init_process_group("gloo")
     group, rank = dist.group.WORLD, dist.get_rank()
     part = slice(*PARTS[rank])
-    torch.save({case: run(*case, group, part) for case in cases()}, folder / f"{rank}.pt")
+    torch.save({case: run(*case, group, part) for case in chosen}, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, chosen: list[str]) -> None:
     if INTERPRETED:
         os.environ["TRITON_INTERPRET"] = "1"
         interpreted._prepare()
-    answers = fork_ranks(len(PARTS), partial(body, folder))
+    answers = fork_ranks(len(PARTS), partial(body, folder, [tuple(case.split("/")) for case in chosen]))
     print(json.dumps([answer.get("trace") or answer["error"] for answer in answers if "error" in answer]))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

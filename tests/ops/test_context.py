@@ -6,18 +6,23 @@ import torch
 from tests.ops import context_probe as probe
 from tests.ops.implementations import assert_close
 from tests.runtime.ranks import run_script
+from tests.thorough import selected, thorough
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
 
+EVERYDAY = [case for case in probe.cases() if case[1] == "some" and case[2] not in probe.INTERPRETED]
+OTHERS = [pytest.param(case, marks=thorough) for case in probe.cases() if case not in EVERYDAY]
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
-    assert run_script("tests.ops.context_probe", str(folder)) == []
+    assert run_script("tests.ops.context_probe", str(folder), *map("/".join, selected(request, "case"))) == []
     return [torch.load(folder / f"{rank}.pt") for rank in range(len(probe.PARTS))]
 
 
-@pytest.mark.parametrize("case", probe.cases(), ids="-".join)
+@pytest.mark.parametrize("case", [*EVERYDAY, *OTHERS], ids="-".join)
 def test_parts_give_what_the_whole_gives(ranks, case):
     operation, reset, backend = case
     whole = probe.run(operation, reset, "float64", None, slice(None))

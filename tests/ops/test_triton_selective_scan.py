@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from megatron_blackmamba.ops.selective_scan import Inputs, reference
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("triton")
 EVERYTHING = frozenset({"gate", "skip", "bias", "softplus", "start", "reset"})
@@ -116,6 +117,7 @@ def test_every_feature_matches_the_reference_with_gradients(interpreted, feature
     assert_close(interpreted(triton_results, inputs, plan), exact, 2e-6)
 
 
+@thorough
 @pytest.mark.parametrize("changes", [{"backward_segment": 8}, {"backward_steps": 2}, {"steps": 8, "segment": 8}])
 def test_kept_states_agree_however_they_are_divided(interpreted, changes):
     inputs = problem(2, 19, 33, 4)
@@ -138,6 +140,7 @@ def test_parallel_segments_match_one_pass(interpreted, features):
     assert_close(interpreted(triton_results, inputs, PLAN | {"segment": 8}), exact, 2e-6)
 
 
+@thorough
 @pytest.mark.parametrize("plan", [PLAN, KEPT], ids=["recomputed", "kept"])
 def test_bfloat16_inputs_keep_a_float32_state(interpreted, plan):
     inputs = problem(1, 16, 32, 16, dtype=torch.bfloat16)
@@ -201,6 +204,7 @@ def test_extreme_time_steps_neither_overflow_nor_vanish(interpreted):
     assert ((actual["ddelta"][0, :, 2].double() - tiny).abs() < 1e-4 * tiny.abs().max()).all()
 
 
+@thorough
 @pytest.mark.parametrize(("segment", "keep"), [(0, True), (8, False)], ids=["one pass, kept", "segments, recomputed"])
 def test_a_chain_of_parts_replaces_start_and_end(interpreted, segment, keep):
     inputs = problem(3, 21, 5, 4)

@@ -11,6 +11,7 @@ from megatron_blackmamba.registry import KindError
 from tests.optimizers.kinds_probe import KINDS, LAYOUTS, MUON
 from tests.optimizers.lion import Lion
 from tests.runtime.ranks import fork_script
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("optimizer_kinds")  # its processes start once, not once a worker
 
@@ -24,44 +25,52 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 needs_muon = pytest.mark.skipif("muon" not in KINDS, reason="megatron-core's Muon cannot run here")
 
 
+@thorough
 @each_kind
 def test_kind_trains_and_resumes_exactly(went, kind):
     assert went[kind]["again"] == went[kind]["whole"]
     assert went[kind]["whole"][-1] < went[kind]["whole"][0]
 
 
+@thorough
 def test_sgd_resumes_on_another_layout(went):
     assert went["sgd"]["resharded"] == pytest.approx(went["sgd"]["whole"], abs=1e-9)
 
 
+@thorough
 @needs_muon
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_muon_is_the_same_under_layout(went, layout):
     assert went["muon"][layout] == pytest.approx(went["muon"]["whole"], abs=1e-10)
 
 
+@thorough
 @needs_muon
 def test_muon_resumes_on_more_ranks(went):
     assert went["muon"]["split"] == pytest.approx(went["muon"]["whole"], abs=1e-10)
 
 
+@thorough
 @needs_muon
 def test_muon_goes_on_after_a_kill(went):
     assert went["muon"]["resumed at"] == [3]
     assert went["muon"]["killed"] == pytest.approx(went["muon"]["whole"], abs=1e-10)
 
 
+@thorough
 @needs_muon
 def test_muon_is_the_same_with_sequences_cut(went):
     assert went["muon"]["cut"] == pytest.approx(went["muon"]["uncut"], abs=1e-10)
 
 
+@thorough
 @each_kind
 def test_kind_is_planned_to_the_byte(went, kind):
     measured, planned = went[kind]["bytes"]
     assert measured == planned > 0
 
 
+@thorough
 def test_training_without_needed_package_is_refused(went):
     assert "optimizer.kind=muon needs megatron-core 0.19 and emerging-optimizers 0.3" in went["without muon"]["error"]
 

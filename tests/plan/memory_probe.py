@@ -4,6 +4,7 @@ The FLOPs of each kind of layer are counted beside it, by torch's counter.
 """
 
 import json
+import sys
 from functools import partial
 from unittest import mock
 
@@ -215,14 +216,14 @@ def _bytes(tensors: object) -> int:
     return sum(storages.values())
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     import_once()
     found = {}
-    for name, (ranks, overrides) in cases().items():
+    for name, (ranks, overrides) in ((name, cases()[name]) for name in names):
         found[name] = fork_ranks(ranks, partial(measure, overrides))
     found["flops"] = fork_ranks(1, count_flops)
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -22,6 +22,7 @@ from megatron_blackmamba.quickstart.stages import (
     train,
     usable_processes,
 )
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("pages")  # where a session runs
 
@@ -61,6 +62,7 @@ def test_a_full_disk_is_named_before_anything_is_made(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@thorough
 def test_interrupted_quickstart_resumes_to_the_end(command, session):
     folder, words = command
     steps = folder / "quickstart" / "metrics.jsonl"
@@ -177,6 +179,7 @@ def test_quickstart_below_a_minute_is_not_corrected(begun):
     assert not Pace(replace(begun, minutes=0.5)).is_wrong()
 
 
+@thorough
 def test_run_continues_with_corrected_steps(begun, monkeypatch, capfd):
     monkeypatch.setattr(stages, "CHECKED_FROM", 0)
     monkeypatch.setattr(stages, "REPLAN_AFTER", 0.01)

@@ -11,6 +11,7 @@ from megatron_blackmamba.kinds import kind_of, kinds_in
 from megatron_blackmamba.plan import gpus, memory, times
 from tests.rehearsal.cases import CASES
 from tests.runtime.ranks import run_script
+from tests.thorough import selected, unless
 
 pytestmark = [
     pytest.mark.xdist_group("rehearsal"),
@@ -42,14 +43,15 @@ IN_PYTORCH = {"S", "R"}
 ROUNDINGS = 4
 """More launches each way, of a layer whose two products take both factors in FP8."""
 OTHERS = (64, 400)
+EVERYDAY = ("ep8", "pp2", "hybrid_cp2")
 
 
 @pytest.fixture(scope="module")
-def recorded():
-    return run_script("tests.rehearsal.probe")
+def recorded(request):
+    return run_script("tests.rehearsal.probe", *selected(request, "step"))
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=unless(EVERYDAY, CASES))
 def step(request, recorded):
     found = recorded[request.param]
     assert "error" not in found, found["error"]

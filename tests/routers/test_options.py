@@ -12,6 +12,7 @@ from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.plan.parameters import count
 from tests.routers.options_probe import LAYOUTS, OPTIONS
 from tests.runtime.ranks import fork_script
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("router_options")  # its processes start once, not once a worker
 
@@ -21,21 +22,25 @@ def found(tmp_path_factory):
     return fork_script("tests.routers.options_probe", str(tmp_path_factory.mktemp("options")))
 
 
+@thorough
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "solo"])
 def test_every_layout_trains_alike(found, layout):
     assert found[layout] == pytest.approx(found["solo"], abs=1e-11)
     assert found["solo"][-1] < found["solo"][0] - 0.1
 
 
+@thorough
 def test_decoding_and_transformers_compute_the_logits_of_training(found):
     assert max(found["export"]["furthest"]) < 1e-5
     assert found["export"]["greedy"] and found["export"]["agrees"]
 
 
+@thorough
 def test_export_comes_back_without_router_weights(found):
     assert found["export"]["same_config"] and found["export"]["names"] == ["decoder.final_layernorm.weight"]
 
 
+@thorough
 def test_embeddings_in_place_of_ids_are_refused(found):
     assert "chooses experts by token ids, so it needs input_ids" in found["export"]["refused"][0]
 

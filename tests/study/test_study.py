@@ -26,6 +26,7 @@ from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.results import Result, collect, grouped, half_interval
 from megatron_blackmamba.study.runs import Study, final_loss
 from tests.pages import check_page
+from tests.thorough import thorough
 
 
 def finish(cell, loss):
@@ -231,6 +232,7 @@ def test_a_study_shows_its_runs_with_step_and_time_left(tmp_path):
     assert re.search(rf"{second.name} +7 of {second.config.steps} +3\.500 +{left} left", drawn), drawn
 
 
+@thorough
 @pytest.mark.xdist_group("pages")  # where a session runs
 def test_interrupted_study_resumes_to_its_page(session, tmp_path):
     content = read_study("smoke").model_dump() | {"ablations": {}, "seeds": [1]}

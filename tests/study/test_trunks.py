@@ -24,6 +24,7 @@ from megatron_blackmamba.study.points import Evidence, Point
 from megatron_blackmamba.study.runs import Study
 from tests.docs.session import ROOT
 from tests.pages import check_page
+from tests.thorough import thorough
 
 SMALL = {"model.pattern": "ME", "model.hidden_size": 16, "model.expert_hidden_size": 16, "model.experts": 4}
 DENSE = {"model.pattern": "M-", "model.hidden_size": 16, "model.mlp_hidden_size": 16}
@@ -55,6 +56,7 @@ def study_of(folder, **changes):
     return Study("mine", read_study(str(file)), folder)
 
 
+@thorough
 def test_branch_is_the_whole_run_with_its_schedule(tmp_path):
     study = study_of(tmp_path)
     study.corpus.build()

@@ -31,6 +31,7 @@ from megatron_blackmamba.training.branch import beginning
 from tests.data.corpus import write_mixture, write_shard
 from tests.reference.schedules import train
 from tests.runtime.ranks import fork_script
+from tests.thorough import thorough
 from tests.training.runs import events_of, losses, metrics
 from tests.waiting import wait_until
 
@@ -176,6 +177,7 @@ def killed(forks, folder, mixture, overrides, places, then=lambda: None):
     run(forks, folder, mixture, *overrides)
 
 
+@thorough
 def test_kills_in_warm_up_ramp_decay_and_first_step(forks, mixtures, trunk, branch, tmp_path):
     """The trunk keeps the branch's checkpoint, though it keeps only its last one, until the branch has its own."""
     ours, other = tmp_path / "trunk", tmp_path / "branch"

@@ -9,6 +9,7 @@ import pytest
 from megatron_blackmamba.formats.events import GaveUp, NotFinite, NotRewound, Rewound, Spike
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
+from tests.thorough import thorough
 from tests.training.faults import BAD_SAMPLE
 from tests.training.runs import ON_TWO, events_of, log, losses, metrics, samples_of
 from tests.waiting import wait_until
@@ -91,6 +92,7 @@ def saving_or_waiting(run, saves, until):
     return set(run.checkpoints.glob("*")) - saves or len(list(metrics_so_far(run.metrics))) == until
 
 
+@thorough
 def test_six_random_kills_leave_the_curve_unchanged(forks, tmp_path, undisturbed):
     often = [*ON_TWO, "checkpoint.every=2", "checkpoint.keep_last=2"]
     random, run = Random(0), RunFolder(tmp_path / "run")

@@ -10,6 +10,7 @@ from megatron_blackmamba.data_tools.tokenization import tokenize
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.trace.documents import Tracer
 from tests.data.corpus import write_mixture
+from tests.thorough import thorough
 from tests.training.runs import losses
 
 pytestmark = pytest.mark.xdist_group("branches")
@@ -50,6 +51,7 @@ def trunk(forks, mixtures, tmp_path_factory):
     return folder
 
 
+@thorough
 def test_branch_reads_longer_documents_with_slower_angles(forks, mixtures, trunk, tmp_path):
     words = [*TINY, f"data.sequence_length={LENGTH * LONGER}", "training.global_batch=1"]
     words += [f"training.tokens={2 * 16 * LENGTH * STEPS}", f"start.branch={trunk / 'run'}@{STEPS}"]

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_blackmamba.formats.events import DeviceFailed, GaveUp, NotFinite, NotRewound
 from megatron_blackmamba.formats.run_folder import RunFolder
+from tests.thorough import thorough
 from tests.training.faults import BAD_SAMPLE
 from tests.training.runs import ON_TWO, SMALL, events_of, log, losses, metrics
 
@@ -16,7 +17,9 @@ FIRST = BAD_SAMPLE // 4 * 4  # of its micro-batch; two ranks take turns
 WHERE = f"rank {FIRST // 4 % 2} ({socket.gethostname()}) in the {{what}} of samples {FIRST}–{FIRST + 3}"
 
 
-@pytest.mark.parametrize("fault, what", [("NaNOnce", "loss"), ("NaNGradientOnce", "gradient")])
+@pytest.mark.parametrize(
+    "fault, what", [("NaNOnce", "loss"), pytest.param("NaNGradientOnce", "gradient", marks=thorough)]
+)
 def test_value_finite_on_rerun_costs_nothing(forks, tmp_path, undisturbed, fault, what):
     job = forks.run(tmp_path, ON_TWO, trainer=fault)
     assert job.wait() == [0, 0], job.output()
@@ -27,7 +30,7 @@ def test_value_finite_on_rerun_costs_nothing(forks, tmp_path, undisturbed, fault
     assert WHERE.format(what=what) in failed.reason and failed.reason in log(tmp_path)
 
 
-@pytest.mark.parametrize("fault, what", [("NaN", "loss"), ("NaNGradient", "gradient")])
+@pytest.mark.parametrize("fault, what", [pytest.param("NaN", "loss", marks=thorough), ("NaNGradient", "gradient")])
 def test_persistent_non_finite_value_blames_data_or_model(forks, tmp_path, undisturbed, fault, what):
     job = forks.run(tmp_path, ON_TWO, trainer=fault)
     assert job.wait() == [0, 0], job.output()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.training.watch.replicas import fingerprint
+from tests.thorough import thorough
 from tests.training.runs import ON_TWO, SMALL, log, losses
 
 BOTH = f"ranks 0 ({socket.gethostname()}), 1 ({socket.gethostname()})"
@@ -51,6 +52,7 @@ def test_flipped_bit_in_one_replica_stops_run(forks, tmp_path, fault, layout, na
     assert not RunFolder(tmp_path / "run").checkpoint(13).exists()
 
 
+@thorough
 @forked
 def test_rewinding_from_flipped_bit_trains_same_samples_again(forks, tmp_path, undisturbed):
     rewinding = ["training.guard.replicas_every=1", "training.guard.spike=rewind"]

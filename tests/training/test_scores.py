@@ -17,6 +17,7 @@ from megatron_blackmamba.tokenizer import load_tokenizer
 from megatron_blackmamba.training.keep.scores import Scores
 from tests.data.corpus import write_mixture, write_shard
 from tests.reference.canonical import write_tokenizer
+from tests.thorough import thorough
 from tests.training.runs import events_of, losses
 from tests.training.test_orphans import processes
 from tests.waiting import wait_until
@@ -50,6 +51,7 @@ def settings(corpus, tasks="piqa"):
     return [*SMALL, f"data.mixture={corpus / 'mixture.yaml'}", "evaluation.every=3", f"evaluation.tasks={tasks}", data]
 
 
+@thorough
 def test_checkpoints_are_scored_and_a_failing_task_hurts_nothing(forks, corpus, tmp_path):
     """Rank 0 scores. The checkpoint of step 4 is kept until it is scored, though only the last one is."""
     scored, failing, plain = (tmp_path / name for name in ("scored", "failing", "plain"))

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
+from tests.thorough import thorough
 
 TRAIN = [sys.executable, "-m", "megatron_blackmamba", "train", "tiny", "training.tokens=1e9", "checkpoint.every=0"]
 
@@ -43,6 +44,7 @@ def test_closed_terminal_saves_the_run(tmp_path):
     assert run.latest.read_text().strip() == f"step_{steps(run):08}"
 
 
+@thorough
 def test_nohup_keeps_all_processes_training(tmp_path):
     run = RunFolder(tmp_path / "tiny")
     process, terminal = started_in_a_terminal(["nohup", *TRAIN, "--nproc", "2", "parallel.expert=2"], run)
