@@ -93,6 +93,7 @@ def test_longest_copy_is_kept(words, write_jsonl, tmp_path):
     assert kept(tmp_path / "out") == Counter(texts)
 
 
+@thorough
 def test_preferred_file_is_kept_among_equally_long_copies(words, write_jsonl, tmp_path):
     text = " ".join(words.take(100))
     for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
@@ -187,7 +188,11 @@ def test_too_many_removals_stop_before_documents_are_written(words, write_jsonl,
     assert len(rows(out)) == 6
 
 
-@pytest.mark.parametrize("option", [("--similarity", "0.8"), ("--prefer", "b*"), ("--boilerplate", "5")])
+OTHERS = [("--prefer", "b*"), ("--boilerplate", "5")]
+SETTINGS = [("--similarity", "0.8"), *(pytest.param(each, marks=thorough) for each in OTHERS)]
+
+
+@pytest.mark.parametrize("option", SETTINGS)
 def test_other_settings_are_refused(option, write_jsonl, tmp_path):
     corpus = write_jsonl("a.jsonl", ["one text", "another text"])
     dedup(corpus, tmp_path / "out")
@@ -202,6 +207,7 @@ def test_settings_out_of_bounds_are_refused(option, write_jsonl, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@thorough
 def test_repeated_lines_can_be_left_out(words, write_jsonl, tmp_path):
     navigation = words.lines(270)
     pages = [f"{navigation}\n{words.lines(60)}" for _ in range(40)]

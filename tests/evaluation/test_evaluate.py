@@ -18,6 +18,7 @@ from megatron_blackmamba.evaluation.tasks import names_of
 from megatron_blackmamba.formats.evaluations import claim, is_claimed, read_evaluation
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange.canonical import InterchangeError
+from tests.thorough import thorough
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]")
 TASKS = ("piqa", "lambada_openai")
@@ -66,6 +67,7 @@ def test_changed_data_is_scored_again(run, data, tmp_path):
     assert len(read_evaluation(RunFolder(run).evaluation(2)).results) == 2
 
 
+@thorough
 def test_several_processes_give_the_same_scores(export, data, tmp_path):
     one = run_evaluation(export("MEME"), options(data, out=tmp_path / "one.json"))
     two = run_evaluation(export("MEME"), options(data, out=tmp_path / "two.json", nproc=2, batch_tokens=64))

@@ -10,6 +10,7 @@ from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.quickstart import stages
 from tests.reference import tiny
 from tests.reference.canonical import canonical
+from tests.thorough import thorough
 
 SPOILED = """
 import importlib.abc, importlib.util, sys
@@ -56,6 +57,7 @@ def test_an_incompatible_transformers_fails_the_export(silu, tokenizer_file, tmp
     assert not (out / witness.MARK).exists() and not list(out.glob("__pycache__"))
 
 
+@thorough
 def test_a_wrong_cache_is_found(exported, tmp_path):
     folder = shutil.copytree(exported, tmp_path / "bad")
     file = folder / "cache_blackmamba.py"  # one pass over all tokens is right, only what the model writes is not

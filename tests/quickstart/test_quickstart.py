@@ -84,6 +84,7 @@ def test_interrupted_quickstart_resumes_to_the_end(command, session):
     assert {f"source/samples/{s.name}" for s in SOURCES} <= json.loads(steps.read_text().splitlines()[-1]).keys()
 
 
+@thorough
 def test_second_call_reuses_minutes_and_finished_stages(command, session):
     _, words = command
     words = [word for word in words if word not in ("--minutes", "0.1")]

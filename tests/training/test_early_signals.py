@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
+from tests.thorough import thorough
 from tests.training.runs import ON_TWO, SMALL, log, metrics
 from tests.waiting import Command, wait_until
 
@@ -29,7 +30,10 @@ sys.meta_path.insert(0, Wait())
 """
 
 
-@pytest.mark.parametrize("more", [[], ["--nproc", "2"]], ids=["alone", "nproc"])
+WITH_TWO = pytest.param(["--nproc", "2"], marks=thorough, id="nproc")
+
+
+@pytest.mark.parametrize("more", [pytest.param([], id="alone"), WITH_TWO])
 def test_sigterm_during_imports_exits_with_75(tmp_path, more):
     (tmp_path / "sitecustomize.py").write_text(WAITS_IN_IMPORTS)
     command = [sys.executable, "-m", "megatron_blackmamba", "train", "tiny", *more, *SMALL]

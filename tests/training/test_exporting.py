@@ -11,6 +11,7 @@ from megatron_blackmamba.training.keep.export_checks import ExportChecks
 from megatron_blackmamba.training.keep.exporting import Exporter
 from tests.reference import tiny
 from tests.reference.canonical import canonical
+from tests.thorough import thorough
 
 
 class Exports:
@@ -41,6 +42,7 @@ def test_exports_are_due_at_multiples_and_at_the_end():
     assert exports.done == [3, 6, 7, 9]
 
 
+@thorough
 def test_exports_that_fail_their_check_are_reported(tmp_path):
     folder, reported = RunFolder(tmp_path), []
     hf.write(canonical(tiny("silu")), folder.export(1))
