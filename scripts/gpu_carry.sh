@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Collect the files that scripts/gpu_check.sh needs offline. Run this with network access, then copy the folder.
+# Collect the 16 MB that gpu_check.sh and gpu_study.sh need offline. Run this with network access, then copy the folder.
 #
 #   scripts/gpu_carry.sh FOLDER [PYTHON_VERSION]
 #
-# Fetches wheels for 64-bit x86 Linux and PYTHON_VERSION (default 3.12), some 10 MB, and the source archives of mamba-ssm
-# and causal-conv1d. PyTorch with its Triton, NumPy and transformers are expected there; gpu_check.sh installs of the
+# Fetches wheels for 64-bit x86 Linux and PYTHON_VERSION (default 3.12), and the source archives of mamba-ssm
+# and causal-conv1d. PyTorch with its Triton, NumPy and transformers are expected there; the scripts install of the
 # wheels only what that Python lacks. Needs a Python with pip and PyTorch, such as this project's: PYTHON=.venv/bin/python.
 set -euo pipefail
 FOLDER=${1:?gpu_carry.sh FOLDER [PYTHON_VERSION]}
@@ -13,7 +13,7 @@ PYTHON=${PYTHON:-python3}
 WHEELS=(
     'megatron-core>=0.16.1,<0.20' psutil
     pydantic annotated-types typing-inspection typing-extensions typer annotated-doc shellingham click
-    rich markdown-it-py mdurl pygments pyyaml
+    rich markdown-it-py mdurl pygments pyyaml orjson zstandard
     pytest iniconfig pluggy packaging
     'setuptools<82' wheel ninja einops
 )

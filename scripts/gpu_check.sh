@@ -24,7 +24,7 @@ trap 'rm -rf "$WORK"' EXIT
 mkdir -p "$RESULTS"
 RESULTS=$(cd "$RESULTS" && pwd)
 rm -f "$RESULTS"/*.log "$RESULTS"/*.json "$RESULTS/summary.txt"
-export PYTHONPATH="$WORK/site:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+source scripts/carried.sh
 PATH="$WORK/site/bin:$(dirname "$(command -v "$PYTHON")"):$PATH" # ninja is there: without it sources compile in turn
 
 left() { local seconds=$((DEADLINE - SECONDS)); echo $((seconds > 1 ? seconds : 1)); }
@@ -34,7 +34,6 @@ within() {
     shift 2
     timeout --kill-after=5 "$((seconds < $(left) ? seconds : $(left)))" "$@" >"$RESULTS/$log" 2>&1
 }
-pip() { "$PYTHON" -m pip --disable-pip-version-check --quiet install --no-cache-dir --no-index --no-deps --target "$WORK/site" "$@"; }
 
 "$PYTHON" - <<'EOF' || exit 2
 import os
@@ -46,24 +45,7 @@ gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "a rehearsa
 print(f"{gpu}, torch {torch.__version__}, Python {sys.version.split()[0]}")
 EOF
 
-# What is here already stays as it is: a second NumPy or packaging before it could only do harm.
-missing_wheels() {
-    "$PYTHON" - "$CARRIED" <<'EOF'
-import pathlib
-import sys
-from importlib.metadata import PackageNotFoundError, version
-for wheel in sorted(pathlib.Path(sys.argv[1]).glob("*.whl")):
-    try:
-        version(wheel.name.split("-")[0])
-    except PackageNotFoundError:
-        print(wheel)
-EOF
-}
-if [ -n "$CARRIED" ]; then
-    CARRIED=$(cd "$CARRIED" && pwd) || exit 2
-    mapfile -t WHEELS < <(missing_wheels)
-    [ ${#WHEELS[@]} = 0 ] || pip "${WHEELS[@]}" || exit 2
-fi
+use_carried
 
 # Their setup.py names every architecture there is; a compiler in front of theirs forgets all but this GPU's.
 one_architecture() {
