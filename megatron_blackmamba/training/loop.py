@@ -33,14 +33,8 @@ from megatron_blackmamba.training.branch import find_branch, pinned, with_own_da
 from megatron_blackmamba.training.keep.keeper import Keeper
 from megatron_blackmamba.training.metrics import Taken, record
 from megatron_blackmamba.training.record.journal import Journal
-from megatron_blackmamba.training.start import headline, kernels
+from megatron_blackmamba.training.start import headline, kernels, resume
 from megatron_blackmamba.training.start.alike import refuse_unlike_data, refuse_unlike_starts
-from megatron_blackmamba.training.start.resume import (
-    refuse_changes,
-    refuse_start,
-    refuse_start_tokenizer,
-    refuse_tokenizer,
-)
 from megatron_blackmamba.training.step.feed import micro_batches, open_plan, unused_rows
 from megatron_blackmamba.training.step.optimizer import make_trainable
 from megatron_blackmamba.training.step.progress import Progress
@@ -77,7 +71,7 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
         foreign.refuse_missing()
         layout.check(config, place.size)
         optimizers.refuse_missing(config.optimizer)
-        refuse_start(config)
+        resume.refuse_start(config)
         find_branch(config)
         if place.rank == 0:
             with contextlib.suppress(OSError):  # standard output may lie on a full disk
@@ -171,7 +165,7 @@ class Trainer:
             self.event(self.branch.event(self.config, processes=self.world.size, protected=protected))
         else:
             if weights:
-                refuse_start_tokenizer(self.config, self.data.record)
+                resume.refuse_start_tokenizer(self.config, self.data.record)
                 self.keeper.load_weights(weights)
             self.begun_at = 0
             unused = unused_rows(self.config, self.data)
@@ -191,8 +185,8 @@ class Trainer:
         """Take over a checkpoint of this run, or refuse to; returns the changes that were allowed by name."""
         saved, state = self.keeper.saved(step)
         self.progress = progress = Progress.restored(state["progress"])  # before a refusal, which is of this step
-        allowed = refuse_changes(saved.model_dump(mode="json", by_alias=True), self.config, step)
-        refuse_tokenizer(state["data"], self.data.record, step)
+        allowed = resume.refuse_changes(saved.model_dump(mode="json", by_alias=True), self.config, step)
+        resume.refuse_tokenizer(state["data"], self.data.record, step)
         data.refuse_changed_data(state["data"], self.data.record, progress.next_sample)
         self.keeper.load(step)
         self.watch.restore(state["guard"])
