@@ -245,6 +245,11 @@ def _corpus(evidence: Evidence) -> str:
     return f"<section><h2>Corpus</h2>{html.table(('source', 'part', 'documents', 'bytes', 'tokens'), rows)}</section>"
 
 
+SEEDS_OF_A_BAND = 3
+"""With two seeds Student's factor is 12.7, and the band would hide the lines."""
+TICKS = [mantissa * 10.0**power for power in range(-2, 5) for mantissa in (1, 2, 5)]
+
+
 def write_picture(evidence: Evidence, folder: Path) -> Path | None:
     """Write trend.png: loss over FLOPs, and differences over tokens per parameter."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -264,7 +269,7 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
             if not i or not found:
                 continue
             x, mean = [each.per_parameter for each in found], np.array([each.mean for each in found])
-            half = np.array([each.interval or 0.0 for each in found])
+            half = np.array([each.interval if len(each.values) >= SEEDS_OF_A_BAND else np.nan for each in found])
             right.plot(x, mean, color=f"C{i}", linestyle=style, marker=".", linewidth=1.2)
             right.fill_between(x, mean - half, mean + half, color=f"C{i}", alpha=0.12)
         left.plot([], [], color=f"C{i}", label=variant.replace("_", " "))
@@ -273,10 +278,14 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     right.axhline(0, color="black", linewidth=0.8)
     left.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss")
     right.set(xscale="log", xlabel=f"tokens per parameter of {evidence.first}", ylabel=f"loss of {evidence.first}")
-    for formatter in (right.xaxis.set_major_formatter, right.xaxis.set_minor_formatter):
-        formatter("{x:g}")
-    right.set_title("below zero, it is the better one", fontsize="medium")
-    left.set_title(f"sizes: {', '.join(unique(points, 'size'))}", fontsize="medium")
+    low, high = right.get_xlim()
+    right.set_xticks([tick for tick in TICKS if low <= tick <= high])
+    right.xaxis.set_major_formatter("{x:g}")
+    right.xaxis.set_minor_formatter("")
+    right.set_title(f"{evidence.first} is better below zero (band: 95% over three seeds)", fontsize="medium")
+    lines = ("solid", "dashed", "dotted", "dash-dotted")
+    named = [f"{size} {line}" for size, line in zip(unique(points, "size"), lines, strict=False)]
+    left.set_title(f"sizes: {', '.join(named)}", fontsize="medium")
     for place in axes:
         place.legend(frameon=False)
     return True
