@@ -8,7 +8,7 @@ import pytest
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.shards import Shard
 from tests.data.corpus import write_mixture, write_shard
-from tests.training.runs import SMALL, line_of, log, metrics
+from tests.training.runs import SMALL, log, metrics
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("forks")
@@ -72,5 +72,8 @@ def test_a_shard_cut_while_training_is_named(forks, tmp_path, mixture):
     os.truncate(shard.bin_path, 301)
     codes = job.wait()
     assert set(codes) == {1}, job.output()  # not 135
-    message = line_of(job.output(), f"{shard.bin_path}: ends after 301 bytes, its manifest says 600")
-    assert re.search(r"sample \d+: ", message) and "data verify" in message
+    told = [
+        line for line in job.output().splitlines() if f"{shard.bin_path}: ends after 301 bytes, its manifest" in line
+    ]
+    assert 1 <= len(told) <= 2  # both ranks may read it in one step
+    assert all(re.search(r"sample \d+: .*says 600.*data verify", line) for line in told)
