@@ -37,10 +37,3 @@ def events_of(folder, kind=Event):
 
 def log(folder):
     return RunFolder(folder / "run").log.read_text()
-
-
-def line_of(text, wanted):
-    """Return the only line that contains `wanted`, wherever it stands: other lines may come between."""
-    lines = [line for line in text.splitlines() if wanted in line]
-    assert len(lines) == 1, f"{len(lines)} lines with {wanted!r} in:\n{text}"
-    return lines[0]
