@@ -31,8 +31,8 @@ if not torch.cuda.is_available() and not os.environ.get("REHEARSE"):
     sys.exit("gpu_study: PyTorch sees no CUDA device here; `blackmamba study trend` is the same study for CPUs")
 EOF
 
-study() { "$PYTHON" -m megatron_blackmamba study "$STUDY" --folder "$FOLDER" "$@" 2>&1 | tee -a "$RESULTS/study.log"; }
-study --minutes "${MINUTES:-8}" --jobs "${JOBS:-4}"
+"$PYTHON" -m megatron_blackmamba study "$STUDY" --folder "$FOLDER" --minutes "${MINUTES:-8}" --jobs "${JOBS:-4}" 2>&1 |
+    tee -a "$RESULTS/study.log"
 code=$?
 cp "$FOLDER/points.json" "$RESULTS/" 2>/dev/null && cp "$FOLDER"/*.html "$RESULTS/" 2>/dev/null
 exit "$code"

@@ -99,7 +99,7 @@ def test_state_dict_holds_tensors_alone(found):
 
 
 @thorough
-def test_replicas_of_two_processes_train_as_one_with_the_whole_batch(tmp_path):
+def test_two_replicas_train_as_one_process_does(tmp_path):
     found = fork_script("tests.api_replicas", str(tmp_path))
     assert not [rank for rank in [*found["ranks"], *found["page"], found["alone"]] if "error" in rank]
     alone, *ranks = (rank["answer"] for rank in [found["alone"], *found["ranks"]])

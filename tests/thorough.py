@@ -20,9 +20,6 @@ def unless(everyday: Collection[str], names: Iterable[str]) -> list[Any]:
 
 def selected(request: pytest.FixtureRequest, argument: str = "name") -> list[Any]:
     """Return the values of an argument that the selected tests of this file have, each once."""
-    calls = [item.callspec.params for item in request.session.items if item.path == request.path and is_called(item)]
+    items = (item for item in request.session.items if item.path == request.path)
+    calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
     return list(dict.fromkeys(params[argument] for params in calls if argument in params))
-
-
-def is_called(item: pytest.Item) -> bool:
-    return hasattr(item, "callspec")

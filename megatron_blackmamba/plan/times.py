@@ -167,13 +167,20 @@ def _of_embedding(config: RunConfig, gpu: Gpu) -> MicroBatch:
 
 
 def _of_head(config: RunConfig, gpu: Gpu) -> MicroBatch:
-    """Return the time of the head, twice with multi-token prediction, and of the product before its second."""
+    """Return the time of the last norm, the product with the vocabulary, and the loss, which overwrites the logits.
+
+    Multi-token prediction has all of it twice, and a product before its second.
+    """
     sizes, model = sizes_of(config, "cuda"), config.model
-    there, back = _head(config)
+    V, stream = model.vocab_size // config.parallel.tensor, sizes.here * model.hidden_size
+    product = Work(flops=2 * sizes.whole * model.hidden_size * V)
+    norm, gradients = Work((3 * FP32 + sizes.width) * stream), Work((4 * FP32 + sizes.width) * stream)
+    read, overwritten = LOSS_BYTES_OF_PARTS if config.parallel.tensor > 1 else (2 * sizes.width, 0)
+    loss = sizes.whole * V
+    there, back = [norm, product, Work(read * loss)], [gradients, product, product, Work(overwritten * loss)]
     if model.mtp.pattern:
-        stream = sizes.here * model.hidden_size
-        product = Work(6 * sizes.width * stream, 4 * model.hidden_size * stream)
-        there, back = [*there, *there, product], [*back, *back, product, product]
+        before = Work(6 * sizes.width * stream, 4 * model.hidden_size * stream)
+        there, back = [*there, *there, before], [*back, *back, before, before]
     return _seconds(config, gpu, there, back)
 
 
@@ -187,17 +194,6 @@ def _in_fp8(operations: list[Work], share: float, gpu: Gpu) -> list[Work]:
     faster = 1 - share * (1 - gpu.bf16_tflops / (gpu.peak("fp8") / 1e12))
     rounding = sum(ROUNDED * share * work.moved for work in operations if work.flops)
     return [replace(work, flops=faster * work.flops) for work in operations] + [Work(rounding)]
-
-
-def _head(config: RunConfig) -> tuple[list[Work], list[Work]]:
-    """Return the last norm, the product with the vocabulary, and the loss, which overwrites the logits."""
-    sizes, model = sizes_of(config, "cuda"), config.model
-    V, stream = model.vocab_size // config.parallel.tensor, sizes.here * model.hidden_size
-    product = Work(flops=2 * sizes.whole * model.hidden_size * V)
-    norm, gradients = Work((3 * FP32 + sizes.width) * stream), Work((4 * FP32 + sizes.width) * stream)
-    read, overwritten = LOSS_BYTES_OF_PARTS if config.parallel.tensor > 1 else (2 * sizes.width, 0)
-    loss = sizes.whole * V
-    return [norm, product, Work(read * loss)], [gradients, product, product, Work(overwritten * loss)]
 
 
 def _exposed(config: RunConfig, seconds: dict[str, float], state: State, batch: MicroBatch) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a process may do at its start: end with the process that started it, and let others go first."""
+"""Processes that end when the process that started them does, however that one ends, and keep its priority."""
 
 import contextlib
 import ctypes
@@ -31,6 +31,12 @@ def keep_priority() -> None:
     if os.nice(0) > 0 and os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):  # no such kernel
             Path("/proc/self/autogroup").write_text(str(os.nice(0)))
+
+
+def follow_parent(parent: int) -> None:
+    """Die with the parent and keep its priority, in a session of this process's own."""
+    die_with_parent(parent)
+    keep_priority()
 
 
 def main() -> None:

@@ -245,6 +245,7 @@ def _corpus(evidence: Evidence) -> str:
     return f"<section><h2>Corpus</h2>{html.table(('source', 'part', 'documents', 'bytes', 'tokens'), rows)}</section>"
 
 
+LINES = ("solid", "dashed", "dotted", "dashdot")
 SEEDS_OF_A_BAND = 3
 """With two seeds Student's factor is 12.7, and the band would hide the lines."""
 TICKS = [mantissa * 10.0**power for power in range(-2, 5) for mantissa in (1, 2, 5)]
@@ -260,9 +261,8 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     points, (left, right) = evidence.plain, axes
     if not points:
         return False
-    styles = ("-", "--", ":", "-.")
     for i, variant in enumerate(unique(points, "variant")):
-        for size, style in zip(unique(points, "size"), styles, strict=False):
+        for size, style in zip(unique(points, "size"), LINES, strict=False):
             spent, losses = _means(chosen(points, variant=variant, size=size))
             left.plot(spent, losses, color=f"C{i}", linestyle=style, marker=".", linewidth=1.2)
             found = fits.differences(points, evidence.first, variant, size)
@@ -283,8 +283,7 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     right.xaxis.set_major_formatter("{x:g}")
     right.xaxis.set_minor_formatter("")
     right.set_title(f"{evidence.first} is better below zero (band: 95% over three seeds)", fontsize="medium")
-    lines = ("solid", "dashed", "dotted", "dash-dotted")
-    named = [f"{size} {line}" for size, line in zip(unique(points, "size"), lines, strict=False)]
+    named = [f"{size} {line}" for size, line in zip(unique(points, "size"), LINES, strict=False)]
     left.set_title(f"sizes: {', '.join(named)}", fontsize="medium")
     for place in axes:
         place.legend(frameon=False)

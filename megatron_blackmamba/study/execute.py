@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_blackmamba.config import to_yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
-from megatron_blackmamba.runtime.parent import die_with_parent, keep_priority
+from megatron_blackmamba.runtime.parent import follow_parent
 from megatron_blackmamba.runtime.slurm import squeue
 from megatron_blackmamba.study import progress
 from megatron_blackmamba.study.config import StudyError
@@ -77,7 +77,7 @@ class Local:
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches this process, which then asks the runs to save
-                preexec_fn=partial(_before_exec, os.getpid()),
+                preexec_fn=partial(follow_parent, os.getpid()),
             )
         self.running[process] = chain
 
@@ -128,11 +128,6 @@ def submit_jobs(cells: Sequence[Cell], configs: Path, sbatch: Sequence[str], gpu
         say(f"{cell.name}: job {job}")
         submitted += 1
     return submitted
-
-
-def _before_exec(parent: int) -> None:
-    die_with_parent(parent)
-    keep_priority()
 
 
 def _in_queue(job: str) -> bool:

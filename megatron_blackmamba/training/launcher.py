@@ -20,7 +20,7 @@ from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime.exits import BAD_INPUT, FINAL, INTERRUPTED, RESTARTS, STOPPED_ON_REQUEST
 from megatron_blackmamba.runtime.failure import SAID
-from megatron_blackmamba.runtime.parent import die_with_parent, keep_priority
+from megatron_blackmamba.runtime.parent import follow_parent
 from megatron_blackmamba.runtime.ports import free_port
 from megatron_blackmamba.runtime.signals import heeded
 from megatron_blackmamba.training.keep.lock import LAUNCHED_BY, Lock
@@ -234,6 +234,5 @@ def _environment(rank: int, processes: int, port: int) -> Mapping[str, str]:
 
 def _before_exec(launcher: int) -> None:
     """Prepare the worker before Python starts: it dies with the launcher, and signals wait for a handler."""
-    die_with_parent(launcher)
-    keep_priority()
+    follow_parent(launcher)
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)

@@ -349,7 +349,7 @@ def test_a_cache_that_cannot_be_written_is_named(s3, shards, tmp_path, monkeypat
 FETCH = "import sys; from megatron_blackmamba.formats.find_shards import find_shards; find_shards(sys.argv[1])"
 
 
-def test_a_process_killed_while_it_fetches_leaves_the_cache_to_another(s3, server, shards, tmp_path):
+def test_a_killed_fetch_leaves_the_cache_to_another(s3, server, shards, tmp_path):
     """Two processes share a cache; the first waits for an answer, and is killed, while the second waits for it."""
     cache = tmp_path / "cache/s3/bucket/tokens/web"
     command = [sys.executable, "-c", FETCH, "s3://bucket/tokens/web"]

@@ -15,23 +15,12 @@ pytestmark = pytest.mark.xdist_group("layouts")
 
 LAYOUTS = [name for name in RUNS if not name.endswith("solo")]
 EXACT = [name for name in LAYOUTS if not name.startswith(("bf16", "narrow", "fp8", "fp32"))]
-EVERYDAY = (
-    "dp2",
-    "ep2",
-    "pp2",
-    "tp2",
-    "tp2_ep2",
-    "cut_cp2_tp2",
-    "mamba2_pp2",
-    "mimo_cp2_tp2",
-    "stable_ep2",
-    "ahead_tp2",
-)
-EVERYDAY += ("attentive_tp2_ep2", "nemotron_pp2", "softmax_cp2_ep2", "expert_bias_tp2_ep2", "bf16_tp2")
+EVERYDAY = ("dp2", "ep2", "pp2", "tp2", "tp2_ep2", "cut_cp2_tp2", "mamba2_pp2", "mimo_cp2_tp2", "bf16_tp2")
+EVERYDAY += ("stable_ep2", "ahead_tp2", "attentive_tp2_ep2", "nemotron_pp2", "softmax_cp2_ep2", "expert_bias_tp2_ep2")
 
 
-def names(names):
-    """The names as parameters of a test; `make test` takes one layout or two of each kind of model."""
+def layouts(names):
+    """Return the names as parameters of a test; `make test` takes one layout or two of each kind of model."""
     return unless(set(EVERYDAY) & set(names), names)
 
 
@@ -81,7 +70,7 @@ def agreeing(a, b):
     return same.index(False) if False in same else len(same)
 
 
-@pytest.mark.parametrize("name", names(EXACT))
+@pytest.mark.parametrize("name", layouts(EXACT))
 def test_float64_losses_match_one_process(runs, name):
     assert len(runs[name]["losses"]) == steps_of(name)
     steps = steps_of(name)
@@ -89,7 +78,7 @@ def test_float64_losses_match_one_process(runs, name):
     assert furthest(runs[name]["norms"], runs[alone(name)]["norms"][:steps]) < 1e-10
 
 
-@pytest.mark.parametrize("name", names(EXACT))
+@pytest.mark.parametrize("name", layouts(EXACT))
 def test_float64_routing_matches_one_process(runs, name):
     assert runs[name]["choices"] == runs[alone(name)]["choices"]
     assert runs[name]["expert_tokens"] == runs[alone(name)]["expert_tokens"][: steps_of(name)]
@@ -105,7 +94,7 @@ def mean_squares(run):
     return {layer: squares / tokens for layer, (squares, tokens) in sums.items()}
 
 
-@pytest.mark.parametrize("name", names([name for name in EXACT if name.startswith(("stable", "attentive"))]))
+@pytest.mark.parametrize("name", layouts([name for name in EXACT if name.startswith(("stable", "attentive"))]))
 def test_z_losses_match_one_process(runs, name):
     one, many = runs[alone(name)], runs[name]
     assert furthest(many["z_losses"], one["z_losses"]) < 1e-10
@@ -114,12 +103,12 @@ def test_z_losses_match_one_process(runs, name):
     assert furthest(squares.values(), expected.values()) < 1e-10
 
 
-@pytest.mark.parametrize("name", names([name for name in EXACT if name.startswith("ahead")]))
+@pytest.mark.parametrize("name", layouts([name for name in EXACT if name.startswith("ahead")]))
 def test_losses_of_the_extra_depth_match_one_process(runs, name):
     assert furthest(runs[name]["mtp_losses"], runs["ahead_solo"]["mtp_losses"]) < 1e-10
 
 
-@pytest.mark.parametrize("name", names(["fp32_ep2", "fp32_cp2"]))
+@pytest.mark.parametrize("name", layouts(["fp32_ep2", "fp32_cp2"]))
 def test_fp32_losses_match_until_a_token_changes_experts(runs, name):
     one, many = runs["fp32_solo"], runs[name]
     until = agreeing(one, many)
@@ -132,12 +121,12 @@ def test_fp8_products_are_used(runs):
     assert furthest(runs["fp8_solo"]["losses"], runs["bf16_solo"]["losses"]) > 1e-4
 
 
-@pytest.mark.parametrize("name", names(["bf16_ep2", "bf16_tp2", "narrow_ep2", "narrow_tp2", "fp8_ep2", "fp8_tp2"]))
+@pytest.mark.parametrize("name", layouts(["bf16_ep2", "bf16_tp2", "narrow_ep2", "narrow_tp2", "fp8_ep2", "fp8_tp2"]))
 def test_bf16_losses_stay_close(runs, name):
     assert furthest(runs[name]["losses"], runs[alone(name)]["losses"]) < 2e-2
 
 
-@pytest.mark.parametrize("name", names([name for name, (ranks, _) in RUNS.items() if ranks > 1]))
+@pytest.mark.parametrize("name", layouts([name for name, (ranks, _) in RUNS.items() if ranks > 1]))
 def test_ranks_that_hold_same_shard_hold_same_bits(runs, name):
     for moment in ("initial", "final"):
         seen: dict = {}

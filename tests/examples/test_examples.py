@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.xdist_group("examples"), thorough]
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What each example printed, all run in one process in an empty folder."""
+    """Return the output of each example; all run in one process in an empty folder."""
     folder = tmp_path_factory.mktemp("examples")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.examples.run_all"],

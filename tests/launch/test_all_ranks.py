@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xdist_group("world")  # where warm processes run anyway
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory):
-    """What the check of three real ranks says when something happens to node2."""
+    """Return the findings of a check by three real ranks when something happens to node2."""
     return fork_script("tests.launch.all_ranks_probe", str(tmp_path_factory.mktemp("checks")))
 
 

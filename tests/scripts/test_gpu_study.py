@@ -15,7 +15,7 @@ from tests.thorough import thorough
 @thorough
 def test_calls_go_on_until_all_points_are_there(tmp_path):
     study = tmp_path / "mine.yaml"
-    study.write_text(yaml.safe_dump(STUDY | {"tuning": {"size": "small", "learning_rates": [4.0e-3]}}, sort_keys=False))
+    study.write_text(yaml.safe_dump(STUDY, sort_keys=False))
     first = call(study, tmp_path, MINUTES="0.1")
     assert first.returncode in (0, 75), first.stdout
     second = call(study, tmp_path)
@@ -25,27 +25,22 @@ def test_calls_go_on_until_all_points_are_there(tmp_path):
         *(("dense", 2560), ("dense", 5120), ("experts", 2560), ("experts", 5120))
     ]
     assert (tmp_path / "results" / "study.html").is_file()
+    said = (tmp_path / "results" / "study.log").read_text()
+    assert [said.count(f" {number}/4 ") for number in (1, 2, 3, 4)] == [1, 1, 1, 1]  # no run is trained again
 
 
 def test_without_a_gpu_the_study_for_cpus_is_named(tmp_path):
-    done = subprocess.run(
-        ["bash", "scripts/gpu_study.sh", "", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    done = call("", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
-    assert "`blackmamba study trend` is the same study for CPUs" in done.stderr
+    assert "`blackmamba study trend` is the same study for CPUs" in done.stdout
 
 
 def call(study, folder, **more):
+    how = {"PYTHON": sys.executable, "REHEARSE": str(study), "FOLDER": str(folder / "study"), "JOBS": "1"}
     return subprocess.run(
         ["bash", "scripts/gpu_study.sh", "", str(folder / "results")],
         cwd=ROOT,
-        env=os.environ
-        | {"PYTHON": sys.executable, "REHEARSE": str(study), "FOLDER": str(folder / "study"), "JOBS": "1"}
-        | more,
+        env=os.environ | how | more,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

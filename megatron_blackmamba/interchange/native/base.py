@@ -357,7 +357,7 @@ def _separate(left: dict[str, Entry], names: set[str]) -> None:
 
 
 def _together(found: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors with those of all experts of a layer as one, where theirs are."""
+    """Return the tensors, each layer's experts as one tensor if the architecture joins them."""
     parts: dict[str, list[Entry]] = {}
     for name, entry in found.items():
         parts.setdefault(name.partition("[")[0], []).append(entry)

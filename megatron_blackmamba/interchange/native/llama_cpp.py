@@ -129,7 +129,7 @@ def write(model: Canonical, path: Path, precision: Precision, name: str) -> None
 
 
 def tensors(model: Canonical, architecture: Architecture) -> dict[str, Entry]:
-    """Return the tensors of the file; those of the experts of a layer are one."""
+    """Return the tensors of the file; all experts of a layer are one tensor."""
     parts: dict[str, list[Entry]] = {}
     for name, entry in architecture.tensors_for_llama_cpp(model).items():
         theirs = named(name, architecture)
