@@ -167,7 +167,7 @@ setup(
     packages=[*find_packages(include=["megatron_blackmamba*"]), *DATA_FOLDERS],
     package_dir={"": ".", **DATA_FOLDERS},
     package_data={
-        "megatron_blackmamba.configs": ["**/*.yaml"],
+        "megatron_blackmamba.configs": ["**/*.yaml", "studies/*.txt"],
         "megatron_blackmamba.scripts.slurm": ["*"],
         "megatron_blackmamba.scripts.container": ["*"],
         "megatron_blackmamba.launch": ["tried.json"],

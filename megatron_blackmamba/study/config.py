@@ -64,10 +64,14 @@ class CorpusConfig(Section):
     """Most text gathered from this machine, before near-duplicates are removed."""
     folders: list[str] = Field([])
     """More folders with sources and documentation, in addition to this Python's; those that are missing are skipped."""
+    packages: str | None = None
+    """A requirements file of wheels with hashes, shipped or in the current folder: all text is theirs."""
+    weights: dict[str, float] = Field({})
+    """Weight of each source in the mixture; default: 1."""
     near_duplicates: bool = False
     """Remove near-duplicates with `blackmamba data dedup`, which needs datatrove."""
     unseen: bool = False
-    """Validate on manual pages too, which no run trains on."""
+    """Validate on text of another kind too, which no run trains on: manual pages, or the licences in packages."""
 
 
 class LengthConfig(Section):
@@ -148,14 +152,19 @@ class StudyConfig(Section):
         return next(iter(self.variants))
 
 
+def studies_folder() -> Path:
+    """Return the folder of the shipped studies."""
+    return config_folder() / "studies"
+
+
 def shipped() -> list[str]:
     """Return the names of the shipped studies."""
-    return sorted(path.stem for path in (config_folder() / "studies").glob("*.yaml"))
+    return sorted(path.stem for path in studies_folder().glob("*.yaml"))
 
 
 def read_study(name: str) -> StudyConfig:
     """Return a shipped study, or the one in a file."""
-    path = Path(name) if Path(name).is_file() else config_folder() / "studies" / f"{name}.yaml"
+    path = Path(name) if Path(name).is_file() else studies_folder() / f"{name}.yaml"
     if not path.is_file():
         raise StudyError(f"no study {name!r}: name a file, or one of {', '.join(shipped())}")
     try:

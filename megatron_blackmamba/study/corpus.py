@@ -1,16 +1,12 @@
-"""Real text that this machine holds, without duplicates, split by document; nothing is downloaded."""
+"""The text of a study, without duplicates, split by document and tokenized."""
 
 import csv
-import gzip
-import hashlib
-import importlib.metadata
 import json
 import random
 import shutil
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,25 +14,21 @@ from typing import Any
 import yaml
 
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.run_folder import Inside
-from megatron_blackmamba.study.config import CorpusConfig, StudyError
+from megatron_blackmamba.study.config import CorpusConfig, StudyError, studies_folder
+from megatron_blackmamba.study.machine import Machine
+from megatron_blackmamba.study.packages import Packages, download
+from megatron_blackmamba.study.texts import digest
 
 SOURCES = ("code", "prose")
-UNSEEN = "manuals"
-"""Manual pages: a source that is validated and never trained on."""
+"""What is trained on; any other source is validated alone."""
 VALIDATION = 0.03
 """Part of the documents of each source."""
 SEEN = 0.5
 """A document of which more than this part lies in lines of earlier documents is a near-duplicate."""
 SHORTEST_LINE = 20
 """Shorter lines, such as `else:`, prove nothing."""
-SIZES = (500, 200_000)
-"""Bytes: shorter documents teach little, longer ones are mostly tables."""
-DEBIAN = Path("/usr/share/doc")
-MANUALS = Path("/usr/share/man")
-TEXT = {".md", ".rst", ".txt"}
-CODE = {".py", ".h", ".hpp", ".js", ".ts", ".pm", ".vim", ".cmake", ".yml", ".yaml"}
-"""Of the folders that a study names."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +41,19 @@ class Corpus:
     mixture = Inside("mixture.yaml", "folder")
     record = Inside("corpus.json", "folder")
     text = Inside("text", "folder")
+    wheels = Inside("wheels", "folder")
+
+    @property
+    def origin(self) -> Machine | Packages:
+        """Return where the text comes from."""
+        if self.config.packages is not None:
+            return Packages(self.wheels)
+        return Machine(tuple(Path(folder) for folder in self.config.folders))
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Return the sources, the unseen one last."""
-        return (*SOURCES, UNSEEN) if self.config.unseen else SOURCES
+        return (*SOURCES, self.origin.unseen) if self.config.unseen else SOURCES
 
     def build(self) -> Path:
         """Gather, tokenize and mix, unless an earlier call did; return the mixture file."""
@@ -78,27 +78,30 @@ class Corpus:
                 made = tokenize([self.text / source / f"{part}.jsonl"], tokens / source / part, options)
                 counts[source][part] |= {"tokens": made.tokens}
             shards = {"shards": f"tokens/{source}/train", "validation": f"tokens/{source}/validation"}
-            described.append({"name": source, **shards, "weight": 0.0 if source == UNSEEN else 1.0})
+            counts[source]["weight"] = self.config.weights.get(source, 1.0) if source in SOURCES else 0.0
+            described.append({"name": source, **shards, "weight": counts[source]["weight"]})
         atomic.write_json(self.record, counts)
         atomic.write_text(self.mixture, yaml.safe_dump({"sources": described}, sort_keys=False))
         return self.mixture
 
     def gather(self) -> dict[str, dict[str, Any]]:
         """Write `SOURCE/train.jsonl` and `SOURCE/validation.jsonl`; return documents and bytes of each."""
-        folders = [Path(folder) for folder in self.config.folders]
-        found = {"code": _code(folders), "prose": _prose(folders), UNSEEN: _manuals()}
+        origin = self.origin
+        if self.config.packages is not None:
+            download(_beside_studies(self.config.packages), self.wheels)
+        texts = (origin.code(), origin.prose(), origin.other())
         lines: set[bytes] = set()
         raw = self.text / "raw"
-        for source in self.sources:
+        for source, found in zip(self.sources, texts, strict=False):
             most = self.config.megabytes * 1_000_000 // len(SOURCES)
-            _write(raw / f"{source}.jsonl", _distinct(found[source], lines, most))
+            _write(raw / f"{source}.jsonl", _distinct(found, lines, most))
         if self.config.near_duplicates:
             self._dedup(raw)
         counts = {source: self._split(source, [*_documents(raw / f"{source}.jsonl")]) for source in self.sources}
         shutil.rmtree(raw)
         return counts
 
-    def _split(self, source: str, texts: list[str]) -> dict[str, dict[str, int]]:
+    def _split(self, source: str, texts: list[str]) -> dict[str, Any]:
         """Write training and validation documents of a source; return how many and how large they are."""
         if len(texts) < 2:
             raise StudyError(f"this machine has no text for the source {source!r}")
@@ -106,8 +109,10 @@ class Corpus:
         held = max(1, round(VALIDATION * len(texts)))
         counts = {}
         for part, some in (("validation", texts[:held]), ("train", texts[held:])):
-            _write(self.text / source / f"{part}.jsonl", some)
-            counts[part] = {"documents": len(some), "bytes": sum(len(text.encode()) for text in some)}
+            written = self.text / source / f"{part}.jsonl"
+            _write(written, some)
+            size = sum(len(text.encode()) for text in some)
+            counts[part] = {"documents": len(some), "bytes": size, "sha256": file_sha256(written)}
         return counts
 
     def _dedup(self, raw: Path) -> None:
@@ -141,8 +146,8 @@ def _distinct(texts: Iterator[str], lines: set[bytes], most: int) -> Iterator[st
     """Yield texts of which most is new, up to a number of bytes; `lines` remembers what has been seen."""
     size = 0
     for text in texts:
-        hashes = {_hash(line): len(line) for line in map(str.strip, text.splitlines()) if len(line) >= SHORTEST_LINE}
-        known = sum(length for digest, length in hashes.items() if digest in lines)
+        hashes = {digest(line): len(line) for line in map(str.strip, text.splitlines()) if len(line) >= SHORTEST_LINE}
+        known = sum(length for each, length in hashes.items() if each in lines)
         if not hashes or known > SEEN * sum(hashes.values()):
             continue
         size += len(text.encode())
@@ -152,53 +157,6 @@ def _distinct(texts: Iterator[str], lines: set[bytes], most: int) -> Iterator[st
         yield text
 
 
-def _hash(line: str) -> bytes:
-    return hashlib.blake2b(line.encode(), digest_size=8).digest()
-
-
-def _code(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield Python sources of the standard library, then of installed packages and of folders in a shuffled order."""
-    paths = sysconfig.get_paths()
-    library, packages = Path(paths["stdlib"]), Path(paths["purelib"])
-    yield from _texts(path for path in sorted(library.rglob("*.py")) if packages not in path.parents)
-    yield from _texts(_shuffled(packages.rglob("*.py")))
-    yield from _texts(_shuffled(path for folder in folders for path in folder.rglob("*") if path.suffix in CODE))
-
-
-def _prose(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield documentation: Python's topics, descriptions and documents of packages, Debian's folder."""
-    from pydoc_data.topics import topics
-
-    yield from topics.values()
-    for package in sorted(importlib.metadata.distributions(), key=lambda each: each.metadata["Name"] or ""):
-        _, _, description = (package.read_text("METADATA") or "").partition("\n\n")
-        if SIZES[0] <= len(description) <= SIZES[1]:
-            yield description
-    for folder in (Path(sysconfig.get_paths()["purelib"]), *folders):
-        yield from _texts(_shuffled(path for path in folder.rglob("*") if path.suffix in TEXT))
-    if DEBIAN.is_dir():
-        yield from _texts(_shuffled(path for path in DEBIAN.rglob("*") if "copyright" not in path.name))
-
-
-def _manuals() -> Iterator[str]:
-    """Yield English manual pages."""
-    return _texts(_shuffled(path for path in MANUALS.glob("man*/*")))
-
-
-def _shuffled(paths: Iterator[Path]) -> list[Path]:
-    """Order paths by a hash, so that a limit cuts no subject off."""
-    return sorted(paths, key=lambda path: _hash(str(path)))
-
-
-def _texts(paths: Iterator[Path] | list[Path]) -> Iterator[str]:
-    """Yield the files that are text of a useful size."""
-    for path in paths:
-        try:
-            if not path.is_file() or path.stat().st_size > SIZES[1]:
-                continue
-            content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            text = content.decode("utf-8")
-        except (OSError, EOFError, ValueError):
-            continue  # another encoding, damaged, or gone: this corpus takes what is easily had
-        if SIZES[0] <= len(content) <= SIZES[1] and "\0" not in text:
-            yield text
+def _beside_studies(name: str) -> Path:
+    """Return a file of pins: of the current folder, or shipped."""
+    return Path(name) if Path(name).is_file() else studies_folder() / name

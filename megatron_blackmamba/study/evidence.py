@@ -13,7 +13,7 @@ from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, short
 from megatron_blackmamba.report.pictures import picture
 from megatron_blackmamba.study import fits
-from megatron_blackmamba.study.corpus import UNSEEN
+from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 
 COLUMNS = (
@@ -151,7 +151,8 @@ def _row(at: Sequence[Point]) -> list[str]:
 
 
 def _unseen(at: Sequence[Point]) -> str:
-    return f"{statistics.fmean(p.validation[UNSEEN] for p in at):.3f}" if UNSEEN in at[0].validation else "–"
+    names = [name for name in at[0].validation if name not in SOURCES]
+    return " / ".join(f"{name} {statistics.fmean(p.validation[name] for p in at):.3f}" for name in names) or "–"
 
 
 def _laws(points: Sequence[Point]) -> str:

@@ -12,7 +12,6 @@ from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.plan import flops, parameters
-from megatron_blackmamba.study.corpus import UNSEEN
 from megatron_blackmamba.study.results import busiest
 from megatron_blackmamba.study.runs import Cell, Study
 
@@ -63,7 +62,6 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
     last, counted = records[-1], parameters.count(config)
     prefix = "validation/loss/"
     losses = {name.removeprefix(prefix): _known(loss) for name, loss in last.items() if name.startswith(prefix)}
-    readable = sum(counts["train"]["tokens"] for source, counts in corpus.items() if source != UNSEEN)
     tokens = last["consumed_tokens"]
     return Point(
         variant=cell.group,
@@ -72,7 +70,7 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
         budget=cell.budget,
         flops=float(flops.training(config.model, config.data.sequence_length) * tokens),
         tokens=tokens,
-        repeated=max(0, tokens - readable),
+        repeated=_repeated(tokens, corpus),
         parameters=counted.total,
         active=counted.forward,
         rate=config.optimizer.learning_rate,
@@ -88,6 +86,13 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
 
 def _known(loss: float | None) -> float:
     return math.nan if loss is None else loss
+
+
+def _repeated(tokens: int, corpus: Mapping[str, Any]) -> int:
+    """Return how many of a run's tokens it had read before, each source by its weight."""
+    total = sum(counts["weight"] for counts in corpus.values())
+    shares = {name: tokens * counts["weight"] / total for name, counts in corpus.items()}
+    return round(sum(max(0.0, share - corpus[name]["train"]["tokens"]) for name, share in shares.items()))
 
 
 def _tokens_per_byte(counts: Mapping[str, Any]) -> float:
