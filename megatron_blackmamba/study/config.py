@@ -1,5 +1,6 @@
 """A study, described: variants × sizes × seeds at equal training FLOPs, and how learning rates are chosen."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,7 +49,7 @@ class SeriesConfig(Section):
     sizes: list[str] = Field(min_length=1)
     seeds: list[int] = Field(min_length=1)
     variants: list[str] = Field([])
-    """Empty: all of the study."""
+    """Empty: all of the study that have the size."""
     budgets: int | None = Field(None, ge=1)
     """Only this many of the smallest budgets of each size; null: all."""
     grid: dict[str, list[Any]] = Field({})
@@ -124,7 +125,9 @@ class StudyConfig(Section):
     @model_validator(mode="after")
     def _sizes_match(self) -> "StudyConfig":
         for name, sizes in self.variants.items():
-            if sizes.keys() != self.tokens.keys():
+            if sizes.keys() != self.tokens.keys() and not (
+                self.has_branches and sizes and sizes.keys() < self.tokens.keys()
+            ):
                 raise ValueError(f"variants.{name} has the sizes {list(sizes)}, and tokens has {list(self.tokens)}")
         if self.tuning.size not in self.tokens:
             raise ValueError(f"tuning.size={self.tuning.size} is none of {list(self.tokens)}")
@@ -134,6 +137,9 @@ class StudyConfig(Section):
         for number, series in enumerate(self.series):
             if unknown := [*set(series.sizes) - set(self.tokens), *set(series.variants) - set(self.variants)]:
                 raise ValueError(f"series.{number}: {unknown[0]} is no size or variant of this study")
+            for variant, size in itertools.product(series.variants, series.sizes):
+                if size not in self.variants[variant]:
+                    raise ValueError(f"series.{number}: variants.{variant} has no size {size}")
         if self.length is not None and self.has_branches:
             raise ValueError("length is measured in studies with one budget for each size: remove it, or the budgets")
         for name, ablation in self.ablations.items():

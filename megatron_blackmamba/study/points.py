@@ -89,10 +89,12 @@ def _known(loss: float | None) -> float:
 
 
 def _repeated(tokens: int, corpus: Mapping[str, Any]) -> int:
-    """Return how many of a run's tokens it had read before, each source by its weight."""
-    total = sum(counts["weight"] for counts in corpus.values())
-    shares = {name: tokens * counts["weight"] / total for name, counts in corpus.items()}
-    return round(sum(max(0.0, share - corpus[name]["train"]["tokens"]) for name, share in shares.items()))
+    """Return how many of a run's tokens it had read before; a weight multiplies the tokens of a source."""
+    weighted = {name: counts["weight"] * counts["train"]["tokens"] for name, counts in corpus.items()}
+    once = {
+        name: corpus[name]["train"]["tokens"] * sum(weighted.values()) / each for name, each in weighted.items() if each
+    }
+    return round(sum(max(0.0, tokens - most) * weighted[name] for name, most in once.items()) / sum(weighted.values()))
 
 
 def _tokens_per_byte(counts: Mapping[str, Any]) -> float:

@@ -109,10 +109,12 @@ class Study:
         known = set()
         for series in self.config.series:
             grid = [[(key, value) for value in values] for key, values in series.grid.items()]
-            variants = series.variants or self.config.variants
-            for size, seed, changed, variant in itertools.product(
-                series.sizes, series.seeds, [*itertools.product(*grid)], variants
-            ):
+            order = itertools.product(
+                series.sizes, series.seeds, [*itertools.product(*grid)], series.variants or self.config.variants
+            )
+            for size, seed, changed, variant in order:
+                if size not in self.config.variants[variant]:
+                    continue
                 for budget in self.config.tokens[size][: series.budgets]:
                     if (point := (variant, size, seed, changed, budget)) not in known:
                         known.add(point)
