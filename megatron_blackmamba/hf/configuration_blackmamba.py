@@ -60,6 +60,7 @@ class BlackMambaConfig(PretrainedConfig):
         router_bias: Whether the router has a bias for each logit.
         router_normalized: Divide the expert weights of each token by their sum.
         router_biased: Choose the largest sums of score and expert bias instead of the largest logits.
+        router_bias_on_logits: Add that bias to the logits instead of the scores.
         router_kind: Router used in pretraining.
         router_options: Settings of that router. None: the defaults.
         balance_in_training: In training, route by Sinkhorn over the tokens of the batch, as in pretraining.
@@ -122,6 +123,7 @@ class BlackMambaConfig(PretrainedConfig):
         router_scores: str = "sigmoid",
         router_normalized: bool = False,
         router_biased: bool = False,
+        router_bias_on_logits: bool = False,
         router_kind: str = "sinkhorn",
         router_options: dict[str, Any] | None = None,
         balance_in_training: bool = False,
@@ -186,6 +188,7 @@ class BlackMambaConfig(PretrainedConfig):
         self.router_scores = router_scores
         self.router_normalized = router_normalized
         self.router_biased = router_biased
+        self.router_bias_on_logits = router_bias_on_logits
         self.router_kind = router_kind
         self.router_options = router_options
         self.balance_in_training = balance_in_training

@@ -57,7 +57,7 @@ class Router(nn.Linear):
         super().__init__(config.hidden_size, experts, bias=config.router_bias)
         self.top_k = config.num_experts_per_tok
         self.scores, self.normalized, self.scale = config.router_scores, config.router_normalized, config.router_scale
-        self.balanced = config.balance_in_training
+        self.balanced, self.bias_on_logits = config.balance_in_training, config.router_bias_on_logits
         options = (config.router_options or {}).items()
         self.plan_options = {name: value for name, value in options if name in ("iterations", "temperature", "start")}
         bias = torch.zeros(experts, dtype=torch.float32) if config.router_biased else None
@@ -80,7 +80,9 @@ class Router(nn.Linear):
 
     def selecting(self, logits_TE: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return the numbers whose largest are chosen. Not the scores, since large logits have equal sigmoids."""
-        return logits_TE if self.expert_bias is None else self.scored(logits_TE) + self.expert_bias
+        if self.expert_bias is None:
+            return logits_TE
+        return (logits_TE if self.bias_on_logits else self.scored(logits_TE)) + self.expert_bias
 
     def choose(self, logits_TE: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, `[T, k]`."""

@@ -200,6 +200,7 @@ class Experts(LayerKind):
             "router_scores": use.scores,
             "router_normalized": use.normalized,
             "router_biased": use.biased,
+            "router_bias_on_logits": use.bias_on_logits,
         }
 
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,7 +279,13 @@ class ExpertsDecoding(Decoding):
         return []
 
     def choice(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> Tensor:
-        return _route(layer, x_TD, inputs, model).chosen
+        return self.route(layer, x_TD, inputs, model).chosen
+
+    def route(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
+        """Return the weights and the experts of each token, `[T, K]`."""
+        kind, logits_TE = routers.kind_of(model.router.kind), router_logits(layer, x_TD, model)
+        choice_TK = routers.largest(kind.selecting(logits_TE, what_routers_read(layer, inputs, model)), model.top_k)
+        return routers.Routed(model.experts, choice_TK, kind.use(model).weights(logits_TE, choice_TK), x_TD)
 
     def compiled(self, layer: ExpertsLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
         from megatron_blackmamba.ops.decoding import experts_step
@@ -292,7 +299,7 @@ class ExpertsDecoding(Decoding):
         return super().bytes_a_token(layer, model) - experts + experts // model.experts * model.top_k
 
     def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
-        routed = _route(layer, x_BD, inputs, run.config)
+        routed = self.route(layer, x_BD, inputs, run.config)
         choice_P, x_PD = routed.chosen.flatten(), x_BD.repeat_interleave(run.config.top_k, dim=0)
         y_PD = gathered(run, layer, x_PD, choice_P) if x_BD.is_cuda else chosen(run, layer, x_PD, choice_P.tolist())
         y_BD = _weighed(y_PD, routed.weights)
@@ -305,7 +312,7 @@ class ExpertsDecoding(Decoding):
         import torch.nn.functional as F
 
         x_TD = x_BLD.flatten(0, 1)
-        routed = _route(layer, x_TD.float(), inputs, run.config)
+        routed = self.route(layer, x_TD.float(), inputs, run.config)
         y_TD = _weighed(_grouped(run, layer, x_TD, routed.chosen), routed.weights)
         if run.config.shared_expert_hidden_size:
             assert isinstance(layer, RoutedLayer)
@@ -325,19 +332,18 @@ def _use(model: ModelConfig) -> routers.Use:
     return routers.kind_of(model.router.kind).use(model)
 
 
-def _route(layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
-    """Return the weights and the experts of each token, `[T, K]`."""
+def router_logits(layer: ExpertsLayer, x_TD: Tensor, model: ModelConfig) -> Tensor:
+    """Return the logits of the experts, `[T, E]`; zeros where the router learns nothing."""
     import torch.nn.functional as F
 
-    kind = routers.kind_of(model.router.kind)
-    if kind.learned:
-        logits_TE = F.linear(x_TD, layer.router_ED, layer.router_bias_E)
-    else:
-        logits_TE = x_TD.new_zeros(len(x_TD), model.experts)
-    bias_E = layer.expert_bias_E if isinstance(layer, RoutedLayer) else None
-    at = routers.Tokens(model, inputs.ids.flatten(), bias_E)
-    choice_TK = routers.largest(kind.selecting(logits_TE, at), model.top_k)
-    return routers.Routed(model.experts, choice_TK, kind.use(model).weights(logits_TE, choice_TK), x_TD)
+    if routers.kind_of(model.router.kind).learned:
+        return F.linear(x_TD, layer.router_ED, layer.router_bias_E)
+    return x_TD.new_zeros(len(x_TD), model.experts)
+
+
+def what_routers_read(layer: ExpertsLayer, inputs: Inputs, model: ModelConfig) -> routers.Tokens:
+    """Return what a router kind reads beside logits."""
+    return routers.Tokens(model, inputs.ids.flatten(), layer.expert_bias_E if isinstance(layer, RoutedLayer) else None)
 
 
 def _weighed(y_PD: Tensor, weights_TK: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_blackmamba.model.bias_routers import BiasRouter
 from megatron_blackmamba.model.language_model import LanguageModel
-from megatron_blackmamba.model.quantile_router import QuantileRouter
 
 from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
@@ -21,7 +21,7 @@ def update_expert_bias(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LanguageModel) and (reminder := vars(module).get("bias_reminder")) is not None:
             reminder.steps = 0
-        if isinstance(module, QuantileRouter):
+        if isinstance(module, BiasRouter):
             module.end_batch()
         elif isinstance(module, TopKRouter) and module.expert_bias is not None:
             tokens_E, rate = module.local_tokens_per_expert, module.config.moe_router_bias_update_rate

@@ -26,6 +26,8 @@ OWN_MODULE = "megatron_blackmamba.model.router:KindRouter"
 MEGATRON_MODULE = "megatron_blackmamba.model.router:MegatronRouter"
 LOGITS = ("bias", "scale")
 """Keys of every kind that computes logits."""
+BIAS_METRICS = MappingProxyType({"bias_range": "Largest expert bias less the smallest"})
+"""What a kind with an expert bias measures."""
 Z_LOSS = "z_loss"
 """The name of what `measured` says of model.router.z_loss, whichever the kind."""
 
@@ -43,6 +45,8 @@ class Use:
     """Whether the weights of a token are divided by their sum, unless that is 0."""
     biased: bool = False
     """Whether the largest sums of score and expert bias are chosen instead. The bias does not enter the weights."""
+    bias_on_logits: bool = False
+    """Whether that bias is added to the logits instead of the scores."""
     scale: float = 1.0
     """Factor of the weights."""
 
@@ -56,7 +60,7 @@ class Use:
             return logits_TE
         if bias_E is None:
             raise TypeError("Use(biased=True) needs the bias of each expert, which the router's module must keep")
-        return self.scored(logits_TE) + bias_E
+        return (logits_TE if self.bias_on_logits else self.scored(logits_TE)) + bias_E
 
     def choice(self, logits_TE: Tensor, top_k: int, bias_E: Tensor | None = None) -> Tensor:
         """Return the experts of each token, `[T, K]`."""
@@ -107,6 +111,8 @@ class Tokens:
     """By value of model.router.scope, the ranks whose tokens are balanced together; None: this rank alone."""
     tokens_E: Tensor | None = None
     """Where `choose` adds the tokens of each expert if the kind `counts_tokens`; int64. None: nothing is counted."""
+    plan_bias_E: Tensor | None = None
+    """Where a kind that balances by a bias adds the one of these tokens. None: it is not wanted."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -6,10 +6,9 @@ that of one with more sinks.
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.routers.base import LOGITS, MEGATRON_MODULE, RouterKind, Use, scaling
+from megatron_blackmamba.routers.base import BIAS_METRICS, LOGITS, MEGATRON_MODULE, RouterKind, Use, scaling
 
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
@@ -22,7 +21,7 @@ class ExpertBias(RouterKind):
     balances_micro_batches = False
     module = MEGATRON_MODULE
     state = ("expert_bias",)
-    metrics = MappingProxyType({"bias_range": "Largest expert bias less the smallest"})
+    metrics = BIAS_METRICS
 
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
         return {

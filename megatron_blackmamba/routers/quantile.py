@@ -10,10 +10,9 @@ Shapes: T tokens, E experts, K experts of a token, H bins of a histogram.
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.routers.base import LOGITS, RouterKind, Tokens, Use, largest
+from megatron_blackmamba.routers.base import BIAS_METRICS, LOGITS, RouterKind, Tokens, Use, largest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
 BINS = 4096
-MEMORY = 0.9
-"""Part of the bias that a step keeps: the quantile of one batch is noisy."""
 RANGE = 1.0
 """Scores are between 0 and 1, so no need is further than this from the smallest or largest bias."""
 
@@ -32,9 +29,9 @@ class Quantile(RouterKind):
     keys = LOGITS
     depends_on = "the token, and the scores of earlier steps"
     balances_micro_batches = False
-    module = "megatron_blackmamba.model.quantile_router:QuantileRouter"
+    module = "megatron_blackmamba.model.bias_routers:QuantileRouter"
     state = ("expert_bias",)
-    metrics = MappingProxyType({"bias_range": "Largest expert bias less the smallest"})
+    metrics = BIAS_METRICS
 
     def problems(self, model: ModelConfig) -> list[str]:
         if model.top_k < model.experts:

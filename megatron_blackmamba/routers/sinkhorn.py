@@ -34,6 +34,7 @@ class Sinkhorn(RouterKind):
             start=router.start,
             group=at.group,
             tokens_E=at.tokens_E,
+            bias_E=at.plan_bias_E,
         )
         return choice.view(-1, top_k)
 

@@ -17,6 +17,7 @@ class RouterConfig(Section):
 
     kind: str = "sinkhorn"
     """sinkhorn: balanced choice in training, sigmoid(logit) scales the output (the paper).
+    sinkhorn_bias: the same in training; in inference the mean bias of its plan goes on choosing.
     softmax: an auxiliary loss balances the experts.
     expert_bias: a bias that follows the experts' loads balances them, without an auxiliary loss.
     quantile: a bias that would have given the last batches equal loads, without an auxiliary loss.

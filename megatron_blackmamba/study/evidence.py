@@ -242,6 +242,7 @@ def _corpus(evidence: Evidence) -> str:
         [source, part, f"{counts['documents']:,}", f"{counts['bytes'] / 1e6:.1f} MB", f"{counts.get('tokens', 0):,}"]
         for source, parts in evidence.corpus.items()
         for part, counts in parts.items()
+        if part in ("train", "validation")
     ]
     return f"<section><h2>Corpus</h2>{html.table(('source', 'part', 'documents', 'bytes', 'tokens'), rows)}</section>"
 

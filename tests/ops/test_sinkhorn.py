@@ -63,6 +63,21 @@ def test_several_experts_are_the_largest_of_the_plan(top_k, std, iterations, sta
     assert torch.equal(tokens_E, torch.bincount(choice.flatten(), minlength=8))
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("start", ["balanced", "uniform"])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_the_choice_is_the_largest_sum_of_logit_and_bias(temperature, start, top_k, backend):
+    logits, bias_E = trained_router_logits(), torch.full((8,), 3.0)
+    how = {"top_k": top_k, "iterations": 2, "temperature": temperature, "start": start, "backend": backend}
+    choice_TK = sinkhorn_choice(logits, bias_E=bias_E, **how).view(4096, top_k)
+    assert bias_E.mean() == pytest.approx(3)  # added to what was there, around zero
+    agree = (choice_TK.sort(1).values == (logits + bias_E).topk(top_k, 1).indices.sort(1).values).all(1)
+    assert agree.float().mean() > 0.999
+    before = bias_E.clone()
+    sinkhorn_choice(logits, bias_E=bias_E, **how)
+    torch.testing.assert_close(bias_E, 2 * before - 3)
+
+
 @pytest.mark.parametrize("std", [0.68, 1.0, 2.0])
 def test_two_experts_a_token_are_balanced(std):
     logits = trained_router_logits(tokens=16384, std=std)

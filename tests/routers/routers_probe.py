@@ -16,6 +16,7 @@ from tests.routers.unbalanced import Unbalanced
 from tests.runtime.ranks import fork_ranks, import_once
 
 STEPS = 6
+PLAN_BIAS_RUNS = ("plan_bias", "plan_bias_resharded")
 RUN = ["model.pattern=MEME", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
 RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "model.top_k=2", "training.router_every=1"]
 RUN += ["logging.tensorboard=false", "training.evaluate_every=0"]
@@ -25,6 +26,7 @@ Z_LOSS = ["model.z_loss=0.01", "model.router.z_loss=0.01"]
 CHOICE = ("model.router.kind=expert_choice", "parallel.pipeline=2")
 UNBALANCED = ["model.router.kind=unbalanced"]
 QUANTILE = ["model.router.kind=quantile", *FP64]
+PLAN_BIAS = ["model.router.kind=sinkhorn_bias", *FP64, "training.micro_batch=2", "training.evaluate_every=6"]
 HALF = "training.stop_after_steps=3"
 JOBS = [
     ("bias", 1, [*BIAS]),
@@ -36,6 +38,10 @@ JOBS = [
     ("quantile", 1, [*QUANTILE]),
     ("quantile_resharded", 2, [*QUANTILE, HALF, "parallel.tensor=2"]),
     ("quantile_resharded", 2, [*QUANTILE, "parallel.expert=2"]),
+    ("plan_bias", 1, [*PLAN_BIAS]),
+    ("plan_bias_resharded", 2, [*PLAN_BIAS, HALF, "parallel.tensor=2"]),
+    ("plan_bias_resharded", 2, [*PLAN_BIAS, "parallel.expert=2"]),
+    ("plain", 1, [*PLAN_BIAS, "model.router.kind=sinkhorn"]),
     ("choice", 2, [*CHOICE, HALF]),
     ("choice_validated", 2, [*CHOICE, HALF, "training.validate_balanced=true", "training.evaluate_every=3"]),
     ("unbalanced", 1, [*UNBALANCED]),
@@ -89,7 +95,7 @@ def main(folder: Path) -> dict:
     found = {"losses": {name: [line["loss"] for line in recorded(folder, name)] for name in names}}
     found["last"] = {
         name: recorded(folder, name)[-1]
-        for name in ("bias", "bias_fp64", "bias_resharded", "choice", "choice_validated")
+        for name in ("bias", "bias_fp64", "bias_resharded", "choice", "choice_validated", "plain", *PLAN_BIAS_RUNS)
     }
     read = [partial(biases, folder, "bias"), partial(biases, folder, "bias_again"), partial(exported, folder)]
     for name, body in zip(("biases", "biases_again", "exported"), read, strict=True):

@@ -56,6 +56,15 @@ def test_quantile_bias_resumes_on_other_layouts(went):
     assert went["losses"]["quantile_resharded"] == pytest.approx(went["losses"]["quantile"], abs=1e-9)
 
 
+def test_plan_bias_changes_inference_alone_and_resumes_on_other_layouts(went):
+    assert went["losses"]["plan_bias"] == went["losses"]["plain"]
+    one, many, plain = (went["last"][name] for name in ("plan_bias", "plan_bias_resharded", "plain"))
+    assert went["losses"]["plan_bias_resharded"] == pytest.approx(went["losses"]["plan_bias"], abs=1e-9)
+    for name in ("validation/loss", "experts/1/router/bias_range"):
+        assert one[name] > 0 and many[name] == pytest.approx(one[name], abs=1e-7)
+    assert one["validation/loss"] != plain["validation/loss"]
+
+
 def test_z_losses_are_metrics_under_every_layout(went):
     one, many = went["last"]["bias_fp64"], went["last"]["bias_resharded"]
     names = {name for name in one if name.endswith("z_loss")}

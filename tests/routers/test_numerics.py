@@ -14,6 +14,7 @@ BIAS_E = np.linspace(0.3, -0.3, 8)
 CASES = {
     "sinkhorn": (1, "sigmoid", False),
     "sinkhorn_2": (2, "sigmoid", False),
+    "sinkhorn_bias": (1, "sigmoid", False),
     "softmax": (1, "softmax", False),
     "softmax_2": (2, "softmax", False),
     "expert_bias": (1, "sigmoid", False),
@@ -40,18 +41,20 @@ def case(request, build):
     with torch.no_grad():
         router.weight.normal_(generator=random)
         router.bias.copy_(torch.linspace(-1, 1, 8))  # some experts are liked by everyone
-        if kind == "expert_bias":
+        if kind in ("expert_bias", "sinkhorn_bias"):
             router.expert_bias.copy_(torch.from_numpy(BIAS_E))
     return kind, top_k, how, router, torch.randn(6, 4, 64, generator=random, dtype=torch.float64) / 8
 
 
 def chosen_by(kind, logits_TE, top_k, training):
-    if kind == "sinkhorn" and training:
+    if kind in ("sinkhorn", "sinkhorn_bias") and training:
         return routing.sinkhorn(logits_TE, top_k)
     if kind == "expert_choice" and training:
         return routing.expert_choice(logits_TE, top_k)
     if kind == "expert_bias":
         return routing.largest(routing.sigmoid(logits_TE) + BIAS_E.astype(np.float32), top_k)
+    if kind == "sinkhorn_bias":
+        return routing.largest(logits_TE + BIAS_E.astype(np.float32), top_k)
     return routing.largest(logits_TE, top_k)
 
 

@@ -32,6 +32,7 @@ def sinkhorn_choice(
     start: str = "balanced",
     group: dist.ProcessGroup | None = None,
     tokens_E: Tensor | None = None,
+    bias_E: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Return the expert of each token, `[T]` int64, or its K experts, `[T, K]`, if `top_k` is above 1.
@@ -46,6 +47,8 @@ def sinkhorn_choice(
         group: Ranks whose tokens are balanced together, as if one rank had them all. They exchange E numbers per
             iteration.
         tokens_E: Counts to which the tokens of each expert are added; int64 and contiguous.
+        bias_E: Where the bias is added with which the plan chooses: the choice is the largest sum of logit and bias.
+            Its mean over the experts is zero.
     """
     require_floats("sinkhorn_choice", logits=logits_TE)
     if start not in ("balanced", "uniform"):
@@ -53,6 +56,7 @@ def sinkhorn_choice(
     require_dimensions("sinkhorn_choice", "logits", logits_TE, 2)
     experts = logits_TE.shape[1]
     require_shape("sinkhorn_choice", "tokens_E", tokens_E, experts)
+    require_shape("sinkhorn_choice", "bias_E", bias_E, experts)
     if tokens_E is not None and not (tokens_E.dtype == torch.int64 and tokens_E.is_contiguous()):
         raise ValueError(
             f"tokens_E must be int64 and contiguous, not {tokens_E.dtype} with strides {tokens_E.stride()}"
@@ -65,9 +69,11 @@ def sinkhorn_choice(
         raise ValueError(f"temperature must be finite and above 0, not {temperature!r}")
     chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
     if top_k == 1:
-        return chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E)
-    X_TE = chosen.plan(logits_TE, iterations, temperature, start, group)
-    choice_TK = X_TE.topk(top_k, dim=1).indices
+        return chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E, bias_E)
+    found_E = chosen.bias(logits_TE, iterations, temperature, start, group)
+    if bias_E is not None:
+        bias_E += found_E - found_E.mean()
+    choice_TK = (logits_TE + found_E).topk(top_k, dim=1).indices
     if tokens_E is not None:
         tokens_E.scatter_add_(0, choice_TK.flatten(), torch.ones_like(choice_TK.flatten()))
     return choice_TK

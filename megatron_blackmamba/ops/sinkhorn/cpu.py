@@ -34,13 +34,17 @@ def choice(
     start: str,
     group: dist.ProcessGroup | None,
     tokens_E: Tensor | None = None,
+    bias_E: Tensor | None = None,
 ) -> Tensor:
-    return _run(logits_TE, iterations, temperature, start, group, tokens_E)[0]
+    choice_T, offset_E = _run(logits_TE, iterations, temperature, start, group, tokens_E)
+    if bias_E is not None:
+        bias_E += (offset_E - offset_E.mean()) / (temperature * LOG2_E)
+    return choice_T
 
 
-def plan(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the logarithm of the plan, up to a constant in each row."""
-    return logits_TE.float() * (temperature * LOG2_E) + _run(logits_TE, iterations, temperature, start, group, None)[1]
+def bias(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
+    """Return what the plan adds to the logits of each expert, up to a constant."""
+    return _run(logits_TE, iterations, temperature, start, group, None)[1] / (temperature * LOG2_E)
 
 
 def _run(

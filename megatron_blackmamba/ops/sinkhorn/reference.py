@@ -28,8 +28,12 @@ def choice(
     start: str,
     group: dist.ProcessGroup | None,
     tokens_E: Tensor | None = None,
+    bias_E: Tensor | None = None,
 ) -> Tensor:
     X_ET, column_E = _factors(logits_TE, iterations, temperature, start, group)
+    if bias_E is not None and len(logits_TE):
+        found_E = _bias(logits_TE, X_ET, column_E, temperature)
+        bias_E += found_E - found_E.mean()
     K_ET = _kernel(X_ET)
     K_ET *= column_E[:, None]
     choice_T = K_ET.max(dim=0).indices  # argmax over a leading dimension is 4x slower on CPUs
@@ -38,10 +42,16 @@ def choice(
     return choice_T
 
 
-def plan(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the logarithm of the plan, up to a constant in each row."""
-    X_ET, column_E = _factors(logits_TE, iterations, temperature, start, group)
-    return (X_ET + column_E.log()[:, None]).t()
+def bias(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
+    """Return what the plan adds to the logits of each expert, up to a constant."""
+    if not len(logits_TE):
+        return logits_TE.new_zeros(logits_TE.shape[1])
+    return _bias(logits_TE, *_factors(logits_TE, iterations, temperature, start, group), temperature)
+
+
+def _bias(logits_TE: Tensor, X_ET: Tensor, column_E: Tensor, temperature: float) -> Tensor:
+    """Return it by the first token: all tokens have the same."""
+    return (X_ET[:, 0] + column_E.log()) / temperature - logits_TE[0].to(X_ET.dtype)
 
 
 def _factors(

@@ -52,28 +52,29 @@ def choice(
     start: str,
     group: dist.ProcessGroup | None,
     tokens_E: Tensor | None = None,
+    bias_E: Tensor | None = None,
 ) -> Tensor:
     with torch.cuda.device_of(logits_TE):
-        return _choose_experts(logits_TE.contiguous(), iterations, temperature, start == "balanced", group, tokens_E)
+        logits_TE = logits_TE.contiguous()
+        columns = _found(logits_TE, iterations, temperature, start == "balanced", group)
+        if bias_E is not None:
+            found_E = _bias(columns, temperature)
+            bias_E += found_E - found_E.mean()
+        return _choose_experts(logits_TE, columns, temperature, tokens_E)
 
 
-def plan(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the logarithm of the plan, up to a constant in each row."""
+def bias(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
+    """Return what the plan adds to the logits of each expert, up to a constant."""
     with torch.cuda.device_of(logits_TE):
-        columns = _found(logits_TE.contiguous(), iterations, temperature, start == "balanced", group)
-        return logits_TE.float() * (temperature * LOG2E.value) + columns.offset_E()
+        return _bias(_found(logits_TE.contiguous(), iterations, temperature, start == "balanced", group), temperature)
 
 
-def _choose_experts(
-    logits_TE: Tensor,
-    iterations: int,
-    temperature: float,
-    balanced: bool,
-    group: dist.ProcessGroup | None,
-    tokens_E: Tensor | None,
-) -> Tensor:
+def _bias(columns: "_Columns", temperature: float) -> Tensor:
+    return columns.offset_E() / (temperature * LOG2E.value)
+
+
+def _choose_experts(logits_TE: Tensor, columns: "_Columns", temperature: float, tokens_E: Tensor | None) -> Tensor:
     T, E = logits_TE.shape
-    columns = _found(logits_TE, iterations, temperature, balanced, group)
     choice_T = torch.empty(T, device=logits_TE.device, dtype=torch.int64)
     count = tokens_E is not None
     shape = _shape(E, columns.parts)

@@ -1,0 +1,90 @@
+"""Modules of router kinds with a bias for each expert, which follows what a batch says on all ranks.
+
+Shapes: T tokens, E experts, H bins.
+"""
+
+from abc import abstractmethod
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.router import KindRouter, Measured
+from megatron_blackmamba.routers import Tokens
+from megatron_blackmamba.routers.quantile import BINS, balancing_bias, histogram_of_needs
+from megatron_blackmamba.runtime import device
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+MEMORY = 0.9
+"""Part of the bias that a step keeps: what one batch says is noisy."""
+
+
+class BiasRouter(KindRouter):
+    """A router that gathers sums over a batch, and then moves its bias towards the one that follows from them."""
+
+    def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
+        super().__init__(config, pg_collection, is_mtp_layer)
+        self.register_buffer("expert_bias", torch.zeros(self.num_experts, dtype=torch.float32, device=device.device()))
+        self.register_buffer("gathered", self._nothing(), persistent=False)
+
+    @abstractmethod
+    def _nothing(self) -> Tensor:
+        """Return the sums before the first token."""
+
+    @abstractmethod
+    def _found(self) -> Tensor:
+        """Return the bias that follows from the sums."""
+
+    def routing(self, logits_TE: Tensor, at: Tokens) -> Tensor:
+        if self.training and self.counter_E is not None:
+            at = self._gather(logits_TE, at)
+        return super().routing(logits_TE, replace(at, bias_E=self.expert_bias))
+
+    @abstractmethod
+    def _gather(self, logits_TE: Tensor, at: Tokens) -> Tokens:
+        """Add to the sums; return what the kind reads, which may have a place to add to."""
+
+    def begin_batch(self) -> None:
+        self.gathered.zero_()
+
+    @torch.no_grad()
+    def end_batch(self) -> None:
+        if (group := self.groups["data"]) is not None:
+            dist.all_reduce(self.gathered, group=group)
+        self.expert_bias.mul_(MEMORY).add_(self._found().to(self.expert_bias), alpha=1 - MEMORY)
+        self.gathered.zero_()
+
+    def measured(self) -> Measured:
+        return super().measured() | {"bias_range": (self.expert_bias.max() - self.expert_bias.min(), 1.0)}
+
+
+class QuantileRouter(BiasRouter):
+    """The router of `quantile`: the bias follows the quantiles of what tokens need to reach an expert."""
+
+    def _nothing(self) -> Tensor:
+        return self._counts(self.num_experts, BINS)
+
+    def _gather(self, logits_TE: Tensor, at: Tokens) -> Tokens:
+        self.gathered += histogram_of_needs(self.use.scored(logits_TE), self.expert_bias, at.model.top_k)
+        return at
+
+    def _found(self) -> Tensor:
+        return balancing_bias(self.gathered, self.expert_bias, self.described.top_k)
+
+
+class PlanBiasRouter(BiasRouter):
+    """The router of `sinkhorn_bias`: the bias follows the mean of the plans' over the micro-batches of a step."""
+
+    def _nothing(self) -> Tensor:
+        """Return room for the sum of the biases and, last, the number of plans."""
+        return self._counts(self.num_experts + 1).double()
+
+    def _gather(self, logits_TE: Tensor, at: Tokens) -> Tokens:
+        self.gathered[-1] += 1
+        return replace(at, plan_bias_E=self.gathered[:-1])
+
+    def _found(self) -> Tensor:
+        return self.gathered[:-1] / self.gathered[-1].clamp(min=1)
