@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.progress import working
 from megatron_blackmamba.settings import Section
-from megatron_blackmamba.study import afford, evidence, generation, length, points
+from megatron_blackmamba.study import afford, evidence, evidence_picture, generation, length, points, routing
 from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.options import HowToRun
@@ -43,24 +43,26 @@ def _decides(config: StudyConfig) -> Section:
 
 def run(study: Study, how: HowToRun) -> bool:
     """Complete the unfinished part of a study and write its page; return whether the study is finished."""
-    if how.points is not None:
+    if how.points is not None and how.page_only:
         draw(Evidence.read(how.points), study.folder, how.png)
         return True
+    if how.points is not None and not study.config.has_branches:
+        raise StudyError("--points is for studies on trunks and branches. Leave it out")
     if how.slurm and study.config.has_branches:
         raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
     if not how.page_only:
         with working("gathering and tokenizing text"):
             study.corpus.build()
         say(f"corpus: {study.corpus.folder}")
-    finished = False
+    known, finished = Evidence.read(how.points) if how.points else None, False
     try:
-        finished = _train(study, how)
+        finished = _train(study, how, known)
     finally:
-        write_page(study, how.png)
+        write_page(study, how.png, known, measures=finished or how.page_only)
     return finished
 
 
-def _train(study: Study, how: HowToRun) -> bool:
+def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:
     jobs = how.jobs or len(os.sched_getaffinity(0))
     local = Local(study.folder / "configs", jobs, None if how.minutes is None else 60 * how.minutes, say)
     tuning = study.tuning()
@@ -70,8 +72,10 @@ def _train(study: Study, how: HowToRun) -> bool:
     if rates is None:
         return False
     cells = study.runs(rates)
+    if known is not None and how.points is not None:
+        cells = known.without_known(study, cells, how.points)
     if how.budget is not None and study.config.has_branches and not how.page_only:
-        left = afford.costs(cells, Evidence.of(study, cells).points)
+        left = afford.costs(cells, Evidence.of(study, cells, known).points)
         say("; ".join(afford.described(left, how.budget)))
         return _do(afford.afforded(left, how.budget), study, how, local) and all(cell.done for cell in cells)
     return _do(cells, study, how, local)
@@ -88,10 +92,18 @@ def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> boo
     return local.train(cells)
 
 
-def write_page(study: Study, png: Path | None = None) -> Path:
-    """Write the results, the page and, into a folder, the main charts of what is finished."""
+def write_page(study: Study, png: Path | None, known: Evidence | None, measures: bool) -> Path:
+    """Write the results, the page and, into a folder, the main charts of what is finished.
+
+    measures: first look at the routers of a study with branches, and time its models. A stop does not wait for that.
+    """
     if study.config.has_branches:
-        return write_evidence(Evidence.of(study, study.runs(study.learning_rates() or {})), study.folder, png)
+        cells = study.runs(study.learning_rates() or {})
+        if measures:
+            routing.measure(study, cells, say)
+            with working("measuring generation"):
+                generation.measure(study.folder, cells)
+        return write_evidence(Evidence.of(study, cells, known), study.folder, png)
     rates = study.learning_rates()
     cells = [*study.tuning(), *(study.runs(rates) if rates else ())]
     with working("measuring generation"):
@@ -120,7 +132,7 @@ def draw(found: Evidence, folder: Path, png: Path | None) -> Path:
     path = folder / "study.html"
     atomic.write_text(path, evidence.render(found))
     if png is not None:
-        evidence.write_picture(found, png)
+        evidence_picture.write_picture(found, png)
     print(*evidence.summary(found), path, sep="\n")
     return path
 

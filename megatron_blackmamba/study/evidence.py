@@ -1,18 +1,14 @@
-"""The page, the picture and the summary of a study with trunks and branches, made from its points alone."""
+"""The page and the summary of a study with trunks and branches, made from its points alone."""
 
 import statistics
 from collections.abc import Iterator, Sequence
-from functools import partial
 from html import escape
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, short
-from megatron_blackmamba.report.pictures import picture
-from megatron_blackmamba.study import fits
+from megatron_blackmamba.study import evidence_why, fits
 from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 
@@ -36,7 +32,7 @@ def summary(evidence: Evidence) -> list[str]:
                 said.append(f"{name}, size {size}: {_signed(last)} {at}; {_crossing(cross) if cross else ''}.")
         if slope := fits.crossing_over_sizes(crossings):
             said.append(f"{name}: the tokens per parameter at the turn grow as parameters^{_exponent(slope)}.")
-    return said
+    return said + evidence_why.said_of_the_law(points, evidence.first)
 
 
 def _signed(difference: fits.Difference) -> str:
@@ -70,6 +66,11 @@ def render(evidence: Evidence) -> str:
         html.section("Differences", [*_differences(evidence)], "Below zero, the first variant is better. Bands are 95%"
                      " confidence intervals over the seeds. The variants of a seed share the order of the data."),
         html.section("Loss over training FLOPs", [*_losses(points)], "Means over the seeds; dashed: the fitted law."),
+        evidence_why.tests(points, evidence.first),
+        evidence_why.equal_losses(points, evidence.first),
+        evidence_why.law(points, evidence.first),
+        evidence_why.routers(points),
+        evidence_why.generation(evidence),
         _points(points),
         _laws(points),
         html.section("Residuals", [*_residuals(points)], "Loss less the law with an offset, else the law without one."),
@@ -245,48 +246,3 @@ def _corpus(evidence: Evidence) -> str:
         if part in ("train", "validation")
     ]
     return f"<section><h2>Corpus</h2>{html.table(('source', 'part', 'documents', 'bytes', 'tokens'), rows)}</section>"
-
-
-LINES = ("solid", "dashed", "dotted", "dashdot")
-SEEDS_OF_A_BAND = 3
-"""With two seeds Student's factor is 12.7, and the band would hide the lines."""
-TICKS = [mantissa * 10.0**power for power in range(-2, 5) for mantissa in (1, 2, 5)]
-
-
-def write_picture(evidence: Evidence, folder: Path) -> Path | None:
-    """Write trend.png: loss over FLOPs, and differences over tokens per parameter."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return picture(folder / f"{evidence.name}.png", partial(_draw, evidence), columns=2)
-
-
-def _draw(evidence: Evidence, axes: Any) -> bool:
-    points, (left, right) = evidence.plain, axes
-    if not points:
-        return False
-    for i, variant in enumerate(unique(points, "variant")):
-        for size, style in zip(unique(points, "size"), LINES, strict=False):
-            spent, losses = _means(chosen(points, variant=variant, size=size))
-            left.plot(spent, losses, color=f"C{i}", linestyle=style, marker=".", linewidth=1.2)
-            found = fits.differences(points, evidence.first, variant, size)
-            if not i or not found:
-                continue
-            x, mean = [each.per_parameter for each in found], np.array([each.mean for each in found])
-            half = np.array([each.interval if len(each.values) >= SEEDS_OF_A_BAND else np.nan for each in found])
-            right.plot(x, mean, color=f"C{i}", linestyle=style, marker=".", linewidth=1.2)
-            right.fill_between(x, mean - half, mean + half, color=f"C{i}", alpha=0.12)
-        left.plot([], [], color=f"C{i}", label=variant.replace("_", " "))
-        if i:
-            right.plot([], [], color=f"C{i}", label=f"minus {variant.replace('_', ' ')}")
-    right.axhline(0, color="black", linewidth=0.8)
-    left.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss")
-    right.set(xscale="log", xlabel=f"tokens per parameter of {evidence.first}", ylabel=f"loss of {evidence.first}")
-    low, high = right.get_xlim()
-    right.set_xticks([tick for tick in TICKS if low <= tick <= high])
-    right.xaxis.set_major_formatter("{x:g}")
-    right.xaxis.set_minor_formatter("")
-    right.set_title(f"{evidence.first} is better below zero (band: 95% over three seeds)", fontsize="medium")
-    named = [f"{size} {line}" for size, line in zip(unique(points, "size"), LINES, strict=False)]
-    left.set_title(f"sizes: {', '.join(named)}", fontsize="medium")
-    for place in axes:
-        place.legend(frameon=False)
-    return True

@@ -28,6 +28,7 @@ class HowToRun:
     ] = ()
     png: Annotated[Path | None, typer.Option(help="Also write the main charts as PNG files into this folder.")] = None
     points: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --page: draw this file of points, without the runs.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Points of another machine, which are not trained again; --page draws them."),
     ] = None
     page_only: Annotated[bool, typer.Option("--page", help="Only write the page about the finished runs.")] = False

@@ -8,14 +8,37 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.plan import flops, parameters
+from megatron_blackmamba.study import generation
+from megatron_blackmamba.study.config import StudyError
 from megatron_blackmamba.study.results import busiest
 from megatron_blackmamba.study.runs import Cell, Study
 
 FILE = "points.json"
+ROUTING = "routing.json"
+"""In the folder of a run."""
+
+
+Key = tuple[str, str, int, int, tuple[tuple[str, Any], ...]]
+
+
+def _key(cell: Cell) -> Key:
+    return cell.group, cell.size, cell.seed, cell.budget, cell.changed
+
+
+def _flops(config: RunConfig) -> float:
+    """Return the training FLOPs of a whole run."""
+    tokens = config.steps * config.tokens_per_step
+    return float(flops.training(config.model, config.data.sequence_length) * tokens)
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a file; an empty dict if there is none."""
+    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 @dataclass(frozen=True)
@@ -48,11 +71,18 @@ class Point:
     """The busiest expert's tokens over the mean in training, in the least balanced layer at the end."""
     step_seconds: float = 0.0
     """Time of the fastest step, which stands for an idle machine."""
+    router: dict[str, float] = field(default_factory=dict)
+    """What its routers do (`routing.MEANING`), where that has been measured."""
 
     @property
     def plain(self) -> bool:
         """Return whether no grid changed it."""
         return not self.changed
+
+    @property
+    def key(self) -> Key:
+        """Return what tells it from the other points of a study."""
+        return self.variant, self.size, self.seed, self.budget, tuple(self.changed.items())
 
 
 def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
@@ -68,7 +98,7 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
         size=cell.size,
         seed=cell.seed,
         budget=cell.budget,
-        flops=float(flops.training(config.model, config.data.sequence_length) * tokens),
+        flops=_flops(config),
         tokens=tokens,
         repeated=_repeated(tokens, corpus),
         parameters=counted.total,
@@ -81,6 +111,7 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
         changed=dict(cell.changed),
         busiest=max(busiest(records).values(), default=None),
         step_seconds=min(record["speed/step_seconds"] for record in records),
+        router=read_json(cell.folder.root / ROUTING),
     )
 
 
@@ -111,14 +142,29 @@ class Evidence:
     planned: int
     corpus: dict[str, Any]
     points: tuple[Point, ...]
+    generation: list[dict[str, Any]] = field(default_factory=list)
+    """Time of a token and bytes of the state at some lengths, of each variant and size."""
 
     @classmethod
-    def of(cls, study: Study, cells: Sequence[Cell]) -> "Evidence":
-        """Return what the runs in a study's folder say."""
-        record = study.corpus.record
-        corpus = json.loads(record.read_bytes()) if record.is_file() else {}
-        points = tuple(collect(cell, corpus) for cell in cells if cell.done)
-        return cls(study.name, study.config.about, study.config.first, len(cells), corpus, points)
+    def of(cls, study: Study, cells: Sequence[Cell], known: "Evidence | None" = None) -> "Evidence":
+        """Return what the runs in a study's folder say, after what is `known` from elsewhere."""
+        corpus, measured = read_json(study.corpus.record), read_json(study.folder / generation.FILE) or []
+        points = {point.key: point for point in known.points} if known else {}
+        points |= {point.key: point for point in (collect(cell, corpus) for cell in cells if cell.done)}
+        theirs = {(one["group"], one["size"]): one for one in (*(known.generation if known else ()), *measured)}
+        of_study = (study.name, study.config.about, study.config.first, len(cells), corpus)
+        return cls(*of_study, tuple(points.values()), [*theirs.values()])
+
+    def without_known(self, study: Study, cells: Sequence[Cell], path: Path) -> list[Cell]:
+        """Return the cells that are not among these points of `path`; refuse points of another corpus or setting."""
+        if self.corpus != read_json(study.corpus.record):
+            raise StudyError(f"{path} has points of another corpus than {study.corpus.folder}. Leave out --points")
+        known = {point.key: point for point in self.points}
+        for cell in cells:
+            point, config = known.get(_key(cell)), cell.config
+            if point and (point.rate, point.flops) != (config.optimizer.learning_rate, _flops(config)):
+                raise StudyError(f"{path} has {cell.name} with other settings than this study. Leave out --points")
+        return [cell for cell in cells if _key(cell) not in known]
 
     @classmethod
     def read(cls, path: Path) -> "Evidence":

@@ -3,7 +3,6 @@
 Shapes: T tokens, E experts, B windows, L tokens of a window.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -23,9 +22,9 @@ from megatron_blackmamba.kinds.experts import ExpertsDecoding, ExpertsLayer, rou
 from megatron_blackmamba.routers.base import OWN_MODULE
 from megatron_blackmamba.settings import ModelConfig
 from megatron_blackmamba.study.corpus import SOURCES
+from megatron_blackmamba.study.points import ROUTING
 from megatron_blackmamba.study.runs import Cell, Study
 
-FILE = "routing.json"
 BATCHES = 16
 WINDOWS = {"code": 14, "prose": 2}
 """Windows of each source in a batch, about as the study `trend` trains on them."""
@@ -77,17 +76,12 @@ def measure(study: Study, cells: Sequence[Cell], say: Callable[[str], None]) -> 
             )
 
 
-def read(cell: Cell) -> Found:
-    """Return what has been measured."""
-    return json.loads(_file(cell).read_bytes()) if _file(cell).is_file() else {}
-
-
 def _looked_at(study: Study, cell: Cell) -> bool:
     return cell.seed == study.config.seeds[0] and "E" in cell.config.model.pattern
 
 
 def _file(cell: Cell) -> Path:
-    return cell.folder.root / FILE
+    return cell.folder.root / ROUTING
 
 
 @torch.inference_mode()

@@ -1,6 +1,5 @@
 """The Triton router, interpreted, against the definition in float64."""
 
-
 import pytest
 import torch
 

@@ -21,6 +21,7 @@ from megatron_blackmamba.progress import clock
 from megatron_blackmamba.study import StudyError, corpus, progress
 from megatron_blackmamba.study.commands import show
 from megatron_blackmamba.study.config import CorpusConfig, read_study, shipped
+from megatron_blackmamba.study.machine import Machine
 from megatron_blackmamba.study.page import render
 from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.results import Result, collect, grouped, half_interval
@@ -160,7 +161,7 @@ def test_corpus_is_deduplicated_and_split_by_document(tmp_path):
     assert [*corpus._distinct(iter([page, page, changed, other]), lines, 10**6)] == [page, other]
     made = corpus.Corpus(tmp_path, CorpusConfig(megabytes=1, unseen=True))
     counts = made.gather()
-    assert [*counts] == [*corpus.SOURCES, corpus.UNSEEN]
+    assert [*counts] == [*corpus.SOURCES, "manuals"]
     for source, parts in counts.items():
         texts = [(tmp_path / "text" / source / f"{part}.jsonl").read_text().splitlines() for part in parts]
         assert not set(texts[0]) & set(texts[1])
@@ -174,8 +175,8 @@ def test_near_duplicates_leave_the_corpus(tmp_path, monkeypatch):
     near = "\n".join(" ".join(words[i : i + 10]) for i in range(0, 600, 10))
     again = "\n".join(" ".join(words[i : i + 15]) for i in range(0, 600, 15))
     others = [near.replace("word", name) for name in ("this", "that", "else")]
-    monkeypatch.setattr(corpus, "_code", lambda folders: iter([near, again, *others[:1]]))
-    monkeypatch.setattr(corpus, "_prose", lambda folders: iter(others[1:]))
+    monkeypatch.setattr(Machine, "code", lambda self: iter([near, again, *others[:1]]))
+    monkeypatch.setattr(Machine, "prose", lambda self: iter(others[1:]))
     counts = corpus.Corpus(tmp_path, CorpusConfig(near_duplicates=True)).gather()
     documents = {source: sum(part["documents"] for part in parts.values()) for source, parts in counts.items()}
     assert documents == {"code": 2, "prose": 2}
@@ -210,7 +211,7 @@ def test_wrong_studies_are_one_line(tmp_path):
 
 
 def test_a_machine_without_text_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "_code", lambda folders: iter(["only one document"]))
+    monkeypatch.setattr(Machine, "code", lambda self: iter(["only one document"]))
     with pytest.raises(StudyError, match="no text for the source 'code'"):
         corpus.Corpus(tmp_path, CorpusConfig(megabytes=1)).gather()
 

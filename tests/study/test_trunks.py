@@ -14,7 +14,7 @@ from megatron_blackmamba.config import to_yaml
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
-from megatron_blackmamba.study import StudyError, afford, evidence, fits, length
+from megatron_blackmamba.study import StudyError, afford, evidence, fits, length, routing
 from megatron_blackmamba.study.commands import open_study, run
 from megatron_blackmamba.study.config import LengthConfig, read_study
 from megatron_blackmamba.study.options import HowToRun
@@ -86,10 +86,39 @@ def test_branch_is_the_whole_run_with_its_schedule(tmp_path):
     bits = point.validation["manuals"] / math.log(2) * counts["tokens"] / counts["bytes"]
     assert point.bits_per_byte["manuals"] == pytest.approx(bits)
     _is_read_beyond_its_length(study, cells[:1])
-    found.write(tmp_path / "points.json")
+    _is_not_trained_again(study, cells, found, tmp_path / "points.json")
     again = Evidence.read(tmp_path / "points.json")
-    assert again == found
     check_page(evidence.render(again))
+    _routers_are_looked_at(study, cells)
+
+
+def _routers_are_looked_at(study, cells):
+    """On this validation text; a router that is balanced in training has another loss in inference."""
+    said = []
+    for _ in range(2):
+        routing.measure(study, cells, said.append)
+    assert said == [f"routing of {cell.name}" for cell in cells]
+    found = Evidence.of(study, cells).points[-1].router
+    assert found.keys() == routing.MEANING.keys()
+    assert 0 < found["own"] < 1 <= found["busiest"] and found["loss"] != found["balanced"]
+    assert 0 < found["entropy"] < 1 and 0 <= found["sources"] < 1
+
+
+def _is_not_trained_again(study, cells, found, path):
+    """Points of a file count as finished on another machine, if corpus and settings are the same."""
+    found.write(path)
+    known = Evidence.read(path)
+    assert known == found
+    assert (
+        known.without_known(study, [*cells, *study.runs({"experts": 1.0, "dense": 1.0})[-1:]], path)[0].group == "dense"
+    )
+    elsewhere = Study(study.name, study.config, study.folder / "elsewhere")
+    assert Evidence.of(elsewhere, elsewhere.runs(study.learning_rates()), known).points == found.points
+    with pytest.raises(StudyError, match=r"points\.json has points of another corpus than"):
+        known.without_known(elsewhere, cells, path)
+    wider = study.runs({"experts": 2e-3, "dense": 2e-3})
+    with pytest.raises(StudyError, match=r"has experts-small-seed1-2560 with other settings"):
+        known.without_known(study, wider, path)
 
 
 def _is_read_beyond_its_length(study, cells):
@@ -144,6 +173,14 @@ def test_grid_changes_any_key(tmp_path):
     [
         ({"tokens": {"small": [2, 1]}}, "rising order"),
         ({"series": [{"sizes": ["big"], "seeds": [1]}]}, "big is no size"),
+        (
+            {
+                "tokens": {**STUDY["tokens"], "big": [1, 2]},
+                "variants": {"experts": {"small": SMALL, "big": SMALL}, "dense": {"small": DENSE}},
+                "series": [{"sizes": ["big"], "seeds": [1], "variants": ["dense"]}],
+            },
+            r"series\.0: variants\.dense has no size big",
+        ),
     ],
 )
 def test_wrong_branch_studies_are_one_line(tmp_path, wrong, reason):
@@ -231,6 +268,14 @@ def test_study_with_branches_may_grow_in_its_folder(tmp_path):
     study_of(tmp_path, corpus={**STUDY["corpus"], "megabytes": 2})
     with pytest.raises(StudyError, match="belongs to another version"):
         open_study(str(file), tmp_path)
+
+
+def test_variants_without_a_size_are_left_out_there(tmp_path):
+    variants = {"experts": {"small": SMALL, "big": {**SMALL, "model.hidden_size": 32}}, "dense": {"small": DENSE}}
+    tokens = {**STUDY["tokens"], "big": [5_120]}
+    study = study_of(tmp_path, variants=variants, tokens=tokens, series=[{"sizes": ["small", "big"], "seeds": [1]}])
+    found = {(cell.group, cell.size) for cell in study.runs(study.learning_rates())}
+    assert found == {("experts", "small"), ("experts", "big"), ("dense", "small")}
 
 
 def test_older_study_files_are_read(tmp_path):

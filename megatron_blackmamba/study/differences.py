@@ -1,0 +1,152 @@
+"""What the differences between variants say: tests, a law for sizes and budgets that were not run, equal losses."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_blackmamba.study.fits import Difference, differences
+from megatron_blackmamba.study.points import Point, chosen, unique
+from megatron_blackmamba.study.results import half_interval
+
+TESTED_FROM = 10.0
+"""Tokens per parameter from which on budgets count for a test."""
+LAW_FROM = 2.0
+"""Below, models still learn the frequencies of tokens."""
+STEPS = 20_001
+
+
+@dataclass(frozen=True)
+class Test:
+    """Whether two variants differ at one size: the mean of a seed's differences over the larger budgets, over seeds."""
+
+    other: str
+    size: str
+    by_seed: dict[int, float]
+    adjusted: float = math.nan
+    """The p-value, by Holm's method for all tests of the study."""
+
+    @property
+    def mean(self) -> float:
+        """Return the mean over the seeds."""
+        return statistics.fmean(self.by_seed.values())
+
+    @property
+    def p(self) -> float:
+        """Return the two-sided p-value of Student's t."""
+        return p_value([*self.by_seed.values()])
+
+
+def tests(points: Sequence[Point], first: str) -> list[Test]:
+    """Return a test of `first` against every other variant at every size where three seeds have both."""
+    found = []
+    for other, size in ((o, s) for o in unique(points, "variant") if o != first for s in unique(points, "size")):
+        by_seed = {seed: _mean_of_large(points, first, other, size, seed) for seed in unique(points, "seed")}
+        known = {seed: mean for seed, mean in by_seed.items() if mean is not None}
+        if len(known) > 2:
+            found.append(Test(other, size, known))
+    adjusted = holm([test.p for test in found])
+    return [Test(test.other, test.size, test.by_seed, p) for test, p in zip(found, adjusted, strict=True)]
+
+
+def _mean_of_large(points: Sequence[Point], one: str, other: str, size: str, seed: int) -> float | None:
+    own = differences([p for p in points if p.seed == seed], one, other, size)
+    large = [each.mean for each in own if each.per_parameter >= TESTED_FROM]
+    return statistics.fmean(large) if large else None
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Return the two-sided p-value of a mean of zero by Student's t, whose tail is an integral of cos^(n-2)."""
+    spread = statistics.stdev(values)
+    if spread == 0:
+        return 0.0 if values[0] else 1.0
+    angle = math.atan(abs(statistics.fmean(values)) / spread * math.sqrt(len(values) / (len(values) - 1)))
+    whole, tail = (_integral(start, len(values) - 2) for start in (0.0, angle))
+    return tail / whole
+
+
+def _integral(start: float, power: int) -> float:
+    heights = np.cos(np.linspace(start, math.pi / 2, STEPS)) ** power
+    return float((heights[1:] + heights[:-1]).mean() * (math.pi / 2 - start))
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for their number: the smallest times all, the next times one less, never falling."""
+    order, largest, adjusted = sorted(range(len(values)), key=lambda i: values[i]), 0.0, [0.0] * len(values)
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, values[i] * (len(values) - rank)))
+        adjusted[i] = largest
+    return adjusted
+
+
+@dataclass(frozen=True)
+class DifferenceLaw:
+    """difference = constant + by_ratio × ln(tokens per parameter) + by_size × ln(parameters), for each seed."""
+
+    coefficients: dict[int, tuple[float, float, float]]
+    residual: float
+    """The largest distance of a point from the law of its seed."""
+    largest: tuple[float, float]
+    """The most parameters and tokens per parameter that it was fitted to."""
+
+    def at(self, parameters: float, ratio: float) -> tuple[float, float | None]:
+        """Return the difference and half of its 95% interval over the seeds; an extrapolation beyond `largest`."""
+        x = (1.0, math.log(ratio), math.log(parameters))
+        values = [float(np.dot(each, x)) for each in self.coefficients.values()]
+        return statistics.fmean(values), half_interval(values)
+
+    def crossing(self, parameters: float) -> tuple[float, float | None]:
+        """Return ln(tokens per parameter) at which the sign turns at a size, and half of its interval."""
+        values = [-(a + c * math.log(parameters)) / b for a, b, c in self.coefficients.values()]
+        return statistics.fmean(values), half_interval(values)
+
+
+def difference_law(points: Sequence[Point], one: str, other: str) -> DifferenceLaw | None:
+    """Fit the seeds that have at least two sizes, by least squares; None without one."""
+    found, residuals, used = {}, [0.0], []
+    for seed in unique(points, "seed"):
+        rows = [
+            (chosen(points, variant=one, size=size)[0].parameters, each)
+            for size in unique(points, "size")
+            for each in differences([p for p in points if p.seed == seed], one, other, size)
+            if each.per_parameter >= LAW_FROM
+        ]
+        if len({parameters for parameters, _ in rows}) < 2 or len(rows) < 5:
+            continue
+        x = np.array([(1.0, math.log(each.per_parameter), math.log(parameters)) for parameters, each in rows])
+        y = np.array([each.mean for _, each in rows])
+        a, b, c = np.linalg.lstsq(x, y, rcond=None)[0]
+        found[seed] = (float(a), float(b), float(c))
+        residuals.append(float(np.abs(x @ (a, b, c) - y).max()))
+        used += rows
+    if not found:
+        return None
+    largest = max(parameters for parameters, _ in used), max(each.per_parameter for _, each in used)
+    return DifferenceLaw(found, max(residuals), largest)
+
+
+@dataclass(frozen=True)
+class Equal:
+    """The FLOPs that another variant needs for the loss of the first, over the first's, by seed."""
+
+    other: str
+    difference: Difference
+    by_seed: dict[int, float]
+
+
+def equal_losses(points: Sequence[Point], first: str, other: str, size: str) -> list[Equal]:
+    """Return it at each budget, where the other's curve reaches the loss; nothing is extrapolated."""
+    found = []
+    for each in differences(points, first, other, size):
+        by_seed = {}
+        for point in chosen(points, variant=first, size=size, budget=each.budget):
+            theirs = chosen(points, variant=other, size=size, seed=point.seed)
+            losses = [p.loss for p in theirs][::-1]
+            if losses and losses == sorted(losses) and losses[0] <= point.loss <= losses[-1]:
+                spent = float(np.interp(point.loss, losses, np.log([p.flops for p in theirs][::-1])))
+                by_seed[point.seed] = math.exp(spent) / point.flops
+        if by_seed:
+            found.append(Equal(other, each, by_seed))
+    return found

@@ -1,0 +1,80 @@
+"""The picture of a study with trunks and branches: what experts give, and what the router costs."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_blackmamba.report.pictures import picture
+from megatron_blackmamba.study import fits
+from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
+
+LINES = ("solid", "dashed", "dotted", "dashdot")
+SEEDS_OF_A_BAND = 3
+"""With two seeds Student's factor is 12.7, and the band would hide the lines."""
+TICKS = [mantissa * 10.0**power for power in range(-2, 5) for mantissa in (1, 2, 5)]
+EQUAL = 0.02
+"""Largest relative difference of parameters, or of FLOPs per token, that counts as equal."""
+
+
+def write_picture(evidence: Evidence, folder: Path) -> Path | None:
+    """Write NAME.png: differences from models without experts, and from the same model with other routers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return picture(folder / f"{evidence.name}.png", partial(_draw, evidence), columns=2)
+
+
+def _draw(evidence: Evidence, axes: Any) -> bool:
+    points = evidence.plain
+    if not points:
+        return False
+    first = evidence.first.replace("_", " ")
+    titles = "What experts give: against models without", f"What the router {first} costs: against others"
+    for place, others, title in zip(axes, kinds_of_others(points, evidence.first), titles, strict=True):
+        for i, other in enumerate(others):
+            _differences(place, points, evidence.first, other, f"C{i}")
+        for size, style in zip(unique(points, "size"), LINES, strict=False):
+            parameters = chosen(points, variant=evidence.first, size=size)[0].parameters
+            place.plot([], [], color="black", linestyle=style, label=f"{parameters / 1e6:.2g}M parameters")
+        place.axhline(0, color="black", linewidth=0.8)
+        place.set(xscale="log", xlabel="training tokens per parameter", title=title)
+        low, high = place.get_xlim()
+        place.set_xticks([tick for tick in TICKS if low <= tick <= high])
+        place.xaxis.set_major_formatter("{x:g}")
+        place.xaxis.set_minor_formatter("")
+        place.legend(frameon=False, fontsize="small")
+        for height, word in ((0.97, "worse ↑"), (0.03, "better ↓")):
+            where = {"ha": "right", "va": "center", "transform": place.transAxes, "fontsize": "small"}
+            place.text(0.99, height, f"{first} is {word}", **where)
+    axes[0].set_ylabel(f"loss of {first} less the other's, in nats")
+    return True
+
+
+def kinds_of_others(points: Sequence[Point], first: str) -> tuple[list[str], list[str]]:
+    """Return the variants without experts of equal FLOPs per token, and those that differ in the router alone."""
+    dense, routed = [], []
+    for other in unique(points, "variant"):
+        pairs = [(p, q) for p in chosen(points, variant=other) for q in chosen(points, variant=first, size=p.size)][:1]
+        if other == first or not pairs:
+            continue
+        (theirs, ours) = pairs[0]
+        if theirs.parameters == theirs.active and _near(theirs.flops / theirs.tokens, ours.flops / ours.tokens):
+            dense.append(other)
+        elif (theirs.parameters, theirs.active) == (ours.parameters, ours.active):
+            routed.append(other)
+    return dense, routed
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one / other - 1) < EQUAL
+
+
+def _differences(place: Any, points: Sequence[Point], first: str, other: str, colour: str) -> None:
+    for size, style in zip(unique(points, "size"), LINES, strict=False):
+        if found := fits.differences(points, first, other, size):
+            x, mean = [each.per_parameter for each in found], np.array([each.mean for each in found])
+            half = np.array([each.interval if len(each.values) >= SEEDS_OF_A_BAND else np.nan for each in found])
+            place.plot(x, mean, color=colour, linestyle=style, marker=".", linewidth=1.2)
+            place.fill_between(x, mean - half, mean + half, color=colour, alpha=0.12)
+    place.plot([], [], color=colour, label=f"against {other.replace('_', ' ')}")

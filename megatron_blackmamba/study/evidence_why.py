@@ -1,0 +1,154 @@
+"""Sections of a study's page beyond losses: tests, equal losses, the law of the difference, routers, generation."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from megatron_blackmamba.report import html
+from megatron_blackmamba.report.charts import short
+from megatron_blackmamba.study import differences
+from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
+from megatron_blackmamba.study.routing import MEANING
+
+PAPERS = (2.8e9, 300e9)
+"""Parameters and tokens of the paper's larger model."""
+
+LARGE = 6
+"""Decades from which on only the power of ten is shown."""
+
+
+def tests(points: Sequence[Point], first: str) -> str:
+    """Show a test for each comparison that three seeds have."""
+    rows = [
+        [f"{first} − {test.other}", test.size, f"{test.mean:+.3f}", _each(test.by_seed), f"{test.p:.2g}"]
+        + [f"{test.adjusted:.2g}"]
+        for test in differences.tests(points, first)
+    ]
+    words = (
+        f"A seed's mean difference over its budgets of at least {differences.TESTED_FROM:g} tokens per parameter,"
+        " and Student's t over the seeds. The last column allows for the number of tests (Holm)."
+    )
+    return _section("Tests", words, ("comparison", "size", "mean", "by seed", "p", "p, adjusted"), rows)
+
+
+def equal_losses(points: Sequence[Point], first: str) -> str:
+    """Show what other variants must spend for the same loss."""
+    rows = []
+    for size in unique(points, "size"):
+        for other in [each for each in unique(points, "variant") if each != first]:
+            for equal in differences.equal_losses(points, first, other, size):
+                ratio, at = statistics.geometric_mean(equal.by_seed.values()), equal.difference
+                rows.append(
+                    [other, size, short(at.budget), f"{at.per_parameter:.1f}", f"{ratio:.2f}", _each(equal.by_seed)]
+                )
+    words = (
+        f"Training FLOPs of another variant, over those of {first}, at which its curve reaches the same loss."
+        " Above 1, it needs more. Nothing is extrapolated: where a curve does not reach the loss, there is no row."
+    )
+    columns = ("variant", "size", "budget", "tokens per parameter", "FLOPs for the same loss", "by seed")
+    return _section("Equal losses", words, columns, rows)
+
+
+def law(points: Sequence[Point], first: str) -> str:
+    """Show the law of each difference, and what it says of the paper's model."""
+    rows = []
+    for other, found in _laws(points, first):
+        a, b, c = (statistics.fmean(each) for each in zip(*found.coefficients.values(), strict=True))
+        at = _said(*found.at(PAPERS[0], PAPERS[1] / PAPERS[0]))
+        rows.append([other, f"{a:+.2f} {b:+.3f} ln r {c:+.3f} ln N", f"{found.residual:.3f}", _turn(found), at])
+    words = (
+        f"Loss of {first} less another's over tokens per parameter r and parameters N, fitted to each seed with two"
+        f" sizes or more, from {differences.LAW_FROM:g} tokens per parameter on. The last two columns extrapolate to"
+        " the paper's 2.8 billion parameters, far beyond the models of this study: they show how little is known there."
+    )
+    columns = (
+        "less",
+        "law, mean of the seeds",
+        "largest residual",
+        "turn at 2.8B parameters",
+        "at 2.8B and 300B tokens",
+    )
+    return _section("Law of the difference", words, columns, rows)
+
+
+def said_of_the_law(points: Sequence[Point], first: str) -> list[str]:
+    """Return a line for each comparison with a law."""
+    return [
+        f"{first} − {other}: the law, extrapolated to 2.8B parameters and 300B tokens, says"
+        f" {_said(*found.at(PAPERS[0], PAPERS[1] / PAPERS[0]))}; the sign turns there at {_turn(found)}."
+        for other, found in _laws(points, first)
+    ]
+
+
+def _laws(points: Sequence[Point], first: str) -> Iterator[tuple[str, differences.DifferenceLaw]]:
+    for other in unique(points, "variant"):
+        if other != first and (found := differences.difference_law(points, first, other)):
+            yield other, found
+
+
+def _turn(found: differences.DifferenceLaw) -> str:
+    mean, half = found.crossing(PAPERS[0])
+    if half is None:
+        return f"{_exp(mean)} tokens per parameter (one seed)"
+    return f"{_exp(mean)} tokens per parameter ({_exp(mean - half)} to {_exp(mean + half)})"
+
+
+def _exp(logarithm: float) -> str:
+    """Return the exponential for people, however large."""
+    decades = logarithm / math.log(10)
+    return f"{math.exp(logarithm):.2g}" if abs(decades) < LARGE else f"10^{decades:.0f}"
+
+
+def _said(mean: float, half: float | None) -> str:
+    return f"{mean:+.3f} (one seed)" if half is None else f"{mean:+.3f} ± {half:.3f}"
+
+
+def routers(points: Sequence[Point]) -> str:
+    """Show what the routers do, where that has been measured."""
+    rows = [
+        [p.variant, p.size, short(p.budget), str(p.seed), *(f"{p.router[name]:.3f}" for name in MEANING)]
+        for p in points
+        if p.router
+    ]
+    words = " ".join(f"<b>{name}</b>: {escape(meaning)}." for name, meaning in MEANING.items())
+    return _section("Routers", words, ("variant", "size", "budget", "seed", *MEANING), rows)
+
+
+def generation(evidence: Evidence) -> str:
+    """Show what a generated token costs beside the loss."""
+    rows = []
+    for one in evidence.generation:
+        some = chosen(evidence.plain, variant=one["group"], size=one["size"])
+        if some and (last := max(p.budget for p in some)):
+            loss = statistics.fmean(p.loss for p in some if p.budget == last)
+            times = f"{min(one['milliseconds']):.2f} to {max(one['milliseconds']):.2f}"
+            state = " to ".join(f"{size:,}" for size in dict.fromkeys((one["bytes"][0], one["bytes"][-1])))
+            rows.append(
+                [one["group"], one["size"], short(last), f"{loss:.3f}", times, state, short(some[0].parameters)]
+                + [short(some[0].active)]
+            )
+    lengths = evidence.generation[0]["lengths"] if evidence.generation else (0, 0)
+    words = (
+        f"Milliseconds for a token, after {lengths[0]} to {lengths[-1]} tokens, of one sequence in fp32 on the machine"
+        " that wrote this, and bytes of the state. Parameters must be held in memory; only active ones are read."
+    )
+    columns = (
+        "variant",
+        "size",
+        "largest budget",
+        "its loss",
+        "ms per token",
+        "bytes of state",
+        "parameters",
+        "active",
+    )
+    return _section("Generation", words, columns, rows)
+
+
+def _each(by_seed: dict[int, float]) -> str:
+    return ", ".join(f"{value:+.3f}" if value < 0 else f"{value:.3f}" for value in by_seed.values())
+
+
+def _section(title: str, words: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return f"<section><h2>{title}</h2><p>{words}</p>{html.table(columns, rows)}</section>" if rows else ""

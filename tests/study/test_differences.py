@@ -1,0 +1,118 @@
+"""What differences between variants say: tests allow for their number, laws are found where they are."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_blackmamba.study import differences, evidence, evidence_picture, evidence_why
+from megatron_blackmamba.study.points import Evidence, Point
+from megatron_blackmamba.study.routing import MEANING, information
+from tests.pages import check_page
+
+SIZES = {"xs": 1_000, "s": 8_000}
+RATIOS = (3, 6, 12, 24, 48)
+
+
+def point(variant, size, seed, ratio, loss, **fields):
+    tokens, parameters = ratio * SIZES[size], fields.pop("parameters", SIZES[size])
+    active = fields.pop("active", parameters)
+    known = {"training": loss, "validation": {"code": loss}, "bits_per_byte": {"code": loss}, "rate": 4e-3}
+    return Point(
+        variant,
+        size,
+        seed,
+        tokens,
+        6.0 * tokens * SIZES[size],
+        tokens,
+        0,
+        parameters,
+        active,
+        loss=loss,
+        **known,
+        **fields,
+    )
+
+
+def law(ratio, parameters, seed):
+    return 0.3 - 0.1 * math.log(ratio) + 0.02 * math.log(parameters / 1000) + 0.01 * seed
+
+
+@pytest.fixture
+def points():
+    """Dense models, and experts that are better from some tokens per parameter on."""
+    found = []
+    for size, seed, ratio in ((size, seed, ratio) for size in SIZES for seed in (1, 2, 3) for ratio in RATIOS):
+        dense = 10 * (ratio * SIZES[size]) ** -0.1
+        found.append(point("experts", size, seed, ratio, dense + law(ratio, SIZES[size], seed), active=500))
+        found.append(point("dense", size, seed, ratio, dense, parameters=500))
+        found.append(point("other", size, seed, ratio, dense + law(ratio, SIZES[size], seed) - 0.02, active=500))
+    return found
+
+
+def test_p_values_are_those_of_students_t():
+    """Against closed forms: with two degrees of freedom, and tables."""
+    values = [0.1, 0.2, 0.4]
+    t = np.mean(values) / np.std(values, ddof=1) * math.sqrt(3)
+    assert differences.p_value(values) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-6)
+    assert differences.p_value([-value for value in values]) == differences.p_value(values)
+    assert differences.p_value([12.706 + 1, 12.706 - 1]) == pytest.approx(0.05, abs=1e-4)
+    assert differences.p_value([0.0, 0.0]) == 1 and differences.p_value([1.0, 1.0]) == 0
+
+
+def test_many_tests_need_smaller_p_values():
+    assert differences.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert differences.holm([0.9, 0.6]) == [1.0, 1.0]
+
+
+def test_only_large_budgets_and_three_seeds_are_tested(points):
+    test, *others = differences.tests(points, "experts")
+    large = [law(ratio, 1000, 2) for ratio in RATIOS if ratio >= 10]
+    assert (test.other, test.size) == ("dense", "xs") and test.mean == pytest.approx(np.mean(large))
+    assert [other.adjusted >= other.p for other in others] == [True] * 3
+    assert differences.tests([p for p in points if p.seed < 3], "experts") == []
+
+
+def test_law_of_the_difference_is_found_and_extrapolated(points):
+    found = differences.difference_law(points, "experts", "dense")
+    assert found.residual < 1e-9 and found.largest == (8_000, 48)
+    mean, half = found.at(1e9, 100)
+    assert mean == pytest.approx(law(100, 1e9, 2)) and half == pytest.approx(0.01 * 4.303 / math.sqrt(3), rel=1e-3)
+    turn, _ = found.crossing(8_000)
+    assert law(math.exp(turn), 8_000, 2) == pytest.approx(0, abs=1e-9)
+    assert differences.difference_law([p for p in points if p.size == "s"], "experts", "dense") is None
+
+
+def test_equal_losses_are_interpolated_and_never_extrapolated(points):
+    """The dense curve is a power law, so the FLOPs for a loss are known."""
+    found = differences.equal_losses(points, "experts", "dense", "xs")
+    assert [equal.difference.per_parameter for equal in found] == [6.0, 12.0, 24.0]  # the curve has no such loss at 3, 48
+    loss = 10 * 24_000**-0.1 + law(24, 1000, 1)
+    assert found[-1].by_seed[1] == pytest.approx((10 / loss) ** 10 / 24_000, rel=0.02)
+
+
+def test_picture_compares_with_models_without_experts_and_with_routers(points, tmp_path):
+    assert evidence_picture.kinds_of_others(points, "experts") == (["dense"], ["other"])
+    found = Evidence("x", "y", "experts", 90, {}, tuple(points))
+    path = evidence_picture.write_picture(found, tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_page_shows_why(points):
+    seen = dict.fromkeys(MEANING, 0.5)
+    points[0] = point("experts", "xs", 1, 3, 4.0, active=500, router=seen)
+    generation = [{"group": "dense", "size": "xs", "lengths": [16, 2048], "milliseconds": [1, 2], "bytes": [8, 8]}]
+    found = Evidence("x", "y", "experts", 90, {}, tuple(points), generation)
+    page = evidence.render(found)
+    check_page(page)
+    for title in ("Tests", "Equal losses", "Law of the difference", "Routers", "Generation"):
+        assert f"<h2>{title}</h2>" in page
+    assert any("extrapolated to 2.8B parameters" in line for line in evidence.summary(found))
+    assert evidence_why.routers([]) == ""
+
+
+def test_information_is_one_where_experts_tell_the_source():
+    source_T = torch.tensor([0, 0, 1, 1])
+    assert information(torch.tensor([3, 3, 5, 5]), source_T) == pytest.approx(1)
+    assert information(torch.tensor([3, 5, 3, 5]), source_T) == pytest.approx(0, abs=1e-12)
