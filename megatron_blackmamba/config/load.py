@@ -8,6 +8,7 @@ import difflib
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -70,7 +71,7 @@ def _files_like(path: Path) -> list[str]:
 
 def keys() -> list[str]:
     """Return all keys that a run can set, as `a.b`."""
-    return [path for path, _, inner in walk() if inner is None]
+    return [path for path, _, inner in _of_a_run() if inner is None]
 
 
 def key_of(word: str) -> str | None:
@@ -109,7 +110,7 @@ def load(
     overrides = list(overrides)
     if "data.kind=synthetic" in overrides and any(override.startswith("data.mixture=") for override in overrides):
         raise ConfigError(f"{OVERRIDE}: data.kind=synthetic reads no mixture: leave out one of the two")
-    fields = {path: field.annotation for path, field, _ in walk()}
+    fields = {path: field.annotation for path, field, _ in _of_a_run()}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
@@ -294,6 +295,11 @@ def walk(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple
         yield path, field, inner
         if inner is not None:
             yield from walk(inner, f"{path}.")
+
+
+@cache
+def _of_a_run() -> tuple[tuple[str, FieldInfo, type[Section] | None], ...]:
+    return tuple(walk())
 
 
 def unknown_key(content: dict, section: type[Section] = RunConfig, prefix: str = "") -> str | None:

@@ -90,7 +90,7 @@ class Study:
     def runs(self, rates: dict[str, float]) -> list[Cell]:
         """Return the runs and ablations, whole comparisons first: a study that is cut short compares something."""
         if self.config.has_branches:
-            return [*self._points(rates)]
+            return [*self._points(tuple(rates.items()))]
         whole = [
             self._cell("run", variant, size, seed, rates[variant])
             for seed in self.config.seeds
@@ -104,9 +104,10 @@ class Study:
             for seed in ablation.seeds:
                 yield self._cell("ablation", ablation.of, ablation.size, seed, rates[ablation.of], ablation=name)
 
-    def _points(self, rates: dict[str, float]) -> Iterator[Cell]:
-        """Yield the branches of all series, without repetition."""
-        known = set()
+    @functools.cache  # noqa: B019 - a process has one study
+    def _points(self, rates: tuple[tuple[str, float], ...]) -> tuple[Cell, ...]:
+        """Return the branches of all series, without repetition."""
+        known: dict[tuple, Cell] = {}
         for series in self.config.series:
             grid = [[(key, value) for value in values] for key, values in series.grid.items()]
             order = itertools.product(
@@ -117,8 +118,8 @@ class Study:
                     continue
                 for budget in self.config.tokens[size][: series.budgets]:
                     if (point := (variant, size, seed, changed, budget)) not in known:
-                        known.add(point)
-                        yield self._branch(*point, rates[variant])
+                        known[point] = self._branch(*point, dict(rates)[variant])
+        return tuple(known.values())
 
     def _branch(
         self, variant: str, size: str, seed: int, changed: tuple[tuple[str, Any], ...], budget: int, rate: float

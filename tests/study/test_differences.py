@@ -87,7 +87,7 @@ def test_law_of_the_difference_is_found_and_extrapolated(points):
 def test_equal_losses_are_interpolated_and_never_extrapolated(points):
     """The dense curve is a power law, so the FLOPs for a loss are known."""
     found = differences.equal_losses(points, "experts", "dense", "xs")
-    assert [equal.difference.per_parameter for equal in found] == [6.0, 12.0, 24.0]  # the curve has no such loss at 3, 48
+    assert [equal.difference.per_parameter for equal in found] == [6.0, 12.0, 24.0]  # not at 3, 48
     loss = 10 * 24_000**-0.1 + law(24, 1000, 1)
     assert found[-1].by_seed[1] == pytest.approx((10 / loss) ** 10 / 24_000, rel=0.02)
 
