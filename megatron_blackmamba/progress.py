@@ -37,12 +37,13 @@ class Progress:
     ) -> None:
         self._state, self._table, self._quiet = state, table, quiet
         self._every = LOG_EVERY_SECONDS if every is None else every
+        self._base: float | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
     def __enter__(self) -> "Progress":
         self._begun = self._base_time = time.monotonic()
-        self._base = self._last = 0.0
+        self._base, self._last = None, 0.0
         if not self._quiet:
             self._thread.start()
         return self
@@ -89,7 +90,7 @@ class Progress:
     def _line(self) -> str:
         done, text = self._state()
         now = time.monotonic()
-        if done < self._last:  # the next part of the work
+        if self._base is None or done < self._last:  # what an earlier call did, or the next part of the work
             self._base, self._base_time = done, now
         self._last = done
         if not done:

@@ -6,6 +6,7 @@ The files are the same under every version of megatron-core: tensors here, plain
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba import routers
 from megatron_blackmamba.checkpoint import safety
 from megatron_blackmamba.checkpoint.manifest import CheckpointError
 from megatron_blackmamba.checkpoint.reading import AVERAGED
@@ -76,11 +77,17 @@ def _load_without_average(wanted: dict, folder: Path) -> dict:
 
 
 def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer, ema: Ema | None = None) -> None:
-    """Load the weights only; the optimizer starts fresh, and an average begins with them."""
+    """Load the weights only; the optimizer starts fresh, and an average begins with them.
+
+    What a router keeps beside weights begins at zero if the saved kind does not keep it.
+    """
+    saved, wanted = safety.read_table(folder).state_dict_metadata, weights(model)
+    kept = {name: entry for name, entry in wanted.items() if not (routers.is_state(name) and entry.key not in saved)}
     state = dist_checkpointing.load(
-        {"model": weights(model)}, str(folder), _reader(folder), strict=StrictHandling.RAISE_UNEXPECTED
+        {"model": kept}, str(folder), _reader(folder), strict=StrictHandling.RAISE_UNEXPECTED
     )
-    model.load_state_dict(state["model"])
+    begun = {name: tensor for name, tensor in model.state_dict().items() if name in wanted.keys() - kept.keys()}
+    model.load_state_dict(state["model"] | begun)
     optimizer.reload_model_params()
     if ema is not None:
         ema.restart()

@@ -22,6 +22,7 @@ __all__ = [
     "Use",
     "all_kinds",
     "check_keys",
+    "is_state",
     "kind_of",
     "kinds_by_key",
     "largest",
@@ -34,6 +35,11 @@ _KINDS = Registry(RouterKind, "model.router.kind")  # type: ignore[type-abstract
 _KINDS.discover(__name__, __path__)
 register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _KINDS.all_kinds, _KINDS.kind_of
 kinds_by_key, check_keys = _KINDS.kinds_by_key, _KINDS.check_keys
+
+
+def is_state(parameter: str) -> bool:
+    """Return whether a tensor of a model is what a router keeps beside weights, which begins at zero."""
+    return any(parameter.endswith(f".router.{name}") for kind in all_kinds() for name in kind.state)
 
 
 def problems(settings: RouterConfig) -> list[str]:

@@ -1,7 +1,7 @@
 """The points of a study that a number of core-hours pays for, in the order of the study."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_blackmamba.plan import flops
@@ -27,21 +27,26 @@ def costs(cells: Sequence[Cell], points: Sequence[Point]) -> list[Costed]:
         if point.step_seconds:
             known.setdefault((point.variant, point.size), []).append(point.step_seconds)
     seconds = {key: statistics.median(values) for key, values in known.items()}
+    return [Costed(cell, steps * _step(cell, seconds) / 3600) for cell, steps in own_steps(cells) if not cell.done]
+
+
+def own_steps(cells: Sequence[Cell]) -> Iterator[tuple[Cell, int]]:
+    """Yield the steps that each cell takes beyond those before it."""
     reached: dict[str, int] = {}
-    found = []
     for cell in cells:
         begins = cell.trunk.training.stop_after_steps or 0 if cell.trunk else 0
         trunk = max(0, begins - reached.get(cell.chain, 0))
         reached[cell.chain] = max(begins, reached.get(cell.chain, 0))
-        if not cell.done:
-            found.append(Costed(cell, (trunk + cell.config.steps - begins) * _step(cell, seconds) / 3600))
-    return found
+        yield cell, trunk + cell.config.steps - begins
 
 
 def _step(cell: Cell, seconds: Mapping[tuple[str, str], float]) -> float:
-    measured = seconds.get((cell.group, cell.size))
-    per_token = flops.training(cell.config.model, cell.config.data.sequence_length)
-    return measured or per_token * cell.config.tokens_per_step / ASSUMED
+    return seconds.get((cell.group, cell.size)) or flops_of_step(cell) / ASSUMED
+
+
+def flops_of_step(cell: Cell) -> int:
+    """Return the training FLOPs of one step."""
+    return flops.training(cell.config.model, cell.config.data.sequence_length) * cell.config.tokens_per_step
 
 
 def afforded(found: Sequence[Costed], hours: float) -> list[Cell]:

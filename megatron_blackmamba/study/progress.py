@@ -9,10 +9,11 @@ from rich.table import Table
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.progress import Progress, State, clock
+from megatron_blackmamba.study.afford import flops_of_step, own_steps
 from megatron_blackmamba.study.runs import Cell
 
 LINE_SECONDS = 60.0
-_TAIL_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 12
 
 
 class Reached(NamedTuple):
@@ -38,21 +39,31 @@ def reached(cell: Cell) -> Reached:
 
 def show(cells: Sequence[Cell], running: Callable[[], Sequence[Cell]]) -> Progress:
     """Show which of the cells train now, their steps and the time left, and how many are done."""
+    work = {cell.name: steps * flops_of_step(cell) for cell, steps in own_steps(cells)}
+    total, unfinished, seen = sum(work.values()), {cell.name: cell for cell in cells}, None
+
+    def done(now: Sequence[Reached]) -> int:
+        """Look only if other cells run than before: a study may have a thousand."""
+        nonlocal seen
+        if seen != (seen := [one.name for one in now]):
+            for name in [name for name, cell in unfinished.items() if cell.done]:
+                del unfinished[name]
+        return len(cells) - len(unfinished)
 
     def state() -> State:
         now = [reached(cell) for cell in running()]
-        done = sum(cell.done for cell in cells)
-        steps = sum(cell.config.steps for cell in cells)
-        taken = sum(cell.config.steps for cell in cells if cell.done) + sum(one.step for one in now)
+        finished = done(now)
+        left = sum(work[name] for name in unfinished) - sum(work[one.name] * one.step / one.steps for one in now)
         runs = "".join(f"; {one.name} step {one.step} of {one.steps}, {_left(one)}" for one in now)
-        return State(taken / steps, f"{done} of {len(cells)} runs done{runs}")
+        return State(1 - left / total, f"{finished} of {len(cells)} runs done{runs}")
 
     def table() -> Table:
         drawn = Table("run", "step", "loss", "time left", box=None, pad_edge=False, header_style="dim")
-        for one in map(reached, running()):
+        now = [reached(cell) for cell in running()]
+        for one in now:
             loss = "–" if one.loss is None else f"{one.loss:.3f}"
             drawn.add_row(one.name, f"{one.step} of {one.steps}", loss, _left(one))
-        drawn.caption = f"{sum(cell.done for cell in cells)} of {len(cells)} runs done"
+        drawn.caption = f"{done(now)} of {len(cells)} runs done"
         return drawn
 
     return Progress(state, table=table, every=LINE_SECONDS)

@@ -118,9 +118,14 @@ def refuse_start(config: RunConfig, *, resumes: bool = True) -> None:
 def other_function(saved: ModelConfig, model: ModelConfig) -> tuple[list[tuple[str, Any, Any]], bool]:
     """Return why `model` computes something else with weights of `saved`, as (key, old, new), and whether they fit."""
     changes = list(differences(saved.model_dump(mode="json"), model.model_dump(mode="json"), "model."))
-    if shapes(saved) != shapes(model):
+    if _weights(saved) != _weights(model):
         return changes, False
     return [change for change in changes if _changes_function(model, *change[:2])], True
+
+
+def _weights(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all that is learned; what routers keep beside may be new."""
+    return {name: shape for name, shape in shapes(model).items() if not routers.is_state(name)}
 
 
 def refuse_start_tokenizer(config: RunConfig, current: Mapping[str, Any]) -> None:
