@@ -16,7 +16,7 @@ from tests.routers.unbalanced import Unbalanced
 from tests.runtime.ranks import fork_ranks, import_once
 
 STEPS = 6
-PLAN_BIAS_RUNS = ("plan_bias", "plan_bias_resharded")
+PLAN_BIAS_RUNS = ("plan_bias", "plan_bias_resharded", "taken_over")
 RUN = ["model.pattern=MEME", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
 RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "model.top_k=2", "training.router_every=1"]
 RUN += ["logging.tensorboard=false", "training.evaluate_every=0"]
@@ -42,6 +42,7 @@ JOBS = [
     ("plan_bias_resharded", 2, [*PLAN_BIAS, HALF, "parallel.tensor=2"]),
     ("plan_bias_resharded", 2, [*PLAN_BIAS, "parallel.expert=2"]),
     ("plain", 1, [*PLAN_BIAS, "model.router.kind=sinkhorn"]),
+    ("taken_over", 2, [*PLAN_BIAS, "parallel.tensor=2", "start.from=FOLDER/plain", "resume.allow=[model.router.kind]"]),
     ("choice", 2, [*CHOICE, HALF]),
     ("choice_validated", 2, [*CHOICE, HALF, "training.validate_balanced=true", "training.evaluate_every=3"]),
     ("unbalanced", 1, [*UNBALANCED]),
@@ -53,6 +54,7 @@ JOBS = [
 def trained(folder: Path, name: str, overrides: list[str]) -> None:
     from megatron_blackmamba.training.loop import train
 
+    overrides = [override.replace("FOLDER", str(folder)) for override in overrides]
     train(load("tiny", [*RUN, f"folder={folder}", f"name={name}", *overrides]))
 
 

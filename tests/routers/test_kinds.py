@@ -65,6 +65,12 @@ def test_plan_bias_changes_inference_alone_and_resumes_on_other_layouts(went):
     assert one["validation/loss"] != plain["validation/loss"]
 
 
+def test_weights_of_sinkhorn_go_on_under_the_kind_that_keeps_its_bias(went):
+    losses, plain = went["losses"]["taken_over"], went["losses"]["plain"]
+    assert losses[0] < plain[0] and losses[-1] < plain[-1]
+    assert went["last"]["taken_over"]["experts/1/router/bias_range"] > 0
+
+
 def test_z_losses_are_metrics_under_every_layout(went):
     one, many = went["last"]["bias_fp64"], went["last"]["bias_resharded"]
     names = {name for name in one if name.endswith("z_loss")}

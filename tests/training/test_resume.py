@@ -226,6 +226,8 @@ def started(tmp_path):
         (["model.norm_eps=1e-5"], ["model.norm_eps=1e-6"]),
         (["model.eod_reset=null"], ["model.eod_reset=3"]),
         (["model.router.kind=softmax", "model.router.aux_loss=0.1"], ["model.router.kind=sinkhorn"]),
+        (["model.router.kind=sinkhorn"], ["model.router.kind=sinkhorn_bias"]),  # has a bias beside the same weights
+        (["model.router.kind=quantile"], ["model.router.kind=sinkhorn"]),
     ],
 )
 def test_start_refuses_weights_that_compute_otherwise(started, old, new):
