@@ -218,15 +218,21 @@ struct ExpertsWork {
       float logit, *y = &logit;
       multiply(router, e, e + 1, &x, &y, 1);
       logit += s.router_bias[e];
-      if (e == 0 || logit > highest) best = e, highest = logit;
+      float rank = s.bias_on_scores ? score(logit) : logit;
+      if (s.choice_bias) rank += s.choice_bias[e];
+      if (e == 0 || rank > highest) best = e, highest = rank, scale[b] = logit;
     }
-    float gate[W];
-    store(gate, sigmoid(all(highest)));
-    scale[b] = gate[0];
+    scale[b] = score(scale[b]);
     int g = 0;
     while (g < experts && groups[g].expert != best) g++;
     if (g == experts) groups[experts++] = {best};
     groups[g].row[groups[g].rows++] = b;
+  }
+
+  static float score(float logit) {
+    float lanes[W];
+    store(lanes, sigmoid(all(logit)));
+    return lanes[0];
   }
 
   static Matrix of_expert(Matrix m, int64_t expert) {

@@ -35,11 +35,13 @@ struct Mamba2Step {
   float* workspace;                          // [B, D + I + Q + H]
 };
 
-// residual += sigmoid(the largest router logit) * expert(norm(residual)), the expert being that of the largest logit.
+// residual += sigmoid(its router logit) * expert(norm(residual)), the expert being that of the largest logit or, with
+// choice_bias, of the largest sum of that bias and the logit or its sigmoid.
 struct ExpertsStep {
-  int64_t B, D, E, F, gelu, threads;
+  int64_t B, D, E, F, gelu, bias_on_scores, threads;
   float eps;
   const float *norm, *router, *router_bias;  // [D], [E, D], [E]
+  const float* choice_bias;                  // [E], or null
   Matrix fc1, fc2;                           // of the first expert: [2F, D], rows [gate | up]; [D, F]. Others follow.
   float* residual;                           // [B, D]
   float* workspace;                          // [B, D + F]

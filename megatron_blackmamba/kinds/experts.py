@@ -290,9 +290,15 @@ class ExpertsDecoding(Decoding):
     def compiled(self, layer: ExpertsLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
         from megatron_blackmamba.ops.decoding import experts_step
 
-        if not is_papers(model):
+        use = _use(model)
+        if not _is_simple(model) or use.scores != "sigmoid" or use.normalized or use.scale != 1:
             return None
-        return experts_step(norm_D=norm_D, **vars(layer), activation=model.activation, eps=model.norm_eps)
+        bias_E = layer.expert_bias_E if use.biased and isinstance(layer, RoutedLayer) else None
+        weights = {name: getattr(layer, name) for name in ExpertsLayer.__dataclass_fields__}
+        return experts_step(
+            norm_D=norm_D, **weights, activation=model.activation, eps=model.norm_eps,
+            choice_bias_E=bias_E, bias_on_scores=use.biased and not use.bias_on_logits,
+        )  # fmt: skip
 
     def bytes_a_token(self, layer: ExpertsLayer, model: ModelConfig) -> int:
         experts = layer.fc1_EGD.nbytes + layer.fc2_EDF.nbytes
@@ -323,9 +329,13 @@ class ExpertsDecoding(Decoding):
 
 def is_papers(model: ModelConfig) -> bool:
     """Return whether the layer is the paper's: one gated expert a token, scaled by the sigmoid of its logit."""
-    if not model.gated or model.activation not in ("silu", "gelu"):
-        return False
-    return model.top_k == 1 and _use(model) == routers.Use("sigmoid") and not model.shared_expert_hidden_size
+    return _is_simple(model) and _use(model) == routers.Use("sigmoid")
+
+
+def _is_simple(model: ModelConfig) -> bool:
+    """Return whether the layer is one gated expert a token, whichever the router."""
+    gated = model.gated and model.activation in ("silu", "gelu")
+    return gated and model.top_k == 1 and not model.shared_expert_hidden_size
 
 
 def _use(model: ModelConfig) -> routers.Use:

@@ -123,16 +123,22 @@ def experts_step(
     fc2_EDF: Tensor,
     activation: str,
     eps: float,
+    choice_bias_E: Tensor | None = None,
+    bias_on_scores: bool = False,
 ) -> Step:
-    """Compute residual_BD += sigmoid(largest router logit) * expert(norm(residual)).
+    """Compute residual_BD += sigmoid(its router logit) * expert(norm(residual)), with the expert of the largest logit.
 
+    choice_bias_E: added to the logits for the choice alone; with bias_on_scores, to their sigmoids.
     Only the weights of the chosen expert are read. The experts have the layout of `grouped_experts`.
     """
     E, D, F = fc2_EDF.shape
-    arguments = _ExpertsStep(D=D, E=E, F=F, gelu={"silu": 0, "gelu": 1}[activation], eps=eps)
+    gelu = {"silu": 0, "gelu": 1}[activation]
+    arguments = _ExpertsStep(D=D, E=E, F=F, gelu=gelu, bias_on_scores=bias_on_scores, eps=eps)
     _describe(arguments, "norm", norm_D, (D,))
     _describe(arguments, "router", router_ED, (E, D))
     _describe(arguments, "router_bias", router_bias_E, (E,))
+    if choice_bias_E is not None:
+        _describe(arguments, "choice_bias", choice_bias_E, (E,))
     _describe_matrix(arguments, "fc1", fc1_EGD, (E, 2 * F, D))
     _describe_matrix(arguments, "fc2", fc2_EDF, (E, D, F))
     return Step(arguments, D + F, residual=(D,))
@@ -198,9 +204,9 @@ class _ExpertsStep(library.Arguments):
 
     function = "experts_step"
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("B", "D", "E", "F", "gelu", "threads")),
+        *((name, ctypes.c_int64) for name in ("B", "D", "E", "F", "gelu", "bias_on_scores", "threads")),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("norm", "router", "router_bias")),
+        *((name, ctypes.c_void_p) for name in ("norm", "router", "router_bias", "choice_bias")),
         *((name, Matrix) for name in ("fc1", "fc2")),
         *((name, ctypes.c_void_p) for name in ("residual", "workspace")),
     )

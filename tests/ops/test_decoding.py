@@ -50,10 +50,13 @@ def mamba2_in_float64(w, residual, window, state):
     return {"residual": residual + y @ w["out_proj"].t(), "window": inputs[:, 1:], "state": state}
 
 
-def experts_in_float64(w, residual, activation):
+def experts_in_float64(w, residual, activation, bias_on_scores):
     w = {name: tensor.double() for name, tensor in w.items()}
     x = norm(residual.double(), w["norm_D"])
-    best, choice = (x @ w["router_ED"].t() + w["router_bias_E"]).max(dim=-1)
+    logits = x @ w["router_ED"].t() + w["router_bias_E"]
+    ranks = logits.sigmoid() if bias_on_scores else logits
+    choice = (ranks + w.get("choice_bias_E", 0)).argmax(dim=-1)
+    best = logits.gather(-1, choice[:, None])[:, 0]
     gate, up = torch.einsum("bgd,bd->bg", w["fc1_EGD"][choice], x).chunk(2, dim=-1)
     hidden = {"silu": F.silu, "gelu": F.gelu}[activation](gate) * up
     y = torch.einsum("bdf,bf->bd", w["fc2_EDF"][choice], hidden)
@@ -130,13 +133,16 @@ def test_a_mamba2_block_agrees_with_float64(name, sequences, D, heads, P, G, N, 
 @given(
     sequences=SEQUENCES, D=st.integers(1, 150), E=st.integers(1, 9), F=st.integers(1, 150),
     threads=st.integers(1, 3), activation=st.sampled_from(["silu", "gelu"]), dtype=DTYPES, seed=st.integers(0, 2**20),
+    bias=st.sampled_from(["none", "on logits", "on scores"]),
 )  # fmt: skip
-def test_an_experts_block_agrees_with_float64(name, sequences, D, E, F, threads, activation, dtype, seed):
-    weights = experts_weights(D, E, F, seed, dtype)
+def test_an_experts_block_agrees_with_float64(name, sequences, D, E, F, threads, activation, dtype, seed, bias):
+    weights, how = experts_weights(D, E, F, seed, dtype), {"bias_on_scores": bias == "on scores"}
+    if bias != "none":
+        weights |= draw(seed + 2, choice_bias_E=(E,))
     moving = draw(seed + 1, residual=(sequences, D))
-    exact = experts_in_float64(weights, **moving, activation=activation)
+    exact = experts_in_float64(weights, **moving, activation=activation, **how)
     with implementation(name):
-        experts_step(**weights, activation=activation, eps=EPS)(moving["residual"], threads=threads)
+        experts_step(**weights, activation=activation, eps=EPS, **how)(moving["residual"], threads=threads)
     assert_close(moving, exact, tolerance=3e-6)
 
 
