@@ -51,10 +51,13 @@ def run(study: Study, how: HowToRun) -> bool:
     if how.slurm and study.config.has_branches:
         raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
     if not how.page_only:
-        with working("gathering and tokenizing text"):
+        fetching = "fetching packages, " if study.config.corpus.packages else ""
+        with working(f"{fetching}gathering and tokenizing text"):
             study.corpus.build()
         say(f"corpus: {study.corpus.folder}")
     known, finished = Evidence.read(how.points) if how.points else None, False
+    if known is not None and (wrong := known.unlike(study)):
+        raise StudyError(f"{how.points} {wrong}. Leave out --points")
     try:
         finished = _train(study, how, known)
     finally:
@@ -72,8 +75,8 @@ def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:
     if rates is None:
         return False
     cells = study.runs(rates)
-    if known is not None and how.points is not None:
-        cells = known.without_known(study, cells, how.points)
+    if known is not None:
+        cells = [cell for cell in cells if not known.has(cell)]
     if how.budget is not None and study.config.has_branches and not how.page_only:
         left = afford.costs(cells, Evidence.of(study, cells, known).points)
         say("; ".join(afford.described(left, how.budget)))

@@ -99,6 +99,7 @@ class Corpus:
             self._dedup(raw)
         counts = {source: self._split(source, [*_documents(raw / f"{source}.jsonl")]) for source in self.sources}
         shutil.rmtree(raw)
+        shutil.rmtree(self.wheels, ignore_errors=True)
         return counts
 
     def _split(self, source: str, texts: list[str]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.plan import flops, parameters
 from megatron_blackmamba.study import generation
-from megatron_blackmamba.study.config import StudyError
 from megatron_blackmamba.study.results import busiest
 from megatron_blackmamba.study.runs import Cell, Study
 
@@ -155,16 +154,22 @@ class Evidence:
         of_study = (study.name, study.config.about, study.config.first, len(cells), corpus)
         return cls(*of_study, tuple(points.values()), [*theirs.values()])
 
-    def without_known(self, study: Study, cells: Sequence[Cell], path: Path) -> list[Cell]:
-        """Return the cells that are not among these points of `path`; refuse points of another corpus or setting."""
+    def unlike(self, study: Study) -> str | None:
+        """Return why these points do not belong to a study in its folder: another corpus, or other settings."""
         if self.corpus != read_json(study.corpus.record):
-            raise StudyError(f"{path} has points of another corpus than {study.corpus.folder}. Leave out --points")
-        known = {point.key: point for point in self.points}
-        for cell in cells:
-            point, config = known.get(_key(cell)), cell.config
-            if point and (point.rate, point.flops) != (config.optimizer.learning_rate, _flops(config)):
-                raise StudyError(f"{path} has {cell.name} with other settings than this study. Leave out --points")
-        return [cell for cell in cells if _key(cell) not in known]
+            return f"has points of another corpus than {study.corpus.folder}"
+        rates, keys = study.learning_rates(), {point.key for point in self.points}
+        cells = study.runs(rates) if rates else []
+        other = next((cell for cell in cells if _key(cell) in keys and not self.has(cell)), None)
+        return f"has {other.name} with other settings than this study" if other else None
+
+    def has(self, cell: Cell) -> bool:
+        """Return whether one of the points is this cell."""
+        config = cell.config
+        return any(
+            (point.key, point.rate, point.flops) == (_key(cell), config.optimizer.learning_rate, _flops(config))
+            for point in self.points
+        )
 
     @classmethod
     def read(cls, path: Path) -> "Evidence":

@@ -108,17 +108,18 @@ def _is_not_trained_again(study, cells, found, path):
     """Points of a file count as finished on another machine, if corpus and settings are the same."""
     found.write(path)
     known = Evidence.read(path)
-    assert known == found
-    assert (
-        known.without_known(study, [*cells, *study.runs({"experts": 1.0, "dense": 1.0})[-1:]], path)[0].group == "dense"
-    )
+    every = study.runs(study.learning_rates())
+    assert known == found and known.unlike(study) is None
+    assert [known.has(cell) for cell in every] == [cell.group == "experts" for cell in every]
     elsewhere = Study(study.name, study.config, study.folder / "elsewhere")
     assert Evidence.of(elsewhere, elsewhere.runs(study.learning_rates()), known).points == found.points
-    with pytest.raises(StudyError, match=r"points\.json has points of another corpus than"):
-        known.without_known(elsewhere, cells, path)
-    wider = study.runs({"experts": 2e-3, "dense": 2e-3})
-    with pytest.raises(StudyError, match=r"has experts-small-seed1-2560 with other settings"):
-        known.without_known(study, wider, path)
+    assert known.unlike(elsewhere) == f"has points of another corpus than {elsewhere.corpus.folder}"
+    tuning = study.config.tuning.model_copy(update={"learning_rates": [2e-3]})
+    faster = Study(study.name, study.config.model_copy(update={"tuning": tuning}), study.folder)
+    assert known.unlike(faster) == "has experts-small-seed1-2560 with other settings than this study"
+    study_of(study.folder, tuning=tuning.model_dump())
+    with pytest.raises(StudyError, match=r"points\.json has experts-.* with other settings .*\. Leave out --points"):
+        run(open_study(str(study.folder / "mine.yaml"), study.folder), HowToRun(points=path))
 
 
 def _is_read_beyond_its_length(study, cells):
