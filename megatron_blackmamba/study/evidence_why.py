@@ -73,11 +73,12 @@ def law(points: Sequence[Point], first: str) -> str:
 
 
 def said_of_the_law(points: Sequence[Point], first: str) -> list[str]:
-    """Return a line for each comparison with a law."""
+    """Return a line for each comparison with a law that two seeds or more have: without, nobody knows its error."""
     return [
         f"{first} − {other}: the law, extrapolated to 2.8B parameters and 300B tokens, says"
         f" {_said(*found.at(PAPERS[0], PAPERS[1] / PAPERS[0]))}; the sign turns there at {_turn(found)}."
         for other, found in _laws(points, first)
+        if len(found.coefficients) > 1
     ]
 
 
