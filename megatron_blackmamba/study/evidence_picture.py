@@ -32,7 +32,7 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     first = evidence.first.replace("_", " ")
     titles = "What experts give: against models without", f"What the router {first} costs: against others"
     for place, others, title in zip(axes, kinds_of_others(points, evidence.first), titles, strict=True):
-        for i, other in enumerate(others):
+        for i, other in enumerate(_with_most_seeds(points, others)):
             _differences(place, points, evidence.first, other, f"C{i}")
         for size, style in zip(unique(points, "size"), LINES, strict=False):
             parameters = chosen(points, variant=evidence.first, size=size)[0].parameters
@@ -64,6 +64,12 @@ def kinds_of_others(points: Sequence[Point], first: str) -> tuple[list[str], lis
         elif (theirs.parameters, theirs.active) == (ours.parameters, ours.active):
             routed.append(other)
     return dense, routed
+
+
+def _with_most_seeds(points: Sequence[Point], others: Sequence[str]) -> list[str]:
+    """Return the variants that have enough seeds for a band; all of them if none has."""
+    seeds = {other: len(unique(chosen(points, variant=other), "seed")) for other in others}
+    return [other for other in others if seeds[other] >= SEEDS_OF_A_BAND] or list(others)
 
 
 def _near(one: float, other: float) -> bool:
