@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from megatron_blackmamba import routers
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.inference import Decoder, load
+from megatron_blackmamba.kinds import routes
 from megatron_blackmamba.kinds.base import Inputs
 from megatron_blackmamba.kinds.experts import ExpertsDecoding, ExpertsLayer, router_logits, what_routers_read
 from megatron_blackmamba.routers.base import OWN_MODULE
@@ -77,7 +78,7 @@ def measure(study: Study, cells: Sequence[Cell], say: Callable[[str], None]) -> 
 
 
 def _looked_at(study: Study, cell: Cell) -> bool:
-    return cell.seed == study.config.seeds[0] and "E" in cell.config.model.pattern
+    return cell.seed == study.config.seeds[0] and routes(cell.config.model.pattern)
 
 
 def _file(cell: Cell) -> Path:
