@@ -82,11 +82,12 @@ def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimize
     What a router keeps beside weights begins at zero if the saved kind does not keep it.
     """
     saved, wanted = safety.read_table(folder).state_dict_metadata, weights(model)
-    kept = {name: entry for name, entry in wanted.items() if not (routers.is_state(name) and entry.key not in saved)}
+    states, own = routers.states(), model.state_dict()
+    begun = {name: own[name] for name in wanted if name.endswith(states) and wanted[name].key not in saved}
+    kept = {name: entry for name, entry in wanted.items() if name not in begun}
     state = dist_checkpointing.load(
         {"model": kept}, str(folder), _reader(folder), strict=StrictHandling.RAISE_UNEXPECTED
     )
-    begun = {name: tensor for name, tensor in model.state_dict().items() if name in wanted.keys() - kept.keys()}
     model.load_state_dict(state["model"] | begun)
     optimizer.reload_model_params()
     if ema is not None:

@@ -43,7 +43,7 @@ class Experts(LayerKind):
 
     @property
     def kept_in_fp32(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(f"router.{name}" for kind in routers.all_kinds() for name in kind.state)
+        return routers.states()
 
     def problems(self, model: ModelConfig) -> list[str]:
         router = routers.kind_of(model.router.kind)
@@ -283,9 +283,20 @@ class ExpertsDecoding(Decoding):
 
     def route(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
         """Return the weights and the experts of each token, `[T, K]`."""
-        kind, logits_TE = routers.kind_of(model.router.kind), router_logits(layer, x_TD, model)
-        choice_TK = routers.largest(kind.selecting(logits_TE, what_routers_read(layer, inputs, model)), model.top_k)
+        import torch.nn.functional as F
+
+        kind = routers.kind_of(model.router.kind)
+        if kind.learned:
+            logits_TE = F.linear(x_TD, layer.router_ED, layer.router_bias_E)
+        else:
+            logits_TE = x_TD.new_zeros(len(x_TD), model.experts)
+        bias_E = layer.expert_bias_E if isinstance(layer, RoutedLayer) else None
+        choice_TK = self.choose(kind, logits_TE, routers.Tokens(model, inputs.ids.flatten(), bias_E))
         return routers.Routed(model.experts, choice_TK, kind.use(model).weights(logits_TE, choice_TK), x_TD)
+
+    def choose(self, kind: routers.RouterKind, logits_TE: Tensor, at: routers.Tokens) -> Tensor:
+        """Return the experts that each token finds by itself, `[T, K]`."""
+        return routers.largest(kind.selecting(logits_TE, at), at.model.top_k)
 
     def compiled(self, layer: ExpertsLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
         from megatron_blackmamba.ops.decoding import experts_step
@@ -340,20 +351,6 @@ def _is_simple(model: ModelConfig) -> bool:
 
 def _use(model: ModelConfig) -> routers.Use:
     return routers.kind_of(model.router.kind).use(model)
-
-
-def router_logits(layer: ExpertsLayer, x_TD: Tensor, model: ModelConfig) -> Tensor:
-    """Return the logits of the experts, `[T, E]`; zeros where the router learns nothing."""
-    import torch.nn.functional as F
-
-    if routers.kind_of(model.router.kind).learned:
-        return F.linear(x_TD, layer.router_ED, layer.router_bias_E)
-    return x_TD.new_zeros(len(x_TD), model.experts)
-
-
-def what_routers_read(layer: ExpertsLayer, inputs: Inputs, model: ModelConfig) -> routers.Tokens:
-    """Return what a router kind reads beside logits."""
-    return routers.Tokens(model, inputs.ids.flatten(), layer.expert_bias_E if isinstance(layer, RoutedLayer) else None)
 
 
 def _weighed(y_PD: Tensor, weights_TK: Tensor) -> Tensor:

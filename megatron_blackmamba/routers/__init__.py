@@ -22,12 +22,12 @@ __all__ = [
     "Use",
     "all_kinds",
     "check_keys",
-    "is_state",
     "kind_of",
     "kinds_by_key",
     "largest",
     "problems",
     "register",
+    "states",
     "unregister",
 ]
 
@@ -37,9 +37,9 @@ register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _
 kinds_by_key, check_keys = _KINDS.kinds_by_key, _KINDS.check_keys
 
 
-def is_state(parameter: str) -> bool:
-    """Return whether a tensor of a model is what a router keeps beside weights, which begins at zero."""
-    return any(parameter.endswith(f".router.{name}") for kind in all_kinds() for name in kind.state)
+def states() -> tuple[str, ...]:
+    """Return the names, within a layer, of what routers keep beside weights; it begins at zero."""
+    return tuple(f"router.{name}" for kind in all_kinds() for name in kind.state)
 
 
 def problems(settings: RouterConfig) -> list[str]:

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_blackmamba.plan import flops
 from megatron_blackmamba.study.points import Point
 from megatron_blackmamba.study.runs import Cell
 
@@ -41,12 +40,7 @@ def own_steps(cells: Sequence[Cell]) -> Iterator[tuple[Cell, int]]:
 
 
 def _step(cell: Cell, seconds: Mapping[tuple[str, str], float]) -> float:
-    return seconds.get((cell.group, cell.size)) or flops_of_step(cell) / ASSUMED
-
-
-def flops_of_step(cell: Cell) -> int:
-    """Return the training FLOPs of one step."""
-    return flops.training(cell.config.model, cell.config.data.sequence_length) * cell.config.tokens_per_step
+    return seconds.get((cell.group, cell.size)) or cell.step_flops / ASSUMED
 
 
 def afforded(found: Sequence[Costed], hours: float) -> list[Cell]:

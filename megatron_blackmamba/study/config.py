@@ -125,9 +125,8 @@ class StudyConfig(Section):
     @model_validator(mode="after")
     def _sizes_match(self) -> "StudyConfig":
         for name, sizes in self.variants.items():
-            if sizes.keys() != self.tokens.keys() and not (
-                self.has_branches and sizes and sizes.keys() < self.tokens.keys()
-            ):
+            lacks_some = sizes and sizes.keys() < self.tokens.keys()
+            if sizes.keys() != self.tokens.keys() and not (lacks_some and self.has_branches and name != self.first):
                 raise ValueError(f"variants.{name} has the sizes {list(sizes)}, and tokens has {list(self.tokens)}")
         if self.tuning.size not in self.tokens:
             raise ValueError(f"tuning.size={self.tuning.size} is none of {list(self.tokens)}")
@@ -158,19 +157,19 @@ class StudyConfig(Section):
         return next(iter(self.variants))
 
 
-def studies_folder() -> Path:
-    """Return the folder of the shipped studies."""
-    return config_folder() / "studies"
+def here_or_shipped(name: str, shipped_as: str) -> Path:
+    """Return a file of the current folder, else the one of the shipped studies."""
+    return Path(name) if Path(name).is_file() else config_folder() / "studies" / shipped_as
 
 
 def shipped() -> list[str]:
     """Return the names of the shipped studies."""
-    return sorted(path.stem for path in studies_folder().glob("*.yaml"))
+    return sorted(path.stem for path in (config_folder() / "studies").glob("*.yaml"))
 
 
 def read_study(name: str) -> StudyConfig:
     """Return a shipped study, or the one in a file."""
-    path = Path(name) if Path(name).is_file() else studies_folder() / f"{name}.yaml"
+    path = here_or_shipped(name, f"{name}.yaml")
     if not path.is_file():
         raise StudyError(f"no study {name!r}: name a file, or one of {', '.join(shipped())}")
     try:

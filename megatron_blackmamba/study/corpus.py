@@ -16,7 +16,7 @@ import yaml
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.remote import file_sha256
 from megatron_blackmamba.formats.run_folder import Inside
-from megatron_blackmamba.study.config import CorpusConfig, StudyError, studies_folder
+from megatron_blackmamba.study.config import CorpusConfig, StudyError, here_or_shipped
 from megatron_blackmamba.study.machine import Machine
 from megatron_blackmamba.study.packages import Packages, download
 from megatron_blackmamba.study.texts import digest
@@ -87,8 +87,8 @@ class Corpus:
     def gather(self) -> dict[str, dict[str, Any]]:
         """Write `SOURCE/train.jsonl` and `SOURCE/validation.jsonl`; return documents and bytes of each."""
         origin = self.origin
-        if self.config.packages is not None:
-            download(_beside_studies(self.config.packages), self.wheels)
+        if (pins := self.config.packages) is not None:
+            download(here_or_shipped(pins, pins), self.wheels)
         texts = (origin.code(), origin.prose(), origin.other())
         lines: set[bytes] = set()
         raw = self.text / "raw"
@@ -156,8 +156,3 @@ def _distinct(texts: Iterator[str], lines: set[bytes], most: int) -> Iterator[st
             break
         lines.update(hashes)
         yield text
-
-
-def _beside_studies(name: str) -> Path:
-    """Return a file of pins: of the current folder, or shipped."""
-    return Path(name) if Path(name).is_file() else studies_folder() / name

@@ -1,4 +1,4 @@
-"""What the differences between variants say: tests, a law for sizes and budgets that were not run, equal losses."""
+"""Conclusions from differences: tests, a law for sizes and budgets that were not run, and FLOPs at equal loss."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ STEPS = 20_001
 
 @dataclass(frozen=True)
 class Test:
-    """Whether two variants differ at one size: the mean of a seed's differences over the larger budgets, over seeds."""
+    """A test of two variants at one size, on each seed's mean difference over the larger budgets."""
 
     other: str
     size: str

@@ -5,14 +5,14 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
-from megatron_blackmamba.plan import flops, parameters
+from megatron_blackmamba.plan import parameters
 from megatron_blackmamba.study import generation
 from megatron_blackmamba.study.results import busiest
 from megatron_blackmamba.study.runs import Cell, Study
@@ -29,10 +29,9 @@ def _key(cell: Cell) -> Key:
     return cell.group, cell.size, cell.seed, cell.budget, cell.changed
 
 
-def _flops(config: RunConfig) -> float:
+def _flops(cell: Cell) -> float:
     """Return the training FLOPs of a whole run."""
-    tokens = config.steps * config.tokens_per_step
-    return float(flops.training(config.model, config.data.sequence_length) * tokens)
+    return float(cell.step_flops * cell.config.steps)
 
 
 def read_json(path: Path) -> Any:
@@ -97,7 +96,7 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
         size=cell.size,
         seed=cell.seed,
         budget=cell.budget,
-        flops=_flops(config),
+        flops=_flops(cell),
         tokens=tokens,
         repeated=_repeated(tokens, corpus),
         parameters=counted.total,
@@ -144,11 +143,16 @@ class Evidence:
     generation: list[dict[str, Any]] = field(default_factory=list)
     """Time of a token and bytes of the state at some lengths, of each variant and size."""
 
+    @cached_property
+    def by_key(self) -> dict[Key, Point]:
+        """Return the points by what tells them apart."""
+        return {point.key: point for point in self.points}
+
     @classmethod
     def of(cls, study: Study, cells: Sequence[Cell], known: "Evidence | None" = None) -> "Evidence":
         """Return what the runs in a study's folder say, after what is `known` from elsewhere."""
-        corpus, measured = read_json(study.corpus.record), read_json(study.folder / generation.FILE) or []
-        points = {point.key: point for point in known.points} if known else {}
+        corpus, measured = read_json(study.corpus.record), generation.read(study.folder)
+        points = dict(known.by_key) if known else {}
         points |= {point.key: point for point in (collect(cell, corpus) for cell in cells if cell.done)}
         theirs = {(one["group"], one["size"]): one for one in (*(known.generation if known else ()), *measured)}
         of_study = (study.name, study.config.about, study.config.first, len(cells), corpus)
@@ -158,18 +162,15 @@ class Evidence:
         """Return why these points do not belong to a study in its folder: another corpus, or other settings."""
         if self.corpus != read_json(study.corpus.record):
             return f"has points of another corpus than {study.corpus.folder}"
-        rates, keys = study.learning_rates(), {point.key for point in self.points}
+        rates = study.learning_rates()
         cells = study.runs(rates) if rates else []
-        other = next((cell for cell in cells if _key(cell) in keys and not self.has(cell)), None)
+        other = next((cell for cell in cells if _key(cell) in self.by_key and not self.has(cell)), None)
         return f"has {other.name} with other settings than this study" if other else None
 
     def has(self, cell: Cell) -> bool:
         """Return whether one of the points is this cell."""
-        config = cell.config
-        return any(
-            (point.key, point.rate, point.flops) == (_key(cell), config.optimizer.learning_rate, _flops(config))
-            for point in self.points
-        )
+        point, rate = self.by_key.get(_key(cell)), cell.config.optimizer.learning_rate
+        return point is not None and (point.rate, point.flops) == (rate, _flops(cell))
 
     @classmethod
     def read(cls, path: Path) -> "Evidence":

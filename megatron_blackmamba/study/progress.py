@@ -9,7 +9,7 @@ from rich.table import Table
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.progress import Progress, State, clock
-from megatron_blackmamba.study.afford import flops_of_step, own_steps
+from megatron_blackmamba.study.afford import own_steps
 from megatron_blackmamba.study.runs import Cell
 
 LINE_SECONDS = 60.0
@@ -39,7 +39,7 @@ def reached(cell: Cell) -> Reached:
 
 def show(cells: Sequence[Cell], running: Callable[[], Sequence[Cell]]) -> Progress:
     """Show which of the cells train now, their steps and the time left, and how many are done."""
-    work = {cell.name: steps * flops_of_step(cell) for cell, steps in own_steps(cells)}
+    work = {cell.name: steps * cell.step_flops for cell, steps in own_steps(cells)}
     total, unfinished, seen = sum(work.values()), {cell.name: cell for cell in cells}, None
 
     def done(now: Sequence[Reached]) -> int:
@@ -53,7 +53,8 @@ def show(cells: Sequence[Cell], running: Callable[[], Sequence[Cell]]) -> Progre
     def state() -> State:
         now = [reached(cell) for cell in running()]
         finished = done(now)
-        left = sum(work[name] for name in unfinished) - sum(work[one.name] * one.step / one.steps for one in now)
+        under_way = [one for one in now if one.name in unfinished]
+        left = sum(work[name] for name in unfinished) - sum(work[one.name] * one.step / one.steps for one in under_way)
         runs = "".join(f"; {one.name} step {one.step} of {one.steps}, {_left(one)}" for one in now)
         return State(1 - left / total, f"{finished} of {len(cells)} runs done{runs}")
 

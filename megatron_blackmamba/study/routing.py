@@ -1,4 +1,4 @@
-"""What the routers of a study's models do: their own choice against the balanced one, and who goes where.
+"""Measurements of a study's routers: their own choice against the balanced one, and who goes where.
 
 Shapes: T tokens, E experts, B windows, L tokens of a window.
 """
@@ -6,7 +6,7 @@ Shapes: T tokens, E experts, B windows, L tokens of a window.
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_blackmamba import routers
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.inference import Decoder, load
 from megatron_blackmamba.kinds import routes
-from megatron_blackmamba.kinds.base import Inputs
-from megatron_blackmamba.kinds.experts import ExpertsDecoding, ExpertsLayer, router_logits, what_routers_read
-from megatron_blackmamba.routers.base import OWN_MODULE
-from megatron_blackmamba.settings import ModelConfig
+from megatron_blackmamba.kinds.experts import ExpertsDecoding
+from megatron_blackmamba.routers import RouterKind, Tokens
 from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.points import ROUTING
 from megatron_blackmamba.study.runs import Cell, Study
@@ -53,18 +50,14 @@ class Watched(ExpertsDecoding):
     own: list[Tensor] = field(default_factory=list)
     trained: list[Tensor] = field(default_factory=list)
 
-    def route(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
-        kind, routed = routers.kind_of(model.router.kind), super().route(layer, x_TD, inputs, model)
-        logits_TE, trained_TK = router_logits(layer, x_TD, model), routed.chosen
-        if kind.module == OWN_MODULE and kind.every_token_gets_k:
-            at = what_routers_read(layer, inputs, model)
-            trained_TK = kind.choose(logits_TE, routers.Tokens(model, at.ids_T, at.bias_E, {model.router.scope: None}))
+    def choose(self, kind: RouterKind, logits_TE: Tensor, at: Tokens) -> Tensor:
+        own_TK = trained_TK = super().choose(kind, logits_TE, at)
+        if type(kind).choose is not RouterKind.choose and kind.every_token_gets_k:  # else megatron-core chooses
+            trained_TK = kind.choose(logits_TE, replace(at, groups={at.model.router.scope: None}))
         self.logits.append(logits_TE)
-        self.own.append(routed.chosen)
+        self.own.append(own_TK)
         self.trained.append(trained_TK)
-        if not self.balanced:
-            return routed
-        return routers.Routed(model.experts, trained_TK, kind.use(model).weights(logits_TE, trained_TK), x_TD)
+        return trained_TK if self.balanced else own_TK
 
 
 def measure(study: Study, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
@@ -89,8 +82,8 @@ def _file(cell: Cell) -> Path:
 def look(decoder: Decoder, study: Study) -> Found:
     """Return the numbers of `MEANING`, means over the layers where nothing else is said."""
     windows, sources_T = _windows(study)
-    passes = [_pass(decoder, windows, balanced) for balanced in (False, True)]
-    (loss, layers), (balanced, _) = passes
+    loss, layers = _pass(decoder, windows, balanced=False)
+    balanced, _ = _pass(decoder, windows, balanced=True)
     agreed = [(seen.own == seen.trained).all(1).float().mean().item() for seen in layers]
     probabilities = [seen.logits.softmax(-1) for seen in layers]
     entropies = [torch.special.entr(p_TE).sum(-1).mean().item() / math.log(p_TE.shape[1]) for p_TE in probabilities]

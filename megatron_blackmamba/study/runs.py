@@ -40,6 +40,11 @@ class Cell:
         return self.name if self.trunk is None else self.trunk.name
 
     @property
+    def step_flops(self) -> int:
+        """Return the training FLOPs of one step."""
+        return flops.training(self.config.model, self.config.data.sequence_length) * self.config.tokens_per_step
+
+    @property
     def folder(self) -> RunFolder:
         """Return the folder of the run."""
         return RunFolder(Path(self.config.folder) / self.config.name)

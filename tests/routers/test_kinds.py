@@ -56,7 +56,7 @@ def test_quantile_bias_resumes_on_other_layouts(went):
     assert went["losses"]["quantile_resharded"] == pytest.approx(went["losses"]["quantile"], abs=1e-9)
 
 
-def test_plan_bias_changes_inference_alone_and_resumes_on_other_layouts(went):
+def test_plan_bias_changes_inference_alone_on_every_layout(went):
     assert went["losses"]["plan_bias"] == went["losses"]["plain"]
     one, many, plain = (went["last"][name] for name in ("plan_bias", "plan_bias_resharded", "plain"))
     assert went["losses"]["plan_bias_resharded"] == pytest.approx(went["losses"]["plan_bias"], abs=1e-9)
@@ -65,7 +65,7 @@ def test_plan_bias_changes_inference_alone_and_resumes_on_other_layouts(went):
     assert one["validation/loss"] != plain["validation/loss"]
 
 
-def test_weights_of_sinkhorn_go_on_under_the_kind_that_keeps_its_bias(went):
+def test_weights_of_sinkhorn_go_on_under_sinkhorn_bias(went):
     losses, plain = went["losses"]["taken_over"], went["losses"]["plain"]
     assert losses[0] < plain[0] and losses[-1] < plain[-1]
     assert went["last"]["taken_over"]["experts/1/router/bias_range"] > 0

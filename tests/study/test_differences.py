@@ -1,4 +1,4 @@
-"""What differences between variants say: tests allow for their number, laws are found where they are."""
+"""Conclusions from differences: tests allow for their number, and laws are found where they are."""
 
 import math
 
@@ -92,7 +92,7 @@ def test_equal_losses_are_interpolated_and_never_extrapolated(points):
     assert found[-1].by_seed[1] == pytest.approx((10 / loss) ** 10 / 24_000, rel=0.02)
 
 
-def test_picture_compares_with_models_without_experts_and_with_routers(points, tmp_path):
+def test_picture_has_models_without_experts_and_other_routers(points, tmp_path):
     assert evidence_picture.kinds_of_others(points, "experts") == (["dense"], ["other"])
     found = Evidence("x", "y", "experts", 90, {}, tuple(points))
     path = evidence_picture.write_picture(found, tmp_path)

@@ -182,6 +182,10 @@ def test_grid_changes_any_key(tmp_path):
             },
             r"series\.0: variants\.dense has no size big",
         ),
+        (
+            {"tokens": {**STUDY["tokens"], "big": [1, 2]}, "variants": {"experts": {"small": SMALL}}},
+            r"variants\.experts has the sizes \['small'\], and tokens has \['small', 'big'\]",
+        ),
     ],
 )
 def test_wrong_branch_studies_are_one_line(tmp_path, wrong, reason):

@@ -69,14 +69,16 @@ def sinkhorn_choice(
         raise ValueError(f"temperature must be finite and above 0, not {temperature!r}")
     chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
     if top_k == 1:
-        return chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E, bias_E)
-    found_E = chosen.bias(logits_TE, iterations, temperature, start, group)
+        found_E = None if bias_E is None else torch.zeros_like(bias_E)
+        choice = chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E, found_E)
+    else:
+        found_E = chosen.bias(logits_TE, iterations, temperature, start, group)
+        choice = (logits_TE + found_E).topk(top_k, dim=1).indices
+        if tokens_E is not None:
+            tokens_E.scatter_add_(0, choice.flatten(), torch.ones_like(choice.flatten()))
     if bias_E is not None:
-        bias_E += found_E - found_E.mean()
-    choice_TK = (logits_TE + found_E).topk(top_k, dim=1).indices
-    if tokens_E is not None:
-        tokens_E.scatter_add_(0, choice_TK.flatten(), torch.ones_like(choice_TK.flatten()))
-    return choice_TK
+        bias_E += found_E - found_E.mean()  # the backends find it up to a constant
+    return choice
 
 
 def load_imbalance(choice: Tensor, experts: int) -> Tensor:

@@ -38,7 +38,7 @@ def choice(
 ) -> Tensor:
     choice_T, offset_E = _run(logits_TE, iterations, temperature, start, group, tokens_E)
     if bias_E is not None:
-        bias_E += (offset_E - offset_E.mean()) / (temperature * LOG2_E)
+        bias_E += offset_E / (temperature * LOG2_E)
     return choice_T
 
 

@@ -32,8 +32,7 @@ def choice(
 ) -> Tensor:
     X_ET, column_E = _factors(logits_TE, iterations, temperature, start, group)
     if bias_E is not None and len(logits_TE):
-        found_E = _bias(logits_TE, X_ET, column_E, temperature)
-        bias_E += found_E - found_E.mean()
+        bias_E += _bias(logits_TE, X_ET, column_E, temperature)
     K_ET = _kernel(X_ET)
     K_ET *= column_E[:, None]
     choice_T = K_ET.max(dim=0).indices  # argmax over a leading dimension is 4x slower on CPUs

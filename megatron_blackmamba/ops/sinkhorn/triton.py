@@ -58,8 +58,7 @@ def choice(
         logits_TE = logits_TE.contiguous()
         columns = _found(logits_TE, iterations, temperature, start == "balanced", group)
         if bias_E is not None:
-            found_E = _bias(columns, temperature)
-            bias_E += found_E - found_E.mean()
+            bias_E += _bias(columns, temperature)
         return _choose_experts(logits_TE, columns, temperature, tokens_E)
 
 

@@ -125,7 +125,7 @@ def other_function(saved: ModelConfig, model: ModelConfig) -> tuple[list[tuple[s
 
 def _weights(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all that is learned; what routers keep beside may be new."""
-    return {name: shape for name, shape in shapes(model).items() if not routers.is_state(name)}
+    return {name: shape for name, shape in shapes(model).items() if not name.endswith(routers.states())}
 
 
 def refuse_start_tokenizer(config: RunConfig, current: Mapping[str, Any]) -> None:
