@@ -4,11 +4,10 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_blackmamba.study import differences, evidence, evidence_picture, evidence_why
 from megatron_blackmamba.study.points import Evidence, Point
-from megatron_blackmamba.study.routing import MEANING, information
+from megatron_blackmamba.study.routing import MEANING
 from tests.pages import check_page
 
 SIZES = {"xs": 1_000, "s": 8_000}
@@ -110,9 +109,3 @@ def test_page_shows_why(points):
         assert f"<h2>{title}</h2>" in page
     assert any("extrapolated to 2.8B parameters" in line for line in evidence.summary(found))
     assert evidence_why.routers([]) == ""
-
-
-def test_information_is_one_where_experts_tell_the_source():
-    source_T = torch.tensor([0, 0, 1, 1])
-    assert information(torch.tensor([3, 3, 5, 5]), source_T) == pytest.approx(1)
-    assert information(torch.tensor([3, 5, 3, 5]), source_T) == pytest.approx(0, abs=1e-12)
