@@ -101,7 +101,10 @@ def test_float64_stays_float64():
 @pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decays_of_any_size_are_finite_and_right(dtype):
-    """A token that forgets everything stands beside tokens that forget next to nothing."""
+    """A token that forgets everything stands beside tokens that forget next to nothing.
+
+    In two of a hundred draws, the gradient of A cancels so far that the recurrence in fp32 also exceeds the tolerance.
+    """
     tensors, _ = problem(L=128, without=("dt_bias",))
     tensors["A"] = -torch.tensor([1e-4, 0.1, 1.0, 16.0, 1e3, 1e5])
     tensors["dt"] = torch.randn_like(tensors["dt"]) * torch.logspace(-3, 4, 128)[None, torch.randperm(128), None]
