@@ -23,8 +23,9 @@ class RouterConfig(Section):
     quantile: a bias that would have given the last batches equal loads, without an auxiliary loss.
     expert_choice: in training each expert takes its best tokens, so training is not causal.
     hash: a hash of the token id chooses, without weights; the outputs of several experts are averaged."""
-    iterations: int = Field(1, ge=1)
-    """Sinkhorn iterations in training. With start=balanced, one is enough at the logit scales of training."""
+    iterations: int = Field(1, ge=0)
+    """Sinkhorn iterations in training. With start=balanced, one is enough at the logit scales of training.
+    0 with start=uniform: no balance, tokens go where they do in inference."""
     temperature: float = Field(2.0, gt=0)
     """Factor of the logits inside Sinkhorn; larger values follow the logits more."""
     start: Literal["balanced", "uniform"] = "balanced"

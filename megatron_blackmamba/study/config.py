@@ -53,7 +53,9 @@ class SeriesConfig(Section):
     budgets: int | None = Field(None, ge=1)
     """Only this many of the smallest budgets of each size; null: all."""
     grid: dict[str, list[Any]] = Field({})
-    """Keys of a run, each with the values to try; all combinations are trained. Empty: the variants as they are."""
+    """Keys of a run, each with the values to try; all combinations are trained. Empty: the variants as they are.
+
+    `branch.KEY` changes KEY after the trunk only, which is then the variant's own."""
 
 
 class CorpusConfig(Section):

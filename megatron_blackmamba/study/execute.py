@@ -32,6 +32,7 @@ class Local:
         share = max(1, len(os.sched_getaffinity(0)) // jobs)
         self.threads = os.environ.get("OMP_NUM_THREADS") or str(share)
         self.running: dict[subprocess.Popen, list[Cell]] = {}
+        self.trunks: dict[subprocess.Popen, str] = {}
         self.stopping = False
         self.failed: list[str] = []
         self.counts = (0, 0)
@@ -47,8 +48,9 @@ class Local:
                 while self.running or (waiting and not self.stopping):
                     if self.until is not None and time.monotonic() > self.until and not self.stopping:
                         self._stop()
-                    while waiting and len(self.running) < self.jobs and not self.stopping:
-                        self._start(waiting.pop(0))
+                    while len(self.running) < self.jobs and not self.stopping and (ready := self._ready(waiting)):
+                        waiting.remove(ready)
+                        self._start(ready)
                     for process, chain in [*self.running.items()]:
                         self._look(process, chain)
                     time.sleep(POLL_SECONDS)
@@ -60,6 +62,10 @@ class Local:
         if self.failed:
             raise StudyError(f"{len(self.failed)} runs failed: {self.failed[0]}. Run the same command to retry them")
         return not waiting and all(cell.done for cell in cells)
+
+    def _ready(self, waiting: Sequence[list[Cell]]) -> list[Cell] | None:
+        """Return the first chain whose trunk no process trains."""
+        return next((chain for chain in waiting if chain[0].chain not in self.trunks.values()), None)
 
     def _start(self, chain: list[Cell]) -> None:
         written = []
@@ -79,7 +85,7 @@ class Local:
                 start_new_session=True,  # Ctrl-C reaches this process, which then asks the runs to save
                 preexec_fn=partial(follow_parent, os.getpid()),
             )
-        self.running[process] = chain
+        self.running[process], self.trunks[process] = chain, chain[0].chain
 
     def output(self, cell: Cell) -> Path:
         """Return the file with what a run prints."""
@@ -94,7 +100,7 @@ class Local:
             self.say(f"{done + 1}/{total} {chain.pop(0).name}")
         if not ended:
             return
-        del self.running[process]
+        del self.running[process], self.trunks[process]
         asked = process.returncode == STOPPED_ON_REQUEST or (self.stopping and process.returncode == -signal.SIGTERM)
         if chain and not asked:
             code = process.returncode

@@ -14,6 +14,9 @@ from megatron_blackmamba.plan import flops
 from megatron_blackmamba.study.config import Keys, StudyConfig, as_overrides
 from megatron_blackmamba.study.corpus import Corpus
 
+BRANCH = "branch."
+"""Before a key that branches change and their trunk does not."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -130,23 +133,23 @@ class Study:
         self, variant: str, size: str, seed: int, changed: tuple[tuple[str, Any], ...], budget: int, rate: float
     ) -> Cell:
         """Return a branch, and its trunk up to the place where the branch leaves it."""
-        name = f"{variant}-{size}-seed{seed}" + "".join(f"-{key.rpartition('.')[2]}_{value}" for key, value in changed)
-        rate = dict(changed).get("optimizer.learning_rate", rate)
-        keys = {**self._keys(f"trunk-{name}", seed, rate), **dict(changed)}
-        tokens, most = (
-            self._tokens(variant, size, each, dict(changed)) for each in (budget, self.config.tokens[size][-1])
-        )
-        _, step = self._cost(variant, size, changed)
+        whole = {key: value for key, value in changed if not key.startswith(BRANCH)}
+        after = {key.removeprefix(BRANCH): value for key, value in changed if key.startswith(BRANCH)}
+        stem = f"{variant}-{size}-seed{seed}" + _named(whole)
+        rate = whole.get("optimizer.learning_rate", rate)
+        keys = {**self._keys(f"trunk-{stem}", seed, rate), **whole}
+        tokens, most = (self._tokens(variant, size, each, whole) for each in (budget, self.config.tokens[size][-1]))
+        _, step = self._cost(variant, size, tuple(whole.items()))
         leaves = round((1 - self.config.decay) * tokens / step)
         stop = {"training.stop_after_steps": leaves, "training.evaluate_every": 0, "resume.allow": "[training.tokens]"}
         trunk = self._compose(variant, size, {"optimizer.decay": "constant"}, {**keys, **stop}, most)
         decay = {
-            "name": f"{name}-{budget}",
+            "name": f"{stem}{_named(after, 'branch_')}-{budget}",
             "start.branch": f"{Path(trunk.folder) / trunk.name}@{leaves}",
             "optimizer.decay": "wsd",
             "optimizer.decay_tokens": tokens - leaves * step,
         }
-        config = self._compose(variant, size, {}, {**keys, **decay}, tokens)
+        config = self._compose(variant, size, {}, {**keys, **decay, **after}, tokens)
         return Cell(config.name, "run", variant, size, seed, config, trunk, budget, changed)
 
     def _keys(self, name: str, seed: int, rate: float) -> dict[str, Any]:
@@ -196,6 +199,11 @@ class Study:
         """Return the training FLOPs of a token, and the tokens of a step."""
         config = self._compose(variant, size, dict(changed), {}, self.config.tokens[size][-1])
         return flops.training(config.model, config.data.sequence_length), config.tokens_per_step
+
+
+def _named(changed: Keys, prefix: str = "") -> str:
+    """Return what changed keys add to the name of a run."""
+    return "".join(f"-{prefix}{key.rpartition('.')[2]}_{value}" for key, value in changed.items())
 
 
 def final_loss(cell: Cell, metric: str = "validation/loss") -> float:

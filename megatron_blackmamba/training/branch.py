@@ -38,6 +38,7 @@ MAY_DIFFER = (
     *("optimizer.", "training.tokens", "training.global_batch", "training.batch_ramp"),
     *("data.mixture", "data.sequence_length", "data.mask_first_token"),
     *("model.attention.rotary_base", "model.eod_reset"),
+    *("model.router.iterations", "model.router.temperature", "model.router.start"),
 )
 """What a branch may change beside the keys that a resumed run may."""
 MUST_STAY = ("optimizer.kind", "optimizer.distributed")

@@ -24,6 +24,7 @@ ABOVE_ZERO = [
     "training.guard.spike_deviations",
 ]
 FROM_ZERO = [
+    "model.router.iterations",
     "model.router.aux_loss",
     "model.router.z_loss",
     "model.z_loss",
@@ -52,7 +53,6 @@ FROM_ONE = [
     "model.top_k",
     "model.expert_hidden_size",
     "model.mlp_hidden_size",
-    "model.router.iterations",
     "model.attention.heads",
     "model.attention.kv_heads",
     "model.attention.rotary_base",

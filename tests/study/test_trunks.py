@@ -17,6 +17,7 @@ from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.study import StudyError, afford, evidence, fits, length, routing
 from megatron_blackmamba.study.commands import open_study, run
 from megatron_blackmamba.study.config import LengthConfig, read_study
+from megatron_blackmamba.study.execute import Local
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.page import render
 from megatron_blackmamba.study.pictures import write_pictures
@@ -167,6 +168,28 @@ def test_grid_changes_any_key(tmp_path):
     assert {cell.config.optimizer.learning_rate for cell in cells} == {1e-3, 2e-3}
     assert {cell.trunk.model.experts for cell in cells} == {2}
     assert all(cell.config.optimizer.min_learning_rate * 20 == cell.trunk.optimizer.learning_rate for cell in cells)
+
+
+def test_grid_changes_branches_alone(tmp_path):
+    grid = {"branch.model.router.iterations": [0], "branch.model.router.start": ["uniform"]}
+    series = [{"sizes": ["small"], "seeds": [1], "variants": ["experts"], "budgets": 1}]
+    plain, changed = (study_of(tmp_path, series=[{**series[0], "grid": each}]) for each in ({}, grid))
+    (plain,), (changed,) = (each.runs(each.learning_rates()) for each in (plain, changed))
+    assert changed.name == "experts-small-seed1-branch_iterations_0-branch_start_uniform-2560"
+    assert changed.trunk == plain.trunk and changed.chain == plain.chain
+    router = changed.config.model.router
+    assert (router.iterations, router.start) == (0, "uniform") != (plain.config.model.router.iterations, "uniform")
+    assert changed.config.start.branch == plain.config.start.branch
+
+
+def test_no_two_processes_train_one_trunk(tmp_path):
+    series = [{"sizes": ["small"], "seeds": [1], "variants": each} for each in (["experts"], ["dense"])]
+    study = study_of(tmp_path, series=[{**series[0], "budgets": 1}, series[1], series[0]])
+    first, *dense, later = study.runs(study.learning_rates())
+    local = Local(tmp_path, jobs=2, seconds=None, say=print)
+    assert first.chain == later.chain and local._ready([[later], dense]) == [later]
+    local.trunks[object()] = first.chain
+    assert local._ready([[later], dense]) == dense and local._ready([[later]]) is None
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,7 @@ BRANCHES = {
     "may differ": (
         *("training.tokens", "training.global_batch", "training.batch_ramp", "data.mixture", "data.sequence_length"),
         *("data.mask_first_token", "model.attention.rotary_base", "model.eod_reset"),
+        *("model.router.iterations", "model.router.temperature", "model.router.start"),
     ),
     "must stay": ("optimizer.kind", "optimizer.distributed"),
 }
@@ -294,7 +295,7 @@ BRANCHES = {
 
 @pytest.mark.parametrize("key", keys())
 def test_every_key_has_a_rule_for_branches(key):
-    """A branch may change what is free on resume, its schedule, batch, length and data, and nothing else."""
+    """A branch may change what is free on resume, its schedule, batch, length, data and balance, and nothing else."""
     free = any(rule.startswith("free") and key in names for rule, names in RULES.items())
     of_optimizer = key.startswith("optimizer.") and key not in BRANCHES["must stay"]
     assert may_differ(key) == (free or of_optimizer or key in BRANCHES["may differ"])
