@@ -226,16 +226,25 @@ def _over_flops(best: Sequence[fits.Best]) -> Iterator[str]:
 
 def _changes(points: Sequence[Point]) -> str:
     plain = {(p.variant, p.size, p.seed, p.budget): p.loss for p in points if p.plain}
-    rows = []
+    alike: dict[tuple[str, str, str, int], list[Point]] = {}
     for point in (p for p in points if not p.plain):
-        before = plain.get((point.variant, point.size, point.seed, point.budget))
         said = ", ".join(f"{key}={value}" for key, value in point.changed.items())
-        change = "–" if before is None else f"{point.loss - before:+.3f}"
-        rows.append(
-            [point.variant, point.size, short(point.budget), str(point.seed), said, f"{point.loss:.3f}", change]
-        )
-    columns = ("variant", "size", "budget", "seed", "changes", "loss", "less that without changes")
-    return f"<section><h2>Grids</h2>{html.table(columns, rows)}</section>" if rows else ""
+        alike.setdefault((point.variant, point.size, said, point.budget), []).append(point)
+    rows = []
+    for (variant, size, said, budget), at in alike.items():
+        before = [plain.get((variant, size, p.seed, budget)) for p in at]
+        less = [p.loss - loss for p, loss in zip(at, before, strict=True) if loss is not None]
+        seeds = ", ".join(str(p.seed) for p in at)
+        loss = f"{statistics.fmean(p.loss for p in at):.3f}"
+        rows.append([variant, size, short(budget), said, seeds, loss, _mean(less) if less else "–"])
+    columns = ("variant", "size", "budget", "changes", "seeds", "loss", "less that without changes")
+    words = "Means over the seeds; differences are taken seed by seed."
+    return f"<section><h2>Grids</h2><p>{words}</p>{html.table(columns, rows)}</section>" if rows else ""
+
+
+def _mean(values: Sequence[float]) -> str:
+    half = fits.half_interval(values)
+    return f"{statistics.fmean(values):+.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
 def _corpus(evidence: Evidence) -> str:

@@ -287,6 +287,14 @@ def test_best_value_is_the_vertex_or_an_edge():
     assert "training.global_batch=16" in page
 
 
+def test_a_change_is_compared_seed_by_seed():
+    """The change takes 0.1, 0.2 and 0.3; the seeds themselves differ by much more."""
+    points = [point("experts", seed, 1000, float(seed)) for seed in (1, 2, 3)]
+    points += [point("experts", seed, 1000, 0.9 * seed, **{"model.top_k": 2}) for seed in (1, 2, 3)]
+    page = evidence.render(Evidence("x", "y", "experts", 9, {}, tuple(points)))
+    assert f"-0.200 ± {4.303 * 0.1 / math.sqrt(3):.3f}" in page
+
+
 def test_study_with_branches_may_grow_in_its_folder(tmp_path):
     study_of(tmp_path)
     file = tmp_path / "mine.yaml"
