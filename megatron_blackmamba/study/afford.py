@@ -33,10 +33,9 @@ def own_steps(cells: Sequence[Cell]) -> Iterator[tuple[Cell, int]]:
     """Yield the steps that each cell takes beyond those before it."""
     reached: dict[str, int] = {}
     for cell in cells:
-        begins = cell.trunk.training.stop_after_steps or 0 if cell.trunk else 0
-        trunk = max(0, begins - reached.get(cell.chain, 0))
-        reached[cell.chain] = max(begins, reached.get(cell.chain, 0))
-        yield cell, trunk + cell.config.steps - begins
+        trunk = max(0, cell.leaves - reached.get(cell.chain, 0))
+        reached[cell.chain] = max(cell.leaves, reached.get(cell.chain, 0))
+        yield cell, trunk + cell.config.steps - cell.leaves
 
 
 def _step(cell: Cell, seconds: Mapping[tuple[str, str], float]) -> float:

@@ -43,11 +43,14 @@ def _decides(config: StudyConfig) -> Section:
 
 def run(study: Study, how: HowToRun) -> bool:
     """Complete the unfinished part of a study and write its page; return whether the study is finished."""
-    if how.points is not None and how.page_only:
-        draw(Evidence.read(how.points), study.folder, how.png)
-        return True
     if how.points is not None and not study.config.has_branches:
         raise StudyError("--points is for studies on trunks and branches. Leave it out")
+    known, finished = Evidence.read(how.points) if how.points else None, False
+    if known is not None and how.page_only:
+        if known.name != study.name:
+            raise StudyError(f"{how.points} has points of the study {known.name}: blackmamba study {known.name}")
+        draw(known, study.folder, how.png)
+        return True
     if how.slurm and study.config.has_branches:
         raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
     if not how.page_only:
@@ -55,7 +58,6 @@ def run(study: Study, how: HowToRun) -> bool:
         with working(f"{fetching}gathering and tokenizing text"):
             study.corpus.build()
         say(f"corpus: {study.corpus.folder}")
-    known, finished = Evidence.read(how.points) if how.points else None, False
     if known is not None and (wrong := known.unlike(study)):
         raise StudyError(f"{how.points} {wrong}. Leave out --points")
     try:
@@ -100,15 +102,15 @@ def write_page(study: Study, png: Path | None, known: Evidence | None, measures:
 
     measures: first look at the routers of a study with branches, and time its models. A stop does not wait for that.
     """
+    rates = study.learning_rates()
+    cells = study.runs(rates) if rates else []
     if study.config.has_branches:
-        cells = study.runs(study.learning_rates() or {})
         if measures:
             routing.measure(study, cells, say)
             with working("measuring generation"):
                 generation.measure(study.folder, cells)
         return write_evidence(Evidence.of(study, cells, known), study.folder, png)
-    rates = study.learning_rates()
-    cells = [*study.tuning(), *(study.runs(rates) if rates else ())]
+    cells = [*study.tuning(), *cells]
     with working("measuring generation"):
         generation.measure(study.folder, cells)
     length.measure(study, cells, say)

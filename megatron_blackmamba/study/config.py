@@ -5,14 +5,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from megatron_blackmamba.config.load import config_folder
+from megatron_blackmamba.config.load import config_folder, walk
 from megatron_blackmamba.settings import Section, file_kinds
 from megatron_blackmamba.settings.yaml_files import read_yaml
 
 Keys = dict[str, Any]
 """Keys of a run and their values: `model.pattern: MEME`."""
+Scalar = bool | int | float | str | None
+BRANCH = "branch."
+"""Before a key of a grid that branches change and their trunk does not."""
+OWN = (
+    *("name", "folder", "start.", "resume.", "data.kind", "data.mixture", "data.seed", "training.seed"),
+    *("training.tokens", "training.stop_after_steps", "training.evaluate_every"),
+    *("optimizer.decay", "optimizer.decay_tokens", "optimizer.min_learning_rate"),
+)
+"""What a study sets itself."""
+OF_TRUNKS = ("optimizer.learning_rate", "training.global_batch", "training.batch_ramp", "data.sequence_length")
+"""What decides, with OWN, where a branch leaves its trunk and how it goes on."""
 
 
 def _as_list(value: Any) -> Any:
@@ -52,10 +63,27 @@ class SeriesConfig(Section):
     """Empty: all of the study that have the size."""
     budgets: int | None = Field(None, ge=1)
     """Only this many of the smallest budgets of each size; null: all."""
-    grid: dict[str, list[Any]] = Field({})
+    grid: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = Field({})
     """Keys of a run, each with the values to try; all combinations are trained. Empty: the variants as they are.
 
     `branch.KEY` changes KEY after the trunk only, which is then the variant's own."""
+
+    @field_validator("grid")
+    @classmethod
+    def _can_be_changed(cls, grid: dict[str, list[Scalar]]) -> dict[str, list[Scalar]]:
+        from megatron_blackmamba.training.branch import may_differ
+        from megatron_blackmamba.training.start.resume import under
+
+        known = {path for path, _, section in walk() if section is None}
+        for key in grid:
+            plain = key.removeprefix(BRANCH)
+            if plain not in known:
+                raise ValueError(f"{key}: a run has no key {plain!r}")
+            if under(plain, OWN):
+                raise ValueError(f"{key}: the study sets {plain} itself")
+            if plain != key and (under(plain, OF_TRUNKS) or not may_differ(plain)):
+                raise ValueError(f"{key}: a branch goes on with its trunk's {plain}")
+        return grid
 
 
 class CorpusConfig(Section):
@@ -135,7 +163,13 @@ class StudyConfig(Section):
         for size, budgets in self.tokens.items():
             if not budgets or sorted(set(budgets)) != budgets:
                 raise ValueError(f"tokens.{size}={budgets}: list budgets in rising order")
+        if self.has_branches and not self.series:
+            raise ValueError("series lists the points to train in studies of several budgets: it has none")
+        if self.has_branches and self.ablations:
+            raise ValueError("ablations are for studies with one budget for each size: use a series with a grid")
         for number, series in enumerate(self.series):
+            if (series.budgets or 0) > (most := max(len(self.tokens.get(size, ())) for size in series.sizes)):
+                raise ValueError(f"series.{number}.budgets={series.budgets}: its sizes have at most {most}")
             if unknown := [*set(series.sizes) - set(self.tokens), *set(series.variants) - set(self.variants)]:
                 raise ValueError(f"series.{number}: {unknown[0]} is no size or variant of this study")
             for variant, size in itertools.product(series.variants, series.sizes):

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,8 +19,8 @@ STEPS = 20_001
 
 
 @dataclass(frozen=True)
-class Test:
-    """A test of two variants at one size, on each seed's mean difference over the larger budgets."""
+class Comparison:
+    """Two variants at one size, tested on each seed's mean difference over the larger budgets."""
 
     other: str
     size: str
@@ -39,16 +39,16 @@ class Test:
         return p_value([*self.by_seed.values()])
 
 
-def tests(points: Sequence[Point], first: str) -> list[Test]:
-    """Return a test of `first` against every other variant at every size where three seeds have both."""
+def comparisons(points: Sequence[Point], first: str) -> list[Comparison]:
+    """Return one of `first` with every other variant at every size where three seeds have both."""
     found = []
     for other, size in ((o, s) for o in unique(points, "variant") if o != first for s in unique(points, "size")):
         by_seed = {seed: _mean_of_large(points, first, other, size, seed) for seed in unique(points, "seed")}
         known = {seed: mean for seed, mean in by_seed.items() if mean is not None}
         if len(known) > 2:
-            found.append(Test(other, size, known))
-    adjusted = holm([test.p for test in found])
-    return [Test(test.other, test.size, test.by_seed, p) for test, p in zip(found, adjusted, strict=True)]
+            found.append(Comparison(other, size, known))
+    adjusted = holm([one.p for one in found])
+    return [replace(one, adjusted=p) for one, p in zip(found, adjusted, strict=True)]
 
 
 def _mean_of_large(points: Sequence[Point], one: str, other: str, size: str, seed: int) -> float | None:
@@ -134,19 +134,25 @@ class Equal:
     other: str
     difference: Difference
     by_seed: dict[int, float]
+    bounds: frozenset[int]
+    """Seeds whose ratio is larger: the other's curve ends above the loss."""
 
 
 def equal_losses(points: Sequence[Point], first: str, other: str, size: str) -> list[Equal]:
-    """Return it at each budget, where the other's curve reaches the loss; nothing is extrapolated."""
+    """Return it at each budget where the other's curve reaches the loss in a seed; nothing is extrapolated.
+
+    A seed is left out where the other's curve is not falling, or begins below the loss.
+    """
     found = []
     for each in differences(points, first, other, size):
-        by_seed = {}
+        by_seed, bounds = {}, set()
         for point in chosen(points, variant=first, size=size, budget=each.budget):
             theirs = chosen(points, variant=other, size=size, seed=point.seed)
             losses = [p.loss for p in theirs][::-1]
-            if losses and losses == sorted(losses) and losses[0] <= point.loss <= losses[-1]:
+            if losses and losses == sorted(losses) and point.loss <= losses[-1]:
                 spent = float(np.interp(point.loss, losses, np.log([p.flops for p in theirs][::-1])))
                 by_seed[point.seed] = math.exp(spent) / point.flops
-        if by_seed:
-            found.append(Equal(other, each, by_seed))
+                bounds |= {point.seed} if point.loss < losses[0] else set()
+        if by_seed.keys() > bounds:
+            found.append(Equal(other, each, by_seed, frozenset(bounds)))
     return found

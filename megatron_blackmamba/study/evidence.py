@@ -11,6 +11,7 @@ from megatron_blackmamba.report.charts import Line, short
 from megatron_blackmamba.study import evidence_why, fits
 from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
+from megatron_blackmamba.study.results import mean_of
 
 COLUMNS = (
     "variant", "size", "budget", "seeds", "parameters", "active", "tokens per parameter", "FLOPs", "loss",
@@ -21,23 +22,25 @@ COLUMNS = (
 def summary(evidence: Evidence) -> list[str]:
     """Return what the points say so far: a line for each comparison with the first variant."""
     points, sizes = evidence.plain, unique(evidence.plain, "size")
-    said = [f"{len(evidence.points)} of {evidence.planned} planned points are finished."]
+    hours = sum(point.seconds for point in evidence.points) / 3600
+    said = [f"{len(evidence.points)} of {evidence.planned} planned points are finished, {hours:.1f} hours of steps."]
     for other in [each for each in unique(points, "variant") if each != evidence.first]:
         name, crossings = f"{evidence.first} − {other}", []
         for size in sizes:
-            if found := fits.differences(points, evidence.first, other, size):
-                last, cross = found[-1], fits.crossing(points, evidence.first, other, size)
-                crossings += [cross] if cross and cross.by_seed else []
+            if cross := fits.crossing(points, evidence.first, other, size):
+                last = fits.differences(points, evidence.first, other, size)[-1]
+                crossings += [cross] if cross.by_seed else []
                 at = f"at {last.per_parameter:.1f} tokens per parameter, the largest budget"
-                said.append(f"{name}, size {size}: {_signed(last)} {at}; {_crossing(cross) if cross else ''}.")
-        if slope := fits.crossing_over_sizes(crossings):
+                said.append(f"{name}, size {size}: {_signed(last)} {at}; {_crossing(cross)}.")
+        slope = fits.crossing_over_sizes(crossings)
+        if slope and slope.interval is not None:  # one seed says nothing about its error
             said.append(f"{name}: the tokens per parameter at the turn grow as parameters^{_exponent(slope)}.")
     return said + evidence_why.said_of_the_law(points, evidence.first)
 
 
 def _signed(difference: fits.Difference) -> str:
-    interval, seeds = difference.interval, len(difference.values)
-    return f"{difference.mean:+.3f} (" + ("one seed)" if interval is None else f"± {interval:.3f}, {seeds} seeds)")
+    seeds = len(difference.values)
+    return f"{mean_of(difference.values, '+')} ({f'{seeds} seeds' if seeds > 1 else 'one seed'})"
 
 
 def _exponent(slope: fits.Slope) -> str:
@@ -66,7 +69,7 @@ def render(evidence: Evidence) -> str:
         html.section("Differences", [*_differences(evidence)], "Below zero, the first variant is better. Bands are 95%"
                      " confidence intervals over the seeds. The variants of a seed share the order of the data."),
         html.section("Loss over training FLOPs", [*_losses(points)], "Means over the seeds; dashed: the fitted law."),
-        evidence_why.tests(points, evidence.first),
+        evidence_why.comparisons(points, evidence.first),
         evidence_why.equal_losses(points, evidence.first),
         evidence_why.law(points, evidence.first),
         evidence_why.routers(points),
@@ -131,7 +134,6 @@ def _points(points: Sequence[Point]) -> str:
 
 def _row(at: Sequence[Point]) -> list[str]:
     one = at[0]
-    half = fits.half_interval([p.loss for p in at])
     busiest = [p.busiest for p in at if p.busiest is not None]
     sets = [*one.validation]
     return [
@@ -143,7 +145,7 @@ def _row(at: Sequence[Point]) -> list[str]:
         short(one.active),
         f"{one.tokens / one.parameters:.2f}",
         f"{one.flops:.2e}",
-        f"{statistics.fmean(p.loss for p in at):.3f}" + ("" if half is None else f" ± {half:.3f}"),
+        mean_of([p.loss for p in at]),
         " / ".join(f"{name} {statistics.fmean(p.bits_per_byte[name] for p in at):.3f}" for name in sets),
         _unseen(at),
         f"{statistics.fmean(busiest):.2f}" if busiest else "–",
@@ -236,15 +238,10 @@ def _changes(points: Sequence[Point]) -> str:
         less = [p.loss - loss for p, loss in zip(at, before, strict=True) if loss is not None]
         seeds = ", ".join(str(p.seed) for p in at)
         loss = f"{statistics.fmean(p.loss for p in at):.3f}"
-        rows.append([variant, size, short(budget), said, seeds, loss, _mean(less) if less else "–"])
+        rows.append([variant, size, short(budget), said, seeds, loss, mean_of(less, "+") if less else "–"])
     columns = ("variant", "size", "budget", "changes", "seeds", "loss", "less that without changes")
     words = "Means over the seeds; differences are taken seed by seed."
     return f"<section><h2>Grids</h2><p>{words}</p>{html.table(columns, rows)}</section>" if rows else ""
-
-
-def _mean(values: Sequence[float]) -> str:
-    half = fits.half_interval(values)
-    return f"{statistics.fmean(values):+.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
 def _corpus(evidence: Evidence) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 
 from megatron_blackmamba.report import html
@@ -18,12 +18,12 @@ LARGE = 6
 """Decades from which on only the power of ten is shown."""
 
 
-def tests(points: Sequence[Point], first: str) -> str:
+def comparisons(points: Sequence[Point], first: str) -> str:
     """Show a test for each comparison that three seeds have."""
     rows = [
-        [f"{first} − {test.other}", test.size, f"{test.mean:+.3f}", _each(test.by_seed), f"{test.p:.2g}"]
-        + [f"{test.adjusted:.2g}"]
-        for test in differences.tests(points, first)
+        [f"{first} − {one.other}", one.size, f"{one.mean:+.3f}", _each(one.by_seed, "+.3f"), f"{one.p:.2g}"]
+        + [f"{one.adjusted:.2g}"]
+        for one in differences.comparisons(points, first)
     ]
     words = (
         f"A seed's mean difference over its budgets of at least {differences.TESTED_FROM:g} tokens per parameter,"
@@ -39,12 +39,12 @@ def equal_losses(points: Sequence[Point], first: str) -> str:
         for other in [each for each in unique(points, "variant") if each != first]:
             for equal in differences.equal_losses(points, first, other, size):
                 ratio, at = statistics.geometric_mean(equal.by_seed.values()), equal.difference
-                rows.append(
-                    [other, size, short(at.budget), f"{at.per_parameter:.1f}", f"{ratio:.2f}", _each(equal.by_seed)]
-                )
+                mean = f"{'> ' if equal.bounds else ''}{ratio:.2f}"
+                each = _each(equal.by_seed, ".2f", equal.bounds)
+                rows.append([other, size, short(at.budget), f"{at.per_parameter:.1f}", mean, each])
     words = (
         f"Training FLOPs of another variant, over those of {first}, at which its curve reaches the same loss."
-        " Above 1, it needs more. Nothing is extrapolated: where a curve does not reach the loss, there is no row."
+        " Above 1, it needs more. Nothing is extrapolated: > marks a seed whose curve ends above the loss."
     )
     columns = ("variant", "size", "budget", "tokens per parameter", "FLOPs for the same loss", "by seed")
     return _section("Equal losses", words, columns, rows)
@@ -108,7 +108,8 @@ def _said(mean: float, half: float | None) -> str:
 def routers(points: Sequence[Point]) -> str:
     """Show what the routers do, where that has been measured."""
     rows = [
-        [p.variant, p.size, short(p.budget), str(p.seed), *(f"{p.router[name]:.3f}" for name in MEANING)]
+        [p.variant, p.size, short(p.budget), str(p.seed)]
+        + [f"{p.router[name]:.3f}" if name in p.router else "–" for name in MEANING]
         for p in points
         if p.router
     ]
@@ -147,8 +148,8 @@ def generation(evidence: Evidence) -> str:
     return _section("Generation", words, columns, rows)
 
 
-def _each(by_seed: dict[int, float]) -> str:
-    return ", ".join(f"{value:+.3f}" if value < 0 else f"{value:.3f}" for value in by_seed.values())
+def _each(by_seed: Mapping[int, float], how: str, bounds: Collection[int] = ()) -> str:
+    return ", ".join(f"{seed}: {'> ' if seed in bounds else ''}{value:{how}}" for seed, value in by_seed.items())
 
 
 def _section(title: str, words: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,7 +1,6 @@
 """The page of a study, and its table for terminals."""
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
@@ -13,7 +12,7 @@ from megatron_blackmamba.formats.evaluations import TaskResult
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, short
 from megatron_blackmamba.study import length
-from megatron_blackmamba.study.results import Group, Result, grouped, half_interval
+from megatron_blackmamba.study.results import Group, Result, grouped, mean_of
 from megatron_blackmamba.study.runs import Study
 
 COLUMNS = (
@@ -67,12 +66,7 @@ def rows(groups: Sequence[Group]) -> list[list[str]]:
 
 
 def _with_interval(group: Group, field: str) -> str:
-    return _mean_of([getattr(result, field) for result in group.results])
-
-
-def _mean_of(values: Sequence[float], sign: str = "") -> str:
-    interval = half_interval(values)
-    return f"{statistics.fmean(values):{sign}.3f}" + ("" if interval is None else f" ± {interval:.3f}")
+    return mean_of([getattr(result, field) for result in group.results])
 
 
 def _progress(done: int, total: int) -> str:
@@ -107,7 +101,7 @@ def _differences(runs: Sequence[Group]) -> str:
         values = first.differences(other, "validation")
         if other is not first and values:
             by_seed = ", ".join(f"{value:+.3f}" for value in values)
-            cells.append([f"{first.group} − {other.group}", other.size, _mean_of(values, "+"), by_seed])
+            cells.append([f"{first.group} − {other.group}", other.size, mean_of(values, "+"), by_seed])
     if not cells:
         return ""
     table = html.table(("models", "size", "difference", "of each seed"), cells)

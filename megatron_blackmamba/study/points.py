@@ -3,17 +3,19 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.plan import parameters
 from megatron_blackmamba.study import generation
+from megatron_blackmamba.study.config import StudyError
 from megatron_blackmamba.study.results import busiest
 from megatron_blackmamba.study.runs import Cell, Study
 
@@ -71,6 +73,8 @@ class Point:
     """Time of the fastest step, which stands for an idle machine."""
     router: dict[str, float] = field(default_factory=dict)
     """What its routers do (`routing.MEANING`), where that has been measured."""
+    seconds: float = 0.0
+    """Time of its steps, and of those of its trunk since the point before it."""
 
     @property
     def plain(self) -> bool:
@@ -83,10 +87,13 @@ class Point:
         return self.variant, self.size, self.seed, self.budget, tuple(self.changed.items())
 
 
-def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
-    """Return the point of a finished branch; `corpus` has the bytes and tokens of each source."""
-    config, folder = cell.config, RunFolder(Path(cell.config.folder) / cell.config.name)
-    records = list(metrics_so_far(folder.metrics))
+def collect(cell: Cell, corpus: Mapping[str, Any], seconds: float = 0.0) -> Point:
+    """Return the point of a finished branch; `corpus` has the bytes and tokens of each source.
+
+    seconds: what it adds to the time of the steps of its trunk.
+    """
+    config = cell.config
+    records = list(metrics_so_far(cell.folder.metrics))
     last, counted = records[-1], parameters.count(config)
     prefix = "validation/loss/"
     losses = {name.removeprefix(prefix): _known(loss) for name, loss in last.items() if name.startswith(prefix)}
@@ -110,7 +117,18 @@ def collect(cell: Cell, corpus: Mapping[str, Any]) -> Point:
         busiest=max(busiest(records).values(), default=None),
         step_seconds=min(record["speed/step_seconds"] for record in records),
         router=read_json(cell.folder.root / ROUTING),
+        seconds=seconds + sum(record["speed/step_seconds"] for record in records),
     )
+
+
+def _collected(cells: Iterable[Cell], corpus: Mapping[str, Any]) -> Iterator[Point]:
+    """Yield the points of the finished cells; a trunk's time counts for the first point that needs it."""
+    times: dict[str, dict[int, float]] = {}
+    for cell in (cell for cell in cells if cell.done):
+        if cell.chain not in times:
+            times[cell.chain] = {r["step"]: r["speed/step_seconds"] for r in metrics_so_far(cell.trunk_metrics)}
+        steps = times[cell.chain]
+        yield collect(cell, corpus, sum(steps.pop(step) for step in [*steps] if step <= cell.leaves))
 
 
 def _known(loss: float | None) -> float:
@@ -153,7 +171,7 @@ class Evidence:
         """Return what the runs in a study's folder say, after what is `known` from elsewhere."""
         corpus, measured = read_json(study.corpus.record), generation.read(study.folder)
         points = dict(known.by_key) if known else {}
-        points |= {point.key: point for point in (collect(cell, corpus) for cell in cells if cell.done)}
+        points |= {point.key: point for point in _collected(cells, corpus)}
         theirs = {(one["group"], one["size"]): one for one in (*(known.generation if known else ()), *measured)}
         of_study = (study.name, study.config.about, study.config.first, len(cells), corpus)
         return cls(*of_study, tuple(points.values()), [*theirs.values()])
@@ -175,8 +193,14 @@ class Evidence:
     @classmethod
     def read(cls, path: Path) -> "Evidence":
         """Return what a file of points says."""
-        content = json.loads(path.read_bytes())
-        return cls(**{**content, "points": tuple(Point(**point) for point in content["points"])})
+        try:
+            return TypeAdapter(cls).validate_python(json.loads(path.read_bytes()))
+        except ValidationError as error:
+            found = error.errors()[0]
+            why = f"{'.'.join(map(str, found['loc'])) or 'its content'}: {found['msg']}"
+        except (OSError, ValueError) as error:
+            why = str(error)
+        raise StudyError(f"{path} cannot be read as the points of a study: {why}")
 
     def write(self, path: Path) -> None:
         """Write the file of points."""
@@ -189,7 +213,7 @@ class Evidence:
 
 
 def chosen(points: Iterable[Point], **keys: Any) -> list[Point]:
-    """Return the points with given fields, by rising budget."""
+    """Return the points with given fields, by seed and then by rising budget."""
     found = [point for point in points if all(getattr(point, key) == value for key, value in keys.items())]
     return sorted(found, key=lambda point: (point.seed, point.budget))
 

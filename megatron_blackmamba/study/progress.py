@@ -1,12 +1,10 @@
 """The runs of a study under way: a table on a terminal, a line a minute in a file."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.table import Table
 
-from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.progress import Progress, State, clock
 from megatron_blackmamba.study.afford import own_steps
@@ -28,10 +26,9 @@ class Reached(NamedTuple):
 
 def reached(cell: Cell) -> Reached:
     """Return the progress of a run, from the last line of its metrics."""
-    folder = cell.folder
-    if cell.trunk is not None and not folder.metrics.is_file():  # its steps are the first ones of the branch
-        folder = RunFolder(Path(cell.trunk.folder) / cell.trunk.name)
-    records, steps = [*metrics_so_far(folder.metrics, _TAIL_BYTES)], cell.config.steps
+    own = cell.folder.metrics
+    records = [*metrics_so_far(own if own.is_file() else cell.trunk_metrics, _TAIL_BYTES)]
+    steps = cell.config.steps
     record = records[-1] if records else {}
     step, seconds = int(record.get("step", 0)), record.get("speed/step_seconds")
     return Reached(cell.name, step, steps, record.get("loss"), None if seconds is None else (steps - step) * seconds)

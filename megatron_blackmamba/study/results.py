@@ -100,6 +100,12 @@ def half_interval(values: Sequence[float]) -> float | None:
     return _t_95(len(values)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def mean_of(values: Sequence[float], sign: str = "") -> str:
+    """Return the mean for people, with its 95% confidence interval if there is one; `sign` is + or nothing."""
+    half = half_interval(values)
+    return f"{statistics.fmean(values):{sign}.3f}" + ("" if half is None else f" ± {half:.3f}")
+
+
 def _t_95(values: int) -> float:
     """Return the 97.5% point for a number of values; above the table, by the expansion around the normal one."""
     z, freedom = NORMAL_95, values - 1

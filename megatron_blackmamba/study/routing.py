@@ -51,13 +51,13 @@ class Watched(ExpertsDecoding):
     trained: list[Tensor] = field(default_factory=list)
 
     def choose(self, kind: RouterKind, logits_TE: Tensor, at: Tokens) -> Tensor:
-        own_TK = trained_TK = super().choose(kind, logits_TE, at)
-        if type(kind).choose is not RouterKind.choose and kind.every_token_gets_k:  # else megatron-core chooses
-            trained_TK = kind.choose(logits_TE, replace(at, groups={at.model.router.scope: None}))
+        own_TK = super().choose(kind, logits_TE, at)
         self.logits.append(logits_TE)
         self.own.append(own_TK)
-        self.trained.append(trained_TK)
-        return trained_TK if self.balanced else own_TK
+        if type(kind).choose is RouterKind.choose or not kind.every_token_gets_k:  # megatron-core chooses
+            return own_TK
+        self.trained.append(kind.choose(logits_TE, replace(at, groups={at.model.router.scope: None})))
+        return self.trained[-1] if self.balanced else own_TK
 
 
 def measure(study: Study, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
@@ -80,22 +80,24 @@ def _file(cell: Cell) -> Path:
 
 @torch.inference_mode()
 def look(decoder: Decoder, study: Study) -> Found:
-    """Return the numbers of `MEANING`, means over the layers where nothing else is said."""
+    """Return the numbers of `MEANING`, means over the layers where nothing else is said.
+
+    A router that chooses in training as in inference has no balanced choice, and nothing that is said of it.
+    """
     windows, sources_T = _windows(study)
     loss, layers = _pass(decoder, windows, balanced=False)
-    balanced, _ = _pass(decoder, windows, balanced=True)
-    agreed = [(seen.own == seen.trained).all(1).float().mean().item() for seen in layers]
+    agreed = [(seen.own == seen.trained).all(1).float().mean().item() for seen in layers if seen.trained is not None]
+    balanced = {"own": statistics.fmean(agreed), "balanced": _pass(decoder, windows, True)[0]} if agreed else {}
     probabilities = [seen.logits.softmax(-1) for seen in layers]
     entropies = [torch.special.entr(p_TE).sum(-1).mean().item() / math.log(p_TE.shape[1]) for p_TE in probabilities]
     loads = [torch.bincount(seen.own.flatten(), minlength=seen.logits.shape[1]).float() for seen in layers]
     return {
-        "own": statistics.fmean(agreed),
+        **balanced,
         "entropy": statistics.fmean(entropies),
         "spread": statistics.fmean(seen.logits.std(-1).mean().item() for seen in layers),
         "busiest": max((load_E.max() / load_E.mean()).item() for load_E in loads),
         "sources": statistics.fmean(information(seen.own[:, 0], sources_T) for seen in layers),
         "loss": loss,
-        "balanced": balanced,
     }
 
 
@@ -105,7 +107,7 @@ class Seen:
 
     logits: Tensor
     own: Tensor
-    trained: Tensor
+    trained: Tensor | None
 
 
 def _pass(decoder: Decoder, windows: Sequence[Tensor], balanced: bool) -> tuple[float, list[Seen]]:
@@ -117,8 +119,12 @@ def _pass(decoder: Decoder, windows: Sequence[Tensor], balanced: bool) -> tuple[
         logits_BLV = decoder.read_all(decoder.start(len(tokens_BL)), tokens_BL[:, :-1])
         losses.append(cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten()).item())
     decoder.how = before
-    layers = [how for how in watched if isinstance(how, Watched)]
-    return statistics.fmean(losses), [Seen(*map(torch.cat, (how.logits, how.own, how.trained))) for how in layers]
+    layers = [
+        Seen(torch.cat(how.logits), torch.cat(how.own), torch.cat(how.trained) if how.trained else None)
+        for how in watched
+        if isinstance(how, Watched)
+    ]
+    return statistics.fmean(losses), layers
 
 
 def _windows(study: Study) -> tuple[list[Tensor], Tensor]:

@@ -11,11 +11,13 @@ from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.plan import flops
-from megatron_blackmamba.study.config import Keys, StudyConfig, as_overrides
+from megatron_blackmamba.study.config import BRANCH, Keys, StudyConfig, as_overrides
 from megatron_blackmamba.study.corpus import Corpus
 
-BRANCH = "branch."
-"""Before a key that branches change and their trunk does not."""
+
+def folder_of(config: RunConfig) -> RunFolder:
+    """Return the folder of a run."""
+    return RunFolder(Path(config.folder) / config.name)
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,16 @@ class Cell:
         return self.name if self.trunk is None else self.trunk.name
 
     @property
+    def leaves(self) -> int:
+        """Return the step at which it leaves its trunk."""
+        return (self.trunk.training.stop_after_steps or 0) if self.trunk else 0
+
+    @property
+    def trunk_metrics(self) -> Path:
+        """Return the file with the steps of its trunk, which are its own first ones."""
+        return self.folder.metrics if self.trunk is None else folder_of(self.trunk).metrics
+
+    @property
     def step_flops(self) -> int:
         """Return the training FLOPs of one step."""
         return flops.training(self.config.model, self.config.data.sequence_length) * self.config.tokens_per_step
@@ -50,7 +62,7 @@ class Cell:
     @property
     def folder(self) -> RunFolder:
         """Return the folder of the run."""
-        return RunFolder(Path(self.config.folder) / self.config.name)
+        return folder_of(self.config)
 
     @property
     def done(self) -> bool:
@@ -135,7 +147,7 @@ class Study:
         """Return a branch, and its trunk up to the place where the branch leaves it."""
         whole = {key: value for key, value in changed if not key.startswith(BRANCH)}
         after = {key.removeprefix(BRANCH): value for key, value in changed if key.startswith(BRANCH)}
-        stem = f"{variant}-{size}-seed{seed}" + _named(whole)
+        stem = f"{variant}-{size}-seed{seed}" + self._named(whole)
         rate = whole.get("optimizer.learning_rate", rate)
         keys = {**self._keys(f"trunk-{stem}", seed, rate), **whole}
         tokens, most = (self._tokens(variant, size, each, whole) for each in (budget, self.config.tokens[size][-1]))
@@ -144,13 +156,20 @@ class Study:
         stop = {"training.stop_after_steps": leaves, "training.evaluate_every": 0, "resume.allow": "[training.tokens]"}
         trunk = self._compose(variant, size, {"optimizer.decay": "constant"}, {**keys, **stop}, most)
         decay = {
-            "name": f"{stem}{_named(after, 'branch_')}-{budget}",
+            "name": f"{stem}{self._named(after, 'branch_')}-{budget}",
             "start.branch": f"{Path(trunk.folder) / trunk.name}@{leaves}",
             "optimizer.decay": "wsd",
             "optimizer.decay_tokens": tokens - leaves * step,
         }
         config = self._compose(variant, size, {}, {**keys, **decay, **after}, tokens)
         return Cell(config.name, "run", variant, size, seed, config, trunk, budget, changed)
+
+    def _named(self, changed: Keys, prefix: str = "") -> str:
+        """Return what changed keys add to the name of a run: their last part, if no other key of a grid has it."""
+        every = {key.removeprefix(BRANCH) for series in self.config.series for key in series.grid}
+        last = {key: key.rpartition(".")[2] for key in every}
+        short = {key: name if [*last.values()].count(name) == 1 else key for key, name in last.items()}
+        return "".join(f"-{prefix}{short[key]}_{value}" for key, value in changed.items())
 
     def _keys(self, name: str, seed: int, rate: float) -> dict[str, Any]:
         return {
@@ -199,11 +218,6 @@ class Study:
         """Return the training FLOPs of a token, and the tokens of a step."""
         config = self._compose(variant, size, dict(changed), {}, self.config.tokens[size][-1])
         return flops.training(config.model, config.data.sequence_length), config.tokens_per_step
-
-
-def _named(changed: Keys, prefix: str = "") -> str:
-    """Return what changed keys add to the name of a run."""
-    return "".join(f"-{prefix}{key.rpartition('.')[2]}_{value}" for key, value in changed.items())
 
 
 def final_loss(cell: Cell, metric: str = "validation/loss") -> float:

@@ -4,10 +4,9 @@ A small run takes less time than starting Python does. A stopped run ends the pr
 """
 
 import sys
-from pathlib import Path
 
 from megatron_blackmamba.config import RunConfig, load
-from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.study.runs import folder_of
 from megatron_blackmamba.training.loop import train
 
 
@@ -21,7 +20,7 @@ def main(paths: list[str]) -> int:
 
 def _past(config: RunConfig) -> bool:
     """Return whether a run has the checkpoint at which it is to stop."""
-    folder, step = RunFolder(Path(config.folder) / config.name), config.training.stop_after_steps
+    folder, step = folder_of(config), config.training.stop_after_steps
     return folder.done.exists() or (step is not None and folder.checkpoint(step).is_dir())
 
 

@@ -1,6 +1,7 @@
 """Conclusions from differences: tests allow for their number, and laws are found where they are."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,11 +67,11 @@ def test_many_tests_need_smaller_p_values():
 
 
 def test_only_large_budgets_and_three_seeds_are_tested(points):
-    test, *others = differences.tests(points, "experts")
+    test, *others = differences.comparisons(points, "experts")
     large = [law(ratio, 1000, 2) for ratio in RATIOS if ratio >= 10]
     assert (test.other, test.size) == ("dense", "xs") and test.mean == pytest.approx(np.mean(large))
     assert [other.adjusted >= other.p for other in others] == [True] * 3
-    assert differences.tests([p for p in points if p.seed < 3], "experts") == []
+    assert differences.comparisons([p for p in points if p.seed < 3], "experts") == []
 
 
 def test_law_of_the_difference_is_found_and_extrapolated(points):
@@ -87,8 +88,18 @@ def test_equal_losses_are_interpolated_and_never_extrapolated(points):
     """The dense curve is a power law, so the FLOPs for a loss are known."""
     found = differences.equal_losses(points, "experts", "dense", "xs")
     assert [equal.difference.per_parameter for equal in found] == [6.0, 12.0, 24.0]  # not at 3, 48
+    assert [sorted(equal.bounds) for equal in found] == [[], [], []]
     loss = 10 * 24_000**-0.1 + law(24, 1000, 1)
     assert found[-1].by_seed[1] == pytest.approx((10 / loss) ** 10 / 24_000, rel=0.02)
+
+
+def test_a_curve_that_ends_above_the_loss_gives_a_bound(points):
+    """Without it, the seed that the other variant does worst in would be left out of the mean."""
+    shorter = [p for p in points if (p.variant, p.seed) != ("dense", 3) or p.tokens < 24_000]
+    shorter = [replace(p, loss=p.loss + 1) if (p.variant, p.seed) == ("dense", 3) else p for p in shorter]
+    found = differences.equal_losses(shorter, "experts", "dense", "xs")[0]
+    assert found.bounds == {3} and found.by_seed[3] == pytest.approx(12 / found.difference.per_parameter)
+    assert f"3: &gt; {found.by_seed[3]:.2f}" in evidence_why.equal_losses(shorter, "experts")
 
 
 def test_picture_has_models_without_experts_and_other_routers(points, tmp_path):

@@ -73,6 +73,9 @@ def test_branch_is_the_whole_run_with_its_schedule(tmp_path):
     subprocess.run(worker, check=True, stdout=subprocess.DEVNULL)
     found = Evidence.of(study, cells)
     assert [(point.budget, point.tokens) for point in found.points] == [(2_560, 2_560), (5_120, 5_120)]
+    metrics = [*tmp_path.glob("runs/*experts*/metrics.jsonl")]
+    spent = sum(record["speed/step_seconds"] for path in metrics for record in metrics_so_far(path))
+    assert len(metrics) == 3 and sum(point.seconds for point in found.points) == pytest.approx(spent)
     records = list(metrics_so_far(RunFolder(tmp_path / "runs" / "whole").metrics))
     assert found.points[1].loss == last_value(records, "validation/loss")
     manuals = study.corpus.folder / "tokens" / "manuals" / "validation"
@@ -192,10 +195,37 @@ def test_no_two_processes_train_one_trunk(tmp_path):
     assert local._ready([[later], dense]) == dense and local._ready([[later]]) is None
 
 
+def test_keys_that_end_alike_have_names_of_their_own(tmp_path):
+    grids = [{f"model.{kind}.state_size": [8]} for kind in ("mamba2", "mamba3")]
+    series = [{"sizes": ["small"], "seeds": [1], "variants": ["experts"], "budgets": 1, "grid": grid} for grid in grids]
+    study = study_of(tmp_path, series=series)
+    names = [cell.name for cell in study.runs(study.learning_rates())]
+    assert names == [f"experts-small-seed1-model.{kind}.state_size_8-2560" for kind in ("mamba2", "mamba3")]
+
+
+def grid_of(**keys):
+    return {"series": [{"sizes": ["small"], "seeds": [1], "grid": keys}]}
+
+
 @pytest.mark.parametrize(
     "wrong, reason",
     [
         ({"tokens": {"small": [2, 1]}}, "rising order"),
+        ({"series": []}, "it has none"),
+        (
+            {"series": [{"sizes": ["small"], "seeds": [1], "budgets": 3}]},
+            r"series\.0\.budgets=3: its sizes have at most 2",
+        ),
+        ({"ablations": {"a": {"of": "dense", "size": "small", "set": {}}}}, "use a series with a grid"),
+        (grid_of(**{"model.router.kin": [1]}), r"series\.0\.grid: .*a run has no key 'model\.router\.kin'"),
+        (grid_of(**{"model.router": [1]}), r"a run has no key 'model\.router'"),
+        (grid_of(**{"branch.branch.clip": [1]}), "a run has no key 'branch.clip'"),
+        (grid_of(**{"model.top_k": []}), "at least 1 item"),
+        (grid_of(**{"data.mixture": [[1, 2]]}), r"series\.0\.grid"),
+        (grid_of(name=["x"]), "the study sets name itself"),
+        (grid_of(**{"branch.training.tokens": [9]}), "the study sets training.tokens itself"),
+        (grid_of(**{"branch.model.hidden_size": [8]}), "a branch goes on with its trunk's model.hidden_size"),
+        (grid_of(**{"branch.training.global_batch": [8]}), "a branch goes on with its trunk's training.global_batch"),
         ({"series": [{"sizes": ["big"], "seeds": [1]}]}, "big is no size"),
         (
             {
@@ -319,6 +349,35 @@ def test_older_study_files_are_read(tmp_path):
     (tmp_path / "old.yaml").write_text(yaml.safe_dump(old | {"vocabulary": 300, "corpus_megabytes": 7}))
     corpus = read_study(str(tmp_path / "old.yaml")).corpus
     assert (corpus.vocabulary, corpus.megabytes, corpus.near_duplicates) == (300, 7, False)
+
+
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        ("", "Expecting value"),
+        ("[1]", "its content: "),
+        ("{}", "name: Field required"),
+        ('{"name": "x"', "Expecting ',' delimiter"),
+        ("\udcff", "can't decode byte"),
+    ],
+)
+def test_unreadable_points_are_one_line(tmp_path, content, why):
+    path = tmp_path / "points.json"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(StudyError, match=rf"points\.json cannot be read as the points of a study: .*{why}"):
+        run(study_of(tmp_path), HowToRun(points=path))  # before any text is gathered
+
+
+def test_points_of_another_study_are_not_drawn_as_this_one(tmp_path):
+    how = HowToRun(points=ROOT / "docs" / "studies" / "trend.json", page_only=True)
+    with pytest.raises(StudyError, match="points of the study trend"):
+        run(study_of(tmp_path), how)
+
+
+def test_page_before_a_learning_rate_is_chosen(tmp_path, capsys):
+    tuning = {"size": "small", "learning_rates": [4e-3, 8e-3]}
+    assert not run(study_of(tmp_path, tuning=tuning), HowToRun(page_only=True))
+    assert capsys.readouterr().out.startswith("0 of 0 planned points are finished")
 
 
 def test_page_is_made_from_the_committed_points(tmp_path, capsys):
