@@ -96,7 +96,7 @@ def _losses(points: Sequence[Point]) -> Iterator[str]:
         curves = []
         for i, variant in enumerate(unique(points, "variant")):
             spent, losses = _means(chosen(points, variant=variant, size=size))
-            curves.append(Line(variant, np.log10(spent), losses, colour=i))
+            curves.append(Line(variant, np.log10(spent), losses, colour=i, thin=i >= charts.COLOURS))
             if law := _best_fit(points, variant, size):
                 curves.append(Line(f"{variant}, law", np.log10(spent), law.law.at(spent), colour=i, dashed=True))
         yield charts.lines(f"Validation loss, size {size}", curves, x_label="log10 of training FLOPs")
@@ -115,8 +115,11 @@ def _differences(evidence: Evidence) -> Iterator[str]:
             mean = np.array([each.mean for each in found])
             half = np.array([each.interval or 0.0 for each in found])
             x = np.log10([each.per_parameter for each in found])
-            curves.append(Line(f"size {size}", x, mean, mean - half, mean + half, colour=j))
-        if i and any(len(curve.x) for curve in curves):
+            one_seed = all(len(each.values) == 1 for each in found)
+            name = f"size {size}" + (", one seed" if one_seed else "")
+            curves.append(Line(name, x, mean, mean - half, mean + half, colour=j, thin=one_seed))
+        if i and (ends := [x for curve in curves for x in curve.x]):
+            curves.append(Line("equal", [min(ends), max(ends)], [0.0, 0.0], colour=len(curves), dashed=True, thin=True))
             title, label = f"{evidence.first} − {other}", "log10 of tokens per parameter"
             yield charts.lines(title, curves, x_label=label)
 
@@ -197,7 +200,7 @@ def _residuals(points: Sequence[Point]) -> Iterator[str]:
             if found := _best_fit(points, variant, size):
                 budgets = sorted(found.residuals)
                 means = [statistics.fmean(found.residuals[budget]) for budget in budgets]
-                curves.append(Line(variant, np.log10(budgets), means, colour=i))
+                curves.append(Line(variant, np.log10(budgets), means, colour=i, thin=i >= charts.COLOURS))
         if curves:
             yield charts.lines(f"Residuals, size {size}", curves, x_label="log10 of the budget in tokens")
 

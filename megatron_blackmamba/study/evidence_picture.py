@@ -31,12 +31,23 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
         return False
     first = evidence.first.replace("_", " ")
     titles = "What experts give: against models without", f"What the router {first} costs: against others"
+    drawn = 0
     for place, others, title in zip(axes, kinds_of_others(points, evidence.first), titles, strict=True):
-        for i, other in enumerate(_with_most_seeds(points, others)):
-            _differences(place, points, evidence.first, other, f"C{i}")
+        for other in _with_most_seeds(points, others):
+            _differences(place, points, evidence.first, other, f"C{drawn}")
+            drawn += 1
         for size, style in zip(unique(points, "size"), LINES, strict=False):
-            parameters = chosen(points, variant=evidence.first, size=size)[0].parameters
-            place.plot([], [], color="black", linestyle=style, label=f"{parameters / 1e6:.2g}M parameters")
+            own = chosen(points, variant=evidence.first, size=size)
+            seeds = len(unique(own, "seed"))
+            said = (
+                "1 seed"
+                if seeds == 1
+                else f"{seeds} seeds, band: 95%"
+                if seeds >= SEEDS_OF_A_BAND
+                else f"{seeds} seeds"
+            )
+            label = f"{own[0].parameters / 1e6:.2g}M parameters ({said})"
+            place.plot([], [], color="black", linestyle=style, label=label)
         place.axhline(0, color="black", linewidth=0.8)
         place.set(xscale="log", xlabel="training tokens per parameter", title=title)
         low, high = place.get_xlim()
@@ -47,6 +58,9 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
         for height, word in ((0.97, "worse ↑"), (0.03, "better ↓")):
             where = {"ha": "right", "va": "center", "transform": place.transAxes, "fontsize": "small"}
             place.text(0.99, height, f"{first} is {word}", **where)
+    lows, highs = zip(*(place.get_ylim() for place in axes), strict=True)
+    for place in axes:  # one scale: heights on the left and on the right compare
+        place.set_ylim(min(lows), max(highs))
     axes[0].set_ylabel(f"loss of {first} less the other's, in nats")
     return True
 
