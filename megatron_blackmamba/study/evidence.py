@@ -71,6 +71,7 @@ def render(evidence: Evidence) -> str:
         html.section("Loss over training FLOPs", [*_losses(points)], "Means over the seeds; dashed: the fitted law."),
         evidence_why.comparisons(points, evidence.first),
         evidence_why.equal_losses(points, evidence.first),
+        evidence_why.tuned(evidence.points, evidence.first),
         evidence_why.law(points, evidence.first),
         evidence_why.routers(points),
         evidence_why.generation(evidence),

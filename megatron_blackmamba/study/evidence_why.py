@@ -7,8 +7,9 @@ from html import escape
 
 from megatron_blackmamba.report import html
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.study import differences
+from megatron_blackmamba.study import differences, fits
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
+from megatron_blackmamba.study.results import mean_of
 from megatron_blackmamba.study.routing import MEANING
 
 PAPERS = (2.8e9, 300e9)
@@ -48,6 +49,28 @@ def equal_losses(points: Sequence[Point], first: str) -> str:
     )
     columns = ("variant", "size", "budget", "tokens per parameter", "FLOPs for the same loss", "by seed")
     return _section("Equal losses", words, columns, rows)
+
+
+def tuned(points: Sequence[Point], first: str) -> str:
+    """Compare the variants at the best learning rate tried for each, where three or more were."""
+    best = {(each.variant, each.size, each.budget): each for each in fits.best_values(points, fits.RATE)}
+    some, rows = fits.at_best_rates(points), []
+    for size in unique(some, "size"):
+        for other in [each for each in unique(some, "variant") if each != first]:
+            for at in fits.differences(some, first, other, size):
+                pair = [best[variant, size, at.budget] for variant in (first, other)]
+                rates = [f"{min(one.tried, key=lambda r: one.tried[r]):.2g}" + " (edge)" * one.at_edge for one in pair]
+                where = [f"{first} − {other}", size, short(at.budget), f"{at.per_parameter:.1f}", *rates]
+                rows.append([*where, str(len(at.values)), mean_of(at.values, "+")])
+    words = (
+        "Each variant at the learning rate tried with which its loss is lowest, by the seeds that have all rates."
+        " Edge: it is the smallest or largest one tried, and a better one may lie beyond."
+    )
+    columns = (
+        "comparison", "size", "budget", "tokens per parameter", "rate of the first", "of the other", "seeds",
+        "difference",
+    )  # fmt: skip
+    return _section("At the best learning rates", words, columns, rows)
 
 
 def law(points: Sequence[Point], first: str) -> str:

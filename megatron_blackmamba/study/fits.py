@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -193,6 +193,7 @@ class Best:
     key: str
     variant: str
     size: str
+    budget: int
     flops: float
     tried: dict[float, float]
     """Value → mean loss of the seeds that have them all."""
@@ -227,7 +228,7 @@ def best_values(points: Sequence[Point], key: str) -> list[Best]:
         lowest = min(tried, key=lambda value: tried[value])
         at_edge = lowest in (min(tried), max(tried))
         value, loss = (lowest, tried[lowest]) if at_edge else _vertex(tried, lowest)
-        found.append(Best(key, variant, size, at[0][0].flops, tried, value, loss, at_edge))
+        found.append(Best(key, variant, size, budget, at[0][0].flops, tried, value, loss, at_edge))
     return found
 
 
@@ -236,6 +237,22 @@ def _value(point: Point, key: str) -> float | None:
     value = point.changed.get(key, point.rate if key == RATE else None)
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     return float(value) if is_number and point.changed.keys() <= {key} else None  # type: ignore[arg-type]
+
+
+def at_best_rates(points: Sequence[Point]) -> list[Point]:
+    """Return the points at the learning rate tried with which their variant, size and budget has the lowest loss.
+
+    The seeds that have all rates choose. The others count where they have the chosen one.
+    """
+    best = {
+        (each.variant, each.size, each.budget): min(each.tried, key=lambda rate: each.tried[rate])
+        for each in best_values(points, RATE)
+    }
+    return [
+        replace(point, changed={})
+        for point in points
+        if (rate := _value(point, RATE)) is not None and best.get((point.variant, point.size, point.budget)) == rate
+    ]
 
 
 def over_flops(best: Sequence[Best]) -> Slope | None:
