@@ -325,6 +325,22 @@ def test_a_change_is_compared_seed_by_seed():
     assert f"-0.200 ± {4.303 * 0.1 / math.sqrt(3):.3f}" in page
 
 
+def test_variants_are_compared_at_their_own_best_rates():
+    """Seed 1 has all rates and chooses: 8e-3 for experts, 2e-3 for dense. Seed 2 has only the chosen ones."""
+    losses = {"experts": {2e-3: 3.3, 4e-3: 3.2, 8e-3: 3.0}, "dense": {2e-3: 3.1, 4e-3: 3.4, 8e-3: 3.5}}
+    points = []
+    for variant, tried in losses.items():
+        for rate, loss in tried.items():
+            changed = {} if rate == 4e-3 else {fits.RATE: rate}
+            seeds = (1, 2) if loss == min(tried.values()) else (1,)
+            points += [point(variant, seed, 1000, loss + seed, rate=rate, **changed) for seed in seeds]
+    points.append(point("dense", 2, 1000, 0.0, rate=8e-3, **{fits.RATE: 8e-3}))  # not what seed 1 chose
+    (found,) = fits.differences(fits.at_best_rates(points), "experts", "dense", "s")
+    assert found.values == pytest.approx((-0.1, -0.1))
+    page = evidence.render(Evidence("x", "y", "experts", 9, {}, tuple(points)))
+    assert "0.008 (edge)" in page and "0.002 (edge)" in page and "-0.100 ± 0.000" in page
+
+
 def test_study_with_branches_may_grow_in_its_folder(tmp_path):
     study_of(tmp_path)
     file = tmp_path / "mine.yaml"
