@@ -52,7 +52,7 @@ def equal_losses(points: Sequence[Point], first: str) -> str:
 
 
 def tuned(points: Sequence[Point], first: str) -> str:
-    """Compare the variants at the best learning rate tried for each, where three or more were."""
+    """Compare the variants at the best learning rate tried for each, where two or more were."""
     best = {(each.variant, each.size, each.budget): each for each in fits.best_values(points, fits.RATE)}
     some, rows = fits.at_best_rates(points), []
     for size in unique(some, "size"):

@@ -200,7 +200,7 @@ class Best:
     value: float
     loss: float
     at_edge: bool
-    """The lowest loss tried is at the smallest or largest value, which is then taken."""
+    """The lowest loss tried is at the smallest or largest value, which is then taken; so it is with two values."""
 
     @property
     def twice(self) -> float | None:
@@ -211,7 +211,7 @@ class Best:
 
 
 def best_values(points: Sequence[Point], key: str) -> list[Best]:
-    """Return the best value of a key for each variant, size and budget at which three or more numbers were tried."""
+    """Return the best value of a key for each variant, size and budget at which two or more numbers were tried."""
     some = [(p, value) for p in points if math.isfinite(p.loss) and (value := _value(p, key)) is not None]
     found = []
     for variant, size, budget in dict.fromkeys((p.variant, p.size, p.budget) for p, _ in some):
@@ -223,7 +223,7 @@ def best_values(points: Sequence[Point], key: str) -> list[Best]:
             for value in values
             if seeds
         }
-        if len(tried) < 3:
+        if len(tried) < 2:
             continue
         lowest = min(tried, key=lambda value: tried[value])
         at_edge = lowest in (min(tried), max(tried))
