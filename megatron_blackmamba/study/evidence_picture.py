@@ -20,49 +20,62 @@ EQUAL = 0.02
 
 
 def write_picture(evidence: Evidence, folder: Path) -> Path | None:
-    """Write NAME.png: differences from models without experts, and from the same model with other routers."""
+    """Write NAME.png: differences from models without experts, and from the same model with other routers.
+
+    Models without experts may want another learning rate: the best one tried for each counts, where some were tried.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     return picture(folder / f"{evidence.name}.png", partial(_draw, evidence), columns=2)
 
 
 def _draw(evidence: Evidence, axes: Any) -> bool:
-    points = evidence.plain
+    points, first = evidence.plain, evidence.first
     if not points:
         return False
-    first = evidence.first.replace("_", " ")
-    titles = "What experts give: against models without", f"What the router {first} costs: against others"
-    drawn = 0
-    for place, others, title in zip(axes, kinds_of_others(points, evidence.first), titles, strict=True):
-        for other in _with_most_seeds(points, others):
-            _differences(place, points, evidence.first, other, f"C{drawn}")
-            drawn += 1
-        for size, style in zip(unique(points, "size"), LINES, strict=False):
-            own = chosen(points, variant=evidence.first, size=size)
-            seeds = len(unique(own, "seed"))
-            said = (
-                "1 seed"
-                if seeds == 1
-                else f"{seeds} seeds, band: 95%"
-                if seeds >= SEEDS_OF_A_BAND
-                else f"{seeds} seeds"
-            )
-            label = f"{own[0].parameters / 1e6:.2g}M parameters ({said})"
-            place.plot([], [], color="black", linestyle=style, label=label)
-        place.axhline(0, color="black", linewidth=0.8)
-        place.set(xscale="log", xlabel="training tokens per parameter", title=title)
-        low, high = place.get_xlim()
-        place.set_xticks([tick for tick in TICKS if low <= tick <= high])
-        place.xaxis.set_major_formatter("{x:g}")
-        place.xaxis.set_minor_formatter("")
-        place.legend(frameon=False, fontsize="small")
-        for height, word in ((0.97, "worse ↑"), (0.03, "better ↓")):
-            where = {"ha": "right", "va": "center", "transform": place.transAxes, "fontsize": "small"}
-            place.text(0.99, height, f"{first} is {word}", **where)
+    dense, routed = (_with_most_seeds(points, others) for others in kinds_of_others(points, first))
+    tuned, title = fits.at_best_rates(evidence.points), "What experts give: against models without"
+    if {first, *dense} <= {point.variant for point in tuned}:
+        points, title = tuned, f"{title}, each at its best rate"
+    left = _panel(axes[0], points, first, dense, 0, title)
+    _panel(axes[1], evidence.plain, first, routed, left, f"What the router {_plain(first)} costs: against others")
     lows, highs = zip(*(place.get_ylim() for place in axes), strict=True)
     for place in axes:  # one scale: heights on the left and on the right compare
         place.set_ylim(min(lows), max(highs))
-    axes[0].set_ylabel(f"loss of {first} less the other's, in nats")
+    axes[0].set_ylabel(f"loss of {_plain(first)} less the other's, in nats")
     return True
+
+
+def _panel(place: Any, points: Sequence[Point], first: str, others: Sequence[str], number: int, title: str) -> int:
+    """Draw the differences from some variants, in colours from a number on; return the number of the next colour."""
+    for other in others:
+        _differences(place, points, first, other, f"C{number}")
+        number += 1
+    for size, style in zip(unique(points, "size"), LINES, strict=False):
+        if own := chosen(points, variant=first, size=size):
+            label = f"{own[0].parameters / 1e6:.2g}M parameters ({_seeds(len(unique(own, 'seed')))})"
+            place.plot([], [], color="black", linestyle=style, label=label)
+    place.axhline(0, color="black", linewidth=0.8)
+    place.set(xscale="log", xlabel="training tokens per parameter")
+    place.set_title(title, fontsize="medium")
+    low, high = place.get_xlim()
+    place.set_xticks([tick for tick in TICKS if low <= tick <= high])
+    place.xaxis.set_major_formatter("{x:g}")
+    place.xaxis.set_minor_formatter("")
+    place.legend(frameon=False, fontsize="small")
+    for height, word in ((0.97, "worse ↑"), (0.03, "better ↓")):
+        where = {"ha": "right", "va": "center", "transform": place.transAxes, "fontsize": "small"}
+        place.text(0.99, height, f"{_plain(first)} is {word}", **where)
+    return number
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _seeds(number: int) -> str:
+    if number == 1:
+        return "1 seed"
+    return f"{number} seeds" + (", band: 95%" if number >= SEEDS_OF_A_BAND else "")
 
 
 def kinds_of_others(points: Sequence[Point], first: str) -> tuple[list[str], list[str]]:
@@ -97,4 +110,4 @@ def _differences(place: Any, points: Sequence[Point], first: str, other: str, co
             half = np.array([each.interval if len(each.values) >= SEEDS_OF_A_BAND else np.nan for each in found])
             place.plot(x, mean, color=colour, linestyle=style, marker=".", linewidth=1.2)
             place.fill_between(x, mean - half, mean + half, color=colour, alpha=0.12)
-    place.plot([], [], color=colour, label=f"against {other.replace('_', ' ')}")
+    place.plot([], [], color=colour, label=f"against {_plain(other)}")
