@@ -53,18 +53,17 @@ def equal_losses(points: Sequence[Point], first: str) -> str:
 
 def tuned(points: Sequence[Point], first: str) -> str:
     """Compare the variants at the best learning rate tried for each, where two or more were."""
-    best = {(each.variant, each.size, each.budget): each for each in fits.best_values(points, fits.RATE)}
-    some, rows = fits.at_best_rates(points), []
+    known, some, rows = fits.rates(points), fits.at_best_rates(points), []
     for size in unique(some, "size"):
         for other in [each for each in unique(some, "variant") if each != first]:
             for at in fits.differences(some, first, other, size):
-                pair = [best[variant, size, at.budget] for variant in (first, other)]
-                rates = [f"{min(one.tried, key=lambda r: one.tried[r]):.2g}" + " (edge)" * one.at_edge for one in pair]
-                where = [f"{first} − {other}", size, short(at.budget), f"{at.per_parameter:.1f}", *rates]
+                used = [f"{own.best:.2g}" + " (edge)" * own.at_edge for own in (known[first, size], known[other, size])]
+                where = [f"{first} − {other}", size, short(at.budget), f"{at.per_parameter:.1f}", *used]
                 rows.append([*where, str(len(at.values)), mean_of(at.values, "+")])
     words = (
-        "Each variant at the learning rate tried with which its loss is lowest, by the seeds that have all rates."
-        " Edge: it is the smallest or largest one tried, and a better one may lie beyond."
+        f"Each variant at the learning rate tried with which its loss is lowest, on average over its {fits.LARGEST}"
+        " largest budgets and the seeds that have all rates. Edge: it is the smallest or largest one tried up to there,"
+        " and a better one may lie beyond."
     )
     columns = (
         "comparison", "size", "budget", "tokens per parameter", "rate of the first", "of the other", "seeds",

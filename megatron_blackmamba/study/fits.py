@@ -13,6 +13,8 @@ from megatron_blackmamba.study.results import half_interval
 LEAST_BUDGETS = {False: 3, True: 5}
 """Budgets that a power law needs, without and with an offset."""
 OFFSETS = 400
+LARGEST = 3
+"""Budgets that choose a learning rate."""
 MISFIT = 3.0
 """A budget does not fit if its mean residual is this many standard errors over the seeds."""
 MISFIT_NATS = 0.01
@@ -239,19 +241,52 @@ def _value(point: Point, key: str) -> float | None:
     return float(value) if is_number and point.changed.keys() <= {key} else None  # type: ignore[arg-type]
 
 
-def at_best_rates(points: Sequence[Point]) -> list[Point]:
-    """Return the points at the learning rate tried with which their variant, size and budget has the lowest loss.
+@dataclass(frozen=True)
+class Rates:
+    """The learning rates that a variant was trained with at a size, up to its largest budget."""
 
-    The seeds that have all rates choose. The others count where they have the chosen one.
+    tried: dict[float, float]
+    """Rate → mean loss over the largest budgets and the seeds that have all of these rates."""
+
+    @property
+    def best(self) -> float:
+        """Return the rate with the lowest loss."""
+        return min(self.tried, key=lambda rate: self.tried[rate])
+
+    @property
+    def at_edge(self) -> bool:
+        """Return whether the best rate is the smallest or largest one, so that a better one may lie beyond."""
+        return self.best in (min(self.tried), max(self.tried))
+
+
+def rates(points: Sequence[Point]) -> dict[tuple[str, str], Rates]:
+    """Return the rates by variant and size, of those with two or more."""
+    found = {}
+    by_rate = [(p, rate) for p in points if math.isfinite(p.loss) and (rate := _value(p, RATE)) is not None]
+    for variant, size in dict.fromkeys((p.variant, p.size) for p, _ in by_rate):
+        own = [(p, rate) for p, rate in by_rate if (p.variant, p.size) == (variant, size)]
+        budgets = sorted({p.budget for p, _ in own})[-LARGEST:]
+        losses: dict[float, dict[int, list[float]]] = {}
+        for p, rate in own:
+            if p.budget in budgets:
+                losses.setdefault(rate, {}).setdefault(p.seed, []).append(p.loss)
+        whole = {rate: {s for s in seeds if len(seeds[s]) == len(budgets)} for rate, seeds in losses.items()}
+        whole = {rate: seeds for rate, seeds in sorted(whole.items()) if seeds}
+        if len(whole) > 1 and (seeds := set.intersection(*whole.values())):
+            found[variant, size] = Rates({r: statistics.fmean(x for s in seeds for x in losses[r][s]) for r in whole})
+    return found
+
+
+def at_best_rates(points: Sequence[Point]) -> list[Point]:
+    """Return the points at the best learning rate of their variant and size.
+
+    The seeds that have all rates choose it. All seeds that have it count.
     """
-    best = {
-        (each.variant, each.size, each.budget): min(each.tried, key=lambda rate: each.tried[rate])
-        for each in best_values(points, RATE)
-    }
+    best = {key: own.best for key, own in rates(points).items()}
     return [
-        replace(point, changed={})
-        for point in points
-        if (rate := _value(point, RATE)) is not None and best.get((point.variant, point.size, point.budget)) == rate
+        replace(p, changed={})
+        for p in points
+        if (rate := _value(p, RATE)) is not None and best.get((p.variant, p.size)) == rate
     ]
 
 
