@@ -21,21 +21,27 @@ COLUMNS = (
 
 def summary(evidence: Evidence) -> list[str]:
     """Return what the points say so far: a line for each comparison with the first variant."""
-    points, sizes = evidence.plain, unique(evidence.plain, "size")
+    points, first = evidence.plain, evidence.first
     hours = sum(point.seconds for point in evidence.points) / 3600
     said = [f"{len(evidence.points)} of {evidence.planned} planned points are finished, {hours:.1f} hours of steps."]
-    for other in [each for each in unique(points, "variant") if each != evidence.first]:
-        name, crossings = f"{evidence.first} − {other}", []
-        for size in sizes:
-            if cross := fits.crossing(points, evidence.first, other, size):
-                last = fits.differences(points, evidence.first, other, size)[-1]
+    said += _compared(fits.at_best_rates(evidence.points), first, evidence_why.TUNED)
+    said += _compared(points, first, "")
+    return said + evidence_why.said_of_the_law(points, first)
+
+
+def _compared(points: Sequence[Point], first: str, where: str) -> Iterator[str]:
+    """Yield a line for each comparison, and for how its turn moves with the size."""
+    for other in [each for each in unique(points, "variant") if each != first]:
+        name, crossings = f"{first} − {other}", []
+        for size in unique(points, "size"):
+            if cross := fits.crossing(points, first, other, size):
+                last = fits.differences(points, first, other, size)[-1]
                 crossings += [cross] if cross.by_seed else []
                 at = f"at {last.per_parameter:.1f} tokens per parameter, the largest budget"
-                said.append(f"{name}, size {size}: {_signed(last)} {at}; {_crossing(cross)}.")
+                yield f"{name}, size {size}{where}: {_signed(last)} {at}; {_crossing(cross)}."
         slope = fits.crossing_over_sizes(crossings)
         if slope and slope.interval is not None:  # one seed says nothing about its error
-            said.append(f"{name}: the tokens per parameter at the turn grow as parameters^{_exponent(slope)}.")
-    return said + evidence_why.said_of_the_law(points, evidence.first)
+            yield f"{name}{where}: the tokens per parameter at the turn grow as parameters^{_exponent(slope)}."
 
 
 def _signed(difference: fits.Difference) -> str:
@@ -62,16 +68,18 @@ def _crossing(cross: fits.Crossing) -> str:
 
 def render(evidence: Evidence) -> str:
     """Return the page as one string of HTML."""
-    points = evidence.plain
+    points, tuned = evidence.plain, fits.at_best_rates(evidence.points)
     header = f"<h1>Study: {escape(evidence.name)}</h1><p>{escape(evidence.about)}</p>"
     sections = [
         "<section><h2>So far</h2>" + "".join(f"<p>{escape(line)}</p>" for line in summary(evidence)) + "</section>",
         html.section("Differences", [*_differences(evidence)], "Below zero, the first variant is better. Bands are 95%"
                      " confidence intervals over the seeds. The variants of a seed share the order of the data."),
         html.section("Loss over training FLOPs", [*_losses(points)], "Means over the seeds; dashed: the fitted law."),
+        evidence_why.tuned(evidence.points, evidence.first),
+        evidence_why.comparisons(tuned, evidence.first, evidence_why.TUNED),
+        evidence_why.equal_losses(tuned, evidence.first, evidence_why.TUNED),
         evidence_why.comparisons(points, evidence.first),
         evidence_why.equal_losses(points, evidence.first),
-        evidence_why.tuned(evidence.points, evidence.first),
         evidence_why.law(points, evidence.first),
         evidence_why.routers(points),
         evidence_why.generation(evidence),

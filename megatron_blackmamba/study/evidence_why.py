@@ -15,11 +15,13 @@ from megatron_blackmamba.study.routing import MEANING
 PAPERS = (2.8e9, 300e9)
 """Parameters and tokens of the paper's larger model."""
 
+TUNED = ", each at its best learning rate"
+
 LARGE = 6
 """Decades from which on only the power of ten is shown."""
 
 
-def comparisons(points: Sequence[Point], first: str) -> str:
+def comparisons(points: Sequence[Point], first: str, where: str = "") -> str:
     """Show a test for each comparison that three seeds have."""
     rows = [
         [f"{first} − {one.other}", one.size, f"{one.mean:+.3f}", _each(one.by_seed, "+.3f"), f"{one.p:.2g}"]
@@ -30,10 +32,10 @@ def comparisons(points: Sequence[Point], first: str) -> str:
         f"A seed's mean difference over its budgets of at least {differences.TESTED_FROM:g} tokens per parameter,"
         " and Student's t over the seeds. The last column allows for the number of tests (Holm)."
     )
-    return _section("Tests", words, ("comparison", "size", "mean", "by seed", "p", "p, adjusted"), rows)
+    return _section(f"Tests{where}", words, ("comparison", "size", "mean", "by seed", "p", "p, adjusted"), rows)
 
 
-def equal_losses(points: Sequence[Point], first: str) -> str:
+def equal_losses(points: Sequence[Point], first: str, where: str = "") -> str:
     """Show what other variants must spend for the same loss."""
     rows = []
     for size in unique(points, "size"):
@@ -48,7 +50,7 @@ def equal_losses(points: Sequence[Point], first: str) -> str:
         " Above 1, it needs more. Nothing is extrapolated: > marks a seed whose curve ends above the loss."
     )
     columns = ("variant", "size", "budget", "tokens per parameter", "FLOPs for the same loss", "by seed")
-    return _section("Equal losses", words, columns, rows)
+    return _section(f"Equal losses{where}", words, columns, rows)
 
 
 def tuned(points: Sequence[Point], first: str) -> str:
@@ -69,7 +71,7 @@ def tuned(points: Sequence[Point], first: str) -> str:
         "comparison", "size", "budget", "tokens per parameter", "rate of the first", "of the other", "seeds",
         "difference",
     )  # fmt: skip
-    return _section("At the best learning rates", words, columns, rows)
+    return _section(f"Differences{TUNED}", words, columns, rows)
 
 
 def law(points: Sequence[Point], first: str) -> str:
