@@ -44,6 +44,9 @@ class StopRequest:
             self.release()
             os.kill(os.getpid(), number)
         self.received = signal.Signals(number)
+        around = getattr(self._before.get(self.received), "__self__", None)
+        if isinstance(around, StopRequest):  # this run may end by itself now, and another follow
+            around.received = self.received
 
     @property
     def asked(self) -> bool:

@@ -6,15 +6,23 @@ A small run takes less time than starting Python does. A stopped run ends the pr
 import sys
 
 from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
+from megatron_blackmamba.runtime.signals import StopRequest
 from megatron_blackmamba.study.runs import folder_of
 from megatron_blackmamba.training.loop import train
 
 
 def main(paths: list[str]) -> int:
     """Train the runs of config files in order; return 0, or the exit code of the first that did not end as planned."""
-    for config in (load([path]) for path in paths):
-        if not _past(config) and (code := train(config)):
-            return int(code)
+    request = StopRequest()
+    try:
+        for config in (load([path]) for path in paths):
+            if request.asked:  # as the run before ended
+                return int(STOPPED_ON_REQUEST)
+            if not _past(config) and (code := train(config)):
+                return int(code)
+    finally:
+        request.release()
     return 0
 
 

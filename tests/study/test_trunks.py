@@ -1,9 +1,11 @@
 """Studies on trunks and branches: a branch is a whole run with the same schedule, and laws are found where they are."""
 
 import math
+import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from megatron_blackmamba.config import to_yaml
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
-from megatron_blackmamba.study import StudyError, afford, evidence, fits, length, routing
+from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
+from megatron_blackmamba.runtime.signals import StopRequest
+from megatron_blackmamba.study import StudyError, afford, evidence, fits, length, routing, worker
 from megatron_blackmamba.study.commands import open_study, run
 from megatron_blackmamba.study.config import LengthConfig, read_study
 from megatron_blackmamba.study.execute import Local
@@ -205,6 +209,26 @@ def test_keys_that_end_alike_have_names_of_their_own(tmp_path):
 
 def grid_of(**keys):
     return {"series": [{"sizes": ["small"], "seeds": [1], "grid": keys}]}
+
+
+def test_a_request_to_stop_as_a_run_ends_stops_the_next_one(tmp_path, monkeypatch):
+    """The run is finished and says so; the process must not begin the next one, which nobody will ask again."""
+    cells = (study := study_of(tmp_path)).runs(study.learning_rates())[:2]
+    paths, trained = [str(tmp_path / f"{cell.name}.yaml") for cell in cells], []
+    for cell, path in zip(cells, paths, strict=True):
+        Path(path).write_text(to_yaml(cell.config))
+
+    def train(config):
+        request = StopRequest()
+        signal.raise_signal(signal.SIGTERM)
+        request.release()
+        trained.append(config.name)
+        return 0
+
+    monkeypatch.setattr(worker, "train", train)
+    before = signal.getsignal(signal.SIGTERM)
+    assert worker.main(paths) == STOPPED_ON_REQUEST and trained == [cells[0].name]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(
