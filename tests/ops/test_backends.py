@@ -44,13 +44,20 @@ def test_a_backend_whose_smallest_call_fails_is_skipped(tmp_path, monkeypatch):
     backends.why_not.cache_clear()
 
 
+def forget(monkeypatch, names):
+    """Let these modules be imported anew; after the test, those of before are back, and its own are gone."""
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+
+
 def mamba_ssm(tmp_path, monkeypatch, interface):
     """Install a package mamba-ssm whose scan in CUDA is this."""
     (tmp_path / "mamba_ssm/ops").mkdir(parents=True)
     (tmp_path / "mamba_ssm/ops/selective_scan_interface.py").write_text(interface)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if "mamba_ssm" in name]:
-        monkeypatch.delitem(sys.modules, name)
+    inside = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.selective_scan_interface")
+    forget(monkeypatch, {*inside, *(f"megatron_blackmamba.ops.{op}.mamba_ssm" for op in ("selective_scan", "ssd"))})
     for cached in (backends.why_not, backends._load):
         cached.cache_clear()
 
@@ -81,8 +88,7 @@ def write_op(tmp_path, monkeypatch, name, body):
     (tmp_path / f"an_op/{name}.py").write_text(body)
     (tmp_path / "an_op/plain.py").write_text("def unavailable(): return None\ndef unsupported(): return None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("an_op", "an_op.plain"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    forget(monkeypatch, {"an_op", "an_op.plain", f"an_op.{name}"})
     for cached in (backends.why_not, backends._load):
         cached.cache_clear()
 
