@@ -22,7 +22,7 @@ EQUAL = 0.02
 def write_picture(evidence: Evidence, folder: Path) -> Path | None:
     """Write NAME.png: differences from models without experts, and from the same model with other routers.
 
-    Models without experts may want another learning rate: the best one tried for each counts, where some were tried.
+    Models without experts may want another learning rate: the best one tried for each counts, if enough seeds have it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     return picture(folder / f"{evidence.name}.png", partial(_draw, evidence), columns=2)
@@ -34,7 +34,8 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
         return False
     dense, routed = (_with_most_seeds(points, others) for others in kinds_of_others(points, first))
     tuned, title = fits.at_best_rates(evidence.points), "What experts give: against models without"
-    if {first, *dense} <= {point.variant for point in tuned}:
+    seeds = [len(unique(chosen(tuned, variant=each), "seed")) for each in (first, *dense)]
+    if min(seeds) >= SEEDS_OF_A_BAND:
         points, title = tuned, f"{title}, each at its best rate"
     left = _panel(axes[0], points, first, dense, 0, title)
     _panel(axes[1], evidence.plain, first, routed, left, f"What the router {_plain(first)} costs: against others")
