@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from megatron_blackmamba.config.load import config_folder, walk
+from megatron_blackmamba.config.load import config_folder, keys
 from megatron_blackmamba.settings import Section, file_kinds
 from megatron_blackmamba.settings.yaml_files import read_yaml
 
@@ -74,7 +74,7 @@ class SeriesConfig(Section):
         from megatron_blackmamba.training.branch import may_differ
         from megatron_blackmamba.training.start.resume import under
 
-        known = {path for path, _, section in walk() if section is None}
+        known = keys()
         for key in grid:
             plain = key.removeprefix(BRANCH)
             if plain not in known:

@@ -37,8 +37,9 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     seeds = [len(unique(chosen(tuned, variant=each), "seed")) for each in (first, *dense)]
     if min(seeds) >= SEEDS_OF_A_BAND:
         points, title = tuned, f"{title}, each at its best rate"
-    left = _panel(axes[0], points, first, dense, 0, title)
-    _panel(axes[1], evidence.plain, first, routed, left, f"What the router {_plain(first)} costs: against others")
+    _panel(axes[0], points, first, dense, 0, title)
+    cost = f"What the router {_plain(first)} costs: against others"
+    _panel(axes[1], evidence.plain, first, routed, len(dense), cost)
     lows, highs = zip(*(place.get_ylim() for place in axes), strict=True)
     for place in axes:  # one scale: heights on the left and on the right compare
         place.set_ylim(min(lows), max(highs))
@@ -46,11 +47,10 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     return True
 
 
-def _panel(place: Any, points: Sequence[Point], first: str, others: Sequence[str], number: int, title: str) -> int:
-    """Draw the differences from some variants, in colours from a number on; return the number of the next colour."""
-    for other in others:
+def _panel(place: Any, points: Sequence[Point], first: str, others: Sequence[str], colour: int, title: str) -> None:
+    """Draw the differences from some variants, in colours from a number on."""
+    for number, other in enumerate(others, colour):
         _differences(place, points, first, other, f"C{number}")
-        number += 1
     for size, style in zip(unique(points, "size"), LINES, strict=False):
         if own := chosen(points, variant=first, size=size):
             label = f"{own[0].parameters / 1e6:.2g}M parameters ({_seeds(len(unique(own, 'seed')))})"
@@ -66,7 +66,6 @@ def _panel(place: Any, points: Sequence[Point], first: str, others: Sequence[str
     for height, word in ((0.97, "worse ↑"), (0.03, "better ↓")):
         where = {"ha": "right", "va": "center", "transform": place.transAxes, "fontsize": "small"}
         place.text(0.99, height, f"{_plain(first)} is {word}", **where)
-    return number
 
 
 def _plain(name: str) -> str:

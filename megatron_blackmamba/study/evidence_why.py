@@ -55,13 +55,14 @@ def equal_losses(points: Sequence[Point], first: str, where: str = "") -> str:
 
 def tuned(points: Sequence[Point], first: str) -> str:
     """Compare the variants at the best learning rate tried for each, where two or more were."""
-    known, some, rows = fits.rates(points), fits.at_best_rates(points), []
+    best, some, rows = fits.best_rates(points), fits.at_best_rates(points), []
     for size in unique(some, "size"):
         for other in [each for each in unique(some, "variant") if each != first]:
             for at in fits.differences(some, first, other, size):
-                used = [f"{own.best:.2g}" + " (edge)" * own.at_edge for own in (known[first, size], known[other, size])]
-                where = [f"{first} − {other}", size, short(at.budget), f"{at.per_parameter:.1f}", *used]
-                rows.append([*where, str(len(at.values)), mean_of(at.values, "+")])
+                pair = best[first, size], best[other, size]
+                rates = [f"{own.lowest:.2g}" + " (edge)" * own.at_edge for own in pair]
+                where = [f"{first} − {other}", size, short(at.budget), f"{at.per_parameter:.1f}"]
+                rows.append([*where, *rates, str(len(at.values)), mean_of(at.values, "+")])
     words = (
         f"Each variant at the learning rate tried with which its loss is lowest, on average over its {fits.LARGEST}"
         " largest budgets and the seeds that have all rates. Edge: it is the smallest or largest one tried up to there,"

@@ -32,7 +32,6 @@ class Local:
         share = max(1, len(os.sched_getaffinity(0)) // jobs)
         self.threads = os.environ.get("OMP_NUM_THREADS") or str(share)
         self.running: dict[subprocess.Popen, list[Cell]] = {}
-        self.trunks: dict[subprocess.Popen, str] = {}
         self.stopping = False
         self.failed: list[str] = []
         self.counts = (0, 0)
@@ -65,7 +64,8 @@ class Local:
 
     def _ready(self, waiting: Sequence[list[Cell]]) -> list[Cell] | None:
         """Return the first chain whose trunk no process trains."""
-        return next((chain for chain in waiting if chain[0].chain not in self.trunks.values()), None)
+        trained = {cell.chain for chain in self.running.values() for cell in chain}
+        return next((chain for chain in waiting if chain[0].chain not in trained), None)
 
     def _start(self, chain: list[Cell]) -> None:
         written = []
@@ -85,7 +85,7 @@ class Local:
                 start_new_session=True,  # Ctrl-C reaches this process, which then asks the runs to save
                 preexec_fn=partial(follow_parent, os.getpid()),
             )
-        self.running[process], self.trunks[process] = chain, chain[0].chain
+        self.running[process] = chain
 
     def output(self, cell: Cell) -> Path:
         """Return the file with what a run prints."""
@@ -100,7 +100,7 @@ class Local:
             self.say(f"{done + 1}/{total} {chain.pop(0).name}")
         if not ended:
             return
-        del self.running[process], self.trunks[process]
+        del self.running[process]
         asked = process.returncode == STOPPED_ON_REQUEST or (self.stopping and process.returncode == -signal.SIGTERM)
         if chain and not asked:
             code = process.returncode

@@ -205,6 +205,11 @@ class Best:
     """The lowest loss tried is at the smallest or largest value, which is then taken; so it is with two values."""
 
     @property
+    def lowest(self) -> float:
+        """Return the value tried with the lowest loss."""
+        return min(self.tried, key=lambda value: self.tried[value])
+
+    @property
     def twice(self) -> float | None:
         """Return what a factor of 2 from the best value costs; None at an edge."""
         if self.at_edge:
@@ -241,40 +246,18 @@ def _value(point: Point, key: str) -> float | None:
     return float(value) if is_number and point.changed.keys() <= {key} else None  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Rates:
-    """The learning rates that a variant was trained with at a size, up to its largest budget."""
-
-    tried: dict[float, float]
-    """Rate → mean loss over the largest budgets and the seeds that have all of these rates."""
-
-    @property
-    def best(self) -> float:
-        """Return the rate with the lowest loss."""
-        return min(self.tried, key=lambda rate: self.tried[rate])
-
-    @property
-    def at_edge(self) -> bool:
-        """Return whether the best rate is the smallest or largest one, so that a better one may lie beyond."""
-        return self.best in (min(self.tried), max(self.tried))
-
-
-def rates(points: Sequence[Point]) -> dict[tuple[str, str], Rates]:
-    """Return the rates by variant and size, of those with two or more."""
-    found = {}
-    by_rate = [(p, rate) for p in points if math.isfinite(p.loss) and (rate := _value(p, RATE)) is not None]
-    for variant, size in dict.fromkeys((p.variant, p.size) for p, _ in by_rate):
-        own = [(p, rate) for p, rate in by_rate if (p.variant, p.size) == (variant, size)]
-        budgets = sorted({p.budget for p, _ in own})[-LARGEST:]
-        losses: dict[float, dict[int, list[float]]] = {}
-        for p, rate in own:
-            if p.budget in budgets:
-                losses.setdefault(rate, {}).setdefault(p.seed, []).append(p.loss)
-        whole = {rate: {s for s in seeds if len(seeds[s]) == len(budgets)} for rate, seeds in losses.items()}
-        whole = {rate: seeds for rate, seeds in sorted(whole.items()) if seeds}
-        if len(whole) > 1 and (seeds := set.intersection(*whole.values())):
-            found[variant, size] = Rates({r: statistics.fmean(x for s in seeds for x in losses[r][s]) for r in whole})
-    return found
+def best_rates(points: Sequence[Point]) -> dict[tuple[str, str], Best]:
+    """Return the best learning rate of each variant and size, by the mean loss over its largest budgets."""
+    means = []
+    for variant, size in dict.fromkeys((p.variant, p.size) for p in points):
+        own = [p for p in chosen(points, variant=variant, size=size) if _value(p, RATE) and math.isfinite(p.loss)]
+        budgets = sorted(unique(own, "budget"))[-LARGEST:]
+        runs: dict[tuple[int, float], list[Point]] = {}
+        for p in (p for p in own if p.budget in budgets):
+            runs.setdefault((p.seed, p.rate), []).append(p)
+        whole = [run for run in runs.values() if len(run) == len(budgets)]
+        means += [replace(run[-1], loss=statistics.fmean(p.loss for p in run)) for run in whole]
+    return {(best.variant, best.size): best for best in best_values(means, RATE)}
 
 
 def at_best_rates(points: Sequence[Point]) -> list[Point]:
@@ -282,12 +265,8 @@ def at_best_rates(points: Sequence[Point]) -> list[Point]:
 
     The seeds that have all rates choose it. All seeds that have it count.
     """
-    best = {key: own.best for key, own in rates(points).items()}
-    return [
-        replace(p, changed={})
-        for p in points
-        if (rate := _value(p, RATE)) is not None and best.get((p.variant, p.size)) == rate
-    ]
+    best = {key: own.lowest for key, own in best_rates(points).items()}
+    return [replace(p, changed={}) for p in points if _value(p, RATE) and best.get((p.variant, p.size)) == p.rate]
 
 
 def over_flops(best: Sequence[Best]) -> Slope | None:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,11 +166,18 @@ class Study:
         return Cell(config.name, "run", variant, size, seed, config, trunk, budget, changed)
 
     def _named(self, changed: Keys, prefix: str = "") -> str:
-        """Return what changed keys add to the name of a run: their last part, if no other key of a grid has it."""
-        every = {key.removeprefix(BRANCH) for series in self.config.series for key in series.grid}
-        last = {key: key.rpartition(".")[2] for key in every}
-        short = {key: name if [*last.values()].count(name) == 1 else key for key, name in last.items()}
-        return "".join(f"-{prefix}{short[key]}_{value}" for key, value in changed.items())
+        """Return what changed keys add to the name of a run."""
+        return "".join(f"-{prefix}{self._labels[key]}_{value}" for key, value in changed.items())
+
+    @functools.cached_property
+    def _labels(self) -> dict[str, str]:
+        """Return what stands for each key of a grid in names: its last part, if no other key ends so."""
+        last = {
+            key: key.rpartition(".")[2]
+            for key in (key.removeprefix(BRANCH) for series in self.config.series for key in series.grid)
+        }
+        number = Counter(last.values())
+        return {key: name if number[name] == 1 else key for key, name in last.items()}
 
     def _keys(self, name: str, seed: int, rate: float) -> dict[str, Any]:
         return {

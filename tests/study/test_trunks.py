@@ -73,8 +73,8 @@ def test_branch_is_the_whole_run_with_its_schedule(tmp_path):
     for config in [each for cell in cells for each in (cell.trunk, cell.config)] + [whole]:
         paths.append(tmp_path / f"{len(paths)}.yaml")
         paths[-1].write_text(to_yaml(config))
-    worker = [sys.executable, "-m", "megatron_blackmamba.study.worker", *map(str, paths)]
-    subprocess.run(worker, check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "megatron_blackmamba.study.worker", *map(str, paths)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     found = Evidence.of(study, cells)
     assert [(point.budget, point.tokens) for point in found.points] == [(2_560, 2_560), (5_120, 5_120)]
     metrics = [*tmp_path.glob("runs/*experts*/metrics.jsonl")]
@@ -195,7 +195,7 @@ def test_no_two_processes_train_one_trunk(tmp_path):
     first, *dense, later = study.runs(study.learning_rates())
     local = Local(tmp_path, jobs=2, seconds=None, say=print)
     assert first.chain == later.chain and local._ready([[later], dense]) == [later]
-    local.trunks[object()] = first.chain
+    local.running[object()] = [first]
     assert local._ready([[later], dense]) == dense and local._ready([[later]]) is None
 
 
