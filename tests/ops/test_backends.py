@@ -45,7 +45,7 @@ def test_a_backend_whose_smallest_call_fails_is_skipped(tmp_path, monkeypatch):
 
 
 def forget(monkeypatch, names):
-    """Let these modules be imported anew; after the test, those of before are back, and its own are gone."""
+    """Let these modules be imported anew. After the test, the earlier ones are back, and its own are gone."""
     for name in names:
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
