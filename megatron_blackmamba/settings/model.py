@@ -246,7 +246,7 @@ class ModelConfig(Section):
 
     @property
     def trained_pattern(self) -> str:
-        """Return the letters of all layers that training computes, those of the extra depth at the end."""
+        """Return the letters of all layers that training computes; the extra depth comes last."""
         return self.pattern + (self.mtp.pattern or "")
 
     @property

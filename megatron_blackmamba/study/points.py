@@ -37,7 +37,7 @@ def _flops(cell: Cell) -> float:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a file; an empty dict if there is none."""
+    """Return the content of a file; an empty dict without a file."""
     return json.loads(path.read_bytes()) if path.is_file() else {}
 
 

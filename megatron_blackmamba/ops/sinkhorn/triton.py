@@ -138,7 +138,7 @@ def _by_a_launch_each(
 
 @dataclass
 class _Columns:
-    """The buffers between two launches: the offsets in use, and partial sums that update them."""
+    """The buffers between two launches: the current offsets, and partial sums that update them."""
 
     offset_1E: Tensor
     largest_PE: Tensor

@@ -1,4 +1,4 @@
-"""The rules for config changes on resume: FIXED keys may not change, BY_NAME keys only if allowed, all others may.
+"""The rules for config changes on resume. FIXED keys may not change, BY_NAME keys only if allowed, and all others may.
 
 The others decide how numbers are computed, watched and saved, not which numbers. data.mixture is a path: its content is
 compared on its own. start.from is read only when a run starts. A router may balance other tokens in another micro-batch
@@ -94,7 +94,7 @@ def _changes_routing(key: str, model: ModelConfig) -> str:
 def refuse_start(config: RunConfig, *, resumes: bool = True) -> None:
     """Raise ResumeError if the weights of start.from do not fit the model of a new run, or compute something else.
 
-    resumes: Whether a run with a checkpoint goes on from that, and so does not read start.from.
+    resumes: Whether a run with a checkpoint continues there, and so does not read start.from.
     """
     source = config.start.from_
     if source is None or (resumes and RunFolder(Path(config.folder) / config.name).latest.is_file()):
