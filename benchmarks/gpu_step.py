@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_step [MODEL] [--beside MODEL[+a.b=c] ...] [--length 2048] [--sequences N] [--json FILE]
 
-First, MODEL (blackmamba_340m_1.5b) runs alone, with as many sequences per micro-batch as fit into memory. Then it takes
-turns with dense models of equal active size, or with those of --beside, all with the same number of sequences. A step
-is training/step/step.py's: gradients of one micro-batch of random tokens, then the update, in bf16, without data and
-records. Without a GPU, --sequences is required and there is no MFU.
+First, MODEL (blackmamba_340m_1.5b) runs alone, with as many sequences per micro-batch as fit into memory, and with
+fewer (--fewer 18 6). Then it takes turns with dense models of equal active size, or with those of --beside, all with
+the same number of sequences. A step is training/step/step.py's: gradients of one micro-batch of random tokens, then the
+update, in bf16, without data and records. Without a GPU, --sequences is required and there is no MFU.
 """
 
 import argparse
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--beside", nargs="*", default=DENSE, metavar="MODEL[+a.b=c]")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--sequences", type=int, help="instead of as many as fit")
+    parser.add_argument("--fewer", type=int, nargs="*", default=[18, 6], metavar="N")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--profiled", type=int, default=2, metavar="STEPS")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the results there too, rewritten after each part")
@@ -50,6 +51,8 @@ def main() -> None:
         alone = Subject(options.model, config, here)
         sequences = options.sequences or most_sequences(alone.peak_bytes, capacity())
         report.add("alone", measure([alone], sequences, options.repeats))
+        fewer = [number for number in options.fewer if number < sequences]
+        report.add("fewer", [row for number in fewer for row in measure([alone], number, options.repeats)])
         parts = profile(alone, sequences, options.profiled, report.ms("alone", options.model))
         report.add("parts", parts.rows())
         report.add("kernels", parts.kernels)
@@ -133,6 +136,8 @@ def measure(subjects: list[Subject], sequences: int, repeats: int) -> list[dict[
     steps = {subject.name: subject.step_on(sequences) for subject in subjects}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     _forget()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     for round_ in range(-WARM_UP, repeats):
         for name, (gradients, update) in steps.items():
             taken = clocked(gradients, update)

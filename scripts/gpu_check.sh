@@ -7,8 +7,9 @@
 # folder that scripts/gpu_carry.sh made on a machine with network: wheels, of which those are used that this Python lacks,
 # and the source archives of mamba-ssm and causal-conv1d, which are built for this GPU alone where there is nvcc, to be
 # measured against. RESULTS (default gpu_results) receives the logs, the benchmarks' JSON and summary.txt.
-# In turn: tests; the 1.5B model's step with its profile, then beside dense models; kernels beside their peers; the loop
-# of `tiny`; the 1.5B model's step beside the same in FP8. What runs out of time leaves what it had found. Exit code: that of the tests.
+# In turn: tests; the 1.5B model's step with its profile, then beside dense models; kernels beside their peers; generation;
+# the loop of `tiny`; the 1.5B model's step beside the same in FP8. LIMIT=N (default 530) bounds the call in seconds. What
+# runs out of time leaves what it had found. Exit code: that of the tests.
 #
 # REHEARSE=1 runs on a machine without a GPU all that needs none: installing, building for an H100, collecting the tests,
 # and the benchmark of a step with `tiny` on the CPU.
@@ -17,7 +18,7 @@ cd "$(dirname "$0")/.." || exit 2
 CARRIED=${1:-}
 RESULTS=${2:-gpu_results}
 PYTHON=${PYTHON:-python3}
-DEADLINE=$((SECONDS + 530))
+DEADLINE=$((SECONDS + ${LIMIT:-530}))
 BUILD_SECONDS=${BUILD_SECONDS:-390}
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
@@ -28,11 +29,12 @@ source scripts/carried.sh
 PATH="$WORK/site/bin:$(dirname "$(command -v "$PYTHON")"):$PATH" # ninja is there: without it sources compile in turn
 
 left() { local seconds=$((DEADLINE - SECONDS)); echo $((seconds > 1 ? seconds : 1)); }
-# within SECONDS LOG COMMAND...: run a command with a time limit, and never past the deadline.
+# within SECONDS LOG COMMAND...: run a command with a time limit, and never past the deadline. It is interrupted as by
+# Ctrl-C, so that it says where it was, and pytest what had failed.
 within() {
     local seconds=$1 log=$2
     shift 2
-    timeout --kill-after=5 "$((seconds < $(left) ? seconds : $(left)))" "$@" >"$RESULTS/$log" 2>&1
+    timeout --signal=INT --kill-after=5 "$((seconds < $(left) ? seconds : $(left)))" "$@" >"$RESULTS/$log" 2>&1
 }
 
 "$PYTHON" - <<'EOF' || exit 2
@@ -134,6 +136,11 @@ fi
 if [ -z "${REHEARSE:-}" ]; then
     within "$(left)" kernels.log "$PYTHON" -m benchmarks.gpu_kernels --json "$RESULTS/gpu_kernels.json"
 fi
+GENERATION=()
+[ -z "${REHEARSE:-}" ] || GENERATION=(tiny --rows 1 2 --prompt 16 --repeats 2)
+if [ "$(left)" -ge 30 ]; then
+    within 60 generation.log "$PYTHON" -m benchmarks.gpu_generation "${GENERATION[@]}" --json "$RESULTS/gpu_generation.json"
+fi
 [ "$(left)" -lt 40 ] || within 60 loop.log "$PYTHON" -m benchmarks.train_step tiny training.precision=bf16
 STEP=(blackmamba_340m_1.5b --beside blackmamba_340m_1.5b+kernels.linear=fp8)
 [ -z "${REHEARSE:-}" ] || STEP=(tiny --beside tiny+kernels.linear=fp8 --length 128 --sequences 2 --repeats 2)
@@ -145,7 +152,7 @@ fi
     echo "tests: exit code $TESTS ($(grep -E '[0-9]+ (passed|failed|skipped)' "$RESULTS/tests.log" | tail -1))"
     echo "peers: ${PEERS:-none}"
     [ ! -e "$RESULTS/build.log" ] || grep -iE 'error|took' "$RESULTS/build.log" | tail -3
-    for log in kernels step loop fp8; do
+    for log in kernels step generation loop fp8; do
         [ ! -e "$RESULTS/$log.log" ] || { printf '\n%s:\n' "$log"; tail -60 "$RESULTS/$log.log"; }
     done
     echo "took $SECONDS s"

@@ -3,9 +3,9 @@
 #
 #   scripts/gpu_study.sh [CARRIED] [RESULTS]
 #
-# CARRIED is a folder that scripts/gpu_carry.sh made: of its wheels those are used that this Python lacks. The first call
-# gathers the corpus from the text of this machine; each further call goes on where the last one stopped, as long as
-# studies/trend_gpu is kept. RESULTS (default gpu_study) receives points.json with the finished points, the page and the log.
+# CARRIED is a folder that scripts/gpu_carry.sh made: of its wheels those are used that this Python lacks. Its corpus.tar.xz
+# is the corpus, which `blackmamba study trend_gpu --budget 0` gathers where there is network. Each further call goes on
+# where the last one stopped, as long as studies/trend_gpu is kept. RESULTS (default gpu_study) receives points.json with the finished points, the page and the log.
 # MINUTES=N (default 8) bounds the training of a call, JOBS=N (default 4) is the number of runs that share the GPU.
 # Exit code 75: points are left, call it again.
 #
@@ -22,6 +22,10 @@ trap 'rm -rf "$WORK"' EXIT
 mkdir -p "$RESULTS"
 source scripts/carried.sh
 use_carried
+if [ -e "$CARRIED/corpus.tar.xz" ] && [ ! -e "$FOLDER/corpus/mixture.yaml" ]; then
+    mkdir -p "$FOLDER"
+    "$PYTHON" -m tarfile --extract "$CARRIED/corpus.tar.xz" "$FOLDER" || exit 2
+fi
 
 "$PYTHON" - <<'EOF' || exit 2
 import os

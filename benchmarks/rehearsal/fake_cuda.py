@@ -8,7 +8,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,7 +124,7 @@ def _answer_for_cuda() -> None:
         "_lazy_call": lambda function, **_: function(),
         "synchronize": lambda device=None: LOG.wait("torch.cuda.synchronize"),
         "get_rng_state": state,
-        "default_generators": defaultdict(lambda: generator),
+        "default_generators": (generator,) * GPUS,  # which refuses a torch.device, as the real ones do
     }
     for name in ("set_device", "_lazy_init", "init", "empty_cache", "manual_seed", "set_rng_state"):
         answers[name] = lambda *_, **__: None  # one each: torch tells functions apart by identity

@@ -20,7 +20,8 @@ def build(config: RunConfig, world: World) -> LanguageModel:
             "training.precision=fp64 runs on CPUs only, and this process has a GPU."
             " Use bf16 or fp32, or hide the GPUs: CUDA_VISIBLE_DEVICES= blackmamba train ..."
         )
-    seed_process(config.training.seed)
+    if not device.is_pretended():
+        seed_process(config.training.seed)
     with device.device():  # megatron-core's router names no device for its weight
         model = LanguageModel(
             to_megatron(config),

@@ -28,6 +28,11 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def is_pretended() -> bool:
+    """Return whether this process builds for another device than its own, as a plan does."""
+    return bool(_placed)
+
+
 def claim(local_rank: int, launcher: str) -> torch.device:
     """Take the GPU that belongs to this process on its machine; on a machine without GPUs, the CPU."""
     if has_cuda():

@@ -34,17 +34,32 @@ def test_missing_cuda_patches_are_not_applied():
     assert seen["untouched"]
 
 
+def blackmamba(folder, *arguments):
+    command = [sys.executable, "-m", "megatron_blackmamba", *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_tiny_model_learns_on_the_gpu(tmp_path, precision):
-    command = [
-        *(sys.executable, "-m", "megatron_blackmamba.cli", "train", "tiny"),
-        *(f"training.precision={precision}", "training.tokens=40960", "training.evaluate_every=0"),
+    blackmamba(
+        tmp_path,
+        *("train", "tiny", f"training.precision={precision}", "training.tokens=40960", "training.evaluate_every=0"),
         f"folder={tmp_path}",
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr[-3000:]
+    )
     (metrics,) = tmp_path.rglob("metrics.jsonl")
     losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines() if '"loss"' in line]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.2
     assert all(torch.isfinite(torch.tensor(losses)))
+
+
+def test_a_run_is_planned_resumed_and_exported_beside_a_gpu(tmp_path):
+    """Commands that build a model elsewhere, on `meta` or the CPU, in a process that sees the GPU."""
+    run = ("train", "tiny", "training.tokens=20480", "training.evaluate_every=0", f"folder={tmp_path}")
+    assert "GiB" in blackmamba(tmp_path, "plan", "tiny", "--nodes", 1, "--gpus-per-node", 1)
+    blackmamba(tmp_path, *run, "training.stop_after_steps=5")
+    blackmamba(tmp_path, *run)
+    blackmamba(tmp_path, "export", "hf", tmp_path / "tiny", tmp_path / "export")
+    assert (tmp_path / "export" / "model.safetensors").is_file()

@@ -23,7 +23,8 @@ from torch import Tensor
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 
 WARPS_A_PROCESSOR = 8  # limit of the backward kernel, set by its registers
-WAVES = 4  # programs of one backward launch, in fillings of the GPU: enough to even out their ends
+WARPS_A_SCHEDULER = 4  # of the forward kernel, enough to hide what each of them waits for
+WAVES = 8  # programs of one backward launch, in fillings of the GPU: enough to even out their ends
 REPEATS = 5
 
 
@@ -90,17 +91,17 @@ def rule(B: int, L: int, I: int, processors: int = 132, major: int = 9, keep: bo
     one would take twice the memory, so they are always recomputed.
     """
     keep = keep and major >= 9
-    plan = Plan(backward_steps=4 if major >= 9 else 2, keep=keep)
-    warps, schedulers = B * triton.cdiv(I, plan.block), 4 * processors
+    plan = Plan(steps=8 if keep else 4, backward_steps=4 if major >= 9 else 2, keep=keep)
+    warps, enough = B * triton.cdiv(I, plan.block), WARPS_A_SCHEDULER * 4 * processors
     segment = 0
-    if warps < schedulers:
-        segments = min(triton.cdiv(8 * schedulers, warps), triton.cdiv(L, plan.chunk))
+    if warps < enough:
+        segments = min(triton.cdiv(enough, warps), triton.cdiv(L, plan.chunk))
         segment = triton.cdiv(L, segments * plan.chunk) * plan.chunk
     at_once = WARPS_A_PROCESSOR * processors
     plan = replace(plan, segment=0 if segment >= L else segment)
     if keep:
         programs = B * triton.cdiv(I, plan.backward_block)
-        parts = 1 if programs >= at_once else triton.cdiv(WAVES * at_once, programs)
+        parts = max(1, triton.cdiv(WAVES * at_once, programs))
         length = triton.cdiv(L, parts * plan.chunk) * plan.chunk
         return replace(plan, group=B, backward_segment=0 if length >= L else length)
     programs = triton.cdiv(I, plan.backward_block) * triton.cdiv(L, plan.chunk)
