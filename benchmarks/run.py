@@ -22,8 +22,8 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 BEGIN, END = "<!-- cpu: written by `make bench` -->", "<!-- cpu: end -->"
 GPU = """## GPU
 
-Nothing has been measured on a GPU yet. `scripts/gpu_check.sh` runs the GPU tests and benchmarks in one call; paste its
-summary here with the date, the GPU and the versions.
+`scripts/gpu_check.sh` runs the GPU tests and benchmarks in one call; paste its summary here with the date, the GPU and
+the versions.
 """
 
 

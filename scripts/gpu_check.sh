@@ -112,7 +112,8 @@ fi
 
 # While they are built, the GPU is free for everything that is not timed. What the other tests' configuration asks for
 # need not be here: pytest's plugins, hypothesis.
-TEST=("$PYTHON" -m pytest tests/gpu -q -rs --durations=5 -o addopts= -p no:cacheprovider --confcutdir=tests/gpu)
+TEST=("$PYTHON" -m pytest tests/gpu -v -rs --tb=short --durations=5 -o addopts= -p no:cacheprovider --confcutdir=tests/gpu)
+"$PYTHON" -c 'import xdist' 2>/dev/null && TEST+=(-n 8) # most of their time is compilation
 within 200 tests.log "${TEST[@]}"
 TESTS=$?
 tail -25 "$RESULTS/tests.log"

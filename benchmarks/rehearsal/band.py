@@ -1,7 +1,7 @@
 """A band for the MFU of a rehearsed step: what its assumptions are worth, and what measuring one of them would leave.
 
 The upper end assumes that large products reach the share of their peak in plan/gpus.py, that nothing is spent on
-communication, and that the host is never late. The lower end takes a cautious value for each. None is measured.
+communication, and that the host is never late. The lower end takes a cautious value for each.
 """
 
 from collections.abc import Iterable

@@ -11,6 +11,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from megatron_blackmamba.ops.selective_scan.costs import BACKWARD_SLOTS, FIRST_PASS_SLOTS, FORWARD_SLOTS, KEPT_SLOTS
+
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 COMPOSED = {
     "sort": 6,
@@ -30,9 +32,9 @@ GATHERS = ("index_select", "embedding", "index", "gather")
 CREATES = ("empty", "new_empty", "record_stream", "prim::")
 SMALL = 4096
 """Numbers up to which fp64 is bookkeeping, and a tensor of integers may have known values."""
-ISSUED = {"forward": 10, "segment_ends": 10, "chunk_parts": 12.3, "backward": 26}
-ISSUED_IF_KEPT = ISSUED | {"chunk_parts": 10, "backward": 27.4}
-"""Issue slots a state and token of the scan's kernels (docs/kernels.md), the second if states are kept."""
+ISSUED = {"forward": FORWARD_SLOTS, "segment_ends": FIRST_PASS_SLOTS}
+ISSUED |= zip(("chunk_parts", "backward"), BACKWARD_SLOTS, strict=True)
+ISSUED_IF_KEPT = ISSUED | dict(zip(("chunk_parts", "backward"), KEPT_SLOTS, strict=True))
 BYTES_A_WEIGHT = 4 + 2 * 4 + 4 * 4 + 2
 """Bytes that Adam moves: gradient, weight, two moments, and a copy in bf16. Its tensors are given by address."""
 SAVED = {"NARROW_GRADIENTS": 2, "NARROW": 8}

@@ -68,7 +68,7 @@ _A100 = Gpu(
     product_share=0.80,
     issue_t_s=19.5,
 )
-_H200 = {"name": "H200 SXM 141GB", "memory_gib": 139.8, "memory_gb_s": 4300, "product_share": 0.80}
+_H200 = {"name": "H200 SXM 141GB", "memory_gib": 139.8, "memory_gb_s": 4300}
 _A100_40GB = {"name": "A100 SXM 40GB", "memory_gib": 39.4, "memory_gb_s": 1300}
 KNOWN = {
     "h100": _H100,

@@ -51,6 +51,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         *("git clone ", "make ", "pip install ", "curl ", "apt-get ", "lm_eval "),
         *("blackmamba import zyphra ", "blackmamba evaluate BlackMamba-1.5B "),
         *("blackmamba export hf runs/quickstart/quickstart", "python -m megatron_blackmamba.evaluation "),
+        ".venv/bin/blackmamba study trend_gpu ",
     ),
     "the paper's corpora": ("blackmamba data tokenize /raw/", "BLACKMAMBA_DATA=/tokens "),
     "minutes": ("python -m benchmarks.",),

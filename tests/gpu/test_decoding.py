@@ -30,10 +30,10 @@ def test_captured_steps_match_the_reference_logits(rows, eod):
 
 
 def test_bf16_reads_and_steps_alike():
-    """Each token's logits, read in parallel or stepped to, up to the rounding of bf16."""
+    """Each token's logits, read in parallel or stepped to, up to the rounding of bf16; nothing else has the state."""
     decoder = Decoder(pack(canonical(tiny()), torch.bfloat16, "cuda"))
     read = decoder.read_all(decoder.start(1), torch.tensor([PROMPT], device="cuda"))[0]
     step = stepper(decoder, decoder.start(1))
     stepped = torch.cat([step(torch.tensor([token], device="cuda")).clone() for token in PROMPT])
     error = (stepped - read).norm(dim=1) / read.norm(dim=1)
-    assert error.median() < 0.05, error  # a token whose experts nearly tie may go to another one
+    assert error.max() < 0.05, error

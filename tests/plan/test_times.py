@@ -33,10 +33,10 @@ def test_an_operation_takes_its_slowest_resource():
 
 
 SCANS = {  # issue slots per state and token of each kernel, and bytes per channel and token of the first
-    "whole sequences": (["training.micro_batch=18"], [10, 27.4], 5 * 2 + 2 * 16 / 4),
-    "backward in segments": (["training.micro_batch=8"], [10, 27.4, 10], 5 * 2 + 2 * 16 / 4),
-    "both in segments": (["training.micro_batch=6"], [10, 10, 27.4, 10], 5 * 2 + 2 * 16 / 4),
-    "recomputed": (["training.micro_batch=8", "kernels.scan_states=recompute"], [10, 26, 12.3], 4 * 2 + 4 * 16 / 64),
+    "whole sequences": (["training.micro_batch=126"], [25, 65], 5 * 2 + 2 * 16 / 4),
+    "backward in segments": (["training.micro_batch=18"], [25, 65, 16], 5 * 2 + 2 * 16 / 4),
+    "both in segments": (["training.micro_batch=6"], [25, 13, 65, 16], 5 * 2 + 2 * 16 / 4),
+    "recomputed": (["training.micro_batch=8", "kernels.scan_states=recompute"], [25, 13, 68, 32], 4 * 2 + 4 * 16 / 64),
 }
 
 

@@ -7,14 +7,16 @@ from megatron_blackmamba.costs import FP32, Sizes, Work
 
 CHUNK = {"cpu": 16, "cuda": 64}
 """Tokens between the states that the scan keeps."""
-FORWARD_SLOTS, BACKWARD_SLOTS, KEPT_SLOTS = 10, (12.3, 26), (10, 27.4)
-"""Issue slots per state and token of the scan's kernels on GPUs (docs/performance.md), the last if states are kept."""
-FULL = 16_896
-"""Sequences times channels below which the scan runs in segments, which takes a second pass forward."""
+FORWARD_SLOTS, FIRST_PASS_SLOTS, BACKWARD_SLOTS, KEPT_SLOTS = 25, 13, (32, 68), (16, 65)
+"""Time of the scan's kernels on an H200, in issue slots per state and token, the last if states are kept.
+
+Their instructions fill 38% to 64% of it (docs/kernels.md); in the rest, they wait."""
+FULL = 33_792
+"""Sequences times channels below which the scan runs in segments, which takes a first pass forward."""
 BACKWARD_STEPS, BACKWARD_BLOCK = 4, 32
 """Tokens between the states that are kept or that the scan's backward pass writes, and channels that share partial
 sums."""
-ONE_PASS = 8 * 132 * BACKWARD_BLOCK
+ONE_PASS = 8 * 8 * 132 * BACKWARD_BLOCK
 """Sequences times channels below which the backward pass of kept states runs in segments."""
 
 
@@ -44,5 +46,5 @@ def work(at: Sizes, I: int, N: int) -> tuple[list[Work], list[Work]]:
         forward = Work(4 * one + checkpoints, slots=forward_slots)
         backward = Work(6 * one + scratch + sums, slots=second)
         of_segments = [Work(5 * one + scratch + 3 * checkpoints, slots=first)]
-    first_pass = [Work(2 * one, slots=forward_slots)] if channels < FULL else []
+    first_pass = [Work(2 * one, slots=FIRST_PASS_SLOTS * N * cells)] if channels < FULL else []
     return [forward, *first_pass], [backward, Work(sums), *of_segments]
