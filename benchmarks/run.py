@@ -97,7 +97,8 @@ def _run(benchmark: Benchmark) -> str | None:
 def _sections(path: Path) -> dict[str, str]:
     """The blocks the file has already, by the benchmark's name."""
     text = path.read_text() if path.is_file() else ""
-    blocks = re.findall(r"^### .*?(?=^### |^<!-- )", text.partition(BEGIN)[2], flags=re.DOTALL | re.MULTILINE)
+    cpu = text.partition(BEGIN)[2].partition(END)[0]
+    blocks = re.findall(r"^### .*?(?=^### |\Z)", cpu, flags=re.DOTALL | re.MULTILINE)
     return {block[4:].partition(":")[0]: block.rstrip() + "\n" for block in blocks}
 
 

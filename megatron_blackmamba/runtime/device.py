@@ -66,8 +66,10 @@ def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def placed_on(where: torch.device) -> Iterator[None]:
     """Build everything on `where` within this context, including megatron-core modules that name another device."""
     _placed.append(where)
+    current_device = mock.patch.object(torch.cuda, "current_device", lambda: where)
+    moved = mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self.to(where))
     try:
-        with where, mock.patch.object(torch.cuda, "current_device", lambda: where):
+        with where, current_device, moved:
             yield
     finally:
         _placed.pop()
