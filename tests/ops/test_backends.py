@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.selective_scan import Inputs
 
 
 @pytest.mark.parametrize(
@@ -62,21 +63,42 @@ def mamba_ssm(tmp_path, monkeypatch, interface):
         cached.cache_clear()
 
 
+FAILS = "def selective_scan_fn(*args, **kwargs):\n    raise RuntimeError('no kernel')\n"
+WORKS = """
+import torch
+class Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, u):
+        return 2 * u, u.sum(2)
+    @staticmethod
+    def backward(ctx, dy, dstate):
+        return 2 * dy
+def selective_scan_fn(u, *args, **kwargs):
+    return Scan.apply(u)
+"""
+
+
 @pytest.mark.parametrize(
     ("interface", "reason"),
     [
-        ("selective_scan_cuda = None\n", "was built without selective_scan_cuda"),
-        ("selective_scan_cuda = 1\n", "its smallest call fails: RuntimeError: no kernel"),
+        ("selective_scan_cuda = None\n" + FAILS, "mamba-ssm was built without selective_scan_cuda"),
+        ("selective_scan_cuda = 1\n" + FAILS, "its smallest call fails: RuntimeError: no kernel"),
+        ("selective_scan_cuda = 1\n" + WORKS, None),
     ],
+    ids=["not built", "fails", "works"],
 )
-def test_mamba_ssm_without_its_kernel_is_skipped(tmp_path, monkeypatch, interface, reason):
-    fails = "def selective_scan_fn(*args, **kwargs):\n    raise RuntimeError('no kernel')\n"
-    mamba_ssm(tmp_path, monkeypatch, interface + fails)
+def test_mamba_ssm_is_used_only_if_its_kernel_works(tmp_path, monkeypatch, interface, reason):
+    mamba_ssm(tmp_path, monkeypatch, interface)
     monkeypatch.setattr(backends, "has_gpu", lambda: True)
     monkeypatch.setattr(backends, "TRIAL_DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     package = "megatron_blackmamba.ops.selective_scan"
-    assert reason in backends.available(package, ("mamba_ssm",))["mamba_ssm"]
+    assert backends.available(package, ("mamba_ssm",))["mamba_ssm"] == reason
+    if reason is None:
+        x = torch.ones(1, 2, 8, requires_grad=True)
+        _, state = backends._load(package, "mamba_ssm").scan(Inputs(x, x, -torch.ones(8, 16), x, x))
+        with pytest.raises(RuntimeError, match="gives the final state no gradient"):
+            state.sum().backward()
     for cached in (backends.why_not, backends._load):
         cached.cache_clear()
 
