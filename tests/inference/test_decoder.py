@@ -1,5 +1,9 @@
 """Recurrent decoding against the float64 reference, and what is special about it: constant memory, batches, resets."""
 
+import gc
+import weakref
+from unittest.mock import MagicMock
+
 import numpy as np
 import psutil
 import pytest
@@ -7,6 +11,7 @@ import torch
 
 from megatron_blackmamba.config import load
 from megatron_blackmamba.inference import Decoder, weights
+from megatron_blackmamba.inference.captured import Captured
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, cast, shapes
 from megatron_blackmamba.kinds.experts import chosen, gathered
@@ -116,6 +121,19 @@ def test_captured_step_equals_step_without_host_wait(decoder, batch):
 
     elsewhere = type(layer)(**{name: tensor.to("meta") for name, tensor in vars(layer).items()})
     gathered(decoder, elsewhere, x_BD.to("meta"), choice_B.to("meta"))  # which has no values to tell
+
+
+def test_a_captured_step_keeps_what_its_graph_reads(decoder, monkeypatch):
+    """A graph knows addresses alone. Here nothing is captured; tests/gpu/test_decoding.py replays one."""
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    state = decoder.start(2)
+    tensors = [weakref.ref(tensor) for tensor in state._tensors()]
+    step = Captured(decoder, state)
+    del state
+    gc.collect()
+    assert all(tensor() is not None for tensor in tensors)
+    assert step(torch.tensor(TOKENS[:2])).shape == (2, decoder.config.vocab_size)
 
 
 def test_bytes_per_token_count_the_weights_read():
