@@ -22,9 +22,10 @@ trap 'rm -rf "$WORK"' EXIT
 mkdir -p "$RESULTS"
 source scripts/carried.sh
 use_carried
-if [ -e "$CARRIED/corpus.tar.xz" ] && [ ! -e "$FOLDER/corpus/mixture.yaml" ]; then
-    mkdir -p "$FOLDER"
-    "$PYTHON" -m tarfile --extract "$CARRIED/corpus.tar.xz" "$FOLDER" || exit 2
+if [ -n "$CARRIED" ] && [ -e "$CARRIED/corpus.tar.xz" ] && [ ! -e "$FOLDER/corpus" ]; then
+    mkdir -p "$FOLDER/unpacked" # not in its place before it is whole
+    "$PYTHON" -m tarfile --extract "$CARRIED/corpus.tar.xz" "$FOLDER/unpacked" || exit 2
+    mv "$FOLDER/unpacked/corpus" "$FOLDER/corpus"
 fi
 
 "$PYTHON" - <<'EOF' || exit 2

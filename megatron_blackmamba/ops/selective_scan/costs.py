@@ -10,7 +10,8 @@ CHUNK = {"cpu": 16, "cuda": 64}
 FORWARD_SLOTS, FIRST_PASS_SLOTS, BACKWARD_SLOTS, KEPT_SLOTS = 25, 13, (32, 68), (16, 65)
 """Time of the scan's kernels on an H200, in issue slots per state and token, the last if states are kept.
 
-Their instructions fill 38% to 64% of it (docs/kernels.md); in the rest, they wait."""
+Their instructions fill 37% to 48% of it (docs/kernels.md); in the rest, they wait. A forward pass that keeps few states
+was not timed alone."""
 FULL = 33_792
 """Sequences times channels below which the scan runs in segments, which takes a first pass forward."""
 BACKWARD_STEPS, BACKWARD_BLOCK = 4, 32
