@@ -22,7 +22,7 @@ EQUAL = 0.02
 def write_picture(evidence: Evidence, folder: Path) -> Path | None:
     """Write NAME.png: differences from models without experts, and from the same model with other routers.
 
-    Models without experts may want another learning rate: the best one tried for each counts, if enough seeds have it.
+    Variants may want other learning rates: the best one tried for each counts, if enough seeds have it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     return picture(folder / f"{evidence.name}.png", partial(_draw, evidence), columns=2)
@@ -33,13 +33,8 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     if not points:
         return False
     dense, routed = (_with_most_seeds(points, others) for others in kinds_of_others(points, first))
-    tuned, title = fits.at_best_rates(evidence.points), "What experts give: against models without"
-    seeds = [len(unique(chosen(tuned, variant=each), "seed")) for each in (first, *dense)]
-    if min(seeds) >= SEEDS_OF_A_BAND:
-        points, title = tuned, f"{title}, each at its best rate"
-    _panel(axes[0], points, first, dense, 0, title)
-    cost = f"What the router {_plain(first)} costs: against others"
-    _panel(axes[1], evidence.plain, first, routed, len(dense), cost)
+    _panel(axes[0], evidence, dense, 0, "What experts give: against models without")
+    _panel(axes[1], evidence, routed, len(dense), f"What the router {_plain(first)} costs: against others")
     lows, highs = zip(*(place.get_ylim() for place in axes), strict=True)
     for place in axes:  # one scale: heights on the left and on the right compare
         place.set_ylim(min(lows), max(highs))
@@ -47,8 +42,11 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     return True
 
 
-def _panel(place: Any, points: Sequence[Point], first: str, others: Sequence[str], colour: int, title: str) -> None:
+def _panel(place: Any, evidence: Evidence, others: Sequence[str], colour: int, title: str) -> None:
     """Draw the differences from some variants, in colours from a number on."""
+    points, first, tuned = evidence.plain, evidence.first, fits.at_best_rates(evidence.points)
+    if min(len(unique(chosen(tuned, variant=each), "seed")) for each in (first, *others)) >= SEEDS_OF_A_BAND:
+        points, title = tuned, f"{title}, each at its best rate"
     for number, other in enumerate(others, colour):
         _differences(place, points, first, other, f"C{number}")
     for size, style in zip(unique(points, "size"), LINES, strict=False):
