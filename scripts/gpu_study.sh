@@ -5,7 +5,8 @@
 #
 # CARRIED is a folder that scripts/gpu_carry.sh made: of its wheels those are used that this Python lacks. Its corpus.tar.xz
 # is the corpus, which `blackmamba study trend_gpu --budget 0` gathers where there is network. Each further call goes on
-# where the last one stopped, as long as studies/trend_gpu is kept. RESULTS (default gpu_study) receives points.json with the finished points, the page and the log.
+# where the last one stopped, as long as studies/trend_gpu is kept. RESULTS (default gpu_study) receives points.json with
+# the finished points, the page and the log.
 # MINUTES=N (default 8) bounds the training of a call, JOBS=N (default 4) is the number of runs that share the GPU.
 # Exit code 75: points are left, call it again.
 #

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from megatron_blackmamba.ops.selective_scan.costs import BACKWARD_SLOTS, FIRST_PASS_SLOTS, FORWARD_SLOTS, KEPT_SLOTS
+from megatron_blackmamba.ops.selective_scan.costs import KEPT_SLOTS, SLOTS
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 COMPOSED = {
@@ -32,9 +32,6 @@ GATHERS = ("index_select", "embedding", "index", "gather")
 CREATES = ("empty", "new_empty", "record_stream", "prim::")
 SMALL = 4096
 """Numbers up to which fp64 is bookkeeping, and a tensor of integers may have known values."""
-ISSUED = {"forward": FORWARD_SLOTS, "segment_ends": FIRST_PASS_SLOTS}
-ISSUED |= zip(("chunk_parts", "backward"), BACKWARD_SLOTS, strict=True)
-ISSUED_IF_KEPT = ISSUED | dict(zip(("chunk_parts", "backward"), KEPT_SLOTS, strict=True))
 BYTES_A_WEIGHT = 4 + 2 * 4 + 4 * 4 + 2
 """Bytes that Adam moves: gradient, weight, two moments, and a copy in bf16. Its tensors are given by address."""
 SAVED = {"NARROW_GRADIENTS": 2, "NARROW": 8}
@@ -162,7 +159,7 @@ class Log:
         if kernel == "adam_update":
             saved = sum(fewer for name, fewer in SAVED.items() if constants[name])
             moved += (BYTES_A_WEIGHT - saved) * WEIGHTS_A_PROGRAM * grid[0]
-        issued = ISSUED_IF_KEPT if constants.get("KEPT") else ISSUED
+        issued = KEPT_SLOTS if constants.get("KEPT") else SLOTS
         self.add(f"triton {kernel}", tensors, moved, slots=issued.get(kernel, 0) * states)
         signature = (*(str(t.dtype)[6:] for t in tensors), *(f"{k}={v}" for k, v in sorted(constants.items())))
         self.launches[Launch(kernel, grid, signature)] += 1

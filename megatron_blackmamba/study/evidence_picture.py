@@ -33,8 +33,15 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     if not points:
         return False
     dense, routed = (_with_most_seeds(points, others) for others in kinds_of_others(points, first))
-    _panel(axes[0], evidence, dense, 0, "What experts give: against models without")
-    _panel(axes[1], evidence, routed, len(dense), f"What the router {_plain(first)} costs: against others")
+    tuned = fits.at_best_rates(evidence.points)
+    for place, others, colour, title in (
+        (axes[0], dense, 0, "What experts give: against models without"),
+        (axes[1], routed, len(dense), f"What the router {_plain(first)} costs: against others"),
+    ):
+        if min(len(unique(chosen(tuned, variant=each), "seed")) for each in (first, *others)) >= SEEDS_OF_A_BAND:
+            _panel(place, tuned, first, others, colour, f"{title}, each at its best rate")
+        else:
+            _panel(place, points, first, others, colour, title)
     lows, highs = zip(*(place.get_ylim() for place in axes), strict=True)
     for place in axes:  # one scale: heights on the left and on the right compare
         place.set_ylim(min(lows), max(highs))
@@ -42,11 +49,8 @@ def _draw(evidence: Evidence, axes: Any) -> bool:
     return True
 
 
-def _panel(place: Any, evidence: Evidence, others: Sequence[str], colour: int, title: str) -> None:
+def _panel(place: Any, points: Sequence[Point], first: str, others: Sequence[str], colour: int, title: str) -> None:
     """Draw the differences from some variants, in colours from a number on."""
-    points, first, tuned = evidence.plain, evidence.first, fits.at_best_rates(evidence.points)
-    if min(len(unique(chosen(tuned, variant=each), "seed")) for each in (first, *others)) >= SEEDS_OF_A_BAND:
-        points, title = tuned, f"{title}, each at its best rate"
     for number, other in enumerate(others, colour):
         _differences(place, points, first, other, f"C{number}")
     for size, style in zip(unique(points, "size"), LINES, strict=False):

@@ -20,6 +20,8 @@ KERNELS = {
     "fp8": {"round_rows"},
 }
 FROM_HOPPER_ON = ("fp8",)
+SPILLED = {("forward", 90): 16}
+"""Bytes that a kernel stores outside its loop, for registers that its loop needs; all others store none."""
 
 
 @pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
@@ -33,7 +35,8 @@ def test_no_kernel_spills_at_the_paper_s_shape(kernels, operation):
         return
     assert {kernel.name for kernel in kernels[operation]} == KERNELS[operation]
     for kernel in kernels[operation]:
-        assert kernel.spilled_bytes <= 16, f"{kernel.name} spills {kernel.spilled_bytes} bytes on sm_{kernel.arch}"
+        spilled = SPILLED.get((kernel.name, kernel.arch), 0)
+        assert kernel.spilled_bytes <= spilled, f"{kernel.name} spills {kernel.spilled_bytes} bytes on sm_{kernel.arch}"
         assert kernel.loop.count("LDL", "STL") == 0, f"{kernel.name} spills in its loop on sm_{kernel.arch}"
         assert kernel.shared_bytes <= 4096
 

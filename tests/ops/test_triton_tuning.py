@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from megatron_blackmamba.ops.selective_scan import Inputs
+from megatron_blackmamba.ops.selective_scan import Inputs, costs
 from megatron_blackmamba.ops.selective_scan import triton as scan
 from megatron_blackmamba.ops.selective_scan.triton_tuning import (
     Plan,
@@ -46,9 +46,16 @@ def test_only_a_large_batch_runs_in_one_pass():
     assert alone.segment * alone.segments(2048) >= 2048
 
 
-def test_kept_states_run_whole_only_if_sequences_fill_the_gpu_many_times():
+def test_kept_states_run_whole_only_in_large_batches():
     assert rule(118, 2048, 2304).backward_length(2048) == 2048
     assert rule(42, 2048, 2304).backward_length(2048) < 2048
+
+
+@pytest.mark.parametrize("batch", [1, 14, 15, 42, 117, 118])
+def test_plans_count_the_segments_of_the_rule(batch):
+    plan, channels = rule(batch, 2048, 2304), batch * 2304
+    assert (plan.segments(2048) > 1) == (channels < costs.FULL)
+    assert (plan.backward_length(2048) < 2048) == (channels < costs.ONE_PASS)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 64])

@@ -1,4 +1,4 @@
-"""What builds a model elsewhere works in a process that sees a GPU: to count, to plan, and to check an export."""
+"""A process that sees a GPU builds models on `meta` or the CPU: to count, to plan, and to check an export."""
 
 import json
 import subprocess

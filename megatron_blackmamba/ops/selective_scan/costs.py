@@ -7,8 +7,9 @@ from megatron_blackmamba.costs import FP32, Sizes, Work
 
 CHUNK = {"cpu": 16, "cuda": 64}
 """Tokens between the states that the scan keeps."""
-FORWARD_SLOTS, FIRST_PASS_SLOTS, BACKWARD_SLOTS, KEPT_SLOTS = 25, 13, (32, 68), (16, 65)
-"""Time of the scan's kernels on an H200, in issue slots per state and token, the last if states are kept.
+SLOTS = {"segment_ends": 13.0, "forward": 25.0, "chunk_parts": 32.0, "backward": 68.0}
+KEPT_SLOTS = SLOTS | {"chunk_parts": 16.0, "backward": 65.0}
+"""Time of the scan's kernels on an H200, in issue slots per state and token, the second if states are kept.
 
 Their instructions fill 37% to 48% of it (docs/kernels.md); in the rest, they wait. A forward pass that keeps few states
 was not timed alone."""
@@ -35,17 +36,16 @@ def work(at: Sizes, I: int, N: int) -> tuple[list[Work], list[Work]]:
     """Return the operations of the kernels; they run in segments where sequences do not fill the GPU."""
     cells, channels = at.whole * I, at.sequences * I
     one, states, sums = at.width * cells, FP32 * N * cells, 2 * FP32 * N * cells / BACKWARD_BLOCK
-    forward_slots = FORWARD_SLOTS * N * cells
-    first, second = (share * N * cells for share in (KEPT_SLOTS if at.keeps_states else BACKWARD_SLOTS))
+    slots = {kernel: share * N * cells for kernel, share in (KEPT_SLOTS if at.keeps_states else SLOTS).items()}
     if at.keeps_states:
         written = at.width * N * cells / BACKWARD_STEPS
-        forward = Work(5 * one + written, slots=forward_slots)
-        backward = Work(8 * one + written + sums, slots=second)
-        of_segments = [Work(4 * one, slots=first)] if channels < ONE_PASS else []
+        forward = Work(5 * one + written, slots=slots["forward"])
+        backward = Work(8 * one + written + sums, slots=slots["backward"])
+        of_segments = [Work(4 * one, slots=slots["chunk_parts"])] if channels < ONE_PASS else []
     else:
         scratch, checkpoints = states / BACKWARD_STEPS, states / CHUNK["cuda"]
-        forward = Work(4 * one + checkpoints, slots=forward_slots)
-        backward = Work(6 * one + scratch + sums, slots=second)
-        of_segments = [Work(5 * one + scratch + 3 * checkpoints, slots=first)]
-    first_pass = [Work(2 * one, slots=FIRST_PASS_SLOTS * N * cells)] if channels < FULL else []
+        forward = Work(4 * one + checkpoints, slots=slots["forward"])
+        backward = Work(6 * one + scratch + sums, slots=slots["backward"])
+        of_segments = [Work(5 * one + scratch + 3 * checkpoints, slots=slots["chunk_parts"])]
+    first_pass = [Work(2 * one, slots=slots["segment_ends"])] if channels < FULL else []
     return [forward, *first_pass], [backward, Work(sums), *of_segments]

@@ -86,8 +86,8 @@ def _plan_on(device: torch.device, B: int, L: int, I: int, N: int, dtype: torch.
 def rule(B: int, L: int, I: int, processors: int = 132, major: int = 9, keep: bool = True) -> Plan:
     """Choose one pass if the channels fill the GPU, else segments, which compute the exponentials twice.
 
-    The backward pass of kept states runs in segments, for which another kernel first computes the gradients of their
-    last states: whole sequences leave the GPU half empty at the end, unless they fill it many times.
+    The backward pass of kept states runs in segments unless sequences fill the GPU many times, since the last of them
+    would leave it half empty. Another kernel first computes the gradients of the last states of segments.
     Before Hopper the compiler finds registers for two states of the backward pass, not for four. Keeping every second
     one would take twice the memory, so they are always recomputed.
     """
@@ -106,7 +106,7 @@ def rule(B: int, L: int, I: int, processors: int = 132, major: int = 9, keep: bo
     plan = replace(plan, segment=0 if segment >= L else segment)
     if keep:
         programs = B * triton.cdiv(I, plan.backward_block)
-        parts = max(1, triton.cdiv(KEPT_WAVES * at_once, programs))
+        parts = triton.cdiv(KEPT_WAVES * at_once, programs)
         length = triton.cdiv(L, parts * plan.chunk) * plan.chunk
         return replace(plan, group=B, backward_segment=0 if length >= L else length)
     programs = triton.cdiv(I, plan.backward_block) * triton.cdiv(L, plan.chunk)
