@@ -8,6 +8,7 @@
 # where the last one stopped, as long as studies/trend_gpu is kept. RESULTS (default gpu_study) receives points.json with
 # the finished points, the page and the log.
 # MINUTES=N (default 8) bounds the training of a call, JOBS=N (default 4) is the number of runs that share the GPU.
+# POINTS=FILE has points of earlier calls on other machines, which are not trained again.
 # Exit code 75: points are left, call it again.
 #
 # REHEARSE=STUDY trains a small study file on a machine without a GPU instead.
@@ -37,7 +38,8 @@ if not torch.cuda.is_available() and not os.environ.get("REHEARSE"):
     sys.exit("gpu_study: PyTorch sees no CUDA device here; `blackmamba study trend` is the same study for CPUs")
 EOF
 
-"$PYTHON" -m megatron_blackmamba study "$STUDY" --folder "$FOLDER" --minutes "${MINUTES:-8}" --jobs "${JOBS:-4}" 2>&1 |
+"$PYTHON" -m megatron_blackmamba study "$STUDY" --folder "$FOLDER" --minutes "${MINUTES:-8}" --jobs "${JOBS:-4}" \
+    ${POINTS:+--points "$POINTS"} 2>&1 |
     tee -a "$RESULTS/study.log"
 code=$?
 cp "$FOLDER/points.json" "$RESULTS/" 2>/dev/null && cp "$FOLDER"/*.html "$RESULTS/" 2>/dev/null

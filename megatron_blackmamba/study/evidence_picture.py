@@ -15,37 +15,42 @@ LINES = ("solid", "dashed", "dotted", "dashdot")
 SEEDS_OF_A_BAND = 3
 """With two seeds Student's factor is 12.7, and the band would hide the lines."""
 TICKS = [mantissa * 10.0**power for power in range(-2, 5) for mantissa in (1, 2, 5)]
-EQUAL = 0.02
+EQUAL = 0.06
 """Largest relative difference of parameters, or of FLOPs per token, that counts as equal."""
 
 
 def write_picture(evidence: Evidence, folder: Path) -> Path | None:
     """Write NAME.png: differences from models without experts, and from the same model with other routers.
 
-    Variants may want other learning rates: the best one tried for each counts, if enough seeds have it.
+    Variants may want other learning rates: the best one tried for each counts, if enough seeds have it. A side without
+    points is left out; without any, there is no picture.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    return picture(folder / f"{evidence.name}.png", partial(_draw, evidence), columns=2)
-
-
-def _draw(evidence: Evidence, axes: Any) -> bool:
     points, first = evidence.plain, evidence.first
-    if not points:
-        return False
-    dense, routed = (_with_most_seeds(points, others) for others in kinds_of_others(points, first))
-    tuned = fits.at_best_rates(evidence.points)
-    for place, others, colour, title in (
-        (axes[0], dense, 0, "What experts give: against models without"),
-        (axes[1], routed, len(dense), f"What the router {_plain(first)} costs: against others"),
-    ):
+    titles = ("What experts give: against models without", f"What the router {_plain(first)} costs: against others")
+    sides = [
+        (_with_most_seeds(points, others), title)
+        for others, title in zip(kinds_of_others(points, first), titles, strict=True)
+        if others
+    ]
+    if not sides:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    return picture(folder / f"{evidence.name}.png", partial(_draw, evidence, sides), columns=len(sides))
+
+
+def _draw(evidence: Evidence, sides: Sequence[tuple[list[str], str]], axes: Any) -> bool:
+    first, tuned, colour = evidence.first, fits.at_best_rates(evidence.points), 0
+    places = np.atleast_1d(axes)
+    for place, (others, title) in zip(places, sides, strict=True):
         if min(len(unique(chosen(tuned, variant=each), "seed")) for each in (first, *others)) >= SEEDS_OF_A_BAND:
             _panel(place, tuned, first, others, colour, f"{title}, each at its best rate")
         else:
-            _panel(place, points, first, others, colour, title)
-    lows, highs = zip(*(place.get_ylim() for place in axes), strict=True)
-    for place in axes:  # one scale: heights on the left and on the right compare
+            _panel(place, evidence.plain, first, others, colour, title)
+        colour += len(others)
+    lows, highs = zip(*(place.get_ylim() for place in places), strict=True)
+    for place in places:  # one scale: heights on the left and on the right compare
         place.set_ylim(min(lows), max(highs))
-    axes[0].set_ylabel(f"loss of {_plain(first)} less the other's, in nats")
+    places[0].set_ylabel(f"loss of {_plain(first)} less the other's, in nats")
     return True
 
 

@@ -109,6 +109,17 @@ def test_picture_has_models_without_experts_and_other_routers(points, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_picture_leaves_out_what_has_no_points(points, tmp_path):
+    def drawn(*variants):
+        some = tuple(p for p in points if p.variant in variants)
+        return evidence_picture.write_picture(Evidence("x", "y", "experts", 90, {}, some), tmp_path)
+
+    both, width = drawn("experts", "dense", "other"), 16
+    sizes = {both.read_bytes()[width : width + 4], drawn("experts", "dense").read_bytes()[width : width + 4]}
+    assert len(sizes) == 2  # one side is narrower than two
+    assert drawn("experts") is None and drawn() is None
+
+
 def test_page_shows_why(points):
     seen = dict.fromkeys(MEANING, 0.5)
     points[0] = point("experts", "xs", 1, 3, 4.0, active=500, router=seen)
