@@ -46,7 +46,10 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         *("srun ", "sbatch ", "squeue ", "scancel ", "tail -F runs/blackmamba_1.5b/"),
         *("blackmamba launch ", "blackmamba report runs/blackmamba_1.5b"),
     ),
-    "a GPU": ("scripts/gpu_check.sh ", "scripts/gpu_study.sh ", "PYTHON=.venv/bin/python scripts/gpu_carry.sh "),
+    "a GPU": (
+        *("scripts/gpu_check.sh ", "PYTHON=.venv/bin/python scripts/gpu_carry.sh "),
+        "POINTS=docs/studies/trend_gpu.json scripts/gpu_study.sh ",
+    ),
     "a network": (
         *("git clone ", "make ", "pip install ", "curl ", "apt-get ", "lm_eval "),
         *("blackmamba import zyphra ", "blackmamba evaluate BlackMamba-1.5B "),

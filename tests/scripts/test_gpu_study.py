@@ -43,7 +43,12 @@ def test_a_carried_corpus_is_not_gathered_again(tmp_path):
     done = call(study, tmp_path, carried, FOLDER=str(tmp_path / "other"))
     assert done.returncode == 0, done.stdout
     assert not (tmp_path / "other" / "corpus" / "text").exists()
-    assert len(json.loads((tmp_path / "results" / "points.json").read_text())["points"]) == 2
+    points = tmp_path / "results" / "points.json"
+    assert len(json.loads(points.read_text())["points"]) == 2
+    known = call(study, tmp_path, carried, FOLDER=str(tmp_path / "third"), POINTS=str(points))
+    assert known.returncode == 0, known.stdout
+    assert not (tmp_path / "third" / "runs").exists()  # another machine has trained them
+    assert len(json.loads(points.read_text())["points"]) == 2
 
 
 def test_without_a_gpu_the_study_for_cpus_is_named(tmp_path):
