@@ -18,7 +18,7 @@ def seconds(work: Work, gpu: Gpu, precision: str = "bf16") -> float:
     """Return the time of one operation."""
     return max(
         work.moved / (1e9 * gpu.memory_gb_s),
-        work.flops / (gpu.peak(precision) * gpu.product_share),
+        work.flops / gpu.reached(precision),
         work.slots / (1e12 * gpu.issue_t_s),
         work.launches * LAUNCH_SECONDS,
     )

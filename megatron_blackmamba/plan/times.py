@@ -191,7 +191,7 @@ def _seconds(config: RunConfig, gpu: Gpu, forward: list[Work], backward: list[Wo
 
 def _in_fp8(operations: list[Work], share: float, gpu: Gpu) -> list[Work]:
     """Return the operations with a share of their products in FP8. A router's small product counts like the others."""
-    faster = 1 - share * (1 - gpu.bf16_tflops / (gpu.peak("fp8") / 1e12))
+    faster = 1 - share * (1 - gpu.reached("bf16") / gpu.reached("fp8"))
     rounding = sum(ROUNDED * share * work.moved for work in operations if work.flops)
     return [replace(work, flops=faster * work.flops) for work in operations] + [Work(rounding)]
 

@@ -28,6 +28,9 @@ def test_an_operation_takes_its_slowest_resource():
     assert roofline.seconds(Work(moved=2e12), GPU) == pytest.approx(2.0)
     assert roofline.seconds(Work(flops=1e14), GPU) == pytest.approx(2.0)  # at half of the peak
     assert roofline.seconds(Work(flops=1e13), GPU, "fp32") == pytest.approx(2.0)
+    slow = GPU.model_copy(update={"fp8_tflops": 200, "fp8_share": 0.1})
+    assert roofline.seconds(Work(flops=1e14), slow, "fp8") == pytest.approx(5.0)
+    assert roofline.seconds(Work(flops=1e14), slow.model_copy(update={"fp8_share": None}), "fp8") == pytest.approx(1.0)
     assert roofline.seconds(Work(moved=1e12, slots=3e13), GPU) == pytest.approx(3.0)
     assert roofline.seconds(Work(launches=1000), GPU) == pytest.approx(2.5e-3)
 
