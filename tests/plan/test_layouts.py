@@ -56,7 +56,7 @@ def test_near_batches_keep_the_layout_and_are_fastest():
     assert lower.overrides(config) == "training.global_batch=896 training.micro_batch=7"
     assert upper.overrides(config) == "training.global_batch=1024 training.micro_batch=8"
     (same,) = layouts.suggest(config, layouts.Cluster(128, 8, H100), count=1)
-    assert upper.tokens_per_second(config) > 1.5 * same.tokens_per_second(config)
+    assert upper.tokens_per_second(config) > 1.4 * same.tokens_per_second(config)
     assert layouts.with_near_batches(config, layouts.Cluster(56, 8, H100)) == []
 
 

@@ -75,7 +75,7 @@ def test_recomputation_of_more_parts_keeps_less():
     none, experts, layers = (memory.kept(config, 0, how, "cuda") for how in ("none", "experts", "layers"))
     assert none > 1.5 * experts > 3 * layers
     with_states = memory.kept(load("blackmamba_1.5b"), 0, "none", "cuda")
-    assert with_states == pytest.approx(none + 15 * 6 * 42.5e6, rel=0.01)  # of 15 scans and 6 sequences
+    assert with_states == pytest.approx(none + 15 * 18 * 42.5e6, rel=0.01)  # of 15 scans and 18 sequences
 
 
 def test_first_stage_holds_one_micro_batch_per_stage():

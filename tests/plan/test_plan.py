@@ -56,7 +56,7 @@ def test_paper_run_is_planned_on_its_own_nodes(monkeypatch):
     assert answer["storage"]["checkpoint"] == pytest.approx(14 * 1_458_462_072, rel=0.001)
     assert answer["storage"]["kept"] == 17  # 14 multiples of 10,000, and the newest 3
     assert answer["storage"]["corpus"] == pytest.approx(2 * 1.24e12, rel=0.01)
-    assert answer["layout"]["fitting_nodes"][:3] == [1, 3, 7]
+    assert answer["layout"]["fitting_nodes"] == [1, 7]
     parts = answer["memory_per_gpu_gib"]
     assert parts["total"] < parts["available"]
     assert set(answer["traffic_per_gpu_per_step"]) == {"expert", "data", "expert_data"}
@@ -64,7 +64,7 @@ def test_paper_run_is_planned_on_its_own_nodes(monkeypatch):
     assert time["gpu_hours"] == pytest.approx(time["days"] * 24 * 56)
     lost = 500 * time["seconds_per_step"] + 20 * 60  # half of checkpoint.every, and the restart
     assert time["goodput"]["lost_per_failure"] == pytest.approx(lost)
-    assert [row["nodes"] for row in answer["scaling"]["strong"]][:3] == [1, 3, 7]
+    assert [row["nodes"] for row in answer["scaling"]["strong"]] == [1, 7]
     assert [row["global_batch"] for row in answer["scaling"]["weak"]][:3] == [144, 288, 576]
 
 
@@ -134,8 +134,8 @@ def test_advice_leads_with_batches_and_prices_all():
     batches = ["training.global_batch=896 training.micro_batch=7", "training.global_batch=1024 training.micro_batch=8"]
     assert [line.split(" on ")[0].strip() for line in lines[:2]] == batches
     assert not any("parallel.tensor=8" in line for line in lines)  # a node has 4 GPUs
-    assert [re.findall(r"as it is on (\d+) nodes", line) for line in lines[-3:]] == [["6"], ["14"], ["42"]]
-    assert lines[-4].startswith("  training.micro_batch=9 on 28 nodes: ")  # 112 ranks, the batch of the config
+    assert [re.findall(r"as it is on (\d+) nodes", line) for line in lines[-2:]] == [["2"], ["14"]]
+    assert lines[-3].startswith("  training.micro_batch=9 on 28 nodes: ")  # 112 ranks, the batch of the config
     for line in lines:
         seconds, speed = re.fullmatch(r".*: ([\d.]+) s a step, ([\d,]+) tokens a second", line).groups()
         batch = int(re.findall(r"global_batch=(\d+)", line)[0]) if "global_batch" in line else 1008
@@ -207,10 +207,10 @@ def test_mfu_is_a_number_or_a_measuring_run(tmp_path):
     assert measured.mfu(str(tmp_path)) == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize("every, hinted", [(100_000, False), (10, True)])
+@pytest.mark.parametrize("every, hinted", [(100_000, False), (1, True)])
 def test_high_write_rate_names_setting_that_lowers_it(every, hinted):
-    config = load("tiny", [f"checkpoint.every={every}"])
-    said = printed(estimate.make_plan(config, Asked(1, 1, H100)))
+    config = load("blackmamba_1.5b", [f"checkpoint.every={every}"])
+    said = printed(estimate.make_plan(config, Asked(7, 8, H100)))
     assert ("a larger checkpoint.every lowers it" in said) == hinted
 
 
@@ -228,6 +228,17 @@ def test_without_an_mfu_the_time_is_the_roofline():
     assert placed.mfu_is_calculated
     assert placed.seconds_per_step == pytest.approx(placed.time.total)
     assert 0.25 < placed.mfu < H100.product_share
+
+
+def test_small_micro_batches_wait_for_the_host():
+    """As on an H200, where 30 layers of any size take the host about 0.11 s."""
+    by_size = {
+        size: estimate.make_plan(load("blackmamba_1.5b", [f"training.micro_batch={size}"]), Asked(7, 8, H100))
+        for size in (2, 18)
+    }
+    late = {size: made.placed.time.launching for size, made in by_size.items()}
+    assert late[18] == 0
+    assert late[2] + by_size[2].placed.time.computing == pytest.approx(9 * 0.111, rel=0.1)  # and gradients are added
 
 
 @pytest.mark.parametrize(
@@ -362,7 +373,13 @@ def test_suggestions_are_sorted_by_speed_with_commands():
 def test_ramp_is_planned_stage_by_stage():
     """Each stage has its own time of a step, and the run takes the sum of them."""
     ramp = "training.batch_ramp=[{batch: 336, until: 2B}, {batch: 672, until: 5B}]"
-    settings = [ramp, "training.tokens=10B", "optimizer.decay=wsd", "optimizer.decay_tokens=2B"]
+    settings = [
+        ramp,
+        "training.micro_batch=6",
+        "training.tokens=10B",
+        "optimizer.decay=wsd",
+        "optimizer.decay_tokens=2B",
+    ]
     answer, error = plan("blackmamba_1.5b", *settings, "--nodes", "7")
     assert error is None
     stages, training = answer["training"]["stages"], answer["training"]

@@ -60,8 +60,8 @@ def test_products_of_a_layer_are_those_of_its_flops(letter):
     forward, backward = kind_of(letter).work(sizes_of(config, "cuda"))
     parts = kind_of(letter).flops(config.model, 2048)
     products = sum(count for part, count in parts.items() if part not in ("scan", "convolution"))
-    assert sum(work.flops for work in forward) == products * 6 * 2048
-    assert sum(work.flops for work in backward) == 2 * products * 6 * 2048
+    assert sum(work.flops for work in forward) == products * 18 * 2048
+    assert sum(work.flops for work in backward) == 2 * products * 18 * 2048
 
 
 def test_stages_wait_at_both_ends_of_the_pipeline():
@@ -117,7 +117,10 @@ def test_update_moves_gradients_and_state():
 
 
 def test_first_micro_batch_is_copied_and_others_added():
-    config, batch = load("blackmamba_1.5b", ["training.global_batch=18"]), times.MicroBatch(1.0, 2.0)
+    config, batch = (
+        load("blackmamba_1.5b", ["training.micro_batch=6", "training.global_batch=18"]),
+        times.MicroBatch(1.0, 2.0),
+    )
     seconds = times.of_micro_batches(config, 1, batch, GPU, STATE)
     assert seconds == pytest.approx(3 * 3.0 + (1.5 + 2.5 + 2.5) * STATE.gradients / 1e12)
 
@@ -149,6 +152,6 @@ def test_scaling_compares_with_the_fewest_nodes():
 
 
 def test_a_plan_of_one_gpu_waits_for_nobody():
-    config = load("blackmamba_1.5b", ["parallel.expert=1", "training.global_batch=6"])
+    config = load("blackmamba_1.5b", ["parallel.expert=1", "training.global_batch=18"])
     placed = estimate.make_plan(config, estimate.Asked(1, 1, GPU)).placed
     assert placed.time.waiting == {} and placed.time.idle == 0
