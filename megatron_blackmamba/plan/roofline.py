@@ -1,8 +1,8 @@
 """The time that operations take on a GPU at best: the largest of its bytes, arithmetic, instructions and launches.
 
-Calculated, not measured: products run at a share of their peak, and bytes at the speed that kernels reach. The time of
-the host is in `times.py`. `benchmarks.rehearse` applies it to every operation of a rehearsed step, and `times.py` to the
-operations that layer kinds declare.
+Calculated, not measured: products run at a share of their peak, and bytes at the speed that kernels reach.
+`benchmarks.rehearse` applies it to every operation of a rehearsed step, and `times.py` to the operations that layer
+kinds declare; the time of the host is there.
 """
 
 from __future__ import annotations
