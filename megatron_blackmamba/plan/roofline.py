@@ -2,7 +2,7 @@
 
 Calculated, not measured: products run at a share of their peak, and bytes at the speed that kernels reach.
 `benchmarks.rehearse` applies it to every operation of a rehearsed step, and `times.py` to the operations that layer
-kinds declare; the time of the host is there.
+kinds declare. `times.py` also has the time of the host.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ from megatron_blackmamba.runtime import layout
 LAUNCHING_SECONDS = 3.7e-3
 """The host's time to launch one layer of a micro-batch, forward and backward, whatever its size.
 
-Measured on three hosts of an H200: 99, 112 and 126 ms for 30 layers."""
+Measured for BlackMamba 1.5B on the hosts of three H200s: 99, 112 and 126 ms for 30 layers. Assumed for other kinds."""
+FORWARD_LAUNCHES = 0.38
+"""The part of a layer's kernels that its forward pass launches, as rehearsed."""
 COLLECTIVE_SECONDS = 2e-5
 """Assumed: the least time of an exchange, whatever its size."""
 LOSS_BYTES_OF_PARTS = (38, 14)
@@ -98,7 +100,7 @@ def at_peak(config: RunConfig, world_size: int, gpu: Gpu) -> float:
 def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow], state: State | None) -> StepTime:
     """Return the time of a step; without the state, a lower bound that leaves out update and data exchange."""
     stages = config.parallel.pipeline
-    on_hosts = [LAUNCHING_SECONDS * len(layers_of_stage(config.model, stage, stages)) for stage in range(stages)]
+    on_hosts = [_launching(config, stage) for stage in range(stages)]
     on_gpus = of_stages(config, gpu)
     slowest, on_host = max(zip(on_gpus, on_hosts, strict=True), key=lambda times: max(times[0].total, times[1]))
     late = max(0.0, on_host - slowest.total)
@@ -153,10 +155,25 @@ def of_stages(config: RunConfig, gpu: Gpu) -> list[MicroBatch]:
     ends[-1] += _of_head(config, gpu)
     found = []
     for stage, batch in enumerate(ends):
-        letters = Counter(model.pattern[layer] for layer in layers_of_stage(model, stage, stages))
-        letters.update(model.mtp.pattern or "")
+        letters = _letters(config, stage)
         found.append(sum((layers[letter] * number for letter, number in letters.items()), batch))
     return found
+
+
+def _letters(config: RunConfig, stage: int) -> Counter[str]:
+    """Return how many layers of each kind a pipeline stage trains."""
+    model = config.model
+    letters = Counter(model.pattern[layer] for layer in layers_of_stage(model, stage, config.parallel.pipeline))
+    letters.update(model.mtp.pattern or "")
+    return letters
+
+
+def _launching(config: RunConfig, stage: int) -> float:
+    """Return the seconds in which the host launches one micro-batch of a stage; recomputing launches again."""
+    return LAUNCHING_SECONDS * sum(
+        number * (1 + FORWARD_LAUNCHES * (config.training.recompute in kind_of(letter).recompute))
+        for letter, number in _letters(config, stage).items()
+    )
 
 
 def _of_layer(config: RunConfig, letter: str, gpu: Gpu) -> MicroBatch:

@@ -232,13 +232,17 @@ def test_without_an_mfu_the_time_is_the_roofline():
 
 def test_small_micro_batches_wait_for_the_host():
     """As on an H200, where 30 layers of any size take the host about 0.11 s."""
-    by_size = {
-        size: estimate.make_plan(load("blackmamba_1.5b", [f"training.micro_batch={size}"]), Asked(7, 8, H100))
-        for size in (2, 18)
-    }
-    late = {size: made.placed.time.launching for size, made in by_size.items()}
-    assert late[18] == 0
-    assert late[2] + by_size[2].placed.time.computing == pytest.approx(9 * 0.111, rel=0.1)  # and gradients are added
+
+    def time(size, *more):
+        config = load("blackmamba_1.5b", [f"training.micro_batch={size}", *more])
+        return estimate.make_plan(config, Asked(7, 8, H100)).placed.time
+
+    assert time(18).launching == 0
+    seconds = [time(2, *more) for more in ([], ["training.recompute=layers"], ["model.mtp.pattern=ME"])]
+    whole, again, further = (step.computing + step.launching for step in seconds)
+    assert whole == pytest.approx(9 * 0.111, rel=0.1)  # and gradients are added
+    assert again > 1.3 * whole  # the second forward pass is launched too
+    assert further > whole + 9 * 2 * 0.0037
 
 
 @pytest.mark.parametrize(
