@@ -21,12 +21,12 @@ COLUMNS = (
 
 def summary(evidence: Evidence) -> list[str]:
     """Return what the points say so far: a line for each comparison with the first variant."""
-    points, first = evidence.plain, evidence.first
+    points, tuned, first = evidence.plain, fits.at_best_rates(evidence.points), evidence.first
     hours = sum(point.seconds for point in evidence.points) / 3600
     said = [f"{len(evidence.points)} of {evidence.planned} planned points are finished, {hours:.1f} hours of steps."]
-    said += _compared(fits.at_best_rates(evidence.points), first, evidence_why.TUNED)
-    said += _compared(points, first, "")
-    return said + evidence_why.said_of_the_law(points, first)
+    for some, where in ((tuned, evidence_why.TUNED), (points, "")):
+        said += [*_compared(some, first, where), *evidence_why.said_of_the_law(some, first, where)]
+    return said
 
 
 def _compared(points: Sequence[Point], first: str, where: str) -> Iterator[str]:
@@ -78,6 +78,7 @@ def render(evidence: Evidence) -> str:
         evidence_why.tuned(evidence.points, evidence.first),
         evidence_why.comparisons(tuned, evidence.first, evidence_why.TUNED),
         evidence_why.equal_losses(tuned, evidence.first, evidence_why.TUNED),
+        evidence_why.law(tuned, evidence.first, evidence_why.TUNED),
         evidence_why.comparisons(points, evidence.first),
         evidence_why.equal_losses(points, evidence.first),
         evidence_why.law(points, evidence.first),

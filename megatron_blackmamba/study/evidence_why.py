@@ -75,7 +75,7 @@ def tuned(points: Sequence[Point], first: str) -> str:
     return _section(f"Differences{TUNED}", words, columns, rows)
 
 
-def law(points: Sequence[Point], first: str) -> str:
+def law(points: Sequence[Point], first: str, where: str = "") -> str:
     """Show the law of each difference, and what it says of the paper's model."""
     rows = []
     for other, found in _laws(points, first):
@@ -94,13 +94,13 @@ def law(points: Sequence[Point], first: str) -> str:
         "turn at 2.8B parameters",
         "at 2.8B and 300B tokens",
     )
-    return _section("Law of the difference", words, columns, rows)
+    return _section(f"Law of the difference{where}", words, columns, rows)
 
 
-def said_of_the_law(points: Sequence[Point], first: str) -> list[str]:
+def said_of_the_law(points: Sequence[Point], first: str, where: str = "") -> list[str]:
     """Return a line for each comparison with a law that two seeds or more have: without, nobody knows its error."""
     return [
-        f"{first} − {other}: the law, extrapolated to 2.8B parameters and 300B tokens, says"
+        f"{first} − {other}{where}: the law, extrapolated to 2.8B parameters and 300B tokens, says"
         f" {_said(*found.at(PAPERS[0], PAPERS[1] / PAPERS[0]))}; the sign turns there at {_turn(found)}."
         for other, found in _laws(points, first)
         if len(found.coefficients) > 1
@@ -117,6 +117,8 @@ def _turn(found: differences.DifferenceLaw) -> str:
     mean, half = found.crossing(PAPERS[0])
     if half is None:
         return f"{_exp(mean)} tokens per parameter (one seed)"
+    if half > LARGE * math.log(10):
+        return "an unknown number of tokens per parameter"
     return f"{_exp(mean)} tokens per parameter ({_exp(mean - half)} to {_exp(mean + half)})"
 
 

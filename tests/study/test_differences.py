@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_blackmamba.study import differences, evidence, evidence_picture, evidence_why
+from megatron_blackmamba.study import differences, evidence, evidence_picture, evidence_why, fits
 from megatron_blackmamba.study.points import Evidence, Point
 from megatron_blackmamba.study.routing import MEANING
 from tests.pages import check_page
@@ -130,4 +130,15 @@ def test_page_shows_why(points):
     for title in ("Tests", "Equal losses", "Law of the difference", "Routers", "Generation"):
         assert f"<h2>{title}</h2>" in page
     assert any("extrapolated to 2.8B parameters" in line for line in evidence.summary(found))
+    higher = [
+        replace(p, rate=8e-3, changed={fits.RATE: 8e-3}, loss=p.loss - 0.1 * (p.variant == "dense")) for p in points
+    ]
+    both = replace(found, points=(*points, *higher))
+    (law, tuned) = (
+        line for line in evidence.summary(both)[::-1] if line.startswith("experts − dense") and "the law" in line
+    )
+    assert law.startswith("experts − dense: the law") and tuned.startswith(
+        "experts − dense, each at its best learning rate"
+    )
+    assert "<h2>Law of the difference, each at its best learning rate</h2>" in evidence.render(both)
     assert evidence_why.routers([]) == ""
