@@ -1,6 +1,6 @@
 """The picture of a study with trunks and branches: what experts give, and what the router costs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,15 @@ def _draw(evidence: Evidence, sides: Sequence[tuple[list[str], str]], axes: Any)
 
 def _panel(place: Any, points: Sequence[Point], first: str, others: Sequence[str], colour: int, title: str) -> None:
     """Draw the differences from some variants, in colours from a number on."""
-    for number, other in enumerate(others, colour):
-        _differences(place, points, first, other, f"C{number}")
-    for size, style in zip(unique(points, "size"), LINES, strict=False):
-        if own := chosen(points, variant=first, size=size):
+    styles = dict(zip(_by_parameters(points, first), LINES, strict=False))
+    drawn = {
+        size
+        for number, other in enumerate(others, colour)
+        for size in _differences(place, points, first, other, f"C{number}", styles)
+    }
+    for size, style in styles.items():
+        if size in drawn:
+            own = chosen(points, variant=first, size=size)
             label = f"{own[0].parameters / 1e6:.2g}M parameters ({_seeds(len(unique(own, 'seed')))})"
             place.plot([], [], color="black", linestyle=style, label=label)
     place.axhline(0, color="black", linewidth=0.8)
@@ -110,11 +115,23 @@ def _near(one: float, other: float) -> bool:
     return abs(one / other - 1) < EQUAL
 
 
-def _differences(place: Any, points: Sequence[Point], first: str, other: str, colour: str) -> None:
-    for size, style in zip(unique(points, "size"), LINES, strict=False):
+def _by_parameters(points: Sequence[Point], first: str) -> list[str]:
+    """Return the sizes of the first variant, the smallest model first."""
+    sizes = {p.size: p.parameters for p in chosen(points, variant=first)}
+    return sorted(sizes, key=lambda size: sizes[size])
+
+
+def _differences(
+    place: Any, points: Sequence[Point], first: str, other: str, colour: str, styles: Mapping[str, str]
+) -> list[str]:
+    """Draw the differences from a variant, and return the sizes that have some."""
+    drawn = []
+    for size, style in styles.items():
         if found := fits.differences(points, first, other, size):
             x, mean = [each.per_parameter for each in found], np.array([each.mean for each in found])
             half = np.array([each.interval if len(each.values) >= SEEDS_OF_A_BAND else np.nan for each in found])
             place.plot(x, mean, color=colour, linestyle=style, marker=".", linewidth=1.2)
             place.fill_between(x, mean - half, mean + half, color=colour, alpha=0.12)
+            drawn.append(size)
     place.plot([], [], color=colour, label=f"against {_plain(other)}")
+    return drawn
