@@ -96,8 +96,8 @@ def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         rounded: tuple[Tensor, Tensor] = triton.by_rows(x)
         return rounded
     x = x.float()
-    largest = x.abs().amax(dim=-1).clamp(min=LEAST)
-    return (x * (LARGEST / largest)[..., None]).to(NARROW).contiguous(), largest / LARGEST
+    scale = x.abs().amax(dim=-1).clamp(min=LEAST) / LARGEST
+    return (x / scale[..., None]).to(NARROW).contiguous(), scale
 
 
 class _Linear(torch.autograd.Function):

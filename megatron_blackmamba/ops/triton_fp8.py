@@ -54,10 +54,10 @@ def round_rows(
         x = tl.load(source + c[None, :] * stride_C, mask=inside, other=0.0).to(tl.float32)
         size = tl.where(x == x, tl.abs(x), float("inf"))  # the maximum would skip a NaN
         largest = tl.maximum(largest, tl.max(size, 1))
-    factor = tl.div_rn(LARGEST, largest)[:, None]  # as on a CPU: `/` is approximate on a GPU
-    tl.store(scale_GR + group * R + r, tl.div_rn(largest, LARGEST), mask=row_inside)
+    scale = tl.div_rn(largest, LARGEST)  # as on a CPU: `/` is approximate on a GPU
+    tl.store(scale_GR + group * R + r, scale, mask=row_inside)
     for first in range(0, C, COLUMNS):
         c = first + tl.arange(0, COLUMNS)
         inside = row_inside[:, None] & (c < C)[None, :]
         x = tl.load(source + c[None, :] * stride_C, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target + c[None, :], (x * factor).to(rounded_GRC.dtype.element_ty), mask=inside)
+        tl.store(target + c[None, :], tl.div_rn(x, scale[:, None]).to(rounded_GRC.dtype.element_ty), mask=inside)

@@ -53,7 +53,7 @@ def test_values_and_gradients_are_those_of_the_rounded_factors(product, shape):
     rows = torch.logspace(-3, 3, TOKENS)[:, None]  # one scale for all rows would lose the small ones
     found, wanted = product(x * rows.bfloat16(), weight, random(TOKENS, OUTPUTS, seed=2) / rows.bfloat16())
     for a, b in zip(found, wanted, strict=True):
-        assert distance(a, b) < 4e-3  # bf16 of the result; ties go either way
+        assert distance(a, b) < 3e-3  # bf16 of the result; a few ties go the other way
     small = [tensor[:4] for tensor in (found[0], wanted[0])]
     assert distance(*small) < 1e-2
 
