@@ -43,16 +43,24 @@ class MicroBatch:
 
     forward: float
     backward: float
+    launching: float = 0.0
+    """The host's, to launch both."""
 
     @property
     def total(self) -> float:
         return self.forward + self.backward
 
+    @property
+    def late(self) -> float:
+        """Return by how much the host takes longer than its GPU."""
+        return max(0.0, self.launching - self.total)
+
     def __add__(self, other: "MicroBatch") -> "MicroBatch":
-        return MicroBatch(self.forward + other.forward, self.backward + other.backward)
+        launching = self.launching + other.launching
+        return MicroBatch(self.forward + other.forward, self.backward + other.backward, launching)
 
     def __mul__(self, number: int) -> "MicroBatch":
-        return MicroBatch(number * self.forward, number * self.backward)
+        return MicroBatch(number * self.forward, number * self.backward, number * self.launching)
 
 
 @dataclass(frozen=True)
@@ -100,16 +108,14 @@ def at_peak(config: RunConfig, world_size: int, gpu: Gpu) -> float:
 def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow], state: State | None) -> StepTime:
     """Return the time of a step; without the state, a lower bound that leaves out update and data exchange."""
     stages = config.parallel.pipeline
-    on_hosts = [_launching(config, stage) for stage in range(stages)]
-    on_gpus = of_stages(config, gpu)
-    slowest, on_host = max(zip(on_gpus, on_hosts, strict=True), key=lambda times: max(times[0].total, times[1]))
-    late = max(0.0, on_host - slowest.total)
+    slowest = max(of_stages(config, gpu), key=lambda batch: batch.total + batch.late)
     waiting = {axis: flow.seconds + flow.calls * COLLECTIVE_SECONDS for axis, flow in flows.items()}
     if state is not None:
         waiting |= _exposed(config, {axis: flows[axis].seconds for axis in DATA_AXES if axis in flows}, state, slowest)
     computing = of_micro_batches(config, world_size, slowest, gpu, state)
     update = of_update(config, gpu, state)
-    idle, launching = (stages - 1) * (slowest.total + late), layout.micro_batches(config, world_size) * late
+    idle = (stages - 1) * (slowest.total + slowest.late)
+    launching = layout.micro_batches(config, world_size) * slowest.late
     return StepTime(computing, idle, update, {k: v for k, v in waiting.items() if v > 0}, launching)
 
 
@@ -155,25 +161,10 @@ def of_stages(config: RunConfig, gpu: Gpu) -> list[MicroBatch]:
     ends[-1] += _of_head(config, gpu)
     found = []
     for stage, batch in enumerate(ends):
-        letters = _letters(config, stage)
+        letters = Counter(model.pattern[layer] for layer in layers_of_stage(model, stage, stages))
+        letters.update(model.mtp.pattern or "")
         found.append(sum((layers[letter] * number for letter, number in letters.items()), batch))
     return found
-
-
-def _letters(config: RunConfig, stage: int) -> Counter[str]:
-    """Return how many layers of each kind a pipeline stage trains."""
-    model = config.model
-    letters = Counter(model.pattern[layer] for layer in layers_of_stage(model, stage, config.parallel.pipeline))
-    letters.update(model.mtp.pattern or "")
-    return letters
-
-
-def _launching(config: RunConfig, stage: int) -> float:
-    """Return the seconds in which the host launches one micro-batch of a stage; recomputing launches again."""
-    return LAUNCHING_SECONDS * sum(
-        number * (1 + FORWARD_LAUNCHES * (config.training.recompute in kind_of(letter).recompute))
-        for letter, number in _letters(config, stage).items()
-    )
 
 
 def _of_layer(config: RunConfig, letter: str, gpu: Gpu) -> MicroBatch:
@@ -184,8 +175,9 @@ def _of_layer(config: RunConfig, letter: str, gpu: Gpu) -> MicroBatch:
         there, back = _in_fp8(there, 1, gpu), _in_fp8(back, 1 / 2, gpu)  # not the gradients of weights
     stream = sizes.here * config.model.hidden_size
     norms = [Work(moved * stream) for moved in BLOCK_BYTES]
-    batch = _seconds(config, gpu, [*there, norms[0]], [*back, norms[1]])
-    return batch + MicroBatch(0.0, batch.forward) if config.training.recompute in kind.recompute else batch
+    batch = replace(_seconds(config, gpu, [*there, norms[0]], [*back, norms[1]]), launching=LAUNCHING_SECONDS)
+    again = MicroBatch(0.0, batch.forward, FORWARD_LAUNCHES * batch.launching)
+    return batch + again if config.training.recompute in kind.recompute else batch
 
 
 def _of_embedding(config: RunConfig, gpu: Gpu) -> MicroBatch:

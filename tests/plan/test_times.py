@@ -117,11 +117,8 @@ def test_update_moves_gradients_and_state():
 
 
 def test_first_micro_batch_is_copied_and_others_added():
-    config, batch = (
-        load("blackmamba_1.5b", ["training.micro_batch=6", "training.global_batch=18"]),
-        times.MicroBatch(1.0, 2.0),
-    )
-    seconds = times.of_micro_batches(config, 1, batch, GPU, STATE)
+    config = load("blackmamba_1.5b", ["training.micro_batch=6", "training.global_batch=18"])
+    seconds = times.of_micro_batches(config, 1, times.MicroBatch(1.0, 2.0), GPU, STATE)
     assert seconds == pytest.approx(3 * 3.0 + (1.5 + 2.5 + 2.5) * STATE.gradients / 1e12)
 
 

@@ -134,11 +134,8 @@ def test_page_shows_why(points):
         replace(p, rate=8e-3, changed={fits.RATE: 8e-3}, loss=p.loss - 0.1 * (p.variant == "dense")) for p in points
     ]
     both = replace(found, points=(*points, *higher))
-    (law, tuned) = (
-        line for line in evidence.summary(both)[::-1] if line.startswith("experts − dense") and "the law" in line
-    )
-    assert law.startswith("experts − dense: the law") and tuned.startswith(
-        "experts − dense, each at its best learning rate"
-    )
+    said = [line for line in evidence.summary(both) if line.startswith("experts − dense") and "the law" in line]
+    tuned, law = (line.partition(":")[0] for line in said)
+    assert (tuned, law) == ("experts − dense, each at its best learning rate", "experts − dense")
     assert "<h2>Law of the difference, each at its best learning rate</h2>" in evidence.render(both)
     assert evidence_why.routers([]) == ""
