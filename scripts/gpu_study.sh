@@ -4,7 +4,7 @@
 #   scripts/gpu_study.sh [CARRIED] [RESULTS]
 #
 # CARRIED is a folder that scripts/gpu_carry.sh made: of its wheels those are used that this Python lacks. Its corpus.tar.xz
-# is the corpus, which `blackmamba study trend_gpu --budget 0` gathers where there is network. Each further call goes on
+# is the corpus, which `blackmamba study trend_gpu --budget 0` gathers on a machine with network. Each further call goes on
 # where the last one stopped, as long as studies/trend_gpu is kept. RESULTS (default gpu_study) receives points.json with
 # the finished points, the page and the log.
 # MINUTES=N (default 8) bounds the training of a call, JOBS=N (default 4) is the number of runs that share the GPU.
