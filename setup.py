@@ -171,6 +171,7 @@ setup(
         "megatron_blackmamba.scripts.slurm": ["*"],
         "megatron_blackmamba.scripts.container": ["*"],
         "megatron_blackmamba.launch": ["tried.json"],
+        "megatron_blackmamba.ops": ["**/*.cu", "device.h"],
         "megatron_blackmamba.report": ["vendor/*"],
         "megatron_blackmamba": ["py.typed"],
         "megatron_blackmamba.serving": ["page/*"],

@@ -55,6 +55,62 @@ def triton_scan():
     return pytest.importorskip("megatron_blackmamba.ops.selective_scan.triton").scan
 
 
+@pytest.fixture(scope="module")
+def cuda_scan():
+    if why_not := available_backends()["cuda"]:
+        pytest.skip(why_not)
+    from megatron_blackmamba.ops.selective_scan import cuda
+
+    return cuda.scan
+
+
+LAYOUTS = {
+    "as they come": lambda x: x,
+    "tokens first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "odd strides": lambda x: torch.cat((x, x[..., :1]), -1)[..., :-1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 512, 2304), {"channels": 1}),
+        ((2, 512, 2304), {"channels": 2}),
+        ((3, 130, 128), {"channels": 1, "segment": 64, "backward_segment": 64}),
+        ((1, 333, 256), {"channels": 2, "segment": 128, "backward_segment": 0}),
+        ((2, 3, 128), {}),
+    ],
+    ids=str,
+)
+def test_cuda_kernels_agree_with_the_definition(cuda_scan, shape, options, layout):
+    from dataclasses import replace
+
+    from megatron_blackmamba.ops.selective_scan import cuda
+
+    inputs = problem(*shape, dtype=torch.bfloat16)
+    inputs |= {name: LAYOUTS[layout](inputs[name]) for name in ("u", "delta", "z", "B", "C")}
+    plan = replace(cuda.rule(*shape), **options)
+    assert_close(results(cuda_scan, inputs, plan=plan), results(reference.scan, inputs, torch.float64), 6e-3)
+
+
+@pytest.mark.parametrize("absent", ["z", "D", "bias", "start", "reset", "softplus"])
+def test_cuda_kernels_do_without_optional_inputs(cuda_scan, absent):
+    inputs = problem(2, 70, 128, dtype=torch.bfloat16)
+    if absent == "softplus":
+        inputs |= {"softplus": False, "delta": 0.1 * inputs["delta"].abs(), "bias": None}
+    else:
+        inputs[absent] = None
+    assert_close(results(cuda_scan, inputs), results(reference.scan, inputs, torch.float64), 6e-3)
+
+
+def test_cuda_gradients_repeat_bit_by_bit(cuda_scan):
+    inputs = problem(4, 512, 2304, dtype=torch.bfloat16)
+    once, again = results(cuda_scan, inputs), results(cuda_scan, inputs)
+    for name in once:
+        assert torch.equal(once[name], again[name]), name
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-3)])
 @pytest.mark.parametrize(
     "shape", [(2, 512, 2304), (1, 333, 200), (3, 64, 96), (2, 130, 64, 8), (1, 100, 70, 32)], ids=str

@@ -253,7 +253,7 @@ def test_the_best_backend_that_can_is_chosen():
         call(tensors, options, "cpu")
     exact = {key: tensor.double() for key, tensor in tensors.items()}
     assert call(exact, options, "auto")[1].dtype == torch.float64
-    assert set(available_backends()) == {"mamba_ssm", "triton", "cpu", "chunked", "reference"}
+    assert set(available_backends()) == {"cuda", "mamba_ssm", "triton", "cpu", "chunked", "reference"}
     assert available_backends()["chunked"] is None and available_backends()["reference"] is None
 
 

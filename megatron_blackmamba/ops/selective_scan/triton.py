@@ -1,5 +1,8 @@
 """The selective scan in Triton: fp32 state in registers, bf16 in and out, no atomics, no compiler but Triton's own.
 
+A plan may give the two passes themselves to the kernels of `cuda.py`. The rest is shared: segments, the chain, and what
+is saved.
+
 Saved for the backward pass are the inputs, the states of every few tokens in the dtype of the inputs, and y before the
 gate. Without `Plan.keep`, only one fp32 state every `chunk` tokens is saved, and the others are recomputed. What comes
 out lies in memory as u does, [B, L] or [L, B], so that nobody around the scan has to copy.
@@ -8,9 +11,7 @@ Shapes: B batch, L length, I inner channels, N state, S segments, G checkpoints,
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,8 +20,9 @@ from torch import Tensor
 from megatron_blackmamba.ops.context import Chain
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows
-from megatron_blackmamba.ops.selective_scan import triton_backward, triton_forward
+from megatron_blackmamba.ops.selective_scan import cuda_launch, triton_backward, triton_forward
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
+from megatron_blackmamba.ops.selective_scan.problem import Gradients, Kept, Problem, unit_stride
 from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan, plan_for
 from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
 
@@ -69,7 +71,7 @@ class _Scan(torch.autograd.Function):
         start_BNI = None if start is None else start.float().transpose(1, 2).contiguous()
         save = any(ctx.needs_input_grad)
         with torch.cuda.device_of(inputs.u_BLI):
-            y, saved, raw_y, final_BNI = _run_forward(_Problem.of(inputs), start_BNI, plan, save, chain)
+            y, saved, raw_y, final_BNI = _run_forward(Problem.of(inputs), start_BNI, plan, save, chain)
         ctx.set_materialize_grads(False)
         ctx.softplus, ctx.plan, ctx.chain, ctx.z_gradient = inputs.delta_softplus, plan, chain, z_gradient
         ctx.save_for_backward(*inputs._replace(delta_softplus=None, initial_state_BIN=None), saved, raw_y)
@@ -83,8 +85,8 @@ class _Scan(torch.autograd.Function):
         dy = torch.zeros_like(inputs.u_BLI) if dy is None else dy
         dend_BNI = None if dfinal is None else dfinal.float().transpose(1, 2).contiguous()
         dz = None if inputs.z_BLI is None else (ctx.z_gradient or empty_like_rows)(inputs.z_BLI)
-        kept = _Kept(_unit_stride(dy), saved, raw_y)
-        grads = _run_backward(_Problem.of(inputs), kept, dend_BNI, ctx.plan, ctx.chain, dz)
+        kept = Kept(unit_stride(dy), saved, raw_y)
+        grads = _run_backward(Problem.of(inputs), kept, dend_BNI, ctx.plan, ctx.chain, dz)
         du, ddelta, dA, dB, dC, dD, dbias, dstart_BNI = grads
         needed = Inputs(*ctx.needs_input_grad[3:])
         return (
@@ -106,69 +108,8 @@ class _Scan(torch.autograd.Function):
         )
 
 
-@dataclass
-class _Problem:
-    """The inputs as the kernels want them, and the arguments every launch shares."""
-
-    u: Tensor
-    delta: Tensor
-    z: Tensor | None
-    A_NI: Tensor
-    BC: Tensor  # [B, L, 2N] fp32: what all channels share is read often, so it is made easy to read
-    D: Tensor | None
-    bias: Tensor | None
-    reset: Tensor | None
-    softplus: bool
-
-    @staticmethod
-    def of(inputs: Inputs) -> "_Problem":
-        _, _, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, softplus, _, reset_BL = inputs
-        return _Problem(
-            u=_unit_stride(inputs.u_BLI),
-            delta=_unit_stride(inputs.delta_BLI),
-            z=None if z_BLI is None else _unit_stride(z_BLI),
-            A_NI=A_IN.float().t().contiguous(),
-            BC=torch.cat((B_BLN, C_BLN), dim=-1).float(),
-            D=None if D_I is None else D_I.float(),
-            bias=None if delta_bias_I is None else delta_bias_I.float(),
-            reset=None if reset_BL is None else reset_BL.contiguous().view(torch.uint8),
-            softplus=softplus,
-        )
-
-    def part(self, first: int, last: int) -> "_Problem":
-        """Return the arguments for sequences first .. last - 1 of the batch."""
-
-        def cut(x: Tensor | None) -> Any:
-            return None if x is None else x[first:last]
-
-        return replace(
-            self, u=cut(self.u), delta=cut(self.delta), z=cut(self.z), BC=cut(self.BC), reset=cut(self.reset)
-        )
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        B, L, I = self.u.shape
-        return B, L, I, self.A_NI.shape[0]
-
-    def switches(self, block: int, steps: int, *names: str) -> dict[str, Any]:
-        _, L, I, _ = self.sizes
-        every = {
-            "HAS_Z": self.z is not None,
-            "HAS_D": self.D is not None,
-            "HAS_BIAS": self.bias is not None,
-            "HAS_RESET": self.reset is not None,
-            "SOFTPLUS": self.softplus,
-            "EVEN": I % block == 0 and L % steps == 0,
-        }
-        return {name: value for name, value in every.items() if not names or name in names}
-
-    def or_u(self, tensor: Tensor | None) -> Tensor:
-        """Return a valid pointer for an absent input, which is never read."""
-        return self.u if tensor is None else tensor
-
-
 def _run_forward(
-    p: _Problem, start_BNI: Tensor | None, plan: Plan, save: bool, chain: Chain | None
+    p: Problem, start_BNI: Tensor | None, plan: Plan, save: bool, chain: Chain | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Return y, the states that `plan` saves, with `plan.keep` y before the gate, and the final state."""
     B, L, I, N = p.sizes
@@ -192,14 +133,17 @@ def _run_forward(
     else:
         starts_BSNI = start_BNI
     y = empty_like_rows(p.u)
-    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), y=y)
     keep = plan.backward_steps if plan.keep else 0
     raw_y = empty_like_rows(p.u) if save and keep and p.z is not None else None
+    final_BNI = torch.empty(B, N, I, **fp32)
+    if plan.cuda:
+        saved = cuda_launch.forward(p, plan, starts_BSNI, y, raw_y, final_BNI, save)
+        return y, saved, raw_y, final_BNI
+    batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), y=y)
     saved = None
     if save:
         dtype = torch.bfloat16 if keep and p.u.dtype == torch.bfloat16 else torch.float32
         saved = torch.empty(B, triton.cdiv(L, keep or plan.chunk), N, I, device=p.u.device, dtype=dtype)
-    final_BNI = torch.empty(B, N, I, **fp32)
     triton_forward.forward[(blocks, B, segments)](
         p.u, p.delta, p.or_u(p.z), p.A_NI, p.BC, p.or_u(p.D), p.or_u(p.bias), p.or_u(p.reset), p.or_u(starts_BSNI),
         y, p.or_u(raw_y), p.or_u(saved), final_BNI,
@@ -210,20 +154,9 @@ def _run_forward(
     return y, saved, raw_y, final_BNI
 
 
-class _Kept(NamedTuple):
-    """The gradient of y, and what the forward pass saved: states, and y before the gate."""
-
-    dy: Tensor
-    states: Tensor
-    raw_y: Tensor | None
-
-    def part(self, cut: slice) -> "_Kept":
-        return _Kept(*(None if x is None else x[cut] for x in self))
-
-
 def _run_backward(
-    p: _Problem,
-    kept: _Kept,
+    p: Problem,
+    kept: Kept,
     dend_BNI: Tensor | None,
     plan: Plan,
     chain: Chain | None,
@@ -233,11 +166,11 @@ def _run_backward(
     B, L, I, N = p.sizes
     fp32 = {"device": p.u.device, "dtype": torch.float32}
     chunks = triton.cdiv(L, plan.backward_length(L))
-    grads = _Gradients(
+    grads = Gradients(
         du=empty_like_rows(p.u),
         ddelta=empty_like_rows(p.u, p.delta.dtype),
         dz=dz,
-        dBC=torch.empty(B, L, 2 * N, **fp32),
+        dBC=torch.empty(B, L, 2 * N, device=p.u.device, dtype=p.B.dtype if plan.cuda else torch.float32),
         dstart_BNI=torch.empty(B, N, I, **fp32),
         dA_BGNI=torch.empty(B, chunks, N, I, **fp32),
         dD_BGI=torch.empty(B, chunks, I, **fp32),
@@ -247,7 +180,7 @@ def _run_backward(
         last = min(first + plan.group, B)
         cut = slice(first, last)
         _backward_of_part(
-            p.part(first, last), kept.part(cut), None if dend_BNI is None else dend_BNI[cut],
+            p.part(cut), kept.part(cut), None if dend_BNI is None else dend_BNI[cut],
             grads.part(cut), plan, None if chain is None else partial(chain.grad_end, sequences=cut),
         )  # fmt: skip
     dA_NI, dD_I, dbias_I = (parts.sum((0, 1)) for parts in (grads.dA_BGNI, grads.dD_BGI, grads.dbias_BGI))
@@ -255,29 +188,11 @@ def _run_backward(
     return grads.du, grads.ddelta, dA_NI.t(), dB, dC, dD_I, dbias_I, grads.dstart_BNI
 
 
-@dataclass
-class _Gradients:
-    """The gradients of the inputs. A, D and the bias have one sum per sequence and chunk."""
-
-    du: Tensor
-    ddelta: Tensor
-    dz: Tensor | None
-    dBC: Tensor
-    dstart_BNI: Tensor
-    dA_BGNI: Tensor
-    dD_BGI: Tensor
-    dbias_BGI: Tensor
-
-    def part(self, cut: slice) -> "_Gradients":
-        """Some sequences of the batch."""
-        return _Gradients(**{name: None if x is None else x[cut] for name, x in vars(self).items()})
-
-
 def _backward_of_part(
-    p: _Problem,
-    kept: _Kept,
+    p: Problem,
+    kept: Kept,
     dend_BNI: Tensor | None,
-    grads: _Gradients,
+    grads: Gradients,
     plan: Plan,
     grad_end: Callable[[Tensor], Tensor] | None,
 ) -> None:
@@ -290,6 +205,9 @@ def _backward_of_part(
     states_BTNI = kept.states if plan.keep else torch.empty(B, triton.cdiv(L, steps), N, I, **fp32)
     if chunks > 1 or grad_end is not None or not plan.keep:
         ends_BGNI = _ends_of_chunks(p, kept, states_BTNI, dend_BNI, grads, plan, grad_end)
+    if plan.cuda:
+        cuda_launch.backward(p, plan, kept, ends_BGNI, grads)
+        return
     raw_y, dz = p.or_u(kept.raw_y), p.or_u(grads.dz if plan.keep else None)
     batch_strides, token_strides = _strides(u=p.u, delta=p.delta, z=p.or_u(p.z), dy=dy, dz=dz, raw=raw_y, du=grads.du)
     blocks = triton.cdiv(I, plan.backward_block)
@@ -306,11 +224,11 @@ def _backward_of_part(
 
 
 def _ends_of_chunks(
-    p: _Problem,
-    kept: _Kept,
+    p: Problem,
+    kept: Kept,
     states_BTNI: Tensor,
     dend_BNI: Tensor | None,
-    grads: _Gradients,
+    grads: Gradients,
     plan: Plan,
     grad_end: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
@@ -350,10 +268,6 @@ def _carry(
         BLOCK=CARRY_BLOCK, REVERSE=reverse, HAS_START=start_BNI is not None, num_warps=4,
     )  # fmt: skip
     return end_BNI
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(**tensors: Tensor) -> tuple[list[int], dict[str, int]]:

@@ -42,6 +42,8 @@ class Plan:
     group: int = 1  # sequences whose states are recomputed at once
     keep: bool = False  # save the states every `backward_steps` tokens, instead of recomputing them
     backward_segment: int = 0  # tokens that the backward pass of kept states runs as one sequence; 0: all
+    cuda: bool = False  # the kernels of scan.cu run the two passes
+    channels: int = 1  # of a thread of its forward kernel
 
     def __post_init__(self) -> None:
         segments = self.segment % self.chunk or self.backward_segment % self.chunk

@@ -1,0 +1,101 @@
+"""The selective scan in CUDA C++, compiled at run time: bf16 in and out, 16 states, states kept for the backward pass.
+
+It does what the backend "triton" does, faster, for the shapes that Mamba-1 trains with. Triton keeps the other dtypes
+and state sizes, states that are recomputed, and older GPUs; its small kernels also join segments here.
+
+Shapes: B batch, L length, I inner channels, N state.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_blackmamba.ops import nvrtc
+from megatron_blackmamba.ops.context import Chain
+from megatron_blackmamba.ops.selective_scan.cuda_launch import STATES, WIDTH, aligned
+from megatron_blackmamba.ops.selective_scan.inputs import Inputs
+
+if TYPE_CHECKING:
+    from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
+
+TAKES_CHAIN = TAKES_MEMORY_OPTIONS = True
+SHARED = ("u_BLI", "delta_BLI", "B_BLN", "C_BLN", "z_BLI")
+ONE_CHANNEL_BLOCKS = 5  # blocks of the forward kernel on one processor, with one channel a thread
+
+
+def unavailable() -> str | None:
+    from megatron_blackmamba.ops import backends
+
+    return backends.why_not("megatron_blackmamba.ops", backends.SUPPORT) or nvrtc.unavailable()
+
+
+def smallest(device: str) -> None:
+    """Scan and differentiate one sequence, which compiles the kernels."""
+    u, delta, z = torch.ones(3, 1, 4, WIDTH, device=device, dtype=torch.bfloat16).requires_grad_().unbind()
+    B, C = torch.ones(2, 1, 4, STATES, device=device, dtype=torch.bfloat16)
+    y, _ = scan(Inputs(u, delta, -torch.ones(WIDTH, STATES, device=device, dtype=torch.float32), B, C, z_BLI=z))
+    y.sum().backward()
+    if not bool(y.isfinite().all()):
+        raise ArithmeticError("a scan of ones is not finite")
+
+
+def unsupported(inputs: Inputs) -> str | None:
+    u_BLI, (I, N) = inputs.u_BLI, inputs.A_IN.shape
+    if not u_BLI.is_cuda:
+        return "the tensors are not on a CUDA device"
+    for name in SHARED:
+        x = getattr(inputs, name)
+        if x is not None and x.dtype != torch.bfloat16:
+            return f"takes bfloat16, {name.partition('_')[0]} is {x.dtype}"
+    if N != STATES or I % WIDTH:
+        return f"takes {STATES} states and multiples of {WIDTH} channels, not {N} and {I}"
+    if u_BLI.numel() == 0:
+        return "the input is empty"
+    from megatron_blackmamba.ops.selective_scan import triton
+
+    return triton.unsupported(inputs)
+
+
+def scan(
+    inputs: Inputs,
+    plan: "Plan | None" = None,
+    chain: Chain | None = None,
+    z_gradient: Callable[[Tensor], Tensor] | None = None,
+    keep_states: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Run the scan; the arguments are those of the backend "triton"."""
+    from megatron_blackmamba.ops.selective_scan import triton
+
+    if not keep_states:
+        return triton.scan(inputs, None, chain, z_gradient, keep_states)
+    B, L, I = inputs.u_BLI.shape
+    even: dict[str, Any] = {name: None if (x := getattr(inputs, name)) is None else aligned(x) for name in SHARED}
+    plan = plan or rule(B, L, I, _processors(inputs.u_BLI.device))
+    return triton.scan(inputs._replace(**even), plan, chain, z_gradient)
+
+
+def rule(B: int, L: int, I: int, processors: int = 132) -> "Plan":
+    """Choose whole sequences where their blocks give every processor one, else segments."""
+    from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
+
+    blocks = B * I // WIDTH
+    plan = Plan(keep=True, group=B, cuda=True, channels=1 if blocks <= ONE_CHANNEL_BLOCKS * processors else 2)
+
+    def segment(wanted: int) -> int:
+        length = -(-L // (max(wanted, 1) * plan.chunk)) * plan.chunk
+        return 0 if length >= L else length
+
+    if 3 * blocks <= processors:  # joining segments costs another pass
+        plan = replace(plan, segment=segment(2 * processors // blocks))
+    if 2 * blocks <= processors:
+        plan = replace(plan, backward_segment=segment(2 * processors // blocks))
+    return plan
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
