@@ -1,8 +1,9 @@
 // Run a CUDA kernel's source on a CPU, one block at a time. Each thread is a coroutine that runs until it meets others.
 //
-// Because a thread runs alone until it waits, a missing barrier shows: it reads what others have not written yet, or
-// overwrites what they have not read. ORDER decides who runs first, and COPIES whether an asynchronous copy happens as
-// soon or as late as it may. Shared memory is filled with NaN before each block.
+// A thread runs alone until it waits for its warp, and a warp until it waits for its block. So a missing barrier shows: a
+// thread reads what others have not written yet, or overwrites what they have not read. `order` decides who runs first,
+// `copies_are_early` whether asynchronous copies happen as soon or as late as they may. Shared memory begins as NaN.
+// What it cannot show: shuffles and matrix products order memory here, which a GPU does not promise.
 #include <ucontext.h>
 
 #include <cmath>
@@ -100,15 +101,23 @@ template <int LATEST> DEVICE void wait_for_all_copies_but() {  // the last entry
   while (groups.size() > 1 + LATEST) groups.erase(groups.begin());
 }
 
-// Let all threads whose warp (or block) has arrived go on; false if none can.
-static bool release(int size, int whom) {
-  bool any = false;
-  for (size_t from = 0; from < threads.size(); from += size) {
-    bool all = true;
-    for (size_t i = from; i < from + size && i < threads.size(); ++i) all = all && threads[i].waits == whom;
-    for (size_t i = from; all && i < from + size && i < threads.size(); ++i) threads[i].waits = 0, any = true;
-  }
-  return any;
+// Let threads from .. from + size - 1 go on if all of them wait for `whom`; false if not.
+static bool release(int from, int size, int whom) {
+  for (int i = from; i < from + size; ++i) if (threads[i].waits != whom) return false;
+  for (int i = from; i < from + size; ++i) threads[i].waits = 0;
+  return true;
+}
+
+// Run the threads of a warp, alone, until they wait for the other warps.
+static void run_warp(int from) {
+  do {
+    for (int i = 0; i < 32; ++i) {
+      Thread& t = threads[from + (order == 0 ? i : order == 1 ? 31 - i : (i * 5 + 11) % 32)];
+      if (t.waits) continue;
+      current = &t;
+      swapcontext(&scheduler, &t.context);
+    }
+  } while (release(from, 32, 1));
 }
 
 // Returns 0, or 1 if threads wait for each other for ever.
@@ -128,18 +137,13 @@ static int run_block(int count, int bytes) {
     t.context.uc_link = &scheduler;
     makecontext(&t.context, enter, 0);
   }
-  for (;;) {
-    for (int i = 0; i < count; ++i) {
-      Thread& t = threads[order == 0 ? i : order == 1 ? count - 1 - i : (i * 37 + 11) % count];
-      if (t.waits) continue;
-      current = &t;
-      swapcontext(&scheduler, &t.context);
-    }
+  do {
+    for (int i = 0; i < count; i += 32) run_warp(order == 1 ? count - 32 - i : i);
     bool done = true;
     for (Thread& t : threads) done = done && t.waits == 3;
     if (done) return 0;
-    if (!release(32, 1) && !release(count, 2)) return 1;
-  }
+  } while (release(0, count, 2));
+  return 1;
 }
 
 template <class Arguments>
