@@ -63,6 +63,7 @@ def become_gpu() -> None:
     _tell_devices_truly()
     _remember_pinned_memory()
     _stop_triton_before_launch()
+    _stop_cuda_before_launch()
     torch.Tensor.record_stream = _nothing
     torch.nn.functional.rms_norm = _FusedRMSNorm.apply
     torch.nn.functional.scaled_dot_product_attention = _attend
@@ -186,6 +187,19 @@ def _stop_triton_before_launch() -> None:
         LOG.launch(name, tensors, constants, tuple(grid(constants)) if callable(grid) else tuple(grid))
 
     JITFunction.run = run
+
+
+def _stop_cuda_before_launch() -> None:
+    """Record the launches of kernels that NVRTC would compile."""
+    from megatron_blackmamba.ops import nvrtc
+
+    def launch(source, kernel, structure, defines, grid, threads, shared_bytes, arguments):
+        scanned = arguments.get("u")  # the scan's input comes first: its size is that of the work
+        first = [] if scanned is None else [scanned]
+        states = 16 * scanned.numel() if first else 0
+        LOG.launch_cuda(kernel, [*first, *tensors_in(arguments)], grid, states)
+
+    nvrtc.unavailable, nvrtc.launch = (lambda: None), launch
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from megatron_blackmamba.ops.selective_scan.costs import KEPT_SLOTS, SLOTS
+from megatron_blackmamba.ops.selective_scan.costs import KEPT_SLOTS, SLOTS, cuda_slots
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 COMPOSED = {
@@ -163,6 +163,11 @@ class Log:
         self.add(f"triton {kernel}", tensors, moved, slots=issued.get(kernel, 0) * states)
         signature = (*(str(t.dtype)[6:] for t in tensors), *(f"{k}={v}" for k, v in sorted(constants.items())))
         self.launches[Launch(kernel, grid, signature)] += 1
+
+    def launch_cuda(self, kernel: str, tensors: list[torch.Tensor], grid: tuple, states: int) -> None:
+        """Note the launch of a CUDA kernel, which keeps this many states a token."""
+        slots = cuda_slots(kernel, grid[0] * grid[1]) * states if states else 0.0
+        self.add(f"cuda {kernel}", tensors, total(tensors), slots=slots)
 
 
 LOG = Log()

