@@ -23,8 +23,8 @@ def stepper(decoder: Decoder, state: State) -> Step:
 class Captured:
     """A step captured as a CUDA graph; replaying it costs one launch instead of several hundred.
 
-    The graph knows addresses alone, so this keeps the weights and the state that lie there. It is captured on their GPU:
-    on another one, such as the current device where they are on `cuda:1`, the capture would be empty.
+    The graph knows addresses alone, so this keeps the weights and the state that lie there. It is captured on their
+    GPU: where another one is current, the capture would be empty.
     """
 
     def __init__(self, decoder: Decoder, state: State):
