@@ -37,6 +37,7 @@ class Layout:
     ranks: int
     overrides: list[str] = field(default_factory=list)
     family: str = "tiny"
+    precisions: tuple[str, ...] = PRECISIONS
 
 
 def _parallel(**sizes: int) -> list[str]:
@@ -57,7 +58,7 @@ LAYOUTS = [
     Layout("etp2_pp2", 4, _parallel(tensor=2, expert_tensor=2, pipeline=2)),
     Layout("hybrid_cp2_ep2_pp2", 8, _parallel(context=2, expert=2, pipeline=2), "hybrid"),
     Layout("wide_ep8", 8, _parallel(expert=8), "wide"),
-    Layout("dp2_replicated", 2, NO_SHARDS),
+    Layout("dp2_replicated", 2, NO_SHARDS, precisions=("fp32",)),
     Layout("hybrid_tp2", 2, _parallel(tensor=2), "hybrid"),
     Layout("ep2_allgather", 2, [*_parallel(expert=2), "kernels.dispatcher=allgather"]),
     Layout("ep2_recompute", 2, [*_parallel(expert=2), "training.recompute=layers"]),
@@ -101,22 +102,22 @@ class Task:
         return [f"{self.layout.name} {variant}" for variant in self.variants]
 
 
-def alone(family: str, precisions: tuple[str, ...] = PRECISIONS) -> Task:
-    """What layouts are compared with: one process, and the same with other roundings."""
-    variants = tuple(Variant(each, nudged=nudged) for each in precisions for nudged in (False, True))
+def alone(family: str) -> Task:
+    """Return what layouts are compared with: one process, and the same with other roundings."""
+    variants = tuple(Variant(each, nudged=nudged) for each in PRECISIONS for nudged in (False, True))
     return Task(Layout(f"{family}_alone", 1, [], family), variants)
 
 
-def tasks(layouts: list[Layout], precisions: tuple[str, ...] = PRECISIONS) -> list[Task]:
+def tasks(layouts: list[Layout]) -> list[Task]:
     """Return everything to do: every layout with overlap, then those again that overlap anything, without."""
     todo, seen = [], set()
     for overlap in (True, False):
         for layout in layouts:
             if layout.family not in seen:
                 seen.add(layout.family)
-                todo.append(alone(layout.family, precisions))
+                todo.append(alone(layout.family))
             if overlap or _reduces(layout):
-                todo.append(Task(layout, tuple(Variant(each, overlap) for each in precisions)))
+                todo.append(Task(layout, tuple(Variant(each, overlap) for each in layout.precisions)))
     return todo
 
 

@@ -137,3 +137,7 @@ def _drill() -> None:
         return take_step(self)
 
     Trainer.take_step = take  # type: ignore[method-assign]
+
+
+if os.environ.get(DRILL):
+    _drill()

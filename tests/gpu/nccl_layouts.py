@@ -30,6 +30,7 @@ from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.runtime.device import SHARED
 from megatron_blackmamba.runtime.ports import free_port
 from tests.gpu import nccl_cases as cases
+from tests.gpu import nccl_drills
 from tests.gpu.nccl_cases import Task, Variant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,19 @@ NCCL = {
     "NCCL_IB_DISABLE": "1",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-COLUMNS = ("layout", "variant", "ranks", "loss 1", "losses", "rounding", "norm 1", "same experts", "replicas", "s/step", "s")
+COLUMNS = (
+    "layout",
+    "variant",
+    "ranks",
+    "loss 1",
+    "losses",
+    "rounding",
+    "norm 1",
+    "same experts",
+    "replicas",
+    "s/step",
+    "s",
+)
 WIDTHS = (19, 12, 5, 8, 8, 8, 8, 12, 12, 7, 6)
 
 
@@ -242,6 +255,8 @@ def run_all(
             late = found.startswith("out of time")
             counts["not run" if late else "failed"] += len(task.keys)
             say(f"{task.layout.name} ({', '.join(map(str, task.variants))}): " + found.replace("\n", "\n    "))
+            if late and results.found["rows"].get(task.keys[0]) is None:
+                say(f"    took {time.monotonic() - began:.0f} s so far")
             for key in [] if late or part == "alone" else task.keys:
                 results.put("rows", key, {"problems": [found[-4000:]]})
             continue
@@ -258,6 +273,26 @@ def run_all(
         if part == "alone":
             say(f"{task.layout.name}: {time.monotonic() - began:.1f} s")
     return counts
+
+
+def run_drills(folder: Path, results: Results, until: float) -> None:
+    """Run the drills that have not passed, one after another, and say what came of each."""
+    for name, drill in nccl_drills.DRILLS.items():
+        if results.passed("drills", name):
+            continue
+        (folder / name).mkdir()
+        began = time.monotonic()
+        try:
+            found = drill(folder / name, nccl_drills.starter(folder / name, environment, until))
+        except nccl_drills.OutOfTime as late:
+            say(f"drill {name}: out of time after {time.monotonic() - began:.0f} s; it had said\n    {late}")
+            return
+        except Exception as error:  # a drill must not take the rest with it
+            found = {"problems": [f"{type(error).__name__}: {error}"]}
+        results.put("drills", name, found)
+        seen = ", ".join(f"{key}: {value}" for key, value in found.items() if key != "problems")
+        problems = "".join(f"\n    FAILED: {problem}" for problem in found["problems"])
+        say(f"drill {name}: {seen}, {time.monotonic() - began:.0f} s{problems}")
 
 
 def _of_alone(task: Task, variant: Variant) -> list[str]:
@@ -282,15 +317,24 @@ def main(arguments: list[str] | None = None) -> int:
         say("nccl_layouts: PyTorch sees no CUDA device here; REHEARSE=1 runs the same over gloo")
         return 2
     results = Results(options.results)
-    until = began + options.seconds - 5
+    until = began + options.seconds - 3
     layouts = [layout for layout in cases.LAYOUTS if not options.only or layout.name in options.only]
     say(f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPUs, gloo'}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="nccl_layouts_") as folder:
+        drills = threading.Thread(target=run_drills, args=(Path(folder), results, until), daemon=True)
+        if not options.no_drills:
+            drills.start()
         pool = Pool(Path(folder), max((layout.ranks for layout in layouts), default=1), options.hang_seconds)
         try:
             counts = run_all(pool, cases.tasks(layouts), results, options.steps, until)
         finally:
             pool.close()
+        if not options.no_drills:
+            drills.join(max(0.0, until - time.monotonic()) + 2)
+            states = [results.found["drills"].get(name) for name in nccl_drills.DRILLS]
+            counts["passed"] += sum(state is not None and not state["problems"] for state in states)
+            counts["failed"] += sum(state is not None and bool(state["problems"]) for state in states)
+            counts["not run"] += states.count(None)
     say(", ".join(f"{count} {what}" for what, count in counts.items()) + f", {time.monotonic() - began:.0f} s")
     return 1 if counts["failed"] else 0
 
