@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ import torch
 
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.runtime.device import SHARED
+from megatron_blackmamba.runtime.exits import HUNG
+from megatron_blackmamba.runtime.parent import follow_parent
 from megatron_blackmamba.runtime.ports import free_port
 from tests.gpu import nccl_cases as cases
 from tests.gpu import nccl_drills
@@ -35,6 +38,8 @@ from tests.gpu.nccl_cases import Task, Variant
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
+MOST_FAILURES = 4
+"""Layouts that may fail in a row by an error or a hang before the rest is left out, since it would fail too."""
 NCCL = {
     SHARED: "1",
     "NCCL_DEBUG": "WARN",
@@ -44,20 +49,9 @@ NCCL = {
     "NCCL_IB_DISABLE": "1",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-COLUMNS = (
-    "layout",
-    "variant",
-    "ranks",
-    "loss 1",
-    "losses",
-    "rounding",
-    "norm 1",
-    "same experts",
-    "replicas",
-    "s/step",
-    "s",
-)
-WIDTHS = (19, 12, 5, 8, 8, 8, 8, 12, 12, 7, 6)
+COLUMNS = ("layout", "variant", "ranks", "loss 1", "losses", "rounding", "norm 1", "same experts", "replicas")
+COLUMNS += ("s/step", "s", "start")
+WIDTHS = (19, 12, 5, 8, 8, 8, 8, 12, 12, 7, 6, 5)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -86,17 +80,25 @@ class Pool:
 
     def _spawn(self, here: Path, rank: int) -> subprocess.Popen:
         command = [sys.executable, "-m", "tests.gpu.nccl_rank", str(here), str(rank)]
-        return subprocess.Popen(command, env=environment(), cwd=ROOT, start_new_session=True)
+        return subprocess.Popen(
+            command, env=environment(), cwd=ROOT, start_new_session=True, preexec_fn=partial(follow_parent, os.getpid())
+        )
 
     def run(self, task: Task, steps: int, until: float, fault: str = "") -> list[Row] | str:
         """Train; return for each variant what all ranks saw, or what went wrong. A pool that failed begins anew."""
         number, port = self.number, free_port()
         self.number += 1
         layout = task.layout
+        hang_seconds = self.hang_seconds * (2 if layout.ranks == 1 else 1)  # one process compiles most kernels
         request = {
-            **{"ranks": layout.ranks, "family": layout.family, "overrides": layout.overrides, "steps": steps},
+            "ranks": layout.ranks,
+            "family": layout.family,
+            "overrides": layout.overrides,
+            "steps": steps,
             "variants": [asdict(variant) | {"overrides": variant.overrides} for variant in task.variants],
-            **{"port": port, "hang_seconds": self.hang_seconds, "fault": fault},
+            "port": port,
+            "hang_seconds": hang_seconds,
+            "fault": fault,
         }
         atomic.write_text(self.here / f"request-{number}.json", json.dumps(request))
         files = [self.here / f"answer-{number}-{rank}.json" for rank in range(layout.ranks)]
@@ -104,7 +106,8 @@ class Pool:
         answers = {rank: json.loads(file.read_text()) for rank, file in enumerate(files) if file.exists()}
         errors = [f"rank {rank}: {answer['trace']}" for rank, answer in answers.items() if "error" in answer]
         if errors or problem:
-            report = "\n".join([*errors, *filter(None, [problem]), *self._reports(port), *self._last_words()])
+            spoke = {rank for rank, answer in answers.items() if "error" in answer}
+            report = "\n".join([*errors, *filter(None, [problem]), *self._reports(port), *self._last_words(spoke)])
             self.close()
             self._begin()
             return report
@@ -134,11 +137,12 @@ class Pool:
         for report in sorted((self.here / f"logs-{port}").glob("hang-*/rank-*.txt"))[:1]:
             yield report.read_text().partition("\nStacks of")[0]
 
-    def _last_words(self) -> Iterable[str]:
+    def _last_words(self, spoke: set[int]) -> Iterable[str]:
+        """Yield the last lines that failed ranks have printed, such as NCCL's warnings."""
         for rank in range(self.ranks):
             file = self.here / f"rank-{rank}.log"
             lines = [line for line in file.read_text(errors="replace").splitlines() if line] if file.exists() else []
-            if lines and self.processes[rank].poll() not in (None, 0):
+            if lines and (rank in spoke or self.processes[rank].poll() not in (None, 0, HUNG)):
                 yield f"rank {rank} said:\n    " + "\n    ".join(lines[-12:])
 
     def close(self) -> None:
@@ -178,10 +182,18 @@ def compare(alone: Row, nudged: Row, found: Row, precision: str) -> Row:
     if not many["replicated"]:
         problems.append("has no replica to compare")
     return {
-        **{"loss_1": differences[0], "losses": max(differences), "rounding": max(moved), "norm_1": norm},
-        **{"same_experts": same, "steps": len(differences), "replicas": many["replicated"], "problems": problems},
-        **{"seconds_a_step": sorted(many["seconds"])[len(many["seconds"]) // 2], "took": many["took"]},
-        **{"joined": many["joined"], "curve": many["losses"]},
+        "loss_1": differences[0],
+        "losses": max(differences),
+        "rounding": max(moved),
+        "norm_1": norm,
+        "same_experts": same,
+        "steps": len(differences),
+        "replicas": many["replicated"],
+        "seconds_a_step": sorted(many["seconds"])[len(many["seconds"]) // 2],
+        "took": many["took"],
+        "joined": many["joined"],
+        "curve": many["losses"],
+        "problems": problems,
     }
 
 
@@ -227,14 +239,14 @@ def shown(task: Task, variant: Variant, row: Row) -> str:
     cells += [f"{row[name]:.1e}" for name in ("loss_1", "losses", "rounding", "norm_1")]
     cells += [f"{row['same_experts']} of {row['steps']}", f"{row['replicas']} alike", f"{row['seconds_a_step']:.3f}"]
     problems = "".join(f"\n    FAILED: {problem}" for problem in row["problems"])
-    return line([*cells, f"{row['took']:.1f}"]) + problems
+    return line([*cells, f"{row['took']:.1f}", f"{row['joined']:.1f}"]) + problems
 
 
 def run_all(
     pool: Pool, todo: list[Task], results: Results, steps: int, until: float, fault: str = ""
 ) -> dict[str, int]:
     """Run what is missing; return how many variants passed, failed, and were not run."""
-    counts = {"passed": 0, "failed": 0, "not run": 0}
+    counts, in_a_row = {"passed": 0, "failed": 0, "not run": 0}, 0
     ordered = sorted(todo, key=lambda task: any(key in results.found["rows"] for key in task.keys))  # failed ones last
     say(line(COLUMNS))
     for task in ordered:
@@ -242,7 +254,7 @@ def run_all(
         if all(results.passed(part, key) for key in task.keys):
             counts["passed"] += len(task.keys)
             continue
-        if time.monotonic() > until:
+        if time.monotonic() > until or in_a_row == MOST_FAILURES:
             counts["not run"] += len(task.keys)
             continue
         if part == "rows" and fault == "" and not all(map(results.found["alone"].get, _needed(task))):
@@ -253,13 +265,13 @@ def run_all(
         found = pool.run(task, steps, until, fault)
         if isinstance(found, str):
             late = found.startswith("out of time")
+            in_a_row += 1
             counts["not run" if late else "failed"] += len(task.keys)
             say(f"{task.layout.name} ({', '.join(map(str, task.variants))}): " + found.replace("\n", "\n    "))
-            if late and results.found["rows"].get(task.keys[0]) is None:
-                say(f"    took {time.monotonic() - began:.0f} s so far")
             for key in [] if late or part == "alone" else task.keys:
                 results.put("rows", key, {"problems": [found[-4000:]]})
             continue
+        in_a_row = 0
         for key, variant, each in zip(task.keys, task.variants, found, strict=True):
             if part == "alone":
                 results.put("alone", key, {"ranks": each["ranks"], "problems": []})
@@ -275,24 +287,23 @@ def run_all(
     return counts
 
 
-def run_drills(folder: Path, results: Results, until: float) -> None:
-    """Run the drills that have not passed, one after another, and say what came of each."""
-    for name, drill in nccl_drills.DRILLS.items():
-        if results.passed("drills", name):
-            continue
-        (folder / name).mkdir()
-        began = time.monotonic()
-        try:
-            found = drill(folder / name, nccl_drills.starter(folder / name, environment, until))
-        except nccl_drills.OutOfTime as late:
-            say(f"drill {name}: out of time after {time.monotonic() - began:.0f} s; it had said\n    {late}")
-            return
-        except Exception as error:  # a drill must not take the rest with it
-            found = {"problems": [f"{type(error).__name__}: {error}"]}
-        results.put("drills", name, found)
-        seen = ", ".join(f"{key}: {value}" for key, value in found.items() if key != "problems")
-        problems = "".join(f"\n    FAILED: {problem}" for problem in found["problems"])
-        say(f"drill {name}: {seen}, {time.monotonic() - began:.0f} s{problems}")
+def run_drill(name: str, folder: Path, results: Results, until: float) -> None:
+    """Run a drill that has not passed, and say what came of it."""
+    if results.passed("drills", name):
+        return
+    here, began = folder / name, time.monotonic()
+    here.mkdir()
+    try:
+        found = nccl_drills.DRILLS[name](here, nccl_drills.starter(here, environment, until))
+    except nccl_drills.OutOfTime as late:
+        say(f"drill {name}: out of time after {time.monotonic() - began:.0f} s; it had said\n    {late}")
+        return
+    except Exception as error:  # a drill must not take the rest with it
+        found = {"problems": [f"{type(error).__name__}: {error}"]}
+    results.put("drills", name, found)
+    seen = ", ".join(f"{key}: {value}" for key, value in found.items() if key != "problems")
+    problems = "".join(f"\n    FAILED: {problem}" for problem in found["problems"])
+    say(f"drill {name}: {seen}, {time.monotonic() - began:.0f} s{problems}")
 
 
 def _of_alone(task: Task, variant: Variant) -> list[str]:
@@ -321,20 +332,23 @@ def main(arguments: list[str] | None = None) -> int:
     layouts = [layout for layout in cases.LAYOUTS if not options.only or layout.name in options.only]
     say(f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPUs, gloo'}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="nccl_layouts_") as folder:
-        drills = threading.Thread(target=run_drills, args=(Path(folder), results, until), daemon=True)
-        if not options.no_drills:
-            drills.start()
+        drills = [
+            threading.Thread(target=run_drill, args=(name, Path(folder), results, until), daemon=True)
+            for name in ([] if options.no_drills else nccl_drills.DRILLS)
+        ]
+        for drill in drills:
+            drill.start()
         pool = Pool(Path(folder), max((layout.ranks for layout in layouts), default=1), options.hang_seconds)
         try:
             counts = run_all(pool, cases.tasks(layouts), results, options.steps, until)
         finally:
             pool.close()
-        if not options.no_drills:
-            drills.join(max(0.0, until - time.monotonic()) + 2)
-            states = [results.found["drills"].get(name) for name in nccl_drills.DRILLS]
-            counts["passed"] += sum(state is not None and not state["problems"] for state in states)
-            counts["failed"] += sum(state is not None and bool(state["problems"]) for state in states)
-            counts["not run"] += states.count(None)
+        for drill in drills:
+            drill.join(max(0.0, until - time.monotonic()) + 2)
+        states = [results.found["drills"].get(name) for name in nccl_drills.DRILLS if drills]
+        counts["passed"] += sum(state is not None and not state["problems"] for state in states)
+        counts["failed"] += sum(state is not None and bool(state["problems"]) for state in states)
+        counts["not run"] += states.count(None)
     say(", ".join(f"{count} {what}" for what, count in counts.items()) + f", {time.monotonic() - began:.0f} s")
     return 1 if counts["failed"] else 0
 

@@ -1,11 +1,9 @@
 """A rank that trains one layout after another, as files ask it to, in process groups of its own for each."""
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -31,13 +29,10 @@ from tests.gpu import nccl_faults
 from tests.gpu.nccl_cases import FAMILIES
 
 POLL_SECONDS = 0.01
-DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG."""
 
 
 def serve(folder: Path, rank: int) -> None:
     """Answer the requests in the folder, until a file `end` is there or a request fails."""
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
