@@ -60,8 +60,8 @@ def run(folder: Path, name: str, results: Results) -> dict[str, Any]:
     pool = Pool(folder / name, layout.ranks, HANG_SECONDS.get(name, PATIENCE), Fork)
     alone = cases.Task(cases.alone(layout.family).layout, (cases.Variant("fp32"), cases.Variant("fp32", nudged=True)))
     try:
-        run_all(pool, [alone], results, STEPS, time.monotonic() + 600)
-        run_all(pool, [task], results, STEPS, time.monotonic() + 600, fault)
+        run_all(pool, [alone], results, STEPS, PATIENCE, time.monotonic() + 600)
+        run_all(pool, [task], results, STEPS, PATIENCE, time.monotonic() + 600, fault)
     finally:
         pool.close()
     return results.found["rows"].pop(task.keys[0])

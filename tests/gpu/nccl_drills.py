@@ -23,7 +23,7 @@ DRILLED = 2 * LOSSES["bf16"]
 KILLED = 128 + signal.SIGKILL
 SETTINGS = [
     *("data.sequence_length=64", "training.global_batch=8", "training.micro_batch=4", f"training.tokens={STEPS * 512}"),
-    *("training.overlap=true", "training.bucket_size=5000", "training.evaluate_every=0", "training.precision=bf16"),
+    *("training.overlap=true", "training.bucket_size=5000", "training.evaluate_every=0", "training.precision=fp32"),
     *(f"checkpoint.every={EVERY}", "logging.tensorboard=false"),
 ]
 FIRST = ["--nproc", "4", "--restarts", "0", "parallel.tensor=2", "parallel.expert=2"]

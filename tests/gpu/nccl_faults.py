@@ -1,7 +1,7 @@
 """Faults that real streams make possible, planted on CPUs by stand-ins; a comparison of layouts must catch each.
 
-As an extension (BLACKMAMBA_IMPORT) it lets one rank of a run die or stop in a step: BLACKMAMBA_DRILL=kill:1:11 kills rank
-1 as it begins step 11, and `stop` puts it to sleep there.
+As an extension (BLACKMAMBA_IMPORT) it lets one rank of a run die or stop: BLACKMAMBA_DRILL=kill:1:11 kills rank 1 as it
+begins step 11, and `stop` puts it to sleep there.
 """
 
 import os

@@ -1,14 +1,15 @@
 """Train layouts of 2 to 8 ranks on one GPU with NCCL, and compare each with one process.
 
-    python -m tests.gpu.nccl_layouts --results FILE [--seconds 150] [--only NAME...] [--no-drills]
+    python -m tests.gpu.nccl_layouts --results FILE [--seconds 150] [--only NAME...] [--mps] [--no-drills]
 
 Ranks that share a GPU are slow, and their times say nothing about several GPUs. Streams, asynchronous collectives and
-their order are the real ones. A layout trains 20 steps in bf16 and in fp32, with overlap and without. Beside its
-difference to one process is `rounding`: how far the losses of one process move if the outputs of its layers round
-otherwise. Drills run whole commands: a rank is killed and the run resumes on another layout, and a rank stops.
+their order are the real ones. A layout trains 20 steps in bf16 and in fp32, with overlap and without (`apart`); a slow
+one takes fewer. `rounding` stands beside its difference to one process: how far the losses of one process move if the
+outputs of its layers round otherwise. Drills run whole commands: a rank is killed and the run resumes on another
+layout, and a rank stops.
 
 Results are kept in FILE as they come, and a second call goes on with what is missing or failed. Exit code 1 if anything
-that ran failed. On a machine without a GPU the same runs over gloo (REHEARSE=1 there, so that a GPU is not missed).
+that ran failed. REHEARSE=1 runs the same over gloo on a machine without a GPU.
 """
 
 import argparse
@@ -19,7 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -37,7 +39,9 @@ from tests.gpu import nccl_drills
 from tests.gpu.nccl_cases import Task, Variant
 
 ROOT = Path(__file__).resolve().parents[2]
+MPS = "nvidia-cuda-mps-control"
 Row = dict[str, Any]
+COMPARED = ("losses", "norms", "routed")
 MOST_FAILURES = 4
 """Layouts that may fail in a row by an error or a hang before the rest is left out, since it would fail too."""
 NCCL = {
@@ -65,9 +69,11 @@ def environment(**more: str) -> dict[str, str]:
 class Pool:
     """Processes that train one layout after another, so that each imports torch and starts CUDA once."""
 
-    def __init__(self, folder: Path, ranks: int, hang_seconds: float, start: Any = None) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, hang_seconds: float, start: Any = None, more: dict[str, str] | None = None
+    ) -> None:
         self.folder, self.ranks, self.hang_seconds = folder, ranks, hang_seconds
-        self.start_rank = start or self._spawn
+        self.start_rank, self.more = start or self._spawn, more or {}
         self.began = 0
         self._begin()
 
@@ -81,10 +87,14 @@ class Pool:
     def _spawn(self, here: Path, rank: int) -> subprocess.Popen:
         command = [sys.executable, "-m", "tests.gpu.nccl_rank", str(here), str(rank)]
         return subprocess.Popen(
-            command, env=environment(), cwd=ROOT, start_new_session=True, preexec_fn=partial(follow_parent, os.getpid())
+            command,
+            env=environment(**self.more),
+            cwd=ROOT,
+            start_new_session=True,
+            preexec_fn=partial(follow_parent, os.getpid()),
         )
 
-    def run(self, task: Task, steps: int, until: float, fault: str = "") -> list[Row] | str:
+    def run(self, task: Task, steps: int, seconds: float, until: float, fault: str = "") -> list[Row] | str:
         """Train; return for each variant what all ranks saw, or what went wrong. A pool that failed begins anew."""
         number, port = self.number, free_port()
         self.number += 1
@@ -95,6 +105,7 @@ class Pool:
             "family": layout.family,
             "overrides": layout.overrides,
             "steps": steps,
+            "seconds": seconds * (4 if layout.ranks == 1 else 1),  # the others are compared with all of its steps
             "variants": [asdict(variant) | {"overrides": variant.overrides} for variant in task.variants],
             "port": port,
             "hang_seconds": hang_seconds,
@@ -154,16 +165,48 @@ class Pool:
             process.wait()
 
 
+@contextmanager
+def mps(folder: Path, wanted: bool) -> Iterator[dict[str, str]]:
+    """Run NVIDIA's Multi-Process Service meanwhile, if wanted and possible; yield the variables of its clients.
+
+    Without it the processes on a GPU take turns of milliseconds, and each collective waits for many turns.
+    """
+    variables = {name: str(folder / name.lower()) for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")}
+    problem = _start_mps(variables) if wanted else "not asked for"
+    say(f"MPS: {problem or 'on'}")
+    try:
+        yield {} if problem else variables
+    finally:
+        if wanted:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run([MPS], input=b"quit\n", env=os.environ | variables, capture_output=True, timeout=10)
+
+
+def _start_mps(variables: dict[str, str]) -> str:
+    """Start the service and try it; return why it does not work."""
+    for place in variables.values():
+        Path(place).mkdir()
+    try:
+        subprocess.run([MPS, "-d"], env=os.environ | variables, capture_output=True, timeout=10, check=True)
+        trial = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda').item()"]
+        tried = subprocess.run(trial, env=os.environ | variables, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not available: {error}"
+    return f"does not work here: {tried.stderr[-300:]}" if tried.returncode else ""
+
+
 def compare(alone: Row, nudged: Row, found: Row, precision: str) -> Row:
     """Return how far a layout is from one process, and what is wrong about it."""
-    one, many = alone["ranks"][0], found["ranks"][0]
+    many = found["ranks"][0]
+    steps = len(many["losses"])
+    one, twin = ({name: row["ranks"][0][name][:steps] for name in COMPARED} for row in (alone, nudged))
     problems = []
     if any(rank["losses"] != many["losses"] for rank in found["ranks"]):
         problems.append("ranks report different losses")
     differences = [abs(a - b) for a, b in zip(one["losses"], many["losses"], strict=True)]
-    moved = [abs(a - b) for a, b in zip(one["losses"], nudged["ranks"][0]["losses"], strict=True)]
+    moved = [abs(a - b) for a, b in zip(one["losses"], twin["losses"], strict=True)]
     norm = abs(one["norms"][0] - many["norms"][0]) / one["norms"][0]
-    norm_moved = abs(one["norms"][0] - nudged["ranks"][0]["norms"][0]) / one["norms"][0]
+    norm_moved = abs(one["norms"][0] - twin["norms"][0]) / one["norms"][0]
     same = _agreeing(one, many)
     for what, value, bound, rounding in (
         ("loss of step 1", differences[0], cases.FIRST_LOSS, moved[0]),
@@ -174,7 +217,7 @@ def compare(alone: Row, nudged: Row, found: Row, precision: str) -> Row:
         allowed = max(bound[precision], cases.REPRODUCED * rounding)
         if not value <= allowed:
             problems.append(f"{what}: {value:.1e} from one process, {allowed:.1e} is allowed")
-    if len(one["losses"]) >= cases.STEPS and not many["losses"][-1] < many["losses"][0] - 0.1:
+    if steps >= cases.STEPS and not many["losses"][-1] < many["losses"][0] - 0.1:
         problems.append("does not learn")
     differing = next((rank["differing"] for rank in found["ranks"] if rank["differing"]), None)
     if differing:
@@ -187,7 +230,7 @@ def compare(alone: Row, nudged: Row, found: Row, precision: str) -> Row:
         "rounding": max(moved),
         "norm_1": norm,
         "same_experts": same,
-        "steps": len(differences),
+        "steps": steps,
         "replicas": many["replicated"],
         "seconds_a_step": sorted(many["seconds"])[len(many["seconds"]) // 2],
         "took": many["took"],
@@ -220,9 +263,10 @@ class Results:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             atomic.write_text(self.file, json.dumps(self.found))
 
-    def passed(self, part: str, key: str) -> bool:
-        """Return whether there is a result without problems."""
-        return not self.found[part].get(key, {"problems": ["missing"]})["problems"]
+    def passed(self, part: str, key: str, steps: int = 0, seconds: float = 0.0) -> bool:
+        """Return whether there is a result without problems, of this many steps or of as much time."""
+        found = self.found[part].get(key, {"problems": ["missing"]})
+        return not found["problems"] and (found.get("steps", steps) >= steps or found["limit"] >= seconds)
 
 
 def say(text: str) -> None:
@@ -243,7 +287,7 @@ def shown(task: Task, variant: Variant, row: Row) -> str:
 
 
 def run_all(
-    pool: Pool, todo: list[Task], results: Results, steps: int, until: float, fault: str = ""
+    pool: Pool, todo: list[Task], results: Results, steps: int, seconds: float, until: float, fault: str = ""
 ) -> dict[str, int]:
     """Run what is missing; return how many variants passed, failed, and were not run."""
     counts, in_a_row = {"passed": 0, "failed": 0, "not run": 0}, 0
@@ -251,7 +295,7 @@ def run_all(
     say(line(COLUMNS))
     for task in ordered:
         part = "alone" if task.layout.ranks == 1 else "rows"
-        if all(results.passed(part, key) for key in task.keys):
+        if all(results.passed(part, key, steps, seconds) for key in task.keys):
             counts["passed"] += len(task.keys)
             continue
         if time.monotonic() > until or in_a_row == MOST_FAILURES:
@@ -262,7 +306,7 @@ def run_all(
             counts["not run"] += len(task.keys)
             continue
         began = time.monotonic()
-        found = pool.run(task, steps, until, fault)
+        found = pool.run(task, steps, seconds, until, fault)
         if isinstance(found, str):
             late = found.startswith("out of time")
             in_a_row += 1
@@ -278,7 +322,7 @@ def run_all(
                 counts["passed"] += 1
                 continue
             of_alone = [results.found["alone"][name] for name in _of_alone(task, variant)]
-            row = compare(*of_alone, each, variant.precision)
+            row = compare(*of_alone, each, variant.precision) | {"limit": seconds}
             results.put("rows", key, row)
             counts["failed" if row["problems"] else "passed"] += 1
             say(shown(task, variant, row))
@@ -319,6 +363,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True, help="JSON file of the results; a second call goes on")
     parser.add_argument("--seconds", type=float, default=150, help="time limit of the whole call")
     parser.add_argument("--steps", type=int, default=cases.STEPS)
+    parser.add_argument("--variant-seconds", type=float, default=6, help="take fewer steps of a layout if slower")
+    parser.add_argument(
+        "--mps", action="store_true", help="start NVIDIA's MPS for this call: ranks compute side by side"
+    )
     parser.add_argument("--only", nargs="+", help="names of layouts; default: all")
     parser.add_argument("--hang-seconds", type=float, default=40)
     parser.add_argument("--no-drills", action="store_true", help="skip the killed and the stopped rank")
@@ -338,11 +386,12 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         for drill in drills:
             drill.start()
-        pool = Pool(Path(folder), max((layout.ranks for layout in layouts), default=1), options.hang_seconds)
-        try:
-            counts = run_all(pool, cases.tasks(layouts), results, options.steps, until)
-        finally:
-            pool.close()
+        with mps(Path(folder), options.mps) as more:
+            pool = Pool(Path(folder), max(layout.ranks for layout in layouts), options.hang_seconds, more=more)
+            try:
+                counts = run_all(pool, cases.tasks(layouts), results, options.steps, options.variant_seconds, until)
+            finally:
+                pool.close()
         for drill in drills:
             drill.join(max(0.0, until - time.monotonic()) + 2)
         states = [results.found["drills"].get(name) for name in nccl_drills.DRILLS if drills]
