@@ -297,6 +297,9 @@ def run_all(
         part = "alone" if task.layout.ranks == 1 else "rows"
         if all(results.passed(part, key, steps, seconds) for key in task.keys):
             counts["passed"] += len(task.keys)
+            if part == "rows":
+                for key, variant in zip(task.keys, task.variants, strict=True):
+                    say(shown(task, variant, results.found["rows"][key]) + "  (earlier)")
             continue
         if time.monotonic() > until or in_a_row == MOST_FAILURES:
             counts["not run"] += len(task.keys)
