@@ -23,11 +23,17 @@ def stepper(decoder: Decoder, state: State) -> Step:
 class Captured:
     """A step captured as a CUDA graph; replaying it costs one launch instead of several hundred.
 
-    The graph knows addresses alone, so this keeps the weights and the state that lie there.
+    The graph knows addresses alone, so this keeps the weights and the state that lie there. It is captured on their
+    GPU: where another one is current, the capture would be empty.
     """
 
     def __init__(self, decoder: Decoder, state: State):
         self.decoder, self.state = decoder, state
+        with torch.cuda.device_of(state.last_B):
+            self._capture()
+
+    def _capture(self) -> None:
+        decoder, state = self.decoder, self.state
         self.tokens_B = torch.zeros_like(state.last_B)
         rows_B = torch.arange(len(self.tokens_B), device=self.tokens_B.device)
         kept = state.rows(rows_B)  # warming up moves the state; undo that
@@ -43,6 +49,7 @@ class Captured:
         state.copy_(kept)
 
     def __call__(self, new_B: Tensor) -> Tensor:
-        self.tokens_B.copy_(new_B)
-        self.graph.replay()
+        with torch.cuda.device_of(self.tokens_B):
+            self.tokens_B.copy_(new_B)
+            self.graph.replay()
         return self.logits_BV

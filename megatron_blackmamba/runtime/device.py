@@ -7,6 +7,9 @@ from unittest import mock
 
 import torch
 
+SHARED = "BLACKMAMBA_SHARE_GPUS"
+"""Variable that lets several processes of one machine share a GPU, to test layouts with NCCL. It is slow."""
+
 _placed: list[torch.device] = []
 
 
@@ -37,15 +40,35 @@ def claim(local_rank: int, launcher: str) -> torch.device:
     """Take the GPU that belongs to this process on its machine; on a machine without GPUs, the CPU."""
     if has_cuda():
         torch.cuda.set_device(gpu_of(local_rank, launcher))
+        if is_shared():
+            _appear_as_another_host(local_rank)
     return device()
+
+
+def is_shared() -> bool:
+    """Return whether the environment lets several processes share a GPU."""
+    return os.environ.get(SHARED) == "1"
+
+
+def _appear_as_another_host(local_rank: int) -> None:
+    """Set what lets NCCL run several ranks on one GPU, before its first use: it refuses two ranks of one host.
+
+    Ranks of different hosts talk over sockets, here of the loopback interface, so all ranks must be on one machine.
+    """
+    os.environ.setdefault("NCCL_HOSTID", f"rank-{local_rank}")
+    os.environ.setdefault("NCCL_NET", "Socket")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def gpu_of(local_rank: int, launcher: str) -> int:
     """Return the number of this process's GPU among those that it sees.
 
     Under srun that may be one, another one for each task. Of several tasks with the same GPU, NCCL says so.
+    With BLACKMAMBA_SHARE_GPUS=1 the processes take the GPUs in turn.
     """
     count = torch.cuda.device_count()
+    if is_shared():
+        return local_rank % count
     if count == 1 and launcher == "srun":
         return 0
     if local_rank >= count:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import contextmanager
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -134,6 +135,33 @@ def test_a_captured_step_keeps_what_its_graph_reads(decoder, monkeypatch):
     gc.collect()
     assert all(tensor() is not None for tensor in tensors)
     assert step(torch.tensor(TOKENS[:2])).shape == (2, decoder.config.vocab_size)
+
+
+def test_step_is_captured_on_the_models_device(decoder, monkeypatch):
+    """A capture on the current device, where another GPU has the weights, would be empty.
+
+    The GPUs are pretended: the tensors are said to be on number 1, and 0 is current.
+    """
+    current, used = [0], []
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(1)
+        yield
+        current.pop()
+
+    def noted(name):
+        return lambda *_: used.append((name, current[-1])) or MagicMock()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, noted(name))
+    step = Captured(decoder, decoder.start(2))
+    step.graph.replay = noted("replay")
+    step(torch.tensor(TOKENS[:2]))
+    assert {name for name, _ in used} == {"Stream", "current_stream", "stream", "CUDAGraph", "graph", "replay"}
+    assert {number for _, number in used} == {1}
+    assert current == [0]
 
 
 def test_bytes_per_token_count_the_weights_read():

@@ -1,9 +1,19 @@
 """Which GPU a process takes, by what its launcher lets it see."""
 
+import os
+
 import pytest
 import torch
 
 from megatron_blackmamba.runtime import device
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Restore the environment after each test, and hide the caller's settings from it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", device.SHARED))}
+    monkeypatch.setattr(os, "environ", kept)
+    return kept
 
 
 @pytest.fixture
@@ -36,3 +46,22 @@ def test_a_task_of_srun_that_sees_one_gpu_takes_it(taken):
 def test_two_processes_never_take_the_same_gpu(taken, visible, launcher):
     with pytest.raises(device.DeviceError, match=f"process {visible} of this machine finds only {visible} GPU"):
         taken(visible, visible, launcher)
+
+
+def test_processes_share_gpus_when_asked(taken, environment):
+    environment[device.SHARED] = "1"
+    assert [taken(1, rank, "torchrun") for rank in range(4)] == [0] * 4
+    assert [taken(2, rank, "torchrun") for rank in range(4)] == [0, 1, 0, 1]
+
+
+def test_nccl_takes_sharing_ranks_for_other_hosts(taken, environment):
+    taken(8, 3, "torchrun")
+    assert not any(name.startswith("NCCL_") for name in environment)  # only when asked
+    environment[device.SHARED] = "1"
+    seen = set()
+    for rank in range(4):
+        environment.pop("NCCL_HOSTID", None)
+        taken(1, rank, "torchrun")
+        seen.add(environment["NCCL_HOSTID"])
+    assert len(seen) == 4
+    assert environment["NCCL_SOCKET_IFNAME"] == "lo" and environment["NCCL_NET"] == "Socket"
