@@ -17,7 +17,9 @@ from megatron_blackmamba.config import ModelConfig
 
 BYTES_A_MS, LAUNCH_MS = 4.24e9, 0.0022
 """Measured on an H200; assumed from the start of one captured kernel to the first bytes of the next."""
-VIEWS = frozenset({"empty", "empty_like", "new_empty", "lift_fresh", "expand", "detach", "alias", "_unsafe_view", "split"})
+VIEWS = frozenset(
+    {"empty", "empty_like", "new_empty", "lift_fresh", "expand", "detach", "alias", "_unsafe_view", "split"}
+)
 
 
 class Counting(TorchDispatchMode):

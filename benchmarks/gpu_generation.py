@@ -46,7 +46,8 @@ def main() -> None:
     if options.launches:
         from benchmarks import decode_launches
 
-        return print(decode_launches.table(load(options.model).model, options.rows))
+        print(decode_launches.table(load(options.model).model, options.rows))
+        return
     machine = Machine() if torch.cuda.is_available() else None
     device = "cpu" if machine is None else "cuda"
     weights = pack(random_model(load(options.model).model, device), torch.bfloat16, device)
@@ -55,7 +56,8 @@ def main() -> None:
     if options.kernels:
         from benchmarks import decode_kernels
 
-        return decode_kernels.show(weights, options.kernels, machine)
+        decode_kernels.show(weights, options.kernels, machine)
+        return
     decoders = {"layers": Decoder(weights, fused=False), "fused": Decoder(weights)}
     rows = []
     for number in options.rows:

@@ -6,6 +6,7 @@ Shapes: B batch, V vocabulary.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Captured:
 class Graph:
     """A step captured for one batch size."""
 
-    def __init__(self, decoder: Decoder, state: State, pool: object):
+    def __init__(self, decoder: Decoder, state: State, pool: Any):
         self.state = state
         self.tokens_B = torch.zeros_like(state.last_B)
         side = torch.cuda.Stream()
@@ -82,7 +83,7 @@ class Graphs:
         self.state = decoder.start(0)
         self.turn: Captured | None = None
         """The sequences whose state the graphs hold."""
-        self.pool = None
+        self.pool: Any = None
 
     def settle(self) -> None:
         """Give the state back to the sequences that it belongs to."""

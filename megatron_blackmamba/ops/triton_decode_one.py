@@ -3,7 +3,8 @@
 A program asks for all its weights at once and for its inputs afterwards, because memory takes longest to answer. With
 OVERLAP a kernel starts while the one before it runs. It may load weights then, but nothing that kernels write.
 
-Shapes: D model, I inner, N state, R rank of dt, K taps, M = R + 2N, P parts of a sum, F hidden units, E experts, C columns.
+Shapes: D model, I inner, N state, R rank of dt, K taps, M = R + 2N, P parts of a sum, F hidden units, E experts, C
+columns.
 """
 
 import triton

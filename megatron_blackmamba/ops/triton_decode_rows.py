@@ -3,15 +3,15 @@
 Inputs of products are rounded to the weights' dtype, sums are fp32. Sequences that chose the same expert share the
 reading of its weights; nothing is copied, and an expert that nobody chose is not read.
 
-Shapes: B sequences, T a tile of them, D model, I inner, K taps, M = R + 2N, P parts of a sum, F hidden units, E experts,
-C columns, O rows of a weight.
+Shapes: B sequences, D model, I inner, K taps, M = R + 2N, P parts of a sum, F hidden units, E experts, C columns, O rows
+of a weight.
 """
 
 import triton
 import triton.language as tl
 
 from megatron_blackmamba.ops.triton_decode_one import choose
-from megatron_blackmamba.ops.triton_decode_shared import activation, dot, let_next_start, wait_for_previous
+from megatron_blackmamba.ops.triton_decode_shared import activation, dot, let_next_start, narrowed, wait_for_previous
 from megatron_blackmamba.ops.triton_math import sigmoid
 
 
@@ -41,7 +41,7 @@ def mamba_in_rows(
         d = first + tl.arange(0, BLOCK)
         stream = tl.load(stream_BD + b[:, None] * D + d[None, :], mask=(b < B)[:, None] & (d < D)[None, :], other=0.0)
         squares += stream * stream
-        normed = (stream * tl.load(norm_D + d, mask=d < D, other=0.0)[None, :]).to(in_proj.dtype.element_ty)
+        normed = narrowed(stream * tl.load(norm_D + d, mask=d < D, other=0.0)[None, :], in_proj.dtype.element_ty)
         x = dot(normed, load_transposed(in_proj, i, inside, first, D, BLOCK), x)
         z = dot(normed, load_transposed(in_proj + I * D, i, inside, first, D, BLOCK), z)
     scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + eps)
@@ -61,7 +61,7 @@ def mamba_in_rows(
     tl.store(x_BI + at, y, mask=here)
     m = tl.arange(0, M2)
     shared = tl.load(x_proj + m[None, :] * I + i[:, None], mask=(m < M)[None, :] & inside[:, None], other=0.0)
-    part = dot(y.to(x_proj.dtype.element_ty), shared, tl.zeros((TOKENS, M2), tl.float32))
+    part = dot(narrowed(y, x_proj.dtype.element_ty), shared, tl.zeros((TOKENS, M2), tl.float32))
     rows = (tl.program_id(0) * B + b).to(tl.int64)
     tl.store(parts_PBM + rows[:, None] * M2 + m[None, :], part, mask=(b < B)[:, None])
 
@@ -92,7 +92,11 @@ def product(
     for first in range(0, C, BLOCK):
         c = first + tl.arange(0, BLOCK)
         x = tl.load(x_BC + b[:, None] * C + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
-        y = dot(x.to(weight.dtype.element_ty), load_transposed(weight, rows, inside, first, C, BLOCK), y)
+        y = dot(
+            narrowed(x.to(tl.float32), weight.dtype.element_ty),
+            load_transposed(weight, rows, inside, first, C, BLOCK),
+            y,
+        )
     return y
 
 
@@ -123,7 +127,7 @@ def route(
     for first in tl.static_range(0, D, BLOCK):
         d = first + tl.arange(0, BLOCK)
         x = tl.load(stream_BD + b * D + d, mask=d < D, other=0.0) * tl.load(norm_D + d, mask=d < D, other=0.0)
-        tl.store(normed_BD + b * D + d, (x * scale).to(normed_BD.dtype.element_ty), mask=d < D)
+        tl.store(normed_BD + b * D + d, narrowed(x * scale, normed_BD.dtype.element_ty), mask=d < D)
     if E > 0:
         logits_E = tl.sum(logits, 1) * scale + tl.load(router_bias_E + e, mask=e < E, other=0.0)
         chosen, logit = choose(logits_E, e, choice_bias_E, E, BIASED)
@@ -171,7 +175,7 @@ def gated_in_rows(
             x = tl.load(normed_BD + b[:, None] * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
             gate = dot(x, load_transposed(fc1, f, f < F, first, D, BLOCK), gate)
             up = dot(x, load_transposed(fc1 + F * D, f, f < F, first, D, BLOCK), up)
-        hidden = (activation(gate, GELU) * up).to(hidden_BF.dtype.element_ty)
+        hidden = narrowed(activation(gate, GELU) * up, hidden_BF.dtype.element_ty)
         tl.store(hidden_BF + b[:, None] * F + f[None, :], hidden, mask=valid[:, None] & (f < F)[None, :])
 
 

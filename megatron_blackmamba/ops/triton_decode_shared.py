@@ -34,19 +34,29 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     def dot(x, y, sums):
         return tl.dot(x.to(tl.float32), y.to(tl.float32), sums)  # the interpreter takes bf16 for integers
 
+    @triton.jit
+    def narrowed(x, dtype: tl.constexpr):
+        if dtype == tl.bfloat16:  # the interpreter cuts digits off
+            bits = x.to(tl.int32, bitcast=True)
+            x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        return x.to(dtype)
+
 else:
 
     @triton.jit
     def dot(x, y, sums):
         return tl.dot(x, y, sums, input_precision="ieee")
 
+    @triton.jit
+    def narrowed(x, dtype: tl.constexpr):
+        return x.to(dtype)
+
 
 @triton.jit
 def activation(gate, GELU: tl.constexpr):
     if GELU:
         return gate * 0.5 * (1.0 + tl.erf(gate * INVERSE_ROOT_2))
-    else:
-        return gate * sigmoid(gate)
+    return gate * sigmoid(gate)
 
 
 @triton.jit
@@ -94,10 +104,10 @@ def mamba_scan(
         dt += tl.load(start + r[None, :], mask=held & (r < R)[None, :], other=0.0)
         B_N += tl.load(start + R + n[None, :], mask=held & (n < N)[None, :], other=0.0)
         C_N += tl.load(start + R + N + n[None, :], mask=held & (n < N)[None, :], other=0.0)
-    rank = tl.sum(dt, 0).to(y_BI.dtype.element_ty).to(tl.float32)
+    rank = narrowed(tl.sum(dt, 0), y_BI.dtype.element_ty).to(tl.float32)
     delta = softplus(tl.sum(w.to(tl.float32) * rank[None, :], 1) + bias)
     h = h * tl.exp2(delta[:, None] * A * LOG2E) + (delta * x)[:, None] * tl.sum(B_N, 0)[None, :]
     tl.store(state_BIN + b * I * N + at, h, mask=here)
     y = tl.sum(h * tl.sum(C_N, 0)[None, :], 1) + skip * x
     y *= z * sigmoid(z)
-    tl.store(y_BI + b * I + i, y.to(y_BI.dtype.element_ty), mask=inside)
+    tl.store(y_BI + b * I + i, narrowed(y, y_BI.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
 """One token of some sequences through a whole block, norm and residual included, in a few Triton kernels.
 
-Three kernels for a Mamba layer; two for experts or an MLP, three for more than one sequence. One sequence has kernels of
-its own (`triton_decode_one`): its products are bound by the reading of weights. Others use tensor cores
+Three kernels for a Mamba layer; two for experts or an MLP, three for more than one sequence. One sequence has kernels
+of its own (`triton_decode_one`): its products are bound by the reading of weights. Others use tensor cores
 (`triton_decode_rows`).
 
 Shapes: B sequences, D model, I inner, N state, R rank of dt, K taps, E experts, F hidden units, G = 2F gate and up,
@@ -49,11 +49,13 @@ ONE = {"in": Tiling(16, 128, 8), "out": Tiling(8, 128, 4), "gated": Tiling(8, 25
 FEW = {"in": Tiling(16, 128, 4), "out": Tiling(16, 128, 4), "gated": Tiling(16, 128, 4), "head": Tiling(64, 128, 4)}
 """Up to 32 sequences."""
 SEVERAL = {
-    "in": Tiling(32, 64, 4, 32), "out": Tiling(16, 128, 4, 32), "gated": Tiling(32, 128, 4, 16), "head": Tiling(128, 64, 4, 64),
+    "in": Tiling(32, 64, 4, 32), "out": Tiling(16, 128, 4, 32),
+    "gated": Tiling(32, 128, 4, 16), "head": Tiling(128, 64, 4, 64),
 }  # fmt: skip
 """Up to 128 sequences."""
 MANY = {
-    "in": Tiling(64, 64, 4, 64), "out": Tiling(64, 64, 4, 64), "gated": Tiling(64, 64, 4, 32), "head": Tiling(128, 64, 8, 128),
+    "in": Tiling(64, 64, 4, 64), "out": Tiling(64, 64, 4, 64),
+    "gated": Tiling(64, 64, 4, 32), "head": Tiling(128, 64, 8, 128),
 }  # fmt: skip
 
 
@@ -133,7 +135,9 @@ class MambaStep(Step):
         add_product(launch, self.out_proj, y_BI, stream_BD, how["out"])
 
 
-def add_product(launch: Launch, weight_OC: Tensor, x_BC: Tensor, y_BO: Tensor, tiling: Tiling, add: bool = True) -> None:
+def add_product(
+    launch: Launch, weight_OC: Tensor, x_BC: Tensor, y_BO: Tensor, tiling: Tiling, add: bool = True
+) -> None:
     """Compute y += x @ weight.T, or without `add` y = x @ weight.T."""
     (O, C), B = weight_OC.shape, len(x_BC)
     constants = {"C": C, "O": O, "ADD": add, "ROWS": tiling.rows, "BLOCK": tiling.block}
