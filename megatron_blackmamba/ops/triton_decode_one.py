@@ -28,33 +28,38 @@ def load_rows(weight, rows, inside, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def times(tiles, x_C, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Multiply loaded rows by a vector."""
+    """Multiply loaded rows by a vector. Each thread loads what meets its own part of the rows: nothing is exchanged."""
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.static_range(0, C, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        x = tl.load(x_C + c, mask=c < C, other=0.0)
-        sums += tiles[first // BLOCK].to(tl.float32) * x.to(tl.float32)[None, :]
+        x = load_for_rows(x_C, first, C, BLOCK, ROWS)
+        sums += tiles[first // BLOCK].to(tl.float32) * x
     return tl.sum(sums, 1)
 
 
 @triton.jit
-def load_normed(stream_D, norm_D, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def load_for_rows(x_C, first, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Load a part of a vector, once for each row."""
+    c = (first + tl.arange(0, BLOCK))[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    return tl.load(x_C + c, mask=c < C, other=0.0)
+
+
+@triton.jit
+def load_normed(stream_D, norm_D, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """Load the residual stream times the norm's weight, as tiles, and the factor that is missing to its norm."""
     tiles = ()
-    squares = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.static_range(0, D, BLOCK):
-        d = first + tl.arange(0, BLOCK)
-        x = tl.load(stream_D + d, mask=d < D, other=0.0)
+        x = load_for_rows(stream_D, first, D, BLOCK, ROWS)
         squares += x * x
-        tiles = tiles + (x * tl.load(norm_D + d, mask=d < D, other=0.0),)
-    return tiles, 1.0 / tl.sqrt(tl.sum(squares, 0) / D + eps)
+        tiles = tiles + (x * load_for_rows(norm_D, first, D, BLOCK, ROWS),)
+    return tiles, 1.0 / tl.sqrt(tl.sum(squares, 1) / D + eps)
 
 
 @triton.jit
 def times_tiles(tiles, x_tiles, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.static_range(0, D, BLOCK):
-        sums += tiles[first // BLOCK].to(tl.float32) * x_tiles[first // BLOCK][None, :]
+        sums += tiles[first // BLOCK].to(tl.float32) * x_tiles[first // BLOCK]
     return tl.sum(sums, 1)
 
 
@@ -73,7 +78,7 @@ def mamba_in_one(
     m = tl.arange(0, M2)
     shared = tl.load(x_proj + m[:, None] * I + i[None, :], mask=(m < M)[:, None] & inside[None, :], other=0.0)
     wait_for_previous(OVERLAP)
-    normed, scale = load_normed(stream_D, norm_D, eps, D, BLOCK)
+    normed, scale = load_normed(stream_D, norm_D, eps, D, BLOCK, ROWS)
     x = times_tiles(x_rows, normed, D, BLOCK, ROWS) * scale
     z = times_tiles(z_rows, normed, D, BLOCK, ROWS) * scale
     y = tl.load(conv_bias_I + i, mask=inside, other=0.0) + x * tl.load(conv_IK + i * K + K - 1, mask=inside, other=0.0)
@@ -130,8 +135,8 @@ def gated_in_one(
         e = tl.arange(0, E2)
         router = load_rows(router_ED, e, e < E, D, BLOCK)
         wait_for_previous(OVERLAP)
-        normed, scale = load_normed(stream_D, norm_D, eps, D, BLOCK)
-        logits_E = times_tiles(router, normed, D, BLOCK, E2) * scale
+        for_router, scale_E = load_normed(stream_D, norm_D, eps, D, BLOCK, E2)
+        logits_E = times_tiles(router, for_router, D, BLOCK, E2) * scale_E
         logits_E += tl.load(router_bias_E + e, mask=e < E, other=0.0)
         chosen, logit = choose(logits_E, e, choice_bias_E, E, BIASED)
         fc1 += chosen.to(tl.int64) * (2 * F * D)
@@ -140,11 +145,12 @@ def gated_in_one(
             tl.store(factor, sigmoid(logit))
         gates = load_rows(fc1, first_f, first_f < F, D, BLOCK)
         ups = load_rows(fc1 + F * D, first_f, first_f < F, D, BLOCK)
+        normed, scale = load_normed(stream_D, norm_D, eps, D, BLOCK, ROWS)
     else:
         gates = load_rows(fc1, first_f, first_f < F, D, BLOCK)
         ups = load_rows(fc1 + F * D, first_f, first_f < F, D, BLOCK)
         wait_for_previous(OVERLAP)
-        normed, scale = load_normed(stream_D, norm_D, eps, D, BLOCK)
+        normed, scale = load_normed(stream_D, norm_D, eps, D, BLOCK, ROWS)
     for tile in tl.static_range(TILES):
         f = first_f + tile * ROWS
         this_gates, this_ups = gates, ups

@@ -3,8 +3,8 @@
 Inputs of products are rounded to the weights' dtype, sums are fp32. Sequences that chose the same expert share the
 reading of its weights; nothing is copied, and an expert that nobody chose is not read.
 
-Shapes: B sequences, D model, I inner, K taps, M = R + 2N, P parts of a sum, F hidden units, E experts, C columns, O rows
-of a weight.
+Shapes: B sequences, D model, I inner, K taps, M = R + 2N, P parts of a sum, F hidden units, E experts, C columns, O
+rows of a weight.
 """
 
 import triton
@@ -23,7 +23,7 @@ def load_transposed(weight, rows, inside, first, C: tl.constexpr, BLOCK: tl.cons
     return tl.load(weight + rows.to(tl.int64)[None, :] * C + c[:, None], mask=mask, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def mamba_in_rows(
     stream_BD, norm_D, in_proj, conv_IK, conv_bias_I, x_proj, window_BWI, x_BI, z_BI, parts_PBM, eps, B,
     D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, M: tl.constexpr, M2: tl.constexpr,
@@ -66,7 +66,7 @@ def mamba_in_rows(
     tl.store(parts_PBM + rows[:, None] * M2 + m[None, :], part, mask=(b < B)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def add_product_rows(
     weight, x_BC, stream_BO, B,
     C: tl.constexpr, O: tl.constexpr, ADD: tl.constexpr,
@@ -152,7 +152,7 @@ def sequences_at(places, mine, place_B, b):
     return tl.sum(tl.where(hit, b[None, :], 0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def gated_in_rows(
     normed_BD, fc1_EGD, hidden_BF, expert_B, B,
     D: tl.constexpr, F: tl.constexpr, B2: tl.constexpr, ROUTED: tl.constexpr, GELU: tl.constexpr,
@@ -179,7 +179,7 @@ def gated_in_rows(
         tl.store(hidden_BF + b[:, None] * F + f[None, :], hidden, mask=valid[:, None] & (f < F)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def add_expert_rows(
     fc2_EDF, hidden_BF, stream_BD, expert_B, factor_B, B,
     D: tl.constexpr, F: tl.constexpr, B2: tl.constexpr, ROUTED: tl.constexpr,

@@ -73,7 +73,7 @@ def embed(
     tl.store(stream_BD + b * D + d, x * multiplier, mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def mamba_scan(
     parts_PBM, dt_proj, dt_bias_I, A_IN, D_I, state_BIN, x_BI, z_BI, y_BI, B,
     I: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, R: tl.constexpr, R2: tl.constexpr, M2: tl.constexpr,

@@ -188,7 +188,7 @@ class ExpertsStep(Step):
             rows.route, (B,), stream_BD, self.norm_D, *self.router, normed_BD, expert_B, factor_B, self.eps,
             tiling=Tiling(1, 256, 4), D=D, BLOCK=256, **router,
         )  # fmt: skip
-        shared = {"B2": next_power_of_2(B), "ROUTED": routed, "D": D, "F": F}
+        shared = {"B2": max(16, next_power_of_2(B)), "ROUTED": routed, "D": D, "F": F}
         launch(
             rows.gated_in_rows, (cdiv(F, how["gated"].rows), E), normed_BD, self.fc1_EGD, hidden_BF, expert_B, B,
             tiling=how["gated"], TOKENS=how["gated"].tokens, GELU=self.gelu, **shared, **inner,
