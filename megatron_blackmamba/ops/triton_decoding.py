@@ -129,7 +129,7 @@ class MambaStep(Step):
         channels = 16 if B == 1 else 64 if B <= 32 else 128
         launch(
             mamba_scan, (cdiv(I, channels), B), parts_PBM, self.dt_proj_IR, self.dt_bias_I, self.A_IN, self.D_I,
-            state_BIN, x_BI, z_BI, y_BI, B, tiling=Tiling(channels, 0, 4), I=I, N=N, N2=next_power_of_2(N), R=R,
+            state_BIN, x_BI, z_BI, y_BI, B, tiling=Tiling(channels, 0, 4 if B == 1 else 8), I=I, N=N, N2=next_power_of_2(N), R=R,
             R2=next_power_of_2(R), M2=M2, PARTS=parts, STEP=16, ROWS=channels,
         )  # fmt: skip
         add_product(launch, self.out_proj, y_BI, stream_BD, how["out"])
