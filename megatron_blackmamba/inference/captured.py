@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.inference.decoder import Decoder, State
+from megatron_blackmamba.ops import decoding
 
 Step = Callable[[Tensor], Tensor]
 
@@ -49,6 +50,11 @@ class Captured:
             self.graph.cuda_graph.replay()
         return self.graph.logits_BV
 
+    @property
+    def likeliest_B(self) -> Tensor | None:
+        """Return the likeliest tokens by the last step's logits, -1 where those are not all finite, if known."""
+        return self.graph.likeliest_B
+
     def settled(self) -> State:
         """Return the state after the last step; the next step starts from there."""
         if self.graphs.turn is self:
@@ -71,6 +77,7 @@ class Graph:
         self.cuda_graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.cuda_graph, pool=pool):
             self.logits_BV = decoder.step(state, self.tokens_B)
+            self.likeliest_B = decoding.likeliest(self.logits_BV)
 
 
 class Graphs:
@@ -107,6 +114,11 @@ class Graphs:
             self.settle()
             self.by_size.clear()
             self.state = self.decoder.start(1 << (rows - 1).bit_length())
+
+
+def likeliest(step: Step) -> Tensor | None:
+    """Return the likeliest tokens by the logits that a step returned last, if it knows them."""
+    return step.likeliest_B if isinstance(step, Captured) else None
 
 
 def graphs_of(decoder: Decoder) -> Graphs:

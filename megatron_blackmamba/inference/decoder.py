@@ -118,8 +118,8 @@ class Decoder:
             )
         residual_BD = self.embedded(tokens_B)
         with threads_for_matrices_alone(residual_BD, self.weights.embedding_VD) as self.threads:
-            self._restart(state)
             compiled = decoding.why_not(self.weights.embedding_VD) is None
+            self._restart(state, compiled)
             self._layers(state, residual_BD, Inputs(tokens_B), compiled, choices)
             state.last_B.copy_(tokens_B)
             return self.logits_of_stream(residual_BD)
@@ -138,17 +138,20 @@ class Decoder:
             if choices is not None and observed:  # a block in one step does not tell its choice
                 choices.append(how.choice(layer, x_BD, inputs, self.config))
             if compiled and step is not None:
-                step(residual_BD, *memory, threads=self.threads)
+                step(residual_BD, *memory, threads=self.threads, last_B=state.last_B)
             else:
                 residual_BD += how.step(self, layer, memory, x_BD, inputs) * self.config.multipliers.residual
 
-    def _restart(self, state: State) -> None:
-        if self.config.eod_reset is None:
+    def _restart(self, state: State, compiled: bool) -> None:
+        """Forget sequences whose document has ended, in the layers whose step does not do so."""
+        steps = zip(self.how, state.memories, self.compiled, strict=True)
+        left = [(how, memory) for how, memory, step in steps if not (compiled and step is not None and step.restarts)]
+        if self.config.eod_reset is None or not left:
             return
         going_on_B = state.last_B.ne(self.config.eod_reset)
         if not going_on_B.is_cuda and going_on_B.all():
             return
-        for how, memory in zip(self.how, state.memories, strict=True):
+        for how, memory in left:
             how.restart(memory, going_on_B)
 
     @torch.inference_mode()

@@ -35,18 +35,26 @@ def why_not_cpp(weight: Tensor) -> str | None:
 class Step(Protocol):
     """A block, ready to run."""
 
-    def __call__(self, *moving_B: Tensor, threads: int | None = None) -> None:
-        """Take the residual stream `[B, D]`, and what the block remembers, one token further, in place."""
+    restarts: bool
+    """Whether it forgets a sequence whose last token is the end of a document, where the model does."""
+
+    def __call__(self, *moving_B: Tensor, threads: int | None = None, last_B: Tensor | None = None) -> None:
+        """Take the residual stream `[B, D]`, and what the block remembers, one token further, in place.
+
+        last_B: the last token of each sequence, for a block that restarts.
+        """
         ...
 
 
 class CppStep:
     """A block in C++. Its weights are checked and described once; a call brings what changes with every token."""
 
+    restarts = False
+
     def __init__(self, arguments: library.Arguments, workspace: int, **moving: tuple[int, ...]):
         self.arguments, self.workspace, self.moving = arguments, workspace, moving
 
-    def __call__(self, *moving_B: Tensor, threads: int | None = None) -> None:
+    def __call__(self, *moving_B: Tensor, threads: int | None = None, last_B: Tensor | None = None) -> None:
         """Take the residual stream `[B, D]`, and what the block remembers, one token further, in place."""
         for parts_B in zip(*(tensor.split(MAX_VECTORS) for tensor in moving_B), strict=True):
             self._advance(parts_B, threads)
@@ -75,16 +83,19 @@ def mamba_step(
     D_I: Tensor,
     out_proj: Tensor,
     eps: float,
+    eod: int | None = None,
 ) -> Step:
     """Compute residual_BD += out_proj(scan(convolution(in_proj(norm(residual))))); update window_BWI and state_BIN.
 
     Window and state have the layout of `causal_conv1d_step` and `selective_scan_step`. The rows of in_proj are [x | z];
     the rows of x_proj are [dt | B | C].
+
+    eod: token after which a sequence restarts, for a step that `restarts`.
     """
     if triton := backends.triton_of("decoding", in_proj):
         return triton.MambaStep(
             norm_D=norm_D, in_proj=in_proj, conv_weight_IK=conv_weight_IK, conv_bias_I=conv_bias_I, x_proj=x_proj,
-            dt_proj_IR=dt_proj_IR, dt_bias_I=dt_bias_I, A_IN=A_IN, D_I=D_I, out_proj=out_proj, eps=eps,
+            dt_proj_IR=dt_proj_IR, dt_bias_I=dt_bias_I, A_IN=A_IN, D_I=D_I, out_proj=out_proj, eps=eps, eod=eod,
         )  # fmt: skip
     (I, N), K, D, R = A_IN.shape, conv_weight_IK.shape[1], norm_D.shape[0], dt_proj_IR.shape[1]
     arguments = _MambaStep(D=D, I=I, N=N, R=R, K=K, eps=eps)
@@ -196,6 +207,14 @@ def product(x_BI: Tensor, weight_OI: Tensor) -> Tensor | None:
         return None
     y_BO: Tensor = triton.product(x_BI, weight_OI)
     return y_BO
+
+
+def likeliest(logits_BV: Tensor) -> Tensor | None:
+    """Return the token with the largest logit of each sequence, if there is a kernel; -1 where one is not finite."""
+    if triton := backends.triton_of("decoding", logits_BV):
+        token_B: Tensor = triton.likeliest(logits_BV)
+        return token_B
+    return None
 
 
 def _describe(arguments: library.Arguments, name: str, weight: Tensor, shape: tuple[int, ...]) -> None:

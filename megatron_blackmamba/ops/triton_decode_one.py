@@ -65,11 +65,14 @@ def times_tiles(tiles, x_tiles, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def mamba_in_one(
-    stream_D, norm_D, in_proj, conv_IK, conv_bias_I, x_proj, window_WI, x_I, z_I, parts_PM, eps,
+    stream_D, norm_D, in_proj, conv_IK, conv_bias_I, x_proj, window_WI, x_I, z_I, parts_PM, last, eod, eps,
     D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, M: tl.constexpr, M2: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    RESTARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute norm, in_proj and convolution for some channels, and these channels' part of x_proj."""
+    """Compute norm, in_proj and convolution for some channels, and these channels' part of x_proj.
+
+    RESTARTS: forget the window of a sequence whose last token is eod.
+    """
     let_next_start(OVERLAP)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < I
@@ -82,8 +85,11 @@ def mamba_in_one(
     x = times_tiles(x_rows, normed, D, BLOCK, ROWS) * scale
     z = times_tiles(z_rows, normed, D, BLOCK, ROWS) * scale
     y = tl.load(conv_bias_I + i, mask=inside, other=0.0) + x * tl.load(conv_IK + i * K + K - 1, mask=inside, other=0.0)
+    remembers = inside
+    if RESTARTS:
+        remembers = inside & (tl.load(last) != eod)
     for k in tl.static_range(K - 1):
-        old = tl.load(window_WI + k * I + i, mask=inside, other=0.0)
+        old = tl.load(window_WI + k * I + i, mask=remembers, other=0.0)
         y += old * tl.load(conv_IK + i * K + k, mask=inside, other=0.0)
         if k > 0:
             tl.store(window_WI + (k - 1) * I + i, old, mask=inside)

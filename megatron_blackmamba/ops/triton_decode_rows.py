@@ -25,11 +25,14 @@ def load_transposed(weight, rows, inside, first, C: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit(do_not_specialize=["B"])
 def mamba_in_rows(
-    stream_BD, norm_D, in_proj, conv_IK, conv_bias_I, x_proj, window_BWI, x_BI, z_BI, parts_PBM, eps, B,
+    stream_BD, norm_D, in_proj, conv_IK, conv_bias_I, x_proj, window_BWI, x_BI, z_BI, parts_PBM, last_B, eod, eps, B,
     D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, M: tl.constexpr, M2: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    RESTARTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute norm, in_proj and convolution for some channels, and these channels' part of x_proj."""
+    """Compute norm, in_proj and convolution for some channels, and these channels' part of x_proj.
+
+    RESTARTS: forget the window of a sequence whose last token is eod.
+    """
     let_next_start(OVERLAP)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < I
@@ -51,8 +54,11 @@ def mamba_in_rows(
     y = x * tl.load(conv_IK + i * K + K - 1, mask=inside, other=0.0)[None, :]
     y += tl.load(conv_bias_I + i, mask=inside, other=0.0)[None, :]
     window = window_BWI + b.to(tl.int64)[:, None] * ((K - 1) * I) + i[None, :]
+    remembers = here
+    if RESTARTS:
+        remembers = here & (tl.load(last_B + b, mask=b < B, other=0) != eod)[:, None]
     for k in tl.static_range(K - 1):
-        old = tl.load(window + k * I, mask=here, other=0.0)
+        old = tl.load(window + k * I, mask=remembers, other=0.0)
         y += old * tl.load(conv_IK + i * K + k, mask=inside, other=0.0)[None, :]
         if k > 0:
             tl.store(window + (k - 1) * I, old, mask=here)

@@ -75,13 +75,14 @@ def embed(
 
 @triton.jit(do_not_specialize=["B"])
 def mamba_scan(
-    parts_PBM, dt_proj, dt_bias_I, A_IN, D_I, state_BIN, x_BI, z_BI, y_BI, B,
+    parts_PBM, dt_proj, dt_bias_I, A_IN, D_I, state_BIN, x_BI, z_BI, y_BI, last_B, eod, B,
     I: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, R: tl.constexpr, R2: tl.constexpr, M2: tl.constexpr,
-    PARTS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, STEP: tl.constexpr, RESTARTS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of x_proj; then dt_proj, one token of the scan, and the gate, for some channels of a sequence.
 
-    What dt_proj reads is rounded to its dtype if y is stored in that.
+    What dt_proj reads is rounded to its dtype if y is stored in that. RESTARTS: forget the sequences whose last token
+    is eod.
     """
     let_next_start(OVERLAP)
     b = tl.program_id(1).to(tl.int64)
@@ -94,7 +95,10 @@ def mamba_scan(
     bias = tl.load(dt_bias_I + i, mask=inside, other=0.0)
     skip = tl.load(D_I + i, mask=inside, other=0.0)
     wait_for_previous(OVERLAP)
-    h = tl.load(state_BIN + b * I * N + at, mask=here, other=0.0)
+    remembers = here
+    if RESTARTS:
+        remembers = here & (tl.load(last_B + b) != eod)
+    h = tl.load(state_BIN + b * I * N + at, mask=remembers, other=0.0)
     x = tl.load(x_BI + b * I + i, mask=inside, other=0.0)
     z = tl.load(z_BI + b * I + i, mask=inside, other=0.0)
     dt, B_N, C_N = tl.zeros((STEP, R2), tl.float32), tl.zeros((STEP, N2), tl.float32), tl.zeros((STEP, N2), tl.float32)
@@ -111,3 +115,30 @@ def mamba_scan(
     y = tl.sum(h * tl.sum(C_N, 0)[None, :], 1) + skip * x
     y *= z * sigmoid(z)
     tl.store(y_BI + b * I + i, narrowed(y, y_BI.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def find_largest(logits_BV, largest_BP, token_BP, V, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Find the largest of some of a sequence's logits; the token -1 if one of them is not finite."""
+    let_next_start(OVERLAP)
+    wait_for_previous(OVERLAP)
+    b = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_BV + b * V + v, mask=v < V, other=0.0)
+    broken = tl.max((logits - logits != 0.0).to(tl.int32), 0)
+    place = tl.argmax(tl.where(v < V, logits, float("-inf")), 0)
+    largest = tl.max(tl.where(v < V, logits, float("-inf")), 0)
+    token = tl.where(broken != 0, -1, tl.program_id(1) * BLOCK + place)
+    tl.store(largest_BP + b * PARTS + tl.program_id(1), tl.where(broken != 0, float("inf"), largest))
+    tl.store(token_BP + b * PARTS + tl.program_id(1), token)
+
+
+@triton.jit
+def choose_largest(largest_BP, token_BP, token_B, PARTS: tl.constexpr, P2: tl.constexpr, OVERLAP: tl.constexpr):
+    """Choose the largest of the parts, the first of equal ones."""
+    let_next_start(OVERLAP)
+    wait_for_previous(OVERLAP)
+    b = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, P2)
+    largest = tl.load(largest_BP + b * PARTS + p, mask=p < PARTS, other=float("-inf"))
+    tl.store(token_B + b, tl.load(token_BP + b * PARTS + tl.argmax(largest, 0)).to(tl.int64))

@@ -16,10 +16,10 @@ from triton import cdiv, next_power_of_2
 
 from megatron_blackmamba.ops import triton_decode_one as one
 from megatron_blackmamba.ops import triton_decode_rows as rows
-from megatron_blackmamba.ops.triton_decode_shared import embed, mamba_scan
+from megatron_blackmamba.ops.triton_decode_shared import choose_largest, embed, find_largest, mamba_scan
 from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
-__all__ = ["ExpertsStep", "MambaStep", "embedded", "product", "unavailable", "unsupported"]
+__all__ = ["ExpertsStep", "MambaStep", "embedded", "likeliest", "product", "unavailable", "unsupported"]
 
 MOST_ROWS = 256
 """Sequences that one launch takes; more go in parts."""
@@ -88,12 +88,15 @@ class Launch:
 class Step:
     """A block; a call takes the residual stream `[B, D]`, and what the block remembers, one token further, in place."""
 
-    def __call__(self, *moving_B: Tensor, threads: int | None = None) -> None:
-        with torch.cuda.device_of(moving_B[0]):
-            for parts_B in zip(*(tensor.split(MOST_ROWS) for tensor in moving_B), strict=True):
-                self.advance(Launch(moving_B[0]), *parts_B)
+    restarts = True
 
-    def advance(self, launch: Launch, *moving_B: Tensor) -> None:
+    def __call__(self, *moving_B: Tensor, threads: int | None = None, last_B: Tensor | None = None) -> None:
+        last_B = moving_B[0].new_full((len(moving_B[0]),), -1, dtype=torch.long) if last_B is None else last_B
+        with torch.cuda.device_of(last_B):
+            for *parts_B, part_of_last_B in zip(*(each.split(MOST_ROWS) for each in (*moving_B, last_B)), strict=True):
+                self.advance(Launch(last_B), part_of_last_B, *parts_B)
+
+    def advance(self, launch: Launch, last_B: Tensor, *moving_B: Tensor) -> None:
         raise NotImplementedError
 
 
@@ -101,12 +104,14 @@ class MambaStep(Step):
     def __init__(
         self, *, norm_D: Tensor, in_proj: Tensor, conv_weight_IK: Tensor, conv_bias_I: Tensor, x_proj: Tensor,
         dt_proj_IR: Tensor, dt_bias_I: Tensor, A_IN: Tensor, D_I: Tensor, out_proj: Tensor, eps: float,
+        eod: int | None = None,
     ):  # fmt: skip
+        self.eod = eod
         self.norm_D, self.in_proj, self.out_proj, self.eps = norm_D, in_proj, out_proj, eps
         self.conv = conv_weight_IK, conv_bias_I
         self.x_proj, self.dt_proj_IR, self.dt_bias_I, self.A_IN, self.D_I = x_proj, dt_proj_IR, dt_bias_I, A_IN, D_I
 
-    def advance(self, launch: Launch, *moving_B: Tensor) -> None:
+    def advance(self, launch: Launch, last_B: Tensor, *moving_B: Tensor) -> None:
         stream_BD, window_BWI, state_BIN = moving_B
         B, D = stream_BD.shape
         (I, K), R, N = self.conv[0].shape, self.dt_proj_IR.shape[1], self.A_IN.shape[1]
@@ -116,10 +121,12 @@ class MambaStep(Step):
         x_BI, z_BI = stream_BD.new_empty(2, B, I)
         y_BI = stream_BD.new_empty(B, I, dtype=torch.float32 if B == 1 else self.out_proj.dtype)
         parts_PBM = stream_BD.new_empty(parts, B, M2)
+        restart = last_B, 0 if self.eod is None else self.eod
         constants = {"D": D, "I": I, "K": K, "M": R + 2 * N, "M2": M2, "ROWS": tiling.rows, "BLOCK": tiling.block}
+        constants["RESTARTS"] = self.eod is not None
         tensors = (
             *(stream_BD, self.norm_D, self.in_proj, *self.conv, self.x_proj, window_BWI),
-            *(x_BI, z_BI, parts_PBM, self.eps),
+            *(x_BI, z_BI, parts_PBM, *restart, self.eps),
         )
         if B == 1:
             launch(one.mamba_in_one, (parts,), *tensors, tiling=tiling, **constants)
@@ -129,8 +136,9 @@ class MambaStep(Step):
         channels = 16 if B == 1 else 64 if B <= 32 else 128
         launch(
             mamba_scan, (cdiv(I, channels), B), parts_PBM, self.dt_proj_IR, self.dt_bias_I, self.A_IN, self.D_I,
-            state_BIN, x_BI, z_BI, y_BI, B, tiling=Tiling(channels, 0, 4 if B == 1 else 8), I=I, N=N, N2=next_power_of_2(N), R=R,
-            R2=next_power_of_2(R), M2=M2, PARTS=parts, STEP=16, ROWS=channels,
+            state_BIN, x_BI, z_BI, y_BI, *restart, B, tiling=Tiling(channels, 0, 4 if B == 1 else 8), I=I, N=N,
+            N2=next_power_of_2(N), R=R, R2=next_power_of_2(R), M2=M2, PARTS=parts, STEP=16, ROWS=channels,
+            RESTARTS=self.eod is not None,
         )  # fmt: skip
         add_product(launch, self.out_proj, y_BI, stream_BD, how["out"])
 
@@ -162,7 +170,7 @@ class ExpertsStep(Step):
         self.router = router_ED, router_bias_E, choice_bias_E
         self.biased = "" if choice_bias_E is None else "scores" if bias_on_scores else "logits"
 
-    def advance(self, launch: Launch, *moving_B: Tensor) -> None:
+    def advance(self, launch: Launch, last_B: Tensor, *moving_B: Tensor) -> None:
         (stream_BD,) = moving_B
         B, (E, D, F), routed = len(stream_BD), self.fc2_EDF.shape, self.router[0] is not None
         how = tilings(B)
@@ -217,3 +225,22 @@ def product(x_BC: Tensor, weight_OC: Tensor) -> Tensor:
     with torch.cuda.device_of(x_BC):
         add_product(Launch(x_BC), weight_OC, x_BC.contiguous(), y_BO, tilings(len(x_BC))["head"], add=False)
     return y_BO
+
+
+def likeliest(logits_BV: Tensor) -> Tensor:
+    """Return the token with the largest logit of each sequence, int64; -1 for one whose logits are not all finite."""
+    (B, V), block = logits_BV.shape, 2048
+    parts = cdiv(V, block)
+    largest_BP, token_BP = logits_BV.new_empty(B, parts), logits_BV.new_empty(B, parts, dtype=torch.int32)
+    token_B = logits_BV.new_empty(B, dtype=torch.long)
+    with torch.cuda.device_of(logits_BV):
+        launch = Launch(logits_BV)
+        launch(
+            find_largest, (B, parts), logits_BV, largest_BP, token_BP, V, tiling=Tiling(1, block, 4), PARTS=parts,
+            BLOCK=block,
+        )  # fmt: skip
+        launch(
+            choose_largest, (B,), largest_BP, token_BP, token_B, tiling=Tiling(1, parts, 1), PARTS=parts,
+            P2=next_power_of_2(parts),
+        )  # fmt: skip
+    return token_B

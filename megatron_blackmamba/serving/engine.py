@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.inference import Generator, State
-from megatron_blackmamba.inference.captured import Captured, Step, stepper
+from megatron_blackmamba.inference.captured import Captured, Step, likeliest, stepper
 from megatron_blackmamba.inference.sampling import GenerationError
 from megatron_blackmamba.serving.job import Experts, Failed, Job, Row, Token, Written, rows_of, told_tokens
 from megatron_blackmamba.tokenizer import Tokenizer
@@ -227,16 +227,18 @@ class Engine:
         """Take every row one token further; the rows that end leave. Return True."""
         tokens_B = torch.tensor([row.last for row in batch.rows], device=self.decoder.weights.device)
         choices: list[Tensor] | None = [] if any(row.job.experts for row in batch.rows) else None
+        best: list[int] | None = None
         if choices is None:
             batch.step = batch.step or stepper(self.decoder, batch.state)
             logits_BV = batch.step(tokens_B)
+            best = None if (known_B := likeliest(batch.step)) is None else known_B.tolist()
         else:  # a captured step does not tell them
             logits_BV = self.decoder.step(batch.settled(), tokens_B, choices)
         experts = [] if choices is None else experts_of(choices)
         keep = []
         for i, row in enumerate(batch.rows):
-            read = experts[i : i + 1]
-            keep.append(self._guarded([row.job], row.advance, logits_BV[i], self.tokenizer, read))
+            read, token = experts[i : i + 1], None if best is None else best[i]
+            keep.append(self._guarded([row.job], row.advance, logits_BV[i], self.tokenizer, read, token))
         left = self._kept(batch, keep)
         batch.rows, batch.state, batch.step = left.rows, left.state, left.step
         return True

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_blackmamba.inference import Decoder, Generator
-from megatron_blackmamba.inference.captured import stepper
+from megatron_blackmamba.inference.captured import likeliest, stepper
 from megatron_blackmamba.inference.weights import pack
 from tests.ops import test_decoding as definition
 from tests.ops.implementations import assert_close
@@ -27,6 +27,7 @@ def test_captured_steps_match_the_reference_logits(rows, eod, fused):
     step = stepper(decoder, state)
     for token in NEXT:
         logits.append(step(torch.full((rows,), token, device="cuda")).clone())  # the next replay overwrites it
+        assert torch.equal(likeliest(step), logits[-1].argmax(dim=-1))
     exact = torch.from_numpy(forward(model.weights, model.config, PROMPT + NEXT).logits_SV)[len(PROMPT) - 1 :]
     for row in range(rows):
         actual = torch.stack([step_BV[row] for step_BV in logits]).double().cpu()

@@ -30,13 +30,13 @@ def small_tiles():
     decoding.MOST_ROWS = 20
 
 
-def run_block(name, weights, moving, how):
+def run_block(name, weights, moving, how, last_B=None):
     from megatron_blackmamba.ops import decoding
 
     small_tiles()
     step = getattr(decoding, name)(**weights, **how)
     assert type(step).__module__.endswith("triton_decoding")
-    step(*moving.values())
+    step(*moving.values(), last_B=last_B)
     return moving
 
 
@@ -52,6 +52,19 @@ def test_mamba_block_agrees_with_float64(interpreted, sequences, I, N, dtype):
     exact = definition.mamba_in_float64(weights, **moving, rounded=rounded)
     actual = interpreted(run_block, "mamba_step", weights, moving, {"eps": EPS})
     assert_close(actual, exact, tolerance)
+
+
+@pytest.mark.parametrize("sequences", [1, 23])
+def test_mamba_block_restarts_after_the_end(interpreted, sequences):
+    weights = mamba_weights(D=37, I=44, N=16, R=7, K=4, seed=0)
+    moving = draw(1, residual=(sequences, 37), window=(sequences, 3, 44), state=(sequences, 44, 16))
+    last_B = torch.arange(sequences) % 3
+    forgotten = {name: moving[name].clone() for name in moving}
+    for name in ("window", "state"):
+        forgotten[name][last_B == 0] = 0
+    exact = definition.mamba_in_float64(weights, **forgotten)
+    actual = interpreted(run_block, "mamba_step", weights, moving, {"eps": EPS, "eod": 0}, last_B)
+    assert_close(actual, exact, EXACT)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,3 +119,19 @@ def test_embedding_and_head_agree_with_float64(interpreted, sequences, dtype):
     rounded, tolerance = rounding(sequences, dtype)
     actual = interpreted(run_ends, tokens_B, embedding, head)
     assert_close(actual, {"stream": stream, "logits": rounded(stream) @ head.double().t()}, tolerance)
+
+
+def run_likeliest(logits_BV):
+    from megatron_blackmamba.ops import triton_decoding as decoding
+
+    return decoding.likeliest(logits_BV)
+
+
+def test_likeliest_is_the_first_largest_finite_logit(interpreted):
+    logits_BV = draw(0, logits=(6, 5000))["logits"].clamp(max=2.0)
+    logits_BV[2, [4001, 4999]] = 7.0
+    logits_BV[3], logits_BV[4, 4500], logits_BV[5, 17] = -3.0, float("nan"), float("inf")
+    expected = logits_BV.argmax(dim=-1)
+    assert expected[2:4].tolist() == [4001, 0]
+    expected[4:] = -1
+    assert interpreted(run_likeliest, logits_BV).tolist() == expected.tolist()
