@@ -22,8 +22,6 @@ from megatron_blackmamba.inference.weights import Weights
 from megatron_blackmamba.ops import triton_decoding
 from megatron_blackmamba.ops.triton_decoding import Launch, Tiling
 
-SECONDS = 45
-"""For the tilings of one number of rows."""
 REPEATS = 20
 CHANGES: dict[str, list[dict[str, int]]] = {
     "one": [
@@ -39,7 +37,7 @@ CHANGES: dict[str, list[dict[str, int]]] = {
 """Changes to the tiling of a product, for one sequence and for several."""
 
 
-def show(weights: Weights, rows: list[int], machine: Machine | None) -> None:
+def show(weights: Weights, rows: list[int], machine: Machine | None, seconds: float) -> None:
     if machine is None:
         raise SystemExit("gpu_generation: --kernels needs a GPU; --launches needs none")
     decoder = Decoder(weights)
@@ -52,12 +50,12 @@ def show(weights: Weights, rows: list[int], machine: Machine | None) -> None:
         for name, ms in sorted(alone.items(), key=lambda item: -item[1]):
             print(f"  {ms:.4f} ms for {names[name]:2} launches, {1e3 * ms / names[name]:6.2f} us each: {name}")
         print(f"  {sum(alone.values()):.4f} ms together", flush=True)
-        _tilings(decoder, number, alone)
+        _tilings(decoder, number, alone, seconds)
 
 
-def _tilings(decoder: Decoder, rows: int, alone: dict[str, float]) -> None:
+def _tilings(decoder: Decoder, rows: int, alone: dict[str, float], seconds: float) -> None:
     """Try other tilings of the slowest kernels first, until the time is over."""
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + seconds
     how = triton_decoding.tilings(rows)
     parts = {name: part for name in alone if (part := _part(name))}
     seen: dict[str, set[Tiling]] = {part: {how[part]} for part in how}

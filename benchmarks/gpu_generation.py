@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--launches", action="store_true", help="count the kernels of a step, without a GPU")
     parser.add_argument("--kernels", type=int, nargs="+", metavar="ROWS", help="time every kernel alone")
+    parser.add_argument("--seconds", type=float, default=30, help="with --kernels: for other tilings of a row count")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     if options.launches:
@@ -56,7 +57,7 @@ def main() -> None:
     if options.kernels:
         from benchmarks import decode_kernels
 
-        decode_kernels.show(weights, options.kernels, machine)
+        decode_kernels.show(weights, options.kernels, machine, options.seconds)
         return
     decoders = {"layers": Decoder(weights, fused=False), "fused": Decoder(weights)}
     rows = []
