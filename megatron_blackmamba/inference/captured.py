@@ -15,6 +15,8 @@ from megatron_blackmamba.inference.decoder import Decoder, State
 from megatron_blackmamba.ops import decoding
 
 Step = Callable[[Tensor], Tensor]
+FEWEST = 8
+"""Sequences that the graphs' state has room for at first."""
 
 
 def stepper(decoder: Decoder, state: State) -> Step:
@@ -22,9 +24,14 @@ def stepper(decoder: Decoder, state: State) -> Step:
 
     A captured step works on a copy of `state`; `Captured.settled` brings that up to date.
     """
-    if state.last_B.is_cuda and not decoder.grows:  # a captured step reads and writes tensors of one size
+    if captures(decoder):
         return Captured(decoder, state)
     return lambda tokens_B: decoder.step(state, tokens_B)
+
+
+def captures(decoder: Decoder) -> bool:
+    """Return whether steps are captured: on CUDA, if the tensors that a step reads and writes keep their size."""
+    return decoder.weights.device.type == "cuda" and not decoder.grows
 
 
 class Captured:
@@ -113,7 +120,7 @@ class Graphs:
         if rows > len(self.state.last_B):
             self.settle()
             self.by_size.clear()
-            self.state = self.decoder.start(1 << (rows - 1).bit_length())
+            self.state = self.decoder.start(max(FEWEST, 1 << (rows - 1).bit_length()))
 
 
 def likeliest(step: Step) -> Tensor | None:

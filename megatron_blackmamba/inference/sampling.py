@@ -104,7 +104,7 @@ class Sampler:
         """
         if likeliest_B is not None and self.greedy:
             require_finite(min(likeliest_B.tolist()) >= 0)
-            return likeliest_B
+            return likeliest_B.clone()  # which the next step overwrites
         require_finite(bool(torch.isfinite(logits_BV).all()))
         logits_BV = logits_BV.float()
         if self.seen_BV is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.inference import Generator, State
-from megatron_blackmamba.inference.captured import Captured, Step, likeliest, stepper
+from megatron_blackmamba.inference.captured import Captured, Step, captures, graphs_of, likeliest, stepper
 from megatron_blackmamba.inference.sampling import GenerationError
 from megatron_blackmamba.serving.job import Experts, Failed, Job, Row, Token, Written, rows_of, told_tokens
 from megatron_blackmamba.tokenizer import Tokenizer
@@ -110,6 +110,8 @@ class Engine:
         return sum(len(one.rows) for one in reading) + sum(len(batch.rows) for batch in batches)
 
     def _run(self) -> None:
+        if captures(self.decoder):
+            graphs_of(self.decoder).reserve(self.max_rows)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or self.waiting or self.reading or self.batches)
